@@ -19,6 +19,7 @@ from support.workloads import Workload, workload
 from torch.distributed import rpc
 
 from deepspeed_gear import Column, Replay, Schema
+from deepspeed_gear.distributed.node_channel import NodeChannel
 
 _WARM_UP = 20
 _RPC_PORT = 31999
@@ -55,29 +56,37 @@ class Shared:
         part = load.num_trajectories // world
         self.ids = {self.replay.add(load.make(number)) for number in range(rank * part, (rank + 1) * part)}
         dist.barrier()
-        links = self.replay._parts.links
-        assert links.train is not None, "this rank exchanges nothing: the ranks are on one node"
-        self.link, self._selector = links.train, links.selectors[0]
+        channel = channel_of(self.replay)
+        assert channel is not None, "this rank exchanges nothing: the ranks are on one node"
+        self.link = channel
+        self._selector = self.replay._parts.exchange._training[0]
 
     def watch(self) -> Watch:
         """Measure the exchange of rows from now on."""
-        return Watch(self._selector._delivery._carrier, self._selector.stream, self.link)
+        return Watch(
+            self._selector._exchange._row_messages, self.replay._parts.streams["main"]["train"], self.link
+        )
+
+
+def channel_of(replay: Replay) -> NodeChannel | None:
+    """Return what the training streams of this node leader send through; None on one node."""
+    return replay._parts.exchange._channels.get(True)
 
 
 class Watch:
     """Times the latest exchange of rows and the latest selection, and knows what was exchanged.
 
     Args:
-        carrier: Whose rows they are: planned, packed, sent, received, copied to where they lie.
+        rows: What encodes and decodes them.
         stream: Whose selections they are.
-        link: Carries them, behind the resolutions of their samples.
+        link: The node channel that sends them, after the resolutions of their samples.
     """
 
-    def __init__(self, carrier: Any, stream: Any, link: Any) -> None:
-        self.carry_s = self.cut_s = self.swap_s = 0.0
+    def __init__(self, rows: Any, stream: Any, link: Any) -> None:
+        self.carry_s = self.select_s = self.swap_s = 0.0
         self.sizes: list[int] = []
         self.expected: list[int] = []
-        spent = {"pack": 0.0, "unpack": 0.0, "_cut": 0.0}
+        spent = {"encode": 0.0, "decode": 0.0, "_select_together": 0.0}
 
         def timed(owner: Any, name: str) -> None:
             work = getattr(owner, name)
@@ -86,8 +95,8 @@ class Watch:
                 begin = time.perf_counter()
                 found = work(*arguments)
                 spent[name] = time.perf_counter() - begin
-                self.carry_s = spent["pack"] + self.swap_s + spent["unpack"]
-                self.cut_s = spent["_cut"]
+                self.carry_s = spent["encode"] + self.swap_s + spent["decode"]
+                self.select_s = spent["_select_together"]
                 return found
 
             setattr(owner, name, run)
@@ -110,7 +119,7 @@ class Watch:
 
             return timed_wait
 
-        for owner, name in ((carrier, "pack"), (carrier, "unpack"), (stream, "_cut")):
+        for owner, name in ((rows, "encode"), (rows, "decode"), (stream, "_select_together")):
             timed(owner, name)
         link.begin = timed_begin
 
@@ -179,7 +188,7 @@ def bandwidth(name: str, window: str, batch: int, turns: int, scale: float) -> d
     for turn in range(_WARM_UP + turns):
         dist.barrier()
         shared.replay.sample()
-        found = {"carry": watch.carry_s, "swap": watch.swap_s, "cut": watch.cut_s}
+        found = {"carry": watch.carry_s, "swap": watch.swap_s, "cut": watch.select_s}
         most = max(sum(watch.sizes), sum(watch.expected))
         if room.shape[1] < most:
             room = torch.zeros(2, most, dtype=torch.uint8)
@@ -283,7 +292,7 @@ def prioritized_batches(batch: int, blocks: int, steps: int, block_s: float, sca
     client = Client(load, batch)
     fresh = torch.from_numpy(fresh_priorities(batch)).unbind()
     found: dict[str, Any] = {"gear 0": [], "gear 2": [], "owner": [], "cut": []}
-    cuts = _times_of_cuts(gears[0])
+    selections = _times_of_selections(gears[0])
     for block in range(blocks + 1):
         for prefetch, gear in gears.items():
             dist.barrier()
@@ -302,7 +311,7 @@ def prioritized_batches(batch: int, blocks: int, steps: int, block_s: float, sca
             found["owner"].append(count / (time.perf_counter() - begin))
         dist.barrier()
     link = gears[0].link
-    found["cut"] = {name: float(np.median(times)) for name, times in cuts.items()}
+    found["cut"] = {name: float(np.median(times)) for name, times in selections.items()}
     found["exchanges"] = link.num_exchanges / ((blocks + 1) * steps)
     client.close()
     for gear in gears.values():
@@ -310,11 +319,11 @@ def prioritized_batches(batch: int, blocks: int, steps: int, block_s: float, sca
     return found
 
 
-def _times_of_cuts(shared: Shared) -> dict[str, list[float]]:
+def _times_of_selections(shared: Shared) -> dict[str, list[float]]:
     """Time the selections from now on, their exchanges, and what is done between these. Seconds."""
     times: dict[str, list[float]] = {"cut": [], "exchanges": []}
-    link, stream = shared.link, shared._selector.stream
-    begin_exchange, cut = link.begin, stream._cut
+    link, stream = shared.link, shared.replay._parts.streams["main"]["train"]
+    begin_exchange, select = link.begin, stream._select_together
     spent = [0.0]
 
     def timed_begin(*arguments: Any) -> Callable[[], list[np.ndarray]]:
@@ -330,13 +339,13 @@ def _times_of_cuts(shared: Shared) -> dict[str, list[float]]:
 
         return timed_wait
 
-    def timed_cut(*arguments: Any) -> None:
+    def timed_select(*arguments: Any) -> None:
         spent[0], begin = 0.0, time.perf_counter()
-        cut(*arguments)
+        select(*arguments)
         times["cut"].append(time.perf_counter() - begin)
         times["exchanges"].append(spent[0])
 
-    link.begin, stream._cut = timed_begin, timed_cut  # type: ignore[method-assign]
+    link.begin, stream._select_together = timed_begin, timed_select  # type: ignore[method-assign]
     return times
 
 
@@ -376,7 +385,7 @@ def batches(name: str, window: str, batch: int, steps: int, scale: float) -> dic
     with Replay(uniform(load, window, batch), schemas={"main": load.schema}) as replay:
         for number in range(dist.get_rank(), load.num_trajectories, world):
             replay.add(load.make(number))
-        link = replay._parts.links.train
+        link = channel_of(replay)
         times, before = [], 0
         for step in range(_WARM_UP + steps):
             dist.barrier()

@@ -100,7 +100,7 @@ def _gather(replay: Replay) -> Any:
     placing = maker._placing
     assert placing is not None, "batches go to no device, and no way is named"
     reach = placing.reach(stream.table)
-    gatherer: DeviceGatherer = maker._placed(stream.table, placing.carriage(placing.way), reach, 2)
+    gatherer: DeviceGatherer = maker._placed(stream.table, placing.transfer(placing.way), reach, 2)
 
     def gather(records: Tensor) -> None:
         gatherer.gather(records)

@@ -34,7 +34,7 @@ from deepspeed_gear.sampling.sum_tree import ItemMasses
 NODES = [2**i for i in range(11)]
 MOST_WHOLE = 8  # up to so many nodes, every node's plan is made, to compare its bytes with those counted
 BOUND_MS = 50.0
-EXCHANGES = 2  # what each node says first; resolutions and rows
+EXCHANGES = 2  # the status of each node; resolutions and rows
 REST, LINK = "rest", "link (stand-in)"
 WARM = 2  # plans that are not timed
 CACHE_BYTES = 128 << 20  # more than the caches hold
@@ -46,7 +46,7 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (ResolutionExchange, "_pack", "messages"),
     (ResolutionExchange, "_sent", "resolutions by node"),
     (ResolutionExchange, "_receive", "what is received"),
-    (ResolutionExchange, "_taken", "ring, origins, samples whose rows are received"),
+    (ResolutionExchange, "_decode", "ring, origins, samples whose rows are received"),
 )
 Row = dict[str, Any]
 

@@ -100,14 +100,14 @@ class Wire:
 
 
 class Planner:
-    """Stands in for a RowExchange: plans the rows and copies none."""
+    """Stands in for RowMessages: plans the rows and copies none."""
 
     takes_own = has_steps = False
 
     def __init__(self, routes: ExchangePlan, timers: Timers) -> None:
         layout, ops = layout_of(routes.needs, ROW_BYTES), load_backend()
         self._layout = layout.windows, layout.members, layout.columns
-        self._pack, self._unpack = (
+        self._encode, self._decode = (
             timers.wrap("plan_rows, twice", op) for op in (ops.encode_rows_, ops.decode_rows_)
         )
         self._slots = torch.zeros(TRAJECTORIES, Slot.NUM_WORDS, dtype=torch.int64)
@@ -118,14 +118,14 @@ class Planner:
     def steps_of(self, records: torch.Tensor) -> None:
         """No window follows n-step steps."""
 
-    def pack(self, outgoing: torch.Tensor, heads: torch.Tensor) -> list[np.ndarray]:
+    def encode(self, outgoing: torch.Tensor, heads: torch.Tensor) -> list[np.ndarray]:
         """Plan and count what would be sent; return messages of heads alone."""
         given = self._nowhere, outgoing, *self._layout, heads, self._slots
-        self._pack(torch.empty(0, dtype=torch.int64), self._sizes, *given)  # no room, so none is copied
+        self._encode(torch.empty(0, dtype=torch.int64), self._sizes, *given)  # no room, so none is copied
         self.sent += self._sizes.numpy()
         return [np.empty(head // 8, np.int64) for head in heads.tolist()]
 
-    def unpack(
+    def decode(
         self,
         entry: int,
         ring: torch.Tensor,
@@ -137,7 +137,7 @@ class Planner:
         """Plan and count what would be received, and say where it would lie."""
         said = [torch.from_numpy(message) for message in messages]
         given = said, which, incoming, *self._layout, heads
-        self._unpack(self._nowhere, ring, self._sizes, self._needed, *given, (0, 0, 0, 0, 0, 0))
+        self._decode(self._nowhere, ring, self._sizes, self._needed, *given, (0, 0, 0, 0, 0, 0))
         self.received += self._sizes.numpy()
 
 

@@ -159,7 +159,7 @@ def scale(rows: Rows) -> str:
         "": _table(rows, [*size, *time]),
         f"Parts at {rows[-1]['nodes']:,} nodes:": _table(last, [("part", "part", ""), ("ms", "ms", ".2f")]),
         "What is sent for a global batch:": _table(several, [*size, *sent]),
-        "Predicted time of a cut's exchanges:": _table(lines, [*size, *wire]),
+        "Predicted time of a selection's exchanges:": _table(lines, [*size, *wire]),
     }
     return "\n\n".join(f"{title}\n\n{table}".lstrip() for title, table in parts.items())
 
@@ -169,7 +169,12 @@ def exchange(rows: Rows) -> str:
     of = {what: [row for row in rows if row["what"] == what] for what in {row["what"] for row in rows}}
     case = [("workload", "workload", ""), ("window", "window", ""), ("B of a rank", "B", ",d")]
     judged = [("judged", "judged", ".3g"), ("bound", "bound", ",.3g"), ("holds", "holds", "")]
-    carried = [*case, ("bytes", "bytes", ",.0f"), ("cut ms", "cut_ms", ".2f"), ("rows ms", "carry_ms", ".2f")]
+    carried = [
+        *case,
+        ("bytes", "bytes", ",.0f"),
+        ("selection ms", "cut_ms", ".2f"),
+        ("rows ms", "carry_ms", ".2f"),
+    ]
     carried += [("of it messages ms", "swap_ms", ".2f"), ("all_to_all_single ms", "bare_ms", ".2f")]
     carried += [("isend, irecv ms", "pairs_ms", ".2f"), ("rows MB/s", "mb_per_s", ",.1f")]
     spread = [("least", "least", ".2f"), ("most", "most", ".2f")]
@@ -180,7 +185,7 @@ def exchange(rows: Rows) -> str:
         ("batches/s of all", "batches_per_s", ",.0f"),
     ]
     owned += [("in step", "in_step_per_s", ",.0f"), *spread, *judged, ("exchanges", "num_exchanges", ".1f")]
-    owned += [("cut ms", "cut_ms", ".2f"), ("of it exchanges ms", "exchanges_ms", ".2f")]
+    owned += [("selection ms", "cut_ms", ".2f"), ("of it exchanges ms", "exchanges_ms", ".2f")]
     counted = [*case, ("rows needed", "needed", ",.0f"), ("remote samples", "remote", ",.0f")]
     counted += [("sent", "sent", ",.0f"), ("on the wire", "wire", ",.0f"), ("bound", "bound", ",.0f")]
     counted += judged[2:]

@@ -121,5 +121,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List what is imported on first use, too."""
+    """List also the names that are imported on first use."""
     return sorted({*globals(), *__all__})

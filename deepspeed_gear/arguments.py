@@ -1,4 +1,4 @@
-"""Arguments of public calls: what a caller gave in the form that is computed with, or an error that names it.
+"""Checks and conversions of arguments of public calls; an error names the argument.
 
 Called at the public boundary, never per sample. Arrays raise DataError, options raise ConfigError.
 """
@@ -35,7 +35,7 @@ def mapping(name: str, value: object, remedy: str = "") -> Mapping[str, Any]:
 
 
 def dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that has its values in rows, without its history.
+    """Return a dense tensor, detached from its graph.
 
     Raises:
         DataError: It is sparse, nested, quantized, or has no values (device "meta").
@@ -49,7 +49,7 @@ def dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def array(name: str, value: object) -> np.ndarray:
-    """Return numbers as an array in host memory: of an array, a tensor or nested lists.
+    """Return an array, a tensor or nested lists of numbers as an array in host memory.
 
     Raises:
         DataError: They are none.
@@ -96,7 +96,7 @@ def tensor(name: str, value: object) -> torch.Tensor:
 
 
 def count(name: str, value: object, least: int = 1, remedy: str = "") -> int:
-    """Return an integer of at least so much.
+    """Return an integer of at least `least`.
 
     Raises:
         ConfigError: It is none.
@@ -136,10 +136,10 @@ def tensors(name: str, value: object) -> Mapping[str, torch.Tensor]:
 
 
 def function(name: str, value: object) -> Callable[..., Any]:
-    """Return what can be called.
+    """Return a callable.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: It cannot be called.
     """
     if not callable(value):
         raise ConfigError(name, "must be a function", type(value).__name__)

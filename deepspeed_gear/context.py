@@ -1,4 +1,4 @@
-"""The context of a rank: where it runs, how long it waits, and the failure check. A frozen value."""
+"""The context of a rank: its place, its timeout, and the failure check. A frozen value."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from deepspeed_gear.timeouts import DEFAULT_TIMEOUT_S
 
 
 def no_check() -> None:
-    """Find nothing wrong: the check of a process that waits for no other."""
+    """Return at once: the failure check of a process that waits for no other."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What the parts of a replay know of their rank, given at construction.
+    """The rank of a replay: passed to the parts of the replay at construction.
 
     Args:
         rank: Of the process group.

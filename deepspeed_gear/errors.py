@@ -6,13 +6,13 @@ from typing import Any
 
 
 class GearError(Exception):
-    """Base of every error that users see.
+    """Base of every error that the package raises for users.
 
     Args:
-        name: What is wrong: an option (`sampler.alpha`), a file, a column, a rank.
+        name: The faulty thing: an option (`sampler.alpha`), a file, a column, a rank.
         rule: The rule that it breaks ("must be in [0, 1]").
-        value: What was found; None leaves it out of the message.
-        remedy: What to do about it.
+        value: The value that was found; None leaves it out of the message.
+        remedy: The action that corrects it.
     """
 
     def __init__(self, name: str, rule: str, value: Any = None, remedy: str = "") -> None:
@@ -55,7 +55,7 @@ class StoreError(GearError, RuntimeError):
 
 
 class StaleBatchError(StoreError):
-    """A batch is used after later ones were written over its tensors."""
+    """A batch is used after later batches have overwritten its tensors."""
 
 
 class StoreFullError(StoreError):
@@ -75,7 +75,7 @@ class PeerError(GearError, RuntimeError):
 
 
 class LostNodeError(PeerError):
-    """A rank or a node died, stands still or cannot be reached: nothing can be exchanged any more."""
+    """A rank or a node ended, is stopped or cannot be reached: no exchange is possible any more."""
 
 
 class CheckpointError(GearError, RuntimeError):
@@ -86,7 +86,7 @@ _RAISED = " [raised on "
 
 
 def relayed(kind: type[GearError], text: str, where: str) -> GearError:
-    """Return the error of another rank or node as it is raised here: the cause first, then its way.
+    """Return the error of another rank or node as it is raised here: the cause first, then its path.
 
     Args:
         kind: Of the error.

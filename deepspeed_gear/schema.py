@@ -1,4 +1,4 @@
-"""What a table stores: columns and their schema."""
+"""Columns of a table and their schema."""
 
 from __future__ import annotations
 
@@ -160,9 +160,9 @@ class Schema:
         return tuple(c for c in self.columns if c.late)
 
     def late_bits(self, names: Iterable[str]) -> int:
-        """Return the bits that say of some late columns that they have been written; others are left out."""
-        wanted = set(names)
-        return sum(1 << index for index, c in enumerate(self.late_columns) if c.name in wanted)
+        """Return the bits that mark the named late columns as written; other columns have no bit."""
+        requested = set(names)
+        return sum(1 << index for index, c in enumerate(self.late_columns) if c.name in requested)
 
     @property
     def has_final_row(self) -> bool:
@@ -244,7 +244,7 @@ class Schema:
 
 
 def _entry_of(column: Column) -> dict[str, Any]:
-    """Return a column as JSON; what most have not is left out, so that old fingerprints stay."""
+    """Return a column as JSON without defaults of later options, so that old fingerprints stay equal."""
     entry = {**asdict(column), "shape": list(column.shape)}
     for name in ("late", "allow_nan"):
         if not entry[name]:

@@ -26,7 +26,7 @@ SCHEMA = Schema(
 def write(dest: str | Path) -> None:
     """Write all trajectories, replacing a data set that is there.
 
-    The file says of each trajectory that it is over, not why: the cart or the pole beyond its limit is a
+    The file marks the end of each trajectory but not its cause: the cart or the pole beyond its limit is a
     terminal state, of value 0; the time limit is not, and is bootstrapped through.
     """
     with np.load(SOURCE) as file:

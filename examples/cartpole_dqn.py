@@ -33,7 +33,7 @@ from deepspeed_gear import Batch, Replay
 
 TARGET_STEP = 0.01  # how far the target network moves towards the trained one in a step
 CONSERVATIVE = 0.3  # weight of the term that keeps Q down where the data hold no action
-EPSILON = 1e-3  # added to priorities, so that an item without an error is drawn again one day
+EPSILON = 1e-3  # added to priorities, so that an item without an error can be drawn again
 EPISODES, FIRST_SEED = 20, 1000
 NEAR_FAILURE = 50  # steps
 MEASURE_EVERY = 50  # steps
@@ -66,18 +66,18 @@ def q_network() -> nn.Module:
 def losses_of(engine: deepspeed.DeepSpeedEngine, target: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the loss and the TD error of each sample. [B] and [B].
 
-    The double DQN lets the trained network choose the next action and the target network value it. The expert
-    takes one action where it could take two: the conservative term, log(sum(exp(Q))) - Q(action), keeps the
-    other one from being valued at random.
+    In a double DQN the trained network chooses the next action and the target network values it. The data
+    hold one action of two in each state: the conservative term, log(sum(exp(Q))) - Q(action), keeps the value
+    of the other one from being arbitrary.
     """
     with torch.no_grad():
         chosen = engine.module(batch["next_observation"]).argmax(1, keepdim=True)
         value = target(batch["next_observation"]).gather(1, chosen).squeeze(1)
-        wanted = batch["return_n"] + batch["discount"] * value  # the discount is 0 behind a failure
+        expected = batch["return_n"] + batch["discount"] * value  # the discount is 0 after a failure
     q = engine(batch["observation"])
     taken = q.gather(1, batch["action"][:, None]).squeeze(1)
-    loss = F.huber_loss(taken, wanted, reduction="none") + CONSERVATIVE * (q.logsumexp(1) - taken)
-    return loss, (taken - wanted).detach()
+    loss = F.huber_loss(taken, expected, reduction="none") + CONSERVATIVE * (q.logsumexp(1) - taken)
+    return loss, (taken - expected).detach()
 
 
 @torch.no_grad()
@@ -86,7 +86,7 @@ def move(target: nn.Module, module: nn.Module) -> None:
 
 
 class Concentration:
-    """How unequal the probabilities of all steps are."""
+    """Measures the concentration of the probabilities of all steps."""
 
     def __init__(self, replay: Replay, alpha: float) -> None:
         self.replay, self.alpha = replay, alpha
@@ -109,7 +109,7 @@ class Concentration:
 
 
 def mean_return(model: nn.Module, replay: Replay) -> float:
-    """Return the mean return of all episodes, shared out over the ranks."""
+    """Return the mean return of all episodes, which are divided among the ranks."""
     known = replay.datasets["main"].statistics["observation"]
     device = next(model.parameters()).device
     total = torch.zeros(1, dtype=torch.float64, device=device)

@@ -13,8 +13,8 @@ def plot_curves(runs: dict[str, Curves], path: Path) -> None:
     """Draw return, loss and the concentration of the probabilities over steps.
 
     Args:
-        runs: Curves by name of the run. Later ones are drawn thinner, so that equal ones are all seen.
-        path: Where the PNG goes.
+        runs: Curves by name of the run. Later ones are drawn thinner, so that equal ones are all visible.
+        path: File of the PNG.
     """
     import matplotlib
 

@@ -1,4 +1,4 @@
-"""What the examples share: arguments, the loss, evaluation on held-out data, the result line."""
+"""Common code of the examples: arguments, the loss, evaluation on held-out data, the result line."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def context_of(config: dict[str, Any]) -> int:
 def shorten_history(batch: Batch, keys: Tensor) -> Batch:
     """Hide a random number of leading steps, so that the model can act without a history.
 
-    Without it the model copies its own previous actions, and one bad step leads to the next. The number comes
-    from the sample's key, so it is the same on every rank that has the sample, for any number of ranks. All
-    it touches is the mask of the actions, which both ends of a pipeline have.
+    Without it the model copies its own previous actions, and one bad step leads to the next. The number
+    follows from the sample's key, so it is the same on every rank that has the sample, for any number of
+    ranks. Only the mask of the actions changes, which both ends of a pipeline have.
     """
     real = batch.mask["action"]
     steps = real.shape[1]
@@ -75,7 +75,7 @@ def masked_mean(error: Tensor, real: Tensor) -> Tensor:
 def held_out_loss(engine: Any, errors: Errors) -> float:
     """Return the mean squared error over the steps of the held-out trajectories, on every rank.
 
-    Where several ranks see the same samples each counts them, in both sums.
+    Where several ranks have the same samples, each counts them in both sums.
     """
     total = torch.zeros(2, dtype=torch.float64, device=engine.device)
     engine.eval()

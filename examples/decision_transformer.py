@@ -4,8 +4,8 @@ Sources: Chen et al., "Decision Transformer: Reinforcement Learning via Sequence
 one token a step instead of three; for returns in bins Lee et al., "Multi-Game Decision Transformers", NeurIPS
 2022; for how a bin reaches every layer Perez et al., "FiLM", AAAI 2018.
 
-It is a list of layers, so that a pipeline can be made from it; heads are counted from what the layers
-give, so that tensor ranks can hold some of them; `Block.attend` and `Block.mlp` can be replaced.
+It is a list of layers, so that a pipeline can be made from it; heads are counted from the layers' outputs, so
+that tensor ranks can hold some of them; `Block.attend` and `Block.mlp` can be replaced.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Attention(nn.Module):
 
 
 def attention_mask(real: Tensor) -> Tensor:
-    """Return which steps [.., T, T] each step may look at: real ones up to itself. [B, 1, T, T], bool."""
+    """Return which steps [.., T, T] each step may attend to: real ones up to itself. [B, 1, T, T], bool."""
     steps = real.shape[1]
     causal = torch.ones(steps, steps, dtype=torch.bool, device=real.device).tril()
     itself = torch.eye(steps, dtype=torch.bool, device=real.device)  # a row without a key would be NaN
@@ -60,7 +60,7 @@ class Embedding(nn.Module):
         self.place = nn.Parameter(0.02 * torch.randn(context, width))
 
     def forward(self, batch: Mapping[str, Tensor], real: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return tokens [B, T, width] and what modulates the blocks. Arguments as of the whole model."""
+        """Return tokens [B, T, width] and the blocks' modulation. Arguments as of the whole model."""
         if "before" in batch:
             before = batch["before"]
         else:
@@ -77,7 +77,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward layer, each behind a LayerNorm that a goal can modulate."""
+    """Causal self-attention and a feed-forward layer, each after a LayerNorm that a goal can modulate."""
 
     def __init__(self, width: int = WIDTH, heads: int = 4, has_goal: bool = False) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Head(nn.Module):
     def __init__(self, action_size: int, width: int = WIDTH) -> None:
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, action_size)
-        # Untrained, it then acts at random; with small outputs Hopper just stands for a while.
+        # Untrained, it then acts at random; with small outputs Hopper would only stand for some time.
         nn.init.normal_(self.linear.weight, std=0.2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -123,8 +123,8 @@ class DecisionTransformer(nn.Module):
         width: Of the transformer.
         layers: Blocks.
         heads: Of attention.
-        has_goal: Whether the episode's whole return, in bins, takes the place of the return-to-go: where
-            episodes of several policies are mixed, it keeps their behaviours apart.
+        has_goal: Whether the episode's whole return, in bins, replaces the return-to-go: where episodes of
+            several policies are mixed, it separates their behaviours.
         sees_return: False for behaviour cloning: both are hidden.
     """
 

@@ -1,10 +1,10 @@
 """The loop of td3_device.py and sac_device.py: environments on the host, everything else on one device.
 
-A turn is one action in every environment and one step of learning. The learner's step (add what the
-environments have just done, draw, losses, optimizers, priorities) touches fixed tensors of the device only,
-so it can be compiled (`--compile`), captured in a CUDA graph (`--cudagraphs`), both, or neither.
+A turn is one action in every environment and one step of learning. The learner's step (add the newest
+transitions, draw, losses, optimizers, priorities) uses only fixed tensors of the device, so it can be
+compiled (`--compile`), captured in a CUDA graph (`--cudagraphs`), both, or neither.
 
-The manner is that of LeanRL (github.com/pytorch-labs/LeanRL), which has it from CleanRL.
+The style follows LeanRL (github.com/pytorch-labs/LeanRL), which is based on CleanRL.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from deepspeed_gear import DeviceReplay
 
 OBSERVATION, ACTION, LARGEST = 3, 1, 2.0  # of Pendulum-v1
 CAPACITY, BATCH, BURN_IN = 100_000, 256, 20  # turns that are not timed: they compile and capture
-EPSILON = 1e-3  # added to priorities, so that an item without an error is drawn again one day
+EPSILON = 1e-3  # added to priorities, so that an item without an error can be drawn again
 COLUMNS = {
     "observation": {"dtype": "float32", "shape": [OBSERVATION], "role": "observation", "rows": "T+1"},
     "action": {"dtype": "float32", "shape": [ACTION], "role": "action"},
@@ -51,9 +51,9 @@ def section(buffer: str, seed: int) -> dict[str, Any]:
 
 
 class Learner(Protocol):
-    """What an algorithm gives to the loop. Its functions wait for nothing and touch fixed tensors only."""
+    """Interface of an algorithm to the loop. Its functions never wait and use only fixed tensors."""
 
-    action: Tensor  # what is done next. [envs, 1]
+    action: Tensor  # the next action. [envs, 1]
     updates: Sequence[Callable[[], None]]  # the kinds of a step of learning
 
     def act(self) -> None:
@@ -61,17 +61,17 @@ class Learner(Protocol):
         ...
 
     def kind_of(self, turn: int) -> int:
-        """Return which of `updates` is this turn's."""
+        """Return the index in `updates` of this turn's."""
         ...
 
 
 class Feed:
-    """What the environments say, in tensors of the device whose addresses stay.
+    """Outputs of the environments, in tensors of the device with fixed addresses.
 
     Attributes:
-        seen: What the next action follows. [envs, 3].
+        seen: Observation for the next action. [envs, 3].
         row: Columns of the transition that is added next. [envs, ...] each.
-        following: The observation behind it: of a truncated episode its own last one. [envs, 3].
+        following: The observation after it: of a truncated episode its own last one. [envs, 3].
     """
 
     def __init__(self, envs: int, device: torch.device) -> None:
@@ -92,7 +92,7 @@ class Feed:
         return torch.bool if name in ("terminated", "truncated") else torch.float32
 
     def write(self, action: Tensor | None, **values: np.ndarray) -> None:
-        """Copy to the device, behind what it has been told before. It must have done the previous copies."""
+        """Copy to the device, after the work queued there. The previous copies must be done."""
         if action is not None:
             self.row["action"].copy_(action)
         for name, value in values.items():
@@ -101,10 +101,10 @@ class Feed:
 
 
 class Captured:
-    """A function that is called again and again; on request a CUDA graph after three calls.
+    """A function that is called repeatedly; on request a CUDA graph after three calls.
 
-    The first calls run on a side stream, as a capture asks for: they build what is built once. The capture
-    itself does nothing, so it is replayed at once: every call is one call of the function.
+    The first calls run on a side stream, as a capture requires: they allocate all that is allocated once. The
+    capture itself runs nothing, so it is replayed at once: every call is one call of the function.
     """
 
     WARM_UP = 3
@@ -157,7 +157,7 @@ def train(make: Callable[[DeviceReplay, Feed], Learner], args: argparse.Namespac
                 learner.action.uniform_(-LARGEST, LARGEST)
             else:
                 act()
-            action = learner.action.cpu().numpy()  # the one time of a turn that the host waits
+            action = learner.action.cpu().numpy()  # the only wait of the host in a turn
             if is_random and turn > 0:
                 replay.add_transitions_(feed.row, {"observation": feed.following})
             elif turn > 0:

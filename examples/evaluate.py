@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-ENVIRONMENT = "Hopper-v4"  # of which the data are
+ENVIRONMENT = "Hopper-v4"  # the environment of the data
 MAX_STEPS = 1000
 
 
@@ -26,7 +26,7 @@ def returns_of(
 
     Args:
         model: Called as in training, on windows of `context` steps.
-        target: Return that is asked for.
+        target: Return to condition on.
         seeds: Of the episodes.
         context: Steps of a window.
         mean: Of the observations, as in training. [n], float64.
@@ -36,7 +36,7 @@ def returns_of(
     if not seeds:
         return []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # v4 is what the data were made with; gymnasium recommends v5
+        warnings.simplefilter("ignore")  # the data were made with v4; gymnasium recommends v5
         worlds = [gymnasium.make(ENVIRONMENT) for _ in seeds]
     observations = [world.reset(seed=seed)[0] for world, seed in zip(worlds, seeds, strict=True)]
     count = len(seeds)

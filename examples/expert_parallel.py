@@ -3,8 +3,7 @@
     gear ingest examples/data/hopper_expert.hdf5 data/hopper
     deepspeed --num_gpus 2 examples/expert_parallel.py
 
-Experts are exchanged between data-parallel ranks, so for the data nothing changes: each rank has samples of
-its own.
+Experts are exchanged between data-parallel ranks, so the data do not change: each rank has its own samples.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ EXPERTS, BALANCE = 4, 0.01  # of a layer; weight of the loss that spreads tokens
 
 
 class Experts(nn.Module):
-    """A feed-forward layer of which each token takes one of several."""
+    """A feed-forward layer with several experts, one of which each token uses."""
 
     def __init__(self, expert: nn.Module) -> None:
         super().__init__()

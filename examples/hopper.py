@@ -30,7 +30,7 @@ from tqdm import tqdm
 import deepspeed_gear
 
 EPISODES, FIRST_SEED = 5, 1000
-AVERAGE = 0.998  # of the weights, over steps: what is evaluated
+AVERAGE = 0.998  # of the weights, over steps: the average is evaluated
 
 
 def arguments() -> argparse.Namespace:
@@ -56,13 +56,13 @@ def update_average(average: Iterable[Tensor], current: Iterable[Tensor], step: i
 
 
 def now() -> float:
-    """Return the time at which the device has done what it was given."""
+    """Return the time after all queued work of the device is done."""
     get_accelerator().synchronize()
     return time.perf_counter()
 
 
 class Evaluation:
-    """Episodes shared out over the ranks. They run on the host, on any machine in the same way."""
+    """Episodes divided among the ranks. They run on the host, alike on any machine."""
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, config: dict) -> None:
         fields, known = config["gear"]["fields"], engine.gear.datasets["main"].statistics["observation"]
@@ -87,7 +87,7 @@ def train(
     args: argparse.Namespace,
     steps: int,
 ) -> tuple[dict[str, list[tuple[int, float]]], dict[str, float]]:
-    """Train; return the curves of loss and return, and what `gear_sample()` took of the loop's time."""
+    """Train; return the curves of loss and return, and the time of `gear_sample()` in the loop."""
     curves: dict[str, list[tuple[int, float]]] = {"loss": [], "return": []}
     bar = tqdm(total=steps, disable=dist.get_rank() != 0, unit="step", mininterval=1.0)
     recent, sampling_s, evaluating_s, begin_s = [], 0.0, 0.0, now()

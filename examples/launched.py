@@ -34,11 +34,11 @@ def launch(program: str, ranks: int) -> int:
     options = {"env": environment, "stdout": pipe, "text": True, "start_new_session": True}
     with subprocess.Popen([str(word) for word in command], **options) as process:
         assert process.stdout is not None
-        for number in (signal.SIGINT, signal.SIGTERM):  # the launcher itself would leave its ranks behind
+        for number in (signal.SIGINT, signal.SIGTERM):  # the launcher itself would not end its ranks
             signal.signal(number, lambda *_: os.killpg(process.pid, signal.SIGTERM))
         for line in process.stdout:
             if RESULT.match(line):
-                result = line  # the launcher writes behind it
+                result = line  # the launcher writes after it
             else:
                 sys.stderr.write(line)
     for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):  # of DeepSpeed's own

@@ -2,8 +2,7 @@
 
     python examples/online.py --seed 0
 
-starts the ranks by itself; `deepspeed --num_gpus 2 examples/online.py` does so too. The last line is the
-result as JSON.
+starts the ranks; so does `deepspeed --num_gpus 2 examples/online.py`. The last line is the result as JSON.
 
 Sources: van Hasselt et al., "Deep Reinforcement Learning with Double Q-learning", AAAI 2016; Schaul et al.,
 "Prioritized Experience Replay", ICLR 2016; Horgan et al., "Distributed Prioritized Experience Replay", ICLR
@@ -37,9 +36,9 @@ from deepspeed_gear.actors.start_actors import Actors
 RANKS, ACTORS, ENVS = 2, 2, 8  # environments of each actor
 TARGET_STEP = 0.01  # how far the target network moves towards the trained one in a step
 PUBLISH_EVERY = 10  # steps
-EPSILON = 1e-3  # added to priorities, so that an item without an error is drawn again one day
+EPSILON = 1e-3  # added to priorities, so that an item without an error can be drawn again
 GOAL = 475.0  # mean return; two evaluations in a row that reach it are enough
-SEED, TEST_SEED = 1000, 2000  # of evaluations; of the last one, whose episodes have decided nothing
+SEED, TEST_SEED = 1000, 2000  # of evaluations; of the last one, whose episodes did not end the training
 
 
 def arguments() -> argparse.Namespace:
@@ -58,14 +57,14 @@ def arguments() -> argparse.Namespace:
 def losses_of(engine: deepspeed.DeepSpeedEngine, target: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the loss and the TD error of each sample. [B] and [B].
 
-    The double DQN lets the trained network choose the next action and the target network value it.
+    In a double DQN the trained network chooses the next action and the target network values it.
     """
     with torch.no_grad():
         chosen = engine.module(batch["next_observation"]).argmax(1, keepdim=True)
         value = target(batch["next_observation"]).gather(1, chosen).squeeze(1)
-        wanted = batch["return_n"] + batch["discount"] * value  # the discount is 0 behind a failure
+        expected = batch["return_n"] + batch["discount"] * value  # the discount is 0 after a failure
     taken = engine(batch["observation"]).gather(1, batch["action"][:, None]).squeeze(1)
-    return F.huber_loss(taken, wanted, reduction="none"), (taken - wanted).detach()
+    return F.huber_loss(taken, expected, reduction="none"), (taken - expected).detach()
 
 
 @torch.no_grad()
@@ -101,7 +100,7 @@ def main() -> None:
             actors = stack.enter_context(started)
         bar = stack.enter_context(tqdm(total=args.steps, disable=not is_first, unit="step", mininterval=5.0))
         for step in range(1, args.steps + 1):
-            batch = engine.gear_sample()  # waits for the actors where the table's rate limiter says so
+            batch = engine.gear_sample()  # waits for the actors while the rate limiter blocks samples
             losses, td = losses_of(engine, target, batch)
             engine.backward((batch.is_weight * losses).mean())
             engine.step()
@@ -132,7 +131,7 @@ def report(
     seconds: float,
     after: float,
 ) -> None:
-    """Print the result as JSON, and keep it."""
+    """Print the result as JSON, and save it."""
     assert actors is not None
     env_steps, waited, acted = (
         sum(done[name] for done in actors.results) for name in ("steps", "waited_s", "seconds")

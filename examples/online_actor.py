@@ -1,4 +1,4 @@
-"""The network of examples/online.py, and how its actors use it. Actors import this, and no DeepSpeed."""
+"""Network and policy of the actors of examples/online.py. Actors import this module without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def q_network() -> nn.Module:
 
 
 def epsilon_greedy(actor: Actor) -> Callable[[np.ndarray], np.ndarray]:
-    """Act greedily with the newest network but for a random action now and then; how often differs.
+    """Return an epsilon-greedy policy of the newest network; epsilon differs between actors.
 
     Source of the epsilons: Horgan et al., "Distributed Prioritized Experience Replay", ICLR 2018.
     """

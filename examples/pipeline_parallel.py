@@ -1,10 +1,10 @@
-"""Train a Decision Transformer that is cut into the stages of a pipeline (DeepSpeed's PipelineModule).
+"""Train a Decision Transformer that is divided into the stages of a pipeline (DeepSpeed's PipelineModule).
 
     gear ingest examples/data/hopper_expert.hdf5 data/hopper
     deepspeed --num_gpus 2 examples/pipeline_parallel.py
 
-`gear.pipeline` in the config names what the first stage gets as inputs and the last one as labels; inner
-stages read nothing. Both ends get the same samples.
+`gear.pipeline` in the config names the inputs of the first stage and the labels of the last one; inner stages
+read nothing. Both ends get the same samples.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STAGES, BLOCKS = 2, 2
 
 
 class FirstLayer(Embedding):
-    """Takes what `gear.pipeline.inputs` names, in its order."""
+    """Takes the fields of `gear.pipeline.inputs`, in its order."""
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         observation, action, return_to_go, timestep, real = inputs
@@ -38,7 +38,7 @@ class FirstLayer(Embedding):
 
 
 class MiddleLayer(Block):
-    """Hands on which steps are real."""
+    """Passes on the mask of real steps."""
 
     def forward(self, both: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         x, real = both
@@ -51,7 +51,7 @@ class LastLayer(Head):
 
 
 def loss_of(predicted: Tensor, labels: tuple[Tensor, ...]) -> Tensor:
-    """Take what `gear.pipeline.labels` names, in its order."""
+    """Return the loss from the fields of `gear.pipeline.labels`, in its order."""
     action, real, valid = labels
     return masked_mean(squared_error(predicted, action), real & valid[:, None])
 
@@ -63,7 +63,7 @@ def pipeline(config: dict[str, Any], seed: int) -> PipelineModule:
         *(LayerSpec(MiddleLayer) for _ in range(BLOCKS)),
         LayerSpec(LastLayer, ACTION),
     ]
-    deepspeed.init_distributed()  # a PipelineModule asks who is where
+    deepspeed.init_distributed()  # a PipelineModule needs the process group
     return PipelineModule(
         layers,
         num_stages=STAGES,

@@ -1,4 +1,4 @@
-"""How well a policy plays CartPole."""
+"""Evaluation of a policy in CartPole."""
 
 from __future__ import annotations
 

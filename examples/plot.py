@@ -14,8 +14,8 @@ def plot_curves(runs: dict[str, Curves], target: float, path: Path) -> None:
 
     Args:
         runs: Curves by name of the run.
-        target: The return that was asked for.
-        path: Where the PNG goes.
+        target: The return that was conditioned on.
+        path: File of the PNG.
     """
     import matplotlib
 

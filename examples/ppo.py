@@ -1,8 +1,8 @@
-"""PPO on CartPole: the roll-out buffer is a table, and its sampler goes over every step once per epoch.
+"""PPO on CartPole: the roll-out buffer is a table, and its sampler visits every step once per epoch.
 
     python examples/ppo.py --seed 0
 
-starts two ranks by itself. Each acts in environments of its own and adds its roll-outs to the one table; a
+starts two ranks. Each acts in its own environments and adds its roll-outs to the one table; a
 global batch has steps of all. The last line is the result as JSON.
 
 Sources: Schulman et al., "Proximal Policy Optimization Algorithms", 2017, equations 7 and 9; Schulman et al.,

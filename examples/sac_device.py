@@ -69,12 +69,14 @@ class SAC:
         return torch.tanh(raw) * LARGEST, (log_density - squashed).sum(1)
 
     def learn(self) -> None:
-        """Add the newest transitions, draw, and step all networks; tell the replay the errors."""
+        """Add the newest transitions, draw, step all networks, and report the errors as priorities."""
         batch = self.batch
         self.replay.add_transitions_(self.feed.row, {"observation": self.feed.following})
         self.replay.sample_(batch)
-        wanted, weight = self.wanted(batch), batch.is_weight
-        errors = [v - wanted for v in self.values(self.critics, batch["observation"], batch["action"])]
+        critic_targets, weight = self.critic_targets(batch), batch.is_weight
+        errors = [
+            v - critic_targets for v in self.values(self.critics, batch["observation"], batch["action"])
+        ]
         self.critic_optimizer.zero_grad()
         sum((weight * error.square()).mean() for error in errors).backward()
         self.critic_optimizer.step()
@@ -99,12 +101,12 @@ class SAC:
         return [critic(torch.cat([observation, action], 1)).squeeze(1) for critic in critics]
 
     @torch.no_grad()
-    def wanted(self, batch: Any) -> Tensor:
-        """Return what the critics should say: the smaller target value, and the entropy's part. [B]."""
+    def critic_targets(self, batch: Any) -> Tensor:
+        """Return the critics' targets: the smaller target value, and the entropy's part. [B]."""
         action, log_density = self.draw(batch["next_observation"])
         value = torch.stack(self.values(self.targets, batch["next_observation"], action)).amin(0)
         soft = value - self.log_temperature.exp() * log_density
-        return batch["reward"] + GAMMA * (1 - batch["terminated"].float()) * soft  # truncation goes on
+        return batch["reward"] + GAMMA * (1 - batch["terminated"].float()) * soft  # truncation bootstraps
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
     deepspeed --num_gpus 2 examples/sequence_parallel.py
 
 The sequence ranks of a replica have the same samples; each gathers its own slice of every window. A step's
-predecessor may lie on another rank, so the actions before are a field of their own, one step earlier, and
-`{"derived": "position"}` says where in the window a slice lies. With 4 ranks there are 2 replicas.
+predecessor may lie on another rank, so the actions before are a separate field, one step earlier, and
+`{"derived": "position"}` gives the places of a slice in the window. With 4 ranks there are 2 replicas.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SLICES = 2
 
 
 class Ulysses(nn.Module):
-    """Gives each sequence rank all steps of some heads for the attention, and gives its steps back."""
+    """Exchanges steps for heads, so that each sequence rank attends over all steps of some heads."""
 
     def __init__(self, attend: nn.Module, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def main() -> None:
     )
 
     def errors(batch: Batch) -> tuple[Tensor, Tensor]:
-        real = of_whole_window(batch.mask["action"], group)  # which keys attention may look at
+        real = of_whole_window(batch.mask["action"], group)  # the keys that attention may use
         return squared_error(engine(batch, real), batch["action"]), batch.mask["action"]
 
     def train() -> None:
@@ -66,7 +66,7 @@ def main() -> None:
             error, real = errors(batch)
             count = real.sum()
             dist.all_reduce(count, group=group)  # of real steps: slices may hold fewer or none
-            loss = (error * real).sum() / count  # DeepSpeed adds up what the sequence ranks give
+            loss = (error * real).sum() / count  # DeepSpeed adds up the gradients of sequence ranks
             engine.backward(loss)
             engine.step()
 

@@ -105,8 +105,8 @@ class TD3(nn.Module):
     def values(self, critics: Any, observation: Tensor, action: Tensor) -> list[Tensor]:
         return [critic(torch.cat([observation, action], 1)).squeeze(1) for critic in critics]
 
-    def wanted(self, batch: Any) -> Tensor:
-        """Return what the critics should say: the smaller target value of a smoothed action. [B]."""
+    def critic_targets(self, batch: Any) -> Tensor:
+        """Return the critics' targets: the smaller target value of a smoothed action. [B]."""
         actor, critics = self.targets
         following, noise = batch["next_observation"], torch.randn_like(batch["action"])
         noise = (noise * SMOOTHING).clamp(-CLIP, CLIP) * self.largest
@@ -116,9 +116,9 @@ class TD3(nn.Module):
 
     def learn(self, batch: Any, step: int) -> None:
         with torch.no_grad():
-            wanted = self.wanted(batch)
+            critic_targets = self.critic_targets(batch)
         found = self.values(self.critics, batch["observation"], batch["action"])
-        self._descend(0, sum(F.mse_loss(value, wanted) for value in found))
+        self._descend(0, sum(F.mse_loss(value, critic_targets) for value in found))
         if step % DELAY:
             return
         action = self.actor(batch["observation"]) * self.largest

@@ -60,12 +60,14 @@ class TD3:
         self.action.copy_((self.actor(self.feed.seen) * LARGEST + noise).clamp(-LARGEST, LARGEST))
 
     def learn_critics(self) -> None:
-        """Add the newest transitions, draw, and step the critics; tell the replay the errors."""
+        """Add the newest transitions, draw, step the critics, and report the errors as priorities."""
         batch = self.batch
         self.replay.add_transitions_(self.feed.row, {"observation": self.feed.following})
         self.replay.sample_(batch)
-        wanted, weight = self.wanted(batch), batch.is_weight
-        errors = [v - wanted for v in self.values(self.critics, batch["observation"], batch["action"])]
+        critic_targets, weight = self.critic_targets(batch), batch.is_weight
+        errors = [
+            v - critic_targets for v in self.values(self.critics, batch["observation"], batch["action"])
+        ]
         self.critic_optimizer.zero_grad()
         sum((weight * error.square()).mean() for error in errors).backward()
         self.critic_optimizer.step()
@@ -88,14 +90,14 @@ class TD3:
         return [critic(torch.cat([observation, action], 1)).squeeze(1) for critic in critics]
 
     @torch.no_grad()
-    def wanted(self, batch: Any) -> Tensor:
-        """Return what the critics should say: the smaller target value of a smoothed action. [B]."""
+    def critic_targets(self, batch: Any) -> Tensor:
+        """Return the critics' targets: the smaller target value of a smoothed action. [B]."""
         actor, critics = self.targets
         following, noise = batch["next_observation"], torch.randn_like(batch["action"])
         noise = (noise * SMOOTHING).clamp(-CLIP, CLIP) * LARGEST
         action = (actor(following) * LARGEST + noise).clamp(-LARGEST, LARGEST)
         value = torch.stack(self.values(critics, following, action)).amin(0)
-        return batch["reward"] + GAMMA * (1 - batch["terminated"].float()) * value  # truncation goes on
+        return batch["reward"] + GAMMA * (1 - batch["terminated"].float()) * value  # truncation bootstraps
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs a training script on every host of a hostfile, by DeepSpeed's launcher; leaves no process behind on any of them.
+# Runs a training script on every host of a hostfile, by DeepSpeed's launcher; ends all of its processes afterwards.
 #
 #   launch/multi_node.sh [OPTIONS] HOSTFILE SCRIPT [ARGS...]
 #
@@ -7,14 +7,14 @@
 #   --launcher_args S   more arguments for pdsh, mpirun or srun, in one string
 #   --master_addr A     address of the first host that all others reach (default: what the last host resolves it to)
 #   --master_port P     a port that is free there (default: one that is); for pdsh only
-#   --grace S           seconds for the other hosts to end by themselves once one has failed (default: 90)
+#   --grace S           seconds for the other hosts to end without a signal once one has failed (default: 90)
 #
 # A file .deepspeed_env (home or this folder; DS_ENV_FILE renames it) is used if there is one; otherwise the variables
-# below that are set here are sent. docs/how-to/many-nodes.md says why each one matters.
+# below that are set here are sent. docs/how-to/many-nodes.md explains each one.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
-# Neither ssh nor pdsh takes these along. DeepSpeed itself sends PYTHON*, MLFLOW*, MV2*, UCX* and, for CUDA, NCCL*.
+# Neither ssh nor pdsh forwards these. DeepSpeed itself sends PYTHON*, MLFLOW*, MV2*, UCX* and, for CUDA, NCCL*.
 needed=(DS_ACCELERATOR OMP_NUM_THREADS GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME TORCH_EXTENSIONS_DIR GEAR_RUN
   PATH LD_LIBRARY_PATH CUDA_HOME CXX MUJOCO_GL)
 ssh=(ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=2)
@@ -42,13 +42,13 @@ parse_options() {
     pdsh | openmpi | slurm) ;;
     *) die "--launcher must be pdsh, openmpi or slurm, got $launcher" ;;
   esac
-  # More than gear.timeout_s, so that ranks which wait for the failed one can say so.
+  # More than gear.timeout_s, so that ranks that wait for the failed one can report it.
   [[ "$grace" =~ ^[0-9]+$ ]] || die "--grace must be a number of seconds, got $grace"
   hostfile="$1" script="$2"
   arguments=("${@:3}")
 }
 
-# The rules are DeepSpeed's own; it would go on alone, on this machine, without the file.
+# The rules are DeepSpeed's own; without the file it would run on this machine only.
 read_hostfile() {
   local line number=0
   hosts=()
@@ -83,26 +83,26 @@ find_programs() {
   esac
 }
 
-# Under mpirun and srun, ranks learn their number from MPI: DeepSpeed sets nothing but the environment's exports.
+# Under mpirun and srun, ranks get their number from MPI: DeepSpeed sets nothing but the environment's exports.
 need_mpi4py() {
   "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("mpi4py") is None)' ||
     die "mpi4py must be installed for --launcher $launcher; pip install mpi4py on all hosts, against the same MPI"
 }
 
-# Runs on each host, by sh -s; what it prints is what is wrong there.
+# Runs on each host, by sh -s; prints the problems of the host.
 host_check() {
   cat <<'SH'
 [ -x "$2" ] || { echo "must have the interpreter $2; install the same environment at the same path"; exit; }
 cd "$1" 2>/dev/null || { echo "must have the folder $1; share it, or copy it to the same path"; exit; }
 [ -r "$3" ] || { echo "must have the script $3 in $1; copy it there"; exit; }
 [ "$4" = 1 ] || case "$(getent ahostsv4 "$(hostname)" | head -n 1)" in
-  127.*) echo "must not resolve its own name ($(hostname)) to a loopback address, which gloo would tell the other hosts;" \
+  127.*) echo "must not resolve its own name ($(hostname)) to a loopback address, which gloo would send to the other hosts;" \
     "correct its /etc/hosts, or set GLOO_SOCKET_IFNAME to its network interface" ;;
 esac
 SH
 }
 
-# All hosts are asked at once, so that one look shows all that is wrong.
+# Checks all hosts at once, and prints the problems of all.
 check_hosts() {
   local host answer wrong=0 named=0
   if [ "${#hosts[@]}" -eq 1 ] || [ -n "$(value_of GLOO_SOCKET_IFNAME)" ]; then named=1; fi
@@ -121,7 +121,7 @@ check_hosts() {
 
 quoted() { printf '%q ' "$@"; }
 
-# As the other hosts see it: a host may know itself as 127.0.1.1, and may have networks that others do not reach.
+# The address that other hosts resolve: a host may resolve its own name to 127.0.1.1, or to a network that others lack.
 find_master() {
   local asked="${hosts[${#hosts[@]} - 1]}" first="${hosts[0]#*@}"
   if [ -z "$address" ]; then
@@ -130,7 +130,7 @@ find_master() {
     [[ "$address" != 127.* || "${#hosts[@]}" -eq 1 ]] ||
       die "host $asked must not resolve $first to itself, got $address; correct its /etc/hosts, or give --master_addr"
   fi
-  # Ranks that learn their number from MPI use DeepSpeed's default port, whatever the launcher is told.
+  # Ranks that get their number from MPI use DeepSpeed's default port, regardless of the launcher's option.
   if [ "$launcher" = openmpi ]; then port=29500; fi
   [ -n "$port" ] || port="$("${ssh[@]}" "${hosts[0]}" "$(quoted "$python")" - <<'PYTHON'
 import socket
@@ -142,12 +142,12 @@ PYTHON
   )" || die "host ${hosts[0]} did not name a free port; give --master_port"
 }
 
-# The variable's value as the ranks will see it: from the user's file if there is one, else from here.
+# The variable's value in the ranks: from the user's file if there is one, else from this shell.
 value_of() {
   if [ -s "$work/user_env" ]; then sed -n "s/^$1=//p" "$work/user_env" | tail -n 1; else printf '%s' "${!1:-}"; fi
 }
 
-# A line without '=' ends DeepSpeed's launcher with a ValueError, and after a '#' the remote shell reads no further.
+# A line without '=' ends DeepSpeed's launcher with a ValueError, and the remote shell ignores the rest after a '#'.
 read_user_env() {
   local file line number files name="${DS_ENV_FILE:-.deepspeed_env}"
   : >"$work/user_env"
@@ -179,7 +179,7 @@ write_env() {
   printf 'GEAR_LAUNCH=%s\n' "$run" >>"$work/env"
 }
 
-# pdsh hands one string to the remote shell, and DeepSpeed quotes only arguments with a space, in double quotes.
+# pdsh passes one string to the remote shell, and DeepSpeed quotes only arguments with a space, in double quotes.
 quote_arguments() {
   local i argument
   [ "$launcher" = pdsh ] || return 0
@@ -202,7 +202,7 @@ start() {
     --master_addr "$address" --master_port "$port")
   [ -z "$launcher_args" ] || options+=(--launcher_args="$launcher_args")
   say "launch $run: ${#hosts[@]} hosts, master $address:$port"
-  # sed passes everything on and keeps what pdsh says about a host whose launcher has failed.
+  # sed passes everything on and saves pdsh's lines about hosts whose launcher has failed.
   DS_ENV_FILE="$work/env" setsid deepspeed "${options[@]}" "$script" ${arguments[@]+"${arguments[@]}"} \
     2> >(exec sed -u "/^pdsh@[^ ]*: [^ ]*: ssh exited with exit code/w $work/failed" >&2) &
   runner=$!
@@ -224,7 +224,7 @@ watch() {
   wait "$runner" && status=0 || status=$?
 }
 
-# Runs on each host, by sh -s: ends the processes of this run and of no other, first by asking.
+# Runs on each host, by sh -s: ends the processes of this run and of no other, first by SIGTERM.
 # shellcheck disable=SC2329  # end_all calls it
 host_end() {
   cat <<'SH'
@@ -249,7 +249,7 @@ end_all() {
   local host answer
   trap '' INT TERM HUP
   if [ -n "${runner:-}" ] && kill -0 "$runner" 2>/dev/null; then
-    # mpirun and srun end their ranks themselves when asked; DeepSpeed's runner for pdsh would end other runs as well.
+    # mpirun and srun end their ranks on SIGTERM; DeepSpeed's runner for pdsh would end other runs as well.
     if [ "$launcher" != pdsh ]; then
       kill -TERM -- "-$runner" 2>/dev/null || true
       timeout 10 tail --pid="$runner" -f /dev/null || true
@@ -285,7 +285,7 @@ read_user_env
 write_env
 quote_arguments
 if [ "$launcher" = slurm ]; then
-  # Hosts of an allocation need no ssh; ranks ask MPI for everything, so that these two only satisfy the launcher.
+  # Hosts of an allocation need no ssh; ranks get everything from MPI, so that these two only satisfy the launcher.
   address="${address:-${hosts[0]}}" port="${port:-29500}"
 else
   check_hosts

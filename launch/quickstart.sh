@@ -9,7 +9,7 @@ bash launch/setup.sh
 source launch/env.sh
 
 config=configs/hopper.json
-# Where the config looks for the data, and the splits that it asks for.
+# The data set's path in the config, and the splits that it uses.
 mapfile -t ingest < <(python - "$config" <<'PYTHON'
 import json
 import sys
@@ -27,7 +27,7 @@ gear inspect "${ingest[0]}"
 
 log="$(mktemp)"
 port="$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
-# On a CPU, DeepSpeed leaves a buffer of 66 MiB for each rank, which carries the port in its name.
+# On a CPU, DeepSpeed does not remove a buffer of 66 MiB for each rank, with the port in its name.
 trap 'rm -f "$log" /dev/shm/deepspeed_allreduce_buffer_"$(id -u)"_*_"$port"_*' EXIT
 deepspeed --num_gpus "$ranks" --master_port "$port" examples/hopper.py --config "$config" "$@" | tee "$log"
 # The launcher writes after the ranks have ended, so their result is printed once more.

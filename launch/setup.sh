@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Makes this checkout ready to run: a virtual environment with everything in it. Run it again at any time: what is
-# there is reused, a torch that imports is never replaced, and a second run needs no network.
+# Makes this checkout ready to run: a virtual environment with everything in it. It can be repeated at any time: an
+# existing environment is reused, a torch that imports is never replaced, and a second run needs no network.
 #
 #   launch/setup.sh [--for-gpu [PYTHON]]
 #
 #   --for-gpu        only what launch/test_gpu.sh needs, with the examples' packages if pip finds them. With PYTHON: a
-#                    new environment sees the packages of that interpreter, its torch above all, and changes none
+#                    new environment uses the packages of that interpreter, its torch above all, and changes none
 #
 #   VIRTUAL_ENV      an active environment is used instead of .venv
 #   PYTHON           the interpreter that makes .venv (default: the first python >= 3.10 on the PATH)
-#   GEAR_TORCH_SPEC  what to install where torch is missing, as pip takes it ("torch==2.13.0+cpu")
+#   GEAR_TORCH_SPEC  the torch to install where it is missing, in pip's syntax ("torch==2.13.0+cpu")
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="${VIRTUAL_ENV:-$root/.venv}"
@@ -36,7 +36,7 @@ install_system() {
     die "apt-get could not install $*"
 }
 
-# Debian's package of an interpreter's part: python3.12-venv.
+# Debian's package for a part of the interpreter: python3.12-venv.
 apt_name() { printf 'python%s-%s' "$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])')" "$2"; }
 
 find_python() {
@@ -62,8 +62,8 @@ make_venv() {
   "$base" -m venv "$venv" || die "could not make $venv"
 }
 
-# An environment of the same interpreter that finds the machine's packages behind its own. "--system-site-packages"
-# would show those of the base interpreter alone, where the machine's is a virtual environment itself.
+# An environment of the same interpreter that finds the machine's packages after its own. "--system-site-packages"
+# would find only those of the base interpreter, where the machine's is a virtual environment itself.
 make_venv_over() {
   local pip=()
   if "$machine" -m pip --version >/dev/null 2>&1; then pip=(--without-pip); fi
@@ -85,9 +85,9 @@ sys.exit(not os.path.isfile(os.path.join(sysconfig.get_path("include"), "Python.
   if [ "${#missing[@]}" -gt 0 ]; then install_system "${missing[@]}"; fi
 }
 
-# With no torch there, other packages would pull the newest one, which is a CUDA build of several GB. A machine
-# without a GPU asks for the CPU build of a version first, wherever pip is configured to find one; then for that
-# version from whatever index there is; then for any that fits.
+# Without torch, other packages would pull the newest one, which is a CUDA build of several GB. A machine without
+# a GPU tries the CPU build of a version first, from the indexes that pip is configured for; then that version from
+# any index; then any version that fits.
 install_torch() {
   local spec specs=()
   if [ -n "${GEAR_TORCH_SPEC:-}" ]; then
@@ -128,7 +128,7 @@ PYTHON
   ) >/dev/null 2>&1
 }
 
-# pip fetches the build's needs into a place of their own unless it is told that they are there.
+# pip fetches the build's requirements into an isolated environment unless this option is given.
 build_options() {
   [ "$extras" = gpu ] || return 0
   "$python" -c 'import sys, setuptools; sys.exit(int(setuptools.__version__.split(".")[0]) < 77)' 2>/dev/null || return 0
@@ -137,7 +137,7 @@ build_options() {
 
 install_all() {
   local version pin
-  # The version that pip knows: torch.__version__ may say +cu130 where the package's does not.
+  # The package's version for pip: torch.__version__ may end in +cu130 where the package's does not.
   local ask='import torch, importlib.metadata as m; print(m.version("torch"))'
   if ! version="$("$python" -c "$ask" 2>/dev/null)"; then
     install_torch
@@ -146,7 +146,7 @@ install_all() {
   "$python" -c 'import sys, torch
 sys.exit(tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 4))' ||
     die "torch $version is there and stays there, but gear needs >= 2.4: upgrade it, or use another environment"
-  # The pin makes pip fail rather than replace the torch that is there.
+  # The pin makes pip fail rather than replace the installed torch.
   pin="$(mktemp)"
   printf 'torch==%s\n' "$version" >"$pin"
   say "installing deepspeed_gear and what it needs, beside torch $version"

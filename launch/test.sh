@@ -13,8 +13,8 @@ ruff check . || failed+=(ruff)
 mypy || failed+=(mypy)
 [ "${#failed[@]}" -eq 0 ] || printf 'test.sh: failed: %s; the tests run all the same\n' "${failed[*]}" >&2
 
-# Tests of ranks and nodes wait more than they compute, and those of one process wait for nothing: two cores
-# take both at once. The report of the others comes behind that of the ranks.
+# Tests of ranks and nodes mostly wait, and those of one process mostly compute: two cores run both at once.
+# The report of the others is printed after that of the ranks.
 ranks=(tests/cluster tests/distributed)
 report="$(mktemp)"
 python -m pytest "${ranks[@]/#/--ignore=}" >"$report" 2>&1 </dev/null &

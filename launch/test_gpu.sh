@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# All checks that need a GPU: every op on the card against the reference, bit for bit; the Hopper job in both placements,
-# with its batches, its return and what gear_sample() takes of a step; then every kernel under compute-sanitizer, which
+# All checks that need a GPU: every op on the GPU against the reference, bit for bit; the Hopper job in both placements,
+# with its batches, its return and gear_sample()'s share of a step; then every kernel under compute-sanitizer, which
 # finds accesses outside of memory and lanes that miss a collective. With arguments: pytest with them.
 #
 # A torch that sees a CUDA device is used where it is: in the active environment, in .venv, or in that of the python3
 # or python on the PATH, over whose packages .venv-gpu is made. Otherwise one is installed into .venv.
 # On a machine without a network: PIP_NO_INDEX=1 PIP_FIND_LINKS=<a folder of wheels> bash launch/test_gpu.sh
-# (docs/how-to/gpu.md says how to fill the folder)
+# (docs/how-to/gpu.md describes how to fill the folder)
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
@@ -19,7 +19,7 @@ sees_cuda() {
 sys.exit(sys.version_info < (3, 10) or not torch.cuda.is_available())' 2>/dev/null
 }
 
-# The interpreter whose torch sees a CUDA device, of those that are here.
+# The first interpreter whose torch sees a CUDA device.
 find_python() {
   local candidate
   for candidate in "${VIRTUAL_ENV:-$root/.venv}/bin/python" "$root/.venv-gpu/bin/python" \
@@ -32,7 +32,7 @@ find_python() {
   return 1
 }
 
-# Before anything is installed. Where torch looks too: CUDA_HOME, the PATH, /usr/local/cuda.
+# Before anything is installed. The places are those that torch searches: CUDA_HOME, the PATH, /usr/local/cuda.
 need_nvcc() {
   local home="${CUDA_HOME:-${CUDA_PATH:-}}" version
   if [ -n "$home" ]; then
@@ -64,7 +64,7 @@ set_up() {
   fi
 }
 
-# The tool lies beside nvcc; where nvcc is a wrapper script, beside the one that it calls.
+# The tool lies beside nvcc, or beside the nvcc that a wrapper script calls.
 find_sanitizer() {
   local home
   home="$(python -c 'from deepspeed_gear.ops.toolchain import cuda_home; print(cuda_home() or "")')"
@@ -75,20 +75,20 @@ find_sanitizer() {
   fi
 }
 
-# In some containers the tool refuses the device, and fails with whatever it runs. Prints why; fails where it works.
+# In some containers the tool refuses the device, and fails with any program. Prints why; fails where it works.
 refusal() {
-  local said
-  if said="$("$1" --tool memcheck --error-exitcode 9 --report-api-errors no \
+  local output
+  if output="$("$1" --tool memcheck --error-exitcode 9 --report-api-errors no \
     python -c 'import torch; assert int(torch.arange(9, device="cuda").sum()) == 36' 2>&1)" &&
-    [[ "$said" != *"Device not supported"* ]]; then
+    [[ "$output" != *"Device not supported"* ]]; then
     return 1
   fi
-  said="$(grep -m 1 -E 'Device not supported|Internal Sanitizer Error|rror:' <<<"$said" || tail -n 1 <<<"$said")"
-  printf '%s' "${said#========= }"
+  output="$(grep -m 1 -E 'Device not supported|Internal Sanitizer Error|rror:' <<<"$output" || tail -n 1 <<<"$output")"
+  printf '%s' "${output#========= }"
 }
 
-# Runs every kernel once, and copies between all alignments. Without torch's cache an allocation is what a tensor
-# has, so that what lies beside it is outside. Torch asks for much that a driver refuses: its errors are its own.
+# Runs every kernel once, and copies between all alignments. Without torch's cache each tensor has its own allocation,
+# so that accesses beside it are found. API errors are not reported: torch makes calls that a driver may refuse.
 sanitize() {
   say "compute-sanitizer --tool $2"
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$1" --tool "$2" --error-exitcode 9 --report-api-errors no \
@@ -99,7 +99,7 @@ set_up
 source launch/env.sh
 sees_cuda "$(command -v python)" || die "the torch of $(command -v python) sees no CUDA device; install a CUDA build" \
   "there, or remove that environment"
-# Here, where no test's time limit counts.
+# The build runs here, outside of the tests' time limits.
 python -c 'import sys
 from deepspeed_gear.errors import GearError
 from deepspeed_gear.ops import load_backend
@@ -116,7 +116,7 @@ if ! sanitizer="$(find_sanitizer)"; then
 elif why="$(refusal "$sanitizer")"; then
   say "compute-sanitizer does not work here ($why): memory and races are not checked"
 else
-  # racecheck sees shared memory alone: it watches over the one kernel that uses some, which places rows in a ring.
+  # racecheck covers only shared memory: that of the one kernel that uses some, which places rows in a ring.
   for tool in memcheck racecheck synccheck; do
     sanitize "$sanitizer" "$tool" || failed+=("$tool")
   done

@@ -1,4 +1,4 @@
-"""What an actor process of `start_actors` does: it acts in its environments and adds what it sees."""
+"""The actor process of `start_actors`: acts in its environments and adds their trajectories."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _LAST = 100  # episodes whose mean return is reported
 
 @dataclass(frozen=True)
 class ActorJob:
-    """What an actor is told.
+    """The arguments of an actor process.
 
     Args:
-        index, count: Which of how many.
+        index, count: Its index, and the number of actors.
         env: As `start_actors`.
         num_envs: Environments.
         policy: As `start_actors`.
@@ -54,13 +54,13 @@ class ActorJob:
 
 @dataclass(frozen=True)
 class Actor:
-    """An actor, as its policy sees it.
+    """The actor, as an argument of the policy's factory.
 
     Args:
-        index, count: Which of how many.
-        seed: Its own.
+        index, count: Its index, and the number of actors.
+        seed: Of its first environment.
         envs: Its gymnasium vector environment.
-        board: Where the learners' newest policy is; None without one.
+        board: Board with the learners' newest policy; None without one.
     """
 
     index: int
@@ -71,14 +71,14 @@ class Actor:
 
 
 class Stopped(BaseException):
-    """The actor is to end."""
+    """Raised in an actor that is to end."""
 
 
 class ActorColumns:
-    """Names of a table's columns for what gymnasium gives.
+    """Column names of a table for the values that gymnasium returns.
 
     Args:
-        schema: Of the table; the roles of its columns say what is what.
+        schema: Of the table; the roles of its columns map them to gymnasium's values.
     Raises:
         DataError: It has no observation or no action.
     """
@@ -102,7 +102,7 @@ class ActorColumns:
         return {self.observations[0]: observation}
 
     def ends(self, reward: Any, terminated: Any, truncated: Any) -> dict[str, Any]:
-        """Return the columns of what came of a step."""
+        """Return the columns of a step's reward and end flags."""
         given = {"reward": reward, "truncated": truncated}
         columns = {name: given[role] for role, name in self._others}
         return {"truncated": truncated, **columns, self._terminated: terminated}
@@ -117,7 +117,7 @@ class EpisodeReturns:
         self.last: deque[float] = deque(maxlen=_LAST)
 
     def take(self, reward: Any, ended: np.ndarray) -> None:
-        """Take a step of every environment."""
+        """Add a step of every environment."""
         self._open += reward
         for env in np.nonzero(ended)[0]:
             self.last.append(float(self._open[env]))
@@ -142,7 +142,7 @@ def gymnasium_module() -> Any:
 
 
 def _function(given: Any, name: str) -> Any:
-    """Return what "module:function" names, or what is a function already."""
+    """Return the function that "module:function" names; a function is returned as it is."""
     return imported(given, name) if isinstance(given, str) else given
 
 
@@ -155,7 +155,7 @@ def make_envs(job: ActorJob) -> Any:
 
 
 def act_in(job: ActorJob, stop: threading.Event) -> dict[str, Any]:
-    """Act until `stop` is set or the run has ended; return what was done."""
+    """Act until `stop` is set or the run has ended; return the actor's statistics."""
 
     def check() -> None:
         if stop.is_set():
@@ -191,14 +191,14 @@ def act_in(job: ActorJob, stop: threading.Event) -> dict[str, Any]:
 
 
 def _run_has_ended(job: ActorJob, writer: TrajectoryWriter | None, error: StoreError) -> bool:
-    """Return whether an error is that the run has ended."""
+    """Return whether an error means that the run has ended."""
     if writer is not None:
         return not writer.run_goes_on
     return isinstance(error, StoreGoneError) and job.attach.get("name") is not None
 
 
 def _steps(writer: TrajectoryWriter, envs: Any, act: Act, returns: EpisodeReturns, seed: int) -> Any:
-    """Take steps for ever; yield how many were taken, of all environments."""
+    """Take steps without end; yield the number of steps so far, of all environments."""
     names, vector = ActorColumns(writer.schema), writer.vector_writer(envs)
     mode = vector.autoreset
     observation, _ = envs.reset(seed=seed)
@@ -236,16 +236,16 @@ def _final_of(names: ActorColumns, info: Mapping[str, Any], ended: np.ndarray) -
 
 
 def _listen(source: BinaryIO, stop: threading.Event) -> None:
-    """Set `stop` when the parent says so, or is gone."""
+    """Set `stop` when the parent writes a byte or ends."""
     source.read(1)
     stop.set()
 
 
 def main() -> None:
-    """Read a job from stdin, do it, and write what came of it to stdout as a line of JSON."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
+    """Read a job from stdin, run it, and write its result to stdout as a line of JSON."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops actors through stdin
     report = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a policy prints is no report
+    os.dup2(2, 1)  # a policy's prints must not be read as the report
     source, stop, ended = sys.stdin.buffer, threading.Event(), threading.Event()
 
     def end(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Simulators that ask the policy of a rank for their actions, through shared memory."""
+"""The inference client: simulators that get actions from the policy of a rank, through shared memory."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _POLL_S = 0.02
 
 
 class InferenceClient(VectorWriter):
-    """N environments whose actions come from an InferenceLoader, and whose steps go to the store.
+    """N environments whose actions come from an InferenceLoader, and whose steps are added to the store.
 
-    As `VectorWriter`, but `step` takes no columns that the policy gives: they are written where the
-    trajectory grows, by the rank that answers. So a row is written once there, and an episode is copied once,
-    into the store.
+    As `VectorWriter`, but `step` takes no columns that the policy computes: the rank that answers writes them
+    to the rows of the growing trajectory. So a row is written once there, and an episode is copied once, into
+    the store.
 
     Not thread-safe. A loop over all environments: `reset`, then `act`, `step` again and again. Over those
     that are ready: `reset`, `post`; then `ready`, `answers`, `step(envs=...)`, `post(envs)` again and again.
 
     Args:
-        writer: Attached to the table, or of a rank; it closes this, too.
+        writer: Attached to the table, or of a rank; closing it closes this client, too.
         num_envs: N; or the environment, whose number and mode are read, as `TrajectoryWriter.vector_writer`.
         autoreset: As `TrajectoryWriter.vector_writer`.
         wait_s: How long to wait for the InferenceLoader of a rank of this node, in seconds.
@@ -66,24 +66,24 @@ class InferenceClient(VectorWriter):
         self._done_rows, self._answer_rows = staging.rows(self._done_by), staging.rows(answered)
         self._no_answers = {c.name: np.zeros(c.shape, c.numpy_dtype) for c in answered}
         self._timesteps = np.zeros(len(places), np.int64)  # within the episode
-        self._aside: dict[int, list[dict[str, np.ndarray]]] = {}  # what the rows of a place do not hold
+        self._aside: dict[int, list[dict[str, np.ndarray]]] = {}  # steps that do not fit into a place's rows
         self._aside_steps = np.zeros(len(places), np.int64)
         self._finalizer = weakref.finalize(self, _leave, slots, places, os.getpid())
         writer.close_with(self)
 
-    # ---- asking ----------------------------------------------------------------------------------
+    # ---- requests --------------------------------------------------------------------------------
 
     def act(self, timeout_s: float = 60.0) -> dict[str, np.ndarray]:
-        """Ask for all environments, wait, and return the answers.
+        """Request actions for all environments, wait, and return them.
 
-        If it raises, the requests stand: the next call waits for the same answers.
+        If it raises, the requests stay posted: the next call waits for the same answers.
 
         Args:
             timeout_s: Longest wait.
         Returns:
             Column -> [N, *shape], copies; zeros for environments whose next step resets them.
         Raises:
-            DataError: `reset` has not come first.
+            DataError: `reset` was not called first.
             PeerError: The loader was closed, or its process has died.
             NotReadyError: It has not answered in time.
         """
@@ -92,12 +92,12 @@ class InferenceClient(VectorWriter):
         return self.answers()
 
     def post(self, envs: np.ndarray | Sequence[int] | None = None) -> None:
-        """Ask for some environments, or all, without waiting; those that have asked already are left out.
+        """Post requests of some environments, or all, without waiting; those that are posted are left out.
 
         Args:
             envs: Numbers of environments. [n], int64.
         Raises:
-            DataError: `reset` has not come first.
+            DataError: `reset` was not called first.
         """
         self._check_open()
         asking = self._all if envs is None else np.asarray(envs, np.int64)
@@ -107,11 +107,11 @@ class InferenceClient(VectorWriter):
             self._rest(asking[waits])
             asking = asking[~waits]
         if len(asking):
-            self._make_room_for(asking)
+            self._reserve_rows(asking)
             self._slots.post(self._places[asking], self._next[asking] - 1, self._timesteps[asking])
 
     def _rest(self, envs: np.ndarray) -> None:
-        """Let environments go on without the policy, whose action they ignore."""
+        """Mark environments as ready without the policy: their next step ignores the action."""
         if (self._next[envs] == self._staging.first[envs]).any():
             raise DataError("reset", "must come first", None)
         rows = self._next[envs] - 1
@@ -120,7 +120,7 @@ class InferenceClient(VectorWriter):
         self._slots.states[self._places[envs]] = PlaceState.RESTING
 
     def ready(self, least: int = 1, timeout_s: float = 60.0) -> np.ndarray:
-        """Wait until so many environments have their answers, or need none; return their numbers. [n], int64.
+        """Wait until `least` environments have answers, or need none; return the numbers of all. [n], int64.
 
         Raises:
             PeerError, NotReadyError: As `act`.
@@ -129,7 +129,7 @@ class InferenceClient(VectorWriter):
         return np.flatnonzero(self._slots.wait(self._places, least, timeout_s))
 
     def answers(self, envs: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """Return what the policy gave for environments that are ready. Column -> [n, *shape], copies."""
+        """Return the policy's answers for environments that are ready. Column -> [n, *shape], copies."""
         return self._answer_rows.get(self._next[slice(None) if envs is None else envs] - 1)
 
     # ---- steps -----------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class InferenceClient(VectorWriter):
         publish: bool = False,
         **columns: Any,
     ) -> list[int]:
-        """Take a step of environments that have acted; as `VectorWriter.step`, without the policy's columns.
+        """Add a step of environments that have acted; as `VectorWriter.step`, without the policy's columns.
 
         Raises:
             StoreError: One of them has no answer yet.
@@ -170,7 +170,7 @@ class InferenceClient(VectorWriter):
         given = self._answer_rows.columns
         unwanted = [column.name for column in given if column.name in columns]
         if unwanted:
-            raise DataError(f"column {unwanted[0]}", "must not be given", None, "the policy gives it")
+            raise DataError(f"column {unwanted[0]}", "must not be given", None, "the policy computes it")
         added = super().step(final, envs, **columns)
         self._timesteps[slice(None) if envs is None else envs] += 1
         self._slots.states[places] = PlaceState.IDLE
@@ -188,13 +188,13 @@ class InferenceClient(VectorWriter):
         for env in envs.tolist() if self._aside else []:
             self._drop_aside(env)
 
-    # ---- room ------------------------------------------------------------------------------------
+    # ---- rows ------------------------------------------------------------------------------------
 
     def _make_room(self, check: Callable[[], None]) -> None:
-        self._room = 1  # `post` has made it
+        self._room = 1  # `post` has reserved the row
 
-    def _make_room_for(self, envs: np.ndarray) -> None:
-        """See to it that the next step of environments that do not wait has a row."""
+    def _reserve_rows(self, envs: np.ndarray) -> None:
+        """Ensure a free row for the next step of environments that do not wait."""
         used = self._next[envs] - self._staging.first[envs] - 1
         if self._max_length is not None:
             too_long = used + self._aside_steps[envs] >= self._max_length
@@ -205,7 +205,7 @@ class InferenceClient(VectorWriter):
             self._put_aside(env)
 
     def _put_aside(self, env: int) -> None:
-        """Move what fills a place's rows into private memory, and go on from the last state."""
+        """Move the full rows of a place into private memory, and continue from the last state."""
         steps = self._staging.length
         names = self._staging.arrays
         rows = {name: self._staging.of(name, env)[:steps].copy() for name in names}
@@ -221,8 +221,8 @@ class InferenceClient(VectorWriter):
     def _steps_before(self, env: int) -> int:
         return int(self._aside_steps[env])
 
-    def _commit(self, env: int, num_steps: int, is_cut: bool = False) -> int:
-        number = super()._commit(env, num_steps, is_cut)
+    def _commit(self, env: int, num_steps: int, is_truncated: bool = False) -> int:
+        number = super()._commit(env, num_steps, is_truncated)
         self._drop_aside(env)
         return number
 
@@ -237,9 +237,7 @@ class InferenceClient(VectorWriter):
             raise StoreError("the simulators", "must be open", None, "they were closed")
 
     def close(self) -> None:
-        """Give the places back; of open trajectories stays what is published. Safe to call twice, and done at
-        exit.
-        """
+        """Release the places; open trajectories keep published steps only. Safe to call twice and at exit."""
         super().close()
         self._finalizer()
 
@@ -251,13 +249,13 @@ class InferenceClient(VectorWriter):
 
 
 def _leave(slots: InferenceMailbox, places: np.ndarray, process: int) -> None:
-    if os.getpid() == process:  # a forked child leaves its parent's places alone
+    if os.getpid() == process:  # a forked child must not release its parent's places
         slots.release(places)
     slots.close()
 
 
 def attach_places(store: str, num_envs: int, wait_s: float) -> tuple[InferenceMailbox, np.ndarray]:
-    """Attach to the loader beside a store that has the most free places, and take some; wait for both.
+    """Attach to the loader of a store with the most free places, and claim some; wait for both.
 
     Args:
         store: Name of the table's file.
@@ -269,7 +267,7 @@ def attach_places(store: str, num_envs: int, wait_s: float) -> tuple[InferenceMa
     """
     until, most = time.monotonic() + check_timeout("wait_s", wait_s), -1
     while True:
-        found = _by_room(store)
+        found = _by_free_places(store)
         if found:
             places = found[0].claim(num_envs)
             for slots in found[len(places) == num_envs :]:
@@ -287,7 +285,7 @@ def attach_places(store: str, num_envs: int, wait_s: float) -> tuple[InferenceMa
         time.sleep(_POLL_S)
 
 
-def _by_room(store: str) -> list[InferenceMailbox]:
+def _by_free_places(store: str) -> list[InferenceMailbox]:
     found = []
     for name in request_files(store):
         with contextlib.suppress(StoreError):  # it has just ended, or is full

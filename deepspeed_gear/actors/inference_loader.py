@@ -1,4 +1,4 @@
-"""Simulators' requests for actions, in batches for a rank's policy."""
+"""The inference loader: batches of simulators' requests for actions, for a rank's policy."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from deepspeed_gear.writer.inserter import refuse_read_only
 from deepspeed_gear.writer.staged_rows import StagedRows
 
 _LENGTH = 256
-_MEASURED = ("reward", "terminated", "truncated")  # roles of columns that only a simulator knows
+_MEASURED = ("reward", "terminated", "truncated")  # roles of columns that only a simulator can fill
 
 
 class InferenceRequest:
-    """What n simulators see, and where the answers go. False if n is 0.
+    """A batch of requests: the inputs of n simulators, and `reply` for their answers. False if n is 0.
 
     Args:
-        loader: That gave it.
+        loader: Its loader.
         places: Of the simulators. [n], int64.
     """
 
@@ -50,7 +50,7 @@ class InferenceRequest:
         return len(self._places)
 
     def __getitem__(self, column: str) -> torch.Tensor:
-        """Return what the simulators see, on the loader's device. [n, *shape], a copy."""
+        """Return a column of the simulators' inputs, on the loader's device. [n, *shape], a copy."""
         return self._columns[column]
 
     def keys(self) -> tuple[str, ...]:
@@ -58,13 +58,13 @@ class InferenceRequest:
         return tuple(self._columns)
 
     def reply(self, **columns: Any) -> None:
-        """Give the answers; the simulators go on. Simulators that have died meanwhile are left out.
+        """Write the answers and release the simulators. Simulators that have died meanwhile are left out.
 
         Args:
-            **columns: [n, *shape] of each column that the policy gives, of any device.
+            **columns: [n, *shape] of each column that the policy computes, on any device.
         Raises:
             DataError: A column is missing, unknown or does not fit; nothing has changed.
-            StoreError: It was answered, or the loader is closed.
+            StoreError: It was answered before, or the loader is closed.
         """
         self._loader._check_open()
         if not self._open:
@@ -76,27 +76,27 @@ class InferenceRequest:
 class InferenceLoader(ProcessBound):
     """An iterator over requests of simulators, the oldest first; it ends when it is closed.
 
-    A request comes as soon as `batch_size` simulators wait, or all that are attached, or the oldest waits for
-    `timeout`. If none comes for so long, the request is empty (false): the program may do something else.
+    A batch is returned as soon as `batch_size` simulators wait, or all that are attached, or the oldest waits
+    for `timeout`. If none comes for so long, it is empty (false): the program may do something else.
 
     Not thread-safe. Several requests may be open at a time, and answered in any order. It is closed with its
     replay.
 
     Args:
         replay: Of a rank; its table takes writers.
-        batch_size: Requests at most.
+        batch_size: Most requests in a batch.
         timeout: Seconds to wait for a batch to fill; None: until every simulator waits.
         table: To which the simulators add; None: the sampled one.
         num_simulators: Most that attach to this rank; None: twice the batch, so that half of them act while
             the others wait.
-        length: Steps for which each has rows; None: the table's max_length, else 256. What is longer is moved
-            aside, which costs another copy.
-        asks: Columns that the policy sees; None: the observations.
-        answers: Columns that the policy gives; None: the actions.
+        length: Steps for which each has rows; None: the table's max_length, else 256. Longer trajectories are
+            moved aside, which costs another copy.
+        asks: Columns that the policy reads; None: the observations.
+        answers: Columns that the policy computes; None: the actions.
     Raises:
         ConfigError: An argument is wrong, or the table takes no writers.
         StoreError: The table holds a data set, or this rank has a loader of it.
-        StoreFullError: There is no room in shared memory.
+        StoreFullError: Shared memory is full.
     """
 
     def __init__(
@@ -158,16 +158,16 @@ class InferenceLoader(ProcessBound):
         if wrong:
             rule = f"must be one of the answers, all of which must be given: {[c.name for c in columns]}"
             raise DataError(f"{what}: column {wrong[0]}", rule)
-        stand = self._slots.are_asked(places, stamps)
-        self._answers.put([_host(given[c.name]) for c in columns], np.where(stand, rows, -1))
-        self._slots.answered(places[stand])
+        valid = self._slots.are_asked(places, stamps)
+        self._answers.put([_host(given[c.name]) for c in columns], np.where(valid, rows, -1))
+        self._slots.answered(places[valid])
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:
             raise StoreError(self._slots.name, "must be open", None, "it was closed")
 
     def close(self) -> None:
-        """End: simulators that wait raise PeerError. Safe to call twice, and done at exit."""
+        """Close the loader: simulators that wait raise PeerError. Safe to call twice, and done at exit."""
         self._finalizer()
 
     def __enter__(self) -> InferenceLoader:
@@ -187,13 +187,13 @@ def _asked(slots: InferenceMailbox, column: Column) -> tuple[torch.Tensor, bool]
 
 
 def _end(slots: InferenceMailbox, process: int) -> None:
-    if os.getpid() == process:  # a forked child leaves its parent's file alone
+    if os.getpid() == process:  # a forked child must not end its parent's file
         slots.end()
     slots.close()
 
 
 def _host(value: Any) -> Any:
-    """Return a tensor that NumPy knows as an array over the same memory where it can be."""
+    """Return a tensor as an array, over the same memory where possible; bfloat16 stays a tensor."""
     if not isinstance(value, torch.Tensor):
         return value
     value = value.detach().cpu()
@@ -203,7 +203,7 @@ def _host(value: Any) -> Any:
 def _columns(
     schema: Schema, asks: Sequence[str] | None, answers: Sequence[str] | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what the policy sees and gives, in the schema's order."""
+    """Return the columns that the policy reads and computes, in the schema's order."""
     steps = schema.step_columns
     state = [c.name for c in steps if c.rows == "T+1" or c.role == "observation"]
     free = [c.name for c in steps if c.name not in state and c.role not in _MEASURED]

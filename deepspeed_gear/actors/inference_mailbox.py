@@ -1,11 +1,11 @@
-"""Places of simulators that ask for actions, in a file of shared memory of their own beside a table's store.
+"""The inference mailbox: places for simulators' requests, in a shared-memory file beside a table's store.
 
-A place is the rows in which a simulator's trajectory grows, and a word that says whose turn it is:
+A place is the rows in which a simulator's trajectory grows, and a state word:
 
     FREE -> IDLE -> POSTED -> TAKEN -> ANSWERED -> IDLE ...        RESTING: needs no answer this time
 
-The simulator's process owns a place in all states but POSTED and TAKEN, in which the loader does. So each row
-is written by one process at a time, and nothing but the word has to be published.
+The simulator's process owns a place in all states but POSTED and TAKEN, in which the loader owns it. So each
+row is written by one process at a time, and only the state word has to be published.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from deepspeed_gear.store.store_lock import StoreLock
 from deepspeed_gear.timeouts import check_timeout
 from deepspeed_gear.writer.staged_rows import Staging
 
-LOADER = 0  # index of the process that answers
+LOADER = 0  # index of the loader's process
 CLOSED = 0  # word of `control`
 _SUFFIX = ".inference-"
-_LOOK_S = 0.1  # how often a waiting process checks that the others live
+_LOOK_S = 0.1  # interval in which a waiting process checks that the others live
 
 
 class PlaceState:
@@ -61,15 +61,15 @@ class PlaceState:
 
 @dataclass(frozen=True)
 class MailboxPlaces:
-    """What a file of places is, before it has memory.
+    """Description of a mailbox file: sizes and columns, before it has memory.
 
     Args:
         table: Name of the table.
         schema: Of the table.
         count: Places.
         length: Steps of a trajectory for which a place has rows.
-        asks: Columns that the policy sees.
-        answers: Columns that it gives.
+        asks: Columns that the policy reads.
+        answers: Columns that the policy computes.
         timeout_s: Longest wait for the lock, under which places are claimed.
         library: File of the native module; None for the reference.
     """
@@ -84,7 +84,7 @@ class MailboxPlaces:
     library: str | None
 
     def layout(self) -> Layout:
-        """Return where everything lies."""
+        """Return the layout of the file."""
         words = [Region(name, "int64", (self.count,)) for name in ("owners", "rows", "stamps", "timesteps")]
         columns = [
             Region(f"column/{c.name}", str(c.numpy_dtype), (self.count, self.length + 1, *c.shape))
@@ -110,27 +110,27 @@ class MailboxPlaces:
 
     @classmethod
     def of(cls, layout: Layout) -> MailboxPlaces:
-        """Return what has this layout."""
-        told = layout.meaning["inference"]
-        tuples = {name: tuple(told[name]) for name in ("asks", "answers")}
-        return cls(**{**told, **tuples, "schema": Schema.from_json(told["schema"])})
+        """Return the description of a file with this layout."""
+        meaning = layout.meaning["inference"]
+        tuples = {name: tuple(meaning[name]) for name in ("asks", "answers")}
+        return cls(**{**meaning, **tuples, "schema": Schema.from_json(meaning["schema"])})
 
 
 def request_files(store: str) -> list[str]:
-    """Return the living files of places beside a table's store, by its name."""
+    """Return the names of the mailbox files of a table's store whose loaders live."""
     return [path.name for path in living(store.rpartition("-")[0]) if path.name.startswith(store + _SUFFIX)]
 
 
 class InferenceMailbox:
-    """A file of places in this process: `create` by a loader, `attach` by processes of simulators.
+    """A mailbox file in this process: `create` by a loader, `attach` by processes of simulators.
 
     Thread and process safety: one thread of each process at a time; any number of processes.
 
     Args:
-        places: What it is.
+        places: Its description.
         memory: Its memory.
         ops: The ops.
-        layout: Where everything lies.
+        layout: Its layout.
     """
 
     def __init__(self, places: MailboxPlaces, memory: SharedMemory, ops: Ops, layout: Layout) -> None:
@@ -154,17 +154,17 @@ class InferenceMailbox:
     def create(
         cls, places: MailboxPlaces, store: str, peer: int, run: RunIdentity, ops: Ops, huge_pages: bool
     ) -> InferenceMailbox:
-        """Make the file of a rank, with every place free.
+        """Create the mailbox file of a rank, with every place free.
 
         Args:
-            places: What it is.
+            places: Its description.
             store: Name of the table's file.
             peer: Index of the rank on its node.
             run: Of the table's store.
             ops: The ops.
-            huge_pages: Ask for huge pages.
+            huge_pages: Whether to request huge pages.
         Raises:
-            StoreFullError: There is no room.
+            StoreFullError: Shared memory is full.
             StoreError: The rank has one of this table.
         """
         layout = places.layout()
@@ -186,7 +186,7 @@ class InferenceMailbox:
 
     @classmethod
     def attach(cls, name: str) -> InferenceMailbox:
-        """Attach to the file of a loader.
+        """Attach to the mailbox file of a loader.
 
         Raises:
             StoreError: It is not there, foreign, or as many processes as it has places are attached.
@@ -198,9 +198,8 @@ class InferenceMailbox:
                 continue
             try:
                 slots = cls._of(memory)
-                if (
-                    peer not in slots.owners[slots.states != PlaceState.FREE]
-                ):  # else a dead process has some still
+                # Otherwise places of a dead process are still to be freed.
+                if peer not in slots.owners[slots.states != PlaceState.FREE]:
                     return slots
             except BaseException:
                 memory.close()
@@ -224,13 +223,13 @@ class InferenceMailbox:
 
     @property
     def num_taken(self) -> int:
-        """Places that simulators have."""
+        """Number of places that simulators have claimed."""
         return int(np.count_nonzero(self.states != PlaceState.FREE))
 
     # ---- simulators ------------------------------------------------------------------------------
 
     def claim(self, count: int) -> np.ndarray:
-        """Take free places; fewer than `count` means that there are no more, and none was taken. [count]."""
+        """Claim free places; if fewer than `count` are returned, none was claimed. [count]."""
         with self.lock:
             free = np.flatnonzero(self.states == PlaceState.FREE)[:count]
             if len(free) == count:
@@ -240,22 +239,22 @@ class InferenceMailbox:
         return free
 
     def release(self, places: np.ndarray) -> None:
-        """Give places back; those that the loader holds are free when it sees that this process is gone."""
+        """Release places; the loader frees those that it owns once this process has ended."""
         states = self.states[places]
         self.states[places[(states != PlaceState.POSTED) & (states != PlaceState.TAKEN)]] = PlaceState.FREE
         self.bells.ring(LOADER)
 
     def post(self, places: np.ndarray, rows: np.ndarray, timesteps: np.ndarray) -> None:
-        """Ask for the answers to some rows, whose questions are written. [n] each, int64."""
+        """Post requests for the answers of some rows, whose inputs are written. [n] each, int64."""
         self.rows[places] = rows
         self.timesteps[places] = timesteps
-        self.stamps[places] = time.monotonic_ns() + np.arange(len(places))  # in the order in which they stand
+        self.stamps[places] = time.monotonic_ns() + np.arange(len(places))  # in the order of `places`
         self.bells.fence()  # pairs with that of `take`
         self.states[places] = PlaceState.POSTED
         self.bells.ring(LOADER)
 
     def are_ready(self, places: np.ndarray) -> np.ndarray:
-        """Return which places wait for nothing. [n], bool."""
+        """Return which places have an answer or need none. [n], bool."""
         states = self.states[places]
         return np.asarray((states == PlaceState.ANSWERED) | (states == PlaceState.RESTING))
 
@@ -277,7 +276,7 @@ class InferenceMailbox:
             self._check_loader()
             left = until - time.monotonic()
             if left <= 0:
-                remedy = "look whether it iterates, raise timeout_s, or ask again: the requests stand"
+                remedy = "check that it iterates, raise timeout_s, or call again: the requests stay posted"
                 raise NotReadyError(self.name, f"must answer within {timeout_s:g} s", None, remedy)
             self.bells.wait(peer, seen, min(left, _LOOK_S))
 
@@ -293,7 +292,7 @@ class InferenceMailbox:
     # ---- loader ----------------------------------------------------------------------------------
 
     def take(self, most: int, timeout_s: float | None) -> np.ndarray:
-        """Take the oldest requests, waiting as `InferenceLoader` says. Returns their places. [n]."""
+        """Take the oldest requests, waiting as `InferenceLoader` defines. Returns their places. [n]."""
         begun = time.monotonic()
         while True:
             self._free_dead_at_times()
@@ -312,7 +311,7 @@ class InferenceMailbox:
         return taken
 
     def _more_may_come(self) -> bool:
-        """Return whether a simulator is neither waiting nor being answered."""
+        """Return whether a simulator may still post a request: it neither waits nor is being answered."""
         states = self.states
         return bool(
             (
@@ -321,15 +320,15 @@ class InferenceMailbox:
         )
 
     def _since(self, begun: float, posted: np.ndarray) -> float:
-        """Return since when the loader waits, or the oldest request if that is longer."""
+        """Return since when the loader waits, or the oldest request if that is earlier."""
         return min(begun, int(self.stamps[posted].min()) * 1e-9) if len(posted) else begun
 
     def are_asked(self, places: np.ndarray, stamps: np.ndarray) -> np.ndarray:
-        """Return which requests still stand: places of the dead may be another's by now. [n], bool."""
+        """Return which requests are still valid: places of ended processes may be reused. [n], bool."""
         return np.asarray((self.states[places] == PlaceState.TAKEN) & (self.stamps[places] == stamps))
 
     def answered(self, places: np.ndarray) -> None:
-        """Hand places back whose answers are written."""
+        """Return places with written answers to their simulators."""
         self.bells.fence()  # pairs with that of `wait`
         self.states[places] = PlaceState.ANSWERED
         for owner in set(self.owners[places].tolist()):
@@ -344,8 +343,8 @@ class InferenceMailbox:
     def free_dead(self) -> None:
         """Free the places of processes that have ended; their open trajectories are dropped.
 
-        Takes no lock, so that no process can hold up the loader: a place of the dead is changed by no other
-            process.
+        Takes no lock, so that no process can block the loader: no other process changes a place of an ended
+        one.
         """
         used = np.flatnonzero(self.states != PlaceState.FREE)
         self.bells.fence()  # pairs with that of `claim`
@@ -355,7 +354,7 @@ class InferenceMailbox:
             self.states[used[is_among(owners, dead)]] = PlaceState.FREE
 
     def end(self) -> None:
-        """Mark the loader as closed for the simulators, and unlink its name."""
+        """Mark the loader as closed, wake its simulators, and unlink its file."""
         self.control[CLOSED] = 1
         for bell in range(len(self.states) + 1):
             self.bells.ring(bell)

@@ -1,4 +1,4 @@
-"""PolicyBoard: how the actors of a node get the newest policy of its learners."""
+"""The policy board: the newest parameters of a node's learners, in shared memory for its actors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from deepspeed_gear.store.shared_memory import SharedMemory, file_path
 
 PREFIX = "gear"
 MAX_READERS = 1024
-_SLOTS = 3  # a reader has as long as the publisher needs for two more versions
-_PUBLISHER = 0  # its place; readers have the next ones
+_SLOTS = 3  # a reader can copy a version until the publisher begins the third one after it
+_PUBLISHER = 0  # its peer index; readers have the next ones
 _NEWEST = 0  # word of the board
 _POLL_S = 50e-6
 _PATIENCE_S = 10.0
@@ -40,7 +40,7 @@ class PolicyBoard(ProcessBound):
 
     No process waits for another. A version is written beside the newest one and checked by its number and its
     checksum when it is read, so it is never torn: neither by a publisher that is faster than a reader, nor by
-    one that dies, nor by a processor that reorders stores. Then the version before it stays the newest.
+    one that dies (then the version before stays the newest), nor by a processor that reorders stores.
 
     Thread safety: one thread per process. Process safety: one publisher, `MAX_READERS` readers.
 
@@ -57,14 +57,13 @@ class PolicyBoard(ProcessBound):
 
     @classmethod
     def create(cls, module: nn.Module, prefix: str = PREFIX) -> PolicyBoard:
-        """Make a board for a module's floating-point parameters and buffers, and publish them as version 1.
+        """Create a board for a module's floating-point parameters and buffers; publish them as version 1.
 
         Args:
             module: Whole, not partitioned over ranks.
-            prefix: Of the file in /dev/shm: `gear.shared_memory.prefix` of the run, which `gear clean` looks
-                for.
+            prefix: Of the file in /dev/shm: `gear.shared_memory.prefix` of the run, used by `gear clean`.
         Raises:
-            StoreFullError: There is no room.
+            StoreFullError: Shared memory is full.
             DataError: A parameter is partitioned.
         """
         file_path(prefix)
@@ -92,9 +91,9 @@ class PolicyBoard(ProcessBound):
         """Attach to a board to read.
 
         Args:
-            name: Its `name` in the process that has made it.
+            name: Its `name` in the process that has created it.
         Raises:
-            StoreError: There is no such board, or too many read it.
+            StoreError: There is no such board, or it has `MAX_READERS` readers.
         """
         memory = SharedMemory.attach_one_of(name, range(1, 1 + MAX_READERS))
         try:
@@ -108,12 +107,12 @@ class PolicyBoard(ProcessBound):
 
     @property
     def name(self) -> str:
-        """Of its file in /dev/shm."""
+        """Name of its file in /dev/shm."""
         return self._memory.path.name
 
     @property
     def version(self) -> int:
-        """The newest one that is whole; the first is 1."""
+        """Number of the newest complete version; the first is 1."""
         return int(self._words[_NEWEST])
 
     @property
@@ -124,7 +123,7 @@ class PolicyBoard(ProcessBound):
     # ---- publishing ------------------------------------------------------------------------------
 
     def publish(self, module: nn.Module, version: int | None = None) -> int:
-        """Make a module's parameters the newest version.
+        """Publish a module's parameters as the newest version.
 
         Args:
             module: As the one that the board was made for.
@@ -143,7 +142,7 @@ class PolicyBoard(ProcessBound):
             raise DataError("version", f"must be more than {self.version}", number)
         state = self._check(module)
         slot = (int(self._words[_NEWEST + 1]) + 1) % _SLOTS
-        self._slots[slot, BoardSlot.VERSION] = 0  # a reader in the middle of it sees that it has changed
+        self._slots[slot, BoardSlot.VERSION] = 0  # invalidates it for readers that are copying it
         values = self._views["values"][slot]
         _copy(self._parts(values), state)
         self._slots[slot, BoardSlot.CHECKSUM] = zlib.crc32(values)
@@ -157,7 +156,7 @@ class PolicyBoard(ProcessBound):
     def load_into(self, module: nn.Module) -> int:
         """Copy the newest version into a module, if this process has not loaded it already.
 
-        It also works when the publisher has ended: `is_published` says so.
+        It also works when the publisher has ended (see `is_published`).
 
         Args:
             module: As the one that the board was made for, of any floating dtype and device.

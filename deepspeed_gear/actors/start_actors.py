@@ -1,4 +1,4 @@
-"""Actors: processes that act in gymnasium's vector environments and add what they see."""
+"""Actors: processes that act in gymnasium's vector environments and add their trajectories."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Actors(ProcessBound):
         return [process.pid for process in self._processes]
 
     def check(self) -> None:
-        """Refuse to go on where an actor has failed; cheap enough for every step.
+        """Raise if an actor has failed; cheap enough for every step.
 
         Raises:
             PeerError: With the report of the actor. The others are ended.
@@ -77,7 +77,7 @@ class Actors(ProcessBound):
                 raise failure
 
     def stop(self) -> list[dict[str, Any]]:
-        """End all actors after the step that they are in.
+        """End all actors after their current step.
 
         Returns:
             Of each: `steps`, `episodes`, `mean_return` of the last 100, `seconds`, and `waited_s` for
@@ -110,9 +110,7 @@ class Actors(ProcessBound):
         if status == 0 and "error" not in report:
             self.results.append({"actor": index, **report})
             return None
-        text = report.get(
-            "error", f"exit status {status}; its last words, if any, are in this program's stderr"
-        )
+        text = report.get("error", f"exit status {status}; its output, if any, is in this program's stderr")
         return PeerError(f"actor {index}", f"must go on until it is stopped, but:\n{text}")
 
     def _end(self) -> None:
@@ -127,7 +125,7 @@ class Actors(ProcessBound):
         if error is None:
             self.stop()
         else:
-            self._end()  # the block's own error is the one to see
+            self._end()  # the error of the block is raised, not one of an actor
 
 
 def start_actors(
@@ -144,20 +142,20 @@ def start_actors(
     """Start actors on this node.
 
     Each is a new process (no fork), attaches to the table as a writer, makes its vector environment and calls
-    the policy with an `Actor`, once. What this returns is called with the observations of all environments
-    and returns their actions, or a mapping with more columns of the table.
+    the policy with an `Actor`, once. The function that it returns is called with the observations of all
+    environments and returns their actions, or a mapping with more columns of the table.
 
     Args:
         env: Of gymnasium's registry, or a function that takes the number of environments and returns a vector
             environment, itself or as "module:function". With options:
             `functools.partial(gymnasium.make_vec, "CartPole-v1", max_episode_steps=100)`.
         policy: A function, or "module:function"; importable by actors, so not of a script's main module.
-        replay: Whose table it is, in a rank: the actors add to its run and to no other. Anywhere else the
-            config, as `TrajectoryWriter.attach`; of several runs it names one, or GEAR_RUN does.
-        table: Which table; None: the sampled one, or the only one that takes writers.
+        replay: In a rank, its replay: the actors add to its run and to no other. Elsewhere the config, as
+            `TrajectoryWriter.attach`; where several runs exist, it or GEAR_RUN names one.
+        table: Name of the table; None: the sampled one, or the only one that takes writers.
         num_actors: Processes; the table's `writers` must admit as many.
         num_envs: Environments of each.
-        board: Where the policy finds the learners' newest version.
+        board: Board with the learners' newest policy.
         seed: Environment j of actor i has the seed `seed + i * num_envs + j`, where each has its own.
     Raises:
         ConfigError: gymnasium is missing, the table does not take so many writers, or the policy cannot be
@@ -195,7 +193,7 @@ def _pickled(job: ActorJob) -> bytes:
 
 
 def _send(process: subprocess.Popen[bytes], words: bytes, last: bool = False) -> None:
-    """Write to an actor, which may be gone."""
+    """Write to an actor, which may have ended."""
     assert process.stdin is not None
     try:
         if not process.stdin.closed:
@@ -208,7 +206,7 @@ def _send(process: subprocess.Popen[bytes], words: bytes, last: bool = False) ->
 
 
 def _report_in(source: IO[bytes]) -> dict[str, Any]:
-    """Return what an actor that has ended has reported."""
+    """Return the report of an actor that has ended."""
     try:
         lines = source.read().splitlines()
         return dict(json.loads(lines[-1])) if lines else {}
@@ -217,13 +215,13 @@ def _report_in(source: IO[bytes]) -> dict[str, Any]:
 
 
 def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
-    """End what still runs, and leave nothing open."""
+    """Kill the processes that still run, and close all pipes."""
     for process in processes:
         if process.poll() is None:
             process.kill()
         process.wait()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                with contextlib.suppress(OSError):  # a buffered word to an actor that is gone
+                with contextlib.suppress(OSError):  # a buffered message to an actor that has ended
                     pipe.close()
     processes.clear()

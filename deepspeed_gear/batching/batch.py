@@ -1,4 +1,4 @@
-"""What `sample` returns."""
+"""Batch: the fields, masks and samples that `sample` returns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from deepspeed_gear.ops.records import Resolution
 
 @dataclass
 class BatchSamples:
-    """What is known about the samples of a batch.
+    """The samples of a batch: resolutions and what is derived from them.
 
     Args:
         records: Their resolutions. [B, 8], int64.
@@ -30,14 +30,14 @@ class BatchSamples:
         epoch: Epoch of each sample, 0 where the sampler has none. [B], int64.
         is_weight: PER weights; None: all 1. [B], float32.
         source: Index of each sample's table in the sampler's shares; None: there is one. [B], int64.
-        probability: Of each sample's item, where the masses alone do not give it. [B], float64.
-        goal_step: Row of the achieved goals that each sample's goal is from, -1 for its own goal; None: all
-            have their own. [B], int64.
-        burn_in: Which steps only warm up; None: all learn.
+        probability: Of each sample's item, where it does not follow from the masses alone. [B], float64.
+        goal_step: Row of the achieved goal of each relabelled sample, -1 for its own goal; None: all have
+            their own. [B], int64.
+        burn_in: Which steps are burn-in; None: none.
         origin: Node and slot of each sample's trajectory, node << 32 | slot; None: they are in this node's
             store. [B], int64.
         first_index: Index of the first sample in its global batch.
-        index_step: From the index of one sample to that of the next.
+        index_step: Difference between the indices of consecutive samples.
     """
 
     records: torch.Tensor
@@ -56,20 +56,20 @@ class BatchSamples:
 
 
 class Batch(Mapping[str, torch.Tensor]):
-    """Fields by name, with what is known about each sample.
+    """Fields of a batch by name, with their masks and samples.
 
     `batch["action"]` is [B, T, *shape] for a field with a window of T steps, [B, *shape] without one.
     `batch.mask["action"]` is [B, T] or [B], bool: True where the values are real.
 
     The tensors belong to a ring of preallocated batches. A batch of a Replay lives until max(2, accumulation)
-    newer ones of its stream were asked for. After that every access through the batch raises StaleBatchError,
-    and a backward pass that would use overwritten values raises; `clone` keeps them. What was taken out of
-    the batch before (a tensor, what `torch.utils._pytree` has made of it) is not followed.
+    newer ones of its stream were requested. After that every access through the batch raises StaleBatchError,
+    and a backward pass that would use overwritten values raises; `clone` keeps them. Objects that were taken
+    out of the batch before (a tensor, the result of a `torch.utils._pytree` function) are not tracked.
 
     Args:
         tensors: The fields.
         mask: Their masks.
-        samples: What is known about each sample.
+        samples: Its samples.
     """
 
     lifetime: BatchLifetime | None = None  # None: the tensors are the batch's own
@@ -86,7 +86,7 @@ class Batch(Mapping[str, torch.Tensor]):
         # These stay in host memory when the batch moves.
         self.host_records, self._host_origin = samples.records, samples.origin
         self.host_source = samples.source
-        self.arrival: Any = None  # what a device that another stream has filled it on must wait for
+        self.arrival: Any = None  # event that the device's stream must wait for
 
     # ---- fields ----------------------------------------------------------------------------------
 
@@ -109,9 +109,9 @@ class Batch(Mapping[str, torch.Tensor]):
         self._tensors[name] = tensor
 
     def __eq__(self, other: object) -> bool:
-        """Tell whether another batch has the same samples, values and masks.
+        """Return whether another batch has the same samples, values and masks.
 
-        DeepSpeed's AutoTP compares what the tensor ranks give to the first forward pass.
+        DeepSpeed's AutoTP compares the inputs of the tensor ranks' first forward pass.
         """
         if not isinstance(other, Batch):
             return NotImplemented
@@ -125,10 +125,10 @@ class Batch(Mapping[str, torch.Tensor]):
         )
 
     def part(self, name: str) -> torch.Tensor:
-        """Return what a name of `gear.pipeline` stands for: a field, `mask.<field>`, `is_weight`, ...
+        """Return a part of the batch by its name in `gear.pipeline`: a field, `mask.<field>`, `is_weight` ...
 
         Raises:
-            FieldError: The batch has nothing of this name.
+            FieldError: The batch has no part of this name.
         """
         if not isinstance(name, str):
             raise FieldError(f"{name!r}", "must be a field or part of the batch")
@@ -144,11 +144,11 @@ class Batch(Mapping[str, torch.Tensor]):
         return found
 
     def arrives(self, arrival: Any) -> None:
-        """Note what a device that another stream has filled the batch on must wait for; None: nothing."""
+        """Set the event that the stream using the batch must wait for; None: there is none."""
         self.arrival = arrival
 
     def learns(self, name: str) -> torch.Tensor:
-        """Return which steps of a field are to be learnt from: its mask without what `gear.burn_in` warms up.
+        """Return which steps of a field learn: its mask without the steps of `gear.burn_in`.
 
         Raises:
             FieldError: There is no such field.
@@ -173,7 +173,7 @@ class Batch(Mapping[str, torch.Tensor]):
 
     @property
     def reported(self) -> torch.Tensor:
-        """What reports of priorities are made of: resolutions, with node and slot as their slots. [B, 8]."""
+        """Resolutions for priority updates, with node and slot as their slots. [B, 8]."""
         if self._host_origin is None:
             return self.host_records
         records = self.host_records.clone()
@@ -189,13 +189,13 @@ class Batch(Mapping[str, torch.Tensor]):
 
     @property
     def handle(self) -> torch.Tensor:
-        """Shard, slot and generation of each sample: where its trajectory lies now. [B, 3], int64."""
+        """Shard, slot and generation of each sample's trajectory. [B, 3], int64."""
         slot = self._records[:, Resolution.SLOT] if self._origin is None else self._origin
         return torch.stack([slot >> 32, slot & 0xFFFFFFFF, self._records[:, Resolution.GENERATION]], dim=1)
 
     @property
     def anchor(self) -> torch.Tensor:
-        """Step at which each sample's windows stand. [B], int64."""
+        """Step at which each sample's windows are placed. [B], int64."""
         return self._records[:, Resolution.ANCHOR]
 
     @property
@@ -222,7 +222,7 @@ class Batch(Mapping[str, torch.Tensor]):
         masses = self._records[:, Resolution.MASS].double()
         if self._step_items:
             masses = torch.ones_like(masses)
-        # By a tensor: on a GPU torch multiplies by the reciprocal of a number, which is another last bit.
+        # By a tensor: on a GPU torch multiplies by a number's reciprocal, which changes the last bit.
         return masses / torch.full_like(masses, 1).mul_(self._total)
 
     @property
@@ -237,7 +237,7 @@ class Batch(Mapping[str, torch.Tensor]):
 
     @property
     def goal_step(self) -> torch.Tensor:
-        """Row of the achieved goals that a relabelled sample's goal is from, else -1. [B], int64."""
+        """Row of the achieved goal of each relabelled sample, else -1. [B], int64."""
         return torch.full_like(self.trajectory_id, -1) if self._goal_step is None else self._goal_step
 
     @property
@@ -251,7 +251,7 @@ class Batch(Mapping[str, torch.Tensor]):
         """Return a batch with a function applied to every tensor; shared masks stay shared.
 
         Raises:
-            ConfigError: It is no function.
+            ConfigError: `function` is no function.
         """
         arguments.function("function", function)
         done: dict[int, torch.Tensor] = {}
@@ -284,7 +284,7 @@ class Batch(Mapping[str, torch.Tensor]):
         batch = Batch(tensors, mask, samples)
         batch.host_records, batch._host_origin = self.host_records, self._host_origin
         batch.host_source = self.host_source
-        # A lifetime is another object for each batch: a look at it would be a guard of the compiled code.
+        # A lifetime is another object for each batch: reading it would guard the compiled code on it.
         if not torch.compiler.is_compiling() and self.lifetime is not None:
             self.lifetime.follow(batch)
         return batch
@@ -303,12 +303,12 @@ class Batch(Mapping[str, torch.Tensor]):
         return batch
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is of this process alone: what is unpickled has tensors of its own."""
+        """Leave out objects of this process: an unpickled batch has its own tensors."""
         return {name: value for name, value in vars(self).items() if name not in ("lifetime", "arrival")}
 
     @property
     def every_tensor(self) -> list[torch.Tensor]:
-        """Every tensor of the batch, each once."""
+        """All tensors of the batch, each once."""
         found: list[torch.Tensor] = []
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -323,7 +323,7 @@ class Batch(Mapping[str, torch.Tensor]):
         return self.map(torch.Tensor.clone)
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the batch on a device; itself if it is there already.
+        """Return the batch on a device; itself if it is already there.
 
         Raises:
             ConfigError: There is no such device.
@@ -361,9 +361,9 @@ class Batch(Mapping[str, torch.Tensor]):
 
 
 class OverwrittenBatch(Batch):
-    """What a batch becomes when its lifetime ends: every access raises.
+    """Class of a batch whose lifetime has ended: every access raises.
 
-    Changing the class costs an access of a living batch nothing, and `torch.compile` has nothing to guard.
+    Changing the class adds no cost to a living batch, and no guard to `torch.compile`.
     """
 
     def __getattribute__(self, name: str) -> Any:
@@ -386,14 +386,14 @@ def _refuse_overwritten() -> NoReturn:
         "the batch",
         "must be used before later batches are written over its tensors",
         None,
-        "keep batch.clone(): a batch lives until max(2, accumulation) newer ones were asked for",
+        "keep batch.clone(): a batch lives until max(2, accumulation) newer ones were requested",
     )
 
 
 class BatchLifetime:
-    """The time in which a ring entry holds the values of one batch.
+    """Lifetime of a batch: as long as its ring entry holds its values.
 
-    Ended by the gatherer that fills the entry again, or earlier by the loader that handed the batch out.
+    It is ended by the gatherer that fills the entry again, or earlier by the loader that returned the batch.
 
     Args:
         storages: Addresses of the entry's storages; see `storages_of`.
@@ -404,7 +404,7 @@ class BatchLifetime:
         self._batches: list[weakref.ref[Batch]] = []
 
     def bind(self, batch: Batch) -> None:
-        """End a batch together with this lifetime."""
+        """Bind a batch to this lifetime: it ends with it."""
         batch.lifetime = self
         self._batches.append(weakref.ref(batch))
 
@@ -414,7 +414,7 @@ class BatchLifetime:
             self.bind(batch)
 
     def end(self) -> None:
-        """Let every later access of the bound batches raise. Safe to call twice, and from any thread."""
+        """End the bound batches: later accesses raise. Safe to call twice, and from any thread."""
         for reference in self._batches:
             batch = reference()
             if batch is not None:
@@ -423,13 +423,13 @@ class BatchLifetime:
 
 
 class LentTensors:
-    """The batches of one stream that their user may still use.
+    """The latest batches of one stream, which their user may still use.
 
-    They end by number, and not when their memory is written: that is when a thread has prepared so many more,
-    or a device has come so far.
+    Older ones end by number rather than when their memory is overwritten, since that time depends on the
+    progress of prefetching and of the device.
 
     Args:
-        keep: How many there are at most.
+        keep: Maximum number of batches.
     """
 
     def __init__(self, keep: int) -> None:
@@ -437,19 +437,19 @@ class LentTensors:
         self._lifetimes: deque[BatchLifetime | None] = deque()  # the oldest first
 
     def make_room(self) -> None:
-        """End the oldest ones, before another is made."""
+        """End the oldest batches, before another is created."""
         while len(self._lifetimes) >= self._keep:
             lifetime = self._lifetimes.popleft()
             if lifetime is not None:
                 lifetime.end()
 
     def add(self, batch: Batch) -> None:
-        """Take note of a batch that its user gets now."""
+        """Add a batch that is returned to its user."""
         self._lifetimes.append(batch.lifetime)
 
 
 def storages_of(tensors: list[torch.Tensor]) -> frozenset[int]:
-    """Return what identifies the memory of tensors for as long as it is allocated."""
+    """Return the identities of tensors' storages, valid as long as they are allocated."""
     return frozenset(storage for tensor in tensors if (storage := _storage(tensor)) is not None)
 
 

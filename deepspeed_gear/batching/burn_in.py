@@ -18,7 +18,7 @@ from deepspeed_gear.ops.reference.gather import bounds
 
 @dataclass(frozen=True)
 class BurnIn:
-    """Where the steps that learn begin.
+    """Burn-in of a config: the first step that learns, for each field.
 
     Args:
         begin: First step that learns, relative to the anchor.
@@ -36,8 +36,8 @@ class BurnIn:
 
         Args:
             config: The config.
-            fields: Of a whole batch: the earliest of their windows begins the sequence.
-            needed: Those that this rank gathers, with its parts of them.
+            fields: The fields of a batch: the earliest of their windows begins the sequence.
+            needed: The fields, or parts of them, that this rank gathers.
         """
         if config.burn_in == 0:
             return None
@@ -49,7 +49,7 @@ class BurnIn:
 
         Args:
             name: Of the field.
-            mask: Where it is real. [B, T] or [B], bool.
+            mask: The field's mask. [B, T] or [B], bool.
             records: Resolutions. [B, 8], int64.
         Returns:
             As `mask`; the mask itself for a field without a time axis.

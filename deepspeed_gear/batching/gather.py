@@ -34,7 +34,7 @@ _TAKES_MANY = TorchVersion(torch.__version__) >= "2.5"
 
 
 def note_overwritten(tensors: Sequence[torch.Tensor]) -> None:
-    """Let a backward pass that has saved what was in tensors fail."""
+    """Increment tensors' versions, so that a backward pass that has saved their old values raises."""
     if _TAKES_MANY:
         increment_version(tensors)
         return
@@ -43,7 +43,7 @@ def note_overwritten(tensors: Sequence[torch.Tensor]) -> None:
 
 
 class Rows(Protocol):
-    """What batches are gathered from: a Table, or a RingTable on a device."""
+    """Source of batches: a Table, or a RingTable on a device."""
 
     @property
     def ops(self) -> Ops: ...
@@ -61,7 +61,7 @@ class Rows(Protocol):
 
 @dataclass
 class Buffers:
-    """One batch's tensors."""
+    """The tensors of one ring entry."""
 
     outs: list[torch.Tensor]
     masks: list[torch.Tensor]
@@ -69,8 +69,8 @@ class Buffers:
     tensors: dict[str, torch.Tensor]
     mask: dict[str, torch.Tensor]
     all: list[torch.Tensor]
-    storages: frozenset[int] | None = None  # of its tensors, once they are asked for
-    lifetime: BatchLifetime | None = None  # of the values that are in it
+    storages: frozenset[int] | None = None  # of its tensors, computed at first use
+    lifetime: BatchLifetime | None = None  # of its current values
 
     def part(self, first: int, end: int) -> Buffers:
         """Return the tensors of some samples of the batch."""
@@ -85,13 +85,13 @@ class Gatherer:
     """Gathers batches of fixed fields and size. Not thread-safe.
 
     Args:
-        fields: What a batch holds.
-        table: Where it comes from.
+        fields: The fields of a batch.
+        table: The source of the rows.
         statistics: Of the table's columns, where a field is normalised.
         n_step: n-step returns, or None.
         num_samples: B.
         depth: Batches in the ring.
-        engine_dtype: What `as: engine` means.
+        engine_dtype: The dtype of `as: engine`.
         threads: Threads of one pass.
     """
 
@@ -159,7 +159,7 @@ class Gatherer:
         offset = 0 if field.offset == "n_step" else int(field.offset)
         length, part = field.length or 1, field.collected_length
         count = part or 1
-        own = field.name if field.hindsight is not None else None  # a goal that is drawn is always real
+        own = field.name if field.hindsight is not None else None  # a relabelled goal is always real
         window = (source, offset, field.length, field.align, follows, field.part_first, part, own)
         mask = windows.setdefault(window, len(windows))
         if mask == len(self._mask_lengths):
@@ -206,10 +206,10 @@ class Gatherer:
         self._powers = torch.tensor(powers, dtype=torch.float64, device=self._device)
 
     def _divide(self, num_samples: int) -> None:
-        """Decide what is gathered how, before there are buffers; here everything by one call."""
+        """Divide the fields among calls, before buffers are allocated; here all in one call."""
 
     def totals(self) -> torch.Tensor:
-        """Return real rows, all rows and bytes that were gathered. [3], int64."""
+        """Return the totals of real rows, all rows and bytes gathered. [3], int64."""
         return self.counters
 
     def buffers(self, num_samples: int) -> Buffers:
@@ -243,9 +243,9 @@ class Gatherer:
 
         Args:
             records: Resolutions. [B, 8], int64, contiguous.
-            goal_step: Rows of achieved goals that relabelled samples take. [B], int64.
+            goal_step: Rows of the achieved goals of relabelled samples. [B], int64.
         Returns:
-            Fields and masks by name: the next batch of the ring, whose older content is gone.
+            Fields and masks by name: the next batch of the ring, which overwrites an older one.
         Cost: every real row is read once and written once; no allocation.
         """
         buffers = self._next()
@@ -281,7 +281,7 @@ class Gatherer:
         return buffers
 
     def lend(self, batch: Batch) -> None:
-        """End a batch, made of what was gathered last, when its ring entry is filled again."""
+        """Bind a batch of the tensors gathered last to its ring entry: it ends when that is filled again."""
         buffers = self._latest
         if buffers.storages is None:
             buffers.storages = storages_of(buffers.all)
@@ -289,7 +289,7 @@ class Gatherer:
         buffers.lifetime.bind(batch)
 
     def fill(self, buffers: Buffers, records: torch.Tensor, goal_step: torch.Tensor | None = None) -> None:
-        """Run the ops alone: gather the samples that records describe into a batch of the ring."""
+        """Gather the samples that records describe into a batch of the ring: only the ops."""
         steps = None
         if self._n_step is not None:
             returns, discount, steps = buffers.n_step
@@ -329,7 +329,7 @@ def _affine(
     target: torch.dtype,
     shape: tuple[int, ...],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return shift and gain of (x - shift) * gain, repeated along the window; empty where nothing changes."""
+    """Return shift and gain of (x - shift) * gain, repeated along the window; empty for the identity."""
     wide = torch.float64 if source in WIDE or target == torch.float64 else torch.float32
     if not field.is_converted:
         return torch.empty(0, dtype=wide), torch.empty(0, dtype=wide)

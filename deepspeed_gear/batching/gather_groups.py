@@ -1,4 +1,4 @@
-"""Fields that one call of the op gathers."""
+"""Groups of fields that are gathered by one call of the op."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class FieldGroup:
     """Fields that are gathered by one call of `gather_`.
 
     Args:
-        which: Their numbers.
+        which: The fields' numbers.
         masks: Numbers of the masks that they write.
-        columns, shifts, gains, spec, pads: As of `gather_`; the spec counts masks from those of the group.
+        columns, shifts, gains, spec, pads: As of `gather_`; the spec numbers masks within the group.
     """
 
     which: list[int]
@@ -42,12 +42,12 @@ class FieldGroup:
 
         Args:
             ops: For the tensors' device.
-            buffers: Every field's, of the samples.
+            buffers: The tensors of all fields for the samples.
             counters: As of `gather_`, like the others.
             records: [B, 8], int64.
             steps: [B], int64.
             threads: Of the host.
-            order: In which samples are taken; changes the time only. [B], int64.
+            order: Order of the samples; affects only the time. [B], int64.
         """
         if not self.which:
             return

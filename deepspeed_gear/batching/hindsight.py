@@ -1,6 +1,6 @@
-"""Hindsight relabelling: which samples get a goal that their own trajectory has achieved, and which one.
+"""Hindsight relabelling: draws which samples get a goal that their own trajectory achieved, and which.
 
-Two words are drawn for each sample, keyed by its number: so the goals are the same on any number of ranks.
+Two random words per sample are keyed by its number, so the goals are the same on any number of ranks.
 
 Source: Andrychowicz et al., "Hindsight Experience Replay", NeurIPS 2017, section 4.5.
 """
@@ -41,7 +41,7 @@ class HindsightGoals:
         self._purposes = np.array([[RandomPurpose.RELABELLING], [RandomPurpose.GOAL]], np.uint64)
 
     def draw(self, records: torch.Tensor) -> torch.Tensor:
-        """Return the row of the achieved goals that each sample's goal is from, -1 for its own goal.
+        """Return the row of the achieved goal that each sample gets, -1 for its own goal.
 
         Args:
             records: Resolutions. [B, 8], int64.
@@ -60,7 +60,7 @@ class HindsightGoals:
 
 @dataclass(frozen=True)
 class GoalField:
-    """Where the goals of one field come from and go to.
+    """Source and target of the goals of one field.
 
     Args:
         out: Index of the field's tensor.
@@ -110,7 +110,7 @@ class GoalRows:
         records: torch.Tensor,
         goal_step: torch.Tensor,
     ) -> None:
-        """Put the drawn rows over the goals of relabelled samples.
+        """Overwrite the goals of relabelled samples by the drawn rows.
 
         Args:
             outs: Every field's tensor. [B, ...].

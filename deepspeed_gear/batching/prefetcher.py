@@ -1,4 +1,4 @@
-"""Batches prepared ahead by a background thread."""
+"""Prefetch: batches prepared by a background thread."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _CHECK_S = 0.05
 
 
 class Prefetcher(Generic[T]):
-    """Calls `produce(0)`, `produce(1)`, ... in a daemon thread, at most `depth` results ahead.
+    """Calls `produce(0)`, `produce(1)`, ... in a daemon thread; at most `depth` results wait.
 
     An error of `produce` is raised by the `get` that would have returned its result, and ends the thread.
 
     Args:
         produce: Makes the i-th result; called by one thread only.
-        depth: Results that wait at most.
+        depth: Most results that wait.
     """
 
     def __init__(self, produce: Callable[[int], T], depth: int) -> None:
@@ -71,7 +71,7 @@ class Prefetcher(Generic[T]):
         return self._thread.is_alive()
 
     def ready(self) -> T | None:
-        """Return the next result if it is there already; None if it is not, or is an error."""
+        """Return the next result if it is ready; None if it is not, or is an error."""
         with self._results.mutex:
             first = self._results.queue[0] if self._results.queue else None
         if first is None or first[1] is not None:
@@ -79,7 +79,7 @@ class Prefetcher(Generic[T]):
         return self._results.get_nowait()[0]
 
     def stop(self) -> None:
-        """End the thread; results that wait are dropped."""
+        """End the thread; drop waiting results."""
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join()

@@ -1,4 +1,4 @@
-"""Priorities of steps reduced to priorities of samples: [B, T] to [B], over the steps that count."""
+"""Priorities of steps reduced to priorities of samples: [B, T] to [B], over the steps of a mask."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from deepspeed_gear.errors import ShapeError
 def mask_of(
     batch: Batch, values: torch.Tensor, mask: torch.Tensor | None, is_checked: bool = True
 ) -> torch.Tensor:
-    """Return which steps of [B, T] count: what is given, else those of this shape that learn, else all.
+    """Return which steps of [B, T] count: the given mask, else the steps that learn, else all.
 
     Args:
         batch: The batch.
         values: [B, T].
-        mask: What is given. [B, T], bool.
-        is_checked: Compare masks of this shape; else two different ones are refused unseen.
+        mask: The given mask. [B, T], bool.
+        is_checked: Compare the values of masks of this shape; else raise if there are two, without reading.
     Raises:
         ShapeError: The batch has different masks of this shape, or the given one has another.
     """
@@ -28,14 +28,14 @@ def mask_of(
             _refuse_shape(mask, values)
         return mask
     fitting = _fitting(batch, values)
-    # A look at them waits for their device.
+    # Comparing them waits for their device.
     if any(not is_checked or not other.equal(fitting[0]) for other in fitting[1:]):
         refuse_masks()
     return fitting[0] if fitting else torch.ones_like(values, dtype=torch.bool)
 
 
 def _fitting(batch: Batch, values: torch.Tensor) -> list[torch.Tensor]:
-    """Return the different masks of the shape of [B, T], each of the steps that learn."""
+    """Return the different masks of shape [B, T], restricted to the steps that learn."""
     names = {id(m): name for name, m in batch.mask.items() if m.shape == values.shape}  # equal windows: once
     found = [batch.learns(name) for name in names.values()]
     return [mask for at, mask in enumerate(found) if all(mask is not before for before in found[:at])]
@@ -66,7 +66,7 @@ def reduce_steps(
         mask: [B, T], bool.
         how: "max", "mean" or "mix".
         eta: Part of the maximum in "mix".
-        is_checked: Look at the mask, which waits for its device; else such a sample gives NaN.
+        is_checked: Check the mask, which waits for its device; else a sample without steps gives NaN.
     Returns:
         [B], of the values' dtype, at least float32.
     Raises:
@@ -75,13 +75,13 @@ def reduce_steps(
         2019, section 2.3: p = eta * max_i d_i + (1 - eta) * mean(d).
     """
     if values.dtype in (torch.float16, torch.bfloat16):
-        values = values.float()  # a sum of them is more than they can hold
+        values = values.float()  # their sum may overflow
     counts = mask.sum(1)
     if is_checked and not bool((counts > 0).all()):
         at = int(torch.nonzero(counts == 0)[0])
         refuse_empty(at)
     zero = torch.zeros((), dtype=values.dtype, device=values.device)
-    # A NaN outside the mask does not count; one inside stays, and is refused.
+    # A NaN outside the mask does not count; one inside stays, and raises later.
     counted = torch.where(mask, values, zero)
     mean = counted.sum(1) / counts
     if how == "mean":
@@ -91,7 +91,7 @@ def reduce_steps(
 
 
 def float32_on_device(values: torch.Tensor) -> torch.Tensor:
-    """Return priorities as they are stored, without a look at them; one that is too small stays above 0.
+    """Convert priorities to float32 without reading them; positive ones stay above 0.
 
     Returns:
         Of the same shape and device, float32, contiguous.
@@ -106,7 +106,7 @@ def float32_on_device(values: torch.Tensor) -> torch.Tensor:
 def mask_unseen(
     batch: Batch, values: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which steps of [B, T] count, and whether masks differ that were not looked at. [], bool."""
+    """Return the mask of [B, T] as `mask_of`, without reading it, and whether masks differ ([], bool)."""
     differ = torch.zeros((), dtype=torch.bool, device=values.device)
     if mask is not None:
         if mask.shape != values.shape:

@@ -17,12 +17,12 @@ Reward = Callable[[Batch], torch.Tensor]
 
 
 class HindsightRelabelling:
-    """Goals and rewards as `gear.hindsight` says; without it, nothing. One thread per stream.
+    """Draws goals and computes rewards by `gear.hindsight`; without it, does nothing. One thread per stream.
 
     Args:
         config: The config.
-        fields: Of a whole batch.
-        needed: Those that this rank gathers.
+        fields: The fields of a batch.
+        needed: The fields that this rank gathers.
     Raises:
         ConfigError: The reward cannot be imported.
     """
@@ -41,10 +41,10 @@ class HindsightRelabelling:
                 self._reward = imported(config.hindsight.reward, "gear.hindsight.reward")
 
     def draw(self, stream_key: int, records: torch.Tensor) -> torch.Tensor | None:
-        """Return the rows of the achieved goals that samples take, -1 for their own goal. [B], int64.
+        """Return the rows of the achieved goals that samples get, -1 for their own goal. [B], int64.
 
         Args:
-            stream_key: Of the batch stream, which the draws depend on.
+            stream_key: Of the batch stream; the draws depend on it.
             records: Resolutions of the samples. [B, 8], int64.
         """
         if self._config is None:
@@ -55,12 +55,12 @@ class HindsightRelabelling:
 
     @staticmethod
     def together(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """Return the goals of samples of several tables as those of one batch."""
-        known = [part for part in parts if part is not None]
-        return torch.cat(known) if known else None
+        """Concatenate the goals of samples of several tables."""
+        given = [part for part in parts if part is not None]
+        return torch.cat(given) if given else None
 
     def reward(self, batch: Batch) -> None:
-        """Let a program's function say what the rewards are.
+        """Replace the rewards of a batch by those of the program's function.
 
         Raises:
             ShapeError: It returns no tensor of the field's shape.

@@ -1,4 +1,4 @@
-"""Where a Replay goes on: its position and the content of its tables, in a checkpoint and back."""
+"""Save and load checkpoints: the position of a Replay and the content of its tables."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def state_of(
         parts: Of the Replay.
         batches: Of the Replay.
         passes: Passes over splits that have begun.
-        save: Id and manifests of the save that this is the position of; None: of no save.
+        save: Id and manifests of the save of this position; None: no save.
     """
     plan, where = parts.plan, batches.where
-    if plan.topology.place.pipe_world > 2:  # inner stages do not know
+    if plan.topology.place.pipe_world > 2:  # inner stages read no batches
         known = (where, passes) if plan.topology.place.reads else None
         where, passes = next(one for one in plan.exchange.gather(known) if one is not None)
     return position.state_of(plan.config, fingerprint(parts), passes, where, save)
@@ -48,17 +48,17 @@ def state_of(
 def save(
     parts: ReplayView, batches: BatchSource, passes: Passes, folder: Path, kept: State | None
 ) -> dict[str, Any]:
-    """Write the tables that a data set alone does not tell, then the position. Collective.
+    """Write the tables whose content is not a data set's, then the position. Collective.
 
-    One node writes what all have, and each node its shard of the rest. The files of a table get their name
-    when all are complete on the disk, the position when all tables have theirs.
+    One node writes replicated tables, and each node its shard of the others. A table's folder is renamed to
+    its name when all files are complete on the disk, and the position is written after all tables.
 
     Args:
         parts: Of the Replay.
         batches: Of the Replay.
         passes: Passes over splits that have begun.
         folder: Of the checkpoint.
-        kept: State of the save that this Replay has loaded or made last in this folder; None: there is none.
+        kept: State of the latest save in this folder that this Replay has loaded or made; None: none.
     Returns:
         The position, which names the save.
     Raises:
@@ -66,9 +66,7 @@ def save(
     """
     plan, exchange = parts.plan, parts.plan.exchange
     spread, topology = plan.placement.spread, plan.topology
-    save_id = exchange.broadcast(
-        save_folders.new_id()
-    )  # all ranks have added and reported before what is in it
+    save_id = exchange.broadcast(save_folders.new_id())  # after all additions and updates that it contains
     known = batches.where if topology.place.reads else None
     used = position.batches(next(one for one in exchange.gather(known) if one is not None))
     if spread:
@@ -110,16 +108,16 @@ def _changing(parts: ReplayView) -> dict[str, Table]:
 
 
 def _pause(parts: ReplayView, batches: BatchSource) -> None:
-    """Stop the threads that prepare batches, all nodes after the same selection. Collective.
+    """Stop the prefetch threads, on all nodes after the same selection. Collective.
 
-    A thread may wait for those of other nodes in the middle of a selection: their leaving ends its wait.
+    A thread may wait for other nodes in the middle of a selection: their `leave` ends its wait.
     """
     batches.stop()
     parts.leave_nodes()
     parts.plan.exchange.barrier()
     for stream in all_streams(parts):
         if stream.state.failure is not None:
-            stream.state.failure.forget()  # of the selection that was given up
+            stream.state.failure.forget()  # of the abandoned selection
 
 
 # ---- loading -------------------------------------------------------------------------------------
@@ -138,8 +136,8 @@ def check(parts: ReplayView, state: State) -> None:
     """Check a state on all ranks, and that it is the same on all. Collective.
 
     Raises:
-        CheckpointError: It is of another format, of other data or of options that select other samples; or
-            ranks have states of different saves.
+        CheckpointError: It has another format, other data or options that select other samples; or ranks
+            have states of different saves.
     """
     exchange = parts.plan.exchange
     exchange.agree("loading the state", lambda: position.check(state, parts.plan.config, fingerprint(parts)))
@@ -159,11 +157,11 @@ def read(parts: ReplayView, folder: Path, state: State) -> TableLoader:
 
 
 def replace(parts: ReplayView, loading: TableLoader) -> None:
-    """Replace the content of these tables by what was read, after `go_on`. Collective."""
+    """Replace the content of the tables by the loaded one, after `go_on`. Collective."""
     exchange = parts.plan.exchange
     exchange.agree("loading the tables", loading.replace)
     if parts.plan.placement.spread:
-        exchange.agree("loading the batches that were not used", loading.deliver)
+        exchange.agree("loading the unused selections", loading.deliver)
         loading.announce()
     agree_on_quotas(exchange, parts.plan.leads_shard, parts.train)
     parts.leave_inner_stage()

@@ -1,4 +1,4 @@
-"""Where a replay is in its streams: what a checkpoint carries."""
+"""Position of a replay: how far each batch stream is, as stored in a checkpoint."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def _after(head: Sequence[int]) -> dict[str, int]:
 
 
 def of(state: Mapping[str, Any], tables: Sequence[str]) -> Position:
-    """Return the position that a checked state holds."""
+    """Return the position in a checked state."""
     return {table: {word: int(state["train"][table][word]) for word in WORDS} for table in tables}
 
 
 def batches(position: Position) -> int:
-    """Return how many global batches were used."""
+    """Return the number of used global batches of a position."""
     return next(iter(position.values()))["batches"]
 
 
@@ -56,14 +56,14 @@ def state_of(
     train: Position,
     save: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return a position as a checkpoint holds it: JSON-able, equal on all ranks.
+    """Return the state of a position for a checkpoint: JSON-able, equal on all ranks.
 
     Args:
         config: Of the run.
         fingerprint: Of each table's data set.
         passes: Passes over each split that have begun.
-        train: Where the training streams are.
-        save: Id and manifests of the save that this is the position of; None: of no save.
+        train: Position of the training streams.
+        save: Id and manifests of the save of this position; None: no save.
     """
     return {
         "format": FORMAT,
@@ -76,14 +76,14 @@ def state_of(
 
 
 def check(state: Mapping[str, Any], config: GearConfig, fingerprint: dict[str, str]) -> None:
-    """Check that a state is whole, belongs to this data and selects the same samples.
+    """Check that a state is complete, belongs to this data and selects the same samples.
 
     Raises:
         CheckpointError: It does not.
     """
     at = "the gear state"
     if not isinstance(state, Mapping):
-        raise CheckpointError(at, "must be a mapping", type(state).__name__, "give what `save` has returned")
+        raise CheckpointError(at, "must be a mapping", type(state).__name__, "pass a state from `save`")
     if state.get("format") != FORMAT:
         raise CheckpointError(at, f"must have format {FORMAT}", state.get("format"), ANOTHER)
     if entry(state, "data", dict, at) != fingerprint:
@@ -110,5 +110,5 @@ def check(state: Mapping[str, Any], config: GearConfig, fingerprint: dict[str, s
 
 
 def transform_keys(seed: int, stream: int, numbers: torch.Tensor) -> torch.Tensor:
-    """Return a random word per sample for a user's transform, the same on any number of ranks. [B], int64."""
+    """Return a random key per sample for a user's transform, the same on any number of ranks. [B], int64."""
     return reference.philox(seed, numbers, stream, RandomPurpose.TRANSFORM)[0]

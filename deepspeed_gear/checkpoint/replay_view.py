@@ -1,4 +1,4 @@
-"""What saving and loading need of a replay."""
+"""Interfaces of a replay for saving and loading."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ReplayView(Protocol):
 
     @property
     def plan(self) -> ReplayPlan:
-        """What all ranks have agreed on."""
+        """The plan that all ranks have agreed on."""
         ...
 
     @property
@@ -27,7 +27,7 @@ class ReplayView(Protocol):
 
     @property
     def streams(self) -> Mapping[str, Mapping[str, BatchStream]]:
-        """Of each table, by name."""
+        """The batch streams of each table, by name."""
         ...
 
     @property
@@ -37,29 +37,29 @@ class ReplayView(Protocol):
 
     @property
     def barrier(self) -> BatchBarrier | None:
-        """Of ranks that train together; None where none waits for another."""
+        """The batch barrier of ranks that train together; None without one."""
         ...
 
     def leave_nodes(self) -> None:
-        """Announce that this node prepares no further batch until it is asked for one."""
+        """Announce that this node selects no further batch until one is requested."""
 
     def leave_inner_stage(self) -> None:
-        """Let no process wait for this rank's reading where it reads nothing."""
+        """Mark this rank as no reader of streams, if it is an inner stage."""
 
 
 class BatchSource(Protocol):
-    """What hands out the training batches of a rank."""
+    """Source of a rank's training batches."""
 
     @property
     def where(self) -> Position:
-        """The position after the last global batch of which every micro batch was used."""
+        """The position after the last global batch whose micro batches were all used."""
         ...
 
     def stop(self) -> None:
-        """End the thread that prepares batches."""
+        """Stop the prefetch thread."""
 
     def go_on_at(self, at: Position) -> None:
-        """Continue at a position, at which the streams are already."""
+        """Continue at a position to which the streams are already set."""
 
 
 def all_streams(view: ReplayView) -> list[BatchStream]:

@@ -1,7 +1,7 @@
-"""One table out of its saved shards, and its shards anew for other nodes. Pure.
+"""Reshard: merge the saved shards of a table, and divide it into shards for other nodes. Pure.
 
-The whole of a table lists its trajectories in stored order, shard by shard. What points to a trajectory, as
-a report or a sample of a selection does, holds its position in this list.
+A merged table lists its trajectories in stored order, shard by shard. Priority updates and samples of
+selections refer to a trajectory by its position in this list.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from deepspeed_gear.ops.constants import ANY_SLOT, SHARD_BITS, UNKNOWN
 from deepspeed_gear.ops.records import LogEntry, PriorityUpdate, Resolution, Slot, SlotState, UpdateCount
 from deepspeed_gear.store.stream_records import Head
 
-Content = dict[str, np.ndarray]  # of a stream, as `saved.export` names it
+Content = dict[str, np.ndarray]  # of a stream, named as by `export`
 PER_SLOT, PER_ITEM = ("leaves", "queued", "bases", "steps"), ("priorities", "draws")
 SELECTION_NAMES = ("heads", "ring", "epochs")
 
 
 @dataclass(frozen=True)
 class SavedShard:
-    """A shard of a table, or the whole of one, as it was saved.
+    """A saved shard of a table, or a merged table.
 
     Args:
-        slots: Records of its trajectories; None where they are those of a data set. [n, 8], int64.
-        numbers: Their slots in the store that was saved; None: 0 to n - 1. [n], int64, ascending.
+        slots: Records of its trajectories; None: a data set's. [n, 8], int64.
+        numbers: Their slots in the saved store; None: 0 to n - 1. [n], int64, ascending.
         next_id: The counter that its ids are made from.
         streams: Content of its streams by name.
-        retention: Words of the trajectories' lives, where they are not those of a data set. [n, 4], int64.
-        inserted: Trajectories and steps that were ever added.
+        retention: Retention words of the trajectories; None: a data set's. [n, 4], int64.
+        inserted: Trajectories and steps ever added.
     """
 
     slots: np.ndarray | None
@@ -44,13 +44,13 @@ class SavedShard:
 
     @property
     def num_slots(self) -> int:
-        """Trajectories."""
+        """Number of trajectories."""
         if self.slots is not None:
             return len(self.slots)
         return max((len(content["queued"]) for content in self.streams.values()), default=0)
 
     def positions_of(self, ids: np.ndarray) -> np.ndarray:
-        """Return where trajectories stand, -1 for those that are not stored. [n] -> [n], int64."""
+        """Return the positions of trajectories, -1 for those that are not stored. [n] -> [n], int64."""
         if self.slots is None:
             return np.where((ids >= 0) & (ids < self.num_slots), ids, -1)
         committed = np.nonzero(self.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
@@ -60,11 +60,11 @@ class SavedShard:
 
 @dataclass(frozen=True)
 class ShardDivision:
-    """Which shard gets each trajectory of a whole.
+    """Division of a table into shards: the shard of each trajectory.
 
     Args:
         owner: Its shard. [n], int64.
-        local: Its place in that one, where those of the whole keep their order. [n], int64.
+        local: Its position in that shard, which keeps the order of the table. [n], int64.
     """
 
     owner: np.ndarray
@@ -84,16 +84,16 @@ class ShardDivision:
         return np.nonzero(self.owner == index)[0]
 
 
-# ---- the whole -----------------------------------------------------------------------------------
+# ---- merging -------------------------------------------------------------------------------------
 
 
 def merge(shards: Sequence[SavedShard]) -> SavedShard:
-    """Return the table that shards are of, as one store would hold it.
+    """Merge the shards of a table into the form of one store.
 
     Args:
         shards: All of them, in order.
     Returns:
-        Records have the rows of the shards one after the other; reports by id have slot -1.
+        The merged table: rows are numbered shard after shard; priority updates by id have slot -1.
     """
     before = _before([shard.num_slots for shard in shards])
     streams = {
@@ -104,7 +104,7 @@ def merge(shards: Sequence[SavedShard]) -> SavedShard:
     retention = np.concatenate(lives) if len(lives) == len(shards) else None
     inserted = sum(shard.inserted[0] for shard in shards), sum(shard.inserted[1] for shard in shards)
     slots, next_id = _merge_slots(shards), _next_id([shard.next_id for shard in shards])
-    if slots is not None and len(slots):  # an id is never given again, also where the counter is damaged
+    if slots is not None and len(slots):  # an id is never assigned again, even if the counter is damaged
         next_id = max(next_id, int(slots[:, Slot.ID].max()) + 1)
     return SavedShard(slots, None, next_id, streams, retention, inserted)
 
@@ -118,7 +118,7 @@ def packed(records: np.ndarray) -> np.ndarray:
 
 
 def in_rows(records: np.ndarray) -> np.ndarray:
-    """Return the order of extents by their rows, which a tree over rows must find again. [n], int64."""
+    """Return the order of extents by their rows, which a sum tree over rows has too. [n], int64."""
     return np.argsort(records[:, Slot.FIRST_ROW], kind="stable")
 
 
@@ -135,7 +135,7 @@ def _merge_slots(shards: Sequence[SavedShard]) -> np.ndarray | None:
 
 
 def _next_id(counters: Sequence[int]) -> int:
-    """Return a number above every id that shards have given: shard i of S gives counter * S + i."""
+    """Return a number above every id of the shards: shard i of S assigns counter * S + i."""
     count = len(counters)
     given = [(counter - 1) * count + index + 1 for index, counter in enumerate(counters) if counter > 0]
     return max(given, default=0)
@@ -147,7 +147,7 @@ def _merge_stream(contents: Sequence[Content], shards: Sequence[SavedShard], bef
     names = [name for name in (*PER_SLOT, *PER_ITEM) if all(name in content for content in contents)]
     whole = {name: np.concatenate([content[name] for content in contents]) for name in names}
     whole["position"] = contents[0]["position"]
-    whole.update(_merge_cuts(contents, before))
+    whole.update(_merge_selections(contents, before))
     if "counts" in contents[0]:
         counts = np.sum([content["counts"] for content in contents], axis=0)
         counts[UpdateCount.HIGHEST_PRIORITY] = max(
@@ -159,7 +159,7 @@ def _merge_stream(contents: Sequence[Content], shards: Sequence[SavedShard], bef
 
 
 def _merge_logs(logs: Sequence[np.ndarray], shards: Sequence[SavedShard], before: np.ndarray) -> np.ndarray:
-    """Return all reports, in their order. Those of trajectories that are gone would be ignored: left out."""
+    """Merge the priority logs, in order, without updates of evicted trajectories, which have no effect."""
     log = np.concatenate(logs)
     shard, slot = log[:, PriorityUpdate.SLOT] >> SHARD_BITS, log[:, PriorityUpdate.SLOT] & ANY_SLOT
     position = np.full(len(log), -1, np.int64)
@@ -173,8 +173,8 @@ def _merge_logs(logs: Sequence[np.ndarray], shards: Sequence[SavedShard], before
     return np.asarray(log[np.lexsort((log[:, LogEntry.SAMPLE_NUMBER], log[:, LogEntry.BATCH]))])
 
 
-def _merge_cuts(contents: Sequence[Content], before: np.ndarray) -> Content:
-    """Return the selections that no rank has used; none, if a sample of theirs is not known."""
+def _merge_selections(contents: Sequence[Content], before: np.ndarray) -> Content:
+    """Merge the unused selections; return none if one of their samples is missing."""
     contents = [_by_key(content) for content in contents]
     first = contents[0]
     if any(
@@ -204,18 +204,18 @@ def _before(sizes: Sequence[int]) -> np.ndarray:
 
 
 def _found(known: np.ndarray, wanted: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Look numbers up among ascending ones; -1 where they are not. [n], int64."""
+    """Look numbers up among ascending ones; -1 where they are missing. [n], int64."""
     if not len(known):
         return np.full(len(wanted), -1, np.int64)
     at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
     return np.where(known[at] == wanted, values[at], -1)
 
 
-# ---- its shards ----------------------------------------------------------------------------------
+# ---- dividing -----------------------------------------------------------------------------------
 
 
 def divide_ids(bounds: np.ndarray) -> ShardDivision:
-    """Return the division of a data set by the first id of each shard, and the number of ids. [S + 1]."""
+    """Return the division of a data set by the first id of each shard and the number of ids. [S + 1]."""
     return ShardDivision.of(np.repeat(np.arange(len(bounds) - 1), np.diff(bounds)))
 
 
@@ -227,7 +227,7 @@ def divide_rows(
     Args:
         name: Of the table, for error texts.
         records: Of its trajectories. [n, 8], int64.
-        by_rows: Whether its stored order is that of rows rather than of slots, as where steps are drawn.
+        by_rows: Whether its stored order is by rows rather than by slots, as where items are steps.
         room: Slots and rows of each shard.
     Raises:
         StoreFullError: They do not fit.
@@ -262,28 +262,28 @@ def divide_rows(
 
 
 def items_of(records: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Return where the rows of trajectories stand in an array of all trajectories' rows. [m], int64."""
+    """Return the indices of trajectories' rows in an array of all trajectories' rows. [m], int64."""
     before, rows = _before(records[:, Slot.NUM_ROWS].tolist()), records[chosen, Slot.NUM_ROWS]
     inside = np.arange(int(rows.sum())) - np.repeat(np.cumsum(rows) - rows, rows)
     return np.asarray(np.repeat(before[chosen], rows) + inside)
 
 
 def next_id_of(next_id: int, index: int, count: int) -> int:
-    """Return the counter of a shard whose ids are all `next_id` or more."""
+    """Return the counter of a shard from which its next ids are all `next_id` or more."""
     return max(0, -(-(next_id - index) // count))
 
 
 def part_of(
     whole: SavedShard, name: str, division: ShardDivision, index: int, items: np.ndarray | slice | None
 ) -> Content:
-    """Return what a shard holds of a stream, as if it had been saved; its slots are 0 to m - 1.
+    """Return a shard's content of a stream, as in a saved shard; its slots are 0 to m - 1.
 
     Args:
-        whole: What `merge` returns.
+        whole: The table, from `merge`.
         name: Of the stream.
-        division: Which shard gets which trajectories.
+        division: The division of the table.
         index: Of the shard.
-        items: Its rows among those of all trajectories, where items are steps; None: they are trajectories.
+        items: Its rows among those of all trajectories, where items are steps; None: items are trajectories.
     """
     content, chosen = whole.streams[name], division.chosen(index)
     part = {key: content[key][chosen] for key in PER_SLOT if key in content}
@@ -300,7 +300,7 @@ def part_of(
 
 
 def owners_of(content: Content, division: ShardDivision) -> np.ndarray:
-    """Return the shard that has each sample of the unused selections. [selections, batch], int64."""
+    """Return the shard of each sample of the unused selections. [selections, batch], int64."""
     if not len(division.owner):
         return np.zeros(content["ring"].shape[:2], np.int64)
     return np.asarray(division.owner[content["ring"][..., Resolution.SLOT]])
@@ -318,7 +318,7 @@ def _part_of_ring(content: Content, division: ShardDivision, index: int) -> np.n
 
 
 def _part_of_log(whole: SavedShard, log: np.ndarray, division: ShardDivision, index: int) -> np.ndarray:
-    """Return the reports of a shard's own trajectories, so that those of one item stay in their order."""
+    """Return the priority updates of a shard's own trajectories: those of one item stay in order."""
     part: np.ndarray = log.copy()
     by_id = log[:, PriorityUpdate.SLOT] < 0
     position = np.where(by_id, -1, log[:, PriorityUpdate.SLOT])

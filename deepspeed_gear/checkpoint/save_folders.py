@@ -1,16 +1,16 @@
-"""Saves in a folder: written beside the earlier one, exchanged atomically, and found by their save id.
+"""Save folders: a save is written next to the earlier one, exchanged atomically, and found by its save id.
 
 A save has a random id, which is in the manifests of its tables and in its state (the position). The state
-also has the SHA-256 of each manifest, and a manifest that of each of its files. Per table a folder holds
+also holds the SHA-256 of each manifest, and a manifest that of each of its files. Per table a folder holds
 
     <table>/            the newest save
     <table>.partial/    a save that is being written; between two system calls also the one before the newest
     <table>.old/        the save before the newest, until the next one begins
-    <table>.older/      only where a process saves over what it has not loaded
+    <table>.older/      only if a process saves into a folder from which it has not loaded
 
-and `position.json`, the state of the newest save. A program that persists states elsewhere does that after
-the save has returned, so the state on disk may name the save before the newest: `find` takes the folder that
-holds the save which the state names. docs/design/0007-checkpoints.md has the kill points.
+and `position.json`, the state of the newest save. A program that stores states elsewhere does so after the
+save has returned, so its state on disk may name the save before the newest: `find` returns the folder of the
+save that the state names. docs/design/0007-checkpoints.md has the kill points.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def entry(mapping: Mapping[str, Any], name: str, kind: type[T], of: str) -> T:
         mapping: The state or the manifest.
         name: The key.
         kind: The type of its value.
-        of: Names the mapping in the error.
+        of: Name of the mapping in the error.
     Raises:
         CheckpointError: It is missing or of another type.
     """
@@ -67,11 +67,11 @@ def save_of(state: State) -> Mapping[str, Any]:
     """Return the entry of a state that names a save.
 
     Raises:
-        CheckpointError: It names none, as what `state_dict` returns.
+        CheckpointError: It names none, as a state of `state_dict`.
     """
     save = state.get("save")
     if save is None:
-        remedy = "load what `save` has returned; what `state_dict` returns belongs to no save"
+        remedy = "load the state that `save` returned; a state of `state_dict` belongs to no save"
         raise CheckpointError("the gear state", "must name a save", None, remedy)
     entry(save, "id", str, "the save of the gear state")
     for files in entry(save, "tables", dict, "the save of the gear state").values():
@@ -87,14 +87,14 @@ def compare(states: Sequence[State]) -> None:
     Args:
         states: Of all ranks, in their order.
     Raises:
-        CheckpointError: They differ, as where ranks read it from files of their own that a save has not
-            reached when it was ended.
+        CheckpointError: They differ, as when ranks read it from separate files, some of which a save had not
+            written when it was interrupted.
     """
     for rank, state in enumerate(states):
         if state != states[0]:
             rule = "must be the same on all ranks"
             found = [None if one.get("save") is None else one["save"]["id"] for one in (states[0], state)]
-            remedy = f"a save was ended between the files of ranks 0 and {rank}: {ANOTHER}"
+            remedy = f"a save was interrupted between the files of ranks 0 and {rank}: {ANOTHER}"
             raise CheckpointError("the gear state", rule, f"saves {found}", remedy)
 
 
@@ -103,7 +103,7 @@ def compare(states: Sequence[State]) -> None:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Raise what the file system refuses as an error that names the folder.
+    """Convert errors of the file system to CheckpointErrors with the path.
 
     Raises:
         CheckpointError: An OSError came from the body.
@@ -117,17 +117,17 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def begin(folder: Path, tables: Sequence[str], kept: State | None) -> None:
-    """Make empty `.partial` folders, and remove saves that no state can name any more.
+    """Create empty `.partial` folders, and remove saves that no state can name any more.
 
-    One process calls this for all. The save that this run has loaded from the folder, or made in it, last
-    is never removed here. Where the run has done neither, the newest two are kept.
+    One process calls this for all. The latest save that this run has loaded from the folder, or made in it,
+    is never removed here. If there is none, the newest two are kept.
 
     Args:
         folder: Of the checkpoint.
-        tables: Those that will be written.
-        kept: The state of the save that this run has loaded or made last in this folder; None: there is none.
+        tables: The tables to write.
+        kept: The state of the latest save in this folder that this run has loaded or made; None: none.
     Raises:
-        OSError: The file system refuses it.
+        OSError: From the file system.
     """
     _make(folder)
     keep = {table: _kept(folder, table, kept) for table in tables}
@@ -153,7 +153,7 @@ def _make_room(folder: Path, table: str, keep: Path | None) -> None:
                 _remove(path)
         if keep in (partial, older):
             os.rename(keep, old)
-    elif not old.exists() and _manifests(partial):  # the exchange was done, the rename after it not
+    elif not old.exists() and _manifests(partial):  # interrupted between the exchange and the rename
         os.rename(partial, old)
     else:
         _remove(partial)
@@ -161,16 +161,16 @@ def _make_room(folder: Path, table: str, keep: Path | None) -> None:
 
 
 def partial_of(folder: Path, table: str) -> Path:
-    """Return the folder that a table is written into between `begin` and `publish`."""
+    """Return the folder that a table is written to, between `begin` and `publish`."""
     return folder / f"{table}.partial"
 
 
 def complete(part: Path, manifest: Mapping[str, Any]) -> str:
-    """Write the manifest of files that are complete, and bring all to the disk; return its SHA-256.
+    """Write the manifest of complete files, and fsync all; return its SHA-256.
 
     Args:
         part: Their folder, of a table or of a shard of it.
-        manifest: What is written, without the checksums of the files.
+        manifest: The manifest, without the checksums of the files.
     """
     files = {path.name: sha256(path) for path in sorted(part.iterdir())}
     content = json.dumps({**manifest, "files": files}, indent=1).encode()
@@ -182,7 +182,7 @@ def complete(part: Path, manifest: Mapping[str, Any]) -> str:
 
 
 def publish(folder: Path, tables: Sequence[str]) -> None:
-    """Give complete saves their name; the ones before them become `.old`. One process calls this for all."""
+    """Rename complete saves to their names; the ones before them become `.old`. Called by one process."""
     for table in tables:
         final, old, partial, older = _versions(folder, table)
         _sync(partial)
@@ -201,7 +201,7 @@ def publish(folder: Path, tables: Sequence[str]) -> None:
 
 
 def write_position(folder: Path, state: State) -> None:
-    """Write the state of a save that is published; atomic."""
+    """Write the state of a published save; atomic."""
     content = {"format": _POSITION_FORMAT, "sha256": _digest_of(state), "state": state}
     path = folder / POSITION
     partial = path.with_name(POSITION + ".partial")
@@ -226,7 +226,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _make(folder: Path) -> None:
-    """Make a folder and those above it that are missing; their names are on the disk then."""
+    """Create a folder and its missing parents, and fsync their names."""
     if not folder.is_dir():
         _make(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -239,7 +239,7 @@ def _remove(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+    """Fsync a file, or the names in a folder."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -276,7 +276,7 @@ def find(folder: Path, table: str, save: Mapping[str, Any]) -> Path:
         table: Its name.
         save: The save that a state names (`save_of`).
     Returns:
-        `<table>/`, or the one beside it that holds this save. Its manifests are as they were saved.
+        `<table>/`, or the folder next to it that holds this save, with unchanged manifests.
     Raises:
         CheckpointError: No folder holds it, or one of its manifests is missing or changed.
     """
@@ -318,7 +318,7 @@ def _problem(path: Path, files: Mapping[str, str]) -> CheckpointError | None:
 
 
 def newest_tables(folder: Path) -> list[Path]:
-    """Return the folders of the tables of a folder's newest save; [] where no table was saved into it.
+    """Return the folders of the tables of a folder's newest save; [] if the save has no table.
 
     Raises:
         CheckpointError: One of them is missing or changed.
@@ -330,12 +330,12 @@ def newest_tables(folder: Path) -> list[Path]:
 
 
 def table_in(folder: Path) -> str:
-    """Return the name of the table that a folder holds."""
+    """Return the name of the table in a folder."""
     return folder.stem if folder.suffix in _NAMES[1:] else folder.name
 
 
 def is_table(folder: Path) -> bool:
-    """Return whether a folder is that of a saved table."""
+    """Return whether a folder holds a saved table."""
     return bool(_manifests(folder))
 
 
@@ -353,7 +353,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the mapping in a file.
 
     Raises:
-        CheckpointError: It cannot be read, or holds none.
+        CheckpointError: It cannot be read, or holds no mapping.
     """
     try:
         content = json.loads(path.read_bytes())

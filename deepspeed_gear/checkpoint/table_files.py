@@ -1,12 +1,12 @@
-"""What has changed in tables, as checksummed files of a checkpoint.
+"""Table files: the content of tables, as checksummed files of a checkpoint.
 
-A folder per table: the rows of its trajectories in stored order and their slots, unless they are those of a
-data set, and of each stream the masses or priorities of its latest selection, the changes that wait for the
-next one, and the selections that are not used yet. So what is loaded continues with the batches that would
-have come, although prefetching was ahead and an epoch was under way.
+A folder per table: the rows and slots of its trajectories in stored order, unless they are a data set's, and
+of each stream the masses or priorities of its latest selection, the changes that wait for the next one, and
+the unused selections. So a loaded run continues with the same batches as the saved one, also with prefetched
+selections and within an epoch.
 
-A table that is spread over nodes has a folder per shard in it, shard-0 to shard-<S - 1>, each like that of a
-table in one store. Any of them are loaded into any number of nodes (`resharding`).
+The folder of a table that is spread over nodes has a folder per shard, shard-0 to shard-<S - 1>, each like
+that of a table in one store. Shards are loaded into any number of nodes (`reshard.py`).
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ FORMAT = 2
 def save_table(
     table: Table, streams: list[BatchStream], part: Path, batches: int, save_id: str
 ) -> dict[str, str]:
-    """Write the content of a store: a table, or its shard of one. Wants the lock.
+    """Write the content of a store: a table, or its shard of one. Requires the lock.
 
     Args:
         table: The table.
-        streams: Those that draw from it.
-        part: Where the table goes, between `saves.begin` and `saves.publish`.
-        batches: Global batches of the training stream that were used.
-        save_id: Of the save that this is a part of.
+        streams: The streams that sample from it.
+        part: Folder of the table, between `save_folders.begin` and `save_folders.publish`.
+        batches: Used global batches of the training stream.
+        save_id: Of the save.
     Returns:
         The SHA-256 of the manifest, by its path in `part`.
     """
@@ -58,7 +58,7 @@ def save_table(
 
 
 def shard_folder(folder: Path, index: int) -> Path:
-    """Return the folder of a shard in that of its table."""
+    """Return the folder of a shard in its table's folder."""
     return folder / f"shard-{index}"
 
 
@@ -66,7 +66,7 @@ def _write(table: Table, streams: list[BatchStream], to: Path, batches: int, mor
     slots = np.nonzero(np.isin(table.slots[:, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED)))[0]
     if table.spec.dataset is None:
         _save_rows(table, slots, to)
-        if table.spec.shard is not None:  # reports and selections name slots of the store
+        if table.spec.shard is not None:  # priority updates and selections refer to slots of the store
             np.save(to / "numbers.npy", slots)
     for stream in streams:
         for name, array in stream.state.export(slots, batches).items():
@@ -112,13 +112,13 @@ def _save_rows(table: Table, slots: np.ndarray, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class SavedTable:
-    """The files of a table in a checkpoint, and what of them is not rows.
+    """A table of a checkpoint: its folders, and all contents except rows.
 
     Args:
-        folders: Of its shards; of the table itself where it lay in one store.
+        folders: Of its shards; of the table itself where it was in one store.
         manifests: Their manifests.
-        shards: What they hold.
-        whole: All of it as one store would hold it.
+        shards: Their contents.
+        whole: The merged contents.
     """
 
     folders: list[Path]
@@ -128,13 +128,13 @@ class SavedTable:
 
 
 def read_table(folder: Path, schema: Schema | None = None) -> SavedTable:
-    """Read what is not rows, and check these files.
+    """Read a table of a checkpoint except its rows, and check the files.
 
     Args:
         folder: Of the table.
-        schema: What it must have; None: any.
+        schema: The schema that it must have; None: any.
     Raises:
-        CheckpointError: Something is missing, changed, or of another schema.
+        CheckpointError: A file is missing or changed, or the schema differs.
     """
     folders, manifests = find_shards(folder)
     for one, manifest in zip(folders, manifests, strict=True):
@@ -146,7 +146,7 @@ def read_table(folder: Path, schema: Schema | None = None) -> SavedTable:
 
 
 def find_shards(folder: Path) -> tuple[list[Path], list[dict[str, Any]]]:
-    """Return the folders of a table's shards, or its own where it lay in one store, and their manifests.
+    """Return the folders of a table's shards, or its own where it was in one store, and their manifests.
 
     Raises:
         CheckpointError: One is missing, of another format, or not of the same table as the others.
@@ -167,7 +167,7 @@ def find_shards(folder: Path) -> tuple[list[Path], list[dict[str, Any]]]:
 
 
 def _shard_of(folder: Path, manifest: dict[str, Any]) -> tuple[int, int]:
-    """Return the index of a shard, and of how many it is."""
+    """Return the index of a shard, and the number of shards."""
     at = str(folder / save_folders.MANIFEST)
     shard = save_folders.entry(manifest, "shard", dict, at)
     return save_folders.entry(shard, "index", int, at), save_folders.entry(shard, "count", int, at)
@@ -189,12 +189,12 @@ def _read_shard(folder: Path, manifest: dict[str, Any]) -> SavedShard:
 
 
 def check_rows(found: SavedTable, division: ShardDivision | None = None, index: int = 0) -> None:
-    """Check the files of rows.
+    """Check the files of a table's rows.
 
     Args:
         found: The table.
-        division: Which shard gets which trajectories; None: all files are checked.
-        index: Of the shard that gets the rows.
+        division: The division into this run's shards; None: all files are checked.
+        index: Of the shard for which rows are loaded.
     Raises:
         CheckpointError: One is missing or changed.
     """
@@ -207,7 +207,7 @@ def check_rows(found: SavedTable, division: ShardDivision | None = None, index: 
 
 
 def check_room(table: Table, records: np.ndarray) -> None:
-    """Refuse more than a store holds.
+    """Raise if a store cannot hold the trajectories of a checkpoint.
 
     Raises:
         StoreFullError: The table is too small.
@@ -223,12 +223,12 @@ def check_room(table: Table, records: np.ndarray) -> None:
 
 
 def load_rows(table: Table, found: SavedTable, chosen: np.ndarray, next_id: int) -> None:
-    """Replace slots and rows of a table with a capacity. Wants the lock.
+    """Replace slots and rows of a table with a capacity. Requires the lock.
 
     Args:
-        table: Has room for them.
-        found: The checkpoint.
-        chosen: Which of its trajectories, ascending. [n], int64.
+        table: The table, large enough for them.
+        found: The table of the checkpoint.
+        chosen: The trajectories to load, ascending. [n], int64.
         next_id: The counter that ids are made from.
     """
     assert found.whole.slots is not None
@@ -257,12 +257,12 @@ def load_rows(table: Table, found: SavedTable, chosen: np.ndarray, next_id: int)
 
 
 def _copy_rows(to: np.ndarray, files: Sequence[np.ndarray], extents: np.ndarray) -> None:
-    """Copy extents out of files that lie one after the other.
+    """Copy extents from files, whose rows are numbered file after file.
 
     Args:
-        to: Gets them.
+        to: The target rows.
         files: Each holds whole extents.
-        extents: First row there, first row in all files, and rows, in the order of these. [n, 3], int64.
+        extents: Target row, row in the files, and number of rows, by row in the files. [n, 3], int64.
     """
     after = np.cumsum([len(file) for file in files])
     of_file = np.searchsorted(after, extents[:, 1], side="right")
@@ -272,7 +272,7 @@ def _copy_rows(to: np.ndarray, files: Sequence[np.ndarray], extents: np.ndarray)
             continue
         starts = np.nonzero(np.diff(own[:, 1] - own[:, 0], prepend=own[0, 1] - own[0, 0] - 1))[0]
         ends = np.append(starts[1:], len(own))
-        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):  # runs that stay runs
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):  # runs in both
             first, source = int(own[start, 0]), int(own[start, 1] - after[index] + len(file))
             count = int(own[start:end, 2].sum())
             to[first : first + count] = file[source : source + count]

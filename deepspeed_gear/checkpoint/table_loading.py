@@ -1,4 +1,4 @@
-"""A checkpoint's tables into the stores of this run, on any number of nodes."""
+"""Load a checkpoint's tables into the stores of this run, on any number of nodes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Sizes = Mapping[str, tuple[int, int]]  # slots and rows of a node's stores, by t
 
 
 class TableLoader:
-    """The steps of a load. Main thread; the constructor and `announce` are collective, the others not.
+    """The steps of a load. Main thread; only the constructor and `announce` are collective.
 
     Args:
         parts: Of the Replay.
-        tables: Those that are loaded.
+        tables: The tables to load.
     """
 
     def __init__(self, parts: ReplayView, tables: Mapping[str, Table]) -> None:
@@ -50,18 +50,18 @@ class TableLoader:
     # ---- reading -----------------------------------------------------------------------------------
 
     def read(self, folder: Path, state: save_folders.State) -> None:
-        """Read and check everything but the rows themselves; nothing changes.
+        """Read and check everything except the rows; nothing changes.
 
         Args:
             folder: Of the checkpoint.
-            state: Names the save.
+            state: Of the save.
         Raises:
             CheckpointError: A file is missing or changed, of another save than the state, or of another
                 schema.
             StoreFullError: A table is too small.
         """
         folders = {name: save_folders.find(folder, name, save_folders.save_of(state)) for name in self._names}
-        for one in folders.values():  # so that every rank names what is missing
+        for one in folders.values():  # so that every rank reports what is missing
             table_files.find_shards(one)
         for name, table in self._tables.items():
             found = self._found[name] = table_files.read_table(folders[name], table.spec.schema)
@@ -93,7 +93,7 @@ class TableLoader:
         return order.index(node)
 
     def _chosen(self, name: str) -> np.ndarray:
-        """Return the trajectories that this node's store gets. [n], int64."""
+        """Return the trajectories to load into this node's store. [n], int64."""
         if name in self._divisions:
             return self._divisions[name].chosen(self._index)
         return np.arange(self._found[name].whole.num_slots)
@@ -101,7 +101,7 @@ class TableLoader:
     # ---- replacing ---------------------------------------------------------------------------------
 
     def replace(self) -> None:
-        """Replace what the tables of this node hold."""
+        """Replace the contents of this node's tables."""
         for name, table in self._tables.items():
             found, chosen = self._found[name], self._chosen(name)
             next_id = found.whole.next_id
@@ -132,16 +132,16 @@ class TableLoader:
     # ---- over nodes --------------------------------------------------------------------------------
 
     def deliver(self) -> None:
-        """Bring the unused selections to the nodes that use them. All nodes together."""
+        """Send the unused selections to the nodes that use them. Called on all nodes."""
         for name in self._spread if self._tables else []:
             for stream in self._parts.streams.get(name, {}).values():
                 selector = stream.selector
                 if isinstance(selector, ShardedSelector):
                     selector.restart()
                     if stream.spec.name == TRAIN:
-                        self._deliver(name, stream, selector)
+                        self._restore_selections(name, stream, selector)
 
-    def _deliver(self, name: str, stream: BatchStream, selector: ShardedSelector) -> None:
+    def _restore_selections(self, name: str, stream: BatchStream, selector: ShardedSelector) -> None:
         whole, part = self._found[name].whole.streams[TRAIN], self._content(name, stream)
         if not stream.state.keeps_selections(part):
             return
@@ -159,7 +159,7 @@ class TableLoader:
             stream.state.keep_selections(part)
 
     def announce(self) -> None:
-        """Tell every rank which node holds the trajectories that were loaded. Collective."""
+        """Exchange which node holds each loaded trajectory, for all ranks. Collective."""
         placement, topology = self._parts.plan.placement, self._parts.plan.topology
         mine = {}
         for name, table in self._tables.items():

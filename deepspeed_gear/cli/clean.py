@@ -1,4 +1,4 @@
-"""`gear clean`: remove stores of runs that have ended, and buffers that DeepSpeed's ranks have left."""
+"""`gear clean`: remove stores of runs that have ended, and buffers that DeepSpeed's ranks did not remove."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Remove what no process is attached to; never touch a living run."""
+    """Remove stores and buffers that no process is attached to; never those of a running process."""
     removed = remove_garbage(args.prefix)
     left = remove_unused_buffers()
     for path in [*removed, *left]:

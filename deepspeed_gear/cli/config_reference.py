@@ -93,7 +93,7 @@ def _row(name: str, info: FieldInfo, titles: dict[type[BaseModel], str]) -> str:
 
 
 def _anchor(title: str) -> str:
-    """Return the name that Markdown viewers give to a heading."""
+    """Return the anchor that Markdown viewers give to a heading."""
     return "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c in "_-")
 
 

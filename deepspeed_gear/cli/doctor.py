@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
 def ask_all(
     hosts: Sequence[str], data: str | None, timeout_s: float
 ) -> tuple[dict[str, dict[str, Any]], list[GearError]]:
-    """Ask every host about itself, all at once; those that do not answer are errors in the second list."""
+    """Run the probe on all hosts at once; a host that does not answer is an error in the second list."""
 
     def ask(host: str) -> dict[str, Any] | GearError:
         try:
@@ -86,7 +86,7 @@ def ask_all(
         except GearError as error:
             return error
 
-    _progress(f"asking {len(hosts)} hosts")
+    _progress(f"examining {len(hosts)} hosts")
     with ThreadPoolExecutor(min(len(hosts), _MAX_CONNECTIONS)) as pool:
         answers = list(zip(hosts, pool.map(ask, hosts), strict=True))
     reports = {host: answer for host, answer in answers if not isinstance(answer, GearError)}
@@ -94,17 +94,17 @@ def ask_all(
 
 
 def ask_one(host: str, data: str | None, timeout_s: float) -> dict[str, Any]:
-    """Ask a host about itself.
+    """Run the probe on a host and return its report.
 
     Raises:
-        PeerError: It cannot be reached, or what answers is no `gear doctor`.
+        PeerError: It cannot be reached, or another program than `gear doctor` answers.
     """
     arguments = ["-m", "deepspeed_gear.cli.main", "doctor", "--node", *(["--data", data] if data else [])]
     return read_answer(host, ssh_hosts.run_on(host, arguments, timeout_s))
 
 
 def read_answer(host: str, stdout: str) -> dict[str, Any]:
-    """Find the report in what a host has printed, among what its shell and libraries print.
+    """Find the report of a host in its standard output, among the output of its shell and libraries.
 
     Raises:
         PeerError: There is none.

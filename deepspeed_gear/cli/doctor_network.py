@@ -1,4 +1,4 @@
-"""Whether the hosts of a hostfile reach each other over TCP, on ports that the kernel chooses, as gloo's are.
+"""Check that hosts of a hostfile reach each other over TCP, on ports that the kernel chooses, like gloo's.
 
 `python -m deepspeed_gear.cli.doctor_network serve TOKEN` listens and prints its port; `... ask TOKEN
 HOST:PORT ...` connects to each and prints as JSON why a connection failed.
@@ -82,7 +82,7 @@ def _port_of(server: subprocess.Popen[str], host: str, timeout_s: float) -> str:
 
 
 def serve(token: str, idle_s: float = _IDLE_S) -> None:
-    """Listen, print the port, and answer each connection with the token until none has come for a while."""
+    """Listen, print the port, and answer each connection with the token; end after `idle_s` without one."""
     with socket.create_server(("", 0)) as listener:
         listener.settimeout(idle_s)
         print(listener.getsockname()[1], flush=True)
@@ -96,7 +96,7 @@ def serve(token: str, idle_s: float = _IDLE_S) -> None:
 
 
 def ask(token: str, addresses: Sequence[str]) -> dict[str, str]:
-    """Connect to every HOST:PORT; return for those that fail why."""
+    """Connect to every HOST:PORT; return the reasons of failures by address."""
     failed: dict[str, str] = {}
     for address in addresses:
         host, _, port = address.rpartition(":")

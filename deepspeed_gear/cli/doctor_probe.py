@@ -1,4 +1,4 @@
-"""What `gear doctor` asks of one machine."""
+"""The facts of one machine that `gear doctor` collects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PACKAGES = ("torch", "deepspeed", "numpy", "pydantic")
 
 
 def examine(data: str | None = None) -> dict[str, Any]:
-    """Return what this machine has, as JSON can hold it. The native op is loaded, and built if need be.
+    """Return the facts of this machine, JSON-able. Loads the native op, and builds it if need be.
 
     Args:
         data: Folder of a data set to open as well.
@@ -105,7 +105,7 @@ def _why_not_registered() -> str:
 
 
 def _gathering() -> list[dict[str, Any]]:
-    """Return how batches of this user's running processes get to their devices, a table of a process each."""
+    """Return the transfers of this user's running processes, one entry per table and process."""
     from deepspeed_gear.store.live_stores import living_stores
     from deepspeed_gear.store.records import Peer
 
@@ -140,13 +140,13 @@ def _data(path: str) -> dict[str, Any]:
 
 
 def parts_of(error: GearError) -> dict[str, str]:
-    """Return an error's parts, as JSON can hold them."""
+    """Return an error's parts, JSON-able."""
     value = "" if error.value is None else str(error.value)
     return {"name": error.name, "rule": error.rule, "value": value, "remedy": error.remedy}
 
 
 def _own_address() -> str:
-    """Return what this machine's name resolves to here: what gloo tells others, if it has no interface."""
+    """Return the address that this machine's name resolves to here; gloo uses it if no interface is set."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:

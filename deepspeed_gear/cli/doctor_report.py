@@ -14,10 +14,10 @@ MIN_OPEN_FILES = 1024
 
 
 def problems_of(reports: Mapping[str, Facts], slots: Mapping[str, int] | None = None) -> list[GearError]:
-    """Find what is wrong with machines, each alone and beside the others.
+    """Return the problems of machines, each alone and compared with the others.
 
     Args:
-        reports: Of `machine.examine`, by host.
+        reports: Of `doctor_probe.examine`, by host.
         slots: Ranks on each host, where a hostfile names them.
     """
     found: list[GearError] = []
@@ -61,7 +61,7 @@ def _alone(host: str, facts: Facts, has_peers: bool) -> Iterator[GearError]:
     if has_peers and facts["address"].startswith("127.") and not facts["gloo_interface"]:
         yield PeerError(
             f"host {host}: its own name, {facts['hostname']},",
-            "must not resolve to a loopback address there, which gloo would tell the other hosts",
+            "must not resolve to a loopback address there, which gloo would send to the other hosts",
             facts["address"],
             "correct its /etc/hosts, or set GLOO_SOCKET_IFNAME to its network interface",
         )
@@ -131,12 +131,12 @@ def _data(reports: Mapping[str, Facts]) -> Iterator[GearError]:
 
 
 def packages_of(reports: Mapping[str, Facts]) -> list[str]:
-    """List every package whose version some machine names."""
+    """List every package whose version some machine reports."""
     return list(dict.fromkeys(package for facts in reports.values() for package in facts["versions"]))
 
 
 def machine_table(reports: Mapping[str, Facts]) -> list[str]:
-    """Return what each machine has, a line each."""
+    """Return the table of machines, a line each."""
     head = ["", "cores", "memory free", "/dev/shm free", "locked", "files", "huge shm", "GPUs", "native op"]
     return table([head, *(_machine_row(host, facts) for host, facts in reports.items())])
 
@@ -156,9 +156,9 @@ def _machine_row(host: str, facts: Facts) -> list[str]:
 
 
 def registration_lines(reports: Mapping[str, Facts]) -> list[str]:
-    """Return of each machine what of its shared memory CUDA can read in place, and why not more.
+    """Return, for each machine, how much of its shared memory CUDA can read in place, and why not more.
 
-    Of processes that run there: what each has registered.
+    For processes that run there: how much each has registered.
     """
     return [
         f"registration: {host}: {text}"
@@ -169,7 +169,7 @@ def registration_lines(reports: Mapping[str, Facts]) -> list[str]:
 
 
 def _gathering(known: Mapping[str, Any]) -> str:
-    """Return how the batches of a process get to its device."""
+    """Return a line about the transfer of a process's batches to its device."""
     why = f"; not more: {known['why']}" if known["why"] else ""
     return (
         f"process {known['process']} gathers from table {known['table']} by the way {known['way']}, with "

@@ -1,4 +1,4 @@
-"""Figures of commands: made and written the same way."""
+"""Creating and writing the figures of commands."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "data", metavar="DATA", type=Path, help="folder of the data set, written by gear ingest"
     )
     parser.add_argument(
-        "--out", metavar="DIR", type=Path, default=Path(), help="where the two files go (default: here)"
+        "--out", metavar="DIR", type=Path, default=Path(), help="folder of the two files (default: here)"
     )
     parser.add_argument("--force", action="store_true", help="overwrite them if they exist")
 

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         DataError: The data set is missing, foreign, truncated or changed.
         ConfigError: The figure cannot be written, or options contradict one another.
-        CheckpointError, StoreError: As the checkpoint or the process is not as it should be.
+        CheckpointError, StoreError: The checkpoint is damaged, or the process has no store to show.
     """
     from deepspeed_gear.cli.inspect_distribution import saved_tables
     from deepspeed_gear.cli.inspect_live import inspect_living, inspect_saved

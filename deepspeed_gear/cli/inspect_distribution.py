@@ -1,4 +1,4 @@
-"""The distribution that a table's training stream draws from, of a saved store or a living one."""
+"""The distribution that a table's training stream draws from, of a saved store or a running one."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _SHARES = (0.01, 0.1)
 
 @dataclass(frozen=True)
 class Distribution:
-    """What can be drawn of a table.
+    """The drawable items of a table, with their masses and priorities.
 
     Args:
         table: Its name.
         kind: Of the sampler's stream, and what an item is; "" where it is not known.
         unit: Likewise.
         num_trajectories: Stored.
-        num_steps: Stored; None where only a data set knows.
+        num_steps: Stored; None where only the data set records it.
         masses: Of what the tree draws: items, or their trajectories. [n], float64, above 0.
         priorities: Of the items. [n], float32; None without.
         draws: How often each item was drawn. [m], int32; None if not counted.
@@ -101,7 +101,7 @@ def _draws(counts: np.ndarray) -> dict[str, float]:
 
 
 def of_living(store: LiveStore) -> Distribution | None:
-    """Read the distribution of a living store; None for a table that is not sampled."""
+    """Read the distribution of a store of a running process; None for a table that is not sampled."""
     views = store.views
     if TRAIN + "sums" not in views:
         return None
@@ -132,7 +132,7 @@ def of_living(store: LiveStore) -> Distribution | None:
 
 
 def _excluded(store: LiveStore, known: dict[str, Any]) -> list[Exclusion] | None:
-    """Count what the training stream of a living store cannot draw, by reason."""
+    """Count what the training stream of a running process's store cannot draw, by reason."""
     if not known:
         return None
     schema, views = Schema.from_json(store.layout.meaning["schema"]), store.views

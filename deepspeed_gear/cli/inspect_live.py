@@ -70,7 +70,7 @@ def _plot(found: Sequence[Distribution], path: str | None) -> None:
 
 
 def _lines(summary: dict[str, Any] | None) -> list[str]:
-    """Return what is printed of a table."""
+    """Return the lines printed of a table."""
     if summary is None:
         return ["  not sampled"]
     what = f"{summary['kind']}, unit {summary['unit']}" if summary["kind"] else "not known"

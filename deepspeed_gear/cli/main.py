@@ -14,17 +14,17 @@ COMMANDS = {
     "ingest": "turn an offline data set into the format that gear trains from",
     "split": "divide a data set into parts that nodes keep on their own disks",
     "inspect": "show what a data set, a checkpoint or a running process holds",
-    "preview": "show what every rank of a run will get, without starting it",
+    "preview": "show the batches of every rank of a run, without starting it",
     "init": "write a config and a training script that fit a data set",
     "report": "show the native ops beside DeepSpeed's, and what they are built with",
     "doctor": "check that a machine, or all hosts of a hostfile, are fit to train together",
-    "serve": "add to this node's store what actors on other machines send",
-    "clean": "remove what dead runs left in shared memory",
+    "serve": "add trajectories of actors on other machines to this node's store",
+    "clean": "remove stores of ended runs from shared memory",
 }
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
-    """Make the parser; only `command`'s own module is imported and asked for its arguments."""
+    """Return the parser; only `command`'s own module is imported for its arguments."""
     parser = argparse.ArgumentParser(prog="gear", description="Experience replay for DeepSpeed.")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, help_line in COMMANDS.items():
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader (`gear inspect | head`) has gone; Python must not complain again when it flushes at exit.
+        # The reader (`gear inspect | head`) has exited; avoids a second error when Python flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 

@@ -1,4 +1,4 @@
-"""The figure of `gear inspect --plot` of a saved or a living store."""
+"""The figure of `gear inspect --plot` of a saved or a running store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gear preview CONFIG`: what every rank of a run will get, without starting it."""
+"""`gear preview CONFIG`: the batches of every rank of a run, without starting it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the table or JSON.
 
     Raises:
-        ConfigError: The config is wrong, or says no batch size.
+        ConfigError: The config is wrong, or has no batch size.
         DataError: A data set is missing or broken.
     """
     from deepspeed_gear.config import batch_sizes, parse

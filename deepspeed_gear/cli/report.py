@@ -1,4 +1,4 @@
-"""`gear report`: what `ds_report` shows, with GEAR's ops among them and what they are built with."""
+"""`gear report`: the report of `ds_report`, with GEAR's ops among them and what they are built with."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def state(builder: GearBuilder | GearCudaBuilder) -> str:
-    """Say in one line whether an op is prebuilt, built, or will be built; or why it cannot be."""
+    """Return one line: whether an op is prebuilt, built, or will be built; or why it cannot be."""
     module = jit.loaded(builder.NAME)
     if module is not None:
         return f"{env_report.OKAY} loaded from {module.__file__}"
@@ -97,9 +97,9 @@ def _show(name: str, value: str) -> None:
 
 @contextmanager
 def _prebuilt_ops_shown() -> Iterator[None]:
-    """Let op_report say [YES] for a prebuilt GEAR op where DeepSpeed was installed without prebuilt ops.
+    """Make op_report print [YES] for a prebuilt GEAR op where DeepSpeed was installed without prebuilt ops.
 
-    It compares one accelerator name for all ops, which is empty then; no op of DeepSpeed's changes its line.
+    It compares one accelerator name for all ops, which is empty then; lines of DeepSpeed's ops do not change.
     """
     before = env_report.accelerator_name
     env_report.accelerator_name = before or get_accelerator()._name
@@ -110,7 +110,7 @@ def _prebuilt_ops_shown() -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the report by itself."""
+    """Run the report as a program."""
     parser = argparse.ArgumentParser(prog="gear report", description=__doc__)
     add_arguments(parser)
     return run(parser.parse_args(argv))

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `gear serve`."""
     parser.description = (
-        "Add to a table of this node's store what remote actors send (RemoteWriter.connect). It takes one of "
-        "the table's writers, waits for the run to begin, and ends with it or with SIGTERM."
+        "Add trajectories of remote actors (RemoteWriter.connect) to a table of this node's store. It takes "
+        "one of the table's writers, waits for the run to begin, and ends with it or with SIGTERM."
     )
     parser.add_argument("--config", required=True, metavar="F", help="the run's ds_config.json")
     parser.add_argument("--table", metavar="T", help="which table (default: the only one that takes writers)")
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until the run ends, or SIGTERM or Ctrl-C comes.
+    """Serve until the run ends, or until SIGTERM or Ctrl-C.
 
     Raises:
         ConfigError: An option is wrong.

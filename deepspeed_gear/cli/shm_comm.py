@@ -1,8 +1,8 @@
-"""Buffers of DeepSpeed's CPU communication that processes have left in /dev/shm.
+"""Buffers of DeepSpeed's CPU communication that remain in /dev/shm after their processes.
 
 DeepSpeed (`csrc/cpu/comm/shm.cpp`) makes one of 66 MiB for each rank, named
-`deepspeed_allreduce_buffer_UID_ADDRESS_PORT_RANK`, and never removes it. A rank maps its own and those of the
-others from `init_distributed` to its end.
+`deepspeed_allreduce_buffer_UID_ADDRESS_PORT_RANK`, and never removes it. A rank maps the buffers of all ranks
+from `init_distributed` to its end.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def buffers() -> list[Path]:
 def remove_unused_buffers() -> list[Path]:
     """Remove this user's buffers that no visible process of this user maps or holds open.
 
-    Where containers share /dev/shm but not their process ids, ranks of another one are not visible. They keep
-    their memory, and are disturbed only in the instant in which they open the buffers of each other.
+    Where containers share /dev/shm but not their process ids, ranks of another container are not visible.
+    Removal leaves their mapped memory intact; it fails them only while they open each other's buffers.
 
     Returns:
         The files that were removed.
@@ -46,13 +46,13 @@ def remove_unused_buffers() -> list[Path]:
 def _is_own(path: Path) -> bool:
     try:
         status = path.lstat()
-    except OSError:  # it is gone
+    except OSError:  # removed meanwhile
         return False
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
 
 
 def _files_in_use() -> Iterator[int]:
-    """Walk the inodes in shared memory that processes map or hold; those of other users cannot be read."""
+    """Yield the inodes in shared memory that processes map or hold; those of other users cannot be read."""
     device = os.stat(SHM).st_dev
     for process in _PROC.iterdir():
         if not process.name.isdigit():

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from deepspeed_gear.errors import ConfigError, PeerError
 
-# Never asks for a password or for trust in a key, since a launcher could not answer; a lost link ends it.
+# No prompt for a password or for trust in a key, since a launcher could not answer; a lost link ends it.
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
-# What the launch script sends as well, so that what is examined is what ranks will see.
+# Variables that the launch script exports as well, so that the probe has the environment of the ranks.
 FORWARDED = (
     "DS_ACCELERATOR OMP_NUM_THREADS GLOO_SOCKET_IFNAME TORCH_EXTENSIONS_DIR "
     "PATH LD_LIBRARY_PATH CUDA_HOME CXX"
@@ -56,7 +56,7 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
 def remote_python(arguments: Sequence[str], timeout_s: float) -> str:
     """Return the shell command that runs this interpreter elsewhere, in this folder and with these settings.
 
-    It ends by itself after `timeout_s`, whatever becomes of the connection.
+    It ends after `timeout_s` even if the connection is lost.
     """
     path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     settings = [f"PYTHONPATH={path}", *(f"{n}={os.environ[n]}" for n in FORWARDED if n in os.environ)]
@@ -96,7 +96,7 @@ def run_on(host: str, arguments: Sequence[str], timeout_s: float) -> str:
 
 
 def unanswered(host: str, timeout_s: float) -> PeerError:
-    """Make the error of a host that is too slow."""
+    """Return the error of a host that is too slow."""
     return PeerError(
         f"host {host}",
         f"must answer within {timeout_s:g} s",
@@ -106,11 +106,11 @@ def unanswered(host: str, timeout_s: float) -> PeerError:
 
 
 def failed(host: str, stderr: str) -> PeerError:
-    """Make the error of a program that failed on a host, or of an ssh that did."""
-    said = stderr.strip().splitlines() or ["nothing"]
+    """Return the error of a program, or an ssh, that failed on a host."""
+    lines = stderr.strip().splitlines() or ["nothing"]
     return PeerError(
         f"host {host}",
         "must run this interpreter over ssh, without a password",
-        said[-1],
+        lines[-1],
         f"try: {' '.join(SSH[:3])} {host} {sys.executable} --version",
     )

@@ -11,12 +11,12 @@ from deepspeed_gear.errors import ConfigError
 
 
 def first_step(fields: Sequence[FieldConfig] | Sequence[ResolvedField]) -> int:
-    """Return where the sequence of a sample begins, relative to its anchor: with the earliest window."""
+    """Return the first step of a sample's sequence relative to its anchor: that of the earliest window."""
     return min(int(field.offset) for field in fields if field.length is not None)
 
 
 def check_burn_in(config: GearOptions) -> None:
-    """Refuse a burn-in that leaves nothing to learn from.
+    """Reject a burn-in that leaves a sample without a step that learns.
 
     Raises:
         ConfigError: There is no window, one of warm-up only, or a sample may have no step that learns.

@@ -8,7 +8,7 @@ from typing import Any
 
 from deepspeed_gear.config.options import GearOptions
 
-# What a node may choose for itself: it changes speed and place, not one batch.
+# Options that may differ between nodes: they change speed and place, but no batch.
 _OF_THE_NODE = ("backend", "data", "threads", "transfer", "timeout_s", "metrics")
 # How a global batch is divided and when it is made; the samples in it stay the same.
 _OF_THE_RUN = (
@@ -30,7 +30,7 @@ def shared_options(config: GearOptions) -> dict[str, Any]:
     """Return the options that all ranks must agree on.
 
     Where the data lie and how they are loaded is left out: each node may have its own copy, and the data
-    set's fingerprint says whether the copies are the same.
+    set's fingerprint shows whether the copies are the same.
     """
     section = {name: value for name, value in config.to_json().items() if name not in _OF_THE_NODE}
     section["tables"] = {
@@ -71,7 +71,7 @@ def _leaves(options: Any, name: str) -> dict[str, Any]:
 
 
 def difference(a: GearOptions, b: GearOptions) -> list[str]:
-    """Name the shared options in which two configs differ, with both values.
+    """Return the shared options in which two configs differ, with both values.
 
     Args:
         a: One rank's config.

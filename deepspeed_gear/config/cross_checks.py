@@ -26,7 +26,7 @@ BATCH_NAMES = (
     "goal_step",
 )
 SHARES_TOLERANCE = 1e-6  # of the sum of the shares of a mixture
-# What a checkpoint adds to the name of a table's folder, and the other file beside it.
+# Suffixes that a checkpoint adds to the name of a table's folder, and the other file beside it.
 _NOT_OF_TABLES = (".partial", ".old", ".older", "position.json")
 N_STEP_NAMES = ("return_n", "discount", "steps_n")
 
@@ -41,7 +41,7 @@ def dotted(*parts: object) -> str:
 
 
 def check_options(config: GearOptions) -> None:
-    """Refuse options that contradict one another.
+    """Reject options that contradict one another.
 
     Raises:
         ConfigError: Two options conflict, or one needs another that is missing.
@@ -85,7 +85,7 @@ def _check_tables(config: GearOptions) -> None:
 
 
 def _check_table_name(name: str) -> None:
-    """Refuse a table whose folder in a checkpoint would be that of another table's earlier save."""
+    """Reject a table whose folder in a checkpoint would be that of another table's earlier save."""
     if name.endswith(_NOT_OF_TABLES):
         rule = f"must not have a table whose name ends with {', '.join(_NOT_OF_TABLES)}"
         raise ConfigError("gear.tables", rule, name, "give the table another name")
@@ -200,7 +200,7 @@ def _check_where(where: WhereConfig, at: str) -> None:
 
 
 def check_field_name(name: str, n_step: bool) -> None:
-    """Refuse a field whose name means something else in a batch."""
+    """Reject a field whose name means something else in a batch."""
     at = dotted("gear", "fields", name)
     remedy = f'give it another name: {{"my_{name}": {{"column": "{name}"}}}}'
     if name in BATCH_NAMES:
@@ -210,7 +210,7 @@ def check_field_name(name: str, n_step: bool) -> None:
 
 
 def check_nesting(names: list[str]) -> None:
-    """Refuse a field that is also a group of fields: `a` beside `a.b` has no nested form."""
+    """Reject a field that is also a group of fields: `a` beside `a.b` has no nested form."""
     for name in names:
         inner = next((other for other in names if other.startswith(f"{name}.")), None)
         if inner is not None:
@@ -270,7 +270,7 @@ def _check_batch(config: GearOptions) -> None:
 
 
 def batch_sizes(config: GearOptions, replicas: int) -> tuple[int, int]:
-    """Return the micro batch and the global batch of a replay without an engine, in samples.
+    """Return the sizes of the micro batch and the global batch of a replay without an engine, in samples.
 
     Args:
         config: The config.
@@ -298,7 +298,7 @@ def batch_sizes(config: GearOptions, replicas: int) -> tuple[int, int]:
 
 
 def refuse_batch_sizes(config: GearOptions) -> None:
-    """Refuse the batch options where an engine decides.
+    """Reject batch sizes where an engine gives them.
 
     Raises:
         ConfigError: One of them is given.

@@ -1,4 +1,4 @@
-"""What an option admits, in words: for error messages and for the option reference."""
+"""Descriptions of the values that an option admits: for error messages and for the option reference."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def as_model(annotation: Any) -> type[BaseModel] | None:
 
 
 def is_optional(annotation: Any) -> bool:
-    """Tell whether null is admitted."""
+    """Return whether an annotation admits null."""
     return type(None) in get_args(parts(annotation)[0])
 
 
 def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """Say what a type admits, to complete "must be ..."."""
+    """Describe the values that a type admits, to complete "must be ..."."""
     bare, inner = parts(annotation)
     notes = (*inner, *metadata)
     words = _words(notes)

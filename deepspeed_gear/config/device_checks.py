@@ -1,4 +1,4 @@
-"""What a table in the memory of the ranks' own devices cannot do."""
+"""Checks of a table in the memory of the ranks' own devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ON_HOST = 'give the table "placement": "host"'
 
 
 def check_device(config: GearOptions) -> None:
-    """Refuse options that need the host where a table lies on devices.
+    """Reject options that need the host where a table lies on devices.
 
     Raises:
         ConfigError: One does, or an option that such a table needs is missing.
@@ -39,7 +39,7 @@ def _check_table(table: TableConfig, at: str) -> None:
         if value is None:
             raise ConfigError(f"{at}.{option}", "must be given for a table on devices", None, _ON_HOST)
     if table.remove != "fifo":
-        rule = 'must be "fifo" for a table on devices: it is a ring, and the oldest go'
+        rule = 'must be "fifo" for a table on devices: it is a ring that evicts the oldest trajectories'
         raise ConfigError(f"{at}.remove", rule, table.remove, 'write "remove": "fifo"')
     given = {
         "writers": table.writers,

@@ -1,4 +1,4 @@
-"""What a field may be converted to, and what may pad it."""
+"""Checks of a field's dtype conversion and of its padding value."""
 
 from __future__ import annotations
 
@@ -8,36 +8,38 @@ from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.schema import DTYPES, Column
 
 
-def check_dtype(at: str, own: str, wanted: str, column: Column | None, converted: bool) -> None:
-    """Refuse a conversion that loses what the values mean."""
+def check_dtype(at: str, own: str, requested: str, column: Column | None, converted: bool) -> None:
+    """Reject a conversion that loses values or the precision that they need."""
     option, source = f"{at}.as", f"a derived {own}" if column is None else f"the {own} column {column.name}"
-    # What targets and losses are made of keeps at least the precision of float32.
+    # Values that targets and losses are computed from keep at least the precision of float32.
     exact = column is None or column.role in ("reward", "return", "terminated", "truncated")
-    if wanted == "engine":
+    if requested == "engine":
         if exact:
             remedy = (
                 "rewards, returns, flags and derived fields keep their precision; convert them in the model"
             )
-            raise ConfigError(option, f'must not be "engine" for {source}', wanted, remedy)
+            raise ConfigError(option, f'must not be "engine" for {source}', requested, remedy)
         if own in ("int16", "int32", "int64") and not converted:
             raise ConfigError(
-                option, f'must not be "engine" for {source}', wanted, "large integers would be rounded"
+                option, f'must not be "engine" for {source}', requested, "large integers would be rounded"
             )
         return
-    target, have = DTYPES[wanted], DTYPES[own]
+    target, have = DTYPES[requested], DTYPES[own]
     if target.is_floating_point:
         if exact and target.itemsize < min(4, have.itemsize):
-            raise ConfigError(option, f"must keep the precision of {source}", wanted, "use float32")
+            raise ConfigError(option, f"must keep the precision of {source}", requested, "use float32")
     elif converted:
         raise ConfigError(
-            option, "must be a float type where the field is normalised or scaled", wanted, "use float32"
+            option, "must be a float type where the field is normalised or scaled", requested, "use float32"
         )
     elif not _holds(target, have):
-        raise ConfigError(option, f"must hold every value of {source}", wanted, f"use {own} or a wider type")
+        raise ConfigError(
+            option, f"must hold every value of {source}", requested, f"use {own} or a wider type"
+        )
 
 
 def _holds(target: torch.dtype, have: torch.dtype) -> bool:
-    """Tell whether an integer or bool type holds every value of another type."""
+    """Return whether an integer or bool type holds every value of another type."""
     if target == have or have is torch.bool:
         return True
     if have.is_floating_point or target is torch.bool:

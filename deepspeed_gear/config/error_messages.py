@@ -1,4 +1,4 @@
-"""From pydantic's errors to one line that names the option, the rule, the value and the remedy."""
+"""Translation of pydantic's errors to one line that names the option, the rule, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SYNONYMS = {
 
 
 def _inside(annotation: Any, key: Any) -> tuple[Any, tuple[Any, ...]] | None:
-    """Return the annotation and metadata of what lies under a key, or None if nothing is known there."""
+    """Return the annotation and metadata of the option under a key, or None if there is none."""
     for member in alternatives(annotation):
         model, (bare, _) = as_model(member), parts(member)
         if model is not None and key in options(model):
@@ -136,7 +136,7 @@ def translate(model: type[BaseModel], error: ValidationError) -> ConfigError:
     for entry in entries:
         one = _one(model, entry)
         found.setdefault(one.name, one)
-    # A branch of a union that fits but for one of its options says more than the branches that do not fit.
+    # An error of a union's branch that fits but for one option is more useful than one of other branches.
     whole = {name for name in found if any(other.startswith((f"{name}.", f"{name}[")) for other in found)}
     first, *rest = (one for name, one in found.items() if name not in whole)
     if not rest:

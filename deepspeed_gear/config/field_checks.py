@@ -1,4 +1,4 @@
-"""Fields against the schema of the table they are read from."""
+"""Checks of fields against the schema of the table that they are read from."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def check_against(
 
 
 def _check_pipeline(config: GearOptions, fields: list[str]) -> None:
-    """Refuse names that no batch has."""
+    """Reject names in `gear.pipeline` that no batch has."""
     if config.pipeline is None:
         return
     more = N_STEP_NAMES if config.n_step is not None else ()
@@ -83,7 +83,7 @@ def _check_pipeline(config: GearOptions, fields: list[str]) -> None:
 
 
 def _check_same(first: str, fields: list[ResolvedField], other: str, others: list[ResolvedField]) -> None:
-    """Refuse tables whose samples cannot stand in one batch."""
+    """Reject tables whose samples cannot stand in one batch."""
     for a, b in zip(fields, others, strict=False):
         if a != b:
             raise ConfigError(
@@ -106,12 +106,12 @@ def _check_table(
     for option, column in sampler.columns.items():
         _check_number(column, option, schema)
     _check_n_step(config, schema)
-    wanted = config.fields or {name: FieldConfig() for name in schema.names}
+    requested = config.fields or {name: FieldConfig() for name in schema.names}
     if not config.fields:
-        for name in wanted:
+        for name in requested:
             check_field_name(name, n_step=config.n_step is not None)
-        check_nesting(list(wanted))
-    resolved = [_resolve(name, field, schema, statistics_available) for name, field in wanted.items()]
+        check_nesting(list(requested))
+    resolved = [_resolve(name, field, schema, statistics_available) for name, field in requested.items()]
     _check_duplicates(resolved)
     hindsight_checks.check_fields(config, resolved)
     return resolved
@@ -173,11 +173,11 @@ def _source(name: str, field: FieldConfig, schema: Schema) -> tuple[Column | Non
         raise ConfigError(at, "must have a reward column to sum", None, _known(schema))
     if derived is not None:
         return None, derived
-    wanted = field.column if field.column is not None else name
-    if wanted not in schema:
+    requested = field.column if field.column is not None else name
+    if requested not in schema:
         option = f"{at}.column" if field.column is not None else at
-        raise ConfigError(option, "must be a column of the table", wanted, _known(schema))
-    return schema[wanted], None
+        raise ConfigError(option, "must be a column of the table", requested, _known(schema))
+    return schema[requested], None
 
 
 def _resolve(

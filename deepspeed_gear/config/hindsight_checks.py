@@ -14,10 +14,10 @@ EXAMPLE = '"goal": {"column": "desired_goal", "hindsight": "achieved_goal"}'
 
 
 def check_hindsight(config: GearOptions) -> None:
-    """Refuse options that contradict hindsight relabelling.
+    """Reject options that contradict hindsight relabelling.
 
     Raises:
-        ConfigError: A goal without `gear.hindsight` or the reverse, or an option that it makes no sense with.
+        ConfigError: A goal without `gear.hindsight` or the reverse, or an option that excludes it.
     """
     goals = {name: field for name, field in config.fields.items() if field.hindsight is not None}
     for name, field in goals.items():
@@ -68,7 +68,7 @@ def column_of(at: str, field: FieldConfig, column: Column | None, schema: Schema
 
 
 def check_fields(config: GearOptions, fields: Sequence[ResolvedField]) -> None:
-    """Refuse fields that do not agree under hindsight relabelling.
+    """Reject fields that do not agree under hindsight relabelling.
 
     Raises:
         ConfigError: Achieved goals have different rows, a field sums rewards, or no single one holds them.

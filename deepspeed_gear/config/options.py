@@ -40,9 +40,9 @@ class FieldConfig(GearModel):
     derived: Literal["return_to_go", "timestep", "position"] | None = Field(
         default=None,
         description=(
-            "A quantity computed while gathering instead of a stored column: the sum of the rewards to "
-            "come, the number of each step in its trajectory, or its place in the window (0 to length - 1, "
-            "also where that is padded). A field of this name whose table has no such column is derived by "
+            "A quantity computed while gathering instead of a stored column: the sum of the rewards from a "
+            "step on, the number of each step in its trajectory, or its place in the window (0 to length - 1,"
+            " also where that is padded). A field of this name whose table has no such column is derived by "
             "itself."
         ),
     )
@@ -133,7 +133,7 @@ class HindsightConfig(GearModel):
 
 
 class PipelineConfig(GearModel):
-    """What the ends of a pipeline read.
+    """The fields that the first and the last stage of a pipeline read.
 
     A name is that of a field, of what `n_step` adds, `mask.<field>`, `learns.<field>` (see `burn_in`), or one
     of `is_weight`, `trajectory_id`, `anchor`, `sample_number`, `sample_index`, `probability`, `epoch`,
@@ -141,10 +141,10 @@ class PipelineConfig(GearModel):
     """
 
     inputs: Annotated[list[Text], MinLen(1)] = Field(
-        description="What the first stage's layers get: one tensor, or a tuple of them in this order."
+        description="Inputs of the first stage's layers: one tensor, or a tuple of them in this order."
     )
     labels: Annotated[list[Text], MinLen(1)] = Field(
-        description="What the loss function gets on the last stage, likewise."
+        description="Inputs of the loss function on the last stage, likewise."
     )
 
 
@@ -158,7 +158,7 @@ class SharedMemoryConfig(GearModel):
     run: Annotated[Name, Words("a name of at most 64 letters, digits, '_' and '-'")] | None = Field(
         default=None,
         description=(
-            "Name of the run, by which actors find it where several runs of one config share a node. null: "
+            "Name of the run, by which actors select it where several runs of one config share a node. null: "
             "the environment's GEAR_RUN on rank 0, else none; the run's id is a name as well."
         ),
     )
@@ -214,13 +214,13 @@ class GearOptions(GearModel):
         ),
     )
     prefetch: Annotated[Int, Ge(0), Le(64)] = Field(
-        default=0, description="Global batches that are prepared ahead by a background thread."
+        default=0, description="Global batches that a background thread prepares before they are needed."
     )
     exchange: Literal["host", "device"] = Field(
         default="host",
         description=(
             'How rows travel between nodes: "host", over gloo, from memory to memory; "device", over the '
-            "transport of the ranks' devices, which is NCCL between GPUs. All else goes over gloo."
+            "transport of the ranks' devices, which is NCCL between GPUs. Everything else uses gloo."
         ),
     )
     batch_size: Count | None = Field(

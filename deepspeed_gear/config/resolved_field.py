@@ -1,4 +1,4 @@
-"""A field of a batch with everything defaulted."""
+"""A field of a batch with all defaults filled in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deepspeed_gear.schema import Column
 
 @dataclass(frozen=True)
 class ResolvedField:
-    """A field with everything defaulted.
+    """A field of a batch with all defaults filled in.
 
     Args:
         name: Its name in the batch.
@@ -26,7 +26,7 @@ class ResolvedField:
         dtype: Name of the dtype in the batch, or "engine".
         part_first: First step of the window that is gathered. No option: set where ranks share a window.
         part_length: Steps that are gathered; None for the whole window.
-        mask_only: Only the mask is wanted: nothing of the column is read. No option: set for pipeline stages.
+        mask_only: Only the mask is made, the column is not read. No option: set for pipeline stages.
         hindsight: The column that a relabelled sample takes the row of a drawn step from, or None.
     """
 
@@ -53,5 +53,5 @@ class ResolvedField:
 
     @property
     def is_converted(self) -> bool:
-        """Whether values change on the way, other than by dtype."""
+        """Whether gathering changes values other than by dtype."""
         return self.normalize is not None or self.scale != 1.0

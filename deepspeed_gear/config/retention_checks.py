@@ -1,4 +1,4 @@
-"""What options of tables that are written while they are read must hold together."""
+"""Checks of options of tables that are written while they are read: eviction and rate limiter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from deepspeed_gear.errors import ConfigError
 
 
 def check_retention(config: GearOptions, table: TableConfig, at: str, name: str) -> None:
-    """Refuse options of a table with a capacity that contradict one another.
+    """Reject options of a table with a capacity that contradict one another.
 
     Raises:
         ConfigError: Two options conflict, or one needs another.
@@ -51,7 +51,7 @@ def _check_rate(
         raise ConfigError(f"{at}.rate_limiter.error_buffer", rule, rate.error_buffer)
     if rate.samples_per_insert is not None and config.item_sampler.unit == "step" and not table.max_length:
         rule = f"must be given with {at}.rate_limiter.samples_per_insert where items are steps"
-        remedy = "the longest trajectory says how far an addition goes"
+        remedy = "the longest trajectory bounds the items of an addition"
         raise ConfigError(f"{at}.max_length", rule, None, remedy)
     held = table.capacity_steps if config.item_sampler.unit == "step" else table.capacity_trajectories
     if held is not None and rate.min_size > held:

@@ -151,7 +151,7 @@ class WeightedSampler(DrawingOptions):
 
 
 class CustomSampler(DrawingOptions):
-    """A class of one's own that gives each trajectory an integer mass: the sampler is drawn from these."""
+    """A user's class that gives each trajectory an integer mass; samples are drawn from these masses."""
 
     kind: Literal["custom"] = Field(description="Names the sampler.")
     masses: Annotated[Text, Words('"module:Class"')] = Field(
@@ -194,8 +194,8 @@ class PrioritizedSampler(DrawingOptions, PriorityOptions):
     alpha_every: Count = Field(
         default=1000,
         description=(
-            "Global batches after which a scheduled alpha takes its new value; all masses are then computed "
-            "again from the stored priorities."
+            "Global batches between updates of a scheduled alpha; each computes all masses again from the "
+            "stored priorities."
         ),
     )
     beta: Schedule = Field(
@@ -234,7 +234,7 @@ class EpochSampler(SamplerOptions):
     tail: Literal["wrap", "drop"] = Field(
         default="wrap",
         description=(
-            'Where an epoch ends inside a global batch: "wrap" goes on with the next epoch, "drop" leaves '
+            'Where an epoch ends inside a global batch: "wrap" continues with the next epoch, "drop" leaves '
             "the last items out and begins the next epoch with the next batch."
         ),
     )
@@ -285,16 +285,16 @@ class RecentSampler(DrawingOptions):
 
 
 class ExternalSampler(DrawingOptions):
-    """A sampler of one's own: a subclass of `Sampler`, with a config model of its own."""
+    """A user's sampler: a subclass of `Sampler` with its own config model."""
 
     kind: Annotated[Text, Words('"module:Class"')] = Field(
         description='"module:Class", importable on every rank and named by its module.'
     )
-    options: dict[str, Any] = Field(default={}, description="What the class's `Options` admits.")
+    options: dict[str, Any] = Field(default={}, description="Options of the class, as its `Options` admits.")
 
     @property
     def made_options(self) -> Any:
-        """The instance of the class's `Options` that `options` makes.
+        """The instance of the class's `Options` made from `options`.
 
         Raises:
             ConfigError: The class cannot be imported, or does not admit the options.

@@ -68,14 +68,14 @@ def value_at(schedule: Any, step: int, name: str) -> float:
 
 
 def end_of(schedule: Any) -> int | None:
-    """Return the global batch from which on a schedule stays as it is; None for a function."""
+    """Return the global batch from which on a schedule is constant; None for a function."""
     if callable(schedule) or (isinstance(schedule, dict) and "callable" in schedule):
         return None
     return int(schedule["linear"][2]) if isinstance(schedule, dict) else 0
 
 
 def imported(path: str, name: str) -> Callable[..., Any]:
-    """Return what "module:attribute" names.
+    """Import and return the attribute that "module:attribute" names.
 
     Args:
         path: As the config has it.

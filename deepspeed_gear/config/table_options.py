@@ -1,4 +1,4 @@
-"""The options of tables: data sets on disk, and room for trajectories. Part of the `gear` section."""
+"""The options of tables: data sets on disk, and tables with a capacity. Part of the `gear` section."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _POLICY_WORDS = (*(f'"{name}"' for name in EVICTION_POLICIES), '"module:Class"')
 
 
 class RateLimiterConfig(GearModel):
-    """How far writers and samplers may be ahead of each other: the side that is too far ahead waits.
+    """When writers or samplers must block, so that samples per added item stay near a given ratio.
 
-    Items are what the sampler's `unit` says. With I items ever added and S samples ever drawn,
-    I * samples_per_insert - S stays within `error_buffer` of what it is at `min_size` items. The items of all
+    The sampler's `unit` defines the items. With I items ever added and S samples ever drawn,
+    I * samples_per_insert - S stays within `error_buffer` of its value at `min_size` items. The items of all
     nodes count.
 
     Source: Cassirer et al., "Reverb: A Framework For Experience Replay", 2021, section 3.3.
@@ -47,21 +47,21 @@ class RateLimiterConfig(GearModel):
         description="Nothing is sampled while fewer items are held; so many may be added at any time.",
     )
     samples_per_insert: Positive | None = Field(
-        default=None, description="Samples drawn for each item added. null: as many as come."
+        default=None, description="Samples drawn for each item added. null: no limit."
     )
     error_buffer: Annotated[Float, Ge(0)] | None = Field(
         default=None,
         description=(
-            "How far the samples may be ahead or behind. At least half of a global batch and of what the "
-            "longest trajectory adds, and what this adds without one item. null: `min_size` times "
-            "`samples_per_insert`, or that if it is more."
+            "Largest difference, in samples, from the given ratio, either way. At least half of a global "
+            "batch and of what the longest trajectory adds, and what this adds without one item. null: "
+            "`min_size` times `samples_per_insert`, or that minimum if it is more."
         ),
     )
     queue: Count | None = Field(
         default=None,
         description=(
-            "Each trajectory is drawn once, in the order in which they came, and so many may wait. With the "
-            'sampler "fifo"; without the other options of the rate limiter.'
+            "Each trajectory is drawn once, in the order of addition; this is the most that may wait. With "
+            'the sampler "fifo"; without the other options of the rate limiter.'
         ),
     )
     timeout_s: Timeout = Field(
@@ -71,18 +71,18 @@ class RateLimiterConfig(GearModel):
 
 
 class VersionConfig(GearModel):
-    """How far the policy that made a trajectory may be behind the learner's (`Replay.set_policy_version`).
+    """Largest lag of a trajectory: the learner's policy version (`Replay.set_policy_version`) minus its own.
 
-    A trajectory is as old as the oldest policy in it.
+    The version of a trajectory is the oldest one in it.
     """
 
     column: Name = Field(description="The integer column that holds the policy's version of each step.")
-    max_lag: Annotated[Int, Ge(0)] = Field(description="Versions that it may be behind.")
+    max_lag: Annotated[Int, Ge(0)] = Field(description="Largest lag of a trajectory, in versions.")
     on_stale: Literal["drop", "wait"] = Field(
         default="drop",
         description=(
-            'What happens to those that fall behind. "drop": they go, and are counted by length. "wait": a '
-            "new version waits until no actor's open trajectory would; what is complete goes as ever."
+            'Treatment of trajectories beyond `max_lag`. "drop": they are evicted, and counted by length. '
+            '"wait": a new version blocks while it would evict an open trajectory; complete ones are evicted.'
         ),
     )
 
@@ -94,9 +94,9 @@ class DataConfig(GearModel):
     split: dict[Name, Fraction] = Field(
         default={},
         description=(
-            "Trajectories kept out of training, as a fraction per split. A keyed hash of the "
-            "trajectory's id decides, so a split is the same for every seed. Empty: the split that the "
-            "data set was ingested with."
+            "Trajectories held out of training, as a fraction per split. They are chosen by a keyed hash of "
+            "the trajectory id, so a split is the same for every seed. Empty: the split that the data set "
+            "was ingested with."
         ),
     )
     load: Literal["mmap", "memory"] = Field(
@@ -140,8 +140,8 @@ class ColumnConfig(GearModel):
     allow_nan: Flag = Field(
         default=False,
         description=(
-            "A floating column may hold NaN and infinities. Without it, adding them is refused and names the "
-            "step; values in tables on devices are not looked at."
+            "A floating column may hold NaN and infinities. Without it, adding them is an error that names "
+            "the step; values in tables on devices are not checked."
         ),
     )
 
@@ -175,7 +175,7 @@ class SchemaConfig(GearModel):
 
 
 class TableConfig(GearModel):
-    """A named set of trajectories: a data set on disk, or room for trajectories added while training."""
+    """A named set of trajectories: a data set on disk, or a capacity for those added while training."""
 
     data: Annotated[DataConfig | None, BeforeValidator(as_data), Words("a path", "an object")] = Field(
         default=None, description="The data set that the table holds."
@@ -183,19 +183,19 @@ class TableConfig(GearModel):
     capacity_steps: Count | None = Field(
         default=None,
         description=(
-            "Room for this many steps, in a table without data; all nodes together. Each of n nodes that "
-            "consume gets 1/n of them, rounded up."
+            "Capacity in steps, in a table without data; all nodes together. Each of n nodes that consume "
+            "has 1/n of them, rounded up."
         ),
     )
     capacity_bytes: Count | None = Field(
         default=None,
-        description="In place of `capacity_steps`: room for as many steps as fit into so many bytes.",
+        description="In place of `capacity_steps`: as many steps as fit into so many bytes.",
     )
     capacity_trajectories: Count | None = Field(
         default=None,
         description=(
-            "Room for this many trajectories, all nodes together, shared out likewise. null: one per 16 "
-            "steps, at least 1,024."
+            "Capacity in trajectories, all nodes together, divided likewise. null: one per 16 steps, at "
+            "least 1,024."
         ),
     )
     max_length: Steps | None = Field(
@@ -222,17 +222,17 @@ class TableConfig(GearModel):
         ),
     )
     keep_best: Name | None = Field(
-        default=None, description="The per-trajectory column whose lowest values go first."
+        default=None, description="The per-trajectory column whose lowest values are evicted first."
     )
     max_times_sampled: Annotated[Int, Ge(0), Lt(2**31)] = Field(
-        default=0, description="A trajectory goes when it was drawn so often. 0: never for that."
+        default=0, description="A trajectory is evicted when it was drawn so often. 0: never."
     )
     max_age: Annotated[Int, Ge(0)] = Field(
         default=0,
-        description="A trajectory goes when so many global batches were selected since it came. 0: never.",
+        description="A trajectory is evicted so many global batches after it was added. 0: never.",
     )
     version: VersionConfig | None = Field(
-        default=None, description="How far behind the learner's policy the steps may be. null: any far."
+        default=None, description="Largest lag of the steps' policy version. null: no limit."
     )
     rate_limiter: RateLimiterConfig | None = Field(
         default=None, description="When writers or samplers block. null: only for the first item."
@@ -248,9 +248,9 @@ class TableConfig(GearModel):
     scope: Literal["table", "shard"] = Field(
         default="table",
         description=(
-            'What probabilities of a table on devices are of: "table", one distribution for all replicas, '
-            'whose parts have the capacity together; "shard", each replica draws from what it holds itself, '
-            "and has the capacity for itself, so that the step can be captured."
+            'Scope of the probabilities of a table on devices: "table", one distribution for all replicas, '
+            'whose shards have the capacity together; "shard", each replica draws from its own shard, '
+            "which has the whole capacity, so that the step can be captured."
         ),
     )
     schema_: SchemaConfig | None = Field(

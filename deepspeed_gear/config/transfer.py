@@ -11,7 +11,7 @@ from deepspeed_gear.config.types import Flag, GearModel, Int
 
 
 class TransferConfig(GearModel):
-    """How batches get from shared memory to a GPU. The batches are the same whatever is chosen.
+    """How batches get from shared memory to a GPU. Every choice gives the same batches.
 
     A field whose column CUDA cannot read in place (a mapped file, memory that is not registered, a goal of
     hindsight) is staged; a field that the copy engine does not serve (padding by the edge, a window that

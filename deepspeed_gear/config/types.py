@@ -13,7 +13,7 @@ from deepspeed_gear.timeouts import MOST_TIMEOUT_S
 
 
 class Words:
-    """What a type admits, as alternatives that complete "must be ..." in errors and in the reference."""
+    """Descriptions of what a type admits: alternatives after "must be" in errors and reference."""
 
     def __init__(self, *texts: str) -> None:
         self.texts = texts
@@ -43,7 +43,7 @@ def defaults_of(model: type[GearModel]) -> dict[str, Any]:
 
 
 def refuse(rule: str, remedy: str = "") -> PydanticCustomError:
-    """Make the error of a value check; `errors.translate` adds the option's name and the value."""
+    """Return the error of a value check; `error_messages.translate` adds the option's name and the value."""
     return PydanticCustomError("gear", "{rule}", {"rule": rule, "remedy": remedy})
 
 
@@ -56,7 +56,7 @@ def _no_auto(value: Any) -> Any:
 
 
 def is_legal_name(name: str) -> bool:
-    """Tell whether a column, field, table or split may have this name."""
+    """Return whether a column, field, table or split may have this name."""
     return bool(name) and not name.startswith(".") and all(c.isalnum() or c in "_-." for c in name)
 
 

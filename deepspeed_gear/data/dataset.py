@@ -44,13 +44,13 @@ class Dataset:
         fingerprint: Identity of schema, extents and column bytes (and of a part's place), SHA-256 in hex.
         part: Which part of a whole it is; None for a whole.
         split: Share of each held-out part that the statistics leave out.
-        source: Where the data come from, as the ingest described it.
+        source: Source of the data, as the ingest recorded it.
         first_rows: First row of each trajectory. [n], int64.
         lengths: Steps of each trajectory. [n], int64.
         num_rows: Rows of every step column.
         columns: The stored columns by name; bfloat16 as uint16. [num_rows or n, *shape].
         statistics: By column, over the training split only, of the whole.
-        files: The mapped files, to see whether they change.
+        files: The mapped files, to detect changes of them.
     """
 
     def __init__(self, path: Path, manifest: Mapping[str, Any], records: Mapping[str, FileRecord]) -> None:
@@ -89,11 +89,11 @@ class Dataset:
         """Open a data set and check it without reading it all.
 
         Checked are the manifest, header and size of every file, the first and last 64 KiB of every column,
-        and the whole of the extents and statistics; `verify` looks at every byte.
+        and the whole of the extents and statistics; `verify` checks every byte.
 
         Raises:
             DataError: The folder or a file of it is missing, truncated, foreign or changed; names it.
-        Cost: 16 bytes per trajectory and 128 KiB per column read, whatever the size of the data.
+        Cost: 16 bytes per trajectory and 128 KiB per column read, for data of any size.
         """
         path = arguments.folder("path", path)
         if not path.is_dir():
@@ -133,8 +133,8 @@ class Dataset:
         Args:
             split: Share of each held-out part by name, as in `gear.data.split`.
         Raises:
-            DataError: No trajectory is left for training, or this is a part: its statistics are those of the
-                whole, which is not there.
+            DataError: No trajectory is left for training, or this is a part: statistics are of the whole,
+                which is not available.
         Cost: one pass over the data.
         """
         if self.part is not None:

@@ -31,7 +31,7 @@ _REMAKE = "the file is not the one that was written; make the data set again wit
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What schema.json knows about one file.
+    """The record of one file in schema.json.
 
     Args:
         bytes: Size of the whole file, header included.
@@ -68,7 +68,7 @@ def column_file(column: Column) -> str:
 def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     """Return a NumPy 1.0 header whose length depends on neither the first axis nor the NumPy version.
 
-    The first axis is known only when the last row is written, so room for any count is reserved.
+    The first axis is known only when the last row is written, so space for any count is reserved.
     """
     descr = np.lib.format.dtype_to_descr(dtype)
     room, text = (
@@ -210,7 +210,7 @@ def check_array_file(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], r
     """
     found_dtype, found_shape, offset = read_npy_header(path)
     if (found_dtype, found_shape) != (dtype, shape):
-        rule = f"must be {dtype.name}{list(shape)} as schema.json says"
+        rule = f"must be {dtype.name}{list(shape)} as in schema.json"
         raise DataError(str(path), rule, f"{found_dtype.name}{list(found_shape)}", _REMAKE)
     expected = offset + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     check_file(path, record, expected)

@@ -1,4 +1,4 @@
-"""Which part of a whole data set a folder holds."""
+"""The part of a whole data set that a folder holds."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class DatasetPart:
         """Read an entry of schema.json.
 
         Args:
-            name: How errors call it.
-            entry: What stands there.
-            num_trajectories: That the part itself holds.
+            name: Name of the entry in errors.
+            entry: Value of the entry.
+            num_trajectories: Trajectories that the part itself holds.
         Raises:
             DataError: The entry is malformed or contradicts itself.
         """

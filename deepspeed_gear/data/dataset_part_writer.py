@@ -27,8 +27,8 @@ def write_parts(
 ) -> list[Dataset]:
     """Write every part of a data set to FOLDER/part-0, FOLDER/part-1 ...
 
-    Each is complete before it gets its name; the last gets it only if all bytes that were read are those that
-    were written when the data set was made. Where it fails, what it wrote is removed.
+    Each part is complete before it gets its name; the last one only if all bytes read are those written when
+    the data set was made. On a failure, all that was written is removed.
 
     Args:
         dataset: A whole.
@@ -168,7 +168,7 @@ class _PartWriter(DatasetWriter):
         self._num_rows = end - first
 
     def _check(self) -> None:
-        """Allow everything: whether trajectories are left for training is a matter of the whole."""
+        """Check nothing: whether trajectories are left for training depends on the whole."""
 
     def _write_statistics(self, extents: NDArray[np.int64]) -> FileRecord:
         return write_json(self._partial / STATS_FILE, read_json(self._whole.path / STATS_FILE))

@@ -29,7 +29,7 @@ class ColumnStatistics:
     """Statistics of one column, per element of its row.
 
     Args:
-        count: Rows looked at.
+        count: Rows that were read.
         mean: [*shape], float64; NaN where an element has no finite value or float64 overflows; so all.
         std: Population standard deviation (divided by count). [*shape], float64.
         min: [*shape], float64.
@@ -177,7 +177,7 @@ def _quantiles(sample: NDArray[Any], dtype: str) -> dict[str, Float64]:
 
 @dataclass(frozen=True, eq=False)
 class KeptRows:
-    """Which rows of a data set count.
+    """The rows of a data set that statistics cover.
 
     Args:
         first_rows: First row of each trajectory. [n], int64.

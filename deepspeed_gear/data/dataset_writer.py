@@ -43,7 +43,7 @@ class DatasetWriter:
     Everything goes to DEST.partial, which becomes DEST in one rename when it is complete. A writer that is
     killed leaves a DEST.partial that the next one to the same place replaces; one that fails removes it. As
     a context manager it closes at the end of the block and discards on an exception. Not thread-safe; a
-    lock keeps a second writer away.
+    lock excludes a second writer.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class DatasetWriter:
             schema: The columns of every trajectory.
             split: Share of each held-out part by name; the statistics are those of the rest.
             overwrite: Replace a data set that is there; anything else is never replaced.
-            source: A JSON-able description of where the data come from.
+            source: A JSON-able description of the source of the data.
         Raises:
             ConfigError: The split is malformed.
             DataError: `dest` exists, or cannot be written.
@@ -97,7 +97,7 @@ class DatasetWriter:
         Args:
             trajectory: An array, tensor or nested list for every column of the schema: [T, *shape],
                 [T+1, *shape] or, with one value per trajectory, [*shape]. T >= 1 is the same for all.
-            name: How errors call it; "trajectory <id>" unless given.
+            name: Its name in errors; "trajectory <id>" unless given.
         Returns:
             The ordinal of the trajectory in the data set.
         Raises:
@@ -107,7 +107,7 @@ class DatasetWriter:
         if self._closed:
             raise DataError(str(self.dest), "must be open to be written", None, "make a new DatasetWriter")
         name = name or f"trajectory {len(self._lengths)}"
-        for column in self.schema.late_columns:  # what is added to a data set is all that comes
+        for column in self.schema.late_columns:  # nothing is filled in a data set later
             if column.name not in trajectory:
                 raise DataError(f"{name}: column {column.name}", "must be in every trajectory")
         arrays, length = check_trajectory(name, self.schema, trajectory)
@@ -130,7 +130,7 @@ class DatasetWriter:
         Returns:
             The data set, opened.
         Raises:
-            DataError: There are no trajectories, or none is left for training; nothing stays behind.
+            DataError: There are no trajectories, or none is left for training; no file remains.
         Cost: one pass over the columns for the statistics.
         """
         if self._closed:
@@ -164,7 +164,7 @@ class DatasetWriter:
         self._publish()
 
     def _check(self) -> None:
-        """Refuse what must not be completed, before any more is written."""
+        """Raise if no trajectory is left for training, before any more is written."""
         training_trajectories(len(self._lengths), self._split)
 
     def _write_statistics(self, extents: NDArray[np.int64]) -> FileRecord:
@@ -188,7 +188,7 @@ class DatasetWriter:
         }
 
     def _publish(self) -> None:
-        """Move the complete folder into place; the old one goes with it and is removed there."""
+        """Move the complete folder into place, in exchange for an old one, which is then removed."""
         check_destination(self.dest, self._overwrite)
         if self.dest.exists():
             self.dest.rename(self._partial / _REPLACED)
@@ -199,7 +199,7 @@ class DatasetWriter:
         os.close(self._lock)
 
     def discard(self) -> None:
-        """Stop and leave nothing behind; safe to call twice."""
+        """Stop and remove all files; safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -221,10 +221,10 @@ class DatasetWriter:
 
 
 def check_destination(dest: Path, overwrite: bool) -> None:
-    """Refuse a destination that exists, or that is not a data set where it may be replaced.
+    """Reject a destination that exists, or that is not a data set where it may be replaced.
 
     Raises:
-        DataError: It is refused.
+        DataError: It exists and may not be replaced.
     """
     if not dest.exists() and not dest.is_symlink():
         return
@@ -264,6 +264,6 @@ def _claim(partial: Path) -> int:
 
 
 def unwritable(dest: Path, error: OSError) -> DataError:
-    """Return the error of a destination that the system does not let us write."""
+    """Return the error of a destination that cannot be written."""
     remedy = "free some space" if error.errno == errno.ENOSPC else "check the path and its permissions"
     return DataError(str(dest), "must be writable", error.strerror or str(error), remedy)

@@ -1,4 +1,4 @@
-"""Files of a data set that are mapped: their identity, and the handler that names one after SIGBUS."""
+"""Mapped files of a data set: their identity, and the SIGBUS handler that prints the file's name."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ class MappedFiles:
             self.check()
 
     def guard(self, native: ModuleType) -> None:
-        """Have the process name the file if an access to one of the maps ends it with SIGBUS.
+        """Install the SIGBUS handler that prints the file's name if an access to one of the maps fails.
 
-        The handler writes one line to standard error and hands the signal on to the one that was installed
-        before (faulthandler's, or the default action). A map that ends is taken out by itself.
+        The handler writes one line to standard error and passes the signal on to the one that was installed
+        before (faulthandler's, or the default action). A map that is closed is removed automatically.
 
         Args:
             native: The native module.

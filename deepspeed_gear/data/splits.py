@@ -1,4 +1,4 @@
-"""Which trajectories belong to which split: a fixed keyed hash of the id.
+"""Assignment of trajectories to splits: a fixed keyed hash of the id.
 
 The key does not depend on the training seed, so the training split, and the statistics over it, are the
 same for every seed, rank and run.

@@ -1,4 +1,4 @@
-"""A trajectory that a program hands over, against a schema."""
+"""Checks of a trajectory that a program adds, against a schema."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def check_trajectory(
 def _num_steps(name: str, schema: Schema, arrays: Mapping[str, np.ndarray]) -> int:
     """Return the number of steps of a trajectory's arrays.
 
-    Most columns decide, and the columns of T rows where as many T+1 columns differ from them: it is the last
-    observation that programs forget.
+    It is that of most columns; on a tie that of the columns of T rows, because a program more often omits the
+    last observation of the T+1 columns.
 
     Raises:
-        DataError: A column has the rows of another number of steps; names the column that differs.
+        DataError: A column has the rows of another number of steps; names that column.
     """
     given = [column for column in schema if column.rows != "1" and column.name in arrays]
     steps = [len(arrays[column.name]) - int(column.rows == "T+1") for column in given]
@@ -81,7 +81,7 @@ def _num_steps(name: str, schema: Schema, arrays: Mapping[str, np.ndarray]) -> i
 
 
 def no_values(column: Column, num_steps: int) -> np.ndarray:
-    """Return zeros in place of a column that comes later."""
+    """Return zeros in place of a late column that is not filled yet."""
     rows = () if column.rows == "1" else (num_steps + int(column.rows == "T+1"),)
     return np.zeros((*rows, *column.shape), column.numpy_dtype)
 
@@ -92,10 +92,10 @@ def as_stored(value: Any, column: Column, table: str, num_rows: int | None = Non
     Args:
         value: Array, tensor or nested list.
         column: The column.
-        table: What it is a column of, for error texts.
-        num_rows: So many rows, whatever `column.rows` says; None: as it says.
+        table: Name of its table, for error texts.
+        num_rows: Number of rows in place of that of `column.rows`; None: that of `column.rows`.
     Raises:
-        DataError: It cannot be that.
+        DataError: It cannot be converted, or has another shape.
     """
     name = f"{table}: column {column.name}"
     are_bits = False  # of bfloat16, which is stored as uint16
@@ -163,12 +163,12 @@ def check_finite(
     arrays: Mapping[str, np.ndarray],
     place: Callable[[int], str] = "step {}".format,
 ) -> None:
-    """Refuse NaN and infinities where the schema does not allow them.
+    """Reject NaN and infinities where the schema does not allow them.
 
     Args:
-        name: What the columns are of, for error texts.
-        columns: Those to check.
-        arrays: Their values as they are stored; columns that are missing are left out.
+        name: Owner of the columns, for error texts.
+        columns: The columns to check.
+        arrays: Their values as they are stored; missing columns are skipped.
         place: Describes the row of a value, by its number.
     Raises:
         DataError: There is one; names the column, the value and its row.

@@ -54,20 +54,20 @@ class DeviceBatch(Batch):
         self._valid: Tensor | None = None
 
     def place(self, micro: int, first_index: int, index_step: int) -> None:
-        """Note which micro batch it holds now, and where its samples lie in their global batch."""
+        """Set the micro batch that it holds now, and the sample indices in its global batch."""
         self.micro, self._first_index, self._index_step = micro, first_index, index_step
 
     def hold(self, holders: np.ndarray) -> None:
-        """Note which replica holds each sample. [B], int64."""
+        """Set the replica that holds each sample. [B], int64."""
         self.holders = holders
 
     def of_pass(self, number: int, size: int) -> None:
-        """Note which pass it is of, and how many items that has: samples beyond them are fillers."""
+        """Set the number of its pass, and the items of the pass: samples after them are fillers."""
         self.valid = self.sample_number < size
         self.epoch = torch.full_like(self.epoch, number)
 
     def again(self) -> DeviceBatch:
-        """Return a batch of the same tensors, of which a transform may set fields."""
+        """Return a batch of the same tensors in which a transform may replace fields."""
         return copy.copy(self)._renewed()
 
     def _renewed(self) -> DeviceBatch:
@@ -75,14 +75,14 @@ class DeviceBatch(Batch):
         return self
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """As of every `Batch`; what it returns keeps its probabilities when the table is drawn from again."""
+        """As of every `Batch`; the result keeps its probabilities when the table is drawn from again."""
         return super().map(function).with_probability(function(self.probability))
 
     @property
     def valid(self) -> Tensor:
         """False where the table had no mass to draw from, or a sample only fills up a pass. [B], bool.
 
-        Of the training stream it is found in the records whenever it is asked for, so that `sample_` need not
+        In the training stream it is computed from the records at each access, so that `sample_` need not
         write it.
         """
         return self.trajectory_id >= 0 if self._valid is None else self._valid
@@ -109,5 +109,5 @@ class DeviceBatch(Batch):
 
     @property
     def importance(self) -> Tensor | None:
-        """Where the PER weights are written to; None: they are all 1."""
+        """Tensor that the PER weights are written to; None: they are all 1."""
         return self._is_weight

@@ -1,4 +1,4 @@
-"""What a DeviceReplay is made of: its ops, its table, and what its draws follow."""
+"""Parts of a DeviceReplay: its device, ops, table, streams and exponents."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def specs_of(plan: ReplayPlan, name: str) -> dict[str, StreamSpec]:
 
 
 def device_of(given: torch.device | str) -> torch.device:
-    """Return the device that is meant.
+    """Return a torch device with its index.
 
     Raises:
-        ConfigError: There is none of this name, or torch does not see it.
+        ConfigError: There is none of this name, or torch does not list it.
     """
     device = arguments.device("device", given)
     if device.type != "cuda":
@@ -55,7 +55,7 @@ def device_of(given: torch.device | str) -> torch.device:
         remedy = 'DeviceReplay(config, "cpu") runs the same program on the host'
         raise ConfigError(
             "device",
-            f"must be one of the {torch.cuda.device_count()} GPUs that torch sees",
+            f"must be one of the {torch.cuda.device_count()} GPUs that torch lists",
             str(given),
             remedy,
         )
@@ -74,7 +74,7 @@ def ops_of(config: GearConfig, ops: Ops, device: torch.device) -> Ops:
 
 
 def betas_of(config: GearConfig, spec: StreamSpec, device: torch.device) -> Tensor:
-    """Return the exponent of the weights by global batch, Q62, until it changes no more. [n], int64."""
+    """Return the exponent of the PER weights by global batch, Q62, until it is constant. [n], int64."""
     sampler = config.item_sampler
     if spec.priorities is None or not isinstance(sampler, PrioritizedSampler):
         return torch.zeros(0, dtype=torch.int64, device=device)
@@ -89,7 +89,7 @@ def needs_of_rows(plan: ReplayPlan, name: str) -> RowReads:
 
 
 def arrivals_of(plan: ReplayPlan, name: str) -> ArrivalBuffers:
-    """Return the room for the samples of this rank that other replicas hold."""
+    """Return the buffers for the samples of this rank that other replicas hold."""
     options, info = plan.config.resolved_tables[name], plan.info
     assert options.max_length is not None
     n = 0 if plan.config.n_step is None else plan.config.n_step.n
@@ -105,7 +105,7 @@ def table_of(
     arrivals: tuple[int, int] = (0, 0),
     parts: int = 1,
 ) -> RingTable:
-    """Return the table of this rank, with the whole data set in it, or empty and with a part of the room."""
+    """Return this rank's table: with the whole data set, or empty and with its share of the capacity."""
     options, rule = plan.config.resolved_tables[name], spec.rule
     needs_returns = any(field.derived == "return_to_go" for field in plan.fields)
     priorities = spec.priorities
@@ -119,7 +119,7 @@ def table_of(
         if options.capacity_trajectories is None:
             slots = max(slots, -(-steps // options.max_length))
         final = int(schema.has_final_row)
-        rows = steps + slots * final + options.max_length + final  # what a turn of the ring may leave out
+        rows = steps + slots * final + options.max_length + final  # rows that a wrap of the ring may skip
         sizes = rows, slots, options.max_length
         ring = RingTableSpec(
             schema, *sizes, by_row, priorities is not None, has_minima, needs_returns, arrivals

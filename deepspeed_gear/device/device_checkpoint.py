@@ -1,4 +1,4 @@
-"""What a DeviceReplay is continued from: in memory, and in a folder of a checkpoint."""
+"""Checkpoints of a DeviceReplay: its position and content, in memory and in a checkpoint's folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def statistics_of(table: RingTable, has_priorities: bool) -> dict[str, int]:
-    """Return sizes of a table, and what updates did. Waits for the device."""
+    """Return the sizes of a table, and the counts of its updates. Waits for the device."""
     state = table.state.tolist()
     counts = state[RingState.COUNTS :]
     found = {
@@ -41,7 +41,7 @@ def statistics_of(table: RingTable, has_priorities: bool) -> dict[str, int]:
 
 
 class Reported:
-    """The reports that a table has applied, and those that were clamped. Every method waits for the device.
+    """Counts of applied and of clamped priority updates of a table. Every method waits for the device.
 
     Args:
         table: With priorities.
@@ -56,17 +56,17 @@ class Reported:
         return counts[UpdateCount.APPLIED], counts[UpdateCount.CLAMPED]
 
     def num_clamped(self) -> int:
-        """Return the reports ever clamped."""
+        """Return the number of updates that were ever clamped."""
         return self._counts()[1]
 
     def recent(self) -> tuple[int, int]:
-        """Return those that were applied since the last call, and those of them that were clamped."""
+        """Return the numbers of updates since the last call that were applied, and that were clamped."""
         before, self._before = self._before, self._counts()
         return self._before[0] - before[0], self._before[1] - before[1]
 
 
 def check_drawn(table: RingTable) -> None:
-    """Refuse a table from which a global batch without samples was drawn. Waits for the device.
+    """Raise if a global batch without samples was drawn from a table. Waits for the device.
 
     Raises:
         DataError: There was one.
@@ -76,13 +76,13 @@ def check_drawn(table: RingTable) -> None:
         rule = "must have an item with a mass whenever a batch is drawn"
         remedy = (
             "add trajectories that have an anchor before sample_, and report priorities above 0; "
-            "batch.valid and batch.is_weight tell which samples there are"
+            "batch.valid and batch.is_weight mark the samples that exist"
         )
         raise DataError("the table on the device", rule, f"{empty} global batches without samples", remedy)
 
 
 def position_of(plan: ReplayPlan, table: RingTable) -> dict[str, Any]:
-    """Return how many global batches and samples were selected, and of what. JSON-able."""
+    """Return the position: numbers of selected global batches and samples, and the config. JSON-able."""
     state = table.state.tolist()
     return {**_facts(plan), **{name: state[word] for name, word in _POSITION.items()}}
 
@@ -100,7 +100,7 @@ def seek(plan: ReplayPlan, table: RingTable, state: Mapping[str, Any]) -> None:
 
 
 def state_of(plan: ReplayPlan, table: RingTable) -> dict[str, Any]:
-    """Return the content of a table and what it is of, in host memory."""
+    """Return the content of a table, with the facts that `restore` checks, in host memory."""
     content = {name: tensor.to("cpu", copy=True) for name, tensor in _content(plan, table).items()}
     return {**_facts(plan), "content": content}
 
@@ -125,7 +125,7 @@ def restore(plan: ReplayPlan, table: RingTable, state: Mapping[str, Any]) -> Non
 
 
 def save(plan: ReplayPlan, table: RingTable, folder: Path, kept: save_folders.State | None) -> dict[str, Any]:
-    """Write each replica's table into a folder; return what `load` needs, equal on all ranks. Collective.
+    """Write each replica's table into a folder; return the state for `load`, equal on all ranks. Collective.
 
     Args:
         plan: Of the replay.
@@ -209,7 +209,7 @@ def _check_facts(plan: ReplayPlan, state: Mapping[str, Any]) -> None:
 
 
 def _content(plan: ReplayPlan, table: RingTable) -> dict[str, torch.Tensor]:
-    """Return what is kept of a table; a data set's columns are on disk."""
+    """Return the tensors of a table that are saved; a data set's columns are on disk."""
     stays = "column/" if plan.datasets else "\0"
     return {name: tensor for name, tensor in table.content.items() if not name.startswith(stays)}
 

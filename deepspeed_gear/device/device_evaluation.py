@@ -26,10 +26,10 @@ _RING = 2  # batches of a pass whose tensors are used in turn
 class DeviceEvaluation:
     """The passes of a DeviceReplay, in stored order and the same on all ranks.
 
-    What each item resolves to does not change, so it is found once, on the host, and kept on the device.
+    Resolutions of the items do not change: they are computed once, on the host, and kept on the device.
 
     Args:
-        plan: What all ranks have agreed on.
+        plan: Of the replay.
         table: Holds the data set.
         splits: The stream of each split.
         gatherer: Of this rank.
@@ -92,7 +92,7 @@ class DeviceEvaluation:
         return self._splits[split]
 
     def _items(self, split: str) -> tuple[Tensor, int]:
-        """Return what the items of a split resolve to, with what fills its last batch; and their number."""
+        """Return the resolutions of a split's items, with fillers of its last batch; and the item count."""
         spec = self._spec(split)
         if split not in self._found:
             masses = torch.from_numpy(masses_of(self._plan, spec))

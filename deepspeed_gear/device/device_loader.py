@@ -1,4 +1,4 @@
-"""Training batches of a table on a device: a global batch is selected, its micro batches are gathered."""
+"""The loader of training batches from a table on a device: selects global batches, gathers micro batches."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from deepspeed_gear.sampling.batch_info import BatchInfo
 
 
 class DeviceLoader:
-    """Fills batches of fixed tensors. Waits for nothing but other replicas, where these draw together.
+    """Fills batches of fixed tensors. Waits for other replicas only, where these draw together.
 
     Args:
         selection: Masses and draws of this rank's table.
-        draws: Selects global batches: `selection`, or all replicas together.
-        reports: Take effect before each selection.
+        draws: Selects global batches: `selection`, or one of all replicas together.
+        reports: Priority updates, which take effect before each selection.
         sharing: How replicas share the table.
         gatherer: Of this rank.
         burn_in: Which steps only warm up.
@@ -65,7 +65,7 @@ class DeviceLoader:
         return torch.ones(count if has_any else 0, device=self._selection.table.device)
 
     def new_batch(self) -> DeviceBatch:
-        """Return tensors that `fill_` can fill."""
+        """Return a batch of fixed tensors for `fill_`."""
         micro, selection = self._info.micro, self._selection
         weight = self._weights(micro) if selection.is_prioritized else None
         facts = selection.has_step_items, selection.table.state[RingState.TOTAL], self._burn_in
@@ -113,19 +113,19 @@ class DeviceLoader:
         return batch
 
     def begin_anew(self) -> None:
-        """Go on from another state of the table: drop what waits."""
+        """Continue from another state of the table: drop pending micro batches and priority updates."""
         self.next_micro = 0
         self.reports.forget()
 
     def _part(self, micro: int) -> slice:
-        """Return which samples of those that were selected are a micro batch."""
+        """Return the slice of the selected samples that is a micro batch."""
         return slice(self._first_part + micro * self._part_step, None, self._num_parts)
 
     def _records_of(self, micro: int) -> Tensor:
         return self._all[self._part(micro)].contiguous()
 
     def _set_origins(self, out: DeviceBatch, micro: int) -> None:
-        """Say which replicas hold the samples of a micro batch, where they are several."""
+        """Set the replicas that hold the samples of a micro batch, where several hold the table."""
         if self._joint is not None:
             out.origin.copy_(self._joint.origins[self._part(micro)])
             out.hold(self._joint.holders[self._part(micro)])

@@ -1,4 +1,4 @@
-"""Priorities that are reported to a table on a device: their form, and when they take effect."""
+"""The priority log of a table on a device, and the conversion of reported priorities."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from deepspeed_gear.ops.records import Resolution
 
 
 class DevicePriorityLog:
-    """What the micro batches of one global batch report: it takes effect together. Waits for nothing.
+    """Priority updates of the micro batches of one global batch, applied together. Waits for nothing.
 
     Args:
-        selection: Whose priorities they are.
+        selection: Selection of the table.
         accumulation: Micro batches of a global batch.
-        inner: Between the ranks of this replica, and which of them reports for all; None: it is one rank.
+        inner: Collectives of this replica's ranks, and its reporting rank; None: it is one rank.
     """
 
     def __init__(
@@ -31,8 +31,8 @@ class DevicePriorityLog:
         self._waiting: dict[int, tuple[Tensor, Tensor]] = {}
 
     def take(self, batch: DeviceBatch, values: Tensor) -> None:
-        """Take the priorities of a micro batch; those of the last one bring all into effect. [B], float32."""
-        if self._inner is not None:  # what others compute may differ in the last bits, or be of other steps
+        """Add the priorities of a micro batch; after those of the last one, apply all. [B], float32."""
+        if self._inner is not None:  # those of other ranks may differ in the last bits, or be of other steps
             transport, reporter = self._inner
             values = values.clone()
             transport.broadcast(values, reporter)
@@ -44,7 +44,7 @@ class DevicePriorityLog:
             self._apply()
 
     def apply(self) -> None:
-        """Bring into effect what waits, in the order of sample numbers."""
+        """Apply the pending updates, in the order of sample numbers."""
         if not self._waiting:
             return
         refuse_capture("reports of some micro batches", "must be complete before sampling is captured")
@@ -57,19 +57,19 @@ class DevicePriorityLog:
         self._selection.update_(records, torch.stack([values for _, values in parts], 1).reshape(-1))
 
     def forget(self) -> None:
-        """Drop what waits."""
+        """Drop the pending updates."""
         self._waiting.clear()
 
 
 def reported(
     batch: DeviceBatch, priorities: Tensor, mask: Tensor | None, sampler: PrioritizedSampler
 ) -> Tensor:
-    """Return priorities as they are stored: [B], float32, on the batch's device.
+    """Return reported priorities in their stored form: [B], float32, on the batch's device.
 
     Args:
         batch: The batch.
         priorities: [B], or [B, T]. Any floating dtype.
-        mask: Which steps of [B, T] count; None: as `mask_of` says. [B, T], bool.
+        mask: Which steps of [B, T] count; None: that of `mask_of`. [B, T], bool.
         sampler: How [B, T] becomes [B].
     Raises:
         ShapeError: A wrong shape.

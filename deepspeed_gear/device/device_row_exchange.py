@@ -1,4 +1,4 @@
-"""Rows between the devices of replicas: out of one's table, into the arrivals of the others."""
+"""Row exchange between the devices of replicas: out of one's table, into the arrivals of the others."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from deepspeed_gear.config import NStepConfig
 from deepspeed_gear.device.replica_agreement import ReplicaAgreement
 from deepspeed_gear.device.ring_table import RingTable
-from deepspeed_gear.distributed.row_exchange.row_exchange import WORD_BYTES, most_rows
+from deepspeed_gear.distributed.row_exchange.row_messages import WORD_BYTES, most_rows
 from deepspeed_gear.distributed.row_exchange.row_reads import RowReads, layout_of
 from deepspeed_gear.ops.records import Resolution, RowSample
 
-STEPS = Resolution.NUM_WORDS  # the word of a record that travels after those of a resolution
+STEPS = Resolution.NUM_WORDS  # word of a sent record, after those of a resolution
 TRAVELLING_WORDS = Resolution.NUM_WORDS + 1
-_EDGE = 2  # rows on both sides of the arrivals, so that what lies beside them is in no trajectory
+_EDGE = 2  # unused rows on both sides of the arrivals: rows next to them belong to no trajectory
 
 
 class SentRows(NamedTuple):
@@ -38,7 +38,7 @@ class ReceivedRows(NamedTuple):
     Args:
         records: Resolutions with the sender's slots, and steps of n-step returns. [m, 9], int64.
         senders: Their replicas. [m], int64.
-        which: Places among the rank's samples. [m], int64.
+        which: Indices among the rank's samples. [m], int64.
     """
 
     records: Tensor
@@ -47,7 +47,7 @@ class ReceivedRows(NamedTuple):
 
 
 class ArrivalBuffers:
-    """Room for the rows of samples that other devices send, after the rows of a table's own.
+    """Buffers for the rows of samples from other devices, after a table's own rows.
 
     Args:
         needs: What this rank reads of a sample.
@@ -66,7 +66,7 @@ class ArrivalBuffers:
         return self._rows + 2 * self._first, self._slots
 
     def room(self, table: RingTable) -> list[int]:
-        """Return the room as `decode_rows_` takes it."""
+        """Return the bounds of the buffers as `decode_rows_` takes them."""
         return [self._first, self._rows, 0, self._slots, table.num_rows, table.num_slots]
 
 
@@ -76,7 +76,7 @@ class DeviceRowExchange:
     Args:
         table: Of this replica.
         needs: What this rank reads of a sample; the same for its twins in the other replicas.
-        arrivals: The table's room.
+        arrivals: The table's buffers for received rows.
         n_step: N-step returns, or None.
         peers: The ranks.
     """
@@ -117,29 +117,29 @@ class DeviceRowExchange:
         return steps
 
     def exchange(self, sent: SentRows, ring: Tensor, come: ReceivedRows, least: Tensor) -> int:
-        """Send the rows of own samples that others train on, and take those that they send.
+        """Send the rows of own samples that others train on, and receive those of this rank.
 
         Args:
-            sent: What others need.
-            ring: What this rank's samples resolved to; gets where the rows lie. [B, 8], int64.
-            come: What this rank gets.
+            sent: Samples that others need.
+            ring: Resolutions of this rank's samples; gets the places of their rows. [B, 8], int64.
+            come: Samples that this rank receives.
             least: The least mass that this replica has drawn. [], int64.
         Returns:
             The least mass that any replica has drawn.
         """
         sizes, one = self._pack(sent), [1] * self._replicas
         received = self._peers.swap(torch.stack([sizes, least.expand_as(sizes)], 1), one, one)
-        told: list[list[int]] = torch.cat([sizes[:, None], received], 1).tolist()  # waits for the device
-        out, coming = ([-(-words[i] // WORD_BYTES) for words in told] for i in (0, 1))
+        known: list[list[int]] = torch.cat([sizes[:, None], received], 1).tolist()  # waits for the device
+        out, coming = ([-(-words[i] // WORD_BYTES) for words in known] for i in (0, 1))
         if sum(out) > len(self._message):
             self._message = self._words(1 << (sum(out) - 1).bit_length())
             self._pack(sent)
         found = self._peers.swap(self._message[: sum(out)], out, coming)
         self._unpack(ring, come, found, coming)
-        return min(words[2] for words in told)
+        return min(words[2] for words in known)
 
     def _pack(self, sent: SentRows) -> Tensor:
-        """Pack rows into the message of each replica; return their bytes. [R], int64."""
+        """Encode rows into the message of each replica; return their bytes. [R], int64."""
         sizes = self._words(self._replicas)
         given = self._held, self._samples(*sent), *self._layout, self._heads, self._table.slots
         self._ops.encode_rows_(self._message, sizes, *given)
@@ -154,7 +154,7 @@ class DeviceRowExchange:
         self._ops.decode_rows_(self._into, ring, sizes, needed, *given)
 
     def _samples(self, records: Tensor, replicas: Tensor) -> Tensor:
-        """Return samples as the ops on rows take them. [n, 7], int64."""
+        """Return samples as records of the ops on rows (RowSample). [n, 7], int64."""
         samples = self._words(len(records), RowSample.NUM_WORDS)
         samples[:, RowSample.PEER] = replicas
         samples[:, RowSample.SLOT], samples[:, RowSample.NUM_STEPS] = (

@@ -1,4 +1,4 @@
-"""How replicas share a table that lies in the memory of their devices."""
+"""Sharing of a table in the memory of the replicas' devices: draws and priority updates."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from deepspeed_gear.sampling.stream_spec import StreamSpec
 
 @dataclass(frozen=True)
 class TableSharing:
-    """What replicas have in common.
+    """How the replicas of a run share a table.
 
     Args:
         is_spread: Each replica holds a part of the table, and all draw from all of it.
-        is_joint: What one replica reports counts on others too.
+        is_joint: Priority updates of one replica apply on others too.
         has_own_batches: A rank resolves only samples of its own replica.
         data_rank: This rank's replica.
     """
@@ -37,7 +37,7 @@ class TableSharing:
 
     @classmethod
     def of(cls, plan: ReplayPlan, name: str) -> TableSharing:
-        """Find out how the replicas of a run share a table."""
+        """Return how the replicas of a run share a table."""
         options, config = plan.config.resolved_tables[name], plan.config
         is_together = plan.info.data_world > 1 and options.scope == "table"
         is_spread = is_together and options.data is None
@@ -47,32 +47,32 @@ class TableSharing:
 
 
 class Draws(Protocol):
-    """What selects the next global batch."""
+    """Selects the next global batch."""
 
     def select_(self, records: Tensor, weights: Tensor) -> None:
         """Fill resolutions ([B, 8], int64) and importance weights ([B], float32, or empty)."""
 
 
 class Reports(Protocol):
-    """What takes priorities, and brings them into effect."""
+    """Collects priority updates, and applies them."""
 
     def take(self, batch: DeviceBatch, values: Tensor) -> None:
-        """Take the priorities of a micro batch. [B], float32."""
+        """Add the priorities of a micro batch. [B], float32."""
 
     def apply(self) -> None:
-        """Bring into effect what waits."""
+        """Apply the pending updates."""
 
     def forget(self) -> None:
-        """Drop what waits."""
+        """Drop the pending updates."""
 
 
 def join(
     plan: ReplayPlan, sharing: TableSharing, selection: RingSelection, spec: StreamSpec, is_shared: bool
 ) -> tuple[Draws, Reports]:
-    """Let the ranks talk about the table on their devices, as far as they must. Collective.
+    """Return draws and priority updates of a table, with the collectives that its sharing needs. Collective.
 
     Args:
-        plan: What was agreed on.
+        plan: Of the replay.
         sharing: How the table is shared.
         selection: Masses and draws of this rank's table.
         spec: The training stream.

@@ -1,4 +1,4 @@
-"""Priorities that the ranks report to tables on devices which all of them draw from."""
+"""Priority updates of tables on devices from which all replicas draw together."""
 
 from __future__ import annotations
 
@@ -16,12 +16,8 @@ from deepspeed_gear.device.ring_selection import RingSelection
 from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.records import Resolution
 
-_TOLD = [
-    Resolution.SLOT,
-    Resolution.GENERATION,
-    Resolution.ANCHOR,
-    Resolution.SAMPLE_NUMBER,
-]  # of a record; the bits of the priority lie after them
+# Words of a record in an update; the bits of the priority follow them.
+_SENT_WORDS = [Resolution.SLOT, Resolution.GENERATION, Resolution.ANCHOR, Resolution.SAMPLE_NUMBER]
 _SLOT_MASK = (1 << SHARD_BITS) - 1
 
 
@@ -31,10 +27,10 @@ class _Reported(NamedTuple):
 
 
 class JointPriorities:
-    """What all ranks report for a global batch: it takes effect on every replica that holds the items.
+    """Priority updates of a global batch from all ranks, applied on every replica that holds the items.
 
-    The reporting rank of a replica tells all ranks of the holders, so that tensor ranks stay alike. Reports
-    take effect before the next selection, by sample number; of equal items the last wins.
+    The reporting rank of a replica sends them to all ranks of the holders, so that tensor ranks stay equal.
+    They take effect before the next selection, by sample number; of equal items the last wins.
 
     Args:
         selection: Of this replica's table.
@@ -46,48 +42,48 @@ class JointPriorities:
         self._waiting: list[_Reported] = []
         # Left out of what torch.compile traces. As a decorator it would import the compiler with the package.
         self._take_untraced: Callable[[DeviceBatch, Tensor], None] = torch.compiler.disable(self._take)  # type: ignore[no-untyped-call]
-        self._meet_untraced: Callable[[], None] = torch.compiler.disable(self._meet)  # type: ignore[no-untyped-call]
+        self._exchange_untraced: Callable[[], None] = torch.compiler.disable(self._exchange)  # type: ignore[no-untyped-call]
 
     def take(self, batch: DeviceBatch, values: Tensor) -> None:
-        """Take the priorities of a micro batch. [B], float32."""
+        """Add the priorities of a micro batch. [B], float32."""
         self._take_untraced(batch, values)
 
     def _take(self, batch: DeviceBatch, values: Tensor) -> None:
         if not self._peers.place.reports:
             return
-        words = torch.cat([batch.records[:, _TOLD], values.view(torch.int32).long()[:, None]], 1)
+        words = torch.cat([batch.records[:, _SENT_WORDS], values.view(torch.int32).long()[:, None]], 1)
         if batch.holders is not None:
             words[:, 0] = batch.origin & _SLOT_MASK
         self._waiting.append(_Reported(words, batch.holders))
 
     def apply(self) -> None:
-        """Meet the others, and bring into effect what all have reported. Collective.
+        """Exchange the priority updates of all ranks, and apply them. Collective.
 
         Raises:
             LostNodeError: A rank does not answer in time.
-            StoreError: The stream is captured: what ranks say to each other cannot be in a graph.
+            StoreError: The CUDA stream is captured: messages between ranks cannot be in a graph.
         """
-        self._meet_untraced()
+        self._exchange_untraced()
 
-    def _meet(self) -> None:
+    def _exchange(self) -> None:
         rule = "cannot be captured where several replicas draw from one distribution"
         refuse_capture("sampling", rule, 'sample before the graph, or use "scope": "shard"')
         words, outgoing = self._sorted()
-        coming = self._peers.meet(outgoing)
+        coming = self._peers.share_words(outgoing)
         if self._selection.is_prioritized:  # as on all ranks
-            self._apply(self._peers.tell_all(words, outgoing, coming))
+            self._apply(self._peers.share_rows(words, outgoing, coming))
 
     def forget(self) -> None:
-        """Drop what waits."""
+        """Drop the pending updates."""
         self._waiting.clear()
 
     def _sorted(self) -> tuple[Tensor, list[int]]:
-        """Return what waits by the replica that it is for, and how much that is for each."""
+        """Return the pending updates, sorted by receiving replica, and their number for each."""
         waiting, replicas = self._waiting, self._peers.place.data_world
         self._waiting = []
         if not waiting:
             device = self._selection.table.device
-            return torch.empty(0, len(_TOLD) + 1, dtype=torch.int64, device=device), [0] * replicas
+            return torch.empty(0, len(_SENT_WORDS) + 1, dtype=torch.int64, device=device), [0] * replicas
         words = torch.cat([reported.words for reported in waiting])
         holders = [reported.holders for reported in waiting if reported.holders is not None]
         if not holders:
@@ -99,7 +95,7 @@ class JointPriorities:
     def _apply(self, words: Tensor) -> None:
         if len(words) == 0:
             return
-        words = words[torch.sort(words[:, _TOLD.index(Resolution.SAMPLE_NUMBER)], stable=True).indices]
+        words = words[torch.sort(words[:, _SENT_WORDS.index(Resolution.SAMPLE_NUMBER)], stable=True).indices]
         records = torch.zeros(len(words), Resolution.NUM_WORDS, dtype=torch.int64, device=words.device)
-        records[:, _TOLD] = words[:, :-1]
+        records[:, _SENT_WORDS] = words[:, :-1]
         self._selection.update_(records, words[:, -1].to(torch.int32).view(torch.float32))

@@ -1,7 +1,7 @@
-"""Selections over tables in the memory of the replicas' devices: one distribution, drawn by all together.
+"""Selection over tables in the memory of the replicas' devices: all replicas draw from one distribution.
 
 Every replica computes all coordinates and resolves those that fall into its own part of the total mass. Then
-each gets the resolutions of the samples that it trains on, and their rows (`device_rows`).
+each gets the resolutions of the samples that it trains on, and their rows (`device_row_exchange`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_TOTAL_BITS = 62
 
 
 class ReplicaRecord:
-    """What a replica sends the others before a selection; after BATCH its samples so far."""
+    """Record that a replica sends to the others before a selection; after BATCH its samples so far."""
 
     TOTAL: Final = 0
     ITEMS: Final = 1
@@ -38,7 +38,7 @@ class ReplicaRecord:
 
 
 class JointSelection:
-    """The next global batch of all replicas' tables. Collective: all ranks call it in the same order.
+    """Selects global batches from all replicas' tables. Collective: all ranks call it in the same order.
 
     Args:
         own: Masses and draws of this replica's table.
@@ -69,35 +69,35 @@ class JointSelection:
         self.origins = torch.zeros(spec.batch // self._replicas, dtype=torch.int64, device=self._table.device)
 
     def select_(self, records: Tensor, weights: Tensor) -> None:
-        """Draw the next global batch; take this replica's samples, and their rows into the arrivals.
+        """Draw the next global batch; write this replica's samples, and their rows to the arrivals.
 
         Args:
             records: Gets their resolutions, with the places of their rows here. [B / R, 8], int64.
             weights: Gets the importance weights; empty: there are none. [B / R], float32.
         Raises:
             StoreError: No replica has an item with a mass; on every rank.
-            PeerError, LostNodeError: The replicas stand at different batches, or one does not answer in time.
+            PeerError, LostNodeError: The replicas are at different batches, or one does not answer in time.
         """
         self._untraced(records, weights)
 
     def _select_or_abandon(self, records: Tensor, weights: Tensor) -> None:
         try:
             self._select(records, weights)
-        except GearError:  # on every rank, or somebody is lost
+        except GearError:  # raised on every rank, or a rank is lost
             raise
         except Exception as error:
             self._peers.abandon(error)
             raise
 
     def _select(self, records: Tensor, weights: Tensor) -> None:
-        parts = self._meet()
+        parts = self._exchange_records()
         key, first = parts[0][ReplicaRecord.BATCH :]
         totals = torch.tensor([part[ReplicaRecord.TOTAL] for part in parts])
         total = int(totals.sum())
         self._check(total)
         own = self._draw(totals, total, first)
         found = self._resolve(own, first)
-        least = self._deliver(own, found, records)
+        least = self._exchange_samples(own, found, records)
         if len(weights):
             self._weigh(records, weights, parts, least, key)
         state = self._table.state
@@ -108,11 +108,11 @@ class JointSelection:
             part[ReplicaRecord.HIGHEST] for part in parts
         )
 
-    def _meet(self) -> list[list[int]]:
+    def _exchange_records(self) -> list[list[int]]:
         """Return the record of each replica: its masses and its position.
 
         Raises:
-            PeerError: The replicas stand at different batches.
+            PeerError: The replicas are at different batches.
         """
         table = self._table
         top = table.minima[-FAN_OUT:] if len(table.minima) else table.sums[: table.num_items]
@@ -127,7 +127,7 @@ class JointSelection:
         if any(part[ReplicaRecord.BATCH :] != parts[0][ReplicaRecord.BATCH :] for part in parts):
             at = {f"replica {replica}": part[ReplicaRecord.BATCH] for replica, part in enumerate(parts)}
             remedy = "load the same checkpoint on all ranks"
-            raise PeerError("the replicas", "must stand at the same global batch", at, remedy)
+            raise PeerError("the replicas", "must be at the same global batch", at, remedy)
         return parts
 
     def _check(self, total: int) -> None:
@@ -140,7 +140,7 @@ class JointSelection:
             raise StoreError("the total mass over all replicas", rule, total, "give smaller priorities")
 
     def _draw(self, totals: Tensor, total: int, first: int) -> np.ndarray:
-        """Compute all coordinates and the holders of their items; return the samples that lie here. [n]."""
+        """Compute all coordinates and the holders of their items; return those of this replica. [n]."""
         spec, found = self._spec, torch.zeros(1, dtype=torch.int64)
         self._ops.draw_(self._coordinates, spec.seed, spec.key, first, total)
         if spec.is_stratified:
@@ -152,8 +152,8 @@ class JointSelection:
     def _resolve(self, own: np.ndarray, first: int) -> Tensor:
         """Return the records of own samples, by receiver. [n, 9], int64.
 
-        All numbers of the batch are resolved, those of others at coordinate 0, so that each has its own
-        random words; what is not this replica's is dropped.
+        All samples of the batch are resolved, those of other replicas at coordinate 0, so that each has its
+        own random words; the others are dropped.
         """
         device, count = self._table.device, self._spec.batch
         if len(own) == 0:
@@ -165,8 +165,8 @@ class JointSelection:
         mine = every[self._sent(_by_receiver(own, self._replicas))]
         return torch.cat([mine, self._rows.steps_of(mine)[:, None]], 1)
 
-    def _deliver(self, own: np.ndarray, found: Tensor, records: Tensor) -> int:
-        """Swap resolutions and rows; return the least mass that was drawn."""
+    def _exchange_samples(self, own: np.ndarray, found: Tensor, records: Tensor) -> int:
+        """Exchange resolutions and rows; return the least mass that was drawn."""
         owner, replicas = self._owner.numpy(), self._replicas
         wanted = np.arange(self._replica, len(owner), replicas)
         self.holders = owner[wanted]

@@ -1,4 +1,4 @@
-"""What ranks whose tables lie on their devices say to each other before they do something together."""
+"""Messages and collectives between ranks that share a table in the memory of their devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deepspeed_gear.distributed.topology import RankCoordinates, Topology
 
 
 class _ByRank(Topology):
-    """A topology whose ranks are counted as nodes: each has a part of its own."""
+    """A topology in which each rank counts as a node."""
 
     def describe(self, node: int) -> str:
         host = f" ({self.names[node]})" if node < len(self.names) else ""
@@ -26,13 +26,13 @@ class _ByRank(Topology):
 
 
 class ReplicaAgreement:
-    """The ranks that share a table which lies on their devices, and how they talk.
+    """Collectives of the ranks that share a table in the memory of their devices.
 
-    What decides whether all go on goes over gloo, with names for what is lost; the rest over the transport of
-    the devices.
+    Messages that decide whether all ranks continue use gloo, whose errors name the lost rank; all others use
+    the transport of the devices.
 
     Args:
-        topology: Where the ranks sit.
+        topology: Places and nodes of all ranks.
         device: Of this rank.
         is_shared: Whether any two ranks have the same GPU.
         timeout_s: Longest wait for another rank, in seconds.
@@ -47,10 +47,10 @@ class ReplicaAgreement:
         names = tuple(topology.names[node] for node in topology.nodes) if topology.names else ()
         by_rank = _ByRank(topology.rank, topology.places, tuple(range(size)), names)
         self._channel = NodeChannel(by_rank, range(size), "devices", timeout_s, group)
-        #: The order in which ranks are counted here: those that sit alike, by replica, lie together.
+        #: Order of the ranks here: twins (equal places in their replicas) are adjacent, by replica.
         self._order = sorted(range(size), key=lambda rank: _inside_first(self.places[rank]))
         ranks = [self._channel.ranks[rank] for rank in self._order]
-        guard = self._channel.naming_the_lost
+        guard = self._channel.naming_lost_ranks
         self._transport = DeviceCollectives(ranks, device, is_shared, timeout_s + GRACE_S, "tables", guard)
 
     def open(self) -> None:
@@ -58,13 +58,13 @@ class ReplicaAgreement:
         self._channel.open()
         self._transport.open()
 
-    def meet(self, words: Sequence[int]) -> list[int]:
-        """Tell each replica a word. Collective.
+    def share_words(self, words: Sequence[int]) -> list[int]:
+        """Send each replica a word. Collective.
 
         Args:
             words: For each replica.
         Returns:
-            What the reporting rank of each replica has told this one.
+            The word for this replica from the reporting rank of each replica.
         Raises:
             LostNodeError: A rank does not answer in time.
         """
@@ -92,8 +92,8 @@ class ReplicaAgreement:
         """
         return self._transport.swap(rows, self._for_twins(outgoing), self._for_twins(coming))
 
-    def tell_all(self, rows: Tensor, outgoing: Sequence[int], coming: Sequence[int]) -> Tensor:
-        """Send all ranks of each replica its rows, if this rank is the one that reports for its own.
+    def share_rows(self, rows: Tensor, outgoing: Sequence[int], coming: Sequence[int]) -> Tensor:
+        """Send each replica's rows to all of its ranks, from the reporting rank of this replica.
 
         Args:
             rows: By replica. [n, ...].
@@ -109,7 +109,7 @@ class ReplicaAgreement:
         return self._transport.swap(rows.repeat(copies, 1), list(outgoing) * copies, reporters)
 
     def gather(self, words: Tensor) -> Tensor:
-        """Return the same words of the twin in each replica. [n] -> [R, n].
+        """Return the words of the twin in each replica. [n] -> [R, n].
 
         Raises:
             LostNodeError: As `swap`.
@@ -119,7 +119,7 @@ class ReplicaAgreement:
         return every[ours[0] : ours[-1] + 1]
 
     def abandon(self, error: Exception) -> None:
-        """Take no further part: an error keeps this rank from what the others wait in."""
+        """Break the channel: an error keeps this rank from a collective in which the others wait."""
         self._channel.abandon(error)
 
     @property
@@ -127,7 +127,7 @@ class ReplicaAgreement:
         return [self.places[rank] for rank in self._order]
 
     def _for_twins(self, counts: Sequence[int]) -> list[int]:
-        """Return rows for each rank from those for each replica: for this rank's twins, 0 for the others."""
+        """Return row counts by rank from those by replica: for this rank's twins, 0 for the others."""
         places = self._places_in_order
         return [counts[place.data_rank] if _is_twin(place, self.place) else 0 for place in places]
 
@@ -152,16 +152,16 @@ def shares_gpus(exchange: ControlPlane, topology: Topology, device: torch.device
 def inside_replica(
     topology: Topology, device: torch.device, is_shared: bool, timeout_s: float, group: Any
 ) -> tuple[DeviceCollectives, int] | None:
-    """Return what carries tensors in a replica, and the rank that reports there. Collective over its ranks.
+    """Return the collectives of this replica's ranks, and its reporting rank. Collective over its ranks.
 
     Args:
-        topology: Where the ranks sit.
+        topology: Places and nodes of all ranks.
         device: Of this rank.
         is_shared: Whether any two ranks have the same GPU.
         timeout_s: Longest wait for another rank, in seconds.
         group: Whose ranks the topology counts; None for all.
     Returns:
-        The transport and the reporting rank among those that it counts; None where the replica is one rank.
+        The collectives, and the index of the reporting rank in them; None where the replica is one rank.
     """
     mine = [rank for rank, place in enumerate(topology.places) if place.data_rank == topology.data_rank]
     if len(mine) == 1:

@@ -1,4 +1,4 @@
-"""Selection on a table in the memory of one device: what is drawn, from state that lies there too."""
+"""Selection from a table in the memory of one device, with masses and state in the same memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RingSelection:
     Args:
         table: Where the items lie.
         spec: The stream.
-        betas: Exponent of the importance weights by global batch, Q62; the last one holds on. [n], int64.
+        betas: Exponent of the PER weights by global batch, Q62; after them the last one. [n], int64.
         stride: The i-th sample since the beginning has number i * stride + offset.
         offset: See `stride`.
     """
@@ -47,7 +47,7 @@ class RingSelection:
         self._draw = [spec.seed, spec.key, stride, offset, int(spec.is_stratified), normalize]
 
     def add_(self, columns: Mapping[str, Tensor], lengths: Tensor | None, count: int, steps: int) -> None:
-        """Add trajectories that `RingTable.check` has seen."""
+        """Add trajectories that `RingTable.check` has checked."""
         self.table.add_(columns, lengths, count, steps, self._new_items)
 
     def select_(self, records: Tensor, weights: Tensor) -> None:
@@ -63,7 +63,7 @@ class RingSelection:
         table.ops.ring_select_(table.state, records, weights, *known, *rest)
 
     def resolve_(self, records: Tensor, coordinates: Tensor, first: int) -> None:
-        """Find what coordinates hit.
+        """Resolve coordinates to items.
 
         Args:
             records: Gets the resolutions. [n, 8], int64.

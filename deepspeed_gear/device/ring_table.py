@@ -1,6 +1,6 @@
-"""A table in the memory of one device: columns, tree and state are tensors that no other process sees.
+"""A table in the memory of one device: columns, tree and state are tensors private to the process.
 
-Rows and slots are rings (common/ring.h): a trajectory never wraps, and the oldest ones go. Whatever changes
+Rows and slots are rings (common/ring.h): a trajectory never wraps, and the oldest ones are evicted. All state
 lies in tensors of fixed addresses, so that adding, drawing and updates can be captured in a CUDA graph.
 """
 
@@ -30,7 +30,7 @@ _PRIORITY_COUNTS = slice(RingState.COUNTS, RingState.COUNTS + 5)
 
 @dataclass(frozen=True)
 class RingTableSpec:
-    """Sizes of a RingTable, and what it keeps of each item.
+    """Sizes of a RingTable, and the state that it keeps of each item.
 
     Args:
         schema: Columns.
@@ -41,7 +41,7 @@ class RingTableSpec:
         has_priorities: Whether items have priorities.
         has_minima: Whether the least mass of the table is kept.
         return_to_go: Whether the derived column is kept.
-        arrivals: Rows and slots after its own, for what other devices send.
+        arrivals: Rows and slots after its own, for samples from other devices.
     """
 
     schema: Schema
@@ -76,11 +76,11 @@ class DatasetItems:
 
 @dataclass(frozen=True)
 class NewItems:
-    """How the items of trajectories that are added get their masses.
+    """Mass rule of the items of added trajectories.
 
     Args:
         anchors: Which steps are anchors, as `AnchorRule.as_list`.
-        unit: What a mass is of (MassUnit).
+        unit: Unit of a mass (MassUnit).
         alpha: Exponent of the priorities, Q62.
         initial: Bits of the first priority, float32; or HIGHEST_SO_FAR.
         most_bits: log2 of the largest mass.
@@ -118,7 +118,7 @@ class RingTable:
 
         own = {column.name: num_slots if column.rows == "1" else num_rows for column in schema}
         own[RETURN_TO_GO] = num_rows if return_to_go else 0
-        #: What batches are gathered from: a table's own rows, and after them the arrivals.
+        #: Sources of the gather: a table's own rows, and after them the arrivals.
         self._gathered = {
             column.name: zeros(
                 own[column.name] + arrivals[column.rows == "1"], *column.shape, dtype=DTYPES[column.dtype]
@@ -145,7 +145,7 @@ class RingTable:
 
     @property
     def content(self) -> dict[str, Tensor]:
-        """Everything that changes, by name."""
+        """All tensors that change, by name."""
         return {
             **{f"column/{name}": column for name, column in self.columns.items()},
             "returns_to_go": self.returns_to_go,
@@ -165,7 +165,7 @@ class RingTable:
         return sum(tensor.numel() * tensor.element_size() for tensor in (*self.content.values(), *arriving))
 
     def gather_source(self, name: str) -> Tensor:
-        """Return what batches are gathered from: own rows, and after them the arrivals. [rows, *shape]."""
+        """Return the source of the gather: own rows, and after them the arrivals. [rows, *shape]."""
         return self._gathered[name]
 
     def held(self, name: str) -> Tensor:
@@ -173,7 +173,7 @@ class RingTable:
         return self.returns_to_go if name == RETURN_TO_GO else self.columns[name]
 
     def arrivals(self, name: str) -> Tensor:
-        """Return the rows for what other devices send, which lie after the own ones. [rows, *shape]."""
+        """Return the rows for samples from other devices, which follow the own ones. [rows, *shape]."""
         return self._gathered[name][len(self.held(name)) :]
 
     # ---- content ---------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ class RingTable:
         self.state[RingState.COUNTS + UpdateCount.DRAWABLE] = torch.count_nonzero(leaves)
 
     def check(self, columns: Mapping[str, Tensor], lengths: Tensor | None) -> tuple[int, int]:
-        """Refuse what cannot be added, from shapes and dtypes alone.
+        """Raise if columns cannot be added, from shapes and dtypes alone.
 
         Returns:
             Trajectories, and steps of each.
@@ -307,8 +307,8 @@ class RingTable:
         steps: int,
         items: NewItems,
     ) -> None:
-        """Add trajectories that `check` has seen. Mutates fixed tensors only."""
-        # Made anew: a tensor that a trace or a capture leaves behind is of no use outside of it.
+        """Add trajectories that `check` has checked. Mutates fixed tensors only."""
+        # Made anew: a tensor that was made in a trace or a capture cannot be used outside of it.
         placed = torch.empty(count, PlacedTrajectory.NUM_WORDS, dtype=torch.int64, device=self.device)
         if lengths is None:
             lengths = torch.full((count,), steps, dtype=torch.int64, device=self.device)
@@ -336,7 +336,7 @@ class RingTable:
             self.ops.suffix_sum_(self.returns_to_go, self._rewards, extents)
 
     def check_fill(self, ids: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Refuse late columns that do not fit.
+        """Raise if late columns do not fit.
 
         Raises:
             SchemaError, ShapeError, DataError: A column is unknown, others follow from it, or it has another
@@ -357,11 +357,11 @@ class RingTable:
                 raise DataError(f"column {name}", f"must be on {self.device}", str(values.device))
 
     def fill_(self, ids: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Write late columns of stored trajectories; ids that are gone are left out.
+        """Write late columns of stored trajectories; ids of evicted ones are left out.
 
         Args:
             ids: [n], int64.
-            columns: As `check_fill` has seen them.
+            columns: As checked by `check_fill`.
         """
         slots = torch.remainder(ids, self.num_slots)
         records = self.slots[slots]
@@ -373,7 +373,7 @@ class RingTable:
         self.ops.scatter_(targets, [values.contiguous() for values in columns.values()], placed, sources)
 
     def clear(self) -> None:
-        """Take everything out; ids go on."""
+        """Remove all trajectories; ids continue."""
         counts, following = self.state[_PRIORITY_COUNTS].clone(), self.state[RingState.NEXT].clone()
         head = self.state[RingState.HEAD].clone()
         for name in ("slots", "sums", "minima", "priorities", "row_slots", "begins"):

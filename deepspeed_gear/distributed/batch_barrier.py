@@ -1,11 +1,11 @@
-"""Turns of the ranks that train together: a failure, a death or an early end of one is raised on all.
+"""The batch barrier: a failure, a death or an early end of a rank is raised on all ranks that train together.
 
-A rank that enters a collective which another one never enters hangs. So the ranks take turns: each does its
-part, says in shared memory how it went, and waits until all have, before any of them goes on to the model.
-A turn in which one rank failed is over for all, with an error on each; the next turn tries again.
+A rank that enters a collective which another one never enters hangs. So at each barrier every rank does its
+part, publishes the outcome in shared memory, and waits until all ranks have, before any continues to the
+model. A barrier at which one rank failed is over for all, with an error on each; the next one tries again.
 
-Over several nodes each node's leader waits for its own ranks, tells the leaders of the others how it went,
-and then lets its ranks go on.
+Over several nodes each node leader waits for its own ranks, exchanges the outcome with the other leaders, and
+then releases its ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final, NoReturn, TypeVar
 import numpy as np
 
 from deepspeed_gear.distributed import node_messages
-from deepspeed_gear.distributed.failure_detector import HEARD_BEATS, MOST_BEAT_S, FailureDetector
+from deepspeed_gear.distributed.failure_detector import MOST_BEAT_S, SPREAD_BEATS, FailureDetector
 from deepspeed_gear.distributed.node_channel import MUST_TAKE_ALL, NodeChannel
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import GearError, LostNodeError, NotReadyError, PeerError, relayed
@@ -28,10 +28,10 @@ from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.table import Table
 
 T = TypeVar("T")
-_NOT_READY = "not ready: "  # begins the text of a rank that may be ready later
-MOST_DRAIN_S = 3.0  # what a rank that ends waits for other nodes
-SETTLE_S = 0.1  # in it a rank sees what another one did before it ended
-GRACE_S = 2 + 2 * HEARD_BEATS * MOST_BEAT_S  # ranks wait longer for their leader than it for other nodes
+_NOT_READY = "not ready: "  # prefix of the text of a rank that may be ready later
+MOST_DRAIN_S = 3.0  # longest wait of a rank that ends for other nodes
+SETTLE_S = 0.1  # after it the last writes of a rank that has ended are visible
+GRACE_S = 2 + 2 * SPREAD_BEATS * MOST_BEAT_S  # ranks wait longer for their leader than it for other nodes
 NO_DIGEST = 0
 _AWAKE_S, _POLL_S = 500e-6, 200e-6
 
@@ -65,17 +65,17 @@ class EndCode:
 
 
 class BatchBarrier:
-    """The turns of a node's ranks. Main thread only.
+    """The batch barriers of a node's ranks. Main thread only.
 
     Args:
         table: Whose store holds the words.
-        topology: Where the ranks sit.
-        only_readers: Inner stages of a pipeline take no turns.
-        timeout_s: How long one waits for another.
+        topology: Places and nodes of all ranks.
+        only_readers: Inner stages of a pipeline take no part.
+        timeout_s: Longest wait for another rank.
         channel: To the leaders of the other nodes, on a leader.
         over_nodes: Whether there are other nodes.
-        early: Whether ranks may reach a turn before they wait for it.
-        watch: Over the ranks of all nodes; None for one node.
+        early: Whether ranks may reach a barrier before they wait at it.
+        detector: Finds lost ranks and nodes; None for one node.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class BatchBarrier:
         channel: NodeChannel | None = None,
         over_nodes: bool = False,
         early: bool = False,
-        watch: FailureDetector | None = None,
+        detector: FailureDetector | None = None,
     ) -> None:
         self._table, self._timeout_s, self._topology = table, timeout_s, topology
-        self._channel, self._watch = channel, watch
+        self._channel, self._detector = channel, detector
         self.is_early = early and over_nodes
-        self._flying: Callable[[], np.ndarray] | None = None  # what waits for the message of the next turn
+        self._pending: Callable[[], np.ndarray] | None = None  # waits for messages of the barrier under way
         self._ranks = topology.peers
         self._places = [topology.places[rank] for rank in self._ranks]
         members = [p for p, place in enumerate(self._places) if place.reads or not only_readers]
@@ -103,32 +103,32 @@ class BatchBarrier:
         everyone = len(members) == len(self._ranks)
         self._reached: np.ndarray = self._words[:, BarrierWord.REACHED]
         self._lagging = self._lagging_of_all if everyone else self._lagging_of_members
-        self._follows = over_nodes and channel is None  # its leader tells it how turns went
+        self._follows = over_nodes and channel is None  # its leader publishes the outcome of barriers
         if self._follows:
             self._lagging = self._lagging_of_leader
-        self._leader_ended: float | None = None  # when that was first seen
+        self._leader_ended: float | None = None  # when the leader was first found to have ended
         self._end = EndCode.WELL
-        self._count = 0  # turns of this rank
-        self._is_open = False  # it has done its part of the last one, and not heard of all others yet
-        self._takes_turns = table.memory.peer in members
-        self._note_taken()
+        self._count = 0  # barriers that this rank has reached
+        self._is_open = False  # this rank has reached the last one, but not passed it yet
+        self._takes_part = table.memory.peer in members
+        self._publish_passed()
 
     @staticmethod
     def regions(num_peers: int) -> list[Region]:
-        """Return what it keeps in the store."""
+        """Return its regions of the store."""
         return [
             Region("status/words", "int64", (num_peers, BarrierWord.NUM_WORDS)),
             Region("status/texts", "uint8", (num_peers, BarrierWord.NUM_TEXT_BYTES)),
         ]
 
     def agree(self, action: Callable[[], T], digest: Callable[[], int] = lambda: NO_DIGEST) -> T:
-        """Take a turn: do something on this rank; raise if another rank failed at it.
+        """Run an action on every rank and pass a batch barrier; raise if the action failed on another rank.
 
         Args:
-            action: What all ranks do; called again by the next turn if this one fails.
-            digest: Of what this rank has got, for `verify_every`; asked after `action`.
+            action: What all ranks do; called again at the next barrier if this one fails.
+            digest: Returns the digest of this rank's samples, for `verify_every`; called after `action`.
         Returns:
-            Its result.
+            The action's result.
         Raises:
             Exception: What `action` raised here.
             PeerError, NotReadyError: As `wait`.
@@ -143,7 +143,7 @@ class BatchBarrier:
         return result
 
     def reach(self, digest: int = NO_DIGEST) -> None:
-        """Say that this rank has done its part."""
+        """Mark this rank's part of the next barrier as done."""
         if not self._is_open:
             self._count += 1
             if digest:
@@ -155,7 +155,7 @@ class BatchBarrier:
             self._is_open = True
 
     def fail(self, error: Exception) -> None:
-        """Say that this rank cannot do its part: the turn is over, and the others raise with this text."""
+        """Publish that this rank cannot do its part: the barrier is over, and the others raise this error."""
         text = _text_of(error)
         with self._table.lock:
             self._write(text)
@@ -167,44 +167,44 @@ class BatchBarrier:
         self._is_open = False
 
     def begin(self) -> None:
-        """Tell the other nodes already that this one has had the turn, if all its ranks have reached it."""
-        if self._channel is None or not self._is_open or self._flying is not None or self._lagging():
+        """Send this node's status to the other nodes, if all its ranks have reached the barrier."""
+        if self._channel is None or not self._is_open or self._pending is not None or self._lagging():
             return
         if all(self._words[peer, BarrierWord.FAILED] < self._count for peer in self._members):
-            self._flying = self._begin_status(self._channel, failed=False)
+            self._pending = self._begin_status(self._channel, failed=False)
 
     def explain(self, error: BaseException) -> None:
-        """Say what ends this rank, for those that miss it in a turn."""
+        """Publish the error that ends this rank, for ranks that wait for it at a barrier."""
         if isinstance(error, Exception) and self._end == EndCode.WELL:
             self._write(_text_of(error))
             self._end = EndCode.ERROR
 
     def end(self) -> None:
-        """Say that this rank takes no more turns."""
+        """Mark this rank as ended: it takes part in no more barriers."""
         self._mine[BarrierWord.ENDED] = self._end
         self.drain(MOST_DRAIN_S)
 
     def drain(self, timeout_s: float | None = None) -> None:
-        """Let no message of a turn be under way: every leader sends and receives one more. Collective."""
+        """Complete the messages under way: every leader sends and receives one more status. Collective."""
         if self._channel is None or not self.is_early:
             return
         with self._channel.parting(timeout_s or self._channel.timeout_s):
-            (self._flying or self._channel.begin_gather(np.zeros(BarrierMessage.NUM_WORDS, np.int64)))()
-        self._flying = None
+            (self._pending or self._channel.begin_gather(np.zeros(BarrierMessage.NUM_WORDS, np.int64)))()
+        self._pending = None
 
     def restart(self) -> None:
-        """Begin again, as when a checkpoint is loaded: between two barriers of all ranks."""
+        """Count barriers from 0 again, as when a checkpoint is loaded, between two waits of all ranks."""
         self._count, self._is_open = 0, False
         self._mine[[BarrierWord.REACHED, BarrierWord.FAILED, BarrierWord.RELEASED]] = 0
-        self._note_taken()
+        self._publish_passed()
 
     def wait(self) -> None:
-        """Wait until every rank has had this rank's turn.
+        """Wait until every rank has reached the barrier that this rank has reached.
 
         Raises:
             PeerError: One failed, has died or ended, does not come in time, or has other samples than its
                 replica.
-            NotReadyError: One says so: the turn is over, and can be tried again.
+            NotReadyError: One is not ready: this barrier is over, and the next one may succeed.
         """
         if self._lagging():
             begin = time.monotonic()
@@ -225,11 +225,11 @@ class BatchBarrier:
         self._raise_failure(self._count)
         if self._channel is None and any(self._words[:, BarrierWord.DIGESTS + self._count % 2].tolist()):
             self._compare_digests(self._digests())  # an inner stage has none
-        self._note_taken()
+        self._publish_passed()
 
-    def _note_taken(self) -> None:
-        if self._watch is not None and self._takes_turns:
-            self._watch.take(self._count)
+    def _publish_passed(self) -> None:
+        if self._detector is not None and self._takes_part:
+            self._detector.take(self._count)
 
     def _lagging_of_leader(self) -> bool:
         return bool(
@@ -240,7 +240,7 @@ class BatchBarrier:
     # ---- over nodes ------------------------------------------------------------------------------
 
     def _give_up(self, error: PeerError) -> None:
-        """Let the other ranks of the node, and the other nodes, know that a turn cannot be finished."""
+        """Publish to the ranks of the node and to the other nodes that a barrier cannot be completed."""
         if self._channel is None:
             return
         self._publish(str(error))
@@ -250,7 +250,7 @@ class BatchBarrier:
         self._is_open = False
 
     def _finish_status(self, channel: NodeChannel) -> None:
-        """Tell the other nodes how the turn went here, hear how it went there, and let the ranks go on."""
+        """Exchange the outcome of the barrier with the other nodes, and release the ranks of this one."""
         failed = [peer for peer in self._members if self._words[peer, BarrierWord.FAILED] >= self._count]
         text = self._text_of(failed[0]) if failed else ""
         try:
@@ -263,16 +263,16 @@ class BatchBarrier:
         self._mine[BarrierWord.RELEASED] = self._count
 
     def _exchange_error(self, channel: NodeChannel, text: str) -> None:
-        """Swap with the other leaders: turn, whether it failed, whether digests are to be compared.
+        """Exchange status messages with the other leaders, and the text and the digests where one has them.
 
         Raises:
-            PeerError: It failed on another node.
+            PeerError: The barrier failed on another node.
         """
-        digests, wait = self._digests(), self._flying or self._begin_status(channel, bool(text))
-        self._flying, received = None, wait()
+        digests, wait = self._digests(), self._pending or self._begin_status(channel, bool(text))
+        self._pending, received = None, wait()
         if (received[:, BarrierMessage.NUMBER] != self._count).any():
             node = int(np.nonzero(received[:, BarrierMessage.NUMBER] != self._count)[0][0])
-            channel.raise_ended(node, f"it ended before turn {self._count}")
+            channel.raise_ended(node, f"it ended before batch barrier {self._count}")
         texts = None
         if received[:, BarrierMessage.STATUS].any():
             texts = channel.gather(node_messages.pack_text(text, BarrierWord.NUM_TEXT_BYTES // 8))
@@ -289,12 +289,12 @@ class BatchBarrier:
             self._compare_digests([(int(a), int(b), int(c)) for rows in every for a, b, c in rows])
 
     def _begin_status(self, channel: NodeChannel, failed: bool) -> Callable[[], np.ndarray]:
-        """Send turn, status and whether digests are to be compared; return what waits for the others'."""
+        """Send number, status and whether digests are to be compared; return what waits for the others'."""
         verifies = any(digest for _, _, digest in self._digests())
         return channel.begin_gather(np.array([self._count, failed, verifies]))
 
     def _publish(self, text: str) -> None:
-        """Say to the ranks of the node why the turn is over."""
+        """Publish to the ranks of the node why the barrier is over."""
         with self._table.lock:
             self._write(text)
             self._mine[BarrierWord.FAILED] = self._count
@@ -309,7 +309,7 @@ class BatchBarrier:
             return bytes(self._texts[peer]).rstrip(b"\0").decode(errors="replace")
 
     def _digests(self) -> list[tuple[int, int, int]]:
-        """Return rank, replica and digest of this node's ranks in the turn."""
+        """Return rank, replica and digest of this node's ranks at this barrier."""
         with self._table.lock:
             digests: list[int] = self._words[:, BarrierWord.DIGESTS + self._count % 2].tolist()
         replicas = [self._places[peer].data_rank for peer in self._members]
@@ -326,37 +326,38 @@ class BatchBarrier:
         return bool(self._reached[self._members].min() < self._count)
 
     def check(self) -> None:
-        """Raise if another rank has failed in the turn that this one prepares. Any thread.
+        """Raise if another rank has failed at the barrier that this one prepares. Any thread.
 
         Raises:
             PeerError: One has: what this rank waits for may never come.
         """
         self._raise_failure(self._count + 1)
-        if self._watch is not None:
-            self._watch.check()
+        if self._detector is not None:
+            self._detector.check()
         if self._follows and self._words[0, BarrierWord.ENDED]:
             self._leader_ended = self._leader_ended or time.monotonic()
-            if time.monotonic() - self._leader_ended > SETTLE_S:  # by then what it has made was seen
+            if time.monotonic() - self._leader_ended > SETTLE_S:  # by then its selections are visible
                 self._raise_ended(0)
 
-    def _raise_failure(self, turn: int) -> None:
-        if max(self._words[:, BarrierWord.FAILED].tolist()) < turn:
+    def _raise_failure(self, number: int) -> None:
+        if max(self._words[:, BarrierWord.FAILED].tolist()) < number:
             return
         for peer in self._members:
-            if self._words[peer, BarrierWord.FAILED] >= turn and peer != self._table.memory.peer:
+            if self._words[peer, BarrierWord.FAILED] >= number and peer != self._table.memory.peer:
                 raise _failure_of(f"rank {self._ranks[peer]}", self._text_of(peer))
 
     def _check(self, waited_s: float) -> None:
-        """Raise if a rank that is after will never come."""
-        if self._watch is not None:
-            self._watch.check()
+        """Raise if a rank that has not reached the barrier never will."""
+        if self._detector is not None:
+            self._detector.check()
         if self._follows:
             self._check_leader(waited_s)
             return
         for peer in self._members:
             if self._reached[peer] >= self._count:
                 continue
-            name, had = f"rank {self._ranks[peer]}", f"{int(self._reached[peer])} of {self._count} turns"
+            name = f"rank {self._ranks[peer]}"
+            had = f"{int(self._reached[peer])} of {self._count} batch barriers"
             lives = self._table.memory.is_alive(peer)
             if self._words[peer, BarrierWord.ENDED] and self._reached[peer] < self._count:
                 self._raise_ended(peer)
@@ -367,14 +368,15 @@ class BatchBarrier:
                     name,
                     f"must have its batch in gear.timeout_s = {self._timeout_s} s",
                     had,
-                    "look what it does; if it evaluates or saves for so long, raise gear.timeout_s",
+                    "look at what it does; if it evaluates or saves for so long, raise gear.timeout_s",
                 )
 
     def _raise_ended(self, peer: int) -> NoReturn:
-        """Raise that a rank of this node has ended while this one still asks for batches."""
-        if self._watch is not None:
-            self._watch.check_ended()
-        name, had = f"rank {self._ranks[peer]}", f"after {int(self._reached[peer])} of {self._count} turns"
+        """Raise that a rank of this node has ended while this one still samples."""
+        if self._detector is not None:
+            self._detector.check_ended()
+        name = f"rank {self._ranks[peer]}"
+        had = f"after {int(self._reached[peer])} of {self._count} batch barriers"
         if self._words[peer, BarrierWord.ENDED] == EndCode.ERROR:
             rule = "must train as long as the others"
             raise PeerError(name, rule, None, f"it failed {had}: {self._text_of(peer)}")
@@ -388,15 +390,11 @@ class BatchBarrier:
         if not lives and self._lagging():
             raise PeerError(name, "must live as long as the others train", None, "it died")
         if waited_s > self._timeout_s + GRACE_S:
-            rule = f"must hear of the other nodes in gear.timeout_s = {self._timeout_s} s"
-            raise PeerError(name, rule, None, "look what it does, and at its log")
+            rule = f"must publish the outcome of the other nodes in gear.timeout_s = {self._timeout_s} s"
+            raise PeerError(name, rule, None, "look at what it does, and at its log")
 
     def _compare_digests(self, known: Sequence[tuple[int, int, int]]) -> None:
-        """Compare the digests inside each replica.
-
-        Args:
-            known: Rank, replica and digest.
-        """
+        """Raise unless the ranks of a replica have equal digests. Each of `known`: rank, replica, digest."""
         for replica in sorted({replica for _, replica, _ in known}):
             digests = {rank: digest for rank, its, digest in known if its == replica}
             usual = Counter(digests.values()).most_common(1)[0][0]
@@ -411,7 +409,7 @@ class BatchBarrier:
 
 
 def _text_of(error: Exception) -> str:
-    """Return what other ranks are told of an error."""
+    """Return the text of an error for other ranks."""
     text = str(error) if isinstance(error, GearError) else f"{type(error).__name__}: {error}"
     return _NOT_READY + text if isinstance(error, NotReadyError) else text
 

@@ -1,4 +1,4 @@
-"""From a config to attached tables: every step that ranks must agree on, in order."""
+"""Resolution of a config into table sizes, schemas and data sets: all that ranks must agree on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.retention_options import retention_of
 from deepspeed_gear.store.table_spec import Shard, TableSpec, spare_rows_for
 
-STEPS_PER_SLOT, LEAST_SLOTS = 16, 1024  # trajectories of a table whose config does not say how many
+STEPS_PER_SLOT, LEAST_SLOTS = 16, 1024  # trajectories of a table whose config gives no number
 
 
 def read_config(exchange: ControlPlane, section: Any) -> GearConfig:
@@ -48,7 +48,7 @@ def read_config(exchange: ControlPlane, section: Any) -> GearConfig:
 
 
 def compare_placement(exchange: ControlPlane, topology: Topology, config: GearConfig) -> None:
-    """Check that the ranks of the node use their common store in one way. Collective.
+    """Check that the ranks of a node have the same backend and `load` for their common store. Collective.
 
     Raises:
         ConfigError: Backend or `load` differ.
@@ -95,7 +95,7 @@ def open_data(exchange: ControlPlane, config: GearConfig) -> dict[str, Dataset]:
 def schemas_of(
     config: GearConfig, data: Mapping[str, Dataset], given: Mapping[str, Schema] | None
 ) -> dict[str, Schema]:
-    """Return the schema of each table: of its data set, its config, or as the program gives it."""
+    """Return the schema of each table: from its data set, its config, or the program."""
     schemas: dict[str, Schema] = {}
     for name, table in config.resolved_tables.items():
         schema = data[name].schema if name in data else (table.schema or (given or {}).get(name))
@@ -108,7 +108,7 @@ def schemas_of(
 
 
 def _held_of(name: str, dataset: Dataset, shard: Shard | None) -> tuple[int, int]:
-    """Return trajectories and rows of a shard of a data set."""
+    """Return the numbers of trajectories and rows of a shard of a data set."""
     mine = dataset.first_id, dataset.first_id + len(dataset)
     first, end = (0, dataset.num_trajectories_of_whole) if shard is None else (shard.first, shard.end)
     if not (mine[0] <= first <= end <= mine[1]):
@@ -123,7 +123,7 @@ def _held_of(name: str, dataset: Dataset, shard: Shard | None) -> tuple[int, int
 
 
 def capacity_of(name: str, table: TableConfig, schema: Schema, count: int) -> tuple[int, int]:
-    """Return steps and trajectories of one of `count` equal shards of a table with a capacity.
+    """Return the steps and trajectories that fit into one of `count` equal shards of a table with a capacity.
 
     Raises:
         ConfigError: The longest trajectory does not fit into one shard, or the bytes hold no step.
@@ -151,7 +151,7 @@ def num_items_of(config: GearConfig, name: str, schema: Schema, dataset: Dataset
         config: The config.
         name: Of the table.
         schema: Of its trajectories.
-        dataset: What this node has of its data set; None: the table has a capacity.
+        dataset: This node's part of its data set; None: the table has a capacity.
     Raises:
         ConfigError: The bytes hold no step.
     """
@@ -181,10 +181,10 @@ def table_specs(
     Args:
         config: The config.
         schemas: Of every table.
-        datasets: Of the tables that hold one, as this node has it.
+        datasets: This node's data sets, by table.
         fields: Of a batch.
         num_peers: Processes of the node that attach.
-        shards: What the stores hold, by table; those that are missing hold everything.
+        shards: Shards of the stores, by table; missing: the whole table.
         arrivals: Rows and slots for trajectories of other nodes, by table; missing: none.
         batches: Samples of a global batch that come from each sampled table, at most.
     Raises:
@@ -196,18 +196,18 @@ def table_specs(
 
     def spec(name: str, table: TableConfig) -> TableSpec:
         schema, shard = schemas[name], (shards or {}).get(name)
-        room = (shard, *(arrivals or {}).get(name, (0, 0)))
+        part = (shard, *(arrivals or {}).get(name, (0, 0)))
         if name in datasets:
             assert table.data is not None
             held, in_memory = datasets[name], table.data.load == "memory"
             slots, rows = _held_of(name, held, shard)
-            return TableSpec(name, schema, slots, rows, held, in_memory, name in returns, num_peers, *room)
+            return TableSpec(name, schema, slots, rows, held, in_memory, name in returns, num_peers, *part)
         steps, slots = capacity_of(name, table, schema, 1 if shard is None else shard.count)
         rows, longest = steps + (slots if schema.has_final_row else 0), table.max_length
         retention = retention_of(config, name, (steps, slots), (batches or {}).get(name, 0))
         most_rows = None if longest is None else longest + int(schema.has_final_row)
         spare = spare_rows_for(retention, rows, most_rows)
-        more = (*room, table.writers, retention, spare)
+        more = (*part, table.writers, retention, spare)
         return TableSpec(name, schema, slots, rows + spare, None, True, name in returns, num_peers, *more)
 
     return [spec(name, table) for name, table in config.resolved_tables.items()]
@@ -222,12 +222,12 @@ def fields_of(
 
 
 def statistics_source(config: GearConfig, data: Mapping[str, Dataset]) -> Dataset | None:
-    """Return the data set whose statistics normalise: that of the first sampled table that has one."""
+    """Return the data set whose statistics normalise fields: that of the first sampled table with one."""
     return next((data[table] for table in config.sampled_tables if table in data), None)
 
 
 def section_of(config: Mapping[str, Any] | GearConfig | str | Path) -> Any:
-    """Return the gear section of what the user gave."""
+    """Return the gear section of a config, dictionary or JSON file."""
     if not isinstance(config, (str, Path)):
         return config
     try:
@@ -246,7 +246,7 @@ def batch_info(config: GearConfig, data_world: int) -> BatchInfo:
 
 
 def split_of(config: GearConfig, table: str, datasets: Mapping[str, Dataset]) -> dict[str, float]:
-    """Return the split of a table: of the config, else the one that it was ingested with."""
+    """Return the split of a table: that of the config, else that of its data set."""
     data = config.resolved_tables[table].data
     given = dict(data.split) if data is not None else {}
     return given or (dict(datasets[table].split) if table in datasets else {})

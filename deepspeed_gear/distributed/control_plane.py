@@ -1,4 +1,4 @@
-"""The control plane between ranks: agreement, errors on all ranks, barriers. Only this makes groups."""
+"""The control plane between ranks: agreement, errors on all ranks, barriers; makes all process groups."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ControlPlane:
             return
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         if self.world_size > 1:
-            # torch 2.4 does not know the ranks of None.
+            # torch 2.4 does not accept None in get_process_group_ranks.
             group = dist.group.WORLD if process_group is None else process_group
             ranks = tuple(dist.get_process_group_ranks(group))
             self._group = _control_group(ranks, max(timeout_s, SETUP_TIMEOUT_S))
@@ -66,7 +66,7 @@ class ControlPlane:
         self.gather(None)
 
     def agree(self, what: str, action: Callable[[], T]) -> T:
-        """Do something on every rank; if it fails on one, fail on all.
+        """Run an action on every rank; if it fails on one, raise on all.
 
         Args:
             what: Names the action in the error of the other ranks.
@@ -80,7 +80,7 @@ class ControlPlane:
         result, error = None, None
         try:
             result = action()
-        except Exception as caught:  # whatever it is, the other ranks must hear of it
+        except Exception as caught:  # of any type: all of them are raised on the other ranks
             error = caught
         texts = self.gather(None if error is None else _text(error))
         if error is not None:
@@ -91,11 +91,11 @@ class ControlPlane:
         return result  # type: ignore[return-value]
 
     def close(self) -> None:
-        """Leave the group; the next Exchange over the same ranks uses it again."""
+        """Drop the process group; the next ControlPlane over the same ranks uses it again."""
         self._group = None
 
 
-# A group that is made again over the same ranks can meet the addresses of the one before it in the
+# A group that is made again over the same ranks can find the addresses of the one before it in the
 # rendezvous store. So there is one per set of ranks, until the default group is destroyed.
 _groups: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
@@ -105,7 +105,7 @@ def _control_group(ranks: tuple[int, ...], timeout_s: float) -> Any:
 
 
 def lane(ranks: tuple[int, ...], purpose: str, timeout_s: float, backend: str = "gloo") -> Any:
-    """Return the group over some ranks for one purpose. Collective over them the first time.
+    """Return the process group over some ranks for one purpose. Collective over them the first time.
 
     Args:
         ranks: Global ranks.
@@ -128,10 +128,10 @@ def lane(ranks: tuple[int, ...], purpose: str, timeout_s: float, backend: str = 
 
 
 def rendezvous(timeout_s: float) -> Any:
-    """Return a connection of its own to the store in which the ranks have met.
+    """Return a new connection to the rendezvous store of the default process group.
 
-    A call that waits in the store blocks its connection; so another thread needs one for itself. Its keys
-    have the prefixes of the default group's, by which launchers that keep the store tell one start of the
+    A call that waits in the store blocks its connection; so each thread needs its own. Its keys have the
+    prefixes of the default group's, by which launchers that keep the store distinguish one start of the
     ranks from the next. (torch before `Store.clone` does not show them.)
     """
     default = store = dist.distributed_c10d._get_default_store()

@@ -1,4 +1,4 @@
-"""Which shard of a data set each node holds. Pure: every rank computes the same."""
+"""Shards of a data set by node. Pure: every rank computes the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHARED = "or give every node the whole data set"
 
 
 def non_empty(bounds: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return bounds as near as can be in which every part has at least one trajectory.
+    """Return the nearest bounds with at least one trajectory in every part.
 
     Args:
         bounds: First trajectory of each part, and their number; at least as many trajectories as parts.
@@ -38,12 +38,12 @@ def shard_of_node(
     """Return the shard that each node holds.
 
     Nodes with whole data sets hold contiguous shards in node order. Nodes with parts hold these: shards are
-    ordered by part, whatever the order of the nodes.
+    ordered by part, for any order of the nodes.
 
     Args:
-        dataset_parts: What each consuming node has on disk, in node order: its part, None for the whole. [S].
+        dataset_parts: Part on the disk of each consuming node, in node order; None for the whole. [S].
         bounds: First trajectory of each shard, and their number, where all nodes have the whole. [S + 1],
-            int64. Not looked at for parts.
+            int64. Ignored for parts.
         name: Of the data set, for error texts.
         nodes: Names of the nodes, for error texts; their ordinals unless given.
         replicate: Every node holds the whole, as one logical shard.

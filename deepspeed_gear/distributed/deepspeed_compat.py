@@ -1,7 +1,7 @@
 """All use of DeepSpeed's private names and of what differs between its versions.
 
-`CONTRACT` lists them; a test holds it against the installed version, so that a version that moves one fails
-by its name.
+`CONTRACT` lists them; a test compares it with the installed version, so that a version in which a name is
+missing fails with that name.
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ def is_pipeline(engine: Any) -> bool:
 
 
 def place_of(engine: Any) -> RankCoordinates:
-    """Return where this rank of an engine sits.
+    """Return the coordinates of this rank of an engine.
 
     DeepSpeed keeps the mpu and the mesh that it was given last in a module's globals, for engines that were
-    given none: such an engine is the same whole model on all ranks of the other's replica.
+    given none: such an engine is the same whole model on all ranks of the other engine's replica.
 
     Raises:
         ConfigError: The engine's own number of replicas is another one.
@@ -124,7 +124,7 @@ def place_of(engine: Any) -> RankCoordinates:
     if engine.dp_world_size not in (None, place.data_world):
         raise ConfigError(
             "engine",
-            f"must have as many replicas as its groups say ({place.data_world})",
+            f"must have as many replicas as its process groups have ({place.data_world})",
             engine.dp_world_size,
             "give initialize the mpu or mesh_param that the model was built for",
         )
@@ -137,7 +137,7 @@ def _place_in(mpu: Any, mesh: Any, inherited: bool) -> RankCoordinates:
     if mesh is not None:
         group = mesh.get_group("data_parallel")
         rank, world = dist.get_rank(group), dist.get_world_size(group)
-    elif mpu is not None and hasattr(mpu, "initialize_sequence_parallel"):  # Ulysses: it knows no data axis
+    elif mpu is not None and hasattr(mpu, "initialize_sequence_parallel"):  # Ulysses: it has no data axis
         rank, world = rank // sequence_world, world // sequence_world
     elif mpu is not None:
         rank, world = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
@@ -146,7 +146,7 @@ def _place_in(mpu: Any, mesh: Any, inherited: bool) -> RankCoordinates:
         tensor_rank = bwc_tensor_model_parallel_rank(mpu)
         tensor_world = bwc_tensor_model_parallel_world_size(mpu)
         pipe_rank, pipe_world = _stage(mpu)
-        if inherited:  # a whole model beside somebody else's stages
+        if inherited:  # a whole model beside another engine's stages
             tensor_rank, tensor_world = pipe_rank * tensor_world + tensor_rank, pipe_world * tensor_world
             pipe_rank, pipe_world = 0, 1
     return RankCoordinates(
@@ -172,7 +172,7 @@ def _stage(mpu: Any) -> tuple[int, int]:
 
 
 def _check_tensor_group(engine: Any) -> None:
-    """Refuse a tensor group of the user's own that DeepSpeed's groups do not know."""
+    """Refuse a user's tensor group that is not DeepSpeed's own."""
     given = engine.tensor_parallel_config().tensor_parallel.tp_group
     known = groups.get_tensor_model_parallel_group()
     if given is None or given is known:
@@ -188,7 +188,7 @@ def _check_tensor_group(engine: Any) -> None:
 
 
 def turns_of(engine: Any) -> Literal["micro", "global", "schedule"]:
-    """Tell which batches of an engine are followed by collectives: all, or the last of a global batch.
+    """Return which batches of an engine are followed by collectives: all, or the last of a global batch.
 
     A pipeline engine has schedules of its own.
     """
@@ -200,7 +200,7 @@ def turns_of(engine: Any) -> Literal["micro", "global", "schedule"]:
 
 
 def accumulation_of(engine: Any) -> int:
-    """Return the micro batches of a rank in a global batch.
+    """Return the number of micro batches of a rank in a global batch.
 
     Raises:
         ConfigError: DeepSpeed has derived a broken number of them, from sizes that leave out a kind of

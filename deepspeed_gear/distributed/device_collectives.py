@@ -14,10 +14,10 @@ from deepspeed_gear.distributed.control_plane import lane
 
 
 class DeviceCollectives:
-    """Carries tensors between the devices of some ranks. One thread; all ranks call in one order.
+    """Collectives between the devices of some ranks. One thread; all ranks call in one order.
 
-    A collective of NCCL has its place on the current stream, the same on every rank, and the host does not
-    wait for it. Ranks that share a GPU, which NCCL refuses, talk over gloo and through memory of the host.
+    A collective of NCCL is queued on the current CUDA stream, in the same order on every rank, and the host
+    does not wait for it. Ranks that share a GPU, which NCCL refuses, use gloo and host memory.
 
     Args:
         ranks: Global ranks, in the order in which they are counted here.
@@ -25,7 +25,7 @@ class DeviceCollectives:
         is_shared: Whether any two of the ranks have the same GPU.
         timeout_s: Longest wait for another rank, in seconds.
         purpose: Groups of different purposes never wait for each other.
-        guard: Around every collective, and nothing else.
+        guard: Context manager around each collective only.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class DeviceCollectives:
         return self._back(torch.stack([found[place] for place in self._places]))
 
     def swap(self, rows: Tensor, outgoing: Sequence[int], coming: Sequence[int]) -> Tensor:
-        """Send each rank its rows.
+        """Send each rank its rows (all-to-all).
 
         Args:
             rows: By receiver. [n, ...], contiguous.
@@ -79,7 +79,7 @@ class DeviceCollectives:
         return self._back(self._permuted(found, got, self._places))
 
     def broadcast(self, values: Tensor, source: int) -> None:
-        """Give every rank the values of one of them, in place. Can be captured where it is NCCL's."""
+        """Broadcast the values of one rank, in place. Can be captured in a CUDA graph over NCCL."""
         self._broadcast_untraced(values, source)
 
     def _broadcast(self, values: Tensor, source: int) -> None:

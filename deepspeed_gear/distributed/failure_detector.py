@@ -26,7 +26,7 @@ from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.shared_memory import SharedMemory
 
 MOST_BEAT_S = 1.0
-HEARD_BEATS = 3  # heartbeats after which a problem of one node has been read by all nodes
+SPREAD_BEATS = 3  # heartbeats after which a problem of one node has been read by all nodes
 STUCK_S = 5.0  # a main thread that does not move for so long, when a rank is lost, will not move any more
 EXIT_STATUS = 114
 _MOST_ERROR_CHARS = 300  # of an error that is reported to other ranks
@@ -48,7 +48,7 @@ class FailureDetector:
     Args:
         memory: A store of this node, whose locks show which processes are attached.
         views: Its regions.
-        topology: Where the ranks sit.
+        topology: Places and nodes of all ranks.
         store: A connection of its own to the rendezvous store, on node leaders; None elsewhere.
         name: Of this run in the store.
         timeout_s: Longest time without a heartbeat of a rank or a node.
@@ -133,7 +133,7 @@ class FailureDetector:
         Raises:
             LostNodeError: It was.
         """
-        until = time.monotonic() + HEARD_BEATS * self._beat_s
+        until = time.monotonic() + SPREAD_BEATS * self._beat_s
         while time.monotonic() < until and not self._ends_itself and not self._stop.is_set():
             self.check()
             time.sleep(self._beat_s / 8)
@@ -188,7 +188,7 @@ class FailureDetector:
             return
         until = time.monotonic()
         if _is_of_transport(error):
-            until += self._timeout_s + HEARD_BEATS * self._beat_s
+            until += self._timeout_s + SPREAD_BEATS * self._beat_s
         while not self._has_failure() and time.monotonic() < until:
             time.sleep(self._beat_s / 4)
         self._ends_itself = True
@@ -205,7 +205,7 @@ class FailureDetector:
         Returns:
             False if nothing is lost: the node has ended, and ranks that do not need it may continue.
         """
-        patience = HEARD_BEATS * self._beat_s + (self._timeout_s if failure.name == SOME_NODE else 0)
+        patience = SPREAD_BEATS * self._beat_s + (self._timeout_s if failure.name == SOME_NODE else 0)
         until = time.monotonic() + patience
         while not self._has_failure() and time.monotonic() < until and not self._stop.is_set():
             time.sleep(self._beat_s / 8)

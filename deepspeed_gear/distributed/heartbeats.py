@@ -25,7 +25,7 @@ class Heartbeats:
     """Publishes this node's heartbeats and reads those of the other nodes.
 
     Args:
-        topology: Where the ranks sit.
+        topology: Places and nodes of all ranks.
         store: A connection of its own to the rendezvous store.
         name: Of this run in the store.
         timeout_s: Longest time between two heartbeats of a node.
@@ -47,7 +47,7 @@ class Heartbeats:
         self._timeout_s, self._beat_s, self._local_state = timeout_s, beat_s, local_state
         self._others = [node for node in range(topology.num_nodes) if node != topology.node]
         self._answered = time.monotonic()  # when the store last answered
-        self._nodes: dict[int, tuple[int, float]] = {}  # latest heartbeat of each node, and when it was new
+        self._nodes: dict[int, tuple[int, float]] = {}  # number and time of each node's latest heartbeat
         self._ended_first: dict[int, tuple[int, int]] = {}  # rank of `local_state` on the other nodes
         self._is_disconnected = False  # reads no more heartbeats
         self._beat = 0  # number of this node's next heartbeat
@@ -84,12 +84,12 @@ class Heartbeats:
                 LOG.warning("gear: the rendezvous store does not answer: %s", str(error).splitlines()[0])
 
     def linger(self) -> None:
-        """Keep the store of rank 0 for two more intervals, so that the other nodes can read how this one ended."""
+        """Keep rank 0's store for two more intervals, so that the other nodes can read how this one ended."""
         if self._topology.rank != 0 or self._is_disconnected:
             return
         until = time.monotonic() + 2 * self._beat_s
         try:
-            while time.monotonic() < until and any(self._received_at(node) != _ENDED for node in self._others):
+            while time.monotonic() < until and any(self._received_at(n) != _ENDED for n in self._others):
                 time.sleep(self._beat_s / 8)
                 self._receive()
         except Exception as error:

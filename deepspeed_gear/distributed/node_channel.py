@@ -1,4 +1,4 @@
-"""Tensors between nodes: one rank of each node sends and receives for it. Transport: torch.distributed."""
+"""The node channel: messages between node leaders, over torch.distributed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import LostNodeError, PeerError, StoreError
 
 GRACE_S = 5.0  # beyond our own wait, so that gloo's wait ends after it
-FIRST_ROOM = 1024  # words that a message has room for before any has come
+FIRST_WORDS = 1024  # words of a receive buffer before any message has come
 MUST_TAKE_ALL = "must take as many batches as this rank"  # the rule of ranks and nodes that end early
 _LEAST_WAIT_S = 1e-3
 NO_WORDS = np.empty(0, np.int64)
@@ -28,7 +28,7 @@ _tags: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # links of a group, ea
 
 
 class _Failed(NamedTuple):
-    """A receive that could not begin: its node may have said all that it had to say."""
+    """A receive that could not begin: its node may have sent all its messages and ended."""
 
     error: RuntimeError
 
@@ -37,17 +37,17 @@ class _Failed(NamedTuple):
 
 
 class NodeChannel:
-    """Exchanges between the nodes that hold a table. One thread at a time; all nodes call in one order.
+    """Messages between the nodes that hold a table. One thread at a time; all nodes call in one order.
 
-    A wait that fails leaves messages that must not be taken for others: the channel is broken for good.
+    A wait that fails leaves messages that a later exchange could receive: the channel stays broken.
 
     Args:
-        topology: Where the ranks sit.
+        topology: Places and nodes of all ranks.
         order: Nodes that take part.
         purpose: Exchanges of different purposes have groups of their own and never wait for each other.
         timeout_s: Longest wait for another node, in seconds.
         group: Whose ranks the topology counts; None for all.
-        detector: Finds lost ranks and nodes; None: what the transport says is all that is known.
+        detector: Finds lost ranks and nodes; None: only the transport reports failures.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class NodeChannel:
         self._ranks = members if group is None else [dist.get_global_rank(group, rank) for rank in members]
         self._purpose = purpose
         self._up: Any = None  # the group of messages to nodes after their sender
-        self._down: Any = None  # that of the others
+        self._down: Any = None  # the group of messages to nodes before it
         self._tag = 0  # of this channel's messages among those of the groups
         self._others = [(self.index + i) % self.count for i in range(1, self.count)]
         self._members = np.argsort(np.argsort(self._ranks)).tolist()  # of the group, whose ranks ascend
-        self._reach = [FIRST_ROOM] * self.count  # words that each node has room for
-        self._spare = [np.empty(FIRST_ROOM, np.int64) for _ in self.nodes]  # what came last
-        self._rooms: dict[int, tuple[np.ndarray, Any]] = {}  # for what comes next
+        self._peer_words = [FIRST_WORDS] * self.count  # words of the receive buffer that each node has for us
+        self._spare = [np.empty(FIRST_WORDS, np.int64) for _ in self.nodes]  # the last message of each node
+        self._buffers: dict[int, tuple[np.ndarray, Any]] = {}  # for the next message of each node
         self._broken: LostNodeError | None = None
         self._detector = detector
         self.bytes_sent = self.bytes_received = 0
@@ -82,18 +82,18 @@ class NodeChannel:
     def open(self) -> None:
         """Make the groups. Collective over the ranks that exchange.
 
-        Each way has a group of its own: while a thread sends, gloo's thread that hears of a message between
-        the same two ranks of the same group spins, and maybe on the core that the sender waits for.
+        Each direction has a group of its own: while a thread sends, gloo's thread that is notified of a
+        message between the same two ranks of the same group spins, maybe on the core that the sender needs.
         """
         ranks, timeout_s = tuple(sorted(self._ranks)), self.timeout_s + GRACE_S
         self._up, self._down = (lane(ranks, f"{self._purpose}, {way}", timeout_s) for way in ("up", "down"))
         self._tag = _tags[self._up] = _tags.get(self._up, 0) + 1
         for node in self._others:
-            room = np.empty(FIRST_ROOM, np.int64)
-            self._rooms[node] = room, self._make_room(node, room)
+            buffer = np.empty(FIRST_WORDS, np.int64)
+            self._buffers[node] = buffer, self._begin_receive(node, buffer)
 
     def name(self, index: int) -> str:
-        """Return one of the nodes as errors name it."""
+        """Return the name of a node in errors."""
         return self._topology.describe(self.nodes[index])
 
     def gather(self, words: np.ndarray) -> np.ndarray:
@@ -101,9 +101,9 @@ class NodeChannel:
         return self.begin_gather(words)()
 
     def begin_gather(self, words: np.ndarray) -> Callable[[], np.ndarray]:
-        """Begin `gather`; return what waits for it, to be called before the next exchange begins.
+        """Begin `gather`; return the function that waits for it, to be called before the next exchange.
 
-        A message may stay unanswered for any time, and does not keep a process from ending.
+        A message may stay unanswered for any time, and does not block the end of the process.
         """
         wait = self.begin([message_of(words)] * self.count)
         return lambda: np.stack(wait())
@@ -114,17 +114,17 @@ class NodeChannel:
         return [words.copy().reshape(-1, rows.shape[1]) for words in found]
 
     def begin(self, messages: Sequence[np.ndarray]) -> Callable[[], list[np.ndarray]]:
-        """Begin to send each node a message; return what waits for those from each.
+        """Begin to send each node a message; return the function that waits for the message of each.
 
-        A message says how long it is, so no receiver has to know. It goes into the room that its receiver has
-        made before it was sent, without a word between the two; what is longer follows in a second part, and
-        from then on there is as much room. What has come stays as it is until the next exchange ends.
+        A message holds its own length, so receivers need not know it. It arrives in a buffer that its
+        receiver has posted before, so no handshake is needed; what does not fit follows in a second part, and
+        the next buffer has as many words. Received words stay valid until the next exchange ends.
 
         Args:
             messages: Words for each node, whose first one is set here; not to be changed before the exchange
-                ends. What is for this node itself is given back. [1 + n_s] each, int64.
+                ends. The message for this node itself is returned to it. [1 + n_s] each, int64.
         Returns:
-            What returns the words after the first one, of each node. [n_s] each.
+            Function that returns the words after the first one, of each node. [n_s] each.
         Raises:
             LostNodeError: A node does not answer in time, or its connection has ended.
         """
@@ -132,11 +132,11 @@ class NodeChannel:
             raise self._broken
         sent: list[tuple[int, Any]] = []
         for node in self._others:
-            words, room = messages[node], self._reach[node]
+            words, size = messages[node], self._peer_words[node]
             words[0] = len(words)
             self.bytes_sent += words.nbytes
-            parts = [words] if len(words) <= room else [words[:room], words[room:]]
-            self._reach[node] = _room_for(len(words), room)
+            parts = [words] if len(words) <= size else [words[:size], words[size:]]
+            self._peer_words[node] = _next_buffer_words(len(words), size)
             sent += [(node, self._send(node, part)) for part in parts]
 
         def wait() -> list[np.ndarray]:
@@ -161,25 +161,25 @@ class NodeChannel:
             self._fail(error, node)
 
     def _receive(self, node: int, until: float) -> np.ndarray:
-        """Wait for a message, and make room for the next one."""
-        room, work = self._rooms[node]
+        """Wait for a message, and post the buffer of the next one."""
+        buffer, work = self._buffers[node]
         self._wait(node, work, until)
-        size = int(room[0])
-        words = _room_for(size, len(room))
-        if words > len(room):
+        size = int(buffer[0])
+        words = _next_buffer_words(size, len(buffer))
+        if words > len(buffer):
             longer = np.empty(words, np.int64)
-            longer[: len(room)] = room
-            self._wait(node, self._make_room(node, longer[len(room) : size]), until)
-            room = longer
+            longer[: len(buffer)] = buffer
+            self._wait(node, self._begin_receive(node, longer[len(buffer) : size]), until)
+            buffer = longer
         other = self._spare[node]
         if len(other) < words:
             other = np.empty(words, np.int64)
-        self._spare[node], self._rooms[node] = room, (other, self._make_room(node, other))
+        self._spare[node], self._buffers[node] = buffer, (other, self._begin_receive(node, other))
         self.bytes_received += 8 * size
-        return room[1:size]
+        return buffer[1:size]
 
-    def _make_room(self, node: int, words: np.ndarray) -> Any:
-        """Receive into words; return what waits for it, and says then if the node has ended already."""
+    def _begin_receive(self, node: int, words: np.ndarray) -> Any:
+        """Begin to receive into words; return the work, whose wait fails if the node has ended already."""
         try:
             group = self._down if node > self.index else self._up
             return group.recv([torch.from_numpy(words)], self._members[node], self._tag)
@@ -194,12 +194,12 @@ class NodeChannel:
 
     @property
     def ranks(self) -> list[int]:
-        """Global rank that exchanges for each node."""
+        """Global rank of each node that sends and receives."""
         return self._ranks
 
     @contextlib.contextmanager
-    def naming_the_lost(self) -> Iterator[None]:
-        """Name the node that is lost where a collective of the same ranks fails."""
+    def naming_lost_ranks(self) -> Iterator[None]:
+        """Raise a LostNodeError with the node's name where a collective of the same ranks fails."""
         if self._broken is not None:
             raise self._broken
         try:
@@ -209,7 +209,7 @@ class NodeChannel:
 
     @contextlib.contextmanager
     def parting(self, timeout_s: float) -> Iterator[None]:
-        """Wait no longer than this for nodes that may have left already, and call none of them lost."""
+        """Limit waits for nodes that may have ended already, and suppress errors about them."""
         kept = self.timeout_s, self._detector
         self.timeout_s = min(self.timeout_s, timeout_s)
         self.part()
@@ -220,19 +220,19 @@ class NodeChannel:
             self.timeout_s, self._detector = kept
 
     def part(self) -> None:
-        """Call no node lost from now on: this one leaves, and the others need not answer any more.
+        """Report no lost node from now on: this node ends, and the others need not answer any more.
 
-        Any thread; another one may be in an exchange, which ends as it would have ended.
+        Any thread; an exchange under way in another thread is not changed.
         """
         self._detector = None
 
     def note_left(self, left: bool = True) -> None:
-        """Note that some node makes no further selection, so that this one need not announce it."""
+        """Record that a node has announced its last selection, so that this one need not announce its own."""
         self._left = left
 
     @property
     def left(self) -> bool:
-        """Whether some node has announced that it makes no further selection."""
+        """Whether a node has announced that it makes no further selection."""
         return self._left
 
     def count_bytes(self, sent: int, received: int) -> None:
@@ -241,11 +241,11 @@ class NodeChannel:
         self.bytes_received += received
 
     def raise_ended(self, index: int, had: str) -> NoReturn:
-        """Raise that a node has ended while this one still asks for batches.
+        """Raise that a node has ended while this one still samples.
 
         Raises:
-            LostNodeError: It ended with an error, or has lost somebody.
-            PeerError: It is not known to have.
+            LostNodeError: It ended with an error, or because a rank or node was lost.
+            PeerError: No such cause was reported.
         """
         if self._detector is not None:
             self._detector.check_ended()
@@ -261,7 +261,7 @@ class NodeChannel:
             self._broken.__cause__ = error
 
     def _fail(self, error: RuntimeError, node: int | None = None) -> NoReturn:
-        """Raise what the watch knows, else what the transport says."""
+        """Raise the detector's error, or else that of the transport."""
         text = str(error).splitlines()[0]
         node = 1 - self.index if node is None and self.count == 2 else node
         name = SOME_NODE if node is None else self.name(node)
@@ -269,7 +269,7 @@ class NodeChannel:
         remedy = "look for the first error in the logs of its ranks, and at the network"
         self._broken = LostNodeError(name, rule, text, remedy)
         self._broken.__cause__ = error
-        detector = self._detector  # another thread may part
+        detector = self._detector  # another thread may call `part`
         if detector is not None:
             if not detector.note(self._broken):
                 self._broken = LostNodeError(name, MUST_TAKE_ALL, None, "it has ended")
@@ -279,12 +279,12 @@ class NodeChannel:
 
 
 def message_of(words: np.ndarray, more: np.ndarray = NO_WORDS) -> np.ndarray:
-    """Return words and more words as `NodeChannel.begin` takes them. [n], [m] -> [1 + n + m], int64."""
+    """Return a message of `NodeChannel.begin` with these words. [n], [m] -> [1 + n + m], int64."""
     message = np.empty(1 + len(words) + len(more), np.int64)
     message[1 : 1 + len(words)], message[1 + len(words) :] = words, more
     return message
 
 
-def _room_for(size: int, room: int) -> int:
-    """Return the words that a message after one of some size has room for, as both ends know."""
-    return room if size <= room else 1 << (size - 1).bit_length()
+def _next_buffer_words(size: int, words: int) -> int:
+    """Return the words of the buffer after a message of `size`: sender and receiver compute the same."""
+    return words if size <= words else 1 << (size - 1).bit_length()

@@ -1,4 +1,4 @@
-"""What travels between nodes beside draws, reports and rows, in words of 8 bytes. Pure."""
+"""Encodings of messages between nodes, in words of 8 bytes: texts and sizes of records. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ PACKED_REPORT_WORDS = 3
 
 
 def text_of(error: Exception) -> str:
-    """Return what other nodes are told of an error."""
+    """Return the text of an error for other nodes."""
     return str(error) if isinstance(error, GearError) else f"{type(error).__name__}: {error}"
 
 
 def pack_text(text: str, words: int) -> np.ndarray:
-    """Return the beginning of a text. [words], int64."""
+    """Return the beginning of a text as words. [words], int64."""
     encoded = text.encode()[: 8 * words]
     return np.frombuffer(encoded.ljust(8 * words, b"\0"), np.int64)
 
@@ -29,19 +29,19 @@ def unpack_text(words: np.ndarray) -> str:
 
 
 def resolution_words(has_steps: bool) -> int:
-    """Return the words of a packed resolution."""
+    """Return the number of words of a packed resolution."""
     return 5 if has_steps else 4
 
 
 def merge_by_id(
     priorities: Sequence[np.ndarray], ids: Sequence[np.ndarray], count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the items of highest priority over shards, equal ones by trajectory and as they stand.
+    """Return the items of highest priority over shards; equal ones by trajectory id, then by index.
 
     Args:
         priorities: Of each shard's candidates. [n_s] each.
         ids: Their trajectories. [n_s] each, int64.
-        count: How many are wanted.
+        count: Most items to return.
     Returns:
         Shard and index among its candidates. [n] each, int64.
     """

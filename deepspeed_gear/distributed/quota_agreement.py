@@ -17,11 +17,11 @@ from deepspeed_gear.store.stream_records import Head
 
 
 def agree_on_quotas(exchange: ControlPlane, leads: bool, streams: Sequence[BatchStream]) -> None:
-    """Agree how much the writers of each node may add. Collective.
+    """Agree on the quotas of each node's writers. Collective.
 
     Args:
         exchange: Between all ranks.
-        leads: Whether this rank does for all of its node what is done to the node's shards.
+        leads: Whether this rank is the one of its node that changes the node's shards.
         streams: The training streams.
     """
     joint = [stream for stream in streams if stream.state.joint_limiter is not None]
@@ -38,10 +38,10 @@ def may_select(
 
     Args:
         exchange: Between all ranks.
-        leads: Whether this rank does for all of its node what is done to the node's shards.
+        leads: Whether this rank is the one of its node that changes the node's shards.
         stream: The training stream, with a rate limiter of all nodes.
         key: Of the global batch that is asked for.
-        fixed: Whether another thread of this rank may be in a selection: then quotas stay as they are.
+        fixed: Whether another thread of this rank may be in a selection: then quotas do not change.
     Returns:
         Whether the batch was selected already, or could be now; the same on every rank.
     """

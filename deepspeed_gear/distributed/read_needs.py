@@ -1,4 +1,4 @@
-"""What each rank reads of a batch. Pure: every rank, and a preview without ranks, computes the same."""
+"""Fields that each rank reads of a batch. Pure: ranks, and a preview without ranks, compute the same."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ EXAMPLE = '"pipeline": {"inputs": ["observation"], "labels": ["action", "mask.ac
 
 @dataclass(frozen=True)
 class ReadNeeds:
-    """What a rank's place in its replica needs of a batch.
+    """The fields that a rank needs of a batch, by its place in its replica.
 
     Args:
-        fields: Those that it gathers, each with its part of the time axis.
+        fields: The fields that it gathers, each with its part of the time axis.
         n_step: Whether it needs n-step returns.
     """
 
@@ -31,7 +31,7 @@ class ReadNeeds:
 
 
 def needs_of(place: RankCoordinates, config: GearConfig, fields: Sequence[ResolvedField]) -> ReadNeeds:
-    """Return what a place needs.
+    """Return the fields that a rank with these coordinates needs.
 
     A first stage needs the inputs, a last stage the labels, an inner one nothing; a sequence rank its part
     of every window; tensor ranks need the same.
@@ -52,12 +52,12 @@ def needs_of(place: RankCoordinates, config: GearConfig, fields: Sequence[Resolv
 
 
 def _mask_of(field: ResolvedField) -> ResolvedField:
-    """Return a field of which only the mask is read."""
+    """Return the field reduced to its mask."""
     return replace(field, mask_only=True, normalize=None, scale=1.0)
 
 
 def _names_at(place: RankCoordinates, config: GearConfig) -> set[str] | None:
-    """Return the names that a stage reads; None for all."""
+    """Return the names of the fields that a stage reads; None for all."""
     if place.pipe_world == 1:
         return None
     if config.pipeline is None:
@@ -83,7 +83,7 @@ def _part(field: ResolvedField, place: RankCoordinates) -> ResolvedField:
 
 
 def grid(worlds: Mapping[str, int]) -> list[RankCoordinates]:
-    """Return the places of a grid in the order of ranks, the axis of stages slowest, that of tensors fastest.
+    """Return the coordinates of a grid in the order of ranks: pipeline axis slowest, tensor axis fastest.
 
     Args:
         worlds: Size of each of AXES; 1 where it is missing.
@@ -98,7 +98,7 @@ def grid(worlds: Mapping[str, int]) -> list[RankCoordinates]:
 
 
 def shards_of(sizes: np.ndarray, num_nodes: int) -> np.ndarray:
-    """Return which trajectories each node holds: contiguous parts, balanced in bytes.
+    """Return the bounds of the nodes' shards of a data set: contiguous, balanced in bytes.
 
     Args:
         sizes: Bytes of each trajectory. [N], int64.

@@ -24,19 +24,19 @@ from deepspeed_gear.schema import Schema
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """What all ranks have agreed on before there is a store.
+    """The plan of a replay, on which all ranks have agreed before there is a store.
 
     Args:
         exchange: The control plane between all ranks.
         config: The config.
         ops: Of the backend.
-        topology: Where the ranks sit.
+        topology: Places and nodes of all ranks.
         info: Sizes of a batch.
-        datasets: As this node has them, by table.
+        datasets: This node's data sets, by table.
         schemas: By table.
         fields: Of a whole batch.
-        needs: What this rank reads of a batch.
-        placement: Which node holds what.
+        needs: Fields that this rank reads of a batch.
+        placement: Which node holds which shards.
         group: The process group whose ranks the topology counts; None for all.
     """
 
@@ -66,12 +66,12 @@ class ReplayPlan:
 
     @property
     def leads_shard(self) -> bool:
-        """Whether this rank does for all of its node what is done to the node's shards."""
+        """Whether this rank is the one of its node that changes the node's shards."""
         return self.topology.leads_node and self.holds_shard
 
     @property
     def leads_first_shard(self) -> bool:
-        """Whether this rank does what one node does for all."""
+        """Whether this rank is the one that acts once for the shards of all nodes."""
         return self.leads_shard and self.topology.node == self.placement.order[0]
 
     def statistics(self, fields: Sequence[ResolvedField]) -> Mapping[str, ColumnStatistics]:
@@ -123,7 +123,7 @@ def make_plan(
 
 
 def refuse_device(plan: ReplayPlan) -> None:
-    """Refuse a config of which a DeviceReplay is made.
+    """Raise if the config is one of a DeviceReplay.
 
     Raises:
         ConfigError: Its table lies on devices.

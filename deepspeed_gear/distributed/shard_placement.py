@@ -1,4 +1,4 @@
-"""Which part of each table every node holds."""
+"""Placement of shards: which part of each table every node holds."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.store.table_spec import Shard
 
 NOTHING = Shard(0, 1, 0, 0)
-Parts = Mapping[int, Mapping[str, DatasetPart | None]]  # what each node has on disk of each table
+Parts = Mapping[int, Mapping[str, DatasetPart | None]]  # each node's part on disk of each table
 
 
 @dataclass(frozen=True)
 class ShardPlacement:
-    """Where the tables lie.
+    """The shards of all tables, and the nodes that hold them.
 
     Args:
-        order: Nodes that hold shards, in the order of these.
+        order: Nodes that hold shards, in the order of the shards.
         shards: This node's part of each table that is not held as a whole.
         spread: Tables whose batches are selected by all nodes together.
-        bounds: First id of each shard of these that hold a data set, and the number of ids.
-        loaded: What a checkpoint has put where, of each of these with a capacity: ids, ascending, the shard
+        bounds: Of each spread table with a data set: first id of each shard, and the number of ids.
+        loaded: Of each spread table with a capacity that a checkpoint has filled: ids, ascending, the shard
             of each, and an id below which there are no others.
     """
 
@@ -41,7 +41,7 @@ class ShardPlacement:
     loaded: dict[str, tuple[np.ndarray, np.ndarray, int]] = field(default_factory=dict, compare=False)
 
     def shard_of(self, name: str, ids: np.ndarray) -> np.ndarray:
-        """Return which shard of a spread table has trajectories, -1 for none. [n] -> [n], int64."""
+        """Return the shard of each trajectory id of a spread table, -1 for none. [n] -> [n], int64."""
         if name in self.bounds:
             bounds = self.bounds[name]
             known = (ids >= 0) & (ids < bounds[-1])
@@ -59,7 +59,7 @@ class ShardPlacement:
 def place_tables(
     exchange: ControlPlane, topology: Topology, config: GearConfig, datasets: Mapping[str, Dataset]
 ) -> ShardPlacement:
-    """Find out which node holds what. Collective.
+    """Return the placement of all tables' shards. Collective.
 
     Raises:
         ConfigError, DataError: On every rank, with the table of all nodes.

@@ -1,4 +1,4 @@
-"""Where a rank sits: in the grid of parallelism, and on which node."""
+"""Topology: a rank's coordinates in the grid of parallelism, and the ranks of each node."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class RankCoordinates:
     The ranks of one `data_rank` are a replica: they train on the same samples.
 
     Args:
-        data_rank, data_world: Index of its replica, and their number.
-        tensor_rank, tensor_world: Place among those that hold slices of the same layers.
+        data_rank, data_world: Index of its replica, and the number of replicas.
+        tensor_rank, tensor_world: Index among the ranks with slices of the same layers, and their number.
         pipe_rank, pipe_world: Stage, and the number of stages.
-        sequence_rank, sequence_world: Which part of the time axis is its own, and the number of parts.
+        sequence_rank, sequence_world: Its part of the time axis, and the number of parts.
     """
 
     data_rank: int = 0
@@ -45,7 +45,7 @@ class RankCoordinates:
 
     @property
     def reads(self) -> bool:
-        """Whether it needs data: inner stages of a pipeline get theirs from the stage before."""
+        """Whether it reads batches: inner stages of a pipeline get data from the stage before."""
         return self.is_first_stage or self.is_last_stage
 
     @property
@@ -60,7 +60,7 @@ class RankCoordinates:
 
     @property
     def coordinates(self) -> tuple[int, ...]:
-        """Place on the grid's axes, in the order of AXES."""
+        """Indices on the grid's axes, in the order of AXES."""
         return tuple(getattr(self, f"{axis}_rank") for axis in AXES)
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class RankCoordinates:
 
 @dataclass(frozen=True)
 class Topology:
-    """Where every rank sits.
+    """Coordinates and node of every rank.
 
     Args:
         rank: Global rank.
@@ -93,7 +93,7 @@ class Topology:
 
     @property
     def place(self) -> RankCoordinates:
-        """Where this rank sits."""
+        """Coordinates of this rank."""
         return self.places[self.rank]
 
     @property
@@ -120,7 +120,7 @@ class Topology:
         return [leader, *(rank for rank in ranks if rank != leader)]
 
     def describe(self, node: int) -> str:
-        """Return a node as errors name it: its host and its ranks."""
+        """Return the name of a node in errors: its host and its ranks."""
         host = f" ({self.names[node]})" if node < len(self.names) else ""
         return f"node {node}{host}, ranks {', '.join(map(str, sorted(self.ranks_of(node))))}"
 
@@ -151,7 +151,7 @@ class Topology:
 
     @classmethod
     def discover(cls, exchange: ControlPlane, place: RankCoordinates) -> Topology:
-        """Find out which ranks share a node, and check that the places form a grid. Collective.
+        """Return the topology of all ranks, after checking that their places form a grid. Collective.
 
         Raises:
             ConfigError: They do not.
@@ -194,7 +194,7 @@ def check_grid(places: tuple[RankCoordinates, ...]) -> None:
 
 
 def node_identity() -> tuple[str, int, int]:
-    """Return what equals exactly on processes that see the same /dev/shm: boot id, device and root inode."""
+    """Return an id that is equal for processes with the same /dev/shm: boot id, device and root inode."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     status = os.stat("/dev/shm")
     return boot, status.st_dev, status.st_ino

@@ -1,4 +1,4 @@
-"""What DeepSpeed sees."""
+"""Integration with DeepSpeed engines: initialize and attach."""
 
 from deepspeed_gear.engine.attach import attach, disable, enable, initialize
 

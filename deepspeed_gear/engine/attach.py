@@ -1,4 +1,4 @@
-"""What DeepSpeed sees: `initialize`, `attach`, `enable`, `disable`."""
+"""Integration with DeepSpeed: `initialize`, `attach`, `enable`, `disable`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def attach(
     schemas: Mapping[str, Schema] | None = None,
     checkpoint: engine_checkpoint.Checkpoint = None,
 ) -> Any:
-    """Give an engine that somebody else made what `initialize` gives to its own. Collective.
+    """Attach a replay to an existing engine, as `initialize` does to its own. Collective.
 
     Args:
         engine: From `deepspeed.initialize`, Accelerate or a Trainer.
@@ -101,7 +101,7 @@ def attach(
     engine.gear_iterator = replay.iterator
     keep_sizes(engine)
     if deepspeed_compat.is_pipeline(engine) and isinstance(replay, Replay):
-        attach_pipeline(engine, replay)  # after its section was checked, so that nothing can fail here
+        attach_pipeline(engine, replay)  # after its section was checked, so that this cannot fail
     if owns:
         _log_sizes(engine, replay)
         _carry_state(engine, replay)
@@ -138,12 +138,12 @@ def _config_of(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         try:
             return json.loads(Path(config).read_text())
         except ValueError:
-            return config  # DeepSpeed says what is wrong with it
+            return config  # DeepSpeed raises an error for it
     return config
 
 
 def _check_section_first(config: Any, options: Mapping[str, Any]) -> None:
-    """Find a wrong gear section, or a file that is no JSON, on any rank before the model is built."""
+    """Raise for a wrong gear section, or a file that is no JSON, on any rank before the model is built."""
     path = Path(config) if isinstance(config, (str, Path)) and Path(config).is_file() else None
     if path is None and not isinstance(config, Mapping):
         return
@@ -205,7 +205,7 @@ def _make_replay(
 
 
 def nothing() -> None:
-    """What `gear_sample` is on an inner stage of a pipeline."""
+    """Stand-in for `gear_sample` on an inner stage of a pipeline, which reads no batches."""
 
 
 def _sizes_of(engine: Any) -> tuple[RankCoordinates, BatchInfo]:
@@ -215,7 +215,7 @@ def _sizes_of(engine: Any) -> tuple[RankCoordinates, BatchInfo]:
 
 
 def _check_shared(engine: Any, replay: ReplayBase, checkpoint: engine_checkpoint.Checkpoint) -> None:
-    """Refuse a Replay whose batches are sized for another engine, and a second position for it."""
+    """Raise if a Replay's batches are sized for another engine, or a checkpoint is given with it."""
     if checkpoint is not None:
         remedy = "the engine that the Replay was made for loads and saves its position"
         raise ConfigError("checkpoint", "must not be given with a shared replay", str(checkpoint), remedy)
@@ -226,12 +226,12 @@ def _check_shared(engine: Any, replay: ReplayBase, checkpoint: engine_checkpoint
             "replay",
             rule,
             f"{replay._topology.place}; {replay.batch_info}",
-            "let it have a Replay of its own",
+            "give the engine a Replay of its own",
         )
 
 
 def _log_sizes(engine: Any, replay: ReplayBase) -> None:
-    """Write the sizes to the log, once. It is ours, as DeepSpeed's own shows warnings only."""
+    """Write the batch sizes to gear's own log, once: DeepSpeed's shows warnings only."""
     log = logging.getLogger("deepspeed_gear")
     if not log.handlers:
         handler = logging.StreamHandler()
@@ -241,7 +241,7 @@ def _log_sizes(engine: Any, replay: ReplayBase) -> None:
         log.propagate = False
     if replay._topology.rank == 0:
         counted, wanted = engine.train_batch_size(), replay.batch_info.global_batch
-        wrong = "" if counted == wanted else f" (train_batch_size says {counted})"
+        wrong = "" if counted == wanted else f" (train_batch_size is {counted})"
         log.info("gear: %s%s", replay.batch_info, wrong)
 
 
@@ -252,7 +252,7 @@ def _wrap(engine: Any, name: str, make: Callable[[Callable[..., Any]], Callable[
 
 
 def _carry_state(engine: Any, replay: ReplayBase) -> None:
-    """Let checkpoints hold the replay's position."""
+    """Make the engine save and load the replay's position in its checkpoints."""
 
     def saving(original: Callable[..., Any]) -> Callable[..., Any]:
         def save_checkpoint(

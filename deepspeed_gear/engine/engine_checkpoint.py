@@ -2,8 +2,7 @@
 
 `ds_to_universal` copies the client state but not the tables: so the client state names the tag's folder, and
 the tables of a converted checkpoint are found there. DeepSpeed keeps neither the path nor the client state of
-a checkpoint that it has loaded: so `attach` has to be given the checkpoint of an engine that has loaded it
-already.
+a checkpoint that it has loaded: so `attach` needs the checkpoint of an engine that has loaded one already.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def save(replay: ReplayBase, folder: Path) -> dict[str, Any]:
     """Write the tables into a tag's folder. Collective.
 
     Returns:
-        What the client state holds under `CLIENT_STATE`.
+        The entry `CLIENT_STATE` of the client state.
     """
     position = replay.save(folder / TABLES)
     has_tables = bool((position["save"] or {}).get("tables"))
@@ -38,10 +37,10 @@ def save(replay: ReplayBase, folder: Path) -> dict[str, Any]:
 
 
 def load(replay: ReplayBase, folder: Path, saved: Mapping[str, Any] | None) -> bool:
-    """Load what `save` has returned, and the tables that belong to it. Collective.
+    """Load the state that `save` has returned, and its tables. Collective.
 
     Args:
-        replay: Gets them.
+        replay: Is set to them.
         folder: Of the tag; of one that `ds_to_universal` has made too.
         saved: Of the client state; None: it holds no part of a replay.
     Returns:
@@ -63,7 +62,7 @@ def load(replay: ReplayBase, folder: Path, saved: Mapping[str, Any] | None) -> b
         if not {_POSITION, _FOLDER, _HAS_TABLES} <= saved.keys():
             rule, remedy = "must hold a position and the folder of its tables", "save it with this version"
             raise CheckpointError(f"client state of {folder}", rule, sorted(saved), remedy)
-        # One rank looks, so that all take the same.
+        # One rank searches, so that all load the same folder.
         tables, is_missing = exchange.broadcast(_find_tables(folder, Path(saved[_FOLDER])))
     finally:
         exchange.close()
@@ -77,7 +76,7 @@ def load(replay: ReplayBase, folder: Path, saved: Mapping[str, Any] | None) -> b
 
 
 def _find_tables(folder: Path, saved_in: Path) -> tuple[Path, bool]:
-    """Return where the tables of a tag lie, and whether they are nowhere.
+    """Return the folder of a tag's tables, and whether it is missing.
 
     In order: in the tag; beside it in the tag that it was converted from; where they were saved.
     """
@@ -107,7 +106,7 @@ def check_start(engine: Any, checkpoint: Checkpoint) -> None:
     raise ConfigError(
         "checkpoint",
         f"must be given: this engine has trained or loaded a checkpoint (global step {engine.global_steps}), "
-        "and DeepSpeed does not keep which",
+        "and DeepSpeed does not store which one",
         None,
         "attach before load_checkpoint, or call deepspeed_gear.enable() before the engine or Trainer is "
         "made, or give attach checkpoint=FOLDER, which load_checkpoint got (of a Trainer: "
@@ -149,7 +148,7 @@ def _read(engine: Any, given: Path) -> _Saved:
     if not files:
         remedy = "give attach the folder that load_checkpoint got, or that of the tag"
         raise CheckpointError(str(folder), "must hold *_model_states.pt of DeepSpeed", None, remedy)
-    try:  # weights stay in the file; like DeepSpeed, this trusts it
+    try:  # weights stay in the file; it is trusted, as by DeepSpeed
         state = torch.load(files[0], map_location="cpu", mmap=True, weights_only=False)
     except Exception as error:
         remedy = "take another checkpoint"

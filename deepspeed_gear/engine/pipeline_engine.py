@@ -1,7 +1,7 @@
-"""Pipeline engines: what their schedules pull, fetched before they start.
+"""Pipeline engines: micro batches of a schedule are fetched before it starts.
 
 DeepSpeed's first and last stage each pull their micro batches in the middle of a schedule of sends and
-receives; a stage that waited there for another rank would wait for ever. So all micro batches of a schedule
+receives; a stage that waited there for another rank would never continue. So all micro batches of a schedule
 are fetched first, on all ranks together; an error is raised before the schedule begins.
 """
 
@@ -25,13 +25,13 @@ Part = torch.Tensor | tuple[torch.Tensor, ...] | None
 
 
 class PipelineIterator(Iterator[tuple[Part, Part]]):
-    """Micro batches of a pipeline: what `gear.pipeline` names inputs and labels.
+    """Iterator over the micro batches of a pipeline: the inputs and labels of `gear.pipeline`.
 
     `next` gives (inputs, labels); the first stage has inputs, the last one labels, an inner stage neither.
     It never ends: a pass over a split begins again, so any number of micro batches may be pulled.
 
     Args:
-        replay: Where they come from.
+        replay: Source of the batches.
         stream: "train", or the name of a split.
     """
 
@@ -56,7 +56,7 @@ class PipelineIterator(Iterator[tuple[Part, Part]]):
         """Fetch the micro batches of a schedule. Collective.
 
         Raises:
-            GearError: On every rank; the next call goes on.
+            GearError: On every rank; the next call continues.
         """
         if self._is_over:
             self._ready.clear()  # an inner stage pulls nothing
@@ -91,10 +91,10 @@ class PipelineIterator(Iterator[tuple[Part, Part]]):
 
 
 def check_section(config: GearConfig) -> PipelineConfig:
-    """Return what the ends of a pipeline read.
+    """Return the config section with the inputs and labels of a pipeline.
 
     Raises:
-        ConfigError: The config does not say it.
+        ConfigError: The config has none.
     """
     if config.pipeline is None:
         raise ConfigError("gear.pipeline", "must be given where the model is a pipeline", None, EXAMPLE)
@@ -102,7 +102,7 @@ def check_section(config: GearConfig) -> PipelineConfig:
 
 
 def _picked(batch: Batch, names: Sequence[str]) -> Part:
-    """Return what names stand for: one tensor, or a tuple of them; None for none."""
+    """Return the named parts of a batch: one tensor, or a tuple of them; None for no names."""
     if not names:
         return None
     parts = tuple(batch.part(name) for name in names)
@@ -110,7 +110,7 @@ def _picked(batch: Batch, names: Sequence[str]) -> Part:
 
 
 def attach_pipeline(engine: Any, replay: Replay) -> None:
-    """Let an engine's `train_batch` and `eval_batch` fetch before they start. Binds to the instance only."""
+    """Make an engine's `train_batch` and `eval_batch` fetch before they start. Binds to the instance only."""
     train = PipelineIterator(replay, TRAIN)
 
     def iterator(stream: str = TRAIN) -> PipelineIterator:
@@ -138,7 +138,7 @@ def attach_pipeline(engine: Any, replay: Replay) -> None:
 
 
 def keep_sizes(engine: Any) -> None:
-    """Refuse to change the sizes of a global batch while training: selections are made for them."""
+    """Make the engine's setters of batch sizes raise: selections are made for these sizes."""
 
     def refusing(name: str) -> Callable[..., Any]:
         def refuse(*_: Any, **__: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The ops: their meaning in PyTorch (`reference`), and the backends that run them (`backends`)."""
+"""The ops: their definition in PyTorch (`reference`), and the backends that run them (`backends`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ops of a backend as they are: in place, positional, checked only against reading or writing outside."""
+"""Raw ops of a backend: in place, positional, checked only against accesses outside of their tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Op = Callable[..., None]
 class Ops:
     """The ops of one backend: they write into tensors of the caller and return nothing.
 
-    What they mean stands in `reference`, under the same names; their schemas are in
+    `reference` defines them under the same names; their schemas are in
     ops/csrc/bindings/op_table.h. Calls are thread safe as long as their outputs differ. `native` is the
     loaded module with the functions `mutex_*` of the stores, None for the reference.
     """

@@ -1,8 +1,8 @@
 """GEAR's op builders: `GearBuilder` for the CPU op, `GearCudaBuilder` for the kernels.
 
 Two, because a machine with a GPU and no CUDA toolkit must not lose the CPU op with the kernels. Both are
-DeepSpeed op builders; what `NativeOp` adds is a name that holds a hash of everything the build depends on, a
-build lock that dies with its process, and errors with a remedy.
+DeepSpeed op builders; `NativeOp` adds a name that holds a hash of everything the build depends on, a build
+lock that is released when its process ends, and errors with a remedy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CUDA_ARCHITECTURES = "8.0;9.0;10.0+PTX"
 
 
 class _DeepSpeedOp(NativeOp):
-    """What both builders share. Mixed into a DeepSpeed `OpBuilder`, whose `load` and `jit_load` it wraps."""
+    """Base of both builders. Mixed into a DeepSpeed `OpBuilder`, whose `load` and `jit_load` it wraps."""
 
     name: str
     jit_mode: bool
@@ -40,7 +40,7 @@ class _DeepSpeedOp(NativeOp):
         return [str(self.csrc)]
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Tell whether the op can be built here; a reason is printed when `verbose`."""
+        """Return whether the op can be built here; a reason is printed when `verbose`."""
         missing = self.missing()
         if missing and verbose:
             self.warning(f"{self.NAME}: {'; '.join(missing)}")  # type: ignore[attr-defined]
@@ -117,9 +117,9 @@ class GearCudaBuilder(_DeepSpeedOp, CUDAOpBuilder):
         )
 
     def missing(self) -> dict[str, str]:
-        """Add to the CPU op's needs: a CUDA torch, a device, and a toolkit of torch's major version.
+        """List what the CPU op lacks, and a CUDA torch, a device, and a toolkit of torch's major version.
 
-        Minor versions of one major version work together; torch's own check warns of them and goes on.
+        Minor versions of one major version are compatible; torch's own check only warns of them.
         """
         missing = super().missing()
         if torch.version.cuda is None:
@@ -157,9 +157,9 @@ class GearCudaBuilder(_DeepSpeedOp, CUDAOpBuilder):
             )
 
     def finished(self) -> str | None:
-        """Where there is no toolkit, name the build of another one that agrees in all else.
+        """Return the name of a finished build; where there is no toolkit, of one that agrees in all else.
 
-        So nodes without nvcc load what a node that has it left in a folder that they share.
+        So nodes without nvcc load a build that another node made in a shared folder.
         """
         if not torch.cuda.is_available():
             return None
@@ -168,29 +168,29 @@ class GearCudaBuilder(_DeepSpeedOp, CUDAOpBuilder):
         return jit.built_like(self.NAME, {k: v for k, v in self.key_parts().items() if k != "toolkit"})
 
     def jit_name(self) -> str:
-        """Name the JIT build; where there is no toolkit, the one that can be loaded, if any."""
+        """Return the name of the JIT build; without a toolkit, of the one that can be loaded, if any."""
         without = self.finished() if toolchain.cuda_home() is None else None
         return without or super().jit_name()
 
     def key_parts(self) -> dict[str, Any]:
-        """Add the CUDA compiler and the architectures of the devices."""
+        """Return the CPU op's parts of the key, the CUDA compiler and the architectures of the devices."""
         home = toolchain.cuda_home()
         nvcc = toolchain.nvcc_version(home)
         devices = sorted({torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())})
         return {**super().key_parts(), "toolkit": f"{home} {nvcc}", "devices": devices}
 
     def cxx_args(self) -> list[str]:
-        """Flags of the host side, as the CPU op's."""
+        """Return the flags of the host side, as the CPU op's."""
         return self.jit_flags()
 
     def nvcc_args(self) -> list[str]:
-        """DeepSpeed's flags without fast-math and its switches of half types; no fused multiply-add."""
+        """Return DeepSpeed's flags without fast-math and switches of half types; no fused multiply-add."""
         drop = ("--use_fast_math", "-D__CUDA_NO", "-U__CUDA_NO")
         kept = [flag for flag in super().nvcc_args() if flag and not flag.startswith(drop)]
         return [*kept, "--fmad=false", "-lineinfo"]
 
     def compute_capability_args(self, cross_compile_archs: str | None = None) -> list[str]:
-        """Name architectures that CUDA 13 still builds, where DeepSpeed's defaults begin at 6.0."""
+        """Return flags of architectures that CUDA 13 still builds; DeepSpeed's defaults begin at 6.0."""
         if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
             cross_compile_archs = cross_compile_archs or _CUDA_ARCHITECTURES
         args: list[str] = super().compute_capability_args(cross_compile_archs)

@@ -1,13 +1,13 @@
-"""What Python and C++ share: the layout of records, specs and trees. A test compares it with the headers."""
+"""Constants that Python and C++ share: layouts of records, specs, trees. A test compares them."""
 
 from __future__ import annotations
 
-# common/slot.h: a row of the slot table, and what a draw resolves to.
+# common/slot.h: a row of the slot table, and the record that a draw resolves to.
 
-# draws/draws.h: what travels between nodes.
+# draws/draws.h: messages between nodes.
 SHARD_BITS = 32  # where several nodes hold a table, the slot of a report has its shard above these
-ANY_SLOT = (1 << SHARD_BITS) - 1  # in place of the slot in a report by id that only its shard knows
-UNKNOWN = -1  # id of a sample that a node knows nothing of
+ANY_SLOT = (1 << SHARD_BITS) - 1  # in place of the slot in a report by id: only its shard can look it up
+UNKNOWN = -1  # id of a sample whose resolution a node has not received
 
 # common/power.h: masses are Q24, exponents Q62.
 MASS_BITS, MOST_MASS_BITS = 24, 40
@@ -26,7 +26,7 @@ def most_mass_bits(num_items: int) -> int:
     return max(1, min(MOST_MASS_BITS, MOST_TOTAL_BITS - 1 - num_items.bit_length()))
 
 
-# common/philox.h: what a random word is for.
+# common/philox.h: purposes of random words.
 
 # common/slot.h, common/window.h and gather/gather.h: a field of a gather.
 MOST_STEPS = 1 << 40  # of trajectories, offsets and lengths

@@ -1,4 +1,4 @@
-"""How `gather_` gathers a field: named here, lowered to integers at the call of the op."""
+"""Specification of a field for `gather_`: names here, lowered to integers at the call of the op."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deepspeed_gear.ops.records import Align, Pad
 
 @dataclass(frozen=True)
 class GatherSpec:
-    """How one field is gathered. In the order of the words of `struct Field` in gather/gather.h.
+    """Specification of one field of a gather, in the order of the words of `struct Field` in gather/gather.h.
 
     Args:
         source: Where its rows come from (Source).
@@ -18,7 +18,7 @@ class GatherSpec:
         length: Steps of the window.
         align: Where the real steps of a window stand (Align).
         after_n_step: 1: the op's vector of steps is added to the offset; else 0.
-        pad: What fills the rest (Pad).
+        pad: Padding of the rest (Pad).
         elements: Of a row.
         mask: Index of the mask that it writes; -1: another field writes it, or none.
         part_first, part_count: The rows of the window that are gathered.

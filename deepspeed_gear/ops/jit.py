@@ -1,7 +1,7 @@
 """Load a native op once per process, and build it once per node.
 
-Ranks that start together agree through a lock on a file beside the build folder. The lock is the kernel's and
-dies with its process, so a killed build never blocks the next one; torch's own `lock` file, which does, is
+Ranks that start together are serialised by a lock on a file beside the build folder. The kernel releases it
+when its process ends, so a killed build never blocks the next one; torch's own `lock` file, which would, is
 removed together with the folder of a build that never finished.
 """
 
@@ -47,12 +47,12 @@ def load_once(name: str, load: Callable[[], ModuleType]) -> ModuleType:
 
 
 def loaded(name: str) -> ModuleType | None:
-    """Give the op if this process has loaded it."""
+    """Return the op if this process has loaded it."""
     return _loaded.get(name)
 
 
 class BuildLock:
-    """The right to build one op in a folder that processes share; released when its process ends in any way.
+    """Lock of the build of one op in a shared folder; released when its process ends in any way.
 
     Args:
         path: The lock file; it stays, and holds the name of the last holder.
@@ -115,7 +115,7 @@ class BuildLock:
 
 
 def build_folder(name: str) -> Path:
-    """Name the build folder that torch uses for an extension; only its parent is made.
+    """Return the build folder that torch uses for an extension; only its parent is made.
 
     Raises:
         BuildError: The extensions folder cannot be made.
@@ -134,16 +134,16 @@ def build_folder(name: str) -> Path:
 
 
 def is_built(name: str) -> bool:
-    """Tell whether a finished build of this name lies in the extensions folder; its size is checked."""
+    """Return whether a finished build of this name lies in the extensions folder; its size is checked."""
     return _record(name) is not None
 
 
 def built_like(op: str, parts: Mapping[str, Any]) -> str | None:
-    """Name a finished build of an op that agrees in these parts of its key, None where there is none."""
-    wanted = json.loads(json.dumps(parts))
+    """Return the name of a finished build of an op that agrees in these parts of its key, or None."""
+    expected = json.loads(json.dumps(parts))
     for folder in sorted(build_folder(op).parent.glob(f"{op}_*/")):
         found = (_record(folder.name) or {}).get("parts", {})
-        if wanted.items() <= found.items():
+        if expected.items() <= found.items():
             return folder.name
     return None
 
@@ -180,7 +180,7 @@ def build_or_import(
     with BuildLock(folder.with_suffix(".lock"), timeout_s):
         if is_built(name):
             return _import(name)
-        # Whoever waited for a build that failed would only fail in the same way, one rank after another.
+        # After a failed build, the ranks that waited for it would each fail in the same way.
         with suppress(OSError):
             if failure.stat().st_mtime_ns > asked_at:
                 raise BuildError(name, failure.read_text())
@@ -194,7 +194,7 @@ def build_or_import(
             raise
         failure.unlink(missing_ok=True)
         library = folder / f"{name}.so"
-        library.chmod(library.stat().st_mode & 0o755)  # with any umask: see `trust`
+        library.chmod(library.stat().st_mode & 0o755)  # with any umask: see `library_trust`
         size = library.stat().st_size
         (folder / _FINISHED).write_text(json.dumps({"bytes": size, "parts": parts or {}}))
         _say(f"built {name} in {time.monotonic() - started:.0f} s")
@@ -204,7 +204,7 @@ def build_or_import(
 def _discard(folder: Path) -> None:
     """Empty the folder of a build that never finished.
 
-    It is renamed first: a compiler that outlived its killed parent goes on writing there, not here.
+    It is renamed first: a compiler that outlived its killed parent writes there, not here.
     """
     dead = folder.with_suffix(f".dead-{os.getpid()}")
     with suppress(FileNotFoundError):
@@ -244,10 +244,12 @@ def import_file(name: str, path: Path) -> ModuleType:
 
 
 def compile_error(what: str, output: str, folder: Path) -> BuildError:
-    """Make the error of a failed compilation: the compiler's first error lines and where everything lies."""
+    """Return the error of a failed compilation: the compiler's first error lines and the build folder."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    telling = [line for line in lines if re.search(r"\berror\b[: ]|undefined reference|cannot find -l", line)]
-    shown = "\n  ".join((telling or lines[-5:])[:5])
+    error_lines = [
+        line for line in lines if re.search(r"\berror\b[: ]|undefined reference|cannot find -l", line)
+    ]
+    shown = "\n  ".join((error_lines or lines[-5:])[:5])
     return BuildError(
         what,
         f"failed to compile in {folder}:\n  {shown}\n",

@@ -1,6 +1,6 @@
-"""Whether others may have written the library that this process loads: owner and mode of its files.
+"""Checks of owner and mode of the library files that this process loads.
 
-Loading a library runs its code. In a folder that another user can write, that user decides what runs.
+Loading a library runs its code. A user who can write in its folder can therefore run code as this user.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def load_native_cuda(timeout_s: float = BUILD_TIMEOUT_S) -> ModuleType:
 
 @contextmanager
 def _without_accelerator_warning() -> Iterator[None]:
-    """Import DeepSpeed without its warning that it has found no GPU, which says nothing of a replay."""
+    """Import DeepSpeed without its warning that it has found no GPU, which is irrelevant to a replay."""
 
     def is_other(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith("Setting accelerator to CPU")

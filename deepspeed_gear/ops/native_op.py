@@ -1,6 +1,6 @@
-"""The native ops without DeepSpeed: what a build depends on, which one fits this process, and its import.
+"""The native ops without DeepSpeed: dependencies of a build, the build that fits this process, its import.
 
-`builder` adds what compiles them: DeepSpeed op builders. A process that finds a build that fits need not
+`builder` adds the DeepSpeed op builders that compile them. A process that finds a build that fits need not
 import DeepSpeed, which warns where it finds no GPU.
 """
 
@@ -34,7 +34,7 @@ class NativeOp(ABC):
         self.csrc = toolchain.csrc_root()
 
     def absolute_name(self) -> str:
-        """Name the module that a prebuilt op has."""
+        """Return the module name of a prebuilt op."""
         return f"deepspeed_gear.ops.{self.NAME}_op"
 
     @abstractmethod
@@ -42,7 +42,7 @@ class NativeOp(ABC):
         """List the files to compile. Their stems must differ: torch names objects by them."""
 
     def missing(self) -> dict[str, str]:
-        """List what a build lacks here: what is missing -> how to get it."""
+        """List the missing requirements of a build: what is missing -> how to get it."""
         return toolchain.missing_tools()
 
     def source_digest(self) -> str:
@@ -51,11 +51,11 @@ class NativeOp(ABC):
         return toolchain.digest_of(self.csrc, {*map(Path, self.sources()), *headers})
 
     def reads(self, header: Path) -> bool:
-        """Whether a header of `csrc` may be included: a change of it then makes another build."""
+        """Return whether a header of `csrc` may be included: a change of it then makes another build."""
         return True
 
     def key_parts(self) -> dict[str, Any]:
-        """Everything that decides what a JIT build gives."""
+        """Return everything that a JIT build depends on."""
         return {
             **toolchain.abi(),
             "sources": self.source_digest(),
@@ -65,11 +65,11 @@ class NativeOp(ABC):
         }
 
     def jit_flags(self) -> list[str]:
-        """Flags of a build for this machine."""
+        """Return the flags of a build for this machine."""
         return [*CXX_FLAGS, *(["-march=native"] if platform.machine() in ("x86_64", "aarch64") else [])]
 
     def jit_name(self) -> str:
-        """Name the JIT build so that no other version of anything can be mistaken for it."""
+        """Return the name of the JIT build; it differs for every version of anything it depends on."""
         return f"{self.NAME}_{toolchain.short_key(self.key_parts())}"
 
     def load_finished(self) -> ModuleType | None:
@@ -93,12 +93,12 @@ class NativeOp(ABC):
         return None if name is None else jit.import_built(name)
 
     def finished(self) -> str | None:
-        """Name the JIT build that can be loaded as it is, None where one has to be made."""
+        """Return the name of the JIT build that can be loaded, None where one has to be made."""
         name = self.jit_name()
         return name if jit.is_built(name) else None
 
     def registered_op(self) -> str | None:
-        """Name an op that exists before this builder loaded any; torch aborts if it is registered again."""
+        """Return an op that exists before this builder loaded any; torch aborts if it is registered again."""
         return None
 
     def require_tools(self) -> None:
@@ -130,14 +130,14 @@ class NativeOp(ABC):
             record = json.loads((folder / f"{stem}.json").read_text())
         except (OSError, ValueError):
             return None, f"prebuilt, but {stem}.json beside it cannot be read"
-        wanted = self.prebuilt_record()
+        expected = self.prebuilt_record()
         differing = [
-            f"{k} {record.get(k)} instead of {wanted[k]}" for k in wanted if record.get(k) != wanted[k]
+            f"{k} {record.get(k)} instead of {expected[k]}" for k in expected if record.get(k) != expected[k]
         ]
         return (None, f"prebuilt for {', '.join(differing)}") if differing else (found, "prebuilt")
 
     def prebuilt_record(self) -> dict[str, str]:
-        """What is recorded beside a prebuilt op and must be equal where it is loaded."""
+        """Return the record beside a prebuilt op, which must be equal where it is loaded."""
         return {**toolchain.abi(), "sources": self.source_digest()}
 
 
@@ -157,7 +157,7 @@ class CpuOp(NativeOp):
         return existing([*bindings, *sorted(set(self.csrc.glob("*/*.cpp")) - set(folder.glob("*.cpp")))])
 
     def registered_op(self) -> str | None:
-        """Name an op of the namespace `gear`, whose schemas this library defines."""
+        """Return an op of the namespace `gear`, whose schemas this library defines."""
         return next((n for n in torch._C._dispatch_get_all_op_names() if n.startswith("gear::")), None)
 
 

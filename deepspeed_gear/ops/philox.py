@@ -1,4 +1,4 @@
-"""Random words in NumPy: for the few draws of a batch that are not worth an op. Pure."""
+"""Philox random words in NumPy, for the few draws of a batch that are not worth an op. Pure."""
 
 from __future__ import annotations
 

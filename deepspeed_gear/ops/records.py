@@ -10,7 +10,7 @@ from typing import Final
 
 
 class Slot:
-    """A row of the slot table: where a trajectory lies. Header: common/slot.h."""
+    """A row of the slot table: state, id and extent of a trajectory. Header: common/slot.h."""
 
     STATE: Final = 0
     GENERATION: Final = 1  # counted up by each reservation
@@ -33,7 +33,7 @@ class SlotState:
 
 
 class Resolution:
-    """What a draw resolves to: the record of a sample. Header: common/slot.h."""
+    """The record of a sample: the slot, extent, anchor and mass of a draw. Header: common/slot.h."""
 
     ID: Final = 0
     SLOT: Final = 1
@@ -50,7 +50,7 @@ class Resolution:
 
 
 class MassUnit:
-    """What masses count. Header: common/slot.h."""
+    """Unit of masses: items, or steps of a trajectory. Header: common/slot.h."""
 
     TRAJECTORY: Final = 0
     STEP: Final = 1
@@ -81,10 +81,10 @@ class LogEntry:
 
 
 class UpdateCount:
-    """Counts of what priority updates did. Header: priorities/priorities.h."""
+    """Counts of priority updates by effect. Header: priorities/priorities.h."""
 
     APPLIED: Final = 0
-    STALE: Final = 1  # ignored: the item was gone
+    STALE: Final = 1  # ignored: the item was evicted
     CLAMPED: Final = 2
     HIGHEST_PRIORITY: Final = 3  # float32 bits
     DRAWABLE: Final = 4  # items with a mass
@@ -92,7 +92,7 @@ class UpdateCount:
 
 
 class RandomPurpose:
-    """What a random word is for: a part of the Philox counter. Header: common/philox.h."""
+    """Purpose of a random word: a part of the Philox counter. Header: common/philox.h."""
 
     COORDINATE: Final = 0
     ANCHOR: Final = 1
@@ -105,7 +105,7 @@ class RandomPurpose:
 
 
 class Source:
-    """Where the values of a field are from. Header: gather/gather.h."""
+    """Source of a field's values. Header: gather/gather.h."""
 
     STEPS: Final = 0
     STEPS_PLUS_ONE: Final = 1
@@ -115,7 +115,7 @@ class Source:
 
 
 class Align:
-    """Where a window puts its valid steps. Header: common/window.h."""
+    """Alignment of a window's real steps. Header: common/window.h."""
 
     IN_PLACE: Final = 0
     LEFT: Final = 1
@@ -123,7 +123,7 @@ class Align:
 
 
 class Pad:
-    """What padding holds. Header: common/window.h."""
+    """Contents of padding. Header: common/window.h."""
 
     VALUE: Final = 0
     EDGE: Final = 1
@@ -192,7 +192,7 @@ class PlacedTrajectory:
 
 
 class Normalize:
-    """What divides PER weights."""
+    """Normalisation of PER weights: what divides them."""
 
     NONE: Final = 0
     BATCH: Final = 1

@@ -1,4 +1,4 @@
-"""Make DeepSpeed know GEAR's op builders."""
+"""Registration of GEAR's op builders with DeepSpeed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUILDERS: dict[str, type[GearBuilder] | type[GearCudaBuilder]] = {
 def register() -> None:
     """Register the builders with the live accelerator, `deepspeed.ops.op_builder` and `ALL_OPS`.
 
-    DeepSpeed has no entry point for ops of others, so the accelerator's two lookups are wrapped. Idempotent;
+    DeepSpeed has no entry point for external ops, so the accelerator's two lookups are wrapped. Idempotent;
     call it again after `set_accelerator`.
     """
     accelerator = get_accelerator()

@@ -2,9 +2,9 @@
 
 torch creates the file `lock` in the folder of an extension before it compiles and removes it afterwards
 (`torch.utils.file_baton`). The file outlives a process that is killed while it compiles, such as a launch
-that compiles DeepSpeed's own communication op, and from then on every process that wants the extension waits
-for ever, without a word. The holder keeps the file open as long as it compiles; so a lock that no process has
-open is stale, where all processes that may hold it can be seen. Where they cannot, the lock is only named.
+that compiles DeepSpeed's own communication op, and from then on every process that loads the extension waits
+for ever, without a message. The holder keeps the file open as long as it compiles, so a lock that no process
+has open is stale, if all processes that may hold it are visible. If they are not, the lock is only reported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _GUARD = "gear_stale_locks.lock"  # held by the process that removes
 _GUARD_TIMEOUT_S = 60.0
 _SECOND_LOOK_S = 0.5  # between closing its lock and removing it, a holder needs some microseconds
 _LEAST_AGE_S = 2.0  # of a lock that is removed
-_LONG_BUILD_S = 180.0  # older locks, whose holders cannot be seen, are worth a warning
+_LONG_BUILD_S = 180.0  # older locks whose holders are not visible are worth a warning
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of Linux
 _LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
 
@@ -39,7 +39,7 @@ class StaleLock:
     Args:
         path: The file.
         age_s: Since it was made, in seconds.
-        unseen: Why a living process may hold it all the same; empty if none can.
+        unseen: Why a process that is not visible may hold it; empty if none can.
         identity: Device, inode and time of its last change, in ns.
     """
 
@@ -78,10 +78,10 @@ def find() -> list[StaleLock]:
 
 
 def remove() -> list[Path]:
-    """Remove the locks whose holders are dead; log these, and old ones whose holders cannot be seen.
+    """Remove the locks whose holders are dead; log these, and old ones whose holders are not visible.
 
-    Safe beside other processes that do the same or build: one process of a machine removes at a time, and
-    only what it has seen twice. Costs half a second if there is a stale lock.
+    Safe while other processes do the same or build: one process of a machine removes at a time, and only
+    locks that it found stale twice. Costs half a second if there is a stale lock.
 
     Returns:
         What was removed.
@@ -125,7 +125,7 @@ def describe(lock: StaleLock) -> str:
 
 
 def as_error(lock: StaleLock) -> BuildError:
-    """Return the error of a lock for which every process that wants the extension waits."""
+    """Return the error of a lock that blocks every process that loads the extension."""
     value = None if not lock.unseen else f"none that can be seen ({lock.unseen})"
     return BuildError(
         str(lock.path),

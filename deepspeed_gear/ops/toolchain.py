@@ -1,4 +1,4 @@
-"""What this machine can build with: sources, compiler, ninja, CUDA toolkit, and a key of all of them."""
+"""Build tools of this machine: sources, compiler, ninja, CUDA toolkit, and a key of all of them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def csrc_root() -> Path:
 
 
 def compiler() -> list[str]:
-    """Give the C++ compiler's command, the one that torch uses too ($CXX, else c++)."""
+    """Return the C++ compiler's command, the one that torch uses too ($CXX, else c++)."""
     return shlex.split(os.environ.get("CXX", "")) or ["c++"]
 
 
 def missing_tools() -> dict[str, str]:
-    """List what a build of the CPU op lacks here: what is missing -> how to get it."""
+    """List the missing requirements of a build of the CPU op: what is missing -> how to get it."""
     missing = {}
     if shutil.which(compiler()[0]) is None:
         missing[f"no C++ compiler ({compiler()[0]})"] = "install g++"
@@ -59,7 +59,7 @@ def _ninja_folder() -> str | None:
 
 @contextmanager
 def ninja_on_path() -> Iterator[None]:
-    """Put ninja's folder on the PATH while torch builds, because torch looks nowhere else."""
+    """Put ninja's folder on the PATH while torch builds, because torch searches only the PATH."""
     before, folder = os.environ.get("PATH"), _ninja_folder()
     if folder is not None and shutil.which("ninja") is None:
         os.environ["PATH"] = os.pathsep.join(filter(None, (before, folder)))
@@ -73,7 +73,7 @@ def ninja_on_path() -> Iterator[None]:
 
 
 def _output(command: list[str]) -> list[str]:
-    """Run a command that prints its version; give the lines, none where it cannot run."""
+    """Run a command that prints its version; return the lines, none where it cannot run."""
     try:
         return subprocess.run(
             command, capture_output=True, text=True, timeout=60, check=False
@@ -83,19 +83,19 @@ def _output(command: list[str]) -> list[str]:
 
 
 def compiler_version() -> str:
-    """Name the C++ compiler and its version, or "" where there is none."""
+    """Return the C++ compiler and its version, or "" where there is none."""
     return next(iter(_output([*compiler(), "--version"])), "")
 
 
 def nvcc_version(home: Path | None) -> str:
-    """Name the CUDA compiler's release, or "" where there is no toolkit."""
+    """Return the CUDA compiler's release, or "" where there is no toolkit."""
     lines = _output([str(home / "bin" / "nvcc"), "--version"]) if home else []
     return next((line for line in lines if "release" in line), "")
 
 
 @functools.cache
 def cpu_features() -> str:
-    """Name what `-march=native` may rely on here, so that a cache shared by unlike machines stays right."""
+    """Return the CPU features that `-march=native` may use, so that unlike machines can share a cache."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -105,7 +105,7 @@ def cpu_features() -> str:
 
 
 def cuda_home() -> Path | None:
-    """Find the CUDA toolkit: CUDA_HOME, else where nvcc itself says it is, else where torch finds one.
+    """Find the CUDA toolkit: CUDA_HOME, else the path that nvcc itself prints, else where torch finds one.
 
     torch guesses from the place of the nvcc on the PATH, which is wrong where that is a wrapper script.
     """
@@ -146,10 +146,10 @@ def digest_of(csrc: Path, files: Iterable[Path]) -> str:
 
 
 def abi() -> dict[str, str]:
-    """Name what a built op must share with the process that loads it."""
+    """Return the versions that a built op must share with the process that loads it."""
     return {"torch": str(torch.__version__), "python": str(sysconfig.get_config_var("SOABI"))}
 
 
 def short_key(parts: Mapping[str, Any]) -> str:
-    """Hash everything that decides what a build gives; 16 hex digits."""
+    """Return a hash of everything that a build depends on; 16 hex digits."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

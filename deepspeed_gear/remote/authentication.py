@@ -1,4 +1,4 @@
-"""Authentication: tokens in files, TLS, and the addresses that are served without it."""
+"""Authentication: tokens in files, and the addresses that may be used without TLS."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read_token(path: str | Path) -> str:
 
 
 def check_token(name: str, token: str) -> str:
-    """Return a token that is one.
+    """Return the token if it is valid.
 
     Raises:
         ConfigError: It is too short, or no header can hold it. Its text is not in the error.
@@ -46,7 +46,7 @@ def check_token(name: str, token: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host is this machine for sure: an address or `localhost`, no other name."""
+    """Return whether a host is certainly this machine: a loopback address or `localhost`, no other name."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -57,7 +57,7 @@ def check_plain(name: str, host: str, insecure: bool, remedy: str) -> None:
     """Refuse a connection without TLS that leaves the machine.
 
     Raises:
-        ConfigError: It would, and that was not asked for.
+        ConfigError: It would, and `insecure` is False.
     """
     if not insecure and not is_loopback(host):
         raise ConfigError(name, "must be a loopback address without TLS", host, remedy)

@@ -1,4 +1,4 @@
-"""One connection to a gateway after the other: calls with a deadline, each answered or lost as a whole."""
+"""Connection to a gateway: calls with a deadline, each answered or lost as a whole; reconnects if lost."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from deepspeed_gear.remote.authentication import check_plain, check_token, parse
 from deepspeed_gear.remote.send_queue import QueuedTrajectory
 from deepspeed_gear.schema import Schema
 
-_LEAST_S = 3.0  # of a call: a gateway takes one to answer while its table holds back
-_ANSWER_S, _BYTES_A_S = 10.0, 100_000  # a call takes so long, and its bytes at least have such a rate
-# gRPC would share connections, and their pauses after failures, with the lines before; and it would go by the
-# http_proxy of the environment, which is for the web. An answer has any length: each refusal is in it.
+_LEAST_S = 3.0  # shortest deadline of a call: a gateway answers after 1 s while its table blocks
+_ANSWER_S, _BYTES_A_S = 10.0, 100_000  # longest time of a call without its bytes; least rate of the bytes
+# gRPC would share connections, and their pauses after failures, with earlier ones; and it would use the
+# http_proxy of the environment, which is for the web. Answers have any length: they hold every refusal.
 _OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", -1),
 ]
-# Of the machine: gRPC's Python package has certificates of its own, which it would take in place of these.
+# Root certificates of the machine: gRPC's Python package would use its own ones instead.
 _MACHINE_ROOTS = (
     "/etc/ssl/certs/ca-certificates.crt",  # Debian, Ubuntu, Arch
     "/etc/pki/tls/certs/ca-bundle.crt",  # Fedora, RHEL
@@ -37,11 +37,11 @@ _MACHINE_ROOTS = (
 
 
 class ConnectionLost(Exception):
-    """No answer: the connection was lost, or none can be made. What was sent may have arrived."""
+    """No answer: the connection was lost, or none can be made. The request may have arrived."""
 
 
 class Connection:
-    """Calls to a gateway, over a connection that can be made anew.
+    """Calls to a gateway, over a connection that is made again after a loss.
 
     Thread safety: one thread at a time.
 
@@ -63,7 +63,7 @@ class Connection:
         text = check_token("token", token) if isinstance(token, str) else read_token(token)
         self._metadata = (("authorization", f"Bearer {text}"),)
         self._credentials = grpc.ssl_channel_credentials(_read_roots(ca)) if has_tls else None
-        self._target = f"dns:///{urlsplit(url).netloc}"  # a host is never read as a scheme of gRPC's
+        self._target = f"dns:///{urlsplit(url).netloc}"  # so that gRPC does not parse a host as a scheme
         self._channel: grpc.Channel | None = None
 
     def call(
@@ -74,18 +74,18 @@ class Connection:
         schema: Schema | None = None,
         items: list[QueuedTrajectory] | None = None,
     ) -> dict[str, Any]:
-        """Call the gateway; it answers or the call is lost.
+        """Call the gateway; return its answer.
 
         Args:
-            action: What it is to do.
-            header: With which options.
-            most_s: Longest that this may take, whatever there is to send.
-            schema: Of what is sent along.
-            items: What is sent along.
+            action: Name of the gateway's action.
+            header: Options of the action.
+            most_s: Longest time of the call, for any size of the request.
+            schema: Of the trajectories.
+            items: Trajectories to send; None: only the header.
         Returns:
             The answer; `error` in it is one of the gateway, as JSON.
         Raises:
-            Lost: There is no answer.
+            ConnectionLost: There is no answer.
             StoreError: The token is wrong, or the server has no such call.
         """
         batch = None
@@ -99,7 +99,7 @@ class Connection:
         except grpc.RpcError as error:
             self.hang_up()
             raise self._failure(error) from error
-        except ValueError as error:  # no JSON: it is no gateway
+        except ValueError as error:  # no JSON: the server is no gateway
             self.hang_up()
             raise ConnectionLost(str(error)) from error
         return answer
@@ -113,7 +113,7 @@ class Connection:
         return self._channel
 
     def _failure(self, error: grpc.RpcError) -> Exception:
-        """Return what to raise for a call that has failed."""
+        """Return the exception for a call that has failed."""
         if error.code() is grpc.StatusCode.UNAUTHENTICATED:
             remedy = "take the one in its --token-file"
             return StoreError(f"token for {self.url}", "must be the gateway's", None, remedy)
@@ -147,7 +147,7 @@ def _read_roots(path: str | Path | None) -> bytes:
         ConfigError: The file cannot be read, or the machine has none.
     """
     if path is None:
-        found = ssl.get_default_verify_paths().cafile, *_MACHINE_ROOTS  # the first goes by SSL_CERT_FILE
+        found = ssl.get_default_verify_paths().cafile, *_MACHINE_ROOTS  # the first uses SSL_CERT_FILE
         path = next((file for file in found if file and os.path.isfile(file)), None)
     if path is None:
         remedy = "give ca, or set SSL_CERT_FILE"

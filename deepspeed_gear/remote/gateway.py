@@ -26,15 +26,15 @@ from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 
 LOG = logging.getLogger("deepspeed_gear")
 Action = Callable[[Mapping[str, Any], pa.Buffer], dict[str, Any]]
-_LOOK_S = 0.2  # how often it looks whether it is to end
-_TELL_S = 3.0  # longest that it goes on answering, so that writers hear of the end
+_POLL_S = 0.2  # interval of the checks whether the gateway is to end
+_END_S = 3.0  # longest time for which it still answers, so that writers receive the error of its end
 _NUM_WORKERS = 2 * MOST_WAITING  # calls handled at once; half of them never wait for the table
-_MOST_CALLS = 1024  # with those that wait for a worker; gRPC refuses more, and writers try again
+_MOST_CALLS = 1024  # including calls that wait for a worker; gRPC refuses more, and writers retry
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What proves a server's name, in PEM.
+    """A TLS certificate and its private key, in PEM.
 
     Args:
         chain: The certificate, and those between it and the root.
@@ -59,19 +59,19 @@ class Certificate:
 
 
 class Gateway:
-    """Serves one table; it answers from its construction on, in threads of its own.
+    """Server that adds trajectories of remote writers to one table, in threads of its own, once constructed.
 
     Memory: a worker receives a call's message after the token is checked, and at most `max_message_bytes` and
     1 MiB of it; calls that wait for a worker hold what gRPC's flow control admits.
 
     Args:
         writer: Attached to the table; the gateway is its only user.
-        token: What every call must carry.
+        token: Required in every call.
         host: Address to listen at.
         port: 0 takes a free one.
         certificate: For TLS; None: without.
         insecure: Admits other addresses than loopback without TLS.
-        max_message_bytes: Most that the trajectories of one call may have.
+        max_message_bytes: Most bytes of the trajectories of one call.
     Raises:
         ConfigError: TLS is missing for this address, the address cannot be used, or `max_message_bytes` is
             out of range.
@@ -126,7 +126,7 @@ class Gateway:
         except (RuntimeError, ValueError) as error:
             cause = error
         if not found:
-            remedy = "is the port taken, or the certificate not PEM? its log says"
+            remedy = "look in its log whether the port is taken, or the certificate not PEM"
             raise ConfigError("gateway", f"must be able to listen at {address}", None, remedy) from cause
         return found
 
@@ -137,7 +137,7 @@ class Gateway:
         insecure: bool,
         max_message_bytes: int = gateway_messages.MAX_MESSAGE_BYTES,
     ) -> None:
-        """Check what a gateway is made with, before there is a store.
+        """Check a gateway's arguments, before there is a store.
 
         Raises:
             ConfigError: The network would be served without TLS and `insecure`, or `max_message_bytes` is out
@@ -152,36 +152,36 @@ class Gateway:
             raise ConfigError("--max-message", rule, max_message_bytes / (1 << 20))
 
     def run(self, is_over: Callable[[], bool] = lambda: False) -> GearError:
-        """Serve until the run ends or somebody wants the end; return why it ended.
+        """Serve until the run ends or `is_over` returns True; return why it ended.
 
         Args:
             is_over: Whether the gateway is to end.
         """
         while self.sessions.error is None:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
             try:
                 self._writer.check_goes_on()
             except GearError as error:
                 self.sessions.end(error)
             self.sessions.expire()
             if is_over():
-                self.sessions.end(StoreError("the gateway", "must run", None, "it was told to end"))
+                self.sessions.end(StoreError("the gateway", "must run", None, "its end was requested"))
         self.end(self.sessions.error)
         return self.sessions.error
 
     def end(self, error: GearError) -> None:
-        """Tell the writers why nothing is added any more, and stop serving."""
+        """Send the writers the error of the end, and stop serving."""
         self.sessions.end(error)
-        until = time.monotonic() + _TELL_S
-        while not self.sessions.all_told and time.monotonic() < until:
+        until = time.monotonic() + _END_S
+        while not self.sessions.all_notified and time.monotonic() < until:
             time.sleep(0.02)
         self.shutdown()
         self.sessions.close()
         self._writer.close()
 
     def shutdown(self) -> None:
-        """Take no more calls, and end those that are not answered within 3 s; safe to call twice."""
-        self._server.stop(_TELL_S).wait()
+        """Accept no more calls, and end those that are not answered within 3 s; safe to call twice."""
+        self._server.stop(_END_S).wait()
         self._workers.shutdown()
 
     # ---- calls -----------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class Gateway:
     def _hello(self, header: Mapping[str, Any], _: pa.Buffer) -> dict[str, Any]:
         if header.get("version") != gateway_messages.VERSION:
             rule, remedy = (
-                f"must speak version {gateway_messages.VERSION}",
+                f"must have protocol version {gateway_messages.VERSION}",
                 "install the same deepspeed_gear on both sides",
             )
             raise StoreError("remote writer", rule, header.get("version"), remedy)
@@ -222,7 +222,7 @@ class Gateway:
         return {}
 
     def _client(self, header: Mapping[str, Any]) -> tuple[str, int]:
-        """Return the caller, and what it knows.
+        """Return the caller, and the number up to which it has received refusals.
 
         Raises:
             StoreError: It has a session with another gateway.
@@ -251,20 +251,20 @@ class _Calls(grpc.GenericRpcHandler):
 
 
 def _answer(action: Action, message: bytes, _: grpc.ServicerContext) -> bytes:
-    """Answer a call; an error of ours is in the answer, with its parts."""
+    """Answer a call; a GearError is part of the answer, as JSON."""
     try:
         answer = action(*gateway_messages.unpack(pa.py_buffer(message)))
     except GearError as error:
         answer = {"error": gateway_messages.error_to_json(error)}
-    except Exception as error:  # without an answer the writer would take it for a lost connection
+    except Exception as error:  # without an answer the writer would assume a lost connection
         LOG.exception("gear serve: a call failed")
-        failed = StoreError("the gateway", "must be able to do what it is asked", None, repr(error))
+        failed = StoreError("the gateway", "must be able to handle the call", None, repr(error))
         answer = {"error": gateway_messages.error_to_json(failed)}
     return json.dumps(answer).encode()
 
 
 class _Guard(grpc.ServerInterceptor):
-    """Refuses calls without the token, before their message is received."""
+    """Interceptor that refuses calls without the token, before their message is received."""
 
     def __init__(self, token: str) -> None:
         self._wanted = f"Bearer {token}".encode()
@@ -276,7 +276,7 @@ class _Guard(grpc.ServerInterceptor):
     ) -> grpc.RpcMethodHandler | None:
         """Return the handler of a call: the refusing one unless its metadata have the token."""
         given = dict(details.invocation_metadata).get("authorization", "")
-        if hmac.compare_digest(given.encode(), self._wanted):  # takes as long wherever they differ
+        if hmac.compare_digest(given.encode(), self._wanted):  # its time does not depend on the difference
             return continuation(details)
         LOG.warning("gear serve: refused a call with a wrong token")
         return self._refuses

@@ -1,10 +1,10 @@
-"""What goes over the wire: trajectories as Arrow record batches, headers and errors as JSON.
+"""Messages of the gateway: trajectories as Arrow record batches, headers and errors as JSON.
 
 A call is a unary call of gRPC whose request and answer are bytes: no protobuf, no generated code.
 
 A record batch has a row per trajectory: its number, and of each column its bytes in C order as
-`large_binary`. Bytes, since they are what a store holds: bfloat16, bool and shapes need no types of Arrow's,
-and nothing is converted on the way.
+`large_binary`. Bytes, as in a store: bfloat16, bool and shapes need no types of Arrow's, and nothing is
+converted.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from deepspeed_gear.errors import DataError, GearError, PeerError
 from deepspeed_gear.schema import Column, Schema
 
 VERSION = 2  # 1 was Arrow Flight
-SESSION_S = 3600.0  # a writer that has not called for so long has no session any more
-IDLE_S = 600.0  # a writer that has nothing to send calls so often
+SESSION_S = 3600.0  # a session ends if its writer has not called for so long
+IDLE_S = 600.0  # interval of the calls of a writer that has nothing to send
 MAX_MESSAGE_BYTES = 64 << 20  # default for the trajectories of one call
 LEAST_MAX_MESSAGE_BYTES, MOST_MAX_MESSAGE_BYTES = 1 << 20, 1 << 30  # gRPC's own lengths end at 2 GiB
 SLACK_BYTES = 1 << 20  # header, Arrow schema and padding: less than 512 bytes for each column, and its name
@@ -42,7 +42,7 @@ def method(action: str) -> str:
 
 
 def trajectory_bytes(arrays: Arrays) -> int:
-    """Return how many bytes a trajectory adds to a message: its values, their offsets and its number."""
+    """Return the bytes that a trajectory adds to a message: its values, their offsets and its number."""
     return sum(array.nbytes for array in arrays.values()) + _OFFSET_BYTES * (len(arrays) + 1)
 
 
@@ -73,7 +73,7 @@ def decode(schema: Schema, batch: pa.RecordBatch) -> Iterator[tuple[int, dict[st
         DataError: The batch is not what `encode` makes for this schema.
     """
     try:
-        batch.validate(full=True)  # offsets inside their buffers: a sender is not trusted with that
+        batch.validate(full=True)  # checks that offsets are inside their buffers: senders are not trusted
     except pa.ArrowInvalid as error:
         raise DataError("batch", "must be valid Arrow data", None, str(error)) from error
     names = [_NUMBER, *schema.names]
@@ -114,7 +114,7 @@ def pack(header: Mapping[str, Any], batch: pa.RecordBatch | None = None) -> pa.B
 
 
 def unpack(message: pa.Buffer) -> tuple[dict[str, Any], pa.Buffer]:
-    """Return the header of a message and what is after it.
+    """Return the header of a message and the content after it.
 
     Raises:
         DataError: It has no header.
@@ -153,14 +153,14 @@ def error_to_json(error: GearError) -> dict[str, Any]:
 
 
 def error_from_json(parts: Mapping[str, Any]) -> GearError:
-    """Return an error of its kind; of one that this version does not know, a PeerError."""
+    """Return an error of its kind; a PeerError for a kind that this version does not have."""
     kind = getattr(errors, str(parts["kind"]), PeerError)
     known = isinstance(kind, type) and issubclass(kind, GearError)
     return (kind if known else PeerError)(*(parts[key] for key in ("name", "rule", "value", "remedy")))
 
 
 def differences(own: Schema, wanted: Schema) -> list[str]:
-    """Name what is different in two schemas: columns that only one has, and each attribute that differs.
+    """Describe the differences of two schemas: columns that only one has, and attributes that differ.
 
     Args:
         own: Of a writer.

@@ -1,4 +1,4 @@
-"""RemoteWriter: how actors on machines without a store add what they have seen."""
+"""RemoteWriter: adds trajectories of actors on machines without a store, through a gateway."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ LOG = logging.getLogger("deepspeed_gear")
 class RemoteWriter(ProcessBound):
     """Adds trajectories to a table of another machine, through the gateway that `gear serve` runs there.
 
-    As TrajectoryWriter, but for two things: `add` returns before the trajectory is stored, so an error of one
-    is raised by a later call; and it returns this writer's own number of it, from 0, in place of the id.
+    Differences from TrajectoryWriter: `add` returns before the trajectory is stored, so its error is raised
+    by a later call; and it returns this writer's own number of the trajectory, from 0, in place of the id.
 
-    Every trajectory is stored exactly once while the gateway lives, whatever becomes of connections. If the
-    gateway dies, what was not acknowledged may be stored or not; nothing is stored twice or in part.
+    Every trajectory is stored exactly once while the gateway lives, also if connections are lost. If the
+    gateway dies, unacknowledged trajectories may be stored or not; none is stored twice or in part.
 
     Thread safety: one thread at a time; a thread of its own sends. After a fork, connect anew.
     """
@@ -71,10 +71,10 @@ class RemoteWriter(ProcessBound):
         Args:
             url: grpc+tls://HOST:PORT, or grpc://HOST:PORT without TLS.
             token: The gateway's token, or the Path of a file of mode 0600 that holds it.
-            schema: What this actor writes; None: whatever the table has.
+            schema: Columns that this actor writes; None: those of the table.
             ca: File with the certificates that sign the gateway's; None: those of the machine.
-            timeout_s: Longest without an answer, and longest wait while the gateway holds back.
-            insecure: Admits other addresses than loopback without TLS: the token travels in the clear.
+            timeout_s: Longest time without an answer, and longest wait while the gateway blocks.
+            insecure: Admits other addresses than loopback without TLS: the token is sent unencrypted.
             sending: How large batches are, and how long they wait; None: the defaults.
         Raises:
             ConfigError: An argument is wrong, or the gateway takes no batches of this size.
@@ -114,7 +114,7 @@ class RemoteWriter(ProcessBound):
 
     @property
     def num_lost(self) -> int:
-        """How many calls were lost with their connection, and made again."""
+        """Number of calls that were lost with their connection, and repeated."""
         return self._sender.num_lost
 
     # ---- adding ----------------------------------------------------------------------------------
@@ -123,13 +123,13 @@ class RemoteWriter(ProcessBound):
         """Send a whole trajectory, which is copied; waits while the buffer is full.
 
         Args:
-            trajectory: Column -> [T, *shape], [T+1, *shape] or [*shape], as the schema says.
+            trajectory: Column -> [T, *shape], [T+1, *shape] or [*shape], as the schema defines.
         Returns:
             Its number.
         Raises:
-            DataError: It does not fit the schema, or one of the numbers before was refused: see `refused`.
-            StoreFullError: One before found no room, and the table evicts nothing.
-            NotReadyError: The gateway has held back for too long; this one is not taken.
+            DataError: It does not fit the schema, or an earlier one was refused: see `refused`.
+            StoreFullError: An earlier one found no free rows, and the table evicts nothing.
+            NotReadyError: The gateway has blocked for too long; this trajectory is not added.
             StoreError, LostNodeError: The gateway has ended, was restarted or does not answer.
         """
         self._check()
@@ -156,7 +156,7 @@ class RemoteWriter(ProcessBound):
         return OpenTrajectory(self.table, self.schema, self.add, per_trajectory)
 
     def vector_writer(self, num_envs: Any, autoreset: Autoreset | None = None) -> VectorWriter:
-        """Return what takes the steps of many environments at once; as `TrajectoryWriter.vector_writer`."""
+        """Return a VectorWriter of many environments; as `TrajectoryWriter.vector_writer`."""
         return VectorWriter(self.schema, self.add, *resolve(num_envs, autoreset), self.max_length)
 
     def flush(self) -> None:
@@ -180,7 +180,7 @@ class RemoteWriter(ProcessBound):
         self._raise_refused()
 
     def _raise_refused(self) -> None:
-        """Raise the first error that was not raised yet; the others count as raised with it."""
+        """Raise the first refusal that was not raised yet; later ones count as raised with it."""
         found = self.refused[self._num_raised :]
         if found:
             self._num_raised += len(found)
@@ -219,7 +219,7 @@ class RemoteWriter(ProcessBound):
 
 
 def _hello(line: Connection, client: str, schema: Schema | None, timeout_s: float) -> dict[str, Any]:
-    """Introduce this writer to the gateway; return what it answers of its table."""
+    """Open this writer's session with the gateway; return the answer, which describes the table."""
     header = {
         "version": VERSION,
         "client": client,

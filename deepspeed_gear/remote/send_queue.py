@@ -1,4 +1,4 @@
-"""Trajectories on their way to a gateway, in bounded memory."""
+"""The send queue of a remote writer: unacknowledged trajectories, in bounded memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class QueuedTrajectory:
         number: Of this writer's trajectories, from 0.
         arrays: Its columns, which do not change any more.
         num_bytes: Of its columns.
-        since: When it came, as time.monotonic.
+        since: When it was queued, as time.monotonic.
     """
 
     number: int
@@ -35,13 +35,13 @@ class QueuedTrajectory:
 
 
 class SendQueue:
-    """Keeps what is not acknowledged, in order, so that it can be sent again.
+    """Queue of unacknowledged trajectories, in order, so that they can be sent again.
 
     Thread safety: any thread puts; one thread takes batches and settles them.
 
     Args:
-        most_bytes: It holds so much, and never less than one trajectory.
-        timeout_s: Longest that anybody waits while the gateway holds back.
+        most_bytes: Capacity; one trajectory fits in any case.
+        timeout_s: Longest wait of `put` and `flush` while the gateway blocks.
     """
 
     def __init__(self, most_bytes: int, timeout_s: float) -> None:
@@ -49,7 +49,7 @@ class SendQueue:
         self._items: deque[QueuedTrajectory] = deque()
         self._changed = threading.Condition()
         self._num_bytes = self._next = 0
-        self._held_since: float | None = None  # the gateway answers, but takes nothing
+        self._blocked_since: float | None = None  # since when the gateway answers, but adds nothing
         self._flushes = self._closed = False
         self._error: GearError | None = None
         self.waited_s = 0.0
@@ -57,13 +57,13 @@ class SendQueue:
     # ---- the side of the actor -------------------------------------------------------------------
 
     def put(self, arrays: Arrays, num_bytes: int) -> int:
-        """Append a trajectory, waiting for room; return its number.
+        """Append a trajectory, waiting while the queue is full; return its number.
 
         Args:
             arrays: Its columns.
             num_bytes: Of them.
         Raises:
-            NotReadyError: The gateway has held back for too long; it is not appended.
+            NotReadyError: The gateway has blocked for too long; it is not appended.
             GearError: Nothing can be sent any more.
         """
         with self._changed:
@@ -81,7 +81,7 @@ class SendQueue:
         return not self._items or self._num_bytes + num_bytes <= self._most_bytes
 
     def flush(self) -> None:
-        """Wait until nothing is left, as `put`; an error that comes after the last answer is none of it."""
+        """Wait until the queue is empty; raises as `put`, but no error that comes after the last answer."""
         with self._changed:
             self._flushes = True
             self._changed.notify_all()
@@ -96,7 +96,7 @@ class SendQueue:
             if self._error is not None:
                 raise self._error
             now = time.monotonic()
-            if self._held_since is not None and now - max(begin, self._held_since) > self._timeout_s:
+            if self._blocked_since is not None and now - max(begin, self._blocked_since) > self._timeout_s:
                 rule = f"must take trajectories within {self._timeout_s:g} s"
                 remedy = "the table is full or its rate limiter blocks: sample, or raise timeout_s"
                 raise NotReadyError("the gateway", rule, None, remedy)
@@ -105,21 +105,21 @@ class SendQueue:
 
     @property
     def unacknowledged(self) -> range:
-        """Numbers of what is not acknowledged."""
+        """Numbers of the trajectories that are not acknowledged."""
         with self._changed:
             return range(self._next - len(self._items), self._next)
 
-    # ---- the side of the line --------------------------------------------------------------------
+    # ---- the side of the connection --------------------------------------------------------------
 
     def batch(self, most_bytes: int, linger_s: float, idle_s: float) -> list[QueuedTrajectory] | None:
-        """Return the first trajectories that fit into a batch; they stay. Waits for some to come.
+        """Return the first trajectories that fit into a batch; they stay queued. Waits for at least one.
 
         Args:
             most_bytes: Of the batch, but at least one trajectory.
             linger_s: How long the first may wait for others.
             idle_s: Longest wait for the first.
         Returns:
-            At least one; none if none has come; None: the outbox is closed.
+            At least one; none if none has come in `idle_s`; None: the queue is closed.
         """
         with self._changed:
             until = time.monotonic() + idle_s
@@ -143,31 +143,31 @@ class SendQueue:
         return found
 
     def settle(self, upto: int, is_busy: bool) -> None:
-        """Let go of what the gateway has dealt with.
+        """Remove the trajectories that the gateway has added or refused.
 
         Args:
             upto: All up to this number.
-            is_busy: Whether it holds back what follows.
+            is_busy: Whether the gateway blocks the following ones.
         """
         with self._changed:
-            goes_on = False
+            has_advanced = False
             while self._items and self._items[0].number <= upto:
                 self._num_bytes -= self._items.popleft().num_bytes
-                goes_on = True
-            if goes_on or not is_busy:
-                self._held_since = None
-            elif self._held_since is None:
-                self._held_since = time.monotonic()
+                has_advanced = True
+            if has_advanced or not is_busy:
+                self._blocked_since = None
+            elif self._blocked_since is None:
+                self._blocked_since = time.monotonic()
             self._changed.notify_all()
 
     def fail(self, error: GearError) -> None:
-        """End all waits, now and from now on."""
+        """End all waits, present and later ones, with an error."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Give no batch any more."""
+        """Close the queue: `batch` returns None from now on."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""The thread of a remote writer: sends batches, resumes after lost connections, hears what was refused."""
+"""The sending thread of a remote writer: sends batches, resumes after lost connections, collects refusals."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _STOP_S = 2.0  # longest that the end of a process waits for a call
 
 @dataclass(frozen=True)
 class SendOptions:
-    """How trajectories are sent.
+    """Options of sending trajectories.
 
     Args:
-        batch_bytes: A batch is sent when it has so many.
+        batch_bytes: A batch is sent when it has so many bytes.
         linger_s: Or when its first trajectory has waited so long.
-        buffer_bytes: Of trajectories that are not acknowledged; `add` waits when it is full.
+        buffer_bytes: Buffer of unacknowledged trajectories; `add` waits when it is full.
     """
 
     batch_bytes: int = 2 << 20
@@ -37,11 +37,11 @@ class SendOptions:
 
 
 class RetryPolicy:
-    """How long lost calls are tried again: ever longer pauses, up to a time without any answer.
+    """Retries of lost calls: with ever longer pauses, until there was no answer for `timeout_s`.
 
     Args:
-        what: Must answer.
-        timeout_s: Longest without an answer.
+        what: Name of the server in the error.
+        timeout_s: Longest time without an answer.
     """
 
     def __init__(self, what: str, timeout_s: float) -> None:
@@ -50,7 +50,7 @@ class RetryPolicy:
         self._until: float | None = None
 
     def reset(self) -> None:
-        """Begin anew: there was an answer."""
+        """Reset pause and deadline after an answer."""
         self._pause_s, self._until = _FIRST_PAUSE_S, None
 
     def wait(self, error: ConnectionLost, stopped: threading.Event) -> None:
@@ -64,12 +64,12 @@ class RetryPolicy:
         if now > self._until:
             rule = f"must answer within {self._timeout_s:g} s"
             raise LostNodeError(self._what, rule, None, f"does it run, and is the url right? {error}")
-        stopped.wait(self._pause_s * random.uniform(0.5, 1.0))  # so that many writers do not come at once
+        stopped.wait(self._pause_s * random.uniform(0.5, 1.0))  # so that many writers do not retry at once
         self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
 
 
 def end_session(line: Connection, who: Mapping[str, str]) -> None:
-    """End a writer's session with its gateway, if the gateway answers."""
+    """Close a writer's session with its gateway, if the gateway answers."""
     try:
         line.call("bye", who, _STOP_S)
     except (ConnectionLost, GearError):
@@ -77,18 +77,18 @@ def end_session(line: Connection, who: Mapping[str, str]) -> None:
 
 
 class Sender:
-    """Sends what is in an outbox, in a thread of its own.
+    """Sends the trajectories of a queue, in a thread of its own.
 
-    One batch is under way at a time: the next goes when the gateway has dealt with it. So what the table
-    holds back fills the outbox, and a resumed connection sends again one batch at most.
+    One batch is under way at a time: the next is sent when the gateway has added or refused it. So a table
+    that blocks fills the queue, and a resumed connection sends at most one batch again.
 
     Args:
-        line: To the gateway.
+        line: Connection to the gateway.
         schema: Of the table.
         who: Gateway and client, in the header of every call.
-        outbox: What to send.
-        options: How.
-        timeout_s: Longest without any answer, in seconds.
+        outbox: Trajectories to send.
+        options: Sizes and delays of batches.
+        timeout_s: Longest time without any answer, in seconds.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Sender:
         self._line, self._schema, self._who, self._outbox = line, schema, who, outbox
         self._options, self._timeout_s = options, timeout_s
         self._patience = RetryPolicy(f"gateway {line.url}", timeout_s)
-        self._asks = False  # what has arrived is not known, or is not dealt with yet
+        self._asks = False  # the last batch is pending, or its state unknown: ask before the next is sent
         self._upto = -1
         self.refused: list[tuple[int, GearError]] = []
         self.num_lost = 0  # calls
@@ -141,7 +141,7 @@ class Sender:
             self._line.hang_up()
 
     def _send(self, items: list[QueuedTrajectory]) -> None:
-        """Send a batch, or ask what has become of the last one."""
+        """Send a batch, or request the state of the last one."""
         header = {**self._who, "known": self._upto}
         try:
             if self._asks:
@@ -159,7 +159,7 @@ class Sender:
         self._stopped.wait(answer["wait_s"])
 
     def _keep_session(self) -> None:
-        """Call the gateway without anything to send, so that it keeps the session.
+        """Call the gateway without anything to send, so that the session does not expire.
 
         Raises:
             GearError: The gateway ends, or is another.
@@ -167,10 +167,10 @@ class Sender:
         try:
             self._take(self._line.call("ask", {**self._who, "known": self._upto}, self._timeout_s))
         except ConnectionLost:
-            LOG.debug("an idle remote writer got no answer")  # nothing is under way: the next batch finds out
+            LOG.debug("an idle remote writer got no answer")  # the next batch retries
 
     def _take(self, answer: Mapping[str, Any]) -> None:
-        """Take note of an answer.
+        """Process an answer: collect refusals, and release acknowledged trajectories.
 
         Raises:
             GearError: The gateway ends, or is another.
@@ -183,7 +183,7 @@ class Sender:
         raise_error(answer)
 
     def _with_loss(self, error: GearError) -> GearError:
-        """Say in an error how much is not acknowledged."""
+        """Return an error with the numbers of unacknowledged trajectories in its remedy."""
         left = self._outbox.unacknowledged
         if not left:
             return error

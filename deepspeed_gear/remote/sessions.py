@@ -1,4 +1,4 @@
-"""What each remote writer has sent, and the one thread that adds all of it."""
+"""Sessions of remote writers in a gateway, and the one thread that adds their trajectories."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from deepspeed_gear.remote.gateway_messages import SESSION_S, error_to_json
 
 LOG = logging.getLogger("deepspeed_gear")
 ANSWER_S = 1.0  # longest that a request waits for its trajectories to be added
-MOST_WAITING = 32  # requests that wait at once; the others are answered at once
+MOST_WAITING = 32  # requests that wait at the same time; further ones are answered immediately
 Numbered = Sequence[tuple[int, Mapping[str, np.ndarray]]]
 
 
 class Session:
-    """What is known of one writer.
+    """State of one remote writer.
 
-    `upto` only grows, and only after a commit or a refusal: that makes a number that comes again harmless.
+    `upto` only grows, and only after a commit or a refusal: so a trajectory that is sent twice is added once.
     """
 
     def __init__(self) -> None:
         self.upto = -1  # all trajectories up to this number are committed or refused
-        self.refused: list[tuple[int, dict[str, Any]]] = []  # which the writer has not heard of yet
+        self.refused: list[tuple[int, dict[str, Any]]] = []  # not acknowledged by the writer yet
         self.task: Future[None] | None = None  # adds the last batch
         self.lock = threading.Lock()  # around what reads and replaces the task
-        self.is_told = False  # of the end
+        self.is_notified = False  # whether an answer contained the error of the end
         self.called_at = time.monotonic()
 
     def is_busy(self, timeout_s: float) -> bool:
@@ -40,10 +40,10 @@ class Session:
 
 
 class Sessions:
-    """Takes batches of any number of writers, and adds them one after the other.
+    """Adds batches of any number of writers, one after the other.
 
-    Of a writer at most one batch is held: the next is taken when the last is dealt with, so that what the
-    table holds back stays with the writers.
+    At most one batch of each writer is held: the next is accepted when the last is added or refused, so
+    trajectories that the table does not take yet stay with the writers.
 
     Thread safety: any thread may call anything; only one thread adds.
 
@@ -62,7 +62,7 @@ class Sessions:
     # ---- writers ---------------------------------------------------------------------------------
 
     def open(self, client: str) -> None:
-        """Begin a session; one that is there goes on.
+        """Begin a session; an existing one continues.
 
         Raises:
             GearError: The gateway ends.
@@ -74,7 +74,7 @@ class Sessions:
     def expire(self, after_s: float = SESSION_S) -> int:
         """End the sessions whose writers have not called for some time; return how many.
 
-        A session whose last batch is still being added goes on.
+        A session whose last batch is still being added continues.
         """
         before = time.monotonic() - after_s
         found = list(self._sessions.items())
@@ -90,12 +90,12 @@ class Sessions:
         self._sessions.pop(client, None)
 
     def put(self, client: str, known: int, trajectories: Numbered) -> dict[str, Any]:
-        """Add a batch, unless the last one is still waiting; answer when it is added, or after a moment.
+        """Add a batch, unless the last one is still waiting; answer when it is added, or after `ANSWER_S`.
 
         Args:
             client: The sender.
-            known: What the writer has heard of: up to here refusals need not be told again.
-            trajectories: In the order of their numbers, which go on where the last ended, or begin earlier.
+            known: Number up to which the writer has received refusals: these are not sent again.
+            trajectories: In the order of their numbers, which follow those of the last batch or repeat some.
         Raises:
             DataError: Numbers are left out.
             StoreError: There is no such session.
@@ -108,7 +108,7 @@ class Sessions:
         return self.ask(client, known)
 
     def ask(self, client: str, known: int) -> dict[str, Any]:
-        """Answer `upto`, whether more is `busy`, which were `refused`, and the `error` of the end.
+        """Return the answer: `upto`, `busy` (a batch is being added), `refused` ones, `error` of the end.
 
         `wait_s` is how long the writer must wait before it calls again: where too many requests wait here
         already, this one does not.
@@ -127,11 +127,11 @@ class Sessions:
             wait_s = ANSWER_S if busy else 0.0
         while session.refused and session.refused[0][0] <= known:
             session.refused.pop(0)
-        upto = session.upto  # first: its refusals are in the list
+        upto = session.upto  # read first: its refusals are in the list by then
         refused = [entry for entry in session.refused if entry[0] <= upto]
         answer = {"upto": upto, "busy": busy, "refused": refused, "wait_s": wait_s}
         if self.error is not None:
-            answer["error"], session.is_told = error_to_json(self.error), True
+            answer["error"], session.is_notified = error_to_json(self.error), True
         return answer
 
     def _of(self, client: str) -> Session:
@@ -148,16 +148,16 @@ class Sessions:
     def _add_all(self, session: Session, trajectories: Numbered) -> None:
         try:
             for number, trajectory in trajectories:
-                if number > session.upto:  # else it has arrived before a connection was lost
+                if number > session.upto:  # else it has arrived already, before a connection was lost
                     self._add_one(session, number, trajectory)
         except GearError as error:
             self.end(error)
         except Exception as error:  # whether it is stored is not known: no caller may assume either
             LOG.exception("a trajectory could not be added")
-            self.end(StoreError("the gateway", "must add what it gets", None, repr(error)))
+            self.end(StoreError("the gateway", "must be able to add trajectories", None, repr(error)))
 
     def _add_one(self, session: Session, number: int, trajectory: Mapping[str, Any]) -> None:
-        """Add a trajectory or refuse it; wait as long as the table's rate limiter holds it back.
+        """Add a trajectory or refuse it; wait while the table's rate limiter blocks.
 
         Raises:
             GearError: Nothing can be added any more.
@@ -183,13 +183,13 @@ class Sessions:
             raise self.error
 
     def end(self, error: GearError) -> None:
-        """Add nothing any more; every answer from now on says why."""
+        """Add nothing any more; every later answer contains this error."""
         self.error = self.error or error
 
     @property
-    def all_told(self) -> bool:
-        """Whether every writer has heard of the end."""
-        return all(session.is_told for session in list(self._sessions.values()))
+    def all_notified(self) -> bool:
+        """Whether every writer has been sent the error of the end."""
+        return all(session.is_notified for session in list(self._sessions.values()))
 
     def close(self) -> None:
         """Wait for the trajectory that is being added; `end` comes first."""
@@ -199,7 +199,7 @@ class Sessions:
 def _check_numbers(numbers: Sequence[int], upto: int) -> None:
     start = numbers[0] if numbers else 0
     if list(numbers) != list(range(start, start + len(numbers))) or not 0 <= start <= upto + 1:
-        rule = f"must have numbers that go on after {upto}"
+        rule = f"must have consecutive numbers that continue after {upto}"
         raise DataError("batch", rule, f"{len(numbers)} from {start}")
 
 

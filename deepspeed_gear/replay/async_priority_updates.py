@@ -1,4 +1,4 @@
-"""Priorities that a device has yet to compute when they are reported: only a thread waits for them."""
+"""Asynchronous priority updates, whose values a device has yet to compute: only a thread waits for them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from deepspeed_gear.batching.transfer.cuda_streams import Event, allow_captures_elsewhere
 from deepspeed_gear.sampling.priority_log import PriorityLog
 
-_BLOCKS = 4  # of pinned memory, made at once
+_BLOCKS = 4  # of pinned memory, allocated at once
 
 
 class UpdatePart(NamedTuple):
-    """What is reported to one table.
+    """The samples of a priority update that belong to one table.
 
     Args:
-        reports: Of the table.
+        reports: The priority log of the table.
         records: Resolutions of its samples. [n, 8], int64, contiguous, in host memory.
         which: Their indices in the batch; None: all. [n], int64.
     """
@@ -35,31 +35,31 @@ Check = Callable[[Tensor, Tensor], None]  # of values and faults
 
 class _Job(NamedTuple):
     parts: Sequence[UpdatePart]
-    values: Tensor  # and the faults after them
+    values: Tensor  # followed by the faults
     event: Event
     check: Check
 
 
 class Blocks(Protocol):
-    """Memory of the host for what comes from a device."""
+    """Host memory for values from a device."""
 
     def fetch(self, values: Tensor) -> tuple[Tensor, Event]:
-        """Copy values to the host, and say when they are there; waits for nothing. [n], float32."""
+        """Copy values to the host; return them and an event after the copy. Does not wait. [n], float32."""
         ...
 
     def give_back(self, host: Tensor) -> None:
-        """Take back what `fetch` has given, when it is no longer needed. Any thread."""
+        """Return memory of `fetch` that is no longer needed. Any thread."""
         ...
 
 
 class PinnedBlocks:
-    """Pinned memory that is used again and again, since an allocation of it may wait for the device."""
+    """Reused blocks of pinned memory, since an allocation of it may wait for the device."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}
 
     def fetch(self, values: Tensor) -> tuple[Tensor, Event]:
-        """Copy values after all that their stream was given."""
+        """Copy values after the work of their stream so far."""
         free = self._free.setdefault(len(values), [])
         if not free:
             free += torch.empty(_BLOCKS, len(values), dtype=values.dtype, pin_memory=True).unbind()
@@ -70,18 +70,18 @@ class PinnedBlocks:
         return host, event
 
     def give_back(self, host: Tensor) -> None:
-        """Take back a block whose copy is done."""
+        """Return a block whose copy is done."""
         self._free[len(host)].append(host)
 
 
 class AsyncPriorityUpdates:
-    """Reports priorities when their device has computed them. One thread gives them.
+    """Appends priority updates to the logs when their device has computed them. Called by one thread.
 
-    What is wrong with them is raised by the next call of `check` or `drain`; they are not reported then.
+    Errors in them are raised by the next call of `check` or `drain`; such updates are dropped.
 
     Args:
         timeout_s: Longest wait of `close` for the device, in seconds.
-        blocks: Where values come to the host; None: pinned memory.
+        blocks: Host memory for the values; None: pinned memory.
     """
 
     def __init__(self, timeout_s: float, blocks: Blocks | None = None) -> None:
@@ -91,15 +91,15 @@ class AsyncPriorityUpdates:
         self._errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
 
     def take(self, parts: Sequence[UpdatePart], values: Tensor, faults: Tensor, check: Check) -> None:
-        """Report values as soon as they are computed.
+        """Enqueue an update, which is appended to the logs when its values are computed.
 
         Args:
-            parts: What of them goes where.
-            values: Of the whole batch, on their device. [B], float32.
-            faults: What is wrong with how they were made, on their device. [n], float32.
-            check: Raises if values or faults, in host memory, are such that nothing must be reported.
+            parts: The samples of each table.
+            values: Priorities of the whole batch, on their device. [B], float32.
+            faults: Errors found while computing them, on their device. [n], float32.
+            check: Raises if values or faults, in host memory, are invalid.
         Raises:
-            StoreError: More were reported than a log holds; nothing has changed.
+            StoreError: A log cannot hold so many updates; nothing has changed.
         """
         for part in parts:
             part.reports.check_room(len(part.records))
@@ -112,7 +112,7 @@ class AsyncPriorityUpdates:
         self._jobs.put(_Job(parts, host, event, check))
 
     def check(self) -> None:
-        """Raise what has gone wrong since the last call.
+        """Raise an error of the updates since the last call.
 
         Raises:
             DataError, ShapeError: A priority was negative, infinite or NaN, or a mask wrong.
@@ -121,14 +121,14 @@ class AsyncPriorityUpdates:
             raise self._errors.get()
 
     def drain(self) -> None:
-        """Wait until all that was given is reported; as `check`."""
+        """Wait until all updates are appended, then `check`."""
         self._jobs.join()
         self.check()
 
     def close(self) -> None:
-        """End the thread when all that was given is reported; safe to call twice.
+        """End the thread when all updates are appended; safe to call twice.
 
-        A device that does not get there in time is given up, with what it was to report.
+        After `timeout_s`, updates that the device has not computed are dropped.
         """
         if self._thread is not None:
             self._jobs.put(None)
@@ -153,7 +153,7 @@ class AsyncPriorityUpdates:
             is_good = True
         except Exception as error:
             self._errors.put(error)
-        for part in job.parts:  # also where nothing comes of it: others wait for it
+        for part in job.parts:  # also for a failed update: selections wait for it
             own = values if part.which is None else values[part.which]
             try:
                 part.reports.keep(part.records, own if is_good else None)

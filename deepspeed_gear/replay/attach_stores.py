@@ -1,4 +1,4 @@
-"""The stores of a node: made by one of its ranks, attached to by the others, and without a name then."""
+"""Create and attach a node's stores: one rank creates them, the others attach, then the names are removed."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _DEFAULTS = {
     "rate_limiter": defaults_of(RateLimiterConfig),
     "version": defaults_of(VersionConfig),
 }
-NUM_ANSWERS = 64  # of can_sample() that are kept: so far may a rank be ahead of the slowest
+NUM_ANSWERS = 64  # of can_sample() in the ring: the most that a rank may be ahead of the slowest
 
 
 @dataclass(frozen=True)
 class StorePlan:
-    """How the store of one table comes to be on every rank of a node."""
+    """The plan of one table's store: how the ranks of a node create it or attach to it."""
 
     spec: TableSpec
     streams: list[StreamSpec]
@@ -46,12 +46,12 @@ class StorePlan:
 
     @property
     def extra(self) -> list[Region]:
-        """What the streams and the ranks' status keep in the store."""
+        """Regions of the streams and of the ranks' status."""
         streams = [region for stream in self.streams for region in stream_regions(stream, self.spec)]
         return [*streams, *self.more]
 
     def create(self, ops: Ops, config: GearConfig) -> tuple[Table, list[StreamState]]:
-        """Make the store and give it its name."""
+        """Create the store and link its name."""
         huge_pages = config.shared_memory.huge_pages
         table = Table.create(self.spec, self.extra, self.meaning, self.run, ops, config.timeout_s, huge_pages)
         try:
@@ -65,7 +65,7 @@ class StorePlan:
         return table, streams
 
     def attach(self, ops: Ops, config: GearConfig, peer: int) -> tuple[Table, list[StreamState]]:
-        """Attach to the store that the node's first rank has made."""
+        """Attach to the store that the node's first rank has created."""
         layout = table_layout(self.spec, self.extra, self.meaning)
         table = Table.attach(self.spec, self.file_name, layout, self.run.id, peer, ops, config.timeout_s)
         return table, [StreamState(stream, table) for stream in self.streams]
@@ -81,11 +81,11 @@ def attach_tables(
 ) -> tuple[dict[str, Table], dict[str, dict[str, StreamState]]]:
     """Create the node's stores on one rank and attach the others. Collective.
 
-    The names are removed as soon as all ranks are attached: no failure after that leaves anything. A table
-    that takes writers keeps its name, and has a reaper for that.
+    The names are removed as soon as all ranks are attached: no failure after that leaves a file. A table that
+    admits writers keeps its name, and has a reaper to remove it.
 
     Raises:
-        StoreFullError: There is no room in shared memory.
+        StoreFullError: There is too little shared memory.
     """
     prefix = config.shared_memory.prefix
     named = exchange.agree("naming the run", lambda: new_run_name(config.shared_memory.run))
@@ -107,7 +107,7 @@ def attach_tables(
             fingerprint = getattr(spec.dataset, "fingerprint", "")
             train = {s.name: s.describe() for s in streams.get(spec.name, []) if s.name == TRAIN}
             library = None if ops.native is None else ops.native.__file__
-            said = {"timeout_s": config.timeout_s, "backend": ops.name, "library": library}
+            settings = {"timeout_s": config.timeout_s, "backend": ops.name, "library": library}
             writing = writing_of(config, spec)
             plan = StorePlan(
                 spec,
@@ -115,7 +115,7 @@ def attach_tables(
                 {
                     "seed": config.seed,
                     "fingerprint": fingerprint,
-                    **said,
+                    **settings,
                     **train,
                     "writing": writing,
                 },
@@ -161,7 +161,7 @@ def _open_store(
 
 
 def writing_of(config: GearConfig, spec: TableSpec) -> dict[str, Any]:
-    """Return what processes that only write must know of a table; empty for a data set."""
+    """Return the description of a table for processes that only write; empty for a data set."""
     if spec.dataset is not None:
         return {}
     table, sampler = config.resolved_tables[spec.name], config.item_sampler

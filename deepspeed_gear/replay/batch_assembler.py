@@ -30,15 +30,15 @@ Transform = Callable[[Batch, torch.Tensor], Batch]
 
 
 class BatchAssembler:
-    """Makes this rank's batches of all streams from their selections. One thread per stream.
+    """Gathers this rank's batches of all streams from their selections. One thread per stream.
 
     Args:
-        plan: What all ranks have agreed on.
+        plan: The plan that all ranks have agreed on.
         train: The training stream of each sampled table.
         relabelling: Goals by hindsight.
-        engine_dtype: What `"as": "engine"` means.
-        device: Where batches go.
-        releases: Selections that the device still reads.
+        engine_dtype: The dtype of `"as": "engine"`.
+        device: The device of the batches.
+        releases: Deferred releases of selections that the device still reads.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class BatchAssembler:
         self._config, self._needs, self._info = config, needs, info
         self._statistics = plan.statistics(needs.fields)
         self._engine_dtype, self._device, self._releases = engine_dtype, device, releases
-        self._held = int(plan.topology.num_nodes > 1)  # prepared batches kept beside those that wait
+        self._held = int(plan.topology.num_nodes > 1)  # batches that are kept besides those that wait
         self.transform: Transform | None = None
         self._valid = torch.ones(info.micro, dtype=torch.bool)
         self._no_epoch = torch.zeros(info.micro, dtype=torch.int64)
@@ -71,11 +71,11 @@ class BatchAssembler:
 
     @property
     def counters(self) -> torch.Tensor:
-        """Real rows, all rows and bytes that the training stream has gathered. [3], int64."""
+        """Totals of real rows, all rows and bytes gathered for the training stream. [3], int64."""
         return torch.stack([self._collectors[stream].totals() for stream in self._train]).sum(0)
 
     def _check_files(self) -> None:
-        """Look once a second whether a mapped data set has changed."""
+        """Check once a second that mapped data sets have not changed."""
         for files in self._mapped:
             files.check_at_times()
 
@@ -91,8 +91,8 @@ class BatchAssembler:
         Args:
             selections: Each table's training stream and its selection of the global batch.
             chosen: Which samples of each selection.
-            shares: Part of each table in the global batch.
-            part: Which micro batch of the global batch it is.
+            shares: Share of each table in the global batch.
+            part: Index of the micro batch in the global batch.
         Raises:
             DataError: A mapped file has changed.
         """
@@ -139,14 +139,14 @@ class BatchAssembler:
         num_parts: int,
         pass_size: int | None = None,
     ) -> Batch:
-        """Gather every num_parts-th sample of a selection, so that no rank gets only one end of the batch.
+        """Gather every num_parts-th sample of a selection, so that no rank gets only one end of it.
 
         Args:
-            stream: Where the selection is from.
-            selection: The global batch.
-            part: Which part of it.
-            num_parts: Micro batches that share it.
-            pass_size: Items of an evaluation pass, of which samples beyond it are fillers; None: no pass.
+            stream: The stream of the selection.
+            selection: The selection of the global batch.
+            part: Index of the micro batch.
+            num_parts: Number of micro batches.
+            pass_size: Items of an evaluation pass, after which samples are fillers; None: no pass.
         Raises:
             DataError: A mapped file has changed.
         """
@@ -179,7 +179,7 @@ class BatchAssembler:
         return self._finish(batch, keys, gatherer)
 
     def release(self, stream: BatchStream, key: int) -> None:
-        """Release a selection of which this rank needs nothing more, once the device has read it."""
+        """Release a selection that this rank has gathered, once the device has read its rows."""
         gatherer = self._collectors[stream]
         if self._placing is not None and isinstance(gatherer, DeviceGatherer) and gatherer.reads_in_place:
             self._releases.hold(self._placing.lane.record(), stream.release, key)
@@ -189,30 +189,30 @@ class BatchAssembler:
     # ---- to the device ---------------------------------------------------------------------------
 
     def drain(self) -> bool:
-        """Wait until the device has read every selection; return whether it had one to read."""
+        """Wait until the device has read all selections; return whether there were any."""
         return self._releases.drain()
 
     def refuse_capture(self) -> None:
-        """Refuse to make a batch for a CUDA graph.
+        """Raise if a CUDA graph is captured, which cannot contain `sample`.
 
         Raises:
-            StoreError: One is captured.
+            StoreError: A graph is captured.
         """
         if self._placing is not None:
             self._placing.refuse_capture()
 
     def hand_over(self, batch: Batch) -> Batch:
-        """Return a batch to the thread that uses it, whose stream waits for what is under way."""
+        """Return a batch to the thread that uses it; its CUDA stream waits for the batch."""
         return batch if self._placing is None else self._placing.hand_over(batch)
 
     def describe(self) -> dict[str, Any]:
-        """Return how batches get to the device; nothing where the host gathers them in place."""
+        """Return the transfer of batches to the device; empty where the host gathers them in place."""
         return {} if self._placing is None else {"transfer": self._placing.describe()}
 
     def close(self) -> None:
-        """Wait until the device has read the tables, which are closed after this."""
+        """Wait until the device no longer reads the tables; they are closed after this."""
         if self._placing is not None:
-            with contextlib.suppress(RuntimeError):  # a device that has failed reads nothing any more
+            with contextlib.suppress(RuntimeError):  # a failed device reads nothing
                 self._releases.drain()
             self._placing.close()
 
@@ -221,7 +221,7 @@ class BatchAssembler:
         if self._placing is not None and isinstance(gatherer, DeviceGatherer):
             lane = self._placing.lane
             with lane.running():
-                if self.transform is not None and keys is not None:  # it computes where the batch is
+                if self.transform is not None and keys is not None:  # it runs on the batch's device
                     keys = lane.bring([keys])[0]
                 batch = self._change(self._placing.bring(batch), keys)
             return self._placing.finish(batch, gatherer)
@@ -238,7 +238,7 @@ class BatchAssembler:
         if not isinstance(changed, Batch):
             raise ConfigError("transform", "must return a Batch", type(changed).__name__, "return the batch")
         if changed.lifetime is None and batch.lifetime is not None:
-            batch.lifetime.follow(changed)  # it may be made of the same tensors
+            batch.lifetime.follow(changed)  # it may have the same tensors
         return changed
 
     @staticmethod
@@ -250,7 +250,7 @@ class BatchAssembler:
 
     @staticmethod
     def _weigh(stream: BatchStream, words: list[int], records: torch.Tensor) -> torch.Tensor:
-        """Return the importance weights of samples of a selection. [B], float32."""
+        """Return the PER weights of samples of a selection. [B], float32."""
         if stream.spec.priorities is None:
             return torch.ones(len(records))
         weight = torch.empty(records.size(0))
@@ -267,10 +267,10 @@ class BatchAssembler:
             return Gatherer(**self._gathering(stream.table, depth))
         placing = self._placing
         table = stream.table
-        return self._placed(table, placing.carriage(placing.way), placing.reach(table), depth + 1)
+        return self._placed(table, placing.transfer(placing.way), placing.reach(table), depth + 1)
 
-    def _placed(self, table: Table, carriage: FieldTransfer, reach: Reach, depth: int) -> DeviceGatherer:
-        return DeviceGatherer(carriage, reach, **self._gathering(table, depth))
+    def _placed(self, table: Table, transfer: FieldTransfer, reach: Reach, depth: int) -> DeviceGatherer:
+        return DeviceGatherer(transfer, reach, **self._gathering(table, depth))
 
     def _gathering(self, table: Table, depth: int) -> dict[str, Any]:
         """Return the arguments that every gatherer takes."""

@@ -1,4 +1,4 @@
-"""The training batches of one rank: which part of which selections, prepared ahead by a thread or not."""
+"""Batch loader: the training batches of one rank, prefetched by a thread or not."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class PreparedBatch:
     """A micro batch of this rank.
 
     Args:
-        batch: Itself.
-        heads: Of the selections that it is from.
-        digest: Of the whole global batch, where it is to be verified and this is its last micro batch.
+        batch: The micro batch.
+        heads: Heads of its selections.
+        digest: Of the global batch, if it is verified and this is its last micro batch.
     """
 
     batch: Batch
@@ -42,13 +42,13 @@ class PreparedBatch:
 
 
 class BatchLoader:
-    """One micro batch of this rank after the other. One thread calls it.
+    """Loads this rank's micro batches, one after the other. Called by one thread.
 
     Args:
         parts: Of the replay.
-        metrics: What is measured.
-        turns: Where the ranks that train together wait for each other: after each micro batch, after the last
-            one of a global batch, or where an engine says ("schedule").
+        metrics: Counts and times.
+        turns: When ranks that train together wait for each other: after each micro batch, after the last one
+            of a global batch, or when an engine calls `agree` ("schedule").
     """
 
     def __init__(self, parts: ReplayParts, metrics: Metrics, turns: Turns = "micro") -> None:
@@ -61,14 +61,12 @@ class BatchLoader:
         self._every_micro, self._check = turns != "global", parts.context.check
         self._late_updates = parts.resources.late_updates
         self._prefetchers: list[Prefetcher[PreparedBatch]] = parts.resources.prefetchers
-        self._seen = hashlib.blake2b(digest_size=8)  # ids and anchors of this rank's part of a global batch
+        self._seen = hashlib.blake2b(digest_size=8)  # ids and anchors of this rank's part
         self._digest = NO_DIGEST
-        self._held: PreparedBatch | None = (
-            None  # made, and not returned yet: a rank has failed, or it is early
-        )
+        self._held: PreparedBatch | None = None  # gathered and not returned yet: after a failure, or early
         self._is_early = False
         self._start = 0  # global batch at which the numbering of micro batches begins
-        self._used = 0  # micro batches that the user has had since then
+        self._used = 0  # micro batches returned since then
         self._lent = LentTensors(max(2, plan.info.accumulation))
         self._heads: list[list[int]] | None = None  # of the last global batch used; None: see _position
         self._position = position.start(self._tables)
@@ -86,9 +84,9 @@ class BatchLoader:
         number, micro = divmod(self._used, self._info.accumulation)
         ends = micro == self._info.accumulation - 1
         if self._held is None:
-            self._hold(self._made(self._start + number))
+            self._hold(self._load(self._start + number))
         elif self._is_early:
-            self._ask(self._start + number)
+            self._request(self._start + number)
         self._is_early = False
         if self._barrier is not None and (ends or self._every_micro):
             self._barrier.reach(self.take_digest())
@@ -107,22 +105,22 @@ class BatchLoader:
 
     @property
     def prepares(self) -> bool:
-        """Whether a thread prepares batches now."""
+        """Whether a prefetch thread is running."""
         return any(prefetcher.is_alive for prefetcher in self._prefetchers)
 
     @property
     def next_key(self) -> int:
-        """The global batch that the next micro batch is of."""
+        """The global batch of the next micro batch."""
         return self._start + self._used // self._info.accumulation
 
     def _hold(self, made: PreparedBatch) -> None:
         """Keep a micro batch until its turn is over."""
         self._held = made
         if self._verify_every:
-            self._see(made, self._start + self._used // self._info.accumulation)
+            self._add_to_digest(made, self._start + self._used // self._info.accumulation)
 
     def _hold_next(self, barrier: BatchBarrier) -> None:
-        """Reach the next turn already if its batch is there: nodes then hear of it while the model trains."""
+        """Reach the next batch barrier early if its batch is ready: its messages overlap with training."""
         made = self._prefetchers[0].ready()
         if made is None:
             return
@@ -132,32 +130,32 @@ class BatchLoader:
             barrier.reach(self.take_digest())
             barrier.begin()
 
-    def _ask(self, key: int) -> None:
+    def _request(self, key: int) -> None:
         for stream in self._streams:
             stream.masses.ask(key)
 
     def take_digest(self) -> int:
-        """Return the digest of this rank's part of a global batch that is to be verified, once; else 0."""
+        """Return, once, the digest of this rank's part of a global batch that is verified; else 0."""
         digest, self._digest = self._digest, NO_DIGEST
         return digest
 
-    def _made(self, key: int) -> PreparedBatch:
-        self._ask(key)
+    def _load(self, key: int) -> PreparedBatch:
+        self._request(key)
         try:
             self._late_updates.check()
             return self._prepared() if self._prefetch else self._make(self._used)
         except Exception as error:
             is_early = isinstance(error, NotReadyError) and not isinstance(error, EmptyTableError)
             if isinstance(error, StoreError) and not is_early:
-                for stream in self._streams:  # so that new priorities can mend what was wrong with the old
+                for stream in self._streams:  # so that new priorities can correct the old ones
                     if not stream.state.stop.is_set():
                         stream.masses.give_up()
             if self._barrier is not None:
                 self._barrier.fail(error)
             raise
 
-    def _see(self, made: PreparedBatch, number: int) -> None:
-        """Take a micro batch into the digest of this rank's part of a global batch."""
+    def _add_to_digest(self, made: PreparedBatch, number: int) -> None:
+        """Add a micro batch to the digest of this rank's part of a global batch."""
         self._seen.update(_ids_and_anchors(made.batch.host_records))
         if (self._used + 1) % self._info.accumulation:
             return
@@ -170,25 +168,25 @@ class BatchLoader:
 
     @property
     def where(self) -> position.Position:
-        """After the last global batch of which every micro batch was used."""
+        """The position after the last global batch whose micro batches were all used."""
         return self._position if self._heads is None else position.after(self._tables, self._heads)
 
     def go_on_at(self, at: position.Position) -> None:
-        """Continue at a position, at which the streams are already."""
+        """Continue at a position to which the streams are already set."""
         self._heads, self._position, self._held, self._is_early = None, at, None, False
         self._seen, self._digest = hashlib.blake2b(digest_size=8), NO_DIGEST
         self._start, self._used = position.batches(at), 0
 
     def stop(self) -> None:
-        """End the thread that prepares batches; the next call of `next` begins again."""
+        """Stop the prefetch thread; the next call of `next` starts another."""
         for prefetcher in self._prefetchers:
             for stream in self._streams:
-                stream.state.stop.set()  # it may wait for a rank that has stopped before it
+                stream.state.stop.set()  # it may wait for a rank that has stopped already
             prefetcher.stop()
             for stream in self._streams:
                 stream.state.stop.clear()
         self._prefetchers.clear()
-        self._assembler.drain()  # a selection that is released after a seek would be taken for a later one
+        self._assembler.drain()  # a release after a seek would count for a later selection
 
     def _prepared(self) -> PreparedBatch:
         if not self._prefetchers:
@@ -197,11 +195,11 @@ class BatchLoader:
         try:
             return self._prefetchers[0].get(self._check)
         except Exception:
-            self.stop()  # its thread has ended; the next call begins again with this batch
+            self.stop()  # its thread has ended; the next call retries this batch
             raise
 
     def _make(self, index: int) -> PreparedBatch:
-        """Make this rank's micro batch number `index` since the start or the last resume."""
+        """Gather this rank's micro batch number `index` since the start or the last resume."""
         begin, info = time.perf_counter(), self._info
         step, micro = divmod(index, info.accumulation)
         key, part = self._start + step, micro * info.data_world + self._data_rank
@@ -223,7 +221,7 @@ class BatchLoader:
 
 
 def digest_of(selections: Sequence[Selection]) -> int:
-    """Return a digest of ids and anchors of a global batch, table by table: equal wherever it is made."""
+    """Return the digest of ids and anchors of a global batch, table by table: equal on all ranks."""
     seen = hashlib.blake2b(digest_size=8)
     for selection in selections:
         seen.update(_ids_and_anchors(selection.resolutions[: selection.head[Head.COUNT]]))

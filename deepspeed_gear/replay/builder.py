@@ -1,7 +1,7 @@
-"""Builds a replay: creates or attaches the stores, and makes what reads them. Collective on all ranks.
+"""Builds a replay: creates or attaches the stores, then the parts that read them. Collective on all ranks.
 
 The order of the parts: stores, failure detector, batch barrier, channels to other nodes, batch streams, batch
-assembler. Each part is given the earlier ones when it is made.
+assembler. Each part gets the earlier ones as arguments.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ Streams = dict[str, dict[str, BatchStream]]  # by table and name
 
 @dataclass
 class Resources:
-    """What a replay must stop and detach from, filled in as it is made.
+    """Resources that a replay must release at its end, filled in while it is built.
 
     Args:
-        plan: What was agreed on.
+        plan: The plan that all ranks have agreed on.
         tables: By name.
         states: Of all streams.
-        late_updates: Priorities that a device has yet to compute.
-        prefetchers: The thread that prepares batches, while there is one.
-        detector: Over the ranks of all nodes; None for one node.
-        barrier: Of ranks that train together; None where none waits for another.
-        exchange: With other nodes.
-        assembler: Makes batches.
+        late_updates: Priority updates that a device has yet to compute.
+        prefetchers: The prefetch thread, if it is running.
+        detector: The failure detector over all nodes; None for one node.
+        barrier: The batch barrier of ranks that train together; None without one.
+        exchange: The exchanges with other nodes.
+        assembler: Gathers batches.
     """
 
     plan: ReplayPlan
@@ -67,7 +67,7 @@ class Resources:
     assembler: BatchAssembler | None = None
 
     def release(self) -> None:
-        """Stop what runs and detach from the stores."""
+        """Stop threads and channels, and detach from the stores."""
         if self.exchange is not None:
             self.exchange.part()
         if self.detector is not None:
@@ -95,17 +95,17 @@ class Resources:
 
 @dataclass(frozen=True)
 class ReplayParts:
-    """The stores that this rank is attached to, and what reads them.
+    """The stores that this rank is attached to, and the parts that read them.
 
     Args:
-        plan: What was agreed on.
+        plan: The plan that all ranks have agreed on.
         context: Of this rank; its check raises if a rank of any node is lost.
-        mixture: How many samples come from each table; None for one.
+        mixture: Numbers of samples from each table; None with one table.
         streams: Of each sampled table, by name.
-        exchange: With other nodes.
-        releases: Selections that the device still reads.
-        assembler: Makes batches.
-        resources: What is stopped and detached from in the end.
+        exchange: The exchanges with other nodes.
+        releases: Deferred releases of selections that the device still reads.
+        assembler: Gathers batches.
+        resources: Released at the end.
     """
 
     plan: ReplayPlan
@@ -124,11 +124,11 @@ class ReplayParts:
 
     @property
     def barrier(self) -> BatchBarrier | None:
-        """Of ranks that train together; None where none waits for another."""
+        """The batch barrier of ranks that train together; None without one."""
         return self.resources.barrier
 
     def explain(self, error: BaseException) -> None:
-        """Tell the other ranks what ends this one, and this one which of them is lost."""
+        """Send the error that ends this rank to the others, and add to it which of them is lost."""
         if self.resources.detector is not None:
             self.resources.detector.explain(error)
         elif self.barrier is not None:
@@ -144,11 +144,11 @@ class ReplayParts:
         return [stream for streams in self.streams.values() for stream in streams.values()]
 
     def leave_nodes(self) -> None:
-        """Announce that this node prepares no further batch until it is asked for one."""
+        """Announce that this node selects no further batch until one is requested."""
         self.exchange.leave()
 
     def leave_inner_stage(self) -> None:
-        """Let no process wait for this rank's reading where it reads nothing."""
+        """Mark this rank as no reader of streams, if it is an inner stage."""
         if not self.plan.topology.place.reads:
             for stream in self.all_streams:
                 stream.leave()
@@ -157,15 +157,15 @@ class ReplayParts:
 def build(
     plan: ReplayPlan, turns: Turns | None, engine_dtype: torch.dtype, device: torch.device
 ) -> ReplayParts:
-    """Create or attach the node's stores, and make what reads them. Collective.
+    """Create or attach the node's stores, and build the parts that read them. Collective.
 
     Args:
-        plan: What was agreed on.
-        turns: Where ranks wait for each other; None: nowhere.
-        engine_dtype: What `"as": "engine"` means.
-        device: Where batches go.
+        plan: The plan that all ranks have agreed on.
+        turns: When ranks wait for each other; None: never.
+        engine_dtype: The dtype of `"as": "engine"`.
+        device: The device of the batches.
     Raises:
-        ConfigError, StoreError: On every rank, before anything is left behind.
+        ConfigError, StoreError: On every rank; all resources are released.
     """
     config, topology, control_plane = plan.config, plan.topology, plan.exchange
     mixture = mixture_of(config, plan.info)
@@ -214,7 +214,7 @@ def _flat(streams: Streams) -> list[BatchStream]:
 
 
 def _agree_on_streams(plan: ReplayPlan, mixture: Mixture | None) -> dict[str, list[StreamSpec]]:
-    """Return the streams of each sampled table. Collective."""
+    """Return the specs of each sampled table's streams. Collective."""
     weights, num_holders = _weight_totals(plan), len(plan.placement.order)
 
     def streams(name: str) -> list[StreamSpec]:
@@ -236,7 +236,7 @@ def _agree_on_streams(plan: ReplayPlan, mixture: Mixture | None) -> dict[str, li
 
 
 def _weight_totals(plan: ReplayPlan) -> dict[str, float]:
-    """Return the sum of the weights of each table of which nodes have parts only. Collective."""
+    """Return the sum of the weights of each table that is spread over nodes. Collective."""
     splits = plan.splits
 
     def mine() -> dict[str, float]:
@@ -272,7 +272,7 @@ def _table_specs(
 def _totals_of_all(
     plan: ReplayPlan, states: Mapping[str, Mapping[str, StreamState]]
 ) -> dict[tuple[str, str], int]:
-    """Return the items of spread streams, all nodes together, by table and stream. Collective."""
+    """Return the number of items of spread streams over all nodes, by table and stream. Collective."""
     mine = {
         (name, state.spec.name): state.masses.total
         for name in plan.placement.spread & set(states)
@@ -285,7 +285,7 @@ def _totals_of_all(
 def _context(
     plan: ReplayPlan, failures: FailureDetector | BatchBarrier | None, releases: DeferredRelease
 ) -> Context:
-    """Return the context of this rank, which may wait for itself: for what its device has read by now."""
+    """Return the context of this rank; its check also releases selections that the device has read."""
 
     def check() -> None:
         releases.settle()
@@ -298,7 +298,7 @@ def _context(
 
 
 def _start_detector(plan: ReplayPlan, table: Table) -> FailureDetector | None:
-    """Begin to watch the ranks where there are several nodes. Collective."""
+    """Start the failure detector if there are several nodes. Collective."""
     topology, timeout_s = plan.topology, plan.config.timeout_s
     if topology.num_nodes == 1:
         return None

@@ -1,4 +1,4 @@
-"""Whether a batch can be sampled now, answered alike on all ranks."""
+"""`can_sample`: whether a batch can be sampled now, with the same answer on all ranks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _POLL_S = 100e-6
 
 
 class Readiness:
-    """Numbered questions of the ranks; on a node the first rank that asks one answers it for all.
+    """Numbered calls of `can_sample`; the first rank of a node that makes a call answers it for all.
 
     Args:
         parts: Of the Replay.
-        loader: Whose thread may be in a selection.
+        loader: The batch loader; its thread may be in a selection.
     """
 
     def __init__(self, parts: ReplayParts, loader: BatchLoader) -> None:
@@ -31,21 +31,19 @@ class Readiness:
         self._peer = self._table.memory.peer
 
     def ask(self, key: int) -> bool:
-        """Return whether a global batch could be selected when the first rank asked. Collective.
+        """Return whether a global batch could be selected at the first rank's call. Collective.
 
         Raises:
-            PeerError: A rank does not ask in time.
+            PeerError: A rank does not call in time.
         """
         number = int(self._asked[self._peer])
         self._wait_for_slowest(number)
         if any(stream.state.joint_limiter is not None for stream in self._streams):
             self._asked[self._peer] = number + 1
-            if (
-                self._parts.plan.leads_shard
-            ):  # no process of this node writes while nodes agree on what may be added
+            if self._parts.plan.leads_shard:  # no rank of this node writes while nodes agree on quotas
                 self._wait_for_slowest(number + len(self._answers))
-            answer = self._ask_nodes(key)
-            self._tell(number, answer)
+            answer = self._answer_of_nodes(key)
+            self._share_answer(number, answer)
             return answer
         answer = self._answer(number, key)
         self._asked[self._peer] = number + 1
@@ -55,8 +53,8 @@ class Readiness:
         spread = any(stream.spec.num_shards > 1 for stream in self._streams)
         return any(answers) if spread else all(answers)
 
-    def _ask_nodes(self, key: int) -> bool:
-        """Ask the streams one after the other, those that several nodes hold by what all of these say."""
+    def _answer_of_nodes(self, key: int) -> bool:
+        """Return whether all streams can select; of tables on several nodes, by the records of all nodes."""
         exchange, leads, found = self._parts.plan.exchange, self._parts.plan.leads_shard, True
         for stream in self._streams:
             if stream.state.joint_limiter is not None:
@@ -67,8 +65,8 @@ class Readiness:
             found = found and may
         return found
 
-    def _tell(self, number: int, answer: bool) -> None:
-        """Go on when the leader of this node knows how far its writers may go: this rank may be one."""
+    def _share_answer(self, number: int, answer: bool) -> None:
+        """Wait for the answer of the node's leader; then the new quota holds for this rank's writers."""
         entry, plan = self._answers[number % len(self._answers)], self._parts.plan
         if self._parts.plan.leads_shard:
             with self._table.lock:
@@ -103,12 +101,12 @@ class Readiness:
                 return
             self._parts.context.check()
             if time.monotonic() > until:
-                rule = f"must ask can_sample() as often as this rank, within {self._timeout_s} s"
+                rule = f"must call can_sample() as often as this rank, within {self._timeout_s} s"
                 raise PeerError(f"local rank {lagging[0]}", rule, None, "every rank must call it in turn")
             time.sleep(_POLL_S)
 
     def _lagging(self, number: int) -> list[int]:
-        """Return the living readers that have not asked what would be overwritten."""
+        """Return the living readers that have not read the answer that would be overwritten."""
         places = [self._parts.plan.topology.places[rank] for rank in self._parts.plan.topology.peers]
         late = np.nonzero(self._asked <= number - len(self._answers))[0].tolist()
         return [peer for peer in late if places[peer].reads and self._table.memory.is_alive(peer)]

@@ -1,4 +1,4 @@
-"""Warnings of priorities whose masses are clamped: they count less, or more, than their probability says."""
+"""Clamp warnings: priorities whose masses are clamped have another probability than they should."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.priority_masses import WINDOW
 
 LOG = logging.getLogger("deepspeed_gear")
-MOST_CLAMPED = 1e-3  # part of the reports that may be clamped without a warning
+MOST_CLAMPED = 1e-3  # fraction of the updates that may be clamped without a warning
 PAUSE_S = 600.0  # between two warnings
 
 
 class ClampWarning:
-    """Logs that many reports of a table were clamped, at most once in `PAUSE_S` seconds.
+    """Logs that many priority updates of a table were clamped, at most once in `PAUSE_S` seconds.
 
     Args:
         table: Name of the table.
         most_bits: log2 of the largest mass.
-        num_clamped: Returns the reports ever clamped.
-        recent: Returns the reports that were applied lately, and those of them that were clamped.
-        when: What "lately" is.
+        num_clamped: Returns the number of updates ever clamped.
+        recent: Returns the number of updates applied recently, and how many of them were clamped.
+        when: Text of the period of `recent`.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ClampWarning:
         self._seen, self._next = num_clamped(), 0.0
 
     def check(self) -> None:
-        """Log a warning if one is due. Cost: a word is read where nothing was clamped."""
+        """Log a warning if one is due. Cost: reads one word if nothing was clamped."""
         count = self._num_clamped()
         if count == self._seen or time.monotonic() < self._next:
             return
@@ -61,7 +61,7 @@ class ClampWarning:
 
 
 def warnings_of(streams: Sequence[BatchStream]) -> list[ClampWarning]:
-    """Return the warnings of the streams that have priorities."""
+    """Return the clamp warnings of the streams that have priorities."""
     found = []
     for stream in streams:
         masses = stream.state.priorities

@@ -1,4 +1,4 @@
-"""A replay whose table lies in the memory of one device: nothing of a step touches the host."""
+"""DeviceReplay: a replay whose table lies in the memory of one device; a step does not use the host."""
 
 from __future__ import annotations
 
@@ -45,28 +45,28 @@ class DeviceReplay(ReplayBase):
     """The replay system of a config whose table has `"placement": "device"`.
 
     Table, tree, cursors and counters lie in the memory of this rank's device. `sample_`, `add_` and
-    `update_priorities_` mutate fixed tensors, never wait for the device, and take everything that changes
-    from its memory: they can be captured in a CUDA graph together with the training step, and traced by
-    `torch.compile`. The content is lost with the process unless `save` keeps it.
+    `update_priorities_` mutate fixed tensors, never wait for the device, and read all state from its
+    memory: they can be captured in a CUDA graph together with the training step, and traced by
+    `torch.compile`. The content is lost with the process unless `save` is called.
 
     A data set is copied to the device of each rank. Trajectories that are added lie on the devices of this
     rank's replica; its tensor and sequence ranks add the same ones. All replicas draw from one distribution:
-    where their tables differ, or priorities change, `sample` exchanges what that takes and waits for it; then
+    if their tables differ, or priorities change, `sample` exchanges rows and masses and waits for them; then
     it is collective and cannot be captured. With `"scope": "shard"` each replica draws from its own table,
-    with the probabilities and weights of that one, and nothing is exchanged.
+    with its own probabilities and weights, and nothing is exchanged.
 
     Construction, `state_dict` and `close` are collective. Not thread-safe.
 
     Args:
         config: The `gear` section, or the path of a JSON file.
-        device: Where everything lies; "cpu" runs the same program on the host.
+        device: The device of the table; "cpu" runs the same program on the host.
         process_group: Ranks of the run; None for all.
         schemas: Schemas of tables that have none in the config.
         info: Batch sizes where an engine decides them.
-        place: Where this rank sits; None: each rank is a replica.
-        engine_dtype: What `"as": "engine"` means.
+        place: This rank's place in the grid; None: each rank is a replica.
+        engine_dtype: The dtype of `"as": "engine"`.
     Raises:
-        ConfigError, DataError, BuildError: On every rank, before anything is left behind.
+        ConfigError, DataError, BuildError: On every rank; all resources are released.
     Cost: `table.num_bytes` of the device.
     """
 
@@ -128,7 +128,7 @@ class DeviceReplay(ReplayBase):
             plan.info.micro,
             0,
             engine_dtype,
-            config.threads if self.device.type == "cpu" else 1,  # of a kernel it would be its blocks
+            config.threads if self.device.type == "cpu" else 1,  # for a kernel it would be its blocks
         )
         self._burn_in = BurnIn.of(config, plan.fields, needs.fields)
         splits = specs if options.data is not None else {}
@@ -145,15 +145,15 @@ class DeviceReplay(ReplayBase):
     def sample_(self, out: DeviceBatch) -> None:
         """Fill a batch with this rank's next micro batch. Waits for nothing; can be captured.
 
-        A graph that is captured holds the calls of whole global batches: as many as accumulation steps. All
-        micro batches of a global batch are gathered with its first one, so that what is added between them
-        changes none.
+        A captured graph must contain the calls of whole global batches: as many as accumulation steps. All
+        micro batches of a global batch are gathered with its first one, so that additions between them change
+        none.
 
         Args:
             out: From `new_batch`.
         Raises:
             StoreError: Nothing was added yet, or the replay is closed.
-            PeerError, LostNodeError: Where replicas share one distribution: a rank takes other batches, or
+            PeerError, LostNodeError: If replicas share one distribution: a rank samples other batches, or
                 does not answer in `gear.timeout_s`.
         """
         self._check_filled()
@@ -171,7 +171,7 @@ class DeviceReplay(ReplayBase):
         self._transform = None if transform is None else arguments.function("transform", transform)
 
     def sample(self) -> Batch:
-        """Return this rank's next micro batch; its tensors are used again max(2, accumulation) calls on."""
+        """Return this rank's next micro batch; its tensors are reused after max(2, accumulation) calls."""
         self._check_filled()
         batch = self._loader.next()
         if self.transform is None:
@@ -189,13 +189,13 @@ class DeviceReplay(ReplayBase):
     # ---- adding ----------------------------------------------------------------------------------
 
     def add_(self, columns: Mapping[str, Tensor], lengths: Tensor | None = None) -> None:
-        """Add trajectories; the oldest go where there is no room. Waits for nothing; can be captured.
+        """Add trajectories; the oldest are evicted if needed. Waits for nothing; can be captured.
 
         Args:
             columns: By name, on the device, of the columns' dtypes: [E, T, *shape], [E, T + 1, *shape] for a
                 column of T+1 rows, [E, *shape] for a value per trajectory. T at most `max_length`.
-            lengths: Steps of each; 0 adds nothing. Others than [0, T] are refused on the device: nothing is
-                added, and `statistics` counts them. None: all T. [E], int64.
+            lengths: Steps of each; 0 adds nothing. Lengths outside [0, T] are refused on the device:
+                nothing is added, and `statistics` counts them. None: all T. [E], int64.
         Raises:
             SchemaError, ShapeError, DataError: A column is missing or does not fit.
             StoreError: The table holds a data set.
@@ -212,19 +212,19 @@ class DeviceReplay(ReplayBase):
 
         Args:
             columns: Every column, without a time axis. [E, *shape].
-            following: What columns of T+1 rows hold after the step. [E, *shape].
+            following: Rows of T+1 columns after the step. [E, *shape].
         Raises:
             SchemaError, ShapeError, DataError: As `add_`.
         """
         self.add_(self.table.as_trajectories(columns, following))
 
     def fill_(self, ids: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Write columns of trajectories that this replica stores; what is elsewhere or gone is left out.
+        """Write columns of trajectories; those that this replica does not store are left out.
 
         Args:
             ids: As `batch.trajectory_id`. [n], int64.
-            columns: By name. [n, max_length (+ 1), *shape], or [n, *shape] for a value per trajectory. Not of
-                rewards and ends, which other quantities follow from.
+            columns: By name. [n, max_length (+ 1), *shape], or [n, *shape] for a value per trajectory. Not
+                rewards and ends, from which other quantities are derived.
         Raises:
             SchemaError, ShapeError, DataError: A column is unknown, or does not fit.
             StoreError: The table holds a data set.
@@ -247,15 +247,15 @@ class DeviceReplay(ReplayBase):
     # ---- priorities ------------------------------------------------------------------------------
 
     def update_priorities_(self, batch: Batch, priorities: Tensor, mask: Tensor | None = None) -> None:
-        """Set the priorities of a batch's items; the next selection sees them. Waits for nothing.
+        """Set the priorities of a batch's items, for the next selection. Waits for nothing.
 
         Of several values of an item the one with the highest sample number wins. Negative, infinite and NaN
         ones change nothing; `statistics` counts them, and `check` raises. With accumulation the values of all
-        micro batches count together, after the last one's.
+        micro batches are applied together, after those of the last one.
 
         Args:
             batch: From `sample` or `sample_`.
-            priorities: [B], or [B, T] to be reduced as `sampler.reduce` says. Any floating dtype.
+            priorities: [B], or [B, T] to be reduced by `sampler.reduce`. Any floating dtype.
             mask: Which steps count, as in `Replay.update_priorities`. [B, T], bool.
         Raises:
             ConfigError: The sampler has no priorities.
@@ -265,7 +265,7 @@ class DeviceReplay(ReplayBase):
         sampler = self.config.item_sampler
         if not isinstance(sampler, PrioritizedSampler):
             raise ConfigError("gear.sampler.kind", 'must be "prioritized"', sampler.kind)
-        if not isinstance(priorities, Tensor):  # so that nothing is copied to a device unasked
+        if not isinstance(priorities, Tensor):  # no implicit copies to a device
             raise DataError("priorities", "must be a tensor", type(priorities).__name__)
         arguments.dense("priorities", priorities)
         if priorities.is_complex():
@@ -290,12 +290,12 @@ class DeviceReplay(ReplayBase):
 
     @property
     def num_steps(self) -> int:
-        """Steps that are stored. Waits for the device."""
+        """Number of stored steps. Waits for the device."""
         return int(self.table.state[RingState.STEPS])
 
     @property
     def num_trajectories(self) -> int:
-        """Trajectories that are stored. Waits for the device."""
+        """Number of stored trajectories. Waits for the device."""
         state = self.table.state.tolist()
         return int(state[RingState.NEXT] - state[RingState.TAIL])
 
@@ -303,11 +303,11 @@ class DeviceReplay(ReplayBase):
         return self.num_trajectories
 
     def statistics(self) -> dict[str, Any]:
-        """Return sizes, and what updates did. Waits for the device."""
+        """Return sizes, and counts of priority updates. Waits for the device."""
         return device_checkpoint.statistics_of(self.table, self._selection.is_prioritized)
 
     def take_metrics(self) -> dict[str, float]:
-        """Return what goes to DeepSpeed's monitor. Waits for the device."""
+        """Return the metrics for DeepSpeed's monitor. Waits for the device."""
         found = self.statistics()
         return {name: float(found[name]) for name in ("steps", "trajectories", "refused")}
 
@@ -322,7 +322,7 @@ class DeviceReplay(ReplayBase):
         refused = int(self.table.state[RingState.REFUSED])
         if refused:
             rule = "must be in range: lengths in [0, T], priorities finite and at least 0"
-            raise DataError("what was given to the device", rule, f"{refused} that were not")
+            raise DataError("input of the device", rule, f"{refused} that were not")
         device_checkpoint.check_drawn(self.table)
         if self._clamp_warning is not None:
             self._clamp_warning.check()
@@ -337,13 +337,13 @@ class DeviceReplay(ReplayBase):
         return device_checkpoint.position_of(self._plan, self.table)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a position; the table keeps its content, and graphs that were captured stay good.
+        """Continue at a position; the table keeps its content, and captured graphs stay valid.
 
         Raises:
-            CheckpointError: It is of another format, config or data set; nothing has changed.
+            CheckpointError: It has another format, config or data set; nothing has changed.
         """
         self._check_open()
-        arguments.mapping("state", state, "give what state_dict has returned")
+        arguments.mapping("state", state, "pass a state from state_dict")
         device_checkpoint.seek(self._plan, self.table, state)
         self._go_on()
 
@@ -357,13 +357,13 @@ class DeviceReplay(ReplayBase):
         return device_checkpoint.state_of(self._plan, self.table)
 
     def import_table(self, exported: Mapping[str, Any]) -> None:
-        """Continue where a table was exported, in the same tensors: graphs that were captured stay good.
+        """Continue from an exported table, in the same tensors: captured graphs stay valid.
 
         Raises:
-            CheckpointError: It is of another format, config, size or data set; nothing has changed.
+            CheckpointError: It has another format, config, size or data set; nothing has changed.
         """
         self._check_open()
-        arguments.mapping("exported", exported, "give what export_table has returned")
+        arguments.mapping("exported", exported, "pass the result of export_table")
         arguments.tensors("the exported content", exported.get("content"))
         device_checkpoint.restore(self._plan, self.table, exported)
         self._go_on()
@@ -380,10 +380,10 @@ class DeviceReplay(ReplayBase):
     def _go_on(self) -> None:
         self._is_filled = self._has_data or self.num_trajectories > 0
         self._loader.begin_anew()
-        self._clamp_warning = self._new_clamp_warning()  # what was loaded was reported before
+        self._clamp_warning = self._new_clamp_warning()  # earlier updates do not count
 
     def _new_clamp_warning(self) -> ClampWarning | None:
-        """Return what `check` logs of this table on the first rank of a node; None: nothing."""
+        """Return the clamp warning of `check` on the first rank of a node; None: there is none."""
         if not self._selection.is_prioritized or not self._topology.leads_node:
             return None
         reported, table = device_checkpoint.Reported(self.table), self.config.sampled_tables[0]
@@ -391,7 +391,7 @@ class DeviceReplay(ReplayBase):
         return ClampWarning(table, self._selection.most_bits, *counts, "since the last check()")
 
     def _settle(self) -> None:
-        """Bring all reports into effect; only between two global batches. Collective where reports are."""
+        """Apply all waiting updates; only between two global batches. Collective if updates are exchanged."""
         if self._sharing.is_joint:
             self._plan.exchange.agree("the state", self._check_between)
         else:
@@ -406,14 +406,14 @@ class DeviceReplay(ReplayBase):
             raise StoreError("the state", rule, at, "use the other micro batches first")
 
     def clear(self) -> None:
-        """Take everything out that was added, here; where replicas draw together, between two global batches.
+        """Remove all trajectories of this rank; if replicas share a distribution, between two global batches.
 
         Raises:
             StoreError: The table holds a data set, or some micro batches of a global batch wait.
         """
         self._check_changes()
         if self._sharing.is_joint:
-            self._check_between()  # what waits are reports for others too
+            self._check_between()  # waiting updates are for other replicas too
         else:
             self._loader.begin_anew()
         self.table.clear()

@@ -1,8 +1,8 @@
-"""How this rank's batches get to its device: what CUDA reads in place, which way is taken, what waits.
+"""Device transfer of this rank's batches: what CUDA reads in place, the transfer method, and what waits.
 
-Batches are made on a lane, which on a GPU is a stream beside that of the training step. A batch is handed
-over in the thread that uses it, whose stream then waits for it; a ring entry is given to the lane again
-after all that its user had given to its stream when `keep` newer batches had been taken.
+Batches are gathered on a transfer stream; on a GPU it is a CUDA stream besides that of the training step. A
+batch is handed over in the thread that uses it, whose stream then waits for it. The transfer stream reuses a
+ring entry after the work that was on the user's stream when `keep` newer batches had been handed over.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MakeCollector = Callable[[Table, FieldTransfer, Reach, int], DeviceGatherer]
 
 @dataclass(frozen=True)
 class _Arrival:
-    """When a batch is on its device, and which ring entry it is."""
+    """The event after which a batch is on its device, and its ring entry."""
 
     event: Event
     gatherer: DeviceGatherer
@@ -63,14 +63,14 @@ class _Arrival:
 
 
 def is_wanted(config: GearConfig, device: torch.device) -> bool:
-    """Whether batches go to a device by one of the ways: on CUDA always, on the CPU where one is named.
+    """Return whether batches are transferred to a device: to CUDA always, to the CPU if a method is set.
 
     Raises:
-        ConfigError: One is named for a device of another kind.
+        ConfigError: A method is set for a device of another kind.
     """
     if device.type not in ("cpu", "cuda") and config.transfer.way != "auto":
-        rule = "must be auto where batches go to neither CUDA nor the CPU"
-        raise ConfigError("gear.transfer.way", rule, config.transfer.way, f"they go to {device}")
+        rule = "must be auto where batches are on neither CUDA nor the CPU"
+        raise ConfigError("gear.transfer.way", rule, config.transfer.way, f"they are on {device}")
     return device.type == "cuda" or (device.type == "cpu" and config.transfer.way != "auto")
 
 
@@ -79,19 +79,19 @@ def _column_of(field: ResolvedField) -> str:
 
 
 class DeviceTransfer:
-    """The way to a device. One thread per stream makes batches, the main thread takes them.
+    """Transfers batches to a device. One thread per stream gathers batches, the main thread uses them.
 
     Args:
         config: The config.
-        needs: What this rank needs of a batch.
+        needs: The parts of a batch that this rank reads.
         tables: The sampled tables.
-        device: Where batches go.
+        device: The device of the batches.
         num_samples: B.
-        keep: Batches that their user may hold.
-        make: Makes a gatherer of a stream, with a ring of some depth.
+        keep: Latest batches that their user may use.
+        make: Creates a gatherer of a table, with a ring of some depth.
     Raises:
-        ConfigError: A way is named that cannot be taken here.
-        BuildError: Kernels are asked for that cannot be built.
+        ConfigError: The configured transfer method is impossible here.
+        BuildError: Kernels are required and cannot be built.
     """
 
     def __init__(
@@ -126,21 +126,21 @@ class DeviceTransfer:
         except BaseException:
             self.close()
             raise
-        LOG.info("gear: batches go to %s: %s", self.lane.device, self.describe())
+        LOG.info("gear: batches are transferred to %s: %s", self.lane.device, self.describe())
 
-    def carriage(self, way: str) -> FieldTransfer:
-        """Return what a gatherer needs to know."""
-        ops = self._ops or self._tables[0].ops  # which no staged field asks for
+    def transfer(self, way: str) -> FieldTransfer:
+        """Return the transfer settings of a gatherer."""
+        ops = self._ops or self._tables[0].ops  # unused by staged fields
         reached = self._is_reached, self._reaches_n_step
         return FieldTransfer(self.lane, ops, way, *reached, self._keep, self._least_copy_bytes)
 
     @property
     def _least_copy_bytes(self) -> int:
-        """Smallest window that the copy engine fetches: any, where it is named."""
+        """Smallest window that the copy engine copies: any, if it is set explicitly."""
         return 0 if self._options.way == COPIES else LEAST_COPY_BYTES
 
     def reach(self, table: Table) -> Reach:
-        """Return what the device reads in place of a table."""
+        """Return the columns of a table that the device reads in place."""
         return self._reaches[table.spec.name]
 
     # ---- what is possible ------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class DeviceTransfer:
             return None
 
     def _names_of(self, table: Table) -> list[str]:
-        """Return what batches need of a table, in the order of the fields."""
+        """Return the columns of a table that batches read, in the order of the fields."""
         stored = [field for field in self._needs.fields if not is_computed(field) and not field.mask_only]
         names = [_column_of(field) for field in stored]
         if self._needs.n_step:
@@ -206,7 +206,7 @@ class DeviceTransfer:
         )
 
     def _possible(self) -> list[str]:
-        """Return the ways that may be taken, and note why others may not."""
+        """Return the possible transfer methods; record why others are impossible."""
         fields = [field for field in self._needs.fields if not field.mask_only and not is_computed(field)]
         reached = [field for field in fields if self._is_reached(_column_of(field))]
         if self._ops is not None and not reached:
@@ -236,18 +236,18 @@ class DeviceTransfer:
             )
         for way in possible:
             if self._works(table, way, num_samples, make) and way not in self._figures:
-                return way  # nothing is measured: the first one
+                return way  # without a measurement: the first one
         return fastest(self._figures) if self._figures else STAGED
 
     def _works(self, table: Table, way: str, num_samples: int, make: MakeCollector) -> bool:
-        """Try a way, and measure it where there is room for a step; return whether it can be taken."""
+        """Try a transfer method, and measure it if the table can hold a step; return whether it works."""
         single = {column.name for column in table.spec.schema if column.rows == "1"}
         held = {name: len(table.gather_source(name)) for name in self._names[table.spec.name]}
         rows = min((n for name, n in held.items() if name not in single), default=table.spec.num_rows)
         slots = min((n for name, n in held.items() if name in single), default=1)
         records = made_up_records(table, num_samples, rows, slots)
         try:
-            gatherer = make(table, self.carriage(way), self.reach(table), 2)
+            gatherer = make(table, self.transfer(way), self.reach(table), 2)
             if len(records):
                 gatherer.gather(records)  # loads kernels
                 self.lane.record().synchronize()
@@ -261,29 +261,29 @@ class DeviceTransfer:
         return True
 
     def _note(self) -> None:
-        """Leave word for `gear doctor`."""
+        """Record the transfer for `gear doctor`."""
         for table in self._tables:
             why = dict(self._left_out.get(table.spec.name, {}))
             if self._ops is None:
-                why = {"no kernels": next(iter(self._refused.values()), "staged is wanted")}
+                why = {"no kernels": next(iter(self._refused.values()), "staged is configured")}
             text = "; ".join([self.way, *(f"{name}: {rule}" for name, rule in why.items())])
             note_transfer(table, self._registered.get(table.spec.name, 0), text)
 
     # ---- batches ---------------------------------------------------------------------------------
 
     def bring(self, batch: Batch) -> Batch:
-        """Return a batch whose samples are described on the device, too. Inside the lane."""
+        """Copy a batch's other tensors (its samples) to the device. Called on the transfer stream."""
         here = [tensor for tensor in batch.every_tensor if tensor.device != self.lane.device]
         there = dict(zip(map(id, here), self.lane.bring(here), strict=True))
         return batch.map(lambda tensor: there.get(id(tensor), tensor)) if here else batch
 
     def finish(self, batch: Batch, gatherer: DeviceGatherer) -> Batch:
-        """Note when a batch will be whole."""
+        """Record the event after which a batch is complete."""
         batch.arrives(_Arrival(self.lane.record(), gatherer, gatherer.made))
         return batch
 
     def refuse_capture(self) -> None:
-        """Refuse to hand over a batch to a CUDA graph: the next replay of it would read the same one.
+        """Raise if a CUDA graph is captured: its next replay would read the same batch.
 
         Raises:
             StoreError: The current stream is being captured.
@@ -293,7 +293,7 @@ class DeviceTransfer:
             refuse_capture("sample", rule, 'sample before the graph, or set "placement": "device"')
 
     def hand_over(self, batch: Batch) -> Batch:
-        """Let the stream of this thread, which uses the batch, wait for it. The host waits for nothing."""
+        """Make this thread's stream, which uses the batch, wait for it. The host does not wait."""
         arrival = batch.arrival
         if isinstance(arrival, _Arrival):
             arrival.gatherer.hand_over(arrival.index)
@@ -304,7 +304,7 @@ class DeviceTransfer:
     # ---- the rest --------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
-        """Return the way, what was measured, what is registered, and why not more."""
+        """Return the transfer method, measurements, registered bytes, and why others were not registered."""
         return {
             "way": self.way,
             "seconds": {way: asdict(figures) for way, figures in self._figures.items()},
@@ -315,8 +315,8 @@ class DeviceTransfer:
         }
 
     def close(self) -> None:
-        """Wait for the device and give registered memory back; safe to call twice."""
-        with contextlib.suppress(RuntimeError):  # a device that has failed reads nothing any more
+        """Wait for the device and unregister memory; safe to call twice."""
+        with contextlib.suppress(RuntimeError):  # a failed device reads nothing
             self.lane.record().synchronize()
         for registration in self._registrations:
             registration.close()

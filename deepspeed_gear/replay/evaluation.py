@@ -1,4 +1,4 @@
-"""Passes over evaluation splits: every item once, on all ranks together."""
+"""Evaluation passes over splits: every item once, on all ranks together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deepspeed_gear.store.stream_records import Head
 
 
 class Evaluation:
-    """The passes of a Replay. Main thread only."""
+    """The evaluation passes of a Replay. Main thread only."""
 
     def __init__(self, parts: ReplayParts) -> None:
         self._parts = parts
@@ -35,7 +35,7 @@ class Evaluation:
         return chain.from_iterable(self._pass(stream, number, check) for stream in found)
 
     def continue_from(self, begun: dict[str, int]) -> None:
-        """Set how many passes of each split have begun, as a checkpoint has them."""
+        """Set how many passes of each split have begun, from a checkpoint."""
         self.begun = begun
 
     def num_batches(self, split: str) -> int:

@@ -1,4 +1,4 @@
-"""What a Replay measures about itself."""
+"""Metrics of a Replay: counts and times of its batches."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 
 
 class Metrics:
-    """Sums that only grow. Thread safe: a prefetch thread produces, the main thread waits and takes."""
+    """Sums that only increase. Thread safe: a prefetch thread adds, the main thread adds and reads."""
 
     def __init__(self) -> None:
         self.num_batches, self.num_made, self.epoch = 0, 0, 0
-        self.digest: tuple[int, int] | None = None  # the last global batch that was verified, and its digest
+        self.digest: tuple[int, int] | None = None  # the last verified global batch, and its digest
         self._sample_s, self._wait_s = 0.0, 0.0
         self._taken: list[float] = [0] * 7
 
@@ -20,7 +20,7 @@ class Metrics:
         self.num_made += 1
 
     def waited(self, seconds: float, epoch: int) -> None:
-        """Count a call of `sample` that took this long."""
+        """Count a call of `sample` and its duration."""
         self.num_batches += 1
         self.epoch = epoch
         self._wait_s += seconds

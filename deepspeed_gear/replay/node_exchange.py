@@ -13,7 +13,7 @@ from deepspeed_gear.distributed.node_channel import NodeChannel
 from deepspeed_gear.distributed.replay_plan import ReplayPlan
 from deepspeed_gear.distributed.row_exchange.device_transport import DeviceTransport
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan, routes_of
-from deepspeed_gear.distributed.row_exchange.row_exchange import RowExchange, arrivals_of, most_rows
+from deepspeed_gear.distributed.row_exchange.row_messages import RowMessages, arrivals_of, most_rows
 from deepspeed_gear.distributed.sharded.replicated_selector import ReplicatedSelector
 from deepspeed_gear.distributed.sharded.resolution_exchange import Goals
 from deepspeed_gear.distributed.sharded.selection_agreement import SelectionAgreement
@@ -23,13 +23,13 @@ from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.stream_state import StreamState
 
-EDGE = 2  # rows on both sides of the arrivals, so that what lies beside them belongs to no trajectory
+EDGE = 2  # rows on both sides of the arrivals, which belong to no trajectory
 States = Mapping[str, Mapping[str, StreamState]]  # by table and stream
 
 
 @dataclass(frozen=True)
 class ArrivalRoom:
-    """Where the rows of other nodes arrive that a stream's batches read.
+    """Rows and slots of a store for the rows that a stream receives from other nodes.
 
     Args:
         first_row: First row, in the table's store.
@@ -45,10 +45,10 @@ class ArrivalRoom:
 
 
 class SpreadTables:
-    """Which rows of spread tables go to which node, and the room for those that arrive here. Pure.
+    """Exchange plans of spread tables, and the rows and slots for arrivals on this node. Pure.
 
     Args:
-        plan: What all ranks have agreed on.
+        plan: The plan that all ranks have agreed on.
     """
 
     def __init__(self, plan: ReplayPlan) -> None:
@@ -63,7 +63,7 @@ class SpreadTables:
         self.exchange_plans: dict[str, ExchangePlan] = {n: one for n, one in found.items() if one.index >= 0}
 
     def arrivals(self, specs: Mapping[str, list[StreamSpec]]) -> dict[str, tuple[int, int]]:
-        """Return rows and slots for what other nodes send, by table.
+        """Return the number of rows and slots for arrivals, by table.
 
         Raises:
             ConfigError: Trajectories may have any length, and goals are drawn from all of their steps.
@@ -80,7 +80,7 @@ class SpreadTables:
     def rooms(
         self, name: str, states: Mapping[str, StreamState]
     ) -> Iterator[tuple[StreamState, ArrivalRoom]]:
-        """Yield the room of each stream of a table."""
+        """Yield the arrival rows and slots of each stream of a table."""
         most = self._max_rows(name)
         row, slot = most + EDGE, 0
         for state in states.values():
@@ -89,7 +89,7 @@ class SpreadTables:
             row, slot = row + spec.depth * wanted * most, slot + spec.depth * wanted
 
     def _max_rows(self, name: str) -> int:
-        """Return the most rows that a sample of a table brings."""
+        """Return the most rows that a sample of a table may need."""
         config, datasets = self._plan.config, self._plan.datasets
         exchange_plan, table = self.exchange_plans[name], config.resolved_tables[name]
         longest = datasets[name].longest if name in datasets else table.max_length
@@ -102,17 +102,17 @@ class SpreadTables:
 
 
 class NodeExchange:
-    """What this rank exchanges with other nodes; nothing where there are none, and on ranks that do not.
+    """The exchanges of this rank with other nodes; empty with one node, and on ranks that exchange nothing.
 
     Args:
-        plan: What all ranks have agreed on.
-        detector: Over all ranks.
-        device: Of this rank, whose transport takes rows where the config wants it.
+        plan: The plan that all ranks have agreed on.
+        detector: The failure detector over all ranks.
+        device: Of this rank; its transport exchanges rows if the config selects it.
     """
 
     def __init__(self, plan: ReplayPlan, detector: FailureDetector | None, device: torch.device) -> None:
         self._plan, self._prepares = plan, plan.config.prefetch > 0
-        self._channels: dict[bool, NodeChannel] = {}  # by whether it is for training streams
+        self._channels: dict[bool, NodeChannel] = {}  # key: whether for training streams
         self._transports: dict[bool, DeviceTransport] = {}
         self._training: list[SelectionAgreement] = []  # selectors of the training streams
         self._taken: tuple[np.ndarray, int, int, int] | None = None
@@ -125,10 +125,10 @@ class NodeExchange:
 
         Args:
             states: Of all streams.
-            tables: Which rows go where.
+            tables: The exchange plans.
             goals: Draws the achieved goals of samples.
         Returns:
-            On the leaders of nodes that hold such tables; nothing elsewhere.
+            On the leaders of nodes that hold such tables; empty elsewhere.
         """
         every = [state for of_table in states.values() for state in of_table.values()]
         if self._plan.leads_shard and any(state.spec.together for state in every):
@@ -153,7 +153,7 @@ class NodeExchange:
         config, trains = self._plan.config, state.spec.name == TRAIN
         rows, slots = (room.first_row, room.num_rows), (room.first_slot, room.num_slots)
         needs = exchange_plan.needs
-        exchange = RowExchange(state.table, exchange_plan.num_nodes, needs, config.n_step, rows, slots)
+        exchange = RowMessages(state.table, exchange_plan.num_nodes, needs, config.n_step, rows, slots)
         selector = ShardedSelector(
             state,
             self._channels[trains],
@@ -178,7 +178,7 @@ class NodeExchange:
             transport.open()
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the mean of the training selections' exchanges since the last call; nothing elsewhere.
+        """Return the mean of the training selections' exchanges since the last call; empty elsewhere.
 
         Returns:
             `sent_bytes`, `received_bytes`, and for each node `late_ms.<node>`: how long the first node to be
@@ -188,7 +188,7 @@ class NodeExchange:
             return {}
         channel = self._channels[True]
         late = np.sum([selector.late_s for selector in self._training], axis=0)
-        selections = sum(selector.num_cuts for selector in self._training)
+        selections = sum(selector.num_selections for selector in self._training)
         now = late, selections, channel.bytes_sent, channel.bytes_received
         before = self._taken or (np.zeros_like(late), 0, 0, 0)
         self._taken = late.copy(), selections, channel.bytes_sent, channel.bytes_received
@@ -200,11 +200,11 @@ class NodeExchange:
         return found
 
     def part(self) -> None:
-        """Call no node lost from now on: this rank's thread may wait for one that takes no further batch."""
+        """Stop reporting lost nodes: this rank's thread may wait for one that samples no further batch."""
         for channel in self._channels.values():
             channel.part()
 
     def leave(self) -> None:
-        """Announce that this node prepares no further batch; its thread has stopped."""
+        """Announce that this node selects no further batch; its thread has stopped."""
         if self._training and self._prepares:
             self._training[0].leave()

@@ -1,4 +1,4 @@
-"""Priorities that come back from training: of a batch, or of items by id."""
+"""Priority updates from training: of a batch, or of items by id."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from deepspeed_gear.sampling.priority_masses import PriorityMasses
 def as_given(
     batch: Batch | None, priorities: object, mask: object
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return priorities and mask as tensors, with what a program gives checked.
+    """Return priorities and mask as tensors, after checks of the arguments.
 
     Raises:
         DataError: One is of a wrong type.
@@ -56,12 +56,12 @@ def report(
     """Report the priorities of a batch; see `Replay.update_priorities`.
 
     Args:
-        tables: Those that are sampled.
-        sampler: How [B, T] becomes [B].
+        tables: The sampled tables.
+        sampler: Defines the reduction of [B, T] to [B].
         batch: The batch.
         priorities: [B], or [B, T].
         mask: Which steps of [B, T] count. [B, T], bool.
-        late: Reports what a device has yet to compute.
+        late: Appends updates that a device has yet to compute.
     """
     values = priorities
     if values.is_cuda:
@@ -72,7 +72,7 @@ def report(
         values = reduce_steps(values, mask_of(batch, values, mask), sampler.reduce, sampler.eta)
     _check_size(values, batch, priorities)
     parts, rounded = _parts(tables, batch), as_float32(values)
-    if len(parts) > 1:  # nothing has changed where one of the tables refuses
+    if len(parts) > 1:  # nothing has changed if one of the tables raises
         check_priorities(rounded.numpy())
         for part in parts:
             part.reports.check_room(len(part.records))
@@ -88,7 +88,7 @@ def _report_later(
     mask: torch.Tensor | None,
     late: AsyncPriorityUpdates,
 ) -> None:
-    """Report what a GPU has yet to compute, without a look at anything that lies there."""
+    """Enqueue priorities that a GPU has yet to compute, without reading its memory."""
     rule = "cannot be captured where the table is in host memory"
     refuse_capture("update_priorities", rule, "call it after the graph")
     given, faults = values, values.new_zeros(2, dtype=torch.float32)
@@ -111,7 +111,7 @@ def _check_size(values: torch.Tensor, batch: Batch, given: torch.Tensor) -> None
 
 
 def _check_late(values: torch.Tensor, faults: torch.Tensor) -> None:
-    """Raise what an earlier look would have found.
+    """Raise errors of deferred priorities and masks.
 
     Raises:
         ShapeError, DataError: As `report`.
@@ -125,7 +125,7 @@ def _check_late(values: torch.Tensor, faults: torch.Tensor) -> None:
 
 
 def _parts(tables: Sequence[PriorityMasses], batch: Batch) -> list[UpdatePart]:
-    """Return what of a batch goes to which table.
+    """Divide a batch's samples among the tables.
 
     Raises:
         DataError: A sample is of an evaluation pass.
@@ -145,10 +145,10 @@ def _parts(tables: Sequence[PriorityMasses], batch: Batch) -> list[UpdatePart]:
 
 
 def _check_split(masses: PriorityMasses, records: torch.Tensor) -> None:
-    """Refuse samples of an evaluation pass: a priority would make them samples of training.
+    """Raise for samples of an evaluation pass: a priority would make them samples of training.
 
     Raises:
-        DataError: One is of another split.
+        DataError: A sample is of another split.
     """
     rule = masses.spec.rule
     if rule.split and (split_of(records[:, Resolution.ID].numpy(), rule.split) != rule.split_index).any():
@@ -156,13 +156,13 @@ def _check_split(masses: PriorityMasses, records: torch.Tensor) -> None:
 
 
 def as_float32(values: torch.Tensor | Sequence[float]) -> torch.Tensor:
-    """Return priorities as they are stored; one that is too small for it stays above 0.
+    """Convert priorities to float32, in which positive ones stay above 0.
 
     Returns:
         Of the same shape, in host memory, float32, contiguous.
 
     Raises:
-        DataError: One is negative, infinite or NaN, seen in float64.
+        DataError: One is negative, infinite or NaN, checked in float64.
     """
     given = arguments.tensor("priorities", values)
     if given.dtype == torch.float32 and given.is_cpu:
@@ -192,8 +192,8 @@ def report_by_id(
         ids: As there.
         priorities: As there.
         steps: As there.
-        reports: Whether this rank reports.
-        shard_of: Ids -> shard that has each, -1 for none; None: this store has all. [n] -> [n], int64.
+        reports: Whether this rank reports priorities.
+        shard_of: Ids -> shard of each, -1 for none; None: this store has all. [n] -> [n], int64.
     """
     numbers, anchors = _items(masses, ids, steps)
     given = arguments.tensor("priorities", priorities)
@@ -217,11 +217,11 @@ def _over_nodes(
     """Return handles with the shard in the slot's upper half, by id where another node holds the item.
 
     Args:
-        shards: Which shard has each trajectory, if any has; -1 for none. [n].
-        own: This node's.
+        shards: The shard of each trajectory, -1 for none. [n].
+        own: This node's shard.
         ids: [n].
-        updates: Handles of those that this node's store knows. [n, 3], int64.
-        known: Which these are. [n], bool.
+        updates: Handles of items in this node's store. [n, 3], int64.
+        known: Which items these are. [n], bool.
     """
     found = updates.copy()
     found[:, 0] = own << SHARD_BITS | updates[:, 0]
@@ -234,7 +234,7 @@ def _over_nodes(
 def priorities_of(
     masses: PriorityMasses, ids: Sequence[int] | torch.Tensor, steps: Sequence[int] | torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the priorities that the latest selection has drawn with. [n], float32."""
+    """Return the priorities at the latest selection. [n], float32."""
     numbers, anchors = _items(masses, ids, steps)
     with masses.table.lock:
         updates, known = masses.handles_of(numbers, anchors)

@@ -1,4 +1,4 @@
-"""What every rank of a run will get, worked out by one process from the plan that the run itself follows."""
+"""Rank preview: the micro batch of every rank, computed by one process from the plan of the run."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ FIRST_IDS = 4
 
 @dataclass(frozen=True)
 class RankPreview:
-    """What one rank gets of the first micro batch.
+    """The first micro batch of one rank.
 
     Args:
-        rank, node: Its numbers.
-        place: In the grid.
+        rank, node: Indices of the rank and its node.
+        place: Its place in the grid.
         shapes: Of its fields.
         num_bytes: Of a micro batch, with padding.
-        padding: Part of its rows that is padding.
+        padding: Fraction of its rows that is padding.
         ids: Trajectories of its first samples.
     """
 
@@ -47,12 +47,12 @@ class RankPreview:
 
 @dataclass(frozen=True)
 class Preview:
-    """What all ranks get.
+    """The first micro batches of all ranks.
 
     Args:
         info: Sizes.
         ranks: In order.
-        traffic: Bytes of rows that go from a node (first axis) to another one for the first global batch.
+        traffic: Bytes of rows sent from a node (first axis) to another one for the first global batch.
             [nodes, nodes], int64.
         digests: Of the first global batches; those of `gear.verify_every` in a run.
     """
@@ -66,7 +66,7 @@ class Preview:
 def preview(
     config: GearConfig, micro: int, accumulation: int, worlds: Mapping[str, int], num_nodes: int, batches: int
 ) -> Preview:
-    """Work out what every rank gets.
+    """Compute the first micro batch of every rank.
 
     Args:
         config: The gear section; its sampled tables hold data sets.
@@ -141,7 +141,7 @@ def _mask(batch: Batch, field: ResolvedField) -> torch.Tensor:
 
 
 def _holders(replay: Replay, batch: Batch, nodes: Sequence[int]) -> np.ndarray:
-    """Return which of the nodes that consume holds each sample's trajectory. [B], int64."""
+    """Return which of the reading nodes holds each sample's trajectory. [B], int64."""
     source, ids = batch.source.numpy(), batch.trajectory_id.numpy()
     holders = np.zeros(len(ids), np.int64)
     for index, table in enumerate(replay.config.sampled_tables):
@@ -160,7 +160,7 @@ def _traffic(
     info: BatchInfo,
     num_nodes: int,
 ) -> np.ndarray:
-    """Count the bytes of rows that nodes need and lack; a row goes to a node once, for all its readers."""
+    """Count the bytes of rows that nodes receive; a row is sent to a node once, for all its readers."""
     sent = np.zeros((num_nodes, num_nodes), np.int64)
     replica = np.arange(batch.num_samples) % info.num_micro % info.data_world
     for index in range(info.data_world):
@@ -176,7 +176,7 @@ def _traffic(
 
 
 def _row_bytes(field: ResolvedField) -> int:
-    """Return the bytes of a stored row; what is derived from the slot alone is not sent."""
+    """Return the bytes of a stored row; values derived from the slot alone are not sent."""
     if field.mask_only:
         return 0
     if field.column is not None:

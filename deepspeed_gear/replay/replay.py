@@ -1,4 +1,4 @@
-"""Replay: add, sample, read, state."""
+"""Replay: add and sample trajectories, report priorities, save and load."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ T = TypeVar("T")
 
 
 class Closes(Protocol):
-    """What is closed with a replay."""
+    """Objects that are closed with a replay."""
 
     def close(self) -> None:
-        """Let go of what it uses; safe to call twice."""
+        """Release resources; safe to call twice."""
 
 
 class Replay(ReplayBase):
@@ -64,13 +64,13 @@ class Replay(ReplayBase):
         schemas: Schemas of the tables that have a capacity and no schema in the config.
         info: Batch sizes where an engine decides them. The ranks then train together: an error, a death or
             an early end of one is raised on all by their next `sample`.
-        place: Where this rank sits; None: each rank is a replica.
-        turns: Where ranks that train together wait for each other: after each micro batch, after the last
-            one of a global batch, or where an engine calls `agree`.
-        engine_dtype: What `"as": "engine"` means.
-        device: Where batches go.
+        place: This rank's place in the grid; None: each rank is a replica.
+        turns: When ranks that train together wait for each other: after each micro batch, after the last
+            one of a global batch, or when an engine calls `agree`.
+        engine_dtype: The dtype of `"as": "engine"`.
+        device: The device of the batches.
     Raises:
-        ConfigError, DataError, StoreError, BuildError: On every rank, before anything is left behind.
+        ConfigError, DataError, StoreError, BuildError: On every rank; all resources are released.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Replay(ReplayBase):
         self.tables, self._place = parts.tables, plan.topology.place
         self._around = id(sys.exc_info()[1])  # an error that is handled around this replay does not end it
         self._access = TableAccess(parts)
-        self._closes_too: weakref.WeakSet[Closes] = weakref.WeakSet()
+        self._dependents: weakref.WeakSet[Closes] = weakref.WeakSet()
         self._writers: weakref.WeakSet[TrajectoryWriter] = weakref.WeakSet()
         self.metrics, self._late_updates = Metrics(), parts.resources.late_updates
         self._passes = Evaluation(parts)
@@ -133,29 +133,29 @@ class Replay(ReplayBase):
     # ---- tables --------------------------------------------------------------------------------
 
     def add(self, trajectory: Mapping[str, Any], table: str | None = None) -> int:
-        """Store a trajectory; batches from the next selection on may hold it.
+        """Store a trajectory, which the next selection may sample.
 
         Args:
-            trajectory: Column -> array: [T, *shape], [T+1, *shape] or [*shape], as the schema says.
-            table: Which table; None for the sampled one.
+            trajectory: Column -> array: [T, *shape], [T+1, *shape] or [*shape], as the schema defines.
+            table: Name of the table; None for the sampled one.
         Returns:
             Its id.
         Raises:
             DataError: It does not fit the schema; nothing has changed.
-            StoreFullError: There is no room.
+            StoreFullError: Too few rows are free.
         """
         self._check_open()
         return self._access.add(trajectory, table)
 
     def set_policy_version(self, version: int, table: str | None = None) -> None:
-        """Set the version of the learner's policy; steps that lag too far are evicted by the next selection.
+        """Set the version of the learner's policy; stale trajectories are evicted by the next selection.
 
-        With `on_stale = "wait"` it waits until no actor's open trajectory would fall too far behind. Any rank
-        may say it, each node's ranks for its own store.
+        With `on_stale = "wait"` it waits until no actor's open trajectory would exceed the lag. Any rank may
+        call it; the version holds for the store of its node.
 
         Raises:
             ConfigError: The table has no versions.
-            NotReadyError: This process has such a trajectory open, or an actor has not ended it in time.
+            NotReadyError: This process has such a trajectory open, or an actor has not ended one in time.
         """
         self._check_open()
         version = arguments.count("version", version, least=0)
@@ -166,8 +166,8 @@ class Replay(ReplayBase):
 
         Args:
             trajectory_id: Its id.
-            table: Which table; None for the sampled one.
-            **columns: [T, *shape], [T+1, *shape] or [*shape], as the schema says.
+            table: Name of the table; None for the sampled one.
+            **columns: [T, *shape], [T+1, *shape] or [*shape], as the schema defines.
         Raises:
             DataError: A column is not late, was written already, or does not fit; nothing has changed.
             StoreError: The trajectory is not stored on this node.
@@ -178,11 +178,11 @@ class Replay(ReplayBase):
     def writer(self, table: str | None = None) -> TrajectoryWriter:
         """Return a writer of trajectories for simulators in this process.
 
-        Where a rank writes, `sample` never waits for items: it raises NotReadyError, and `can_sample` says
-        whether it would.
+        Where a rank writes, `sample` never waits for items: it raises NotReadyError, which `can_sample`
+        predicts.
 
         Args:
-            table: Which table; None for the sampled one.
+            table: Name of the table; None for the sampled one.
         Raises:
             StoreError: The table holds a data set.
         """
@@ -196,19 +196,19 @@ class Replay(ReplayBase):
     def vector_writer(
         self, num_envs: Any, autoreset: Autoreset | None = None, table: str | None = None
     ) -> VectorWriter:
-        """Return a writer that takes the steps of many environments at once; as `writer().vector_writer`.
+        """Return a writer of the steps of many environments at once; as `writer().vector_writer`.
 
         Args:
             num_envs: N; or the environment, whose number and mode are read.
             autoreset: As `TrajectoryWriter.vector_writer`; with a number of environments it must be given.
-            table: Which table; None for the sampled one.
+            table: Name of the table; None for the sampled one.
         Raises:
-            DataError: No autoreset mode is given, or not that of the environment.
+            DataError: No autoreset mode is given, or it is not the environment's.
             StoreError: The table holds a data set.
         """
         self._check_open()
         self._table(table)
-        resolve(num_envs, autoreset)  # raises before this process counts as one that writes
+        resolve(num_envs, autoreset)  # raises before this process counts as a writer
         return self.writer(table).vector_writer(num_envs, autoreset)
 
     def store(self, table: str | None = None) -> Table:
@@ -220,16 +220,16 @@ class Replay(ReplayBase):
         return self._table(table)
 
     def close_with(self, part: Closes) -> None:
-        """Close something that uses this replay's stores when this replay is closed."""
-        self._closes_too.add(part)
+        """Close an object that uses this replay's stores when this replay is closed."""
+        self._dependents.add(part)
 
     def read(
         self, ids: Sequence[int] | torch.Tensor, table: str | None = None
     ) -> list[dict[str, torch.Tensor]]:
         """Return copies of whole trajectories: column -> [T, *shape], [T+1, *shape] or [*shape].
 
-        A trajectory that was evicted, as one of a queue when it was sampled, can be read until its rows are
-        freed: once all ranks have their batch, an addition by any process may do that where it needs room.
+        An evicted trajectory, such as a sampled one of a queue, can be read until its rows are freed: once
+        all ranks have their batch, an addition by any process may do that if it needs rows.
 
         Raises:
             StoreError: An id is not stored, or its rows were freed.
@@ -238,10 +238,10 @@ class Replay(ReplayBase):
         return table_edits.read(self._table(table), ids)
 
     def remove(self, ids: Sequence[int] | torch.Tensor, table: str | None = None) -> int:
-        """Remove trajectories from the next selection on; ids that are not stored are ignored.
+        """Evict trajectories from the next selection on; ids that are not stored are ignored.
 
         Returns:
-            How many were removed.
+            Number of evicted trajectories.
         Raises:
             StoreError: The table holds a data set.
         """
@@ -250,7 +250,7 @@ class Replay(ReplayBase):
         return table_edits.remove(target, ids)
 
     def clear(self, table: str | None = None) -> None:
-        """Remove everything from a table; an epoch that is under way ends.
+        """Evict all trajectories of a table; the current epoch ends.
 
         Raises:
             StoreError: The table holds a data set.
@@ -261,7 +261,7 @@ class Replay(ReplayBase):
 
     @property
     def run(self) -> str:
-        """Id of the run, the same on all ranks: `run=` or GEAR_RUN of an actor that is to write into it."""
+        """Id of the run, the same on all ranks: `run=` or GEAR_RUN of its actors."""
         return self._table(self.config.sampled_tables[0]).run.id
 
     def __len__(self) -> int:
@@ -270,7 +270,7 @@ class Replay(ReplayBase):
 
     @property
     def num_steps(self) -> int:
-        """Steps in this node's stores of the sampled tables."""
+        """Number of steps in this node's stores of the sampled tables."""
         return sum(table.num_steps for table in self._sampled)
 
     # ---- sampling --------------------------------------------------------------------------------
@@ -285,10 +285,10 @@ class Replay(ReplayBase):
         Raises:
             StoreError: No item is admitted by the sampler, the Replay is closed, or the rank is an inner
                 stage of a pipeline.
-            PeerError: Another rank of the node lags too far behind; with an engine also: it failed, died or
-                ended. The next call tries again.
+            PeerError: Another rank of the node is too late; with an engine also: it failed, died or ended.
+                The next call tries again.
             NotReadyError: The table's rate limiter admits no batch in time, or a table with writers holds
-                nothing to sample in time; at once where no other process writes. With an engine on all
+                no item to sample in time; at once where no other process writes. With an engine on all
                 ranks. The next call tries again.
         """
         self._check_reads()
@@ -306,13 +306,13 @@ class Replay(ReplayBase):
         return self._questions.ask(self._loader.next_key)
 
     def _take_turn(self, action: Callable[[], T]) -> T:
-        """Take a turn of the ranks that an engine trains together; alone, only do it.
+        """Run an action and pass the batch barrier of the ranks; without a barrier, only run it.
 
         Args:
-            action: What this rank does; the next turn calls it again if this one fails.
+            action: The action of this rank; the next turn calls it again if this one fails.
         Raises:
             Exception: What `action` raised here.
-            PeerError: Another rank failed, died, ended, or has not come in time.
+            PeerError: Another rank failed, died, ended, or was too late.
         """
         self._check_open()
         arguments.function("action", action)
@@ -335,25 +335,25 @@ class Replay(ReplayBase):
     ) -> None:
         """Report the priorities of a batch's items, as of their TD errors.
 
-        The selection of global batch n sees what all ranks reported before they asked for batch
-        n - prefetch. Of several reports of an item the one with the highest sample number of the newest batch
-        wins. Items that are gone are ignored, and counted in `statistics()`. One rank of each replica
-        reports: what its other tensor, sequence and pipeline ranks give is not looked at.
+        The selection of global batch n applies what all ranks reported before they requested batch
+        n - prefetch. Of several updates of an item the one with the highest sample number of the newest batch
+        wins. Evicted items are ignored, and counted in `statistics()`. One rank of each replica reports: the
+        arguments of its other tensor, sequence and pipeline ranks are ignored.
 
-        Priorities on a GPU are not waited for: a thread reports them when they are computed, and until then
-        selections that need them wait. What is wrong with them is raised by a later call of this Replay.
+        The call does not wait for priorities on a GPU: a thread reports them when they are computed, and
+        selections that need them wait until then. Errors in them are raised by a later call of this Replay.
 
         Args:
-            batch: From `sample`; None is possible on a rank that reports nothing.
-            priorities: [B], or [B, T] to be reduced over a window as `sampler.reduce` says; of any
-                real dtype and any device, finite, at least 0; lists and NumPy arrays are taken too.
-            mask: Which steps count. None: the batch's mask of this shape without steps that only warm up
-                (`batch.learns`), or every step. [B, T], bool.
+            batch: From `sample`; may be None on a rank that reports nothing.
+            priorities: [B], or [B, T] to be reduced over a window by `sampler.reduce`; of any real
+                dtype and any device, finite, at least 0; lists and NumPy arrays are accepted.
+            mask: Which steps count. None: the batch's mask of this shape without burn-in (`batch.learns`), or
+                every step. [B, T], bool.
         Raises:
             ConfigError: The sampler has no priorities.
             DataError: A priority is negative, infinite or NaN; nothing has changed.
             ShapeError: A wrong shape.
-            StoreError: More were reported than `sample` takes up.
+            StoreError: More updates wait than the priority log holds.
         """
         self._check_open()
         masses = self._all_priorities
@@ -365,7 +365,7 @@ class Replay(ReplayBase):
             raise ShapeError(
                 "priorities", rule, list(priorities.shape), "reduce them over the sequence ranks"
             )
-        assert batch is not None  # as_given has looked
+        assert batch is not None  # as_given has checked it
         self._late_updates.check()
         options = self.config.item_sampler
         assert isinstance(options, PriorityOptions)  # as the sampler has priorities
@@ -378,13 +378,13 @@ class Replay(ReplayBase):
         steps: Ids | None = None,
         table: str | None = None,
     ) -> int:
-        """Report priorities of items by id; they count after those of the batch that was asked for last.
+        """Report priorities of items by id; they count after those of the batch that was requested last.
 
         Args:
             ids: Trajectories. [n].
             priorities: [n], finite, at least 0.
             steps: Where the unit is a step: which step of each trajectory. [n].
-            table: Which table of a mixture; None: the only sampled one.
+            table: Name of a table of a mixture; None: the only sampled one.
         Returns:
             How many of the items are stored and admitted by the sampler; the others are ignored.
         Raises:
@@ -398,7 +398,7 @@ class Replay(ReplayBase):
         return priority_updates.report_by_id(masses, ids, priorities, steps, self._place.reports, shard_of)
 
     def priorities(self, ids: Ids, steps: Ids | None = None, table: str | None = None) -> torch.Tensor:
-        """Return the priorities of the latest selection, 0 for what is gone. [n], float32."""
+        """Return the priorities at the latest selection, 0 for evicted items. [n], float32."""
         self._check_open()
         return priority_updates.priorities_of(self._priorities(table), ids, steps)
 
@@ -430,13 +430,13 @@ class Replay(ReplayBase):
         """Return the position: whole global batches that were used, not those that were prefetched.
 
         Collective. Equal on all ranks; JSON-able. A global batch of which only some micro batches were used
-        comes again.
+        is sampled again.
         """
         self._check_open()
         return checkpoint.state_of(self._parts, self._loader, self._passes.begun)
 
     def _save(self, folder: Path, kept: Mapping[str, Any] | None) -> dict[str, Any]:
-        self._parts.plan.exchange.agree("what was reported", self._late_updates.drain)
+        self._parts.plan.exchange.agree("the priority updates", self._late_updates.drain)
         return checkpoint.save(self._parts, self._loader, self._passes.begun, folder, kept)
 
     def _load(self, folder: Path, state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -448,27 +448,27 @@ class Replay(ReplayBase):
         return None if known["save"] is None else dict(known)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where a state was taken, on any number of ranks; tables keep their content. Collective.
+        """Continue at a state, on any number of ranks; tables keep their content. Collective.
 
         Raises:
-            CheckpointError: It is of another format, of other data or of options that select other samples.
+            CheckpointError: It has another format, other data or options that select other samples.
         """
         self._check_open()
-        arguments.mapping("state", state, "give what state_dict or save has returned")
+        arguments.mapping("state", state, "pass a state from state_dict or save")
         self._drain_and_check(state)
         self._passes.continue_from(checkpoint.go_on(self._parts, self._loader, state))
 
     def _drain_and_check(self, state: Mapping[str, Any]) -> None:
-        self._parts.plan.exchange.agree("what was reported", self._late_updates.drain)
+        self._parts.plan.exchange.agree("the priority updates", self._late_updates.drain)
         checkpoint.check(self._parts, state)
 
     def take_metrics(self) -> dict[str, float]:
-        """Return what goes to DeepSpeed's monitor.
+        """Return the metrics for DeepSpeed's monitor.
 
         Means per micro batch since the last call (times, bytes, padding fraction), the epoch, and effective
         samples, duplicates and age of the newest global batch. Over nodes, on the rank that exchanges for its
-        node: bytes per global batch, and how late each node was. With a rate: the seconds that it has made
-        this rank wait, in all.
+        node: bytes per global batch, and how late each node was. With a rate limiter: the total seconds that
+        this rank has waited for it.
         """
         self._check_open()
         taken = self.metrics.take(self._parts.assembler.counters)
@@ -502,14 +502,14 @@ class Replay(ReplayBase):
         self._check_open()
         if not self._place.reads:
             at = f"stage {self._place.pipe_rank} of {self._place.pipe_world}"
-            raise StoreError("a batch", "must be asked for on the first or last stage", at)
+            raise StoreError("a batch", "must be sampled on the first or last stage", at)
 
     def close(self) -> None:
         """Stop the prefetch thread and detach; safe to call twice and at exit.
 
-        An exception that is being handled, as where `finally` closes, is told to the other ranks as what ends
-        this one. What the program still holds of a store (a column's tensor, say) stays valid, and keeps that
-        store's memory until it is dropped.
+        An exception that is being handled, as where `finally` closes, is sent to the other ranks as the
+        reason of this rank's end. References of the program to a store (such as a column's tensor) stay
+        valid, and keep the store's memory until they are dropped.
         """
         if not self._closed:
             self._closed = True
@@ -518,13 +518,13 @@ class Replay(ReplayBase):
                 self._parts.explain(error)
             for writer in self._writers:
                 writer.end_with_replay()
-            for part in self._closes_too:
+            for part in self._dependents:
                 part.close()
             self._finalizer()
             self._drop()
 
     def _drop(self) -> None:
-        """Drop what looks into the stores: their memory is free unless the program holds a part of it."""
+        """Drop references to the stores: their memory is freed unless the program holds a part of it."""
         self.__dict__.pop("_all_priorities", None)
         self.tables, self._warnings = {}, []
         del self._parts, self._access, self._passes, self._loader, self._questions

@@ -1,4 +1,4 @@
-"""What a Replay and a DeviceReplay have in common."""
+"""Base class of Replay and DeviceReplay."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class ReplayBase(ProcessBound, ABC):
     process uses a replay.
 
     Args:
-        plan: What the ranks have agreed on.
-        device: Where batches go.
+        plan: The plan that all ranks have agreed on.
+        device: The device of the batches.
     """
 
     def __init__(self, plan: ReplayPlan, device: torch.device) -> None:
         self.config, self.batch_info, self.device = plan.config, plan.info, device
         self.datasets, self._topology = plan.datasets, plan.topology
         self._closed = False
-        self._last_saves: dict[str, Mapping[str, Any]] = {}  # state of each folder's, loaded or made
+        self._last_saves: dict[str, Mapping[str, Any]] = {}  # by folder: state of its latest save
 
     # ---- ranks -----------------------------------------------------------------------------------
 
@@ -52,7 +52,7 @@ class ReplayBase(ProcessBound, ABC):
 
     @property
     def is_node_leader(self) -> bool:
-        """Whether this rank acts for its node: one rank of each does, as to start the node's actors."""
+        """Whether this rank is its node's leader, for example to start the node's actors."""
         return self._topology.leads_node
 
     # ---- sampling --------------------------------------------------------------------------------
@@ -60,10 +60,10 @@ class ReplayBase(ProcessBound, ABC):
     @property
     @abstractmethod
     def transform(self) -> Transform | None:
-        """A program's own last step: (batch, key per sample [B] int64) -> batch; set it before sampling.
+        """A program's transform of batches: (batch, key per sample [B] int64) -> batch; set before sampling.
 
-        The keys are random words that depend on seed, stream and sample number only, so what is derived from
-        them is the same for any number of ranks. They are on the batch's device.
+        The keys are random words that depend on seed, stream and sample number only, so values derived from
+        them are the same for any number of ranks. They are on the batch's device.
         """
 
     @transform.setter
@@ -81,7 +81,7 @@ class ReplayBase(ProcessBound, ABC):
         """Return an iterator over batches: endless for training, one pass over every item for a split.
 
         All ranks iterate over a split together and get equally many batches; in the last ones `valid` is
-        False, and `is_weight` 0, for samples that only fill up the batch.
+        False, and `is_weight` 0, for filler samples.
 
         Raises:
             ConfigError: There is no such stream.
@@ -91,7 +91,7 @@ class ReplayBase(ProcessBound, ABC):
         return self._endless() if stream == TRAIN else self._begin_pass(stream)
 
     def num_batches(self, stream: str) -> int:
-        """Return how many batches of each rank one pass over a split has.
+        """Return the number of batches of each rank in one pass over a split.
 
         Raises:
             ConfigError: There is no such split.
@@ -115,11 +115,11 @@ class ReplayBase(ProcessBound, ABC):
     def update_priorities(
         self, batch: Batch, priorities: torch.Tensor, mask: torch.Tensor | None = None
     ) -> None:
-        """Report the priorities of a batch's items; later selections see them.
+        """Report the priorities of a batch's items, for later selections.
 
         Args:
             batch: From `sample`.
-            priorities: [B], or [B, T] to be reduced over a window as `sampler.reduce` says.
+            priorities: [B], or [B, T] to be reduced over a window by `sampler.reduce`.
             mask: Which steps count. [B, T], bool.
         """
 
@@ -134,19 +134,19 @@ class ReplayBase(ProcessBound, ABC):
         """Continue at a position; tables keep their content.
 
         Raises:
-            CheckpointError: It is of another format, of other data or of options that select other samples.
+            CheckpointError: It has another format, other data or options that select other samples.
         """
 
     def save(self, folder: str | Path) -> dict[str, Any]:
-        """Write what was added to tables, priorities and the position; return the position. Collective.
+        """Save tables' additions, priorities and the position; return the position. Collective.
 
-        The save is written beside the one that the folder holds, brought to the disk and exchanged with it;
-        that one stays until the next save into the folder begins. Ended at any time, it leaves one of both to
-        be loaded: by the state that was returned and kept elsewhere, or without one by the folder's own.
+        The save is written next to the previous one in the folder, fsynced and exchanged with it; the
+        previous one stays until the next save into the folder begins. After an interruption at any time one
+        of both can be loaded: by a returned state that was stored elsewhere, or by the state in the folder.
 
         Args:
-            folder: Gets `position.json` and a folder for each table with a capacity or with priorities;
-                other files in it stay as they are. On a file system that the nodes share.
+            folder: Receives `position.json` and a folder for each table with a capacity or with priorities;
+                other files in it stay unchanged. On a file system that the nodes share.
         Returns:
             `state_dict()`, with the id and the checksums of this save.
         Raises:
@@ -160,13 +160,13 @@ class ReplayBase(ProcessBound, ABC):
         return state
 
     def load(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> None:
-        """Continue where `save` was called: replace what it has written. Collective.
+        """Load a save: replace the contents that it has written, and continue there. Collective.
 
-        A batch from before must not report priorities afterwards: its trajectories may lie elsewhere.
+        Priorities of earlier batches must not be reported afterwards: their trajectories may have moved.
 
         Args:
-            folder: That of `save`.
-            state: What that save has returned; None: that of the newest save of the folder.
+            folder: The folder of the save.
+            state: The state that `save` returned; None: the newest save of the folder.
         Raises:
             CheckpointError: A file is missing, changed or of another save than the state, or the state does
                 not fit; nothing has changed.
@@ -175,37 +175,37 @@ class ReplayBase(ProcessBound, ABC):
         self._check_open()
         at = os.path.realpath(arguments.folder("folder", folder))
         if state is not None:
-            arguments.mapping("state", state, "give what save has returned")
+            arguments.mapping("state", state, "pass a state from save")
         loaded = self._load(Path(at), state)
         if loaded is not None:
             self._last_saves[at] = loaded
 
     @abstractmethod
     def _save(self, folder: Path, kept: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Save; `kept` is the state of the save that was loaded or made last in this folder."""
+        """Save; `kept` is the state of the latest save in this folder that was loaded or made."""
 
     @abstractmethod
     def _load(self, folder: Path, state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """Load; return the state of the save that is to be kept, None for a position alone."""
+        """Load; return the state of the save that must be kept, None for a position alone."""
 
     # ---- statistics ------------------------------------------------------------------------------
 
     @property
     @abstractmethod
     def num_steps(self) -> int:
-        """Steps that are stored here."""
+        """Number of steps stored on this node."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Return how many trajectories are stored here."""
+        """Return the number of trajectories stored on this node."""
 
     @abstractmethod
     def statistics(self) -> dict[str, Any]:
-        """Return sizes of the store, and what sampling and updates did: docs/how-to/statistics.md."""
+        """Return sizes of the store, and statistics of samples and updates: docs/how-to/statistics.md."""
 
     @abstractmethod
     def take_metrics(self) -> dict[str, float]:
-        """Return what goes to DeepSpeed's monitor, since the last call."""
+        """Return the metrics for DeepSpeed's monitor, since the last call."""
 
     # ---- end -------------------------------------------------------------------------------------
 
@@ -214,12 +214,12 @@ class ReplayBase(ProcessBound, ABC):
             raise StoreError(f"the {type(self).__name__}", "must be open", None, "it was closed")
 
     def _check_reads(self) -> None:
-        """Raise where this rank reads no batches."""
+        """Raise if this rank reads no batches."""
         self._check_open()
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the other ranks and release what the replay holds; safe to call twice."""
+        """Detach from the other ranks and release all resources; safe to call twice."""
 
     def __enter__(self: Self) -> Self:
         return self

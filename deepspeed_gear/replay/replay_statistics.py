@@ -1,4 +1,4 @@
-"""What a Replay tells about its store, and about what its training stream draws."""
+"""Statistics of a Replay: sizes of its stores, and the draws of its training stream."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Selections = list[tuple[BatchStream, RecentSelections]]  # of one global batch: 
 
 
 def of_store(tables: Sequence[Table]) -> dict[str, Any]:
-    """Return the sizes of the sampled tables, and by table what was dropped as too old."""
+    """Return the sizes of the sampled tables, and by table the counts of stale trajectories."""
     return {
         "trajectories": sum(table.num_trajectories for table in tables),
         "steps": sum(table.num_steps for table in tables),
@@ -34,7 +34,7 @@ def of_store(tables: Sequence[Table]) -> dict[str, Any]:
 
 
 def of_priorities(streams: Sequence[BatchStream]) -> dict[str, int]:
-    """Return how many reports were applied, ignored and clamped; nothing without priorities."""
+    """Return how many priority updates were applied, ignored and clamped; empty without priorities."""
     found: Counter[str] = Counter()
     for stream in streams:
         if stream.state.priorities is not None:
@@ -43,7 +43,7 @@ def of_priorities(streams: Sequence[BatchStream]) -> dict[str, int]:
 
 
 def of_last_batch(streams: Sequence[BatchStream]) -> dict[str, float]:
-    """Return what is cheap to know about the newest global batch; nothing before the first one.
+    """Return the cheap statistics of the newest global batch; empty before the first one.
 
     Returns:
         `effective_samples`, `duplicates` and `age` (mean, in trajectories), as in `of_selection`.
@@ -57,15 +57,15 @@ def of_last_batch(streams: Sequence[BatchStream]) -> dict[str, float]:
 
 
 def of_selection(streams: Sequence[BatchStream]) -> dict[str, Any]:
-    """Return how the training stream draws, over the selections that are still in its ring.
+    """Return statistics of the training stream's draws, over the selections in its ring.
 
     Args:
         streams: The training stream of each sampled table.
     Returns:
-        `effective_samples`: (sum w)^2 / sum w^2 of the importance weights, as a part of the global batch;
-        `duplicates`: part of the samples whose item the same global batch holds already; both as means over
-        the latest global batches, None before the first one. And by table, under `drawn`, the ages of what
-        was drawn, the histogram of priorities and how often items were drawn.
+        `effective_samples`: (sum w)^2 / sum w^2 of the PER weights, as a fraction of the global batch;
+        `duplicates`: fraction of samples whose item is already in the same global batch; both as means over
+        the latest global batches, None before the first one. And by table, under `drawn`, the ages of drawn
+        trajectories, the histogram of priorities and how often items were drawn.
     Cost: one pass over the priorities and counters.
     """
     batches = _batches(streams, max(stream.spec.depth for stream in streams))
@@ -84,7 +84,7 @@ def of_selection(streams: Sequence[BatchStream]) -> dict[str, Any]:
 
 
 def _batches(streams: Sequence[BatchStream], most: int) -> list[Selections]:
-    """Return the latest global batches of which every table's selection is known, the newest first."""
+    """Return the latest global batches with every table's selection, the newest first."""
     selections = [{one.key: one for one in recent_selections(s.spec, s.table, most)} for s in streams]
     keys = set.intersection(*(set(known) for known in selections))
     return [
@@ -94,7 +94,7 @@ def _batches(streams: Sequence[BatchStream], most: int) -> list[Selections]:
 
 
 def _effective(batch: Selections) -> float:
-    """Source: Kish, "Survey Sampling", 1965, section 8.2."""
+    """Return the effective sample size. Source: Kish, "Survey Sampling", 1965, section 8.2."""
     weight = torch.cat([_weights(stream, selection) for stream, selection in batch]).double()
     return float(weight.sum() ** 2 / (weight**2).sum() / max(len(weight), 1))
 
@@ -128,12 +128,12 @@ def _items(stream: BatchStream, selection: RecentSelections) -> np.ndarray:
 def _ages(stream: BatchStream, selection: RecentSelections) -> np.ndarray:
     shard, counter = stream.table.spec.shard, int(stream.table.control[Control.NEXT_ID])
     count = shard.count if shard is not None and stream.table.spec.dataset is None else 1
-    newest = counter * count - 1  # of this node: ids of several nodes take turns
+    newest = counter * count - 1  # of this node: ids alternate between nodes
     return np.asarray(newest - selection.records.numpy()[:, Resolution.ID])
 
 
 def _age(stream: BatchStream, selections: Sequence[RecentSelections]) -> dict[str, Any] | None:
-    """Return mean and largest age in trajectories behind the newest one, and in global batches."""
+    """Return mean and largest age, in newer trajectories and in global batches."""
     ages = np.concatenate([_ages(stream, selection) for selection in selections] or [np.empty(0, np.int64)])
     if not len(ages):
         return None
@@ -145,7 +145,7 @@ def _age(stream: BatchStream, selections: Sequence[RecentSelections]) -> dict[st
 
 
 def _batches_since(stream: BatchStream, selection: RecentSelections) -> np.ndarray:
-    """Return how many global batches after its commit each trajectory was drawn, unless it is gone."""
+    """Return how many global batches after its commit each trajectory was drawn, if it is stored."""
     records = selection.records.numpy()
     records = records[records[:, Resolution.SLOT] < len(stream.table.slots)]  # in this node's store
     slots = stream.table.slots[records[:, Resolution.SLOT]]
@@ -154,7 +154,7 @@ def _batches_since(stream: BatchStream, selection: RecentSelections) -> np.ndarr
 
 
 def _histogram(stream: BatchStream) -> dict[int, int] | None:
-    """Count the priorities of the items that can be drawn: k stands for [2^k, 2^(k+1))."""
+    """Return a histogram of the drawable items' priorities: k counts [2^k, 2^(k+1))."""
     masses = stream.state.priorities
     if masses is None:
         return None

@@ -1,4 +1,4 @@
-"""The tables of a replay as a program changes and reads them."""
+"""Access to the tables of a replay by name, for additions and reads."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TableAccess:
         return list(self._parts.streams[table.spec.name].values())
 
     def inserter(self, name: str | None) -> Inserter:
-        """Return what adds whole trajectories to a table."""
+        """Return the inserter of a table."""
         table = self.find(name)
         if table.spec.name not in self._inserters:
             max_length = self._config.resolved_tables[table.spec.name].max_length
@@ -58,7 +58,7 @@ class TableAccess:
         return self._inserters[table.spec.name]
 
     def add(self, trajectory: Mapping[str, Any], name: str | None) -> int:
-        """Store a trajectory; what the device has read makes room. Returns its id."""
+        """Store a trajectory, after releasing what the device has read. Returns its id."""
         inserter = self.inserter(name)
         self._parts.releases.settle()
         try:
@@ -69,6 +69,6 @@ class TableAccess:
             return inserter.add(trajectory)
 
     def note_writer(self, table: Table) -> None:
-        """Note that this process writes: its selections must not wait for items that it would add."""
+        """Mark this process as a writer: its selections must not wait for items that it would add."""
         for stream in self.streams(table):
             stream.note_writer()

@@ -1,4 +1,4 @@
-"""Changing and reading what a table holds; changes reach the streams at their next selection."""
+"""Edits and reads of a table's contents; edits take effect at the streams' next selection."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _POLL_S = 500e-6
 def inserter_of(
     table: Table, streams: list[BatchStream], max_length: int | None, context: Context
 ) -> Inserter:
-    """Return what adds trajectories to a table; all its streams know them from their next selection on.
+    """Return the inserter of a table; its streams may sample new trajectories at their next selection.
 
     Args:
         table: With a capacity.
-        streams: Those that draw from it.
+        streams: The streams that sample from it.
         max_length: Steps of the longest trajectory.
-        context: Longest wait for room, and the check while it waits.
+        context: Longest wait for free rows, and the check while it waits.
     """
     refuse_read_only(table)
     name, rules = f"table {table.spec.name}", [stream.spec.rule for stream in streams]
@@ -43,7 +43,7 @@ def inserter_of(
     custom = [stream.masses for stream in streams if stream.spec.rule.custom is not None]
 
     def committed(slot: int) -> None:
-        for masses in custom:  # a program's own masses may fail: here, not in the next selection
+        for masses in custom:  # errors of a program's own masses are raised here, not in a selection
             masses.of(np.array([slot]))
 
     readers, more = SelectionPins(table), committed if custom else None
@@ -59,7 +59,7 @@ def add(
 
 
 def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    """Copy whole trajectories, under the lock, so that none is torn."""
+    """Copy whole trajectories, under the lock, so that they are consistent."""
     numbers = arguments.integers("ids", ids)
     with table.lock:
         slots = table.slots_of(numbers)
@@ -68,7 +68,7 @@ def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, torc
         if (slots < 0).any():
             remedy = ""
             if table.spec.retention.max_times_sampled:
-                remedy = "read what was sampled before more is added: rows of evicted trajectories make room"
+                remedy = "read samples before adding more: rows of evicted trajectories are reused"
             raise StoreError(
                 f"table {table.spec.name}: id", "must be stored", int(numbers[slots < 0][0]), remedy
             )
@@ -83,7 +83,7 @@ def _with_used_up(table: Table, ids: np.ndarray, slots: np.ndarray) -> np.ndarra
     Args:
         table: With such a limit.
         ids: [n], int64.
-        slots: What `Table.slots_of` has found. [n], int64.
+        slots: Result of `Table.slots_of`. [n], int64.
     """
     evicted = table.retired()
     times = table.views["retention"][evicted, SlotRetention.TIMES_SAMPLED]
@@ -94,32 +94,32 @@ def _with_used_up(table: Table, ids: np.ndarray, slots: np.ndarray) -> np.ndarra
 
 
 def remove(table: Table, ids: Sequence[int] | torch.Tensor) -> int:
-    """Retire trajectories; ids that are not stored are ignored. Returns how many there were."""
+    """Retire trajectories; ignore ids that are not stored. Returns the number of retired ones."""
     refuse_read_only(table)
     numbers = arguments.integers("ids", ids)
-    room = Evictor(table, SelectionPins(table), Context(timeout_s=table.lock.timeout_s))
+    evictor = Evictor(table, SelectionPins(table), Context(timeout_s=table.lock.timeout_s))
     with quiet(table, table.lock.timeout_s):
         slots = table.slots_of(numbers)
         slots = distinct(slots[slots >= 0])
         for slot in slots.tolist():
-            room.retire(slot)
+            evictor.retire(slot)
     return len(slots)
 
 
 def clear(table: Table, streams: list[BatchStream]) -> None:
-    """Retire everything and end the epoch."""
+    """Retire all trajectories and end the epoch."""
     refuse_read_only(table)
-    room = Evictor(table, SelectionPins(table), Context(timeout_s=table.lock.timeout_s))
+    evictor = Evictor(table, SelectionPins(table), Context(timeout_s=table.lock.timeout_s))
     with quiet(table, table.lock.timeout_s):
         for slot in np.nonzero(table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0].tolist():
-            room.retire(slot)
+            evictor.retire(slot)
         for stream in streams:
             stream.state.end_epoch()
-        room.free_retired()
+        evictor.free_retired()
 
 
 def set_policy_version(table: Table, version: int, context: Context) -> None:
-    """Set the policy version of a node's store; it never falls.
+    """Set the policy version of a node's store; it never decreases.
 
     Args:
         table: With versions.
@@ -143,12 +143,12 @@ def set_policy_version(table: Table, version: int, context: Context) -> None:
                 )
                 return
             processes = [int(table.peers[peer, Peer.PID]) for peer in lagging]
-        rule = f"must have no open trajectory more than {retention.max_lag} versions behind {version}"
+        rule = f"must have no open trajectory with a lag above {retention.max_lag} at version {version}"
         if table.memory.peer in lagging:
             raise NotReadyError(name, rule, None, "end this process's own trajectories first")
         if time.monotonic() > until:
             raise NotReadyError(
-                name, f"{rule}, within {context.timeout_s:g} s", processes, "look at these actors"
+                name, f"{rule}, within {context.timeout_s:g} s", processes, "check these actors"
             )
         context.check()
         time.sleep(_POLL_S)

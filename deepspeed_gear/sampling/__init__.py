@@ -1,1 +1,1 @@
-"""Selection: integer masses, counter-based draws, and selections that every rank sees alike."""
+"""Selection: integer masses, counter-based draws, and selections that are equal on every rank."""

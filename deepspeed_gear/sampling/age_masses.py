@@ -1,8 +1,8 @@
 """Masses by age: the oldest and the newest items, and windows of the newest ones.
 
-A trajectory is newer than those with a smaller id: ids are given in the order in which trajectories arrive,
-and a data set has its stored order. What a window admits depends on everything that is stored; so a selection
-that follows a change asks for the masses of all slots again.
+A trajectory is newer than those with a smaller id: ids follow the order of arrival, and in a data set the
+stored order. What a window admits depends on all stored trajectories; so a selection that follows a change
+computes the masses of all slots again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from deepspeed_gear.sampling.sum_tree import ItemMasses
 
 
 class AgeMasses(ItemMasses):
-    """Masses in the order of age. Cost of a selection that needs the order: a sort of the trajectories."""
+    """Masses in the order of age. Cost of a selection that needs the order: a sort of all trajectories."""
 
     def initialise(self) -> None:
         super().initialise()
@@ -31,7 +31,7 @@ class AgeMasses(ItemMasses):
         super().apply_slots()
 
     def apply_window(self, edge: WindowEdge) -> None:
-        """Queue what enters or leaves a window over all nodes; `apply` puts it into the tree."""
+        """Queue the mass changes of a window over all nodes; `apply` writes them to the tree."""
         self._requeue_window(edge)
 
     def contents(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -43,13 +43,13 @@ class AgeMasses(ItemMasses):
         return self.table.slots[slots, Slot.ID], counts, values
 
     def _counted(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the committed slots and how many items each has."""
+        """Return the committed slots and the number of items of each."""
         committed = np.nonzero(self.table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
         masses = self.of(committed)
         return committed, masses if self.spec.rule.unit == "step" else (masses > 0).astype(np.int64)
 
     def _requeue_window(self, edge: WindowEdge | None) -> None:
-        """Queue what enters or leaves the window because of what is queued."""
+        """Queue the mass changes of trajectories that enter or leave the window after queued changes."""
         window = self.spec.rule.window
         if window is None:
             return
@@ -71,13 +71,13 @@ class AgeMasses(ItemMasses):
         """Return the coordinates of the oldest items, oldest first, or of the newest, newest first.
 
         Returns:
-            [count], or fewer if there are not so many; int64.
+            [count], or fewer if there are fewer items; int64.
         """
         _, masses, first = self.ends(count, newest)
         return items_of(masses, first, count, newest)
 
     def ends(self, count: int, newest: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the trajectories that hold the oldest or the newest items, the outermost first.
+        """Return the trajectories that hold the oldest or the newest items, the oldest or newest first.
 
         Returns:
             Id, mass and first coordinate of each. [n], int64.
@@ -91,7 +91,7 @@ class AgeMasses(ItemMasses):
 
 
 def items_of(masses: np.ndarray, first: np.ndarray, count: int, newest: bool) -> torch.Tensor:
-    """Return the coordinates of the items of trajectories, each one's newest first where these are wanted.
+    """Return the coordinates of the items of trajectories, optionally each one's newest first.
 
     Args:
         masses: Of the trajectories. [n], int64.

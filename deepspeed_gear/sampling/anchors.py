@@ -1,4 +1,4 @@
-"""Which steps of a trajectory may anchor a sample; the Python side of ops/csrc/common/slot.h."""
+"""Anchor rules: which steps of a trajectory may anchor a sample; in C++ ops/csrc/common/slot.h."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ UNBOUNDED = 2**62
 
 @dataclass(frozen=True)
 class WindowSpan:
-    """What a window needs at its anchor: rows [anchor + offset, anchor + offset + length) of T + extra."""
+    """Rows of a window at its anchor: [anchor + offset, anchor + offset + length) of T + extra."""
 
     offset: int
     length: int
@@ -25,7 +25,7 @@ class AnchorRule:
 
     Args:
         first: First admissible step; distance from the last step when `from_end`.
-        trim: Steps at the other side that are never anchors.
+        trim: Steps at the other end that are never anchors.
         stride: Every stride-th step.
         most: At most this many anchors.
         from_end: 1 to count from the last step backwards.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 TRAIN = "train"  # the stream of training batches
-Turns = Literal["micro", "global", "schedule"]  # where ranks that train together wait for each other
+Turns = Literal["micro", "global", "schedule"]  # when the ranks of a training run wait for each other
 
 
 @dataclass(frozen=True)

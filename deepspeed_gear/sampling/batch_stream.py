@@ -1,10 +1,10 @@
 """Batch stream: global batches of one purpose (train, eval), selected once per node, read by its ranks.
 
-The process that first asks for a global batch makes its selection under the store's lock; the others read it
-from a ring in the store. So all ranks use one selection, and a tree of masses never changes under a draw.
+The first process that requests a global batch makes its selection under the store's lock; the others read it
+from a ring in the store. So all ranks use one selection, and a sum tree never changes during a draw.
 
 Where a table lies on several nodes, one process of each node makes the selections together with those of the
-other nodes; the other processes of the node follow it (`follows`). If it cannot make one, they read why.
+other nodes; the other processes of the node follow it (`follows`). If it fails, they read its error.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from deepspeed_gear.store.stream_records import NEVER_LATE, Head, Position
 __all__ = ["TRAIN", "BatchStream"]
 _POLL_S = 100e-6
 _IDLE_S, _MOST_PAUSE_S = 500e-6, 8e-3
-_LISTEN_S = 0.02  # after which a wait looks whether it is to end
-_CLEAN_S = 1.0  # how often a selection looks for writers that have died
+_LISTEN_S = 0.02  # after which a wait checks whether to end
+_CLEAN_S = 1.0  # how often a selection checks for dead writers
 
 
 class BatchStream:
     """A batch stream in this process.
 
-    Process safety: `get` and `release` take the table's lock themselves; `can_select` and `prepare` want it.
+    Process safety: `get` and `release` take the table's lock; `can_select` and `prepare` require it.
 
     Args:
-        state: What of the stream lies in the store.
+        state: The stream's state in the store.
         selector: The items, of this store or of all nodes; None: of this store.
         check: Called while `get` waits; raises to end the wait.
         follows: Whether another process of the node makes the selections.
@@ -63,7 +63,7 @@ class BatchStream:
         self._timeout_s = self.table.lock.timeout_s
         self.readers = SelectionReaders(self.spec, self.table, state.consumed, self._timeout_s)
         self._limits_here = state.is_limited and state.joint_limiter is None
-        self._writes_here = False  # this process writes too: it must not wait for itself
+        self._writes_here = False  # then it must not wait for itself
         self._events = None
         if self.table.ops.native is not None and self._is_online and self.spec.name == TRAIN:
             self._events = self.table.bells
@@ -75,7 +75,7 @@ class BatchStream:
 
     @property
     def num_items(self) -> int:
-        """Sum of all masses, all nodes together: of a pass, its items."""
+        """Sum of all masses over all nodes; in an evaluation pass, the number of its items."""
         return self.masses.total if self._num_items is None else self._num_items
 
     # ---- selections ------------------------------------------------------------------------------
@@ -85,12 +85,12 @@ class BatchStream:
 
         Raises:
             PeerError: A living rank has not released an older selection in time.
-            NotReadyError: The rate limiter admits none in time.
+            NotReadyError: The rate limiter admits no selection in time.
             StoreError: No item has mass, or the selection is older than the ring.
         """
         state, until, awaited = self.state, None, 0
         entry = key % self.spec.depth
-        while self.masses.too_early(key):  # a thread that prepares ahead: as long as a training step takes
+        while self.masses.too_early(key):  # in a prefetching thread: as long as a training step takes
             self._check_going_on()
             time.sleep(_IDLE_S)
         while True:
@@ -134,21 +134,21 @@ class BatchStream:
                 self.readers.wait_awake(held + 1)
                 self.masses.wait_awake(key)
                 continue
-            elif time.monotonic() > until and {*late, *slow} != {self._peer}:  # its own device will get there
+            elif time.monotonic() > until and {*late, *slow} != {self._peer}:  # else its own device is late
                 raise self._too_late(key, late, slow)
             time.sleep(_POLL_S)
 
     def release(self, key: int) -> None:
-        """Note that this process needs nothing more of all selections up to `key`."""
+        """Mark all selections up to `key` as released by this process."""
         self._released[self._peer] = key + 1
 
     def leave(self) -> None:
-        """Note that this process reads nothing, so that no process waits for it. `seek` forgets it."""
+        """Mark this process as no reader, so that no process waits for it; until `seek`."""
         self.state.consumed[self._peer] = NEVER_LATE
         self.masses.ask(NEVER_LATE)
 
     def can_select(self, key: int) -> bool:
-        """Return whether a global batch is selected, or could be now from this store. Wants the lock."""
+        """Return whether a global batch is selected, or could be now from this store. Requires the lock."""
         self.state.catch_up()
         if self.prepare(key):
             return True
@@ -158,9 +158,9 @@ class BatchStream:
         return limiter.is_open(self.spec.num_samples(key))
 
     def prepare(self, key: int) -> bool:
-        """Evict what the table must not hold for a global batch; return whether that is selected already.
+        """Evict stale trajectories before a global batch; return whether it is already selected.
 
-        Stale trajectories, and now and then what writers have left that died. Wants the lock.
+        From time to time, also end the open trajectories of dead writers. Requires the lock.
         """
         if key < self._words[Head.KEY]:
             return True
@@ -173,7 +173,7 @@ class BatchStream:
         return False
 
     def note_writer(self) -> None:
-        """Note that this process writes too: it must not wait for items that it would add itself."""
+        """Mark this process as a writer too: it must not wait for items that it would add itself."""
         self._writes_here = True
         if self.state.joint_limiter is not None:
             self._words[Position.WRITES] = 1
@@ -186,7 +186,7 @@ class BatchStream:
                 f"stream {self.spec.name}: global batch {key}",
                 "must be the next one or in the ring of selections",
                 f"the stream is at {at}",
-                "ranks of a node must ask for the same batches in the same order",
+                "ranks of a node must request the same batches in the same order",
             )
 
     def _check_going_on(self) -> None:
@@ -204,7 +204,7 @@ class BatchStream:
         return Selection(key, head, *state.entries[entry], origins)
 
     def _draw_ahead(self, key: int) -> None:
-        """Draw for the next selection, where several ranks want it and none of them reads its ring entry."""
+        """Draw for the next selection, if several ranks read the stream and its ring entry is released."""
         if self._num_peers == 1 or self.follows or self.state.is_limited or not self.selector.in_store:
             return
         if self._words[Head.KEY] == key and not self.readers.late(
@@ -213,7 +213,7 @@ class BatchStream:
             self._maker.draw_ahead(key)
 
     def _select_together(self, key: int, entry: int) -> None:
-        """Make a selection with the other nodes, without the lock while it waits for them."""
+        """Make a selection with the other nodes, without holding the lock while waiting for them."""
         with self.table.lock:
             self._control[Control.SELECTING] += 1  # its items must stay between the exchanges
         is_limited = False
@@ -250,22 +250,22 @@ class BatchStream:
             rule = f"find room in the ring of {self.spec.depth} selections"
             return self.readers.error(key, late, rule, "still needs an older one")
         if slow or not self.follows:
-            missing = "has not asked for the batch after them"
+            missing = "has not requested the batch after them"
             return self.readers.error(key, slow, "have the priorities of all ranks", missing)
         return self.readers.error(key, [0], "be selected by the leader of this node", "has not done it")
 
     # ---- waiting for the rate limiter ------------------------------------------------------------
 
     def _wait_for_items(self, key: int, awaited: int, empty: NothingToSampleError | None = None) -> None:
-        """Wait for items that a selection may sample, until a slot changes but not for long.
+        """Wait for items that a selection may sample: until a slot changes, at most `_LISTEN_S`.
 
         Args:
             key: Number of the global batch.
-            awaited: What `_listen` has returned, before the limiter was asked.
-            empty: Why nothing can be sampled although the limiter admits it; None: it does not.
+            awaited: What `_listen` returned before the limiter was evaluated.
+            empty: Why nothing can be sampled although the limiter admits it; None: the limiter does not.
         Raises:
             NotReadyError: No other process adds items, or none came in time.
-            StoreError: Nothing can be sampled, and no process may attach that adds something.
+            StoreError: Nothing can be sampled, and no process may attach that adds items.
         """
         limiter, wait = self.state.limiter, self.state.limiter_wait
         if empty is not None and (limiter is None or not (self.state.may_wait or self._writes_here)):
@@ -285,14 +285,14 @@ class BatchStream:
             self._events.wait(0, awaited, _LISTEN_S)
 
     def _listen(self) -> int:
-        """Ask to be woken by the next change of a slot; return what to wait with. Wants the lock."""
+        """Request a wake-up at a slot's next change; return the count to wait with. Requires the lock."""
         if self._events is None:
             return 0
         self._control[Control.LISTENING] = 1
         return self._events.count(0)
 
     def _wait_together(self) -> None:
-        """Pause before all nodes ask their limiter again; the other processes of this node see it."""
+        """Pause before all nodes evaluate their limiter again; mark it for the node's other processes."""
         self._words[Position.LIMITED] = 1
         self.state.limiter_wait.wait()
         time.sleep(self._pause_s)

@@ -1,6 +1,6 @@
-"""Why trajectories of a table cannot be sampled: how many each reason excludes.
+"""Exclusions: reasons why trajectories of a table cannot be sampled, with the number of each.
 
-Counted from the regions of a store, when an error is raised or a store is inspected: nothing is kept for it.
+They are counted from a store's regions when an error is raised or the store is inspected; no state is kept.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Values = Callable[[str, np.ndarray], np.ndarray]  # column, slots [n] -> [n]
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Items that one reason keeps from being sampled.
+    """Items that are excluded from sampling for one reason.
 
     Args:
-        reason: What is so of them.
-        remedy: What makes them samplable.
-        trajectories: How many there are; those whose steps have priorities, with a step that is excluded.
-        steps: Of these trajectories, or of those with priority 0 the steps.
+        reason: What they have in common.
+        remedy: How they become samplable.
+        trajectories: Their number; where steps have priorities, of those with an excluded step.
+        steps: The steps of these trajectories, or their steps of priority 0.
     """
 
     reason: str
@@ -47,16 +47,16 @@ class Exclusion:
 def count_exclusions(
     rule: MassRule, schema: Schema, stream: str, views: Mapping[str, np.ndarray], values: Values | None
 ) -> list[Exclusion]:
-    """Count what a stream cannot draw, each trajectory under the first reason that holds.
+    """Count the items that a stream cannot draw, each trajectory under the first reason that holds.
 
     Args:
         rule: Masses of its trajectories.
         schema: Of the table.
-        stream: What the names of the stream's regions begin with.
+        stream: Prefix of the names of the stream's regions.
         views: The regions of the store; they are only read.
         values: Gives a column's values of slots; None: columns cannot be read.
     Returns:
-        Those that exclude something, in the order in which they are looked at.
+        The reasons that exclude something, in the order of the checks.
     Cost: one pass over the slots; with priorities of steps one over the rows.
     """
     slots = views["slots"]
@@ -102,7 +102,7 @@ def _exclude_undrawable(
     views: Mapping[str, np.ndarray],
     left: np.ndarray,
 ) -> None:
-    """Add what the tree of the latest selection leaves out although the rule admits it."""
+    """Add the items without mass in the tree of the latest selection although the rule admits them."""
     slots = views["slots"]
     sums = views[stream + "sums"]
     if stream + "priorities" not in views:
@@ -113,7 +113,7 @@ def _exclude_undrawable(
         return
     left = left[
         views[stream + "generations"][left] == slots[left, Slot.GENERATION]
-    ]  # others come with the next selection
+    ]  # the next selection adds the others
     reason, remedy = "of priority 0", "report priorities above 0"
     if rule.unit == "trajectory":
         _add(found, slots, left[sums[left] == 0], reason, remedy)
@@ -132,15 +132,15 @@ def _add(found: list[Exclusion], slots: np.ndarray, which: np.ndarray, reason: s
 
 
 def exclusions_of(masses: ItemMasses) -> list[Exclusion]:
-    """Return `count_exclusions` of a stream in this process. Wants the table's lock."""
+    """Return `count_exclusions` of a stream in this process. Requires the table's lock."""
     table, spec = masses.table, masses.spec
     return count_exclusions(spec.rule, table.spec.schema, spec.at, table.views, table.values)
 
 
 def summary_of(masses: ItemMasses) -> tuple[str, str]:
-    """Return what a store holds and what excludes it, and the remedy of the reason that excludes most.
+    """Return a store's contents and exclusions as text, and the remedy of the largest exclusion.
 
-    Wants the table's lock.
+    Requires the table's lock.
     """
     table, found = masses.table, exclusions_of(masses)
     held = f"{table.num_trajectories} trajectories, {table.num_steps} steps held"
@@ -149,7 +149,7 @@ def summary_of(masses: ItemMasses) -> tuple[str, str]:
 
 
 def rule_of_json(described: Mapping[str, Any]) -> MassRule:
-    """Return the rule of a stream from what its store says of it; a program's own masses are left out.
+    """Return the rule of a stream from the description in its store; a program's own masses are left out.
 
     Args:
         described: What `StreamSpec.describe` returned.

@@ -1,6 +1,6 @@
-"""The rate limiter of a table that several nodes hold: it admits on all nodes or on none.
+"""The rate limiter of a table on several nodes: it admits a selection on all nodes or on none.
 
-A node's record also moves the quota of its writers, so that together they keep the rate
+The exchange of records also sets the quota of each node's writers, so that together they keep the rate
 (`store/rate_quotas.py`).
 """
 
@@ -19,14 +19,14 @@ from deepspeed_gear.store.table import Table
 
 
 class NodeRate:
-    """The message of a node to the other nodes: what its part of the table holds and admits."""
+    """Words of a node's rate record, sent to the other nodes: sizes, quota and samples of its shard."""
 
     SIZE: Final = 0
     INSERTED: Final = 1
     ADMITTED: Final = 2
     QUOTA: Final = 3
     WANTED: Final = 4
-    LEFT: Final = 5  # samples that its trajectories are good for
+    LEFT: Final = 5  # samples that its trajectories still admit
     FEWEST: Final = 6  # draws after which its first trajectory may be used up
     GIVES_UP: Final = 7  # GaveUp, or 0
     TURN: Final = 8
@@ -37,20 +37,20 @@ class NodeRate:
 
 
 class GaveUp:
-    """Why a node waits no longer for the rate limiter."""
+    """Codes of why a node stops waiting for the rate limiter."""
 
     LATE: Final = 1  # it has waited for its timeout
     WRITES_HERE: Final = 2  # it would wait for items that it adds itself
 
 
 class JointSelectionLimiter:
-    """One process of each node exchanges the state of the rate limiter. Every method wants the table's lock.
+    """The rate limiter over all nodes, in one process of each. Every method requires the table's lock.
 
     Args:
         table: This node's part of its table.
-        limiter: Of this node's part.
+        limiter: The limiter of this node's part.
         position: Of the stream.
-        waiting: How long this process has waited for the rate limiter.
+        waiting: Measures this process's wait for the rate limiter.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class JointSelectionLimiter:
         self.fewest = 0  # draws after which the first trajectory of any node may be used up
 
     def record(self, count: int, fixed: bool = False, exact: bool = False) -> np.ndarray:
-        """Return what the other nodes must know, and keep only a part of what this node's writers have left.
+        """Return this node's rate record, and reduce its quota to the part that it keeps in the exchange.
 
         Args:
-            count: Samples wanted.
+            count: Samples to draw.
             fixed: Change nothing: another thread of this process may be in a selection. Then no process may
                 `apply`.
             exact: As `SelectionLimiter.left`.
@@ -95,7 +95,7 @@ class JointSelectionLimiter:
             words[NodeRate.HAS_WRITERS] = self._limiter.has_writers
         if self._rate is None:
             return words
-        if control[Control.PENDING] and not self._is_open:  # what the dead have reserved blocks no writer
+        if control[Control.PENDING] and not self._is_open:  # slots of dead processes must not block writers
             self._table.unfinished.end_abandoned()
         words[NodeRate.SIZE], words[NodeRate.INSERTED], pending = self._rate.counted(control)
         admitted = int(words[NodeRate.INSERTED]) + pending
@@ -110,11 +110,11 @@ class JointSelectionLimiter:
         return words
 
     def is_open(self, records: np.ndarray, count: int) -> bool:
-        """Return whether all nodes together may draw so many samples; the same wherever it is asked.
+        """Return whether all nodes together may draw `count` samples; equal on all nodes.
 
         Args:
-            records: What each node has records, in the order of shards. [S, NodeRate.NUM_WORDS], int64.
-            count: Samples wanted.
+            records: Each node's record, in the order of shards. [S, NodeRate.NUM_WORDS], int64.
+            count: Samples to draw.
         """
         size, inserted, left = records[:, [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.LEFT]].sum(0).tolist()
         sampled = int(records[0, NodeRate.SAMPLED])
@@ -122,11 +122,11 @@ class JointSelectionLimiter:
 
     @staticmethod
     def is_fixed(records: np.ndarray) -> bool:
-        """Return whether a node must not be changed by the records; argument as `is_open`."""
+        """Return whether a node's record is fixed, so that no node may `apply`; argument as `is_open`."""
         return bool(records[:, NodeRate.IS_FIXED].any())
 
     def apply(self, records: np.ndarray, count: int) -> bool:
-        """Take this node's share of what may be added; return `is_open`. Arguments as there."""
+        """Add this node's part of the pool to its quota; return `is_open`. Arguments as there."""
         if self._divides:
             self._table.control[Control.QUOTA] = records[self.index, NodeRate.QUOTA] + self._share(records)
         self._is_open = self.is_open(records, count)
@@ -147,7 +147,7 @@ class JointSelectionLimiter:
         return parts[self.index]
 
     def given_up(self, records: np.ndarray, key: int, count: int) -> NotReadyError | None:
-        """Return the error that all nodes raise if one of them waits no longer for the rate limiter."""
+        """Return the error that all nodes raise if one of them stops waiting for the rate limiter."""
         why = int(records[:, NodeRate.GIVES_UP].max())
         if self._limiter.is_plain and not records[:, NodeRate.HAS_WRITERS].any():
             why = why or GaveUp.WRITES_HERE

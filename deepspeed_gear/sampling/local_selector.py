@@ -1,4 +1,4 @@
-"""What a selection asks of the masses, where the whole table lies in one store.
+"""The selector of a table that lies in one store: masses, draws and resolutions of a selection.
 
 distributed/sharded/ has the selectors of tables that several nodes hold.
 """
@@ -22,7 +22,7 @@ class RateLimitedError(Exception):
 
 
 class LocalSelector:
-    """The items of one store. Every method wants the table's lock.
+    """Selects among the items of one store. Every method requires the table's lock.
 
     Args:
         state: Of the batch stream.
@@ -36,7 +36,7 @@ class LocalSelector:
 
     @property
     def total(self) -> int:
-        """Sum of all masses, as the latest selection has left them."""
+        """Sum of all masses, as of the latest selection."""
         return self.masses.total
 
     def begin(self, key: int, entry: int, count: int, check: Check) -> None:
@@ -48,11 +48,11 @@ class LocalSelector:
             count: Its samples.
             check: Raises where a wait must end.
         Raises:
-            RateLimitedError: It may not be made yet.
+            RateLimitedError: The rate limiter does not admit it yet.
         """
 
     def apply(self, key: int) -> int:
-        """Bring all masses to the state that the selection draws from. Returns their sum."""
+        """Apply all changes of masses that precede the selection. Returns their sum."""
         self.masses.apply(key)
         return self.masses.total
 
@@ -77,17 +77,17 @@ class LocalSelector:
         limiter: SelectionLimiter,
         counted: np.ndarray,
     ) -> int:
-        """Resolve coordinates up to the first that uses a trajectory up, whose mass becomes 0 then.
+        """Resolve coordinates up to the first that uses up a trajectory, whose mass then becomes 0.
 
         Args:
             rows: As `resolve`.
             done: As `resolve`.
             coordinates: As `resolve`.
             first: As `resolve`.
-            limiter: Knows how often trajectories were sampled.
+            limiter: Counts how often trajectories were sampled.
             counted: Samples of each slot in this selection so far; these are added. [slots], int64.
         Returns:
-            How many of them stand; the others must be drawn again without that trajectory.
+            How many of them are valid; the others must be drawn again without that trajectory.
         """
         self.resolve(rows, done, coordinates, first)
         slots = rows[done:, Resolution.SLOT].numpy()
@@ -106,11 +106,11 @@ class LocalSelector:
         return rows
 
     def highest(self, count: int) -> torch.Tensor:
-        """Return the coordinates of the items of highest priority; fewer if there are not so many. [n]."""
+        """Return the coordinates of the items of highest priority; fewer if there are fewer items. [n]."""
         return self.state.with_priorities.highest(count)
 
     def extreme(self, count: int, newest: bool) -> torch.Tensor:
-        """Return the coordinates of the oldest items, or of the newest; or fewer. [n]."""
+        """Return the coordinates of the oldest or the newest items; or fewer. [n]."""
         return self.state.with_ages.extreme(count, newest)
 
     def finish(self) -> None:
@@ -121,7 +121,7 @@ class LocalSelector:
         return self.state.with_priorities.weigh(key, drawn, total)
 
     def fail(self, key: int, error: Exception) -> None:
-        """Publish that a selection could not be made."""
+        """Publish the failure of a selection."""
 
     def restart(self) -> None:
-        """Begin again with other contents of the table."""
+        """Reset the selector after the table's contents were replaced."""

@@ -1,4 +1,4 @@
-"""Masses: what makes one trajectory more likely than another."""
+"""Mass rules: the integer mass of each trajectory, and how priorities become masses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Condition:
 
 
 def _as_dtype(numbers: tuple[float, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """Return those numbers that a dtype can hold, in it: through float64, large integers would be rounded."""
+    """Convert to a dtype the numbers that it can hold; through float64, large integers would be rounded."""
     if dtype.kind not in "iu":
         return np.asarray(numbers, dtype)
     limits = np.iinfo(dtype)
@@ -56,11 +56,11 @@ NO_ID = -1  # every id is newer
 
 @dataclass(frozen=True)
 class WindowEdge:
-    """Where a window begins.
+    """The edge at which an age window begins.
 
     Args:
         oldest: The smallest id in it.
-        newest: The largest value of its column; None: nothing has one.
+        newest: The largest value of its column; None: there is no value.
     """
 
     oldest: int
@@ -68,14 +68,14 @@ class WindowEdge:
 
 
 def newest_of(values: np.ndarray) -> int | float:
-    """Return the largest value; NaN is never new."""
+    """Return the largest value of a window's column, without NaN."""
     found: int | float = np.fmax.reduce(values).item()
     return found
 
 
 @dataclass(frozen=True)
 class AgeWindow:
-    """The newest items.
+    """A window of the newest items.
 
     Args:
         newest: How many items; None for no limit.
@@ -88,12 +88,12 @@ class AgeWindow:
     distance: float = 0
 
     def edge(self, ids: np.ndarray, num_items: np.ndarray, column: Callable[[str], np.ndarray]) -> WindowEdge:
-        """Return where the window begins among trajectories; the one in which it does belongs to it.
+        """Return the window's edge among trajectories; the trajectory at the edge is in the window.
 
         Args:
             ids: A larger one is newer. [n], int64.
             num_items: Items of each trajectory. [n].
-            column: Gives the values of a per-trajectory column. [n].
+            column: Returns the values of a per-trajectory column. [n].
         """
         there = np.asarray(num_items) > 0
         oldest = NO_ID
@@ -111,7 +111,7 @@ class AgeWindow:
         """Return which trajectories are in a window that begins at an edge. [n], bool."""
         inside = (np.asarray(num_items) > 0) & (ids >= edge.oldest)
         if self.column is not None and edge.newest is not None:
-            # A Python number: small integers would wrap round.
+            # A Python number: small integers would overflow.
             inside &= column(self.column) >= edge.newest - self.distance
         return inside
 
@@ -125,8 +125,8 @@ class MassRule:
         by_length: Trajectories in proportion to their number of steps.
         weight: Per-trajectory column of weights, and log2 of the mass of weight 1.
         custom: A program's own masses.
-        window: Which of the admitted ones are new enough; a selection applies it.
-        late: Late columns that a trajectory must have got.
+        window: Which of the admitted ones are new enough; applied by the selection.
+        late: Late columns that must be filled.
         anchors: Which steps are admissible; a trajectory without one has mass 0.
         where: Filters that must all hold.
         split: Fractions of the splits.
@@ -146,7 +146,7 @@ class MassRule:
 
     @property
     def draws_anchor(self) -> bool:
-        """Whether the anchor is a second draw; else one unit of a trajectory's mass is one anchor."""
+        """Whether a second draw selects the anchor; else one unit of a trajectory's mass is one anchor."""
         return self.unit == "trajectory" or self.has_weights
 
     @property
@@ -156,13 +156,13 @@ class MassRule:
 
     @property
     def plain_unit(self) -> int | None:
-        """Return the unit of `slot_masses_`, where masses follow from lengths alone, but for late columns."""
+        """Return the unit of `slot_masses_`; None unless masses follow from lengths and late columns."""
         if self.has_weights or self.where or self.split or self.window is not None:
             return None
         return MassUnit.LENGTH if self.unit == "trajectory" and self.by_length else UNIT_CODES[self.unit]
 
     def describe(self) -> dict[str, Any]:
-        """Return what keeps a trajectory from being sampled, for readers of a store; JSON-able."""
+        """Return the conditions for sampling a trajectory, for readers of a store; JSON-able."""
         where = [[c.column, c.minimum, c.maximum, c.among and list(c.among)] for c in self.where]
         return {
             "unit": self.unit,
@@ -176,7 +176,7 @@ class MassRule:
         }
 
     def check(self, name: str, columns: Mapping[str, np.ndarray]) -> None:
-        """Refuse a new trajectory whose weight is none.
+        """Raise unless a new trajectory's weight is finite and >= 0.
 
         Raises:
             DataError: It is negative, infinite or NaN.
@@ -192,7 +192,7 @@ class MassRule:
         Args:
             ids: [n], int64.
             num_steps: Their lengths. [n], int64.
-            column: Gives their values of a per-trajectory column. [n].
+            column: Returns their values of a per-trajectory column. [n].
         Returns:
             [n], int64.
         """
@@ -235,10 +235,10 @@ class PriorityRule:
     Args:
         alpha: Exponent of the priorities by global batch, in [0, 1].
         beta: Exponent of the importance weights by global batch, in [0, 1].
-        initial: Priority of new items; None: the highest that was ever reported, 1 at the beginning.
-        normalize: What divides the weights: the largest of the global batch, of the table, or nothing.
-        lag: Global batches that are prepared ahead.
-        log_size: Reports of one rank that may wait.
+        initial: Priority of new items; None: the highest ever reported, 1 at first.
+        normalize: Divide the weights by the largest of the global batch, of the table, or not.
+        lag: Global batches that are prefetched.
+        log_size: Priority updates of one rank that may wait.
         most_bits: log2 of the largest mass.
     """
 
@@ -257,7 +257,7 @@ _MOST_SHIFT = 1000
 
 
 def check_weights(name: str, weights: np.ndarray) -> None:
-    """Refuse what is no weight.
+    """Raise unless weights are finite and >= 0.
 
     Raises:
         DataError: One is negative, infinite or NaN.
@@ -277,10 +277,10 @@ def masses_of_weights(weights: np.ndarray, bits: int) -> np.ndarray:
 
 
 def weight_bits(total: float) -> int:
-    """Return the scale at which weights of this sum make masses that sum to less than 2^MOST_BITS.
+    """Return the scale (log2) at which masses of weights with this sum add up to less than 2^MOST_BITS.
 
     Args:
-        total: Of all items; 0: not known, a fixed scale.
+        total: Sum over all items; 0: not known, a fixed scale.
     """
     if total <= 0:
         return WEIGHT_BITS

@@ -33,7 +33,7 @@ class Mixture:
         Raises:
             ConfigError: The shares do not sum to 1 at this global batch.
         """
-        known = self._known  # replaced as a whole: two threads may ask
+        known = self._known  # replaced as a whole: two threads may read it
         if known[0] != number:
             known = number, self._round(self._shares(number))
             self._known = known
@@ -48,14 +48,14 @@ class Mixture:
         return int(self.counts(number)[:table].sum())
 
     def parts(self, number: int) -> list[float]:
-        """Return which part of a global batch is each table's."""
+        """Return each table's share of a global batch."""
         return [n / self.batch for n in self.counts(number).tolist()]
 
     def part(self, number: int, part: int, num_parts: int) -> list[np.ndarray]:
         """Return which samples of each table's selection belong to a part of the global batch.
 
-        With all samples in a row, table by table, every num_parts-th belongs to a part: so each has its part
-        of each table, and all have the same size.
+        With all samples in a row, table by table, every num_parts-th belongs to a part. So all parts have
+        the same size and the same shares of the tables.
         """
         counts = self.counts(number)
         first = (part - (np.cumsum(counts) - counts)) % num_parts

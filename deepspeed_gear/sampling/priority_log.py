@@ -1,9 +1,9 @@
-"""Priorities that come back: each process reports into a log of its own, a selection takes all in one order.
+"""Priority log: each process appends its updates to its own log, a selection applies all in one order.
 
-A selection of global batch n sees exactly the reports that belong to batches before n - lag. A report belongs
-to the batch that its process had last asked for, so a process's reports for a batch are complete when it asks
-for a later one: no clock decides. Among those of one batch the order is that of the sample numbers, reports
-by id come after them, and the last one wins.
+A selection of global batch n applies exactly the updates (reports) that belong to batches before n - lag. An
+update belongs to the batch that its process had last requested, so a process's updates for a batch are
+complete when it requests a later one: no clock is involved. Those of one batch are ordered by sample number,
+then come updates by id; the last one of an item wins.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.table import Table
 
-NEVER = -(1 << 62)  # asked for nothing yet
+NEVER = -(1 << 62)  # no batch was requested yet
 
 
 class LogEnds:
-    """Ends of a process's log, counted up for ever."""
+    """Ends of a process's log, as counters that never wrap."""
 
     HEAD: Final = 0
     TAIL: Final = 1
@@ -38,17 +38,17 @@ class LogEnds:
 
 @dataclass
 class AppendPromise:
-    """Reports whose values a device has yet to compute: of which global batch, and how many."""
+    """Updates whose values a device has yet to compute: their global batch and number."""
 
     batch: int
     count: int
 
 
 class PriorityLog:
-    """The logs of all processes.
+    """The priority logs of all processes.
 
     Process and thread safety: any thread may call `ask`, `add`, `promise` and `keep`, which take the table's
-    lock themselves; the rest wants that lock.
+    lock themselves; the rest requires that lock.
 
     Args:
         spec: The stream, with priorities.
@@ -69,12 +69,12 @@ class PriorityLog:
         self._my_log = torch.from_numpy(self._log[self._peer])
         self._peers = SelectionReaders(spec, table, self.asked, table.lock.timeout_s)
         self._promises: deque[AppendPromise] = deque()
-        self._current = NEVER  # what this process has asked for, while promises are to be kept
+        self._current = NEVER  # batch last requested, while updates are deferred
         self._mutex = threading.Lock()
 
     @staticmethod
     def regions(spec: StreamSpec, num_peers: int) -> list[Region]:
-        """Return what the reports of a stream keep in the store."""
+        """Return the regions of a stream's priority logs in the store."""
         assert spec.priorities is not None
         return [
             Region(spec.at + "log", "int64", (num_peers, spec.priorities.log_size, LogEntry.NUM_WORDS)),
@@ -83,30 +83,31 @@ class PriorityLog:
         ]
 
     def initialise(self) -> None:
-        """Begin in new memory."""
+        """Initialise the logs in new memory."""
         self.asked[:] = NEVER
 
     def ask(self, key: int) -> None:
-        """Say that this process asks for a global batch: what it reports from now on belongs to that one.
+        """Record that this process requests a global batch; its later updates belong to that batch.
 
-        While reports of an older one are promised, the others hear of that one only: so they wait for these.
+        While updates of an older batch are deferred (`promise`), that one is published instead, so that the
+        other processes wait for them.
         """
         with self._mutex:
             self._current = key
             self._asked_words[self._peer] = self._promises[0].batch if self._promises else key
 
     def restart(self, key: int) -> None:
-        """Forget what was asked for: a global batch is loaded at which to go on."""
+        """Reset the requested batches of all processes, after a checkpoint at `key` was loaded."""
         self.asked[:] = NEVER
         for peer in range(self._num_peers):
             waiting = (
                 np.arange(self.ends[peer, LogEnds.HEAD], self.ends[peer, LogEnds.TAIL]) % self.rule.log_size
             )
-            if (self._log[peer, waiting, LogEntry.BATCH] >= key).any():  # of batches that come again: due now
+            if (self._log[peer, waiting, LogEntry.BATCH] >= key).any():  # batches selected again: due now
                 self._log[peer, waiting, LogEntry.BATCH] = NEVER
 
     def give_up(self) -> None:
-        """Take back what this process asked for: no selection can be made before its reports are due."""
+        """Withdraw this process's request; its updates are then due at the next selection."""
         peer = self._peer
         with self._mutex, self.table.lock:
             waiting = (
@@ -118,21 +119,21 @@ class PriorityLog:
             self._current = self._asked_words[peer] = NEVER
 
     def too_early(self, key: int) -> bool:
-        """Whether this process itself has yet to ask for what a selection of this global batch needs."""
+        """Return whether this process itself has yet to request a batch that this selection waits for."""
         return self.rule.lag > 0 and bool(self._asked_words[self._peer] < key - self.rule.lag)
 
     def late(self, key: int) -> list[int]:
-        """Return the living processes whose reports are not complete for a global batch."""
+        """Return the living processes whose updates are not complete for a global batch."""
         return self._peers.lagging(key - self.rule.lag)
 
     def wait_awake(self, key: int) -> None:
-        """Wait for their reports without sleeping, but not for long."""
+        """Spin briefly until the updates for a global batch are complete."""
         self._peers.wait_awake(key - self.rule.lag)
 
     # ---- adding ----------------------------------------------------------------------------------
 
     def add_items(self, updates: np.ndarray, priorities: np.ndarray, order: np.ndarray | int) -> None:
-        """Report priorities of any items; as `add`.
+        """Append priorities of any items to the log; as `add`.
 
         Args:
             updates: Slot, generation and anchor of each item. [n, 3], int64.
@@ -147,7 +148,7 @@ class PriorityLog:
         self.add(torch.from_numpy(samples), torch.from_numpy(np.array(priorities, np.float32)))
 
     def add(self, samples: torch.Tensor, priorities: torch.Tensor) -> None:
-        """Report priorities of what was drawn; a later selection applies them.
+        """Append priorities of drawn samples to the log; a later selection applies them.
 
         Args:
             samples: Their resolutions. [n, 8], int64, contiguous.
@@ -162,7 +163,7 @@ class PriorityLog:
             self._write(samples, priorities, self._asked_words[self._peer])
 
     def promise(self, count: int) -> None:
-        """Say that priorities will be reported for what this process has asked for last.
+        """Reserve log entries for deferred updates of the batch that this process last requested.
 
         Raises:
             StoreError: More wait than the log holds; nothing has changed.
@@ -174,10 +175,10 @@ class PriorityLog:
             self._promises.append(AppendPromise(batch, count))
 
     def keep(self, samples: torch.Tensor, priorities: torch.Tensor | None) -> None:
-        """Report what was promised first; None: nothing comes of it. As `add`.
+        """Append the oldest deferred updates, as `add`; None: drop them.
 
         Raises:
-            DataError: A priority is negative, infinite or NaN; nothing is reported.
+            DataError: A priority is negative, infinite or NaN; nothing is appended.
         """
         with self._mutex:
             promise = self._promises.popleft()
@@ -196,13 +197,11 @@ class PriorityLog:
         except (RuntimeError, ShapeError):
             check_priorities(priorities.numpy())
             raise
-        with (
-            self.table.lock
-        ):  # so that the process that makes the next selection sees the entries after the tail
+        with self.table.lock:  # orders the entries before the tail, for the process that selects next
             ends[LogEnds.TAIL] = tail + count
 
     def check_room(self, count: int) -> None:
-        """Refuse more reports than the log holds.
+        """Raise if the log cannot hold `count` more updates.
 
         Raises:
             StoreError: There are more.
@@ -218,7 +217,7 @@ class PriorityLog:
             )
 
     def check_size(self, count: int) -> None:
-        """Refuse more reports of a checkpoint than all logs hold.
+        """Raise if all logs cannot hold the updates of a checkpoint.
 
         Raises:
             StoreError: There are more.
@@ -234,7 +233,7 @@ class PriorityLog:
     # ---- taking ----------------------------------------------------------------------------------
 
     def due(self, key: int) -> list[tuple[int, np.ndarray]]:
-        """Return the reports of each process that a selection of a global batch applies."""
+        """Return the updates of each process that a selection of a global batch applies."""
         batch, size, due = key - self.rule.lag, self.rule.log_size, []
         for peer, ends in enumerate(self._ends):
             head, tail = ends[LogEnds.HEAD], ends[LogEnds.TAIL]
@@ -254,7 +253,7 @@ class PriorityLog:
         return log[first:end] if end <= size else np.concatenate([log[first:], log[: end - size]])
 
     def take(self, due: list[tuple[int, np.ndarray]]) -> None:
-        """Take applied reports out of all logs, or out of none: some alone, applied again, would win."""
+        """Remove applied updates from all logs or none: a part, applied again, would override others."""
         first = self._ends[0]
         for peer, entries in due:
             ends = self._ends[peer]
@@ -266,7 +265,7 @@ class PriorityLog:
         first[LogEnds.TAKING] = 0
 
     def recover(self) -> None:
-        """Make the heads whole after a process died while they moved."""
+        """Repair the heads of the logs after a process died inside `take`."""
         wanted, other = (
             (LogEnds.HEAD, LogEnds.NEXT) if self.ends[0, LogEnds.TAKING] else (LogEnds.NEXT, LogEnds.HEAD)
         )
@@ -277,7 +276,7 @@ class PriorityLog:
     # ---- content ---------------------------------------------------------------------------------
 
     def waiting(self) -> np.ndarray:
-        """Return all reports that wait, in their order. [n, 6], int64."""
+        """Return all waiting updates, in their order. [n, 6], int64."""
         ends = [
             (peer, self.ends[peer, LogEnds.HEAD], self.ends[peer, LogEnds.TAIL])
             for peer in range(self._num_peers)
@@ -285,7 +284,7 @@ class PriorityLog:
         return _sorted(np.concatenate([self._entries(*of_peer) for of_peer in ends]))
 
     def restore(self, log: np.ndarray) -> None:
-        """Take up what `waiting` has returned; everything else is gone."""
+        """Replace the logs by updates that `waiting` returned."""
         for peer, part in enumerate(np.array_split(log, self._num_peers)):  # in the order of a selection
             self._log[peer, : len(part)] = part
             self.ends[peer, LogEnds.HEAD] = self.ends[peer, LogEnds.NEXT] = 0
@@ -294,7 +293,7 @@ class PriorityLog:
 
 
 def check_priorities(priorities: np.ndarray) -> None:
-    """Refuse what is no priority.
+    """Raise unless priorities are finite and >= 0.
 
     Raises:
         DataError: One is negative, infinite or NaN.

@@ -1,7 +1,7 @@
-"""Masses from priorities: stored priorities are the truth; masses, sums and minima are derived from them.
+"""Masses from priorities: priorities are authoritative; masses, sum and min tree are derived from them.
 
 An item is a trajectory (a leaf for each slot) or a step (a leaf for each row of the store). A selection
-applies what the ranks have reported (reports.py).
+applies the priority log of the ranks (priority_log.py).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from deepspeed_gear.store.stream_records import NOTHING
 from deepspeed_gear.store.table import Table
 
 MOST_MASS = np.iinfo(np.int64).max
-WINDOW = 256  # latest global batches of which clamped reports are counted apart
+WINDOW = 256  # latest global batches whose clamped updates are counted separately
 
 
 class PriorityMasses(ItemMasses):
     """A mass for each trajectory or step: priority ** alpha in units of 2^-24.
 
-    Process safety: as in Masses.
+    Process safety: as in `ItemMasses`.
 
     Source: Schaul et al., "Prioritized Experience Replay", ICLR 2016.
     """
@@ -49,8 +49,8 @@ class PriorityMasses(ItemMasses):
         self.by_step = spec.rule.unit == "step"
         self._row_slots = views[at + "row_slots"] if self.by_step else np.empty(0, np.int32)
         self._bases: np.ndarray = views[at + "bases"]
-        self._generations: np.ndarray = views[at + "generations"]  # of what has its first priority
-        self._steps: np.ndarray | None = views.get(at + "steps")  # of each slot, that have a priority
+        self._generations: np.ndarray = views[at + "generations"]  # of trajectories with a priority
+        self._steps: np.ndarray | None = views.get(at + "steps")  # each slot's steps with a priority
         self.reports = PriorityLog(spec, table)
         keeps_minima = self.rule.normalize == "table" and minima_size(self.num_items) > 0
         minima = views[at + "minima"] if keeps_minima else np.empty(0, np.int64)
@@ -125,10 +125,10 @@ class PriorityMasses(ItemMasses):
             self.reports.take(due)
 
     def apply_reports(self, key: int, reports: list[np.ndarray]) -> None:
-        """Put queued changes of slots into the tree, and reports after them.
+        """Write queued changes of slots to the tree, then priority updates.
 
         Args:
-            key: Number of the global batch whose selection comes next.
+            key: Number of the global batch that is selected next.
             reports: In any order, each with batch and sample number. [n, 6] each, int64.
         """
         super().apply(key)
@@ -161,17 +161,17 @@ class PriorityMasses(ItemMasses):
         self.reports.recover()
         steps = StepPriorities.find(self.ops, self.table.views, self.spec.at.rstrip("/"))
         if steps is not None:
-            steps.mend(self.table)
+            steps.repair(self.table)
         super().recover()
 
     def _alpha_at(self, key: int) -> int:
         return int(self.rule.alpha(key) * ONE_Q62)  # exact: a power of two
 
     def known_reports(self, reports: np.ndarray) -> np.ndarray:
-        """Return reports with handles in place of ids, without those of items that are not here.
+        """Replace the ids of priority updates by handles; drop updates of items that are not in this store.
 
         Args:
-            reports: By id: slot -1, the id in place of the generation. [n, 6], int64.
+            reports: Updates by id: slot -1, and the id instead of the generation. [n, 6], int64.
         """
         by_id = reports[:, PriorityUpdate.SLOT] < 0
         if not by_id.any():
@@ -203,10 +203,10 @@ class PriorityMasses(ItemMasses):
         return np.stack([slots, records[:, Slot.GENERATION], anchors], axis=1), known
 
     def _set(self, slots: np.ndarray, masses: np.ndarray) -> None:
-        """Give new items their first priority, and take that of items that are gone.
+        """Set the first priority of new items, and clear that of evicted ones.
 
-        Rows of a slot that is free already may be another trajectory's; the process that freed it has cleared
-        them.
+        Rows of a slot that is already free may be another trajectory's; the process that freed them has
+        cleared their priorities.
         """
         if self.by_step and self.table.extents is not None:
             there = is_among(self.table.slots[slots, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED))
@@ -224,7 +224,7 @@ class PriorityMasses(ItemMasses):
         self._generations[slots] = self.table.slots[slots, Slot.GENERATION]
 
     def _set_grown(self, slots: np.ndarray) -> None:
-        """Give the steps of open trajectories that are new their first priority; the others keep theirs."""
+        """Set the first priority of new steps of open trajectories; other steps keep theirs."""
         if not len(slots):
             return
         assert self._steps is not None
@@ -278,7 +278,7 @@ class PriorityMasses(ItemMasses):
         return self._bases
 
     def _build(self) -> None:
-        """Derive everything from the priorities."""
+        """Derive masses, trees and counts from the priorities."""
         leaves = self.sums[: self.num_items]
         self.ops.mass_(leaves, self._values, self.words[TreeChanges.ALPHA], self.rule.most_bits)
         self.ops.tree_build_(self.sums, self.num_items)
@@ -299,7 +299,7 @@ class PriorityMasses(ItemMasses):
         return not self.by_step and super().draws_anchor
 
     def highest(self, count: int) -> torch.Tensor:
-        """Return the coordinates of the items of highest priority; fewer if there are not so many. [n]."""
+        """Return the coordinates of the items of highest priority; fewer if there are fewer items. [n]."""
         return self.coordinates_of(self.highest_items(count))
 
     def highest_items(self, count: int) -> torch.Tensor:
@@ -318,18 +318,18 @@ class PriorityMasses(ItemMasses):
         return np.asarray(self.table.slots[slots, Slot.ID])
 
     def weigh(self, key: int, masses: np.ndarray, total: int) -> tuple[int, int, int]:
-        """Return numerator, divisor and exponent (Q62) of a selection's importance weights.
+        """Return numerator, divisor and exponent (Q62) of a selection's PER weights.
 
         The weight of a sample is (numerator / (divisor * mass)) ** exponent.
 
         Args:
             key: Number of the global batch.
-            masses: Of what was drawn. [B], int64.
+            masses: The samples' masses. [B], int64.
             total: Sum of all masses.
         """
         beta = self.beta_at(key)
         if self.rule.normalize == "batch":
-            return int(np.minimum.reduce(masses)), 1, beta  # which is what `min` calls
+            return int(np.minimum.reduce(masses)), 1, beta  # faster than `min`, which calls it
         if self.rule.normalize == "table":
             return self.least, 1, beta
         return total, self._count_words[UpdateCount.DRAWABLE], beta
@@ -350,16 +350,16 @@ class PriorityMasses(ItemMasses):
         return int(self.rule.beta(key) * ONE_Q62)
 
     def num_clamped(self) -> int:
-        """Reports ever whose mass was clamped to the smallest or the largest one."""
+        """Number of updates ever whose mass was clamped to the smallest or the largest one."""
         return self._count_words[UpdateCount.CLAMPED]
 
     def recent(self) -> tuple[int, int]:
-        """Return the reports that the latest `WINDOW` global batches applied, and those clamped of them."""
+        """Return how many updates the latest `WINDOW` global batches applied, and clamped."""
         applied, clamped = self._window.sum(0).tolist()
         return applied, clamped
 
     def statistics(self) -> dict[str, int]:
-        """Return how many reports were applied, ignored because their item was gone, and clamped."""
+        """Return how many updates were applied, ignored because their item was evicted, and clamped."""
         words = {
             "priorities_applied": UpdateCount.APPLIED,
             "priorities_ignored": UpdateCount.STALE,
@@ -374,10 +374,10 @@ class PriorityMasses(ItemMasses):
     def export(self, slots: np.ndarray) -> dict[str, np.ndarray]:
         self.take_changes()
         known = self._generations[slots] == self.table.slots[slots, Slot.GENERATION]
-        bases = np.where(known, self._bases[slots], 0)  # else they are of what the slot held before
+        bases = np.where(known, self._bases[slots], 0)  # else they are an earlier trajectory's
         items, _ = self._items_of(slots, bases)
         log, counts = self.reports.waiting(), self.counts.copy()
-        if self.spec.num_shards == 1:  # else they are of any shard
+        if self.spec.num_shards == 1:  # else they may be of any shard
             saved = np.isin(log[:, PriorityUpdate.SLOT], slots)
             log = log[saved]
             log[:, PriorityUpdate.SLOT] = np.searchsorted(slots, log[:, PriorityUpdate.SLOT])
@@ -396,7 +396,7 @@ class PriorityMasses(ItemMasses):
         self.reports.check_size(len(content["log"]))
         self.values[:], self.queued[:], self._bases[:] = 0, -1, 0
         items, admitted = self._items_of(slots, content["bases"])
-        # Where a slot has no mass, they are of whom it held before.
+        # Where a slot has no mass, they are an earlier trajectory's.
         self.values[items] = np.where(admitted, content["priorities"], 0)
         self._bases[slots], self.queued[slots] = content["bases"], content["queued"]
         self._generations[slots] = self.table.slots[slots, Slot.GENERATION]

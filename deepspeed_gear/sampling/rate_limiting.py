@@ -1,4 +1,4 @@
-"""Whether a selection may be made now: the rate of a table, and how often its trajectories may be drawn."""
+"""Rate limiting of selections: a table's rate limiter, and how often its trajectories may be drawn."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from deepspeed_gear.store.table import Table
 
 
 class EmptyTableError(NotReadyError):
-    """Nothing can be sampled from a table that takes writers. Reports made after it mend it if they can."""
+    """Nothing can be sampled from a table that admits writers; later priority updates may change that."""
 
 
 class NothingToSampleError(Exception):
-    """A selection finds too little to draw. Never leaves the stream.
+    """Too few items can be drawn for a selection. Never leaves the stream.
 
     Args:
-        error: What is raised where no other process may add something.
+        error: Raised where no other process may add items.
     """
 
     def __init__(self, error: StoreError) -> None:
@@ -36,13 +36,13 @@ class NothingToSampleError(Exception):
 
 
 class SelectionLimiter:
-    """Opens when a global batch may be drawn. Every method wants the table's lock.
+    """Decides whether a global batch may be drawn. Every method requires the table's lock.
 
     Args:
         spec: The training stream.
         table: Its table, with a capacity.
-        masses: Of its items.
-        position: Of the stream.
+        masses: The masses of its items.
+        position: The stream's.
     """
 
     def __init__(self, spec: StreamSpec, table: Table, masses: ItemMasses, position: np.ndarray) -> None:
@@ -54,17 +54,17 @@ class SelectionLimiter:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is always open."""
+        """Whether there is no limit: no rate limiter and no `max_times_sampled`."""
         return self.retention.rate_limiter is None and not self.most
 
     def is_open(self, count: int, exact: bool = True) -> bool:
-        """Return whether so many samples may be drawn; arguments as `left`."""
+        """Return whether `count` samples may be drawn; arguments as `left`."""
         rate = self.retention.rate_limiter
         size, inserted = (0, 0) if rate is None else rate.counted(self._table.control)[:2]
         return self.admits(size, inserted, self.sampled, count) and self.left(count, exact) >= count
 
     def admits(self, size: int, inserted: int, sampled: int, count: int) -> bool:
-        """Return whether there is no rate or it admits so many samples; arguments as `Rate.may_sample`."""
+        """Return whether the rate limiter admits `count` samples; arguments as `RateLimiter.may_sample`."""
         rate = self.retention.rate_limiter
         return rate is None or rate.may_sample(size, inserted, sampled, count)
 
@@ -74,11 +74,11 @@ class SelectionLimiter:
         return int(self._position[Head.SAMPLES])
 
     def left(self, count: int, exact: bool = True) -> int:
-        """Return how many samples the table is good for, or `count` if for as many.
+        """Return how many samples the table still admits, or `count` if at least so many.
 
         Args:
-            count: Samples wanted.
-            exact: Look at all slots; else what has changed since the latest selection may be left out.
+            count: Samples to draw.
+            exact: Read all slots; else changes since the latest selection may be left out.
         """
         each_once = self._spec.sampler.each_once
         if not self.most and not each_once:
@@ -88,7 +88,7 @@ class SelectionLimiter:
         return len(drawable) if each_once else int((self.most - self._times[drawable]).sum())
 
     def fewest(self) -> int:
-        """Return the draws after which the first trajectory may be used up. Cost: one pass."""
+        """Return the number of draws after which the first trajectory may be used up. Cost: one pass."""
         return int((self.most - self._times[self._drawable()]).min(initial=UNLIMITED))
 
     def _drawable(self) -> np.ndarray:
@@ -98,10 +98,10 @@ class SelectionLimiter:
     # ---- how often -------------------------------------------------------------------------------
 
     def num_admitted(self, slots: np.ndarray, counted: np.ndarray) -> int:
-        """Return how many of some draws come before the first that uses a trajectory up; all if none does.
+        """Return how many draws come before the first that uses up a trajectory; all if none does.
 
         Args:
-            slots: What was drawn, in order. [n], int64.
+            slots: The slots drawn, in order. [n], int64.
             counted: Draws of each slot in this selection so far. [slots], int64.
         """
         order = np.argsort(slots, kind="stable")
@@ -113,11 +113,11 @@ class SelectionLimiter:
         return int(used_up[0]) if len(used_up) else len(slots)
 
     def count(self, records: np.ndarray) -> None:
-        """Count what a selection has drawn. [n, 8], int64."""
+        """Count the draws of each slot in a selection. [n, 8], int64."""
         np.add.at(self._times, records[:, Resolution.SLOT], 1)
 
     def evict_used_up(self) -> None:
-        """Let those go that were drawn as often as they may be."""
+        """Evict trajectories that were drawn `max_times_sampled` times."""
         committed = np.nonzero(self._table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
         for slot in committed[self._times[committed] >= self.most].tolist():
             self._table.retire(slot)
@@ -125,7 +125,7 @@ class SelectionLimiter:
 
     @property
     def has_writers(self) -> bool:
-        """Whether another process is attached that only writes, and lives."""
+        """Whether another living process is attached that only writes."""
         spec, table = self._table.spec, self._table
         pids = table.peers[spec.num_peers :, Peer.PID]
         others = np.nonzero((pids != 0) & (pids != os.getpid()))[0] + spec.num_peers
@@ -134,14 +134,14 @@ class SelectionLimiter:
     def too_late(
         self, key: int, count: int, waited_s: float, size: str = "", is_empty: bool = False
     ) -> NotReadyError:
-        """Return the error of a batch that cannot be drawn yet. Wants the table's lock.
+        """Return the error of a batch that cannot be drawn yet. Requires the table's lock.
 
         Args:
             key: Number of the global batch.
             count: Its samples.
-            waited_s: For how long it has waited; 0: it cannot wait.
-            size: What all nodes hold; "": this node holds everything.
-            is_empty: Whether nothing can be sampled, though the rate admits it.
+            waited_s: How long the stream has waited; 0: it cannot wait.
+            size: Text of what all nodes hold; "": this node holds the whole table.
+            is_empty: Whether nothing can be sampled, though the rate limiter admits it.
         """
         held, remedy = summary_of(self._masses)
         within = f" within {round(waited_s, 1):g} s" if waited_s else " first"
@@ -149,34 +149,34 @@ class SelectionLimiter:
             rule = f"must hold what the sampler admits{within}, for the {count} samples of global batch {key}"
         else:
             needed = f"the {count} samples of global batch {key}"
-            rule = f"must be filled{within}, as its rate limiter says, for {needed}"
+            rule = f"must be filled{within}, as its rate limiter requires, for {needed}"
         found = f"{size}; here {held}" if size else held
         if not remedy:
-            waiting = "look whether the actors run"
-            remedy = waiting if waited_s else "ask can_sample() first, and add meanwhile"
+            waiting = "check that the actors run"
+            remedy = waiting if waited_s else "call can_sample() first, and add trajectories"
         kind = EmptyTableError if is_empty else NotReadyError
         return kind(f"table {self._table.spec.name}", rule, found, remedy)
 
 
 class LimiterWait:
-    """How long a stream has waited for its rate limiter, in this process."""
+    """Measures how long a stream of this process waits for its rate limiter."""
 
     def __init__(self, timeout_s: float) -> None:
         self.total_s, self.timeout_s = 0.0, timeout_s
         self._since: float | None = None
 
     def wait(self) -> float:
-        """Note that it waits; return for how long already, in seconds."""
+        """Begin or continue a wait; return its duration so far, in seconds."""
         self._since = self._since or time.monotonic()
         return self.waited_s
 
     @property
     def waited_s(self) -> float:
-        """For how long it waits, in seconds; 0 if it does not."""
+        """Duration of the current wait, in seconds; 0 if there is none."""
         return 0.0 if self._since is None else time.monotonic() - self._since
 
     def end(self) -> None:
-        """Note that it waits no more."""
+        """End the wait."""
         if self._since is not None:
             self.total_s += time.monotonic() - self._since
             self._since = None

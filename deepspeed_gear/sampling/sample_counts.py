@@ -1,4 +1,4 @@
-"""How often each item was drawn: counters in the store, and what the latest selections hold."""
+"""Sample counts: how often each item was drawn (counters in the store), and copies of recent selections."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _ONE = np.int32(1)  # of the counters' type: a plain 1 takes a hundred times as 
 class SampleCounts:
     """A counter for each trajectory, or for each row where items are steps.
 
-    A process that dies inside a selection may lose that selection's counts, or have it counted twice: nothing
-    depends on them.
+    A process that dies inside a selection may lose that selection's counts, or count it twice;
+    nothing depends on them.
 
-    Process safety: every method wants the table's lock; reading without it may see a part of a selection.
+    Process safety: every method requires the table's lock; reads without it may include part of a selection.
 
     Args:
         spec: The stream, with `count_draws`.
@@ -35,11 +35,11 @@ class SampleCounts:
     def __init__(self, spec: StreamSpec, table: Table) -> None:
         self.counts: np.ndarray = table.views[spec.at + "draws"]
         self._table, self._by_step = table, spec.rule.unit == "step"
-        self._generations = table.views.get(spec.at + "draws_of")  # whose draws are counted
+        self._generations = table.views.get(spec.at + "draws_of")  # of the counted trajectories
 
     @staticmethod
     def regions(spec: StreamSpec, table: TableSpec) -> list[Region]:
-        """Return what the counters of a stream keep in the store: 4 bytes an item, if they are wanted."""
+        """Return the regions of a stream's counters: 4 bytes an item; none without `count_draws`."""
         items = table.num_rows if spec.rule.unit == "step" else table.num_slots
         if not spec.count_draws:
             return []
@@ -48,7 +48,7 @@ class SampleCounts:
         return [counts, *of]
 
     def count(self, records: np.ndarray) -> None:
-        """Count what a selection has drawn.
+        """Count the draws of a selection.
 
         Args:
             records: Resolutions. [B, 8], int64.
@@ -60,7 +60,7 @@ class SampleCounts:
         np.add.at(self.counts, items, _ONE)
 
     def forget(self, slots: np.ndarray) -> None:
-        """Begin anew for those of the slots that hold other trajectories now. [n], int64."""
+        """Reset the counters of slots that hold other trajectories now. [n], int64."""
         assert self._generations is not None
         generations = self._table.slots[slots, Slot.GENERATION]
         self.counts[self._items(slots[self._generations[slots] != generations])] = 0
@@ -71,7 +71,7 @@ class SampleCounts:
         return {"draws": self.counts[self._items(slots)]}
 
     def restore(self, slots: np.ndarray, content: dict[str, np.ndarray]) -> None:
-        """Take up what `export` has returned; a checkpoint without counters begins anew."""
+        """Restore counters that `export` returned; without any in the checkpoint they begin at 0."""
         self.counts[:] = 0
         if self._generations is not None:
             self._generations[:] = self._table.slots[:, Slot.GENERATION]
@@ -94,7 +94,7 @@ class SampleCounts:
 
 
 class RecentSelections(NamedTuple):
-    """A copy of a selection: its number, its words, and what was drawn. [B, 8], int64."""
+    """A copy of a selection: its number, its words, and its resolutions. [B, 8], int64."""
 
     key: int
     head: list[int]
@@ -113,6 +113,6 @@ def recent_selections(spec: StreamSpec, table: Table, most: int) -> list[RecentS
     return [
         RecentSelections(
             head[Head.KEY], head, torch.from_numpy(records[records[:, Resolution.ID] >= 0])
-        )  # where nodes know a part
+        )  # without samples that only other nodes resolve
         for head, records in zip(words, known, strict=True)
     ]

@@ -1,12 +1,12 @@
 """`select`: decides the samples of a global batch and commits them as an entry of the ring.
 
-Order, so that a process may die at any instruction: priority updates and queued masses go into the tree
-(repeatable), the samples into a ring entry marked empty, then the entry's key (the commit point), then
-the position.
+Order of writes, so that a process may die at any instruction: priority updates and queued masses to the tree
+(repeatable), the samples to a ring entry marked empty, then the entry's key (the commit point), then the
+position.
 
-Ranks that sample side by side would wait for each other's selections in every step. So they draw ahead for
-the next one, in turn, as long as nothing has changed: Position.AHEAD is the global batch whose draws lie in
-its ring entry already. Any change discards them; the selection itself is made by the rank that asks first.
+Ranks that sample concurrently would wait for each other's selections in every step. So they draw for the next
+one in advance, in turn, as long as nothing has changed: Position.AHEAD is the global batch whose draws are
+already in its ring entry. Any change discards them; the first rank that requests the batch selects it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WORDS_AFTER_KEY = struct.Struct(f"={Head.NUM_SET - 1}q")
 
 @dataclass
 class _Draw:
-    """What a sampler sees of the table: `samplers.base.Draw`."""
+    """Input of a sampler over a stream's state: `samplers.base.Draw`."""
 
     state: StreamState
     selector: LocalSelector
@@ -70,7 +70,7 @@ class _Draw:
 class SelectionMaker:
     """Makes the selections of a batch stream in this process.
 
-    Process safety: `select` and `draw_ahead` want the table's lock where the selector is `in_store`.
+    Process safety: `select` and `draw_ahead` require the table's lock where the selector is `in_store`.
 
     Args:
         state: Of the stream.
@@ -94,7 +94,7 @@ class SelectionMaker:
             check: Raises where a wait for other nodes must end.
         Raises:
             NothingToSampleError: Too few items have a mass.
-            RateLimitedError: The rate limiter of all nodes admits none yet.
+            RateLimitedError: The rate limiter of all nodes admits no selection yet.
         """
         state, selector = self._state, self._selector
         rows, count = self._rows(key, entry)
@@ -140,9 +140,9 @@ class SelectionMaker:
             state.counts.count(samples)
 
     def draw_ahead(self, key: int) -> None:
-        """Draw for the next selection, if nothing is known that comes before it.
+        """Draw for the next selection, if no change is waiting that precedes it.
 
-        The caller has checked that every process has released what its ring entry holds.
+        The caller has checked that every process has released its ring entry.
         """
         state, words = self._state, self._state.words
         if self._native is None or self._spec.count is not None:  # a count may fail, or be 0
@@ -177,11 +177,11 @@ class SelectionMaker:
         return coordinates
 
     def _called(self, draw: _Draw) -> torch.Tensor:
-        """Return what the sampler has sampled.
+        """Call the sampler and check its coordinates.
 
         Raises:
-            NothingToSampleError: There are fewer items than samples are wanted.
-            ConfigError: They are no coordinates.
+            NothingToSampleError: There are fewer items than samples.
+            ConfigError: It has not returned coordinates.
         """
         found: Any = self._sampler.sample(draw)
         good = isinstance(found, torch.Tensor) and found.dtype == torch.int64 and found.dim() == 1
@@ -202,9 +202,9 @@ class SelectionMaker:
         return coordinates
 
     def _sample_counting(self, rows: torch.Tensor, first: int) -> None:
-        """Draw one sample after the other, as if each that uses a trajectory up took it out of the tree.
+        """Draw samples as if one by one, where a used-up trajectory leaves the tree at once.
 
-        Source: of the semantics: Reverb's `max_times_sampled`.
+        Source of the semantics: Reverb's `max_times_sampled`.
         """
         limiter, done = self._counting, 0
         counted = np.zeros(self._state.masses.num_items, np.int64)
@@ -212,7 +212,7 @@ class SelectionMaker:
         while done < len(rows):
             try:
                 total = self._checked(self._selector.total)
-            except NothingToSampleError as empty:  # what was taken out stays so: it cannot be tried again
+            except NothingToSampleError as empty:  # masses set to 0 stay so: no retry
                 raise empty.error from None
             coordinates = self._drawn(len(rows) - done, first + done, total)
             done += self._selector.resolve_until(rows, done, coordinates, first + done, limiter, counted)
@@ -229,10 +229,10 @@ class SelectionMaker:
         after[Head.EPOCH] = key >> PASS_SHIFT
 
     def _walk(self, key: int, rows: torch.Tensor, epochs: torch.Tensor, after: list[int]) -> None:
-        """Visit items in an order; at the end of an epoch queued masses are applied and the next one begins.
+        """Resolve the next items of an epoch; at its end, apply queued masses and begin the next epoch.
 
         A selection that fails or dies after that point cannot resolve the old epoch's last items again, since
-        the tree has changed: it continues after them (Position.DONE), as their resolutions lie in the ring.
+        the tree has changed: it continues after them (Position.DONE), as their resolutions are in the ring.
         """
         state, selector, sampler = self._state, self._selector, self._sampler
         done, count = state.words[Position.DONE], len(rows)

@@ -10,7 +10,7 @@ PASS_SHIFT: Final = 32  # the key of a global batch in an evaluation pass: pass 
 
 
 class Selection(NamedTuple):
-    """One global batch as this process sees it.
+    """The selection of one global batch, as views of the store in this process.
 
     Args:
         key: Number of the global batch (pass << 32 | number in an evaluation pass).
@@ -18,7 +18,7 @@ class Selection(NamedTuple):
         resolutions: The record of each sample, in the store. [batch, 8], int64; valid until `release`.
         epochs: Epoch (or pass) of each sample, in the store. [batch], int64; likewise.
         origins: Where several nodes hold the table: shard << 32 | slot of each sample's trajectory; its
-            resolution says where its rows lie on this node. [batch], int64; likewise.
+            resolution holds the place of its rows on this node. [batch], int64; likewise.
     """
 
     key: int

@@ -1,4 +1,4 @@
-"""Why the process that makes a node's selections could not make one, for the processes that wait for it."""
+"""Failure record of a selection: from the process that makes a node's selections to those that wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KINDS: tuple[type[GearError], ...] = (
     NotReadyError,
     StoreError,
     PeerError,
-)  # what others raise: the first that fits
+)  # types that other processes raise: the first that fits
 _TEXT_BYTES = 8 * (FAILURE_WORDS - 4)
 
 
@@ -43,7 +43,7 @@ class SelectionFailure:
         self._seen = 0  # number of the latest one that this process has raised, or written
 
     def write(self, key: int, error: Exception) -> None:
-        """Say that the selection of a global batch has failed."""
+        """Record the failure of a global batch's selection."""
         text = (str(error) if isinstance(error, GearError) else f"{type(error).__name__}: {error}").encode()
         text = text[:_TEXT_BYTES]
         with self._lock:
@@ -55,15 +55,15 @@ class SelectionFailure:
             self._seen = int(self._words[FailureRecord.NUMBER])
 
     def forget(self) -> None:
-        """Never raise what has been said until now: what failed is tried again."""
+        """Discard the failures recorded until now: their selections are tried again."""
         self._seen = int(self._words[FailureRecord.NUMBER])
 
     def check(self, key: int) -> None:
-        """Raise, once, what was said of the selection of a global batch.
+        """Raise, once, the recorded failure of a global batch's selection.
 
         Raises:
-            StoreError: No selection can be made, as for want of items: other content or priorities mend it.
-            NotReadyError: The table's rate limiter admits none yet.
+            StoreError: No selection can be made, as without items, until contents or priorities change.
+            NotReadyError: The table's rate limiter admits no selection yet.
             PeerError: Another rank has failed.
         """
         if self._words[FailureRecord.NUMBER] == self._seen:

@@ -1,4 +1,4 @@
-"""The processes of a node that read a stream's selections, and waiting for them."""
+"""Readers of a stream's selections: the processes of a node, and waits for them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class SelectionReaders:
 
     Args:
         spec: The stream.
-        table: Its table, whose memory knows the living processes.
-        reached: A number that each process counts up, in the store: the selections that it has done with, or
-            the global batch that it asked for. [peers], int64.
+        table: Its table, whose memory tracks the living processes.
+        reached: A counter of each process, in the store: the selections that it has released, or the global
+            batch that it requested. [peers], int64.
         timeout_s: How long the stream waits for them.
     """
 
@@ -36,7 +36,7 @@ class SelectionReaders:
         return [] if old_key == NOTHING else self.lagging(old_key + 1)
 
     def lagging(self, key: int) -> list[int]:
-        """Return the living peers whose word has not reached a key."""
+        """Return the living peers whose counter has not reached a key."""
         if min(self._reached) >= key:
             return []
         lagging = [peer for peer, reached in enumerate(self._reached) if reached < key]
@@ -44,10 +44,10 @@ class SelectionReaders:
         return [peer for peer in attached if self._table.memory.is_alive(peer)]
 
     def wait_awake(self, key: int) -> None:
-        """Wait for the peers to reach a key, without sleeping and without the lock, but not for long.
+        """Spin briefly until the peers reach a key; called without the lock.
 
-        Ranks that run side by side are late by microseconds. A sleep takes up to milliseconds on a busy
-        core; by then it is the others who wait, and so in turn for ever.
+        Concurrent ranks are late by microseconds. A sleep takes up to milliseconds on a busy core; then the
+        other ranks wait for this one, and so in turn forever.
         """
         until = time.monotonic() + _AWAKE_S
         while time.monotonic() < until and min(self._reached) < key:
@@ -60,5 +60,5 @@ class SelectionReaders:
             f"stream {self._spec.name}: global batch {key}",
             f"must {rule} in gear.timeout_s = {self._timeout_s} s",
             f"{peers} {missing}",
-            "look why that rank stopped sampling; every rank must take every batch",
+            "check why that rank stopped sampling; every rank must take every batch",
         )

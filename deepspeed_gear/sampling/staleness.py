@@ -1,4 +1,4 @@
-"""Trajectories that are too old: by policy version, or by the global batches since they came."""
+"""Staleness: eviction of trajectories that are too old, by policy version or age in global batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DroppedCount:
 
 
 class Staleness:
-    """What a table's limits of age drop. Every method wants the table's lock.
+    """Evicts the stale trajectories of a table. Every method requires the table's lock.
 
     Args:
         table: With a capacity.
@@ -32,15 +32,15 @@ class Staleness:
         self._stale: np.ndarray = table.views["stale"]
         self._readers = SelectionPins(table)
         self._control: memoryview = table.control.data
-        self._dropped = (-1, -1, -1)  # for which batch, policy and content it was last done
+        self._dropped = (-1, -1, -1)  # batch, policy version and changes at the last call
 
     @property
     def is_limited(self) -> bool:
-        """Whether anything ever gets too old."""
+        """Whether the table limits age or policy lag."""
         return self.retention.max_age > 0 or self.retention.version_column is not None
 
     def note_versions(self, slots: np.ndarray) -> None:
-        """Take the oldest policy version of new trajectories. [n]."""
+        """Record the oldest policy version of each new trajectory. [n]."""
         name = self.retention.version_column
         if name is None:
             return
@@ -50,7 +50,7 @@ class Staleness:
             self._versions[slot] = column[first : first + steps].min()
 
     def drop(self, key: int) -> None:
-        """Let those go that are too old for a global batch, and count them by length."""
+        """Evict the trajectories that are too old for a global batch, and count them by length."""
         now = key, self._control[Control.POLICY_VERSION], self._control[Control.CHANGED]
         if now == self._dropped:
             return
@@ -77,7 +77,7 @@ class Staleness:
         self._stale[DroppedCount.STEPS, length] += num_steps
 
     def open_lagging(self, version: int) -> list[int]:
-        """Return the living processes with open trajectories that a version leaves too far behind."""
+        """Return the living processes whose open trajectories would exceed the lag at a version."""
         oldest = self._table.peers[:, Peer.OLDEST_OPEN] - 1
         lagging = np.nonzero((oldest >= 0) & (oldest < version - self.retention.max_lag))[0].tolist()
         attached = [peer for peer in lagging if self._table.peers[peer, Peer.PID] != 0]
@@ -85,7 +85,7 @@ class Staleness:
 
 
 def dropped(table: Table) -> dict[str, Any]:
-    """Return what was dropped as too old: trajectories, steps, and trajectories by length."""
+    """Return the counts of stale trajectories: trajectories, steps, and trajectories by length."""
     if table.extents is None:
         return {"trajectories": 0, "steps": 0, "by_length": {}}
     stale = table.views["stale"]

@@ -1,4 +1,4 @@
-"""What a batch stream samples, before it has memory: the same on every rank."""
+"""Specification of a batch stream, from which its memory is laid out: the same on every rank."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class StreamSpec:
         batch: Samples of a global batch.
         depth: Selections that the ring keeps.
         count: Samples of a global batch by its number, at most `batch`; None: always `batch`.
-        count_draws: Keep how often each item was drawn.
+        count_draws: Count how often each item was drawn.
         num_shards: Nodes over which the table is spread.
         together: Whether several nodes make its selections together.
-        offset: By global batch, where its samples begin among those of all tables; None: at 0.
+        offset: By global batch, index of its first sample among those of all tables; None: 0.
         rate_timeout_s: Longest wait for the rate limiter.
     """
 
@@ -69,7 +69,7 @@ class StreamSpec:
 
     @property
     def at(self) -> str:
-        """First part of the names of its regions."""
+        """Prefix of the names of its regions."""
         return f"stream/{self.name}/"
 
     def num_samples(self, key: int) -> int:
@@ -77,7 +77,7 @@ class StreamSpec:
         return self.batch if self.count is None else self.count(key)
 
     def describe(self) -> dict[str, Any]:
-        """Return what a reader of the store has to know; JSON-able."""
+        """Return the description of the stream for readers of the store; JSON-able."""
         most_bits = {} if self.priorities is None else {"most_bits": self.priorities.most_bits}
         sampler = {"kind": self.sampler.kind, "walks": self.sampler.walks}
         return {**sampler, **self.rule.describe(), **most_bits}

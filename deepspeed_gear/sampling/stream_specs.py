@@ -1,4 +1,4 @@
-"""From the config to the specs of the batch streams, the same on every rank."""
+"""Specs of the batch streams from the config, the same on every rank."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from deepspeed_gear.sampling.samplers.epoch import EvaluationPass
 from deepspeed_gear.sampling.samplers.prioritized import schedule
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 
-SPARE_SELECTIONS = 4  # by which a rank may be behind the fastest one of its node
+SPARE_SELECTIONS = 4  # by which a rank may trail the fastest one of its node
 MIN_LOG_SIZE = 1 << 16  # priority updates that may wait on a rank
 
 
 def mixture_of(config: GearConfig, info: BatchInfo) -> Mixture | None:
-    """Return which table each sample comes from, where there are several."""
+    """Return the mixture of a config with several tables; None with one."""
     sampler = config.sampler
     if not isinstance(sampler, MixtureSampler):
         return None
@@ -37,15 +37,15 @@ def mixture_of(config: GearConfig, info: BatchInfo) -> Mixture | None:
 
 @dataclass(frozen=True)
 class SampledTable:
-    """A table as its streams see it.
+    """A table that is sampled, as an input of its streams' specs.
 
     Args:
         name: Of the table.
         split: Fractions of the splits.
-        dataset: What this node has of the table's data set; None: the table has a capacity.
+        dataset: This node's part of the table's data set; None: the table has a capacity.
         num_items: Most items that the table ever holds, all nodes together.
         num_shards: Nodes over which the table is spread.
-        weight_total: Sum of the weights of all items where this node has a part only; None: it has all.
+        weight_total: Sum of the weights of all items where this node has only a part; None: it has all.
         replicated: Whether several nodes hold the whole table.
     """
 
@@ -69,13 +69,13 @@ def stream_specs(
 
     Args:
         config: The config.
-        table: Which table.
-        fields: Of a whole batch.
+        table: The table.
+        fields: The fields of a batch.
         info: Sizes of a batch.
-        mixture: How many samples come from each table; None for one.
+        mixture: Numbers of samples from each table; None with one table.
 
     Raises:
-        DataError: The data set's weights are none.
+        DataError: The data set's weights are negative, infinite or NaN.
     """
     options = config.item_sampler
     admitted = _admitted(config, fields, table.split)
@@ -139,7 +139,7 @@ def _admitted(config: GearConfig, fields: Sequence[ResolvedField], split: Mappin
 
 
 def _late_columns(options: SamplerOptions, fields: Sequence[ResolvedField]) -> tuple[str, ...]:
-    """Return the columns that batches read; those of them that come late must be there."""
+    """Return the columns that batches read: late columns among them must be filled."""
     read = {
         column.name for field in fields for column in (field.column, field.hindsight) if column is not None
     }
@@ -152,10 +152,10 @@ def _late_columns(options: SamplerOptions, fields: Sequence[ResolvedField]) -> t
 def weight_total(
     config: GearConfig, fields: Sequence[ResolvedField], split: Mapping[str, float], dataset: Dataset
 ) -> float:
-    """Return the sum of the weights of the items that a data set, or a part of one, holds; 0 without weights.
+    """Return the sum of the weights of the items of a data set, or of a part; 0 without weights.
 
     Raises:
-        DataError: The weights are none.
+        DataError: The weights are negative, infinite or NaN.
     """
     column = config.item_sampler.weight_column
     return 0.0 if column is None else sum_of_weights(column, _admitted(config, fields, split), dataset)
@@ -165,7 +165,7 @@ def sum_of_weights(column: str, admitted: MassRule, dataset: Dataset) -> float:
     """Return the sum of the weights of all items.
 
     Raises:
-        DataError: The weights are none.
+        DataError: The weights are negative, infinite or NaN.
     """
     weights = as_numbers(dataset.columns[column], dataset.schema[column])
     check_weights(f"table {dataset.path}: column {column}", weights)
@@ -182,7 +182,7 @@ def _conditions(options: SamplerOptions) -> tuple[Condition, ...]:
 
 
 def anchor_rule(config: GearConfig, fields: Sequence[ResolvedField]) -> AnchorRule:
-    """Return which steps the sampler admits."""
+    """Return the rule of which steps the sampler admits as anchors."""
     anchors = config.item_sampler.anchors
     if anchors == "fits":
         n = config.n_step.n if config.n_step is not None else 0

@@ -40,7 +40,7 @@ def masses_type(spec: StreamSpec) -> type[ItemMasses]:
 
 
 def stream_regions(spec: StreamSpec, table: TableSpec) -> list[Region]:
-    """Return what a stream keeps in the store of a table."""
+    """Return a stream's regions in the store of a table."""
     masses = masses_type(spec).regions(spec, table.num_slots, table.num_rows, table.num_peers)
     at, depth, batch = spec.at, spec.depth, spec.batch
     return [
@@ -58,7 +58,7 @@ def stream_regions(spec: StreamSpec, table: TableSpec) -> list[Region]:
 
 
 def _noting(counts: SampleCounts | None, staleness: Staleness | None) -> Callable[[np.ndarray], None] | None:
-    """Return what takes note of slots that hold something new; None: nothing does."""
+    """Return the callback for slots with new trajectories or steps; None: none is needed."""
     if counts is None and staleness is None:
         return None
 
@@ -74,7 +74,7 @@ def _noting(counts: SampleCounts | None, staleness: Staleness | None) -> Callabl
 class StreamState:
     """A batch stream's part of a store, in this process.
 
-    Process safety: every method wants the table's lock; `initialise` wants memory that is not linked yet.
+    Process safety: every method requires the table's lock; `initialise` memory that is not linked yet.
 
     Args:
         spec: The stream.
@@ -92,7 +92,7 @@ class StreamState:
         self.epochs = torch.from_numpy(views[at + "epochs"])
         self.origins = torch.from_numpy(views[at + "origins"]) if spec.num_shards > 1 else None
         self.last_drawn: np.ndarray | None = views.get(at + "last_drawn")  # newest selection of each slot
-        # Words one by one: after a batch that has emptied the caches, a NumPy call takes 10 us and more.
+        # Words one by one: with cold caches, as after a batch, a NumPy call takes 10 us and more.
         self.words: memoryview = self.position.data
         self.control: memoryview = table.control.data
         self.head_words: list[memoryview] = [head.data for head in self.heads]
@@ -127,7 +127,7 @@ class StreamState:
 
     @property
     def with_priorities(self) -> PriorityMasses:
-        """The masses of a sampler by priority."""
+        """The masses of a prioritized sampler."""
         assert self.priorities is not None
         return self.priorities
 
@@ -159,7 +159,7 @@ class StreamState:
             self.advance(newest)
 
     def catch_up(self) -> None:
-        """Repair the stream if a process without streams has found a dead one."""
+        """Repair the stream if a process without streams has recovered the store after a death."""
         if self.words[Position.RECOVERED] != self.control[Control.RECOVERIES]:
             self.recover()
 
@@ -181,7 +181,7 @@ class StreamState:
             self.last_drawn[records[:, Resolution.SLOT].numpy()] = key
 
     def end_epoch(self) -> None:
-        """Let changes that wait for the end of an epoch take effect at the next selection."""
+        """End the epoch: changes that wait for its end take effect at the next selection."""
         sampler, position = self.spec.sampler, self.position
         if sampler.walks and not sampler.is_pass and position[Head.EPOCH_SIZE]:
             position[Head.EPOCH] += 1
@@ -189,8 +189,8 @@ class StreamState:
             position[Head.EPOCH_FIRST], position[Head.EPOCH_SIZE] = position[Head.SAMPLES], 0
 
     def seek(self, key: int, samples: int, epoch: int, epoch_first: int, epoch_size: int) -> None:
-        """Continue at a global batch."""
-        self.control[Control.QUOTA] = 0  # until the nodes have agreed how much writers may add from there
+        """Set the position to a global batch."""
+        self.control[Control.QUOTA] = 0  # until the nodes have exchanged new quotas
         self.heads[:, Head.KEY] = NOTHING
         if self.last_drawn is not None:
             self.last_drawn[:] = NOTHING
@@ -203,22 +203,22 @@ class StreamState:
     # ---- in a checkpoint -------------------------------------------------------------------------
     #
     # Where several nodes hold the table, each saves its own samples of every selection; the others have the
-    # id -1. Priority updates are saved as they stand, with their shard, since they may be of any.
+    # id -1. Priority updates are saved unchanged, with their shard, since they may be of any.
 
     def export(self, slots: np.ndarray, since: int) -> dict[str, np.ndarray]:
-        """Return masses, position, and the selections that were not used yet.
+        """Return masses, position, and unused selections.
 
         Args:
-            slots: Those that are saved, ascending. [n], int64.
-            since: Selections from this global batch on have not been used.
+            slots: The saved slots, ascending. [n], int64.
+            since: Global batch from which on selections are unused.
         """
         self.catch_up()
         unused = np.nonzero(self.heads[:, Head.KEY] >= since)[0]
         if self.origins is not None and self.spec.sampler.is_pass:
-            unused = unused[:0]  # a pass begins anew
+            unused = unused[:0]  # a pass begins again
         ring, own = self._own_samples(unused)
         if not self._are_stored(ring[own], slots):
-            unused, ring = unused[:0], ring[:0]  # their rows are gone: these batches cannot come any more
+            unused, ring = unused[:0], ring[:0]  # their rows were freed: these batches cannot be gathered
         ring[..., Resolution.SLOT] = np.searchsorted(slots, ring[..., Resolution.SLOT])
         return {
             **self.masses.export(slots),
@@ -230,7 +230,7 @@ class StreamState:
         }
 
     def _own_samples(self, entries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return ring entries with the samples of this store, and which samples these are."""
+        """Return copies of ring entries with this store's samples, and the mask of these samples."""
         ring = self.ring_words[entries].copy()
         drawn = np.arange(self.spec.batch) < self.heads[entries, Head.COUNT, None]
         ring[~drawn] = 0
@@ -251,10 +251,10 @@ class StreamState:
         return bool((current & np.isin(sampled, slots)).all())
 
     def restore(self, slots: np.ndarray, content: dict[str, np.ndarray]) -> None:
-        """Continue what `export` has returned; the table's slots are in place.
+        """Restore the state that `export` returned; the table's slots are already restored.
 
-        Selections that were not used are kept if the global batch has still the same size and the ring the
-        room. Where several nodes hold the table, they are put into the ring first: `keep_selections` follows.
+        Unused selections are kept if the global batch has the same size as before and the ring is large
+        enough. Where several nodes hold the table, the caller writes them to the ring: `keep_selections`.
         """
         self.masses.restore(slots, content)
         if self.counts is not None:
@@ -269,12 +269,12 @@ class StreamState:
         self.keep_selections(content)
 
     def keeps_selections(self, content: dict[str, np.ndarray]) -> bool:
-        """Return whether the stream takes up the selections that were not used."""
+        """Return whether the stream keeps the unused selections of a checkpoint."""
         heads, ring = content["heads"], content["ring"]
         return ring.shape[1] == self.spec.batch and 0 < len(heads) <= self.spec.depth
 
     def keep_selections(self, content: dict[str, np.ndarray]) -> None:
-        """Continue after selections whose samples are in the ring."""
+        """Set the position after restored selections, whose samples are in the ring."""
         heads = content["heads"]
         entries = heads[:, Head.KEY] % self.spec.depth
         self.heads[entries], self.epochs.numpy()[entries] = heads, content["epochs"]

@@ -1,8 +1,8 @@
-"""The masses of a stream's items: a tree of integer sums in the store, and the changes that wait.
+"""Sum tree of a stream: the masses of its items in the store, and the changes that wait.
 
-Every change of a slot, by any process, is noted in the table's log. The next selection queues the masses that
-the rule gives to these slots, and puts the queue into the tree. So a tree never changes under a draw. The
-slot table is the truth: after a death, or if more has changed than the log holds, the two are compared.
+Every change of a slot, by any process, is appended to the table's log. The next selection queues the masses
+of these slots by the rule, and writes the queue to the tree. So a tree never changes during a draw. The slot
+table is authoritative: after a death, or if more has changed than the log holds, the two are compared.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ class TreeChanges:
     """Words of the mass changes that wait for a selection."""
 
     NUM_QUEUED: Final = 0
-    APPLYING: Final = 1  # the queue goes into the tree now
-    ALPHA: Final = 2  # of priorities, Q62
+    APPLYING: Final = 1  # the queue is being written to the tree
+    ALPHA: Final = 2  # exponent of the priorities, Q62
     SEEN: Final = 3  # the table's Control.CHANGED up to which changes are queued
     NUM_WORDS: Final = 8
 
 
 class ItemMasses:
-    """One mass for each slot.
+    """The sum tree of a stream, with one mass for each slot.
 
-    Process safety: every method wants the table's lock, `initialise` memory that is not linked yet.
+    Process safety: every method requires the table's lock, `initialise` memory that is not linked yet.
 
     Args:
         spec: The stream.
         table: Its table.
-        on_change: Called with the committed slots that hold something new, or may do so; None: by no one.
+        on_change: Called with the committed slots that hold something new, or may do so; or None.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ItemMasses:
 
     @classmethod
     def regions(cls, spec: StreamSpec, num_slots: int, num_rows: int, num_peers: int) -> list[Region]:
-        """Return what the masses of a stream keep in the store."""
+        """Return the regions of a stream's masses in the store."""
         del num_peers
         return [
             Region(spec.at + "changes", "int64", (TreeChanges.NUM_WORDS,)),
@@ -87,7 +87,7 @@ class ItemMasses:
         ]
 
     def initialise(self) -> None:
-        """Set the masses of what the table holds."""
+        """Set the masses of the table's trajectories."""
         self.queued[:] = NOTHING
         self.words[TreeChanges.SEEN] = self._control[Control.CHANGED]
         slots = np.nonzero(self.table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
@@ -95,7 +95,7 @@ class ItemMasses:
         self._build()
 
     def of(self, slots: np.ndarray) -> np.ndarray:
-        """Return the masses that the rule gives to committed slots. [n] -> [n], int64."""
+        """Return the masses of committed slots by the rule. [n] -> [n], int64."""
         records = self.table.slots[slots]
         masses = self.spec.rule.masses(
             records[:, Slot.ID], records[:, Slot.NUM_STEPS], lambda name: self.table.values(name, slots)
@@ -108,21 +108,21 @@ class ItemMasses:
     # ---- changes ---------------------------------------------------------------------------------
 
     def take_changes(self) -> np.ndarray:
-        """Queue what has changed in the table since this was last called; return these slots. [n], int64."""
+        """Queue the slots of the table that changed since the last call; return them. [n], int64."""
         seen, changed = self.words[TreeChanges.SEEN], self._control[Control.CHANGED]
         if seen == changed or self.table.extents is None:
             return _NO_SLOTS
         slots = self.table.extents.changed_since(seen)
-        told = slots
+        reported = slots
         if slots is None:
-            slots, told = self._differing(), None
+            slots, reported = self._differing(), None
         self.queue(slots, self._wanted(slots))
         self.words[TreeChanges.SEEN] = changed
-        self._tell_changed(told)
+        self._report_changed(reported)
         return slots
 
-    def _tell_changed(self, slots: np.ndarray | None) -> None:
-        """Say which committed slots hold something new, or may do so; None: any."""
+    def _report_changed(self, slots: np.ndarray | None) -> None:
+        """Call `on_change` with those of the slots that are committed; None: of all slots."""
         if self._on_change is None:
             return
         states = self.table.slots[:, Slot.STATE]
@@ -133,12 +133,12 @@ class ItemMasses:
         )
 
     def will_have_mass(self) -> bool:
-        """Return whether any slot has a mass once what has changed is in the tree. Cost: one pass."""
+        """Return whether any slot has a mass after all waiting changes. Cost: one pass."""
         self.take_changes()
         return bool((np.where(self.queued != NOTHING, self.queued, self.applied) > 0).any())
 
     def _wanted(self, slots: np.ndarray) -> np.ndarray:
-        """Return the masses that slots are to have. [n] -> [n], int64."""
+        """Return the masses of slots by their states and the rule. [n] -> [n], int64."""
         wanted, committed = (
             np.zeros(len(slots), np.int64),
             self.table.slots[slots, Slot.STATE] == SlotState.COMMITTED,
@@ -147,7 +147,7 @@ class ItemMasses:
         return wanted
 
     def _differing(self) -> np.ndarray:
-        """Return the slots whose masses, queued ones included, are not what the slot table says. [n]."""
+        """Return the slots whose masses, including queued ones, differ from the slot table's. [n]."""
         effective = np.where(self.queued != NOTHING, self.queued, self.applied)
         return np.nonzero(effective != self._wanted(np.arange(len(effective))))[0]
 
@@ -173,17 +173,17 @@ class ItemMasses:
         )
 
     def ask(self, key: int) -> None:
-        """Say that this process asks for a global batch."""
+        """Record that this process requests a global batch."""
 
     def give_up(self) -> None:
-        """Take back what this process asked for, as when no selection can be made."""
+        """Withdraw this process's request, as when no selection can be made."""
 
     def restart(self, key: int) -> None:
-        """Forget what was asked for: a global batch is loaded at which to go on."""
+        """Reset the requests of all processes, after a checkpoint at `key` was loaded."""
         del key
 
     def too_early(self, key: int) -> bool:
-        """Whether this process itself has yet to ask for what a selection of this global batch needs."""
+        """Return whether this process itself has yet to request a batch that this selection waits for."""
         del key
         return False
 
@@ -193,15 +193,15 @@ class ItemMasses:
         return []
 
     def wait_awake(self, key: int) -> None:
-        """Wait for them without sleeping, but not for long."""
+        """Spin briefly for the processes that a selection waits for."""
 
     def apply(self, key: int) -> None:
-        """Bring the tree to the state that a selection of this global batch draws from."""
+        """Apply to the tree all changes that precede the selection of a global batch."""
         del key
         self.apply_slots()
 
     def apply_slots(self) -> None:
-        """Put what has changed into the tree. A death in between is mended by `recover`."""
+        """Write changed masses to the tree. `recover` repairs it after a death inside."""
         if self._take_at_once():
             return
         self.take_changes()
@@ -216,7 +216,7 @@ class ItemMasses:
         self.words[TreeChanges.APPLYING] = 0
 
     def _take_at_once(self) -> bool:
-        """Put what has changed into the tree by one op, where the slot table alone says the masses."""
+        """Write changed masses to the tree with one op, where the slot table alone determines them."""
         seen, changed = self.words[TreeChanges.SEEN], self._control[Control.CHANGED]
         unit, log = self._plain_unit, self._log
         if unit is None or log is None or self._on_change is not None or self.words[TreeChanges.NUM_QUEUED]:
@@ -229,7 +229,7 @@ class ItemMasses:
         return True
 
     def recover(self) -> None:
-        """Make masses and queue whole after a process died inside them."""
+        """Repair masses and queue after a process died inside a method."""
         waiting = np.nonzero(self.queued != NOTHING)[0]
         if self.words[TreeChanges.APPLYING]:  # each queued slot is in the tree or not: finish
             self._set(waiting, self.queued[waiting])
@@ -237,20 +237,20 @@ class ItemMasses:
             self.words[TreeChanges.NUM_QUEUED] = self.words[TreeChanges.APPLYING] = 0
         else:
             self._requeue()
-        # A slot that was committed or retired without its change being queued: the slot table is the truth.
+        # Slots that were committed or retired without their change being queued, by the slot table.
         missed = self._differing()
         self.queue(missed, self._wanted(missed))
         self.words[TreeChanges.SEEN] = self._control[Control.CHANGED]
         self._build()
-        self._tell_changed(None)
+        self._report_changed(None)
 
     def take_out(self, slot: int) -> None:
-        """Let a slot be drawn no more, at once; the next change of the slot gives it a mass again."""
+        """Set a slot's mass to 0 at once; its next change sets a mass again."""
         self._set(np.array([slot]), np.zeros(1, np.int64))
 
     @property
     def applied(self) -> np.ndarray:
-        """The rule's masses of the slots as the tree knows them. [slots], int64."""
+        """The rule's masses of the slots as of the tree. [slots], int64."""
         return self.leaves
 
     def _set(self, slots: np.ndarray, masses: np.ndarray) -> None:
@@ -267,7 +267,7 @@ class ItemMasses:
         return sum(self._top.tolist())  # plain integers: with cold caches a NumPy reduction costs 30 us
 
     def resolve(self, rows: torch.Tensor, coordinates: torch.Tensor, first: int) -> None:
-        """Find what coordinates hit.
+        """Resolve coordinates to items.
 
         Args:
             rows: Gets the resolutions. [n, 8], int64.
@@ -280,7 +280,7 @@ class ItemMasses:
             words[:, Resolution.MASS] //= self.spec.rule.anchors.num_anchors(words[:, Resolution.NUM_STEPS])
 
     def resolve_numbered(self, rows: torch.Tensor, coordinates: torch.Tensor, numbers: np.ndarray) -> None:
-        """Find what coordinates hit whose sample numbers have gaps.
+        """Resolve coordinates to items, where sample numbers have gaps.
 
         Args:
             rows: Gets the resolutions. [n, 8], int64.
@@ -299,7 +299,7 @@ class ItemMasses:
 
     @property
     def draws_anchor(self) -> bool:
-        """Whether the anchor of a hit is a second draw, keyed by the sample's number."""
+        """Whether a second draw, keyed by the sample number, selects the anchor."""
         return self.spec.rule.draws_anchor
 
     def coordinates_of(self, items: torch.Tensor) -> torch.Tensor:
@@ -316,12 +316,12 @@ class ItemMasses:
     # ---- content ---------------------------------------------------------------------------------
 
     def export(self, slots: np.ndarray) -> dict[str, np.ndarray]:
-        """Return what is known of slots."""
+        """Return the masses of slots, for a checkpoint."""
         self.take_changes()
         return {"leaves": self.leaves[slots], "queued": self.queued[slots]}
 
     def restore(self, slots: np.ndarray, content: dict[str, np.ndarray]) -> None:
-        """Take up what `export` has returned; everything else is gone."""
+        """Restore masses that `export` returned; all other slots have none."""
         self.leaves[:], self.queued[:] = 0, NOTHING
         self.leaves[slots], self.queued[slots] = content["leaves"], content["queued"]
         self._requeue()

@@ -1,4 +1,4 @@
-"""The items of highest priority: of one store, and over several shards. Pure."""
+"""Top-k: the items of highest priority, of one store or over several shards. Pure."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def merge_top(
     Args:
         priorities: Of each shard's min(count, N_s) candidates. [n_s] each.
         items: Their items within the shard, -1 for none. [n_s] each, int64.
-        count: How many are wanted.
+        count: How many to return.
     Returns:
-        Shard and item of each, by falling priority, equal ones in stored order; fewer if there are not so
-        many. [n], int64, and [n], int64.
+        Shard and item of each, by falling priority, equal ones in stored order; fewer if there are fewer
+        items. [n], int64, and [n], int64.
     """
     shards = np.repeat(np.arange(len(items)), [len(of_shard) for of_shard in items])
     every, values = np.concatenate(items), np.concatenate(priorities)
@@ -30,7 +30,7 @@ def merge_top(
 def oldest_of_equal(
     items: np.ndarray, values: np.ndarray, drawable: np.ndarray, ids_of: Callable[[np.ndarray], np.ndarray]
 ) -> np.ndarray:
-    """Of items by falling priority, let those of the lowest ids come first among equal ones.
+    """Reorder items by falling priority so that of equal ones those of the lowest ids come first.
 
     In a table with a capacity a newer trajectory may lie before an older one.
 

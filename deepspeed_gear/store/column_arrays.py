@@ -1,4 +1,4 @@
-"""Where the rows of a table lie: its own, and those that arrive from other nodes."""
+"""The column arrays of a table: rows of its own store, and rows received from other nodes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from deepspeed_gear.store.table_spec import RETURN_TO_GO, TableSpec
 class ColumnArrays:
     """The columns of a table in this process, and the derived one under the name RETURN_TO_GO.
 
-    In memory the rows that arrive lie after the store's own, in one region. A mapped data set is read-only,
-    so its arrivals have regions of their own.
+    In memory, received rows (arrivals) lie after the store's own, in one region. A mapped data set is
+    read-only, so its arrivals have separate regions.
 
     Thread and process safety: none of its own. A row is written by one process only, before others read it.
     """
 
     def __init__(self, spec: TableSpec, views: Mapping[str, np.ndarray]) -> None:
-        """Find the columns.
+        """Map the columns of a store.
 
         Args:
             spec: The table.
@@ -49,15 +49,15 @@ class ColumnArrays:
         return {column.name: self._held[column.name] for column in self._spec.schema}
 
     def held(self, name: str) -> np.ndarray:
-        """Return the store's own rows. [num_rows or num_slots, *shape]."""
+        """Return the store's own rows of a column. [num_rows or num_slots, *shape]."""
         return self._held[name]
 
     def arrivals(self, name: str) -> np.ndarray:
-        """Return the rows for arrivals, writable. [arrival_rows or arrival_slots, *shape]."""
+        """Return the writable rows for a column's arrivals. [arrival_rows or arrival_slots, *shape]."""
         return self._arrivals[name]
 
     def gather_source(self, name: str) -> np.ndarray:
-        """Return the rows that batches are gathered from. [rows, *shape]."""
+        """Return the rows of a column that batches are gathered from. [rows, *shape]."""
         return self._collected[name]
 
     def _add_together(self, name: str, region: np.ndarray) -> None:
@@ -72,7 +72,7 @@ class ColumnArrays:
 
 
 def part_of(spec: TableSpec, column: Column) -> np.ndarray:
-    """Return what a table's store holds of a column of its data set: a slice of the mapped file.
+    """Return a store's slice of the mapped file of a data set's column.
 
     Args:
         spec: The table, of a data set.
@@ -89,7 +89,7 @@ def part_of(spec: TableSpec, column: Column) -> np.ndarray:
 
 
 def as_tensor(array: np.ndarray, dtype: str = "") -> torch.Tensor:
-    """View an array as a tensor, also a read-only one: the caller promises not to write.
+    """View an array as a tensor, also a read-only one: the caller must not write to it.
 
     Args:
         array: Stored values. [rows, *shape].

@@ -1,9 +1,9 @@
-"""Moving of extents, where enough rows are free but no run of them is long enough.
+"""Compaction: moves extents where enough rows are free but no run of them is long enough.
 
 Neighbouring extents slide towards each other until the gaps between them are one run. An extent never moves
-onto rows of its own: its rows are copied to free ones, one store of its first row publishes them, and only
-then the old ones are free. Where the gap before it is too short for that, it goes there by way of the
-table's spare rows. So a death at any instruction leaves it whole, in one place or the other.
+onto rows of its own: its rows are copied to free ones, one write of its first row publishes the copy, and
+only then the old rows are free. Where the gap before it is too short for that, it moves through the table's
+spare rows. So a death at any instruction leaves the extent whole, in the old or the new place.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ MOST_LOOKED_AT = 1024  # extents, from where rows were last found
 
 
 class Compactor:
-    """Moves extents of a table with spare rows. Every method wants the table's lock.
+    """Moves extents of a table with spare rows. Every method requires the table's lock.
 
-    What a selection has drawn and not every process has read is not moved, nor what is being written.
+    Trajectories that a selection has drawn and some process has still to read are not moved, nor open ones.
 
-    Cost: of all neighbours that would do, those with the fewest rows move. Where one of n rows is free, they
+    Cost: of all sufficient neighbours, those with the fewest rows move. Where one of n rows is free, they
     have at most about n rows for each row of the run, and those whose gap is too short are copied twice. A
-    table moves as long as more than one of 32 rows is free: 2.8 rows were copied for each row added, where
-    anybody goes and lengths are random (docs/design/0003-data-and-store.md).
+    table is compacted as long as more than one of 32 rows is free: 2.8 rows were copied for each row added,
+    with uniform eviction and random lengths (docs/design/0003-data-and-store.md).
 
     Args:
         table: With a capacity.
@@ -47,19 +47,19 @@ class Compactor:
         self.rows_copied = 0  # by this process
 
     def pays(self, num_rows: int) -> bool:
-        """Return whether to move rather than to let somebody go."""
+        """Return whether to move extents rather than to evict."""
         control, spec = self._table.control, self._table.spec
         if spec.spare_rows == 0 or control[Control.SELECTING]:
             return False
         return bool(control[Control.FREE_ROWS] - num_rows >= spec.least_free_rows)
 
     def make_run(self, num_rows: int) -> bool:
-        """Move extents until so many rows in a run are free, and let the next search begin there.
+        """Move extents until a run of `num_rows` rows is free, where the next search begins.
 
         Returns:
-            Whether there is such a run now; if not, nothing that can move stands between enough free rows.
+            Whether there is such a run now; if not, extents that cannot move separate the free rows.
         """
-        if not self._bring_home():
+        if not self._clear_spare_rows():
             return False
         near = self._near()
         begins, ends = self._bounds(near)
@@ -79,7 +79,7 @@ class Compactor:
     # ---- what could move -------------------------------------------------------------------------
 
     def _near(self) -> list[int]:
-        """Return neighbours from where the last search ended; if they are few, all from end to end."""
+        """Return neighbouring slots from the end of the last search; if they are few, all from end to end."""
         links, start = self._extents.links, int(self._table.control[Control.ROVER])
         found = [start]
         while len(found) <= MOST_LOOKED_AT:
@@ -90,7 +90,7 @@ class Compactor:
         return found
 
     def _bounds(self, slots: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return first rows and ends. The list's end begins after all rows, and ends at 0. [n] each."""
+        """Return first rows and ends of slots; the sentinel begins after all rows, ends at 0. [n] each."""
         at = np.array(slots)
         is_end = at == self._extents.ends
         records = self._table.slots[np.where(is_end, 0, at)]
@@ -109,8 +109,8 @@ class Compactor:
         is_closed = self._table.views["retention"][at, SlotRetention.OPEN] == 0
         return np.asarray(fits & is_closed & ~is_end & ~self._readers.reading(at))
 
-    def _bring_home(self) -> bool:
-        """Move the extent that a dead process has left in the spare rows; return whether these are free."""
+    def _clear_spare_rows(self) -> bool:
+        """Move the extent that a dead process has left in the spare rows; return whether those are free."""
         slots = self._table.slots
         away = np.nonzero((slots[:, Slot.STATE] != SlotState.FREE) & (slots[:, Slot.FIRST_ROW] >= self._end))[
             0
@@ -139,13 +139,13 @@ class Compactor:
         self._place(slot, to)
 
     def _place(self, slot: int, to: int) -> None:
-        """Let an extent lie in free rows. Its order among the others is to be as before afterwards."""
+        """Move an extent to free rows. The caller ends with the extents in the same order as before."""
         record = self._table.slots[slot]
         source, num_rows = int(record[Slot.FIRST_ROW]), int(record[Slot.NUM_ROWS])
         for rows in self._columns:
             rows[to : to + num_rows] = rows[source : source + num_rows]
         self._readers.copy(source, to, num_rows)
-        record[Slot.FIRST_ROW] = to  # the point from which on it lies there
+        record[Slot.FIRST_ROW] = to  # publishes the new place
         self._readers.replace(source, to, num_rows)
         self.rows_copied += num_rows
 
@@ -153,15 +153,15 @@ class Compactor:
 def cheapest_run(
     gaps: np.ndarray, lengths: np.ndarray, can_move: np.ndarray, wanted: int
 ) -> tuple[int, int] | None:
-    """Return the gaps to join so that as few rows as possible move.
+    """Choose the gaps between extents to join, so that as few rows as possible move.
 
     Args:
         gaps: Free rows between neighbours. [n], int64.
-        lengths: Rows of what lies between two gaps. [n - 1], int64.
-        can_move: Which of them can move. [n - 1], bool.
+        lengths: Rows of the extent between two gaps. [n - 1], int64.
+        can_move: Which extents can move. [n - 1], bool.
         wanted: Rows that the joined gap must have.
     Returns:
-        The first and the last of these gaps; None: no gaps will do.
+        The first and the last of the gaps; None: no gaps suffice.
     """
     free = np.concatenate([[0], np.cumsum(gaps)])
     rows, fixed = (np.concatenate([[0], np.cumsum(values)]) for values in (lengths, ~can_move))

@@ -1,6 +1,6 @@
-"""Shared memory that CUDA knows: which columns a rank registers, in which calls, and why not the others.
+"""Registration of shared memory with CUDA: which columns, in which calls, and why not the others.
 
-CUDA registers whole pages, and no page twice, so calls cover pages. A column counts as registered if all of
+CUDA registers whole pages, and no page twice, so calls cover pages. A column counts as registered if all
 its pages are. File maps are never registered: CUDA refuses maps that are read-only.
 """
 
@@ -46,12 +46,12 @@ class Span:
 
 @dataclass(frozen=True)
 class RegistrationPlan:
-    """What is to be registered.
+    """The columns to register with CUDA, and the calls that do it.
 
     Args:
         calls: Spans of whole pages, ascending, none of them overlapping.
-        columns: Those that the calls cover, by name.
-        left_out: Why the others are not registered, by name.
+        columns: The columns that the calls cover, by name.
+        left_out: Why each other column is not registered, by name.
     """
 
     calls: tuple[Span, ...]
@@ -70,16 +70,16 @@ def plan(
     page: int = mmap.PAGESIZE,
     most: int = MOST_CALL_BYTES,
 ) -> RegistrationPlan:
-    """Choose whole columns in their order, as long as their pages fit into a budget.
+    """Choose the columns to register: whole columns in order, as long as their pages fit into a budget.
 
     Args:
-        columns: Where each one lies, by name.
-        memory: What of the address space is shared memory.
+        columns: Addresses of each column, by name.
+        memory: Addresses of the shared memory.
         budget: Bytes that may be registered; None for any number.
         page: Bytes of a page.
         most: Bytes of a call at most; a multiple of the page.
     Returns:
-        Neighbours share calls; a call ends where a column does, up to a page, or after `most` bytes.
+        Its calls are shared by neighbours, and end where a column ends, up to a page, or after `most` bytes.
     """
     taken: dict[str, Span] = {}
     left_out: dict[str, str] = {}
@@ -114,7 +114,7 @@ def _united(spans: Sequence[Span]) -> list[Span]:
 
 
 def _split(span: Span, ends: Sequence[int], most: int) -> Iterator[Span]:
-    """Split a span into calls: at the last end of a column within reach, else where a call is full."""
+    """Split a span into calls: at the last column end within `most` bytes, else after `most` bytes."""
     begin = span.begin
     while begin < span.end:
         limit = min(begin + most, span.end)
@@ -125,32 +125,32 @@ def _split(span: Span, ends: Sequence[int], most: int) -> Iterator[Span]:
 
 
 def span_of(column: torch.Tensor) -> Span:
-    """Return where a contiguous tensor of the host lies."""
+    """Return the addresses of a contiguous tensor of the host."""
     begin = column.data_ptr() if column.numel() else 0
     return Span(begin, begin + column.nbytes)
 
 
 def memory_span(memory: SharedMemory) -> Span:
-    """Return where shared memory lies."""
+    """Return the addresses of shared memory."""
     begin = address(np.frombuffer(memory.buffer, np.uint8, 1))
     return Span(begin, begin + memory.num_bytes)
 
 
 class Runtime(Protocol):
-    """What registers memory. Numbers are errors of the runtime, 0 for success."""
+    """Calls that register memory. They return the runtime's error codes, 0 for success."""
 
     def register(self, begin: int, num_bytes: int) -> int: ...
 
     def unregister(self, begin: int) -> int: ...
 
     def clear_error(self) -> None:
-        """Forget the error of a failed call, which would else be raised at the next launch."""
+        """Clear the error of a failed call, which would else be raised at the next launch."""
 
     def text(self, error: int) -> str: ...
 
 
 class CudaRuntime:
-    """CUDA's own calls. The device that is current is the one that the memory is registered for."""
+    """CUDA's own calls. They register memory for the current device."""
 
     def __init__(self) -> None:
         self._calls: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -162,7 +162,7 @@ class CudaRuntime:
         return int(self._calls.cudaHostUnregister(begin))
 
     def clear_error(self) -> None:
-        # Torch looks for an error after each launch, and takes it away as it raises it.
+        # Torch checks for an error after each launch, and clears it when it raises it.
         with contextlib.suppress(RuntimeError):
             torch.ones((), device="cuda")
 
@@ -177,15 +177,15 @@ class Registration:
 
     Args:
         memory: The table's.
-        wanted: What to register.
-        runtime: What registers.
+        wanted: The columns to register.
+        runtime: The calls that register them.
     """
 
     def __init__(self, memory: SharedMemory, wanted: RegistrationPlan, runtime: Runtime) -> None:
         self._runtime, self.calls = runtime, list[Span]()
         self.left_out = dict(wanted.left_out)
         failed = ""
-        fcntl.flock(memory.fd, fcntl.LOCK_EX)  # the driver has one lock: ranks that wait in it stop others
+        fcntl.flock(memory.fd, fcntl.LOCK_EX)  # the driver has one lock: ranks that wait for it stall others
         try:
             for call in wanted.calls:
                 failed = self._register(memory, call)
@@ -201,10 +201,10 @@ class Registration:
                 self.left_out[name] = failed
 
     def _register(self, memory: SharedMemory, call: Span) -> str:
-        """Register one span; return why it failed, or nothing."""
+        """Register one span; return the failure, or ""."""
         base = memory_span(memory).begin
         first = max(call.begin - base, 0) // mmap.PAGESIZE * mmap.PAGESIZE
-        with contextlib.suppress(OSError):  # older kernels: CUDA touches the pages itself, only slower
+        with contextlib.suppress(OSError):  # older kernels: CUDA touches the pages itself, more slowly
             memory.advise(MADV_POPULATE_WRITE, first, min(call.end - base, memory.num_bytes) - first)
         error = self._runtime.register(call.begin, call.num_bytes)
         if error == SUCCESS:
@@ -225,24 +225,24 @@ class Registration:
         return sum(call.num_bytes for call in self.calls)
 
     def copy_bounds(self, name: str) -> np.ndarray:
-        """Return the bytes of a column at which a call ends: no copy may go across. Ascending, int64."""
+        """Return the offsets in a column where a call ends: no copy may cross one. Ascending, int64."""
         begin = self.columns[name].begin
         return np.array([call.end - begin for call in self.calls if call.end > begin], np.int64)
 
     def close(self) -> None:
-        """Take everything back; safe to call twice."""
+        """Unregister everything; safe to call twice."""
         while self.calls:
             if self._runtime.unregister(self.calls.pop().begin) != SUCCESS:
                 self._runtime.clear_error()
 
 
 def note_transfer(table: Table, num_bytes: int, text: str) -> None:
-    """Write down in a store how this process's batches get to its device, for `gear doctor`.
+    """Record in a store how this process's batches are transferred to its device, for `gear doctor`.
 
     Args:
         table: Of the store.
-        num_bytes: Of it, that are registered.
-        text: The way, and why no more is registered.
+        num_bytes: Bytes of it that are registered.
+        text: The transfer method, and why no more is registered.
     """
     encoded, peer = text.encode()[:NOTE_BYTES], table.memory.peer
     note = table.views["transfer"][peer]
@@ -252,7 +252,7 @@ def note_transfer(table: Table, num_bytes: int, text: str) -> None:
 
 
 def why_impossible() -> str:
-    """Return why nothing could be registered in this process; empty if it could. Registers a page to see."""
+    """Return why this process cannot register memory; empty if it can. Registers a page to test it."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     if not torch.cuda.is_available():
@@ -269,7 +269,7 @@ def why_impossible() -> str:
 
 
 class _Alias:
-    """Registered memory as torch reads it without a copy; keeps what it lies in."""
+    """Registered memory in the form that torch reads without a copy; keeps the memory alive."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -283,7 +283,7 @@ class _Alias:
 
 
 def as_device_tensor(column: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """View registered memory as a tensor of a device; the caller promises not to write.
+    """View registered memory as a tensor of a device; the caller must not write to it.
 
     The address is the same for host and device, as it is wherever both share one address space.
 

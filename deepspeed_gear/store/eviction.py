@@ -1,4 +1,4 @@
-"""Room for new trajectories: what is evicted, and what waits."""
+"""Reserves rows for new trajectories: evicts, compacts or blocks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _POLL_S, _AGREE_S = 200e-6, 0.25
 
 
 class Evictor:
-    """The room of a table for what this process adds. Where the native module gives up, this decides.
+    """Reserves rows for the trajectories that this process adds, where the native module cannot.
 
-    Thread and process safety: methods whose docstrings say so want the table's lock, `wait` takes none.
+    Thread and process safety: methods require the table's lock where documented; `wait` takes no lock.
 
     Args:
         table: With a capacity.
@@ -74,10 +74,10 @@ class Evictor:
     # ---- reserving -------------------------------------------------------------------------------
 
     def reserve(self, num_steps: int, inserts: int | None = None) -> int:
-        """Take a slot for a trajectory, letting others go as the table's retention says. Wants the lock.
+        """Reserve a slot for a trajectory; evict others as the table's retention defines. Requires the lock.
 
         Args:
-            num_steps: For which rows are taken.
+            num_steps: Steps that rows are reserved for.
             inserts: Steps that are inserted now; None: all.
         Returns:
             The slot, or a Refusal.
@@ -115,7 +115,7 @@ class Evictor:
         return bool(held + 1 > retention.max_trajectories or steps + num_steps > retention.max_steps)
 
     def _unless_waiting(self, refusal: int) -> int:
-        """Return Refusal.PINNED where room comes as soon as trajectories are read no more, or are written."""
+        """Return Refusal.PINNED if rows become free once readers or writers finish, else `refusal`."""
         is_written = self.policy.evicts and self.table.control[Control.PENDING] > 0
         is_read = len(self._being_read()) > 0 and not self._samples
         return Refusal.PINNED if is_written or is_read else refusal
@@ -133,16 +133,16 @@ class Evictor:
         return np.asarray(slots[self.table.views["retention"][slots, SlotRetention.OPEN] == 0])
 
     def retire(self, slot: int) -> None:
-        """End a trajectory. Wants the lock."""
+        """Evict a trajectory. Requires the lock."""
         self.table.retire(slot)
 
     def free_retired(self) -> None:
-        """Free what no selection pins any more, and what dead processes had reserved. Wants the lock."""
+        """Free retired slots that no selection pins, and those of dead processes. Requires the lock."""
         self.table.unfinished.end_abandoned()
         slots = self.table.retired()
         if not len(slots):
             return
-        # Of those that are open the writers do not know yet.
+        # Open ones are freed by their writers, which have not detected the eviction yet.
         is_open = self.table.views["retention"][slots, SlotRetention.OPEN] != 0
         unread = slots[~(self.readers.pinned(slots) | is_open)]
         for slot in unread.tolist():
@@ -152,18 +152,18 @@ class Evictor:
     # ---- waiting ---------------------------------------------------------------------------------
 
     def wait(self, refusal: int, num_steps: int, until: float) -> None:
-        """Wait a moment for what refused a trajectory to change.
+        """Wait once, briefly, for the cause of a refusal to change.
 
         Raises:
             NotReadyError: Nothing has changed in time.
-            StoreFullError: Nothing may be evicted, and there is no room.
+            StoreFullError: Nothing may be evicted, and too few rows are free.
         """
         if refusal in (Refusal.NO_SLOT, Refusal.NO_ROWS, Refusal.SCATTERED):
             raise self.table.full(refusal, num_steps)
         self._check()
         now = time.monotonic()
         waits_for_itself = self._samples and (refusal == Refusal.RATE_LIMITED or self.readers.are_frozen)
-        if refusal == Refusal.RATE_LIMITED and self._is_shared:  # nodes may just agree on what may be added
+        if refusal == Refusal.RATE_LIMITED and self._is_shared:  # nodes may agree on quotas just now
             waits_for_itself &= now > until - self.timeout_s + _AGREE_S
         if waits_for_itself or now > until:
             raise self.too_late(refusal, 0.0 if waits_for_itself else self.timeout_s)
@@ -175,20 +175,20 @@ class Evictor:
         waited = "first" if waited_s == 0 else f"within {waited_s:g} s"
         if refusal == Refusal.RATE_LIMITED:
             rule, remedy = (
-                f"must be sampled from {waited}, as its rate limiter says",
+                f"must be sampled from {waited}, as its rate limiter requires",
                 "raise rate_limiter.error_buffer",
             )
         else:
-            rule, remedy = f"must be read no more {waited}, where room is needed", "raise the capacity"
+            rule, remedy = f"must have rows that no selection reads {waited}", "raise the capacity"
         return NotReadyError(f"table {self.table.spec.name}", rule, None, f"sample, or {remedy}")
 
 
 @contextmanager
 def quiet(table: Table, timeout_s: float) -> Iterator[None]:
-    """Hold the lock while no selection over several nodes is under way, which draws from what is stored now.
+    """Hold the lock while no selection over several nodes is under way: those draw from the current contents.
 
     Raises:
-        StoreError: One is under way for too long.
+        StoreError: A selection is under way for too long.
     """
     until = time.monotonic() + timeout_s
     while True:
@@ -197,16 +197,17 @@ def quiet(table: Table, timeout_s: float) -> Iterator[None]:
                 yield
                 return
         if time.monotonic() > until:
-            raise StoreError(f"table {table.spec.name}", f"must be at rest within {timeout_s} s", None)
+            rule = f"must have no selection under way within {timeout_s} s"
+            raise StoreError(f"table {table.spec.name}", rule, None)
         time.sleep(_POLL_S)
 
 
 @contextmanager
 def unwritten(table: Table, timeout_s: float) -> Iterator[None]:
-    """Hold the lock while no process writes rows: what is replaced then belongs to none.
+    """Hold the lock while no process writes rows: replaced rows then belong to no writer.
 
     Raises:
-        StoreError: Somebody writes for too long.
+        StoreError: A process writes for too long.
     """
     until = time.monotonic() + timeout_s
     while True:

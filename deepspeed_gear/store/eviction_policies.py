@@ -21,21 +21,21 @@ from deepspeed_gear.store.table import Table
 
 
 class EvictionPolicy(ABC):
-    """Decides which trajectory is evicted when there is no room for another one.
+    """Chooses the trajectory to evict when too few rows or slots are free for a new one.
 
     Args:
-        retention: Of the table.
+        retention: The table's.
     """
 
     evicts: ClassVar[bool] = True
-    code: ClassVar[int] = EvictionCode.BY_CALLER  # what the native module does without asking `victim`
+    code: ClassVar[int] = EvictionCode.BY_CALLER  # what the native module does without calling `victim`
 
     def __init__(self, retention: Retention) -> None:
         self.retention = retention
 
     @abstractmethod
     def victim(self, table: Table, pins: SelectionPins) -> int:
-        """Return the slot of the committed trajectory that goes next, -1 if there is none. Holds the lock."""
+        """Return the committed slot to evict next, -1 if there is none. Called with the lock held."""
 
 
 class NoEviction(EvictionPolicy):
@@ -69,7 +69,7 @@ class EvictNewest(EvictionPolicy):
 
 
 class EvictByChoice(EvictionPolicy):
-    """Base of policies that choose among all trajectories that do not grow any more."""
+    """Base of policies that choose among all trajectories that are complete (not open)."""
 
     def victim(self, table: Table, pins: SelectionPins) -> int:
         slots = np.nonzero(table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
@@ -82,7 +82,7 @@ class EvictByChoice(EvictionPolicy):
 
 
 class EvictUniform(EvictByChoice):
-    """Any trajectory, each with the same probability; keyed by the next id, so that runs repeat."""
+    """Each trajectory with the same probability; keyed by the next id, so that runs are reproducible."""
 
     def choose(self, table: Table, pins: SelectionPins, slots: np.ndarray) -> int:
         number = np.array([table.control[Control.NEXT_ID]], np.uint64)

@@ -1,4 +1,4 @@
-"""Words in shared memory that processes wait for."""
+"""Futex notifications between processes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 
 from deepspeed_gear.store.native_handle import address
 
-BELL_WORDS = 32  # a bell has 128 bytes of its own: waiting for one is not slowed down by others
+BELL_WORDS = 32  # 128 bytes each: no two bells share a cache line
 _POLL_S = 50e-6
 
 
 class FutexEvents:
-    """Bells of the processes of a file; each counts how often it was rung.
+    """Futex words ("bells") of the processes of a file; each counts how often it was rung.
 
-    A waiter reads the count, looks for what it waits for, and waits with the count that it read, so nothing
-    that comes in between is missed. Without the native module a wait is a short sleep, and one looks again.
+    A waiter reads the count, checks its condition, and waits with the count that it read, so no change in
+    between is missed. Without the native module a wait is a short sleep, and the caller checks again.
 
     Thread and process safety: any process may ring and wait.
 
@@ -32,22 +32,22 @@ class FutexEvents:
         self._addresses = [address(words) + i * words.strides[0] for i in range(len(words))]
 
     def count(self, bell: int) -> int:
-        """Return how often it was rung."""
+        """Return how often a bell was rung."""
         return int(self._counts[bell][0])
 
     def ring(self, bell: int) -> None:
-        """Wake all that wait; what this thread wrote before is visible by then."""
+        """Wake all waiters of a bell; this thread's earlier writes are visible by then."""
         if self._native is not None:
             self._native.bell_ring(self._addresses[bell])
 
     def wait(self, bell: int, seen: int, timeout_s: float) -> None:
-        """Wait until the count is not `seen`, for a time at most; a signal ends it too."""
+        """Wait until a bell's count is not `seen`, at most `timeout_s`; a signal ends the wait too."""
         if self._native is not None:
             self._native.bell_wait(self._addresses[bell], seen, timeout_s)
         else:
             time.sleep(min(_POLL_S, timeout_s))
 
     def fence(self) -> None:
-        """Order what was read and written before against what comes after, for other processes."""
+        """Issue a memory fence between earlier and later reads and writes, as other processes see them."""
         if self._native is not None:
             self._native.fence()

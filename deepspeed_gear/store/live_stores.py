@@ -1,8 +1,8 @@
-"""Stores of running processes, for looking at only.
+"""Read-only access to the stores of running processes.
 
-A store has no name once its ranks are attached. What is left are their descriptors: /proc/PID/fd leads to the
-memory as long as a process holds it, for the user that it belongs to. It is mapped read-only and no lock is
-taken, so a reader can neither change nor hold up a run; what it reads may be in the middle of a selection.
+A store has no name once its ranks are attached, but /proc/PID/fd leads its user to the memory as long as a
+process holds it. It is mapped read-only and no lock is taken, so a reader can neither change nor block a run;
+it may read in the middle of a selection.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class LiveStore:
 
     Args:
         table: Name of the table.
-        processes: Those that are attached to it.
-        run: That it belongs to.
+        processes: Ids of the processes attached to it.
+        run: The run that it belongs to.
         layout: Where everything lies.
-        views: Its regions, read-only; what they hold changes as the run goes on.
+        views: Its regions, read-only; their contents change as the run goes on.
     """
 
     table: str
@@ -47,7 +47,7 @@ def living_stores(process: int | None = None) -> list[LiveStore]:
     """Return the stores of this user's other processes, or of one process.
 
     Raises:
-        StoreError: The process is not there, is another user's, or a store of it cannot be read.
+        StoreError: The process does not exist, is another user's, or a store of it cannot be read.
     """
     if process is None:
         found = [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()]
@@ -82,13 +82,13 @@ def _is_reaper(pid: int) -> bool:
 
 
 def _shared_files(pid: int) -> Iterator[tuple[Path, tuple[int, int]]]:
-    """Walk the descriptors of a process that are regular files of this user in shared memory."""
+    """Iterate over the descriptors of a process that are regular files of this user in shared memory."""
     for path in sorted((_PROC / str(pid) / "fd").iterdir()):
         try:
             if not os.readlink(path).startswith(f"{SHM}/"):
                 continue
             status = path.stat()
-        except FileNotFoundError:  # closed meanwhile
+        except FileNotFoundError:  # closed in the meantime
             continue
         if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
             yield path, (status.st_dev, status.st_ino)
@@ -105,7 +105,7 @@ def _open(path: Path, strict: bool) -> tuple[RunIdentity, Layout, dict[str, np.n
         if os.pread(fd, len(MAGIC), 0) != MAGIC:  # another program's, or not initialised yet
             return None
         memory = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
-    except OSError:  # the number has become that of a pipe or a folder meanwhile
+    except OSError:  # the descriptor is a pipe or a folder by now
         return None
     finally:
         os.close(fd)

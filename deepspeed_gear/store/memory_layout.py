@@ -1,4 +1,4 @@
-"""Where things lie in a store's memory: pure arithmetic, the same in every process."""
+"""Memory layout of a store: offsets of its regions. Pure arithmetic, the same in every process."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class RunIdentity:
 
     Args:
         id: 32 hexadecimal digits, drawn when the run begins; no two runs have the same.
-        name: As the user has named it; may be empty.
-        digest: SHA-256 of what a writer depends on, hex; empty where no writer attaches by a config.
+        name: The user's name for it; may be empty.
+        digest: SHA-256 of the options a writer depends on, hex; empty where no writer attaches by a config.
     """
 
     id: str
@@ -125,7 +125,7 @@ def align(offset: int) -> int:
 
 
 def write_header(buffer: Any, layout: Layout, run: RunIdentity) -> None:
-    """Write header and description; the magic last."""
+    """Write header and description of a store; the magic last."""
     text = layout.description.encode()
     buffer[HEADER_BYTES : HEADER_BYTES + len(text)] = text
     header = np.ndarray((), HEADER, buffer=buffer)
@@ -155,7 +155,7 @@ def read_header(buffer: Any, num_bytes: int, path: str) -> tuple[Layout, RunIden
 
 
 def read_meaning(fd: int, path: str) -> tuple[dict[str, Any], RunIdentity]:
-    """Return what the processes of a store must agree on, and its run, without mapping the file.
+    """Return the agreed description of a store, and its run, without mapping the file.
 
     Raises:
         StoreError: As `read_header`.
@@ -169,7 +169,7 @@ def read_meaning(fd: int, path: str) -> tuple[dict[str, Any], RunIdentity]:
 
 
 def _checked(header: Any, path: str) -> Any:
-    """Return a header that is one of this version."""
+    """Return a store's header; raise unless it has this version."""
     if bytes(header["magic"]) != MAGIC:
         raise StoreError(
             path, "must be a gear store", bytes(header["magic"]), "remove the file or use its right name"
@@ -182,7 +182,7 @@ def _checked(header: Any, path: str) -> Any:
 
 
 def _undamaged(header: Any, text: bytes, path: str) -> str:
-    """Return the description whose digest the header holds."""
+    """Return a store's description; raise unless it has the digest in the header."""
     if hashlib.sha256(text).hexdigest().encode() != bytes(header["layout_digest"]):
         raise StoreError(path, "must have an undamaged layout", None, "remove it with `gear clean`")
     return text.decode()

@@ -1,9 +1,9 @@
 """Memory limits of this process: its cgroups (v1 and v2) and the machine's available memory.
 
 Pages of /dev/shm are charged to the cgroup of the process that first touches them. Beyond its limit the
-kernel ends that process with SIGKILL, without an error; so what a store needs is compared with the limits
-before. Page cache (active_file, inactive_file) counts as available, since the kernel reclaims it first; swap
-does not.
+kernel ends that process with SIGKILL, without an error; so a store's size is compared with the limits before
+it is allocated. Page cache (active_file, inactive_file) counts as available, since the kernel reclaims it
+first; swap does not.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class MemoryLimit:
     Args:
         name: The file that sets it.
         available: Bytes that are left.
-        description: The numbers that this comes from.
+        description: The numbers that it was computed from.
     """
 
     name: str
@@ -55,7 +55,7 @@ class MemoryLimit:
 def check_available(num_bytes: int) -> None:
     """Check that memory of some size can be allocated, without allocating it.
 
-    Other processes may take the memory in the meantime: this finds stores that never fit.
+    Other processes may take the memory in the meantime: this detects stores that never fit.
 
     Raises:
         StoreFullError: A limit of this process leaves less.
@@ -114,8 +114,8 @@ def cgroup_folders(cgroups: str | None, mounts: str | None) -> list[tuple[int, s
         cgroups: Text of /proc/self/cgroup; None if there is none.
         mounts: Text of /proc/self/mountinfo; None if there is none.
     Returns:
-        Version (1 or 2) and folder, the innermost first. A cgroup outside of what is mounted, as in a
-        container without a cgroup namespace of its own, is taken for the mounted root.
+        Version (1 or 2) and folder, the innermost first. A cgroup outside the mounted tree, as in a
+        container without its own cgroup namespace, is taken for the mounted root.
     """
     own = dict(_own_cgroups(cgroups or ""))
     folders: list[tuple[int, str]] = []

@@ -1,4 +1,4 @@
-"""Named stores of a node: the tables that take writers, and the runs that they belong to."""
+"""Named stores of a node: the tables that admit writers, and the runs that they belong to."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _MOST_LETTERS = 64
 
 @dataclass(frozen=True)
 class NamedStore:
-    """The store of a table that takes writers.
+    """The store of a table that admits writers.
 
     Args:
         file: Its name in /dev/shm.
         table: Name of the table.
-        run: That it belongs to.
-        writing: What processes that only write must know.
+        run: The run that it belongs to.
+        writing: What a process that only writes needs: defaults and options.
         schema: Of the table.
     """
 
@@ -36,7 +36,7 @@ class NamedStore:
     schema: Schema
 
     def differences(self, section: Mapping[str, Any]) -> list[str]:
-        """Name the options in which an actor's `gear` section differs from the run's; empty if it fits.
+        """Return the options in which an actor's `gear` section differs from the run's; empty if it fits.
 
         Raises:
             SchemaError: The section's schema is wrong.
@@ -49,7 +49,7 @@ class NamedStore:
 
 
 def named_stores(prefix: str) -> tuple[list[NamedStore], list[str]]:
-    """Return this user's stores of a prefix that take writers and have a living rank, and what is refused.
+    """Return this user's stores of a prefix that admit writers and have a living rank, and others' errors.
 
     Stores of runs that have ended are left out: writers may still be attached to them.
 
@@ -74,8 +74,8 @@ def named_store(file: str) -> NamedStore:
 
     Raises:
         ConfigError: The name could lead out of /dev/shm.
-        StoreGoneError: It is not there, or its run has ended.
-        StoreError: It takes no writers, or is no store.
+        StoreGoneError: It does not exist, or its run has ended.
+        StoreError: It admits no writers, or is no store.
     """
     path = file_path(file)
     with opened_file(path) as fd:
@@ -89,7 +89,7 @@ def named_store(file: str) -> NamedStore:
 
 
 def _store(fd: int, file: str) -> NamedStore | None:
-    """Return the store of an open file; None if it takes no writers or no rank is attached."""
+    """Return the store of an open file; None if it admits no writers or no rank is attached."""
     meaning, run = read_meaning(fd, str(SHM / file))
     sizes = meaning.get("sizes")
     if sizes is None or not sizes["num_writers"] or not is_held(fd, 0, sizes["num_peers"]):
@@ -99,7 +99,7 @@ def _store(fd: int, file: str) -> NamedStore | None:
 
 
 def run_names(option: str | None, given: str | None = None) -> list[str]:
-    """Return what a process calls its run: names and ids, all of which the run must have. Empty: any run.
+    """Return the names and ids of the run that a process asks for; the run must have all. Empty: any run.
 
     Args:
         option: `gear.shared_memory.run`.
@@ -107,8 +107,8 @@ def run_names(option: str | None, given: str | None = None) -> list[str]:
     Raises:
         ConfigError: One cannot be a name.
     """
-    told = {"gear.shared_memory.run": option, RUN_VARIABLE: os.environ.get(RUN_VARIABLE)}
-    named = {what: name for what, name in ({"run": given} if given else told).items() if name}
+    sources = {"gear.shared_memory.run": option, RUN_VARIABLE: os.environ.get(RUN_VARIABLE)}
+    named = {what: name for what, name in ({"run": given} if given else sources).items() if name}
     for what, name in named.items():
         if not is_run_name(name):
             rule = f"must be a name of at most {_MOST_LETTERS} letters, digits, '_' and '-'"

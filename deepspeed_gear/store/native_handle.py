@@ -1,4 +1,4 @@
-"""A store as C++ sees it: addresses in shared memory, which the owner of the memory keeps mapped."""
+"""Native handle of a store: addresses in shared memory, which the owner of the memory keeps mapped."""
 
 from __future__ import annotations
 
@@ -72,5 +72,5 @@ def form_of(native: ModuleType, column: Column) -> Any:
 
 
 def address(array: np.ndarray) -> int:
-    """Return where an array lies."""
+    """Return the address of an array."""
     return int(array.ctypes.data)

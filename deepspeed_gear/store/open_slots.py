@@ -1,9 +1,9 @@
-"""What writers have begun and not ended: rows that they have reserved, and trajectories that still grow.
+"""Open slots: rows that writers have reserved, and trajectories that still grow.
 
-A trajectory that grows is committed with its first steps and keeps the rows that were reserved for it. Its
-writer writes after the published steps, which no process reads, and then publishes their number (`grow`).
-It is never evicted to make room. Where it is retired all the same (by hand, or by age), its rows are not free
-before its writer knows.
+An open trajectory is committed with its first steps and keeps the rows that were reserved for it. Its writer
+writes after the published steps, where no process reads, and then publishes the new number (`grow`). It is
+never evicted to free rows. Where it is retired all the same (by hand, or by age), its rows are not free
+before its writer has detected that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deepspeed_gear.store.slot_sets import is_among
 
 
 class OpenHandle(NamedTuple):
-    """A slot that a process has reserved, as it was then: checkpoints may be loaded meanwhile."""
+    """A slot at the time a process reserved it: a checkpoint may be loaded in the meantime."""
 
     slot: int
     generation: int
@@ -28,13 +28,13 @@ class OpenHandle(NamedTuple):
 
 
 class OpenSlots:
-    """The slots of a store that some writer has not done with. Every method wants the store's lock.
+    """The slots of a store that are reserved or still grow. Every method requires the store's lock.
 
     Args:
         slots: The slot table.
         control: The store's control words.
-        extents: Its lists.
-        memory: Where the store lies.
+        extents: The store's lists of extents.
+        memory: The store's.
         terminated, truncated: The columns of these roles, by row; None: the table has none.
         final_rows: Rows of a trajectory beyond its steps: 1 where a column has T+1.
     """
@@ -56,33 +56,33 @@ class OpenSlots:
     # ---- growing ---------------------------------------------------------------------------------
 
     def open(self, slot: int, num_steps: int) -> None:
-        """Say that a reserved slot is to grow, and how many steps its commit publishes."""
+        """Mark a reserved slot as open, and set the steps that its commit publishes."""
         self._slots[slot, Slot.NUM_STEPS] = num_steps
         self._open[slot] = 1
 
     def handle_of(self, slot: int) -> OpenHandle:
-        """Return what names that which this process has reserved for as long as it is its own."""
+        """Return the handle of a slot that this process has reserved; valid as long as `is_own`."""
         return OpenHandle(slot, int(self._slots[slot, Slot.GENERATION]), int(self._control[Control.LOADS]))
 
     def is_own(self, handle: OpenHandle) -> bool:
-        """Return whether a slot is still this process's to end, whatever became of its trajectory."""
+        """Return whether this process still has to end a slot, even if its trajectory was evicted."""
         record = self._slots[handle.slot]
         is_same = handle == self.handle_of(handle.slot) and record[Slot.OWNER] == self._memory.peer
         return bool(is_same and (self._open[handle.slot] or record[Slot.STATE] == SlotState.RESERVED))
 
     def stands(self, handle: OpenHandle) -> bool:
-        """Return whether what this process has reserved or published was not evicted."""
+        """Return whether a slot is still this process's own and was not evicted."""
         return self.is_own(handle) and bool(self._slots[handle.slot, Slot.STATE] != SlotState.EVICTED)
 
     def grow(self, slot: int, num_steps: int) -> None:
-        """Publish the first `num_steps` steps, whose rows are written."""
+        """Publish the first `num_steps` steps of a trajectory, whose rows are written."""
         self._extents.grow(slot, num_steps)
 
     def end(self, slot: int, truncated: bool) -> None:
-        """Say that a trajectory grows no more; rows after it are free, or all if nothing is published.
+        """Mark a slot as complete; free the rows after its trajectory, or all if nothing is published.
 
         Args:
-            slot: Of the trajectory.
+            slot: The slot.
             truncated: Whether to mark its last step as truncated, unless it is terminated.
         """
         if self._slots[slot, Slot.STATE] == SlotState.RESERVED:
@@ -97,20 +97,20 @@ class OpenSlots:
     # ---- deaths ----------------------------------------------------------------------------------
 
     def end_abandoned(self) -> None:
-        """Free what dead processes had reserved; let what they have published stay, as truncated."""
+        """Free slots reserved by dead processes; end their open trajectories as truncated."""
         for slot in self._abandoned(
             (self._slots[:, Slot.STATE] == SlotState.RESERVED) | (self._open != 0)
         ).tolist():
             self.end(slot, truncated=True)
 
     def give_up(self, peer: int) -> None:
-        """Free what a process had reserved, and end what it let grow."""
+        """Free the slots that a process had reserved; end its open trajectories as truncated."""
         begun = (self._open != 0) | (self._slots[:, Slot.STATE] == SlotState.RESERVED)
         for slot in np.nonzero(begun & (self._slots[:, Slot.OWNER] == peer))[0].tolist():
             self.end(slot, truncated=True)
 
     def end_all(self) -> None:
-        """End whatever grows: it was loaded, and its writers are not here."""
+        """End all open trajectories: they were loaded from a checkpoint, without their writers."""
         for slot in np.nonzero(self._open)[0].tolist():
             self.end(slot, truncated=True)
 
@@ -123,7 +123,7 @@ class OpenSlots:
     # ---- repair ----------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Free what the dead had reserved, and the rows after trajectories that ended while they died."""
+        """Free slots reserved by dead processes, and rows after trajectories whose end was interrupted."""
         slots = self._slots
         slots[self._abandoned(slots[:, Slot.STATE] == SlotState.RESERVED), Slot.STATE] = SlotState.FREE
         ended = (slots[:, Slot.STATE] == SlotState.COMMITTED) & (self._open == 0)

@@ -1,6 +1,6 @@
-"""What the streams of a store still need of its trajectories, as any process sees it that is attached.
+"""Pins: the trajectories that the batch streams of a store still read, computed by any attached process.
 
-A writer has no streams of its own: it knows those of the ranks by the regions that they keep in the store.
+A writer has no streams of its own: it reads those of the ranks from their regions in the store.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _LAST_DRAWN = "/last_drawn"
 
 @dataclass(frozen=True)
 class _Reader:
-    """What a stream keeps in a store.
+    """A batch stream's regions in a store.
 
     Args:
-        position: Where it is.
+        position: Words of its position.
         last_drawn: The newest global batch that drew from each slot. [slots], int64.
-        consumed: What each process has done with: its newest global batch plus 1. [peers], int64.
+        consumed: The newest global batch that each process has released, plus 1. [peers], int64.
         leaves: Masses of the slots, unless steps have priorities. [slots], int64.
-        steps: The priorities of steps, if they have some.
-        draws: How often each row was drawn, if that is counted. [rows], int32.
+        steps: The priorities of steps, if they have any.
+        draws: How often each row was drawn, if counted. [rows], int32.
     """
 
     position: np.ndarray
@@ -41,14 +41,14 @@ class _Reader:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether it walks through an epoch, whose items stay until its end."""
+        """Whether an epoch is under way, whose items stay until its end."""
         position = self.position
         walked = position[Head.SAMPLES] + position[Position.DONE] - position[Head.EPOCH_FIRST]
         return bool(walked < position[Head.EPOCH_SIZE])
 
 
 class SelectionPins:
-    """The streams of a store. Every method wants the store's lock.
+    """The streams of a store. Every method requires the store's lock.
 
     Args:
         table: The store.
@@ -78,17 +78,17 @@ class SelectionPins:
 
     @property
     def pins(self) -> list[tuple[int, int, int]]:
-        """Return addresses as the native `Store.set_retention` takes them."""
+        """Return the addresses of pins as the native `Store.set_retention` takes them."""
         return [(address(r.last_drawn), address(r.consumed), len(r.consumed)) for r in self._readers]
 
     @property
     def are_frozen(self) -> bool:
-        """Whether an epoch is under way, whose items stay until the ranks have walked through it."""
+        """Whether an epoch is under way in any stream, whose items stay until its end."""
         return any(reader.steps is None and reader.is_frozen for reader in self._readers)
 
     @property
     def have_step_priorities(self) -> bool:
-        """Whether rows have priorities that must go with their trajectory."""
+        """Whether rows have priorities that must move with their trajectory."""
         return any(reader.steps is not None for reader in self._readers)
 
     def pinned(self, slots: np.ndarray) -> np.ndarray:
@@ -107,7 +107,7 @@ class SelectionPins:
         return found
 
     def _consumed(self, reader: _Reader) -> int:
-        """Return the number of selections that all processes have done with; wait no longer for dead ones."""
+        """Return the number of selections that all living processes have released."""
         memory, attached = self._table.memory, self._table.peers[: len(reader.consumed), Peer.PID] != 0
         drawn = reader.last_drawn.max()
         for peer in np.nonzero((reader.consumed <= drawn) & attached)[0].tolist():
@@ -118,14 +118,14 @@ class SelectionPins:
     # ---- rows ------------------------------------------------------------------------------------
 
     def forget(self, slot: int) -> None:
-        """Take the priorities of a retired slot's rows, so that they can be another's."""
+        """Clear the priorities of a retired slot's rows, so that another trajectory can use them."""
         first, count = self._table.slots[slot, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist()
         for reader in self._readers:
             if reader.steps is not None:
                 reader.steps.forget(first, count)
 
     def copy(self, source: int, to: int, num_rows: int) -> None:
-        """Copy what lies by row to free rows, before their trajectory lies there."""
+        """Copy priorities and draw counts of rows to free rows, before their trajectory is moved there."""
         for reader in self._readers:
             if reader.steps is not None:
                 reader.steps.copy(source, to, num_rows)
@@ -133,20 +133,20 @@ class SelectionPins:
                 reader.draws[to : to + num_rows] = reader.draws[source : source + num_rows]
 
     def replace(self, source: int, to: int, num_rows: int) -> None:
-        """Derive the masses of rows that were copied, when their trajectory lies there."""
+        """Derive the masses of rows that were copied, after their trajectory was moved there."""
         for reader in self._readers:
             if reader.steps is not None:
                 reader.steps.replace(source, to, num_rows)
 
     def forget_ahead(self) -> None:
-        """Discard what was drawn ahead of a selection: it says where trajectories lay."""
+        """Discard draws made before their selection: they hold old rows of trajectories."""
         for reader in self._readers:
             reader.position[Position.AHEAD] = NOTHING
 
     def highest_priorities(self, slots: np.ndarray) -> np.ndarray:
         """Return the priority of each trajectory, or the highest one of its steps. [n] -> [n], float32.
 
-        Infinity where no selection has seen it yet: it has no priority, and could not be drawn.
+        Infinity for one newer than the latest selection: it has no priority, and could not be drawn.
         """
         table, end = self._table, "/priorities"
         name = next(name for name in table.views if name.endswith(end)).removesuffix(end)

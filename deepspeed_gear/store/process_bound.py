@@ -1,7 +1,7 @@
 """Objects of one process: they are neither pickled nor copied, and a forked child cannot use them.
 
-A child has the locks, the numbers of samples and the memory of its parent, but none of its threads: two
-children that sample would give the same batches, and one that ends would detach its parent from the stores.
+A child has its parent's locks, sample numbers and memory, but none of its threads: two children that sample
+would return the same batches, and one that ends would detach its parent from the stores.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _living: weakref.WeakSet[ProcessBound] = weakref.WeakSet()
 
 
 class ProcessBound:
-    """Base of what only the process that made it may use."""
+    """Base of classes whose objects only the process that made them may use."""
 
     def __new__(cls: type[Bound], *arguments: Any, **options: Any) -> Bound:
-        """Take note of an object for as long as it lives."""
+        """Register an object, weakly, for `_leave_to_parent`."""
         del arguments, options
         made = super().__new__(cls)
         _living.add(made)
@@ -33,9 +33,9 @@ class ProcessBound:
 
 
 class InForkedChild:
-    """What a ProcessBound becomes in a forked child: `close` does nothing, all else raises.
+    """Class of a ProcessBound in a forked child: `close` does nothing, everything else raises.
 
-    Changing the class costs calls in the process that made it nothing.
+    Changing the class adds no cost to calls in the process that made the object.
     """
 
     def __getattribute__(self, name: str) -> Any:
@@ -71,7 +71,7 @@ class InForkedChild:
 
 
 def _nothing() -> None:
-    """Leave what is the parent's as it is."""
+    """Do nothing: the stores are the parent's."""
 
 
 def _refuse() -> NoReturn:
@@ -79,17 +79,17 @@ def _refuse() -> NoReturn:
         "a replay or writer",
         "must be used in the process that made it",
         f"process {os.getpid()}, which was forked",
-        "make one in the child, or start it with spawn; a DataLoader over a Replay wants num_workers=0",
+        "make one in the child, or start it with spawn; a DataLoader over a Replay needs num_workers=0",
     )
 
 
 def _leave_to_parent() -> None:
-    """In a child: make objects of the parent unusable, and let their end leave what they are attached to."""
-    for known in list(_living):
-        finalizer = vars(known).get("_finalizer")
+    """In a forked child: make the parent's objects unusable; their end then detaches nothing."""
+    for made in list(_living):
+        finalizer = vars(made).get("_finalizer")
         if finalizer is not None:
             finalizer.detach()
-        object.__setattr__(known, "__class__", InForkedChild)
+        object.__setattr__(made, "__class__", InForkedChild)
     _living.clear()
 
 

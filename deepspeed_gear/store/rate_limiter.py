@@ -1,4 +1,4 @@
-"""How far writers and samplers of a table may be ahead of each other. Pure."""
+"""Rate limiter of a table: when writers or samplers must block. Pure."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from deepspeed_gear.store.records import Control
 
 @dataclass(frozen=True)
 class RateLimiter:
-    """How many samples are drawn for each item that is added, as Reverb's rate limiters say it.
+    """Bounds on samples drawn per item added, as in Reverb's rate limiters.
 
     With I items ever added and S samples ever drawn, the difference I * samples_per_insert - S stays in
-    [least, most] once `min_size` items are held: the side that would leave it waits.
+    [least, most] once `min_size` items are held: the side that would leave this range blocks.
 
     Args:
         unit: What an item is.
-        min_size: No sample is drawn as long as fewer items are held, and as many may always be added.
+        min_size: No sample is drawn while fewer items are held; so many may always be added.
         samples_per_insert: The ratio.
-        least, most: Of the difference.
+        least, most: Bounds of the difference.
 
     Source: Cassirer et al., "Reverb: A Framework For Experience Replay", 2021, section 3.3.
     """
@@ -37,22 +37,22 @@ class RateLimiter:
     def ratio(
         cls, unit: Literal["step", "trajectory"], min_size: int, samples_per_insert: float, buffer: float
     ) -> RateLimiter:
-        """Allow the difference to stray by `buffer` from what it is at `min_size` items."""
+        """Return a limiter that bounds the difference to `buffer` around its value at `min_size` items."""
         offset = samples_per_insert * min_size
         return cls(unit, min_size, samples_per_insert, offset - buffer, offset + buffer)
 
     @classmethod
     def least_size(cls, unit: Literal["step", "trajectory"], min_size: int) -> RateLimiter:
-        """Wait for `min_size` items only."""
+        """Return a limiter that only blocks samplers until `min_size` items are held."""
         return cls(unit, min_size, 1.0, -math.inf, math.inf)
 
     @classmethod
     def queue(cls, unit: Literal["step", "trajectory"], size: int) -> RateLimiter:
-        """Let at most `size` items wait to be drawn."""
+        """Return a limiter of a queue: at most `size` items wait to be drawn."""
         return cls(unit, 1, 1.0, 0.0, float(size))
 
     def may_sample(self, size: int, inserted: int, sampled: int, count: int) -> bool:
-        """Return whether so many samples may be drawn.
+        """Return whether `count` samples may be drawn.
 
         Args:
             size: Items held.
@@ -63,18 +63,18 @@ class RateLimiter:
         return size >= self.min_size and inserted * self.samples_per_insert - sampled - count >= self.least
 
     def may_insert(self, size: int, inserted: int, sampled: int, count: int = 1) -> bool:
-        """Return whether so many items may be added; arguments as `may_sample`."""
+        """Return whether `count` items may be added; arguments as `may_sample`."""
         if size + count <= self.min_size:
             return True
         return (inserted + count) * self.samples_per_insert - sampled <= self.most
 
     @property
     def holds_back(self) -> bool:
-        """Whether writers may ever have to wait."""
+        """Whether writers may ever block."""
         return self.most < math.inf
 
     def room(self, size: int, inserted: int, sampled: int) -> int:
-        """Return how many items may be added, alone or many at once, before another sample is drawn.
+        """Return how many items may be added, one by one or at once, before another sample is drawn.
 
         Only where it `holds_back`; arguments as `may_sample`.
         """
@@ -84,7 +84,7 @@ class RateLimiter:
         return max(ahead, self.min_size - size, 0)
 
     def counted(self, control: np.ndarray) -> tuple[int, int, int]:
-        """Return the items held, those ever added, and those that are reserved and not committed.
+        """Return the number of items held, ever added, and reserved but not committed.
 
         Args:
             control: The store's control words. [32], int64.

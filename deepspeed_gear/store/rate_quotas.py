@@ -1,9 +1,9 @@
-"""How far the writers of each node may go where several nodes hold a table with a rate. Pure.
+"""Rate quotas: items that each node's writers may add, where nodes share a table with a rate limiter. Pure.
 
-A node's writers may add until it has admitted as many items as its quota. A rate holds for all nodes
-together as long as the sum of the reaches is no more than what all may ever have added. So a node may raise
-its quota only by its part of what no node has; the others know nothing of it before the next exchange. What
-it does not use it gives back in the next exchange, before it says what it has.
+A node's writers may add until it has admitted as many items as its quota. The rate limit holds for all nodes
+together as long as the quotas sum to no more than all nodes may ever have added. So a node may raise its
+quota only by its part of the pool that no node holds, and the other nodes learn of it in the next exchange.
+A node returns what it does not use in the next exchange, before it reports its quota.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from collections.abc import Sequence
 def kept(admitted: int, quota: int, gives_all: bool) -> int:
     """Return the quota that a node keeps when it begins an exchange.
 
-    Its writers go on meanwhile, so it keeps half of what they have left; nothing where samplers wait, and the
-    exchange is short: then even the longest trajectory must get through somewhere.
+    Its writers go on during the exchange, so it keeps half of what they have left. It keeps nothing where
+    samplers wait (the exchange is short): then even the longest trajectory must be admitted on some node.
 
     Args:
-        admitted: Items that were added or for which room is reserved.
-        quota: How many its writers may add, those included.
+        admitted: Items that were added or reserved.
+        quota: How many its writers may add, including those.
         gives_all: Whether samplers wait.
     """
     return admitted if gives_all else max(admitted, admitted + (quota - admitted) // 2)
 
 
 def divide(pool: int, wanted: Sequence[int], turn: int) -> list[int]:
-    """Divide what may be added among nodes.
+    """Divide a pool of items that may be added among nodes.
 
-    Equally among those that want something, or among all. If a part is too short for what one of them wants
-    at once, one gets everything; each is the first in turn.
+    Equally among the nodes whose writers wait, or among all. If a part is too small for what one of them
+    adds at once, one node receives the pool; each node is first in turn.
 
     Args:
         pool: Items.
-        wanted: The most that a writer of each node has wanted to add at once; 0: none has. [S].
+        wanted: The most items that a waiting writer of each node adds at once; 0: none waits. [S].
         turn: Number of the exchange.
     Returns:
-        Of each node; their sum is the pool. [S].
+        Each node's part; their sum is the pool. [S].
     """
     count = len(wanted)
     order = [(turn + i) % count for i in range(count)]

@@ -17,16 +17,16 @@ import struct
 import sys
 
 FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux
-WHOLE = 0  # l_len of "to the end of the file, however long"
+WHOLE = 0  # l_len of "to the end of the file"
 NAME = "gear-reaper"  # in /proc/PID/comm; at most 15 characters
 _READY, _LINKED = b"r", b"l"
-_PATIENCE_S = 60.0  # for an interpreter to start on a busy machine
+_START_S = 60.0  # for an interpreter to start on a busy machine
 
 
 class Start:
     """A reaper that waits for its file to get its name.
 
-    It is started before the file is linked, and knows the inode: a kill at any instruction leaves nothing.
+    It is started before the file is linked, with its inode: a kill at any instruction leaves no file.
 
     Args:
         path: The name that the file gets.
@@ -55,10 +55,10 @@ class Start:
                     start_new_session=True,
                     pass_fds=[theirs.fileno()],
                 )
-            self._mine.settimeout(_PATIENCE_S)
+            self._mine.settimeout(_START_S)
             if self._mine.recv(1) != _READY:
-                raise OSError(f"{sys.executable} has ended with status {started.wait(_PATIENCE_S)}")
-            started.wait(_PATIENCE_S)  # it has forked
+                raise OSError(f"{sys.executable} has ended with status {started.wait(_START_S)}")
+            started.wait(_START_S)  # it has forked
         except subprocess.TimeoutExpired as error:
             self.close()
             raise OSError(str(error)) from error
@@ -67,12 +67,12 @@ class Start:
             raise
 
     def linked(self) -> None:
-        """Let the reaper open the file, which has its name now."""
+        """Notify the reaper that the file has its name now."""
         self._mine.sendall(_LINKED)
         self.close()
 
     def close(self) -> None:
-        """Let the reaper go on: without its file it ends."""
+        """Close the reaper's pipe: it goes on, and ends if the file was not linked."""
         self._mine.close()
 
 
@@ -106,7 +106,7 @@ def main(words: list[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if os.fork():
-        os._exit(0)  # what is left is no child of the job
+        os._exit(0)  # the child goes on, and is no child of the job
     with open("/proc/self/comm", "w") as name:
         name.write(NAME)
     path, device, inode, pipe = words

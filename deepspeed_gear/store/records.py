@@ -24,15 +24,15 @@ class Control:
     LOADS: Final = 13  # checkpoints loaded
     PENDING: Final = 16  # reserved and not committed; with the next one, read by rate limiters
     STEPS_PENDING: Final = 17
-    QUOTA: Final = 18  # items that this node's writers may ever add, as the nodes agreed last
-    WANTED: Final = 19  # most items that a writer wanted to add beyond that
+    QUOTA: Final = 18  # items that this node's writers may ever add, by the last exchange
+    WANTED: Final = 19  # most items of an addition that the quota refused
     LISTENING: Final = 20  # whether a sampler waits for a change
-    EVENT: Final = 21  # futex word that is counted up then
+    EVENT: Final = 21  # futex word that is incremented then
     NUM_WORDS: Final = 32
 
 
 class SlotRetention:
-    """What decides how long a trajectory stays, by slot."""
+    """Words of a slot that decide how long its trajectory stays."""
 
     TIMES_SAMPLED: Final = 0
     PRESENT: Final = 1  # bits of the late columns that were filled
@@ -52,13 +52,13 @@ class SlotLink:
 
 
 class Refusal:
-    """Why rows could not be reserved or committed; the native path returns these codes."""
+    """Codes of why rows could not be reserved or committed; the native path returns them."""
 
     NO_SLOT: Final = -1
     NO_ROWS: Final = -2
     SCATTERED: Final = -3  # enough rows are free, but no run is long enough
-    PINNED: Final = -4  # what would be evicted is still read
-    RATE_LIMITED: Final = -5  # writers are too far ahead of samplers
+    PINNED: Final = -4  # the trajectory to evict is still read
+    RATE_LIMITED: Final = -5  # too many items were added for the samples drawn
     LOCK_TIMEOUT: Final = -6
     LOCK_BROKEN: Final = -7
     MUST_RECOVER: Final = -8  # a process died inside the store: the next lock in Python repairs it
@@ -66,7 +66,7 @@ class Refusal:
 
 
 class EvictionCode:
-    """Which trajectory the native path evicts."""
+    """Codes of the eviction policies of the native path."""
 
     NONE: Final = 0
     OLDEST: Final = 1

@@ -1,4 +1,4 @@
-"""How long trajectories stay in a table: eviction, limits of draws and age. Pure."""
+"""Retention: how long trajectories stay in a table, by eviction, draw limits and age. Pure."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ UNLIMITED = (1 << 62) - 1
 
 @dataclass(frozen=True)
 class Retention:
-    """How long trajectories stay.
+    """Retention of a table's trajectories.
 
     Args:
         eviction: Name of the eviction policy, or "module:Class".
-        column: Per-trajectory column whose lowest values go first, with "keep_best".
-        max_steps, max_trajectories: Limits below what there is room for.
-        max_times_sampled: Trajectories go when they were drawn so often; 0: never.
+        column: Per-trajectory column whose lowest values are evicted first, with "keep_best".
+        max_steps, max_trajectories: Limits below the capacity.
+        max_times_sampled: Draws after which a trajectory is evicted; 0: never.
         rate_limiter: When writers or samplers block; None: never.
-        max_age: Global batches after which trajectories go; 0: never.
-        version_column, max_lag: Column of policy versions, and how far behind the newest they may be.
-        waits: Whether a new version waits for open trajectories that would fall behind.
+        max_age: Global batches after which a trajectory is evicted; 0: never.
+        version_column, max_lag: Column of policy versions, and the largest lag of a stored one.
+        waits: Whether a new version waits for open trajectories that would exceed the lag.
     """
 
     eviction: str = "none"
@@ -38,14 +38,14 @@ class Retention:
 
     @property
     def rate_words(self) -> tuple[Any, ...]:
-        """Return the rate as the native `Store.set_retention` takes it."""
+        """Return the rate limiter as the native `Store.set_retention` takes it."""
         rate = self.rate_limiter
         if rate is None:
             return ()
         return rate.unit == "step", rate.min_size, rate.samples_per_insert, rate.most
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON keeps it."""
+        """Return the retention as JSON-able values."""
         values = asdict(self)
         if self.rate_limiter is not None:  # JSON has no infinity
             values["rate_limiter"].update(
@@ -55,7 +55,7 @@ class Retention:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Retention:
-        """Return what `to_json` was called on."""
+        """Return the retention that `to_json` was called on."""
         rate = values["rate_limiter"]
         if rate is not None:
             rate = RateLimiter(**{**rate, "least": float(rate["least"]), "most": float(rate["most"])})

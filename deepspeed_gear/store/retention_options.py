@@ -1,4 +1,4 @@
-"""The retention of a table's trajectories, as its config says it."""
+"""The retention of a table's trajectories, from its config."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def retention_of(config: GearConfig, name: str, capacity: tuple[int, int], batch
         capacity: Steps and trajectories that a store holds.
         batch: Samples of a global batch that come from the table.
     Raises:
-        ConfigError: The rate limiter leaves no room for a batch, or there is no such eviction policy.
+        ConfigError: The rate limiter never admits a batch, or there is no such eviction policy.
     """
     table, at = config.resolved_tables[name], f"gear.tables.{name}"
     policy_class(table.remove, f"{at}.remove")
@@ -49,7 +49,7 @@ def _rate(
     if rate.samples_per_insert is None:
         return RateLimiter.least_size(unit, rate.min_size)
     longest = (table.max_length or 1) if unit == "step" else 1
-    # As soon as a batch must wait, and as long as one item is missing at first, the longest must get through.
+    # The longest addition must be admitted while a batch waits, and while one item is missing at first.
     least = (batch + rate.samples_per_insert * longest) / 2
     least = max(least, rate.samples_per_insert * (longest - 1))
     buffer = rate.error_buffer

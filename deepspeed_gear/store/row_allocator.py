@@ -1,4 +1,4 @@
-"""Which rows and slots of a store are free, in which order trajectories came, and what has changed.
+"""Allocation of rows and slots of a store, the order of its trajectories, and the log of changed slots.
 
 Two lists run through the slots, each with a sentinel: extents by address, between which the free rows lie,
 and trajectories by age, those that are committed and those that are retired. They lie in shared memory and
@@ -18,7 +18,7 @@ from deepspeed_gear.store.slot_sets import distinct
 
 
 class RowAllocator:
-    """The lists of a store. Every method wants the store's lock.
+    """The lists of a store. Every method requires the store's lock.
 
     Args:
         control: Control words. [32], int64.
@@ -51,7 +51,7 @@ class RowAllocator:
     # ---- changing --------------------------------------------------------------------------------
 
     def reserve(self, num_rows: int, num_steps: int) -> int:
-        """Take a slot and a run of rows, searching on from where the last one was found.
+        """Reserve a slot and a run of rows, searching from the end of the last search.
 
         Returns:
             The slot, or Refusal.NO_SLOT, Refusal.NO_ROWS or Refusal.SCATTERED.
@@ -80,7 +80,7 @@ class RowAllocator:
         return slot
 
     def commit(self, slot: int, num_steps: int, num_rows: int, born: int) -> int:
-        """Publish a reserved slot; rows after `num_rows` are given back. Returns the new id."""
+        """Publish a reserved slot; rows after `num_rows` are freed. Returns the new id."""
         control, record = self.control, self.slots[slot]
         control[[Control.PENDING, Control.STEPS_PENDING]] -= (1, int(record[Slot.NUM_STEPS]))
         self._trim(record, num_rows)
@@ -99,7 +99,7 @@ class RowAllocator:
         return int(record[Slot.ID])
 
     def grow(self, slot: int, num_steps: int) -> None:
-        """Publish more steps of a committed trajectory whose extent has room for them."""
+        """Publish more steps of a committed trajectory, within its extent."""
         control, more = self.control, num_steps - int(self.slots[slot, Slot.NUM_STEPS])
         self.slots[slot, Slot.NUM_STEPS] = num_steps  # the commit point
         control[Control.STEPS_COMMITTED] += more
@@ -107,7 +107,7 @@ class RowAllocator:
         self.note(slot)
 
     def end_growth(self, slot: int, num_rows: int) -> None:
-        """Say that a trajectory, perhaps retired already, grows no more; rows after `num_rows` are free."""
+        """Mark a trajectory, committed or retired, as complete; free its rows after `num_rows`."""
         record = self.slots[slot]
         if record[Slot.STATE] == SlotState.COMMITTED:
             self._trim(record, num_rows)
@@ -120,7 +120,7 @@ class RowAllocator:
         self.control[Control.ROWS_HELD] -= fewer
 
     def retire(self, slot: int) -> None:
-        """End a committed trajectory."""
+        """Retire a committed trajectory."""
         self.slots[slot, Slot.STATE] = SlotState.EVICTED
         self._take_out(slot, SlotLink.OLDER, SlotLink.NEWER)
         self._insert(int(self.links[self.retired_ends, SlotLink.OLDER]), slot, SlotLink.OLDER, SlotLink.NEWER)
@@ -130,7 +130,7 @@ class RowAllocator:
         self.note(slot)
 
     def free(self, slot: int) -> None:
-        """Give a reserved or retired slot and its rows back."""
+        """Free a reserved or retired slot and its rows."""
         control, links, record = self.control, self.links, self.slots[slot]
         if record[Slot.STATE] == SlotState.EVICTED:
             self._take_out(slot, SlotLink.OLDER, SlotLink.NEWER)
@@ -146,12 +146,12 @@ class RowAllocator:
         record[Slot.STATE] = SlotState.FREE
 
     def note(self, slot: int) -> None:
-        """Tell the streams that a slot has changed; their next selection looks at it."""
+        """Log a changed slot, which the next selection of each stream reads."""
         self.log[self.control[Control.CHANGED] % len(self.log)] = slot
         self.control[Control.CHANGED] += 1
 
     def rebuild(self) -> None:
-        """Derive everything from the slot table."""
+        """Derive the lists and counters from the slot table."""
         control, links, slots = self.control, self.links, self.slots
         used = np.nonzero(slots[:, Slot.STATE] != SlotState.FREE)[0]
         self._chain(
@@ -186,15 +186,15 @@ class RowAllocator:
     # ---- reading ---------------------------------------------------------------------------------
 
     def oldest(self) -> int:
-        """Return the oldest committed slot whose trajectory grows no more, -1 if there is none."""
+        """Return the oldest committed slot whose trajectory is complete, -1 if there is none."""
         return self._first_grown(SlotLink.NEWER)
 
     def newest(self) -> int:
-        """Return the newest committed slot whose trajectory grows no more, -1 if there is none."""
+        """Return the newest committed slot whose trajectory is complete, -1 if there is none."""
         return self._first_grown(SlotLink.OLDER)
 
     def retired(self) -> np.ndarray:
-        """Return the retired slots in the order in which they were. [n], int64."""
+        """Return the retired slots in the order of their retirement. [n], int64."""
         found, slot = [], int(self.links[self.retired_ends, SlotLink.NEWER])
         while slot != self.retired_ends:
             found.append(slot)
@@ -210,7 +210,7 @@ class RowAllocator:
         return int((np.append(used[order, Slot.FIRST_ROW], self.num_rows) - begins).max())
 
     def changed_since(self, seen: int) -> np.ndarray | None:
-        """Return the slots that have changed, each once; None if there were too many to know."""
+        """Return the slots that have changed, each once; None if the log has dropped some."""
         changed = int(self.control[Control.CHANGED])
         if changed - seen > len(self.log):
             return None
@@ -225,7 +225,7 @@ class RowAllocator:
         return -1 if slot == self.ends else slot
 
     def _end_of(self, slot: int) -> int:
-        """Return the row after an extent; after the sentinel the first one lies."""
+        """Return the row after an extent; 0 for the sentinel."""
         return (
             0
             if slot == self.ends
@@ -233,7 +233,7 @@ class RowAllocator:
         )
 
     def _gap(self, num_rows: int) -> int | None:
-        """Return the extent after which so many rows are free."""
+        """Return the extent followed by `num_rows` free rows; None: there is none."""
         start = at = int(self.control[Control.ROVER])
         while True:
             following = int(self.links[at, SlotLink.AFTER])

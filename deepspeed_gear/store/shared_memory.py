@@ -1,6 +1,6 @@
-"""Memory that the processes of a node share: create, attach, liveness, removal.
+"""Shared memory of a node's processes: create, attach, liveness, removal.
 
-A file is created under no name, allocated, initialised and only then linked, so no process ever sees half a
+A file is created under no name, allocated, initialised and only then linked, so no process ever maps half a
 store. Each attached process holds a lock on one byte of the file; the kernel releases it when the process
 ends, however it ends. A file on which no process holds a lock is garbage: the last process to detach unlinks
 it, else its reaper does, else `remove_garbage`. All of them lock the whole file first.
@@ -96,10 +96,10 @@ class SharedMemory:
 
         Args:
             num_bytes: Size in bytes.
-            peer: Index of this process, which others can ask `is_alive` about.
-            huge_pages: Ask for transparent huge pages; whether they came is `huge_bytes`.
+            peer: Index of this process, for `is_alive` of the others.
+            huge_pages: Request transparent huge pages; `huge_bytes` is how many bytes have them.
         Raises:
-            StoreFullError: The node's shared memory has no room, or this process may not have so much.
+            StoreFullError: /dev/shm has too little space, or this process may not have so much.
             StoreError: There is no usable /dev/shm.
         """
         try:
@@ -109,7 +109,7 @@ class SharedMemory:
             raise StoreError(str(SHM), "must be a writable tmpfs", error.strerror) from error
         try:
             free = os.fstatvfs(fd)
-            if num_bytes > free.f_bavail * free.f_frsize:  # trying would take what others still need
+            if num_bytes > free.f_bavail * free.f_frsize:  # trying would take memory that others need
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             check_available(num_bytes)
             os.ftruncate(fd, num_bytes)
@@ -128,7 +128,7 @@ class SharedMemory:
         return memory
 
     def _allocate(self, huge_pages: bool) -> None:
-        """Make every page exist now, so that a full /dev/shm is an error and not a SIGBUS later."""
+        """Allocate every page now, so that a full /dev/shm is an error and not a SIGBUS later."""
         if huge_pages:
             with contextlib.suppress(OSError):  # a kernel without them: the store works with small pages
                 self.advise(mmap.MADV_HUGEPAGE)
@@ -150,13 +150,13 @@ class SharedMemory:
         whole.madvise(option, first, self.num_bytes - first if num_bytes is None else num_bytes)
 
     def link(self, name: str, reaped: bool = False) -> None:
-        """Give the memory its name, after it was initialised.
+        """Give the memory its name in /dev/shm, after it was initialised.
 
         Args:
             name: Of the file in /dev/shm.
             reaped: Start a reaper, which removes the name however the last process ends. Without one, the
                 name stays where all processes are killed, until `remove_garbage`. If no process can be
-                started here, a warning says so.
+                started here, a warning is logged.
         Raises:
             ConfigError: The name could lead out of /dev/shm.
             FileExistsError: The name is taken.
@@ -184,7 +184,7 @@ class SharedMemory:
                 reaper.close()
 
     def _reaper(self, path: Path) -> Start | None:
-        """Start the reaper of a name that the memory gets; None: none can be started here."""
+        """Start the reaper of a name; None: no process can be started here."""
         try:
             return Start(str(path), self.fd)
         except OSError as error:
@@ -203,7 +203,7 @@ class SharedMemory:
 
         Raises:
             ConfigError: The name could lead out of /dev/shm.
-            StoreGoneError: It is not there, or its run has ended.
+            StoreGoneError: It does not exist, or its run has ended.
             PeerTakenError: Another process has this index.
             StoreError: It is not this user's, or not private.
         """
@@ -232,7 +232,7 @@ class SharedMemory:
 
     @classmethod
     def attach_one_of(cls, name: str, peers: Sequence[int]) -> SharedMemory:
-        """Map the memory of a name under the first of some indices that no process has; as `attach`.
+        """Map the memory of a name under the first free one of some indices.
 
         Raises:
             StoreError: All are taken, or as `attach`.
@@ -245,7 +245,7 @@ class SharedMemory:
         raise StoreError(str(SHM / name), "must have a free place", len(peers), "raise the table's writers")
 
     def unlink(self) -> None:
-        """Take the name away: no process can attach any more, and the memory goes with its last process."""
+        """Remove the name: no process can attach any more, and the memory is freed with its last process."""
         os.unlink(self.path)
         self.path = SHM
 
@@ -271,19 +271,19 @@ class SharedMemory:
         if self._closed:
             return
         self._closed = True
-        if self._pid == os.getpid():  # a forked child shares the lock with its parent and must leave it alone
+        if self._pid == os.getpid():  # a forked child shares the lock with its parent: do not release it
             self._detach()
         os.close(self.fd)
         self.buffer = memoryview(b"")
 
     def _detach(self) -> None:
-        """Release this process's byte; the last one removes the name before."""
-        # With the byte still held, no reaper is faster: the name is gone when the last `close` returns.
+        """Release this process's byte; the last process removes the name before that."""
+        # While the byte is held, no reaper removes the name: it is gone when the last `close` returns.
         if not _unlink_if_garbage(self.fd, self.path):
             _record_lock(self.fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, self.peer, 1)
-            if not _unlink_if_garbage(self.fd, self.path):  # two that detach at once have refused each other
+            if not _unlink_if_garbage(self.fd, self.path):  # two that detach at once block each other
                 _await_removal(self.fd)
-        # The map has a descriptor of its own, which would keep the lock for as long as there are views.
+        # The map has its own descriptor, which would keep the lock as long as there are views.
         _record_lock(self.fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, 0, WHOLE)
 
 
@@ -291,7 +291,7 @@ def _open(path: Path) -> int:
     """Open a file that must be a store.
 
     Raises:
-        StoreGoneError: It is not there.
+        StoreGoneError: It does not exist.
         StoreError: It cannot be opened.
     """
     try:
@@ -304,10 +304,10 @@ def _open(path: Path) -> int:
 
 @contextlib.contextmanager
 def opened_file(path: Path) -> Iterator[int]:
-    """Open a store's file to look at it, without attaching.
+    """Open a store's file for reading its header, without attaching.
 
     Raises:
-        StoreGoneError: It is not there.
+        StoreGoneError: It does not exist.
         StoreError: It cannot be opened.
     """
     fd = _open(path)
@@ -318,7 +318,7 @@ def opened_file(path: Path) -> Iterator[int]:
 
 
 def _refuse_no_descriptor(path: Path, error: OSError) -> None:
-    """Raise if an error is that no file can be opened.
+    """Raise StoreError if an error is that no more files can be opened.
 
     Raises:
         StoreError: This process, or the machine, has too many files open.
@@ -349,7 +349,7 @@ def _mapped_huge_bytes(path: Path, inode: int) -> int:
 
 
 def _unlink_if_garbage(fd: int, path: Path) -> bool:
-    """Remove a store that no process holds a byte of. Of racing callers exactly one succeeds."""
+    """Remove a store to which no process is attached. Of racing callers exactly one succeeds."""
     if path == SHM or os.pread(fd, len(MAGIC), 0) != MAGIC or not _try_lock(fd, fcntl.F_WRLCK, 0, WHOLE):
         return False
     return unlink_same(str(path), fd)
@@ -363,7 +363,7 @@ def _await_removal(fd: int) -> None:
 
 
 def stores(prefix: str) -> list[Path]:
-    """Return this user's store files of a prefix, living or not; files of other programs are none.
+    """Return this user's store files of a prefix, living or not; files of other programs are left out.
 
     Raises:
         ConfigError: The prefix could lead out of /dev/shm.
@@ -386,7 +386,7 @@ def _is_store(path: Path) -> bool:
             return file.read(len(MAGIC)) == MAGIC
     except OSError as error:
         _refuse_no_descriptor(path, error)
-        return False  # it is gone, or cannot be read
+        return False  # removed, or not readable
 
 
 def living(prefix: str) -> list[Path]:
@@ -395,12 +395,12 @@ def living(prefix: str) -> list[Path]:
 
 
 def is_held(fd: int, first: int, count: int) -> bool:
-    """Return whether another process holds one of some bytes of an open file; a count of 0: to its end."""
+    """Return whether another process holds a lock on bytes of an open file; a count of 0: to its end."""
     return _record_lock(fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, first, count) != fcntl.F_UNLCK
 
 
 def opened(prefix: str) -> Iterator[tuple[Path, int]]:
-    """Walk this user's store files of a prefix, living or not, each open for as long as it is looked at.
+    """Iterate over this user's store files of a prefix, living or not, each open during its turn.
 
     Raises:
         StoreError: This process has too many files open.
@@ -428,5 +428,5 @@ def remove_garbage(prefix: str) -> list[Path]:
         if _unlink_if_garbage(fd, path):
             removed.append(path)
         else:
-            _await_removal(fd)  # by its reaper, where the run has ended just now
+            _await_removal(fd)  # by its reaper, where the run has just ended
     return removed

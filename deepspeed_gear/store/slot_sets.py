@@ -1,7 +1,7 @@
 """Sets of slots and owners.
 
 `numpy.unique` and `numpy.isin` import `numpy.ma` when they are first called: 15 to 100 ms, for a writer
-under the lock of the store. What runs there uses these.
+that holds the store's lock. Code that runs there uses these functions.
 """
 
 from __future__ import annotations
@@ -18,5 +18,5 @@ def distinct(values: np.ndarray) -> np.ndarray:
 
 
 def is_among(values: np.ndarray, few: Sequence[int]) -> np.ndarray:
-    """Tell which values are one of a few. [n] -> [n], bool."""
+    """Return which values are among a few. [n] -> [n], bool."""
     return np.asarray((values[:, None] == np.asarray(few, values.dtype)).any(-1))

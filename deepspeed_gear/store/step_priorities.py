@@ -1,4 +1,4 @@
-"""Priorities of steps, which lie by row as the steps do, and what is derived from them."""
+"""Priorities of steps, stored by row as the steps are, and the sum trees derived from them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from deepspeed_gear.store.table import Table
 
 @dataclass(frozen=True)
 class StepPriorities:
-    """What a stream keeps for each row of a store. Every method wants the store's lock.
+    """A batch stream's priorities and masses of a store's rows. Every method requires the store's lock.
 
-    A row that no trajectory has, has priority 0. After a death inside, `mend` restores that.
+    A row of no trajectory has priority 0. After a death inside a method, `repair` restores that.
 
     Args:
         ops: The ops.
-        priorities: The truth. [rows], float32.
-        row_slots: The slot that each row is of. [rows], int32.
-        sums: Masses, and the sums over them. [tree_size(rows)], int64.
-        minima: The least masses, if they are kept. [minima_size(rows)], int64.
-        counts: Of the stream.
+        priorities: All else is derived from these. [rows], float32.
+        row_slots: The slot of each row. [rows], int32.
+        sums: Masses, and their sum tree. [tree_size(rows)], int64.
+        minima: The min tree, if there is one. [minima_size(rows)], int64.
+        counts: The stream's.
     """
 
     ops: Ops
@@ -38,12 +38,12 @@ class StepPriorities:
 
     @classmethod
     def find(cls, ops: Ops, views: Mapping[str, np.ndarray], stream: str) -> StepPriorities | None:
-        """Return those of a stream whose items are steps with priorities.
+        """Return the step priorities of a stream; None if its items are no steps with priorities.
 
         Args:
             ops: The ops.
             views: The regions of its store.
-            stream: What the names of its regions begin with.
+            stream: Prefix of the names of its regions.
         """
         if f"{stream}/row_slots" not in views:
             return None
@@ -63,7 +63,7 @@ class StepPriorities:
         return self.sums[: len(self.priorities)].numpy()
 
     def forget(self, first_row: int, num_rows: int) -> None:
-        """Take the priorities of rows, so that these can be another's."""
+        """Clear the priorities of rows, so that another trajectory can use them."""
         rows, leaves = slice(first_row, first_row + num_rows), self.leaves
         if not self.priorities[rows].any() and not leaves[rows].any():
             return
@@ -72,20 +72,20 @@ class StepPriorities:
         self._update(np.arange(first_row, first_row + num_rows), np.zeros(num_rows, np.int64))
 
     def copy(self, source: int, to: int, num_rows: int) -> None:
-        """Give free rows what others have; `replace` follows when they are the trajectory's."""
+        """Copy priorities to free rows; `replace` follows when the trajectory has moved there."""
         self.priorities[to : to + num_rows] = self.priorities[source : source + num_rows]
         self.row_slots[to : to + num_rows] = self.row_slots[source : source + num_rows]
 
     def replace(self, source: int, to: int, num_rows: int) -> None:
-        """Let rows that were copied take the masses of those that they were copied from, now free."""
+        """Move the masses of rows, now free, to the rows that they were copied to."""
         self.priorities[source : source + num_rows] = 0
         masses, steps = self.leaves[source : source + num_rows].copy(), np.arange(num_rows)
         if masses.any():
             items = np.concatenate([steps + source, steps + to])
             self._update(items, np.concatenate([np.zeros_like(masses), masses]))
 
-    def mend(self, table: Table) -> None:
-        """Make priorities and slots of the rows agree with the slot table; masses are to be built anew."""
+    def repair(self, table: Table) -> None:
+        """Repair priorities and slots of rows from the slot table; the caller rebuilds the masses."""
         used = np.nonzero(is_among(table.slots[:, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED)))[0]
         free = np.ones(len(self.priorities), bool)
         extents = table.slots[used][:, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist()

@@ -36,12 +36,11 @@ class StoreLock:
     With the native module it is a robust process-shared mutex; without it (the reference backend) a
     `flock`, which the kernel also releases when its owner dies. All processes of a store use the same kind.
 
-    A word in the store holds the owner's process id until its work is whole. An owner that died, or left by
-    anything but a refusal (Ctrl-C, a bug), does not clear it; the next process that locks finds it and
-    recovers.
+    A word in the store holds the owner's process id until its work is complete. An owner that died, or left
+    by anything but a refusal (Ctrl-C, a bug), does not clear it; the next owner finds it and recovers.
 
-    An owner that is stopped (SIGSTOP) is alive, and its work is half done. A wait of at most `timeout_s` goes
-    on when it is continued; a longer one is an error with its process id.
+    An owner that is stopped (SIGSTOP) is alive, with its work half done. Waiters go on if it is continued
+    within `timeout_s`; else they raise an error with its process id.
 
     Args:
         memory: The store's memory.
@@ -69,7 +68,7 @@ class StoreLock:
     def __enter__(self) -> StoreLock:
         thread = threading.get_ident()
         try:
-            if self._thread != thread or not self._is_held():  # else Ctrl-C struck while it was released
+            if self._thread != thread or not self._is_held():  # else Ctrl-C interrupted its release
                 self._acquire()
             self._thread = thread
             left_unfinished = self._holder[0] != 0
@@ -78,7 +77,7 @@ class StoreLock:
                 self._recover()
         except BaseException:
             if self._native is not None:
-                self._native.mutex_consistent(self._address)  # Ctrl-C may have come before this was said
+                self._native.mutex_consistent(self._address)  # Ctrl-C may have come before `_acquire` did so
             self._release()  # the next owner has the same duty
             raise
         return self
@@ -105,12 +104,12 @@ class StoreLock:
             self._raise(result)
 
     def _release(self) -> None:
-        """Let go; without effect where another thread or process has the lock."""
+        """Release the lock; without effect where another thread or process has it."""
         if self._native is not None:
             self._native.mutex_unlock(self._address)
         elif self._threads.acquire(blocking=False):
             fcntl.flock(self._memory.fd, fcntl.LOCK_UN)
-            with contextlib.suppress(RuntimeError):  # says that nothing is left to release
+            with contextlib.suppress(RuntimeError):  # raised when nothing is left to release
                 while True:
                     self._threads.release()
         self._thread = None
@@ -139,7 +138,7 @@ class StoreLock:
                 f"the lock of {self._memory.path}",
                 f"must be free within {self.timeout_s} s (gear.timeout_s)",
                 f"held by process {holder}" + (", which is stopped" if stopped else ""),
-                f"continue it (kill -CONT {holder}) or end it" if stopped else "look what that process does",
+                f"continue it (kill -CONT {holder}) or end it" if stopped else "check what that process does",
             )
         raise StoreError(f"the lock of {self._memory.path}", "must be usable", None, "start the run again")
 

@@ -1,4 +1,4 @@
-"""Records of a batch stream that lie in its table's store; evicting and pinning read them too."""
+"""Records of a batch stream in its table's store; eviction and pins read them too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NEVER_LATE: Final = 1 << 62  # the word of a process that reads no selections
 
 
 class Head:
-    """Words of a selection: the position after it, and what its weights are computed from."""
+    """Words of a selection: the position after it, and the inputs of its PER weights."""
 
     KEY: Final = 0  # number of the global batch; in an evaluation pass, pass << 32 | batch
     SAMPLES: Final = 1  # samples before the next one
@@ -29,8 +29,8 @@ class Head:
 class Position(Head):
     """Words of a batch stream's position: those of its latest head, with the next KEY, and these."""
 
-    DONE: Final = 11  # samples of the next selection that are resolved already
-    AHEAD: Final = 12  # global batch whose draws lie in its ring entry before it is selected
-    RECOVERED: Final = 13  # the store's RECOVERIES that this stream has repaired itself after
+    DONE: Final = 11  # samples of the next selection that are already resolved
+    AHEAD: Final = 12  # global batch whose draws are in its ring entry before it is selected
+    RECOVERED: Final = 13  # RECOVERIES of the store when this stream was last repaired
     WRITES: Final = 14  # over nodes: a process of this node writes too, and must not wait for itself
     LIMITED: Final = 15  # over nodes: the rate limiter refuses the next selection

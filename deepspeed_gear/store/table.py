@@ -1,7 +1,7 @@
-"""One node's part of a table: columns in shared or mapped memory, and the slots that say what lies where.
+"""One node's part of a table: columns in shared or mapped memory, and the slot table of its trajectories.
 
 A slot is reserved -> committed -> retired -> free. Its state word is the commit point: everything else of a
-slot is written before it. The slot table is the truth; free slots and free rows are derived from it.
+slot is written before it. The slot table is authoritative; free slots and free rows are derived from it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from deepspeed_gear.store.table_spec import RETURN_TO_GO, Shard, TableSpec, tabl
 class Table:
     """A table in this process. `create` by one process of a node, `attach` by the others.
 
-    Thread and process safety: methods that change or read slots want `lock` held, as their names in the
-    docstrings say; rows of a reserved slot belong to its owner, rows of a committed slot never change.
+    Thread and process safety: methods that change or read slots require `lock`, where their docstrings
+    state it; rows of a reserved slot belong to its owner, rows of a committed slot never change.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class Table:
         self._columns = ColumnArrays(spec, views)
         self.columns: dict[str, np.ndarray] = self._columns.by_name
         self._recoveries: list[Callable[[], None]] = []
-        itself: Table = weakref.proxy(self)  # its parts must not keep it, and its memory, after its last user
+        itself: Table = weakref.proxy(self)  # its parts must not keep it and its memory alive
         self.lock = StoreLock(memory, ops.native, timeout_s, lambda: itself._run_recoveries())
-        self.handle: Any = None  # of the native store
+        self.handle: Any = None  # the native store
         self.extents = self._open_extents() if spec.dataset is None else None
         if self.extents is not None:
             ends = [spec.schema.role(role) for role in ("terminated", "truncated")]
@@ -63,7 +63,7 @@ class Table:
             self.unfinished = OpenSlots(
                 self.slots, self.control, self.extents, memory, terminated, truncated, self.rows_for(0)
             )
-        # Rung by the next change of a slot if a sampler listens.
+        # The next change of a slot notifies it if a sampler waits.
         self.bells = FutexEvents(
             self.control[Control.EVENT : Control.EVENT + 1].view(np.uint32).reshape(1, 2), ops.native
         )
@@ -84,13 +84,13 @@ class Table:
         Args:
             spec: The table.
             extra: Regions of other layers (the streams of selection).
-            meaning: What must agree between the processes of the store.
-            run: That it belongs to.
+            meaning: Description that must be equal in all processes of the store.
+            run: The run that it belongs to.
             ops: The ops.
             timeout_s: Longest wait for the lock, in seconds.
-            huge_pages: Ask for huge pages.
+            huge_pages: Request huge pages.
         Raises:
-            StoreFullError: There is no room.
+            StoreFullError: There is too little memory.
         """
         layout = table_layout(spec, extra, meaning)
         memory = SharedMemory.create(layout.total_bytes, 0, huge_pages)
@@ -122,7 +122,7 @@ class Table:
         """Attach to a store that another process of the node made.
 
         Raises:
-            StoreError: It is foreign, of another run, or its layout differs.
+            StoreError: It is no store of this user, of another run, or its layout differs.
         """
         memory = SharedMemory.attach(name, peer)
         try:
@@ -141,7 +141,7 @@ class Table:
             raise
 
     def claim_peer(self, peer: int) -> None:
-        """Write down which process an index belongs to, for error texts."""
+        """Record this process's id at its index, for error texts."""
         self.peers[peer, [Peer.OLDEST_OPEN, Peer.REGISTERED]] = 0
         self.peers[peer, Peer.PID] = os.getpid()
 
@@ -187,11 +187,11 @@ class Table:
 
     @property
     def device(self) -> torch.device:
-        """Where the rows lie."""
+        """The device of the rows."""
         return torch.device("cpu")
 
     def gather_source(self, name: str) -> torch.Tensor:
-        """Return what batches are gathered from, of a column or of RETURN_TO_GO; never write to it.
+        """Return the rows that batches are gathered from, of a column or RETURN_TO_GO; never write to them.
 
         Returns:
             In memory the store's own rows and after them the arrivals; of a mapped data set its own rows or,
@@ -225,7 +225,7 @@ class Table:
         return int(self.control[Control.STEPS_COMMITTED])
 
     def slots_of(self, ids: np.ndarray) -> np.ndarray:
-        """Return the slot of each id, -1 where it is not stored. Wants the lock; one pass over the slots."""
+        """Return the slot of each id, -1 where none is stored. Requires the lock; one pass over the slots."""
         if self.spec.dataset is not None:
             at = np.asarray(ids, np.int64) - self.spec.first_id
             held = (at >= 0) & (at < len(self.slots))
@@ -245,7 +245,7 @@ class Table:
         return np.asarray(np.where(found, committed_slots[at] if len(order) else -1, -1))
 
     def rows(self, slot: int) -> dict[str, np.ndarray]:
-        """Return views of a trajectory's rows, each column as long as it really is."""
+        """Return views of a trajectory's rows, each column with its own number of rows."""
         first, steps = int(self.slots[slot, Slot.FIRST_ROW]), int(self.slots[slot, Slot.NUM_STEPS])
         return {column.name: self._rows_of(column, slot, first, steps) for column in self.spec.schema}
 
@@ -267,7 +267,7 @@ class Table:
         return num_steps + (1 if self.spec.schema.has_final_row else 0)
 
     def reserve(self, num_steps: int) -> int:
-        """Take a slot and an extent for a trajectory of at most `num_steps` steps. Wants the lock.
+        """Reserve a slot and an extent for a trajectory of at most `num_steps` steps. Requires the lock.
 
         Raises:
             StoreFullError: There is no free slot or no run of rows that is long enough.
@@ -278,7 +278,7 @@ class Table:
         return slot
 
     def full(self, refusal: int, num_steps: int) -> StoreFullError:
-        """Return the error of a trajectory that finds no room."""
+        """Return the error of a trajectory for which no slot or run of rows is free."""
         name = f"table {self.spec.name}"
         if refusal == Refusal.NO_SLOT:
             rule, remedy = f"must have a free slot of {len(self.slots)}", "raise capacity_trajectories"
@@ -288,11 +288,11 @@ class Table:
             name,
             f"must have {self.rows_for(num_steps)} free rows in a run",
             f"{free} free, longest run {longest}",
-            "raise capacity_steps, remove trajectories, or let old ones go (remove)",
+            "raise capacity_steps, remove trajectories, or set remove to evict old ones",
         )
 
     def write(self, slot: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """Fill a reserved slot's rows. Needs no lock: they belong to this process."""
+        """Write a reserved slot's rows. Needs no lock: they belong to this process."""
         first, steps = int(self.slots[slot, Slot.FIRST_ROW]), int(self.slots[slot, Slot.NUM_STEPS])
         for column in self.spec.schema:
             self._rows_of(column, slot, first, steps)[...] = arrays[column.name]
@@ -313,7 +313,7 @@ class Table:
         if spec.in_memory:
             for column in dataset.schema:
                 np.copyto(self.columns[column.name], part_of(spec, column))
-            dataset.files.check()  # the copy is of the files that were opened, and of no later state of them
+            dataset.files.check()  # the files have not changed during the copy
         slots[:, Slot.STATE] = SlotState.COMMITTED
         self.control[Control.NEXT_ID] = dataset.num_trajectories_of_whole
         self.count()
@@ -327,7 +327,7 @@ class Table:
             self.ops.suffix_sum_(returns, self.tensor(reward.name), torch.from_numpy(extents))
 
     def commit(self, slot: int, born: int = 0) -> int:
-        """Publish a reserved slot and return the new trajectory's id. Wants the lock.
+        """Publish a reserved slot and return the new trajectory's id. Requires the lock.
 
         Args:
             slot: Reserved by this process.
@@ -338,27 +338,27 @@ class Table:
         return self._extents.commit(slot, int(record[Slot.NUM_STEPS]), int(record[Slot.NUM_ROWS]), born)
 
     def retire(self, slot: int) -> None:
-        """Evict a committed trajectory; `free` frees its extent when no selection pins it. Wants the lock."""
+        """Evict a committed trajectory; `free` frees its rows when nothing pins it. Requires the lock."""
         assert self.slots[slot, Slot.STATE] == SlotState.COMMITTED
         self._extents.retire(slot)
 
     def free(self, slots: np.ndarray) -> None:
-        """Give retired or reserved slots and their rows back. Wants the lock."""
+        """Free retired or reserved slots and their rows. Requires the lock."""
         for slot in slots.tolist():
             self._extents.free(slot)
 
     def retired(self) -> np.ndarray:
-        """Return the slots that wait to be freed, in the order in which they were retired. Wants the lock."""
+        """Return the retired slots, in the order of their retirement. Requires the lock."""
         return np.empty(0, np.int64) if self.extents is None else self.extents.retired()
 
     # ---- derived state ---------------------------------------------------------------------------
 
     def on_recover(self, recover: Callable[[], None]) -> None:
-        """Register what rebuilds derived state after a lock's owner has died."""
+        """Register a function that rebuilds derived state after the death of a lock's owner."""
         self._recoveries.append(recover)
 
     def restored(self, next_id: int) -> None:
-        """Derive everything anew after slots and rows were replaced. Wants the lock.
+        """Rebuild all derived state after slots and rows were replaced. Requires the lock.
 
         Args:
             next_id: The counter that ids are made from, of this shard (Control.NEXT_ID).
@@ -387,7 +387,7 @@ class Table:
         self.extents.rebuild()
 
     def count(self) -> None:
-        """Derive the numbers of what is stored from the slots. Wants the lock."""
+        """Count the stored trajectories and steps from the slots. Requires the lock."""
         committed = self.slots[:, Slot.STATE] == SlotState.COMMITTED
         self.control[Control.NUM_COMMITTED] = int(committed.sum())
         self.control[Control.STEPS_COMMITTED] = int(self.slots[committed, Slot.NUM_STEPS].sum())

@@ -1,4 +1,4 @@
-"""What a table is, before it has memory."""
+"""Specification of a table: schema, sizes and retention, from which its memory is laid out."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from deepspeed_gear.store.records import Control, Peer, SlotLink, SlotRetention
 from deepspeed_gear.store.retention import UNLIMITED, Retention
 from deepspeed_gear.store.shared_memory import opened_file
 
-NOTE_BYTES = 512  # what a process says of how its batches get to its device
+NOTE_BYTES = 512  # a process's note on how its batches are transferred to its device
 STALE_BINS = 48  # of lengths of dropped trajectories: powers of two
-LEAST_FREE = 32  # a table moves extents as long as more than one of so many rows is free
-MOST_SPARE = 8  # at most one of so many rows is kept to move extents through
-LEAST_LOG = 1024  # changed slots that are told one by one
+LEAST_FREE = 32  # a table is compacted while more than one of so many rows is free
+MOST_SPARE = 8  # at most one of so many rows is a spare row of compaction
+LEAST_LOG = 1024  # changed slots that the log holds, at least
 RETURN_TO_GO = "derived/return_to_go"  # region of the derived column; no column can have this name
 
 
@@ -37,10 +37,10 @@ _SIZES = (
 
 @dataclass(frozen=True)
 class Shard:
-    """Which part of a table a store holds.
+    """Shard: the part of a table that a store holds.
 
     Args:
-        index, count: Which of how many shards, in stored order.
+        index, count: Index of the shard, and number of shards, in stored order.
         first, end: Ids of the data set's trajectories that it holds: [first, end). 0, 0 for a table with a
             capacity.
     """
@@ -53,7 +53,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """What a table is, before it has memory.
+    """Specification of a table, from which its memory is laid out.
 
     Args:
         name: Of the table.
@@ -68,9 +68,9 @@ class TableSpec:
         arrival_rows: Extra rows of every step column, for rows of trajectories that other nodes hold.
         arrival_slots: Extra rows of every column of one row per trajectory, likewise.
         num_writers: Processes besides these that may attach to write.
-        retention: How long trajectories stay, and how far writers may be ahead.
+        retention: How long trajectories stay, and the rate limiter.
         spare_rows: The last of the rows, through which extents are moved; no trajectory stays there. As many
-            as the longest extent that may be moved; 0: none is.
+            as the longest extent that may be moved; 0: none is moved.
     """
 
     name: str
@@ -95,12 +95,12 @@ class TableSpec:
 
     @property
     def least_free_rows(self) -> int:
-        """Rows that must be free, besides those that are wanted, for moving to be cheaper than letting go."""
+        """Rows that must be free, besides those to reserve, for compaction to be cheaper than eviction."""
         return self.capacity_rows // LEAST_FREE if self.spare_rows else UNLIMITED
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Return what a process without a config makes the spec of, of a table with a capacity; JSON-able."""
+        """Return the sizes, JSON-able, from which a process without a config builds it (`of_capacity`)."""
         values = {name: getattr(self, name) for name in _SIZES}
         shard = None if self.shard is None else asdict(self.shard)
         return {**values, "shard": shard, "retention": self.retention.to_json()}
@@ -127,13 +127,13 @@ class TableSpec:
 
     @property
     def held(self) -> slice:
-        """Where the store's trajectories stand in the extents of the data set."""
+        """The store's trajectories, as a slice of the extents of the data set."""
         assert self.dataset is not None
         first = self.first_id - self.dataset.first_id
         return slice(first, first + self.num_slots)
 
     def regions(self) -> list[Region]:
-        """Return what lies in shared memory."""
+        """Return the regions in shared memory."""
         regions = [
             Region("control", "int64", (Control.NUM_WORDS,)),
             Region("peers", "int64", (self.num_peers + self.num_writers, Peer.NUM_WORDS)),
@@ -161,7 +161,7 @@ class TableSpec:
         return regions
 
     def _region(self, kind: str, column: Column, num_slots: int, num_rows: int) -> Region:
-        """Return a column's region: so many rows, and after them those for arrivals."""
+        """Return a column's region: its rows or slots, and after them those for arrivals."""
         rows = num_rows + self.arrival_rows
         if column.rows == "1":
             rows = num_slots + self.arrival_slots
@@ -169,7 +169,7 @@ class TableSpec:
 
 
 def spare_rows_for(retention: Retention, capacity_rows: int, longest_rows: int | None) -> int:
-    """Return the spare rows of a table: those of its longest trajectory, but no more than a part of all.
+    """Return the spare rows of a table: those of its longest trajectory, but at most 1/MOST_SPARE of all.
 
     Args:
         retention: Of the table; where nothing is evicted, extents stay where they are.
@@ -183,7 +183,7 @@ def spare_rows_for(retention: Retention, capacity_rows: int, longest_rows: int |
 
 
 def table_layout(spec: TableSpec, extra: list[Region], meaning: dict[str, Any]) -> Layout:
-    """Return where everything of a table lies, and what its processes must agree on."""
+    """Return the memory layout of a table, with the description that its processes must agree on."""
     agreed = {"table": spec.name, "schema": spec.schema.to_json(), **meaning}
     if spec.shard is not None:
         agreed["shard"] = asdict(spec.shard)
@@ -193,10 +193,10 @@ def table_layout(spec: TableSpec, extra: list[Region], meaning: dict[str, Any]) 
 
 
 def writer_places(path: Path) -> range:
-    """Return the indices of processes that only write into a store, as its file says.
+    """Return the indices for processes that only write into a store, from its file.
 
     Raises:
-        StoreError: It takes no writers, or is no store.
+        StoreError: It admits no writers, or is no store.
     """
     with opened_file(path) as fd:
         sizes = read_meaning(fd, str(path))[0].get("sizes")

@@ -19,18 +19,18 @@ _ABSENT = object()
 
 
 def with_schema(options: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
-    """Return a table's options with its schema, from wherever that comes, in one form."""
+    """Return a table's options with its schema, in the same form from every source."""
     entries = [dict(entry) for entry in schema.to_json()["columns"]]
     return {**options, "schema": {"columns": {entry.pop("name"): entry for entry in entries}}}
 
 
 def options_of(seed: int, name: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a writer depends on, JSON-able and of one form for equal configs.
+    """Return the options that a writer depends on, JSON-able and in one form for equal configs.
 
     Args:
         seed: Of the run.
         name: Of the table.
-        table: Its options, all of them, and its schema as `with_schema` has it.
+        table: All its options, and its schema as in `with_schema`.
     """
     kept = {option: value for option, value in table.items() if option != "data"}
     found: dict[str, Any] = _plain({"seed": seed, "tables": {name: kept}})
@@ -40,13 +40,13 @@ def options_of(seed: int, name: str, table: Mapping[str, Any]) -> dict[str, Any]
 def filled(
     section: Mapping[str, Any], name: str, defaults: Mapping[str, Any], schema: Schema
 ) -> dict[str, Any]:
-    """Return what a `gear` section says of what a writer of a table depends on.
+    """Return the options of a `gear` section that a writer of a table depends on.
 
     Args:
-        section: As an actor has it, unchecked.
+        section: An actor's, unchecked.
         name: Of the table.
-        defaults: As the store has them: of "seed", "table", and each of `OBJECTS`.
-        schema: Of the store, for a section that has none: then the run's program has given it.
+        defaults: The store's: of "seed", "table", and each of `OBJECTS`.
+        schema: The store's, for a section without one: then the run's program has given it.
     Raises:
         SchemaError: The section's schema is wrong.
     """
@@ -65,7 +65,7 @@ def digest(options: Mapping[str, Any]) -> str:
 
 
 def differences(mine: Any, theirs: Any, name: str = "gear") -> list[str]:
-    """Name the options that differ, such as "gear.seed: 0 here, 1 there"."""
+    """Return the options that differ, such as "gear.seed: 0 here, 1 there"."""
     if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
         return [
             text

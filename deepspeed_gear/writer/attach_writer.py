@@ -1,4 +1,4 @@
-"""How a process that only writes finds a store and attaches to it."""
+"""Attach a process that only writes: search for the store of a table, and attach to it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Attached:
     """A table in a process that only writes.
 
     Args:
-        table: Itself.
+        table: The table.
         max_length: Steps of the longest trajectory.
-        weight: Per-trajectory column of weights, which must be weights.
+        weight: Per-trajectory column of weights, which must be finite and >= 0.
         timeout_s: Longest wait for the ranks.
     """
 
@@ -52,21 +52,21 @@ def attach(
     """Attach to the store of a table of a run of this node.
 
     Candidates are stores with a living rank whose run has the table, the writers' options of `config` (see
-    `store.writer_options`) and the name or id `run`. This waits until there is one, also where a store goes
-    while it is opened.
+    `store.writer_options`) and the name or id `run`. This waits until there is one, also where a store is
+    removed while it is opened.
 
     Args:
         config: The ds_config of the run, or its `gear` section: a file or a mapping. None: default names, and
             any schema.
-        table: Which table; None: the only one that takes writers.
-        name: Of the store's file in /dev/shm, in place of a search. It must be there, and fit `config`.
-        wait_s: How long to wait for the ranks to make it.
+        table: Name of the table; None: the only one that admits writers.
+        name: Of the store's file in /dev/shm, instead of a search. It must exist, and match `config`.
+        wait_s: How long to wait for the ranks to create it.
         run: Name or id of the run. None: `gear.shared_memory.run`, else the environment's GEAR_RUN, else the
-            only run that fits.
+            only run that matches.
     Raises:
-        ConfigError: The config says of no such table that takes writers, or of no such run; or an argument is
-            wrong.
-        StoreError: There is no such store in time, there are several, or all places of writers are taken.
+        ConfigError: The config has no such table that admits writers, or names another run; or an argument
+            is wrong.
+        StoreError: There is no such store in time, there are several, or it has its maximum of writers.
     """
     for what, given in (("table", table), ("name", name), ("run", run)):
         arguments.one_of(what, given, (str, type(None)), "a name")
@@ -80,7 +80,7 @@ def attach(
     while True:
         store, others = search.look()
         if store is not None:
-            with contextlib.suppress(StoreGoneError):  # its run has ended meanwhile: wait for the next
+            with contextlib.suppress(StoreGoneError):  # its run has ended in the meantime: wait for the next
                 return _open(store)
         if time.monotonic() > until:
             raise search.not_found(wait_s, others)
@@ -92,7 +92,7 @@ def _open(store: NamedStore) -> Attached:
 
     Raises:
         StoreGoneError: Its run has ended.
-        StoreError: All places of writers are taken.
+        StoreError: It has its maximum of writers.
     """
     memory = SharedMemory.attach_one_of(store.file, writer_places(SHM / store.file))
     try:
@@ -103,11 +103,11 @@ def _open(store: NamedStore) -> Attached:
         attached = Table(spec, memory, layout, ops, float(meaning["timeout_s"]))
         if not attached.has_living_rank:
             raise StoreGoneError(str(store), "must belong to a living run", None, "its ranks have ended")
-        with attached.lock:  # an earlier process in this place may have died without a trace
+        with attached.lock:  # an earlier process with this index may have died while writing
             attached.unfinished.give_up(memory.peer)
         attached.claim_peer(memory.peer)
-        told = meaning["writing"]
-        return Attached(attached, told["max_length"], told["weight"], float(told["timeout_s"]))
+        options = meaning["writing"]
+        return Attached(attached, options["max_length"], options["weight"], float(options["timeout_s"]))
     except BaseException:
         memory.close()
         raise
@@ -115,12 +115,12 @@ def _open(store: NamedStore) -> Attached:
 
 @dataclass(frozen=True)
 class _Search:
-    """Which stores are candidates.
+    """A search for the store of a writer, among candidates in /dev/shm.
 
     Args:
         section: The `gear` section; None: any store of the prefix.
-        prefix: Of the file.
-        table: None: any.
+        prefix: Of the file's name.
+        table: Name of the table; None: any.
         runs: Names and ids that the run must have; empty: any run.
     """
 
@@ -139,10 +139,10 @@ class _Search:
         return cls(section, prefix, _table_of(section, table), run_names(memory.get("run"), run))
 
     def look(self) -> tuple[NamedStore | None, list[str]]:
-        """Return the one store that fits, or None, and why the others do not.
+        """Return the one store that matches, or None, and why the others do not.
 
         Raises:
-            StoreError: Several fit.
+            StoreError: Several match.
         """
         fitting, others = [], []
         found, foreign = named_stores(self.prefix)
@@ -159,10 +159,10 @@ class _Search:
         return (fitting[0] if fitting else None), others + foreign
 
     def fitting(self, file: str) -> NamedStore:
-        """Return the store of a file, which must fit.
+        """Return the store of a file; raise unless it matches.
 
         Raises:
-            StoreError: It does not, or cannot be attached to.
+            StoreError: It does not match, or cannot be attached to.
         """
         store = named_store(file)
         options = [] if self.section is None else store.differences(self.section)
@@ -171,12 +171,12 @@ class _Search:
         return store
 
     def _reasons(self, store: NamedStore) -> list[str]:
-        """Return why a store does not fit."""
+        """Return why a store does not match; empty if it does."""
         if self.table not in (None, store.table):
             return [f"its table is not {self.table}"]
-        strange = [name for name in self.runs if name not in (store.run.id, store.run.name)]
-        if strange:
-            return [f"its run is not {strange[0]}"]
+        missing = [name for name in self.runs if name not in (store.run.id, store.run.name)]
+        if missing:
+            return [f"its run is not {missing[0]}"]
         return [] if self.section is None else store.differences(self.section)
 
     def not_found(self, wait_s: float, others: list[str]) -> StoreError:
@@ -205,7 +205,7 @@ def _object(name: str, value: object) -> Mapping[str, Any]:
     """Return a JSON object of the config.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It is no JSON object.
     """
     if not isinstance(value, Mapping):
         remedy = "give the ds_config or the gear section that the ranks have"

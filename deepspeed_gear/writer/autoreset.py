@@ -14,7 +14,7 @@ _MEANING = (
     '"next_step": the step after the last one of an episode resets, and its action is ignored; '
     '"same_step": the last step resets, and the last observation is given as `final`; '
     '"disabled": the program resets the environment and calls `reset`, as with a single one. '
-    "Or give the environment in place of the number: its mode is read"
+    "Or give the environment instead of the number: its mode is read"
 )
 
 
@@ -23,7 +23,7 @@ def resolve(envs: Any, autoreset: Any) -> tuple[int, str]:
 
     Args:
         envs: N, or a vector environment of gymnasium's, or a single one: N = 1.
-        autoreset: A mode or gymnasium's AutoresetMode; None: that of the environment.
+        autoreset: A mode or gymnasium's AutoresetMode; None: the environment's.
     Raises:
         ConfigError: `envs` is neither a number nor an environment.
         DataError: No mode is given, or two differ.
@@ -38,17 +38,17 @@ def resolve(envs: Any, autoreset: Any) -> tuple[int, str]:
     if found is None and given is None:
         raise DataError("autoreset", "must be in the environment's metadata, or given", None, _MEANING)
     if None not in (found, given) and found != given:
-        raise DataError("autoreset", f'must be "{found}", as the environment has it', given, "leave it out")
+        raise DataError("autoreset", f'must be "{found}", the mode of the environment', given, "leave it out")
     return int(getattr(envs, "num_envs", 1)), str(given or found)
 
 
 def mode_of(envs: Any) -> str | None:
-    """Return the autoreset mode that an environment has; None: a vector environment without one.
+    """Return the autoreset mode of an environment; None: a vector environment without one.
 
-    A single environment is reset by the program, unless gymnasium's wrapper `Autoreset` is around it.
+    A single environment is reset by the program, unless it has gymnasium's wrapper `Autoreset`.
 
     Raises:
-        DataError: Its metadata hold no mode of gymnasium's.
+        DataError: Its metadata hold an unknown mode.
     """
     mode = (getattr(envs, "metadata", None) or {}).get("autoreset_mode")
     if mode is not None:

@@ -1,4 +1,4 @@
-"""Adds whole trajectories to a table: checks, makes room, copies, commits."""
+"""Adds whole trajectories to a table: checks, reserves, copies, commits."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ Committed = Callable[[int], None]
 
 
 class Inserter:
-    """The way of this process into a table with a capacity.
+    """Adds the trajectories of this process to a table with a capacity.
 
-    Where everything is as it is stored and the oldest or nothing is evicted, one call of the native module
-    does it all; else plain Python, which means the same.
+    Where all arrays have the stored form and a native eviction policy, one call of the native module adds a
+    trajectory; else Python does, with the same result.
 
-    Thread safety: one thread at a time; other processes may do the same.
+    Thread safety: one thread at a time; other processes may add at the same time.
 
     Args:
-        table: This process's store of it.
+        table: This node's store of it.
         readers: Of the store.
-        context: Longest wait for room, and the check while it waits.
+        context: Longest wait for free rows, and the check while it waits.
         max_length: Steps of the longest trajectory; None: as many as fit.
         checks: Called with the columns of a trajectory before anything changes; they raise DataError.
-        committed: Called with the lock held after a commit, with the slot; it may raise to take it back.
+        committed: Called with the lock held after a commit, with the slot; an error evicts the trajectory.
         samples: Whether this process samples too: it must not wait for itself.
     """
 
@@ -66,7 +66,7 @@ class Inserter:
         self._address = 0 if handle is None else handle.address
 
     def _open_native(self) -> Any:
-        """Return the native store if it can do an addition as a whole."""
+        """Return the native store if it can add whole trajectories; else None."""
         retention = self.table.spec.retention
         if self.table.handle is None:
             return None
@@ -86,19 +86,19 @@ class Inserter:
     # ---- adding ----------------------------------------------------------------------------------
 
     def add(self, trajectory: Mapping[str, Any]) -> int:
-        """Store a trajectory, waiting for room and for the rate limiter. Returns its id.
+        """Store a trajectory, waiting for free rows and for the rate limiter. Returns its id.
 
         Args:
             trajectory: Column -> [T, *shape], [T+1, *shape] or [*shape].
         Raises:
             DataError: It does not fit the schema, or a value is not finite and must be; nothing is added.
-                Values are checked while they are copied, so what was evicted by then stays evicted; the next
-                trajectory takes the rows.
-            StoreFullError: There is no room, and the table evicts nothing.
+                Values are checked while they are copied, so evictions until then remain; the next trajectory
+                uses the rows.
+            StoreFullError: Too few rows are free, and the table evicts nothing.
             NotReadyError: The ranks have not sampled in time.
         """
         if self._native is not None and not self._checks and not self._late:
-            added = self._add_as_it_is(trajectory)
+            added = self._add_stored_form(trajectory)
             if added is not None:
                 return added
         arrays, num_steps = check_trajectory(self._name, self.table.spec.schema, trajectory)
@@ -109,8 +109,8 @@ class Inserter:
             return self._add_plainly(columns, num_steps, self.table.spec.schema.late_bits(trajectory))
         return self._add(columns, num_steps)
 
-    def _add_as_it_is(self, trajectory: Mapping[str, Any]) -> int | None:
-        """Add a trajectory whose arrays are as they are stored; None, and nothing happened, if one is not."""
+    def _add_stored_form(self, trajectory: Mapping[str, Any]) -> int | None:
+        """Add a trajectory whose arrays have the stored form; None, without effect, if one has not."""
         try:
             columns = [trajectory[name] for name in self._names]
             num_steps = len(trajectory[self._measured]) - self._extra
@@ -123,13 +123,13 @@ class Inserter:
         found = self._store_add(self._address, columns, num_steps, self.timeout_s)
         if found is None:
             return None
-        return found[0] if found[0] >= 0 else self._again(columns, num_steps, *found)
+        return found[0] if found[0] >= 0 else self._add_after_refusal(columns, num_steps, *found)
 
     def check(self, columns: dict[str, np.ndarray]) -> None:
-        """Refuse columns of one value per trajectory that the streams cannot do with.
+        """Raise unless columns of one value per trajectory are valid for the streams.
 
         Raises:
-            DataError: One is no weight.
+            DataError: A weight is negative, infinite or NaN.
         """
         for check in self._checks:
             check(columns)
@@ -143,23 +143,23 @@ class Inserter:
         if self._native is None:
             return self._add_plainly(columns, num_steps)
         found = self._store_add(self._address, columns, num_steps, self.timeout_s)
-        if found is None:  # what is no buffer of the stored form, such as bfloat16 without steps
+        if found is None:  # an array without a buffer of the stored form, such as bfloat16 without steps
             return self._add_plainly(columns, num_steps)
-        return found[0] if found[0] >= 0 else self._again(columns, num_steps, *found)
+        return found[0] if found[0] >= 0 else self._add_after_refusal(columns, num_steps, *found)
 
-    def _again(self, columns: list[Any], num_steps: int, refusal: int, slot: int) -> int:
-        """Go on where the native module could not."""
+    def _add_after_refusal(self, columns: list[Any], num_steps: int, refusal: int, slot: int) -> int:
+        """Complete an addition in Python after the native module refused it."""
         if refusal == Refusal.NOT_FINITE:
             if slot >= 0:
                 with self.table.lock:
                     self.table.free(np.array([slot]))
                 slot = -1
             self._refuse_not_finite(columns)
-        if slot >= 0:  # written already: only the commit is missing
+        if slot >= 0:  # already written: only the commit is missing
             with self.table.lock:
                 return self._commit(slot)
         if refusal in (Refusal.LOCK_TIMEOUT, Refusal.LOCK_BROKEN, Refusal.MUST_RECOVER):
-            with self.table.lock:  # names the holder, or repairs
+            with self.table.lock:  # raises with the holder's id, or recovers
                 pass
         return self._add_plainly([np.asarray(column) for column in columns], num_steps)
 
@@ -184,25 +184,25 @@ class Inserter:
 
     @property
     def version_column(self) -> str | None:
-        """The column of policy versions, where ranks wait for open trajectories of old ones."""
+        """The column of policy versions, if ranks wait for open trajectories of old versions."""
         retention = self.table.spec.retention
         return retention.version_column if retention.waits else None
 
-    def tell_versions(self, writer: object, versions: np.ndarray) -> None:
-        """Let ranks know the oldest policy version among a writer's open trajectories; negative: none."""
-        known = versions[versions >= 0]
-        if len(known):
-            self._open[id(writer)] = int(known.min())
+    def report_versions(self, writer: object, versions: np.ndarray) -> None:
+        """Publish the oldest policy version of a writer's open trajectories to ranks; negative: none."""
+        given = versions[versions >= 0]
+        if len(given):
+            self._open[id(writer)] = int(given.min())
         else:
             self._open.pop(id(writer), None)
         oldest = min(self._open.values(), default=-1)
         self.table.peers[self.table.memory.peer, Peer.OLDEST_OPEN] = oldest + 1
 
     def reserve(self, num_steps: int, inserts: int | None = None) -> int:
-        """Take a slot for a trajectory of at most so many steps, waiting for room; as `add`.
+        """Reserve a slot for a trajectory of at most `num_steps` steps, waiting for free rows; as `add`.
 
         Args:
-            num_steps: For which rows are reserved.
+            num_steps: Steps that rows are reserved for.
             inserts: Steps that are inserted now; None: all.
         """
         until = time.monotonic() + self.timeout_s
@@ -214,7 +214,7 @@ class Inserter:
             self.evictor.wait(slot, num_steps, until)
 
     def publish(self, slot: int, num_steps: int) -> int:
-        """Commit the first steps of a reserved slot, which keeps its rows to grow. Wants the lock."""
+        """Commit the first steps of a reserved slot, which keeps its rows to grow. Requires the lock."""
         self.table.unfinished.open(slot, num_steps)
         return self._commit(slot)
 
@@ -230,10 +230,10 @@ class Inserter:
 
 
 def refuse_read_only(table: Table) -> None:
-    """Refuse what would change a data set.
+    """Raise if a table is a data set, which is read-only.
 
     Raises:
-        StoreError: The table holds one.
+        StoreError: The table is a data set.
     """
     if table.spec.dataset is not None:
         rule, remedy = "must have a capacity to be added to or changed", "it holds a read-only data set"

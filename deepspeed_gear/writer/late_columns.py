@@ -1,4 +1,4 @@
-"""Columns that come after their trajectory: written once, seen as a whole or not at all."""
+"""Late columns: written once after their trajectory, and visible as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from deepspeed_gear.store.table import Table
 def fill(table: Table, trajectory_id: int, columns: Mapping[str, Any], timeout_s: float) -> None:
     """Write late columns of a stored trajectory; batches from the next selection on may read them.
 
-    The rows are written with the lock held, so the slot cannot become another trajectory's meanwhile; what a
-    process that dies in between has written is never seen, and may be written again.
+    The rows are written with the lock held, so the slot cannot become another trajectory's; rows of a process
+    that dies in between are never visible, and may be written again.
 
     Args:
         table: With a capacity.
@@ -46,11 +46,11 @@ def fill(table: Table, trajectory_id: int, columns: Mapping[str, Any], timeout_s
         slot = int(table.slots_of(np.array([trajectory_id]))[0])
         if slot < 0:
             raise StoreError(
-                f"{name}: id", "must be stored on this node", trajectory_id, "it may have gone already"
+                f"{name}: id", "must be stored on this node", trajectory_id, "it may have been evicted"
             )
         retention = table.views["retention"]
         if retention[slot, SlotRetention.OPEN]:
-            raise DataError(f"{name}: id {trajectory_id}", "must have ended to get late columns", None)
+            raise DataError(f"{name}: id {trajectory_id}", "must have ended before late columns are written")
         if retention[slot, SlotRetention.PRESENT] & bits:
             written = [
                 column
@@ -67,7 +67,7 @@ def fill(table: Table, trajectory_id: int, columns: Mapping[str, Any], timeout_s
 
 
 def _write(table: Table, slot: int, arrays: Mapping[str, np.ndarray]) -> None:
-    """Check lengths, then write. Wants the lock."""
+    """Check the lengths of late columns, then write their rows. Requires the lock."""
     rows, steps = table.rows(slot), int(table.slots[slot, Slot.NUM_STEPS])
     for column, array in arrays.items():
         if rows[column].shape != array.shape:

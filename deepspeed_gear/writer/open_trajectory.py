@@ -1,4 +1,4 @@
-"""A trajectory that grows step by step."""
+"""Open trajectory: grows step by step in one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OpenTrajectory(ProcessBound):
         schema: Of the table.
         add: Adds a trajectory.
         per_trajectory: Columns of one value per trajectory.
-        publisher: Publishes steps before the end; None: nothing can.
+        publisher: Publishes steps before the end; None: steps cannot be published.
         native: The native module, or None.
     """
 
@@ -47,13 +47,13 @@ class OpenTrajectory(ProcessBound):
         self._publisher, self._growing = publisher, GrowingTrajectory(weakref.ref(self))
         steps = [column for column in schema if column.rows != "1" and not column.late]
         self._rows: dict[str, list[np.ndarray]] = {column.name: [] for column in steps}
-        self._row = {column.name: replace(column, rows="1") for column in steps}  # what one row must be
+        self._row = {column.name: replace(column, rows="1") for column in steps}  # form of one row
         self._index = {column.name: i for i, column in enumerate(steps)}
         self._targets: Any = None
         if native is not None:
             self._targets = native.RowTargets([(0, form_of(native, c)) for c in steps])
             self._row_fits, self._address = native.row_fits, self._targets.address
-        # Largest values: floats of Python up to these are converted without a check for overflow.
+        # Largest values: Python floats up to these are converted without a check for overflow.
         floats = [c for c in steps if c.must_be_finite and c.dtype != "bfloat16" and not c.shape]
         self._floats = {c.name: (c.numpy_dtype, float(np.finfo(c.numpy_dtype).max)) for c in floats}
         self._ends = {column.name for column in steps if column.rows == "T+1"}
@@ -63,24 +63,24 @@ class OpenTrajectory(ProcessBound):
         self.set(**per_trajectory)
 
     def watch_versions(self, column: str, notify: Notify) -> None:
-        """Tell the policy version of the first step, as `VectorWriter.watch_versions`."""
+        """Report the policy version of the first step, as `VectorWriter.watch_versions`."""
         self._watch = column, notify
 
     def append(self, *, publish: bool = False, **columns: Any) -> None:
-        """Append a step: the observation, the action that it led to, and what came of it.
+        """Append a step: an observation, its action, and the reward and end flags that followed.
 
-        After the last step, what is left of an episode (its last observation) is appended alone: the columns
-        of T+1 rows. A step that is refused is not appended: it may be corrected and appended again, or the
-        trajectory discarded.
+        After the last step, the episode's last observation (the columns of T+1 rows) is appended alone. A
+        step that raises is not appended: it may be corrected and appended again, or the trajectory
+        discarded.
 
         Args:
-            publish: Let batches hold the steps so far that are complete, from the next selection on: with
-                columns of T+1 rows a step is complete when the observation after it is appended. By then
-                columns of one value per trajectory must be set.
+            publish: Publish the complete steps so far, which the next selection may then sample: with columns
+                of T+1 rows a step is complete when the observation after it is appended. By then columns of
+                one value per trajectory must be set.
             **columns: A row of each column of steps.
         Raises:
             DataError: A column is missing or unknown, does not fit, or is not finite and must be; or the
-                trajectory has ended: nothing has changed. Or the table cannot take parts of trajectories.
+                trajectory has ended: nothing has changed. Or the table does not admit open trajectories.
             StoreFullError, NotReadyError: The step is appended, but not published; as `TrajectoryWriter.add`.
         """
         name = self._name
@@ -101,7 +101,7 @@ class OpenTrajectory(ProcessBound):
             self._publish()
 
     def _stored(self, column: str, row: Any) -> np.ndarray:
-        """Return a row as it is stored, a copy: environments reuse their arrays.
+        """Return a copy of a row in its stored form: environments reuse their arrays.
 
         Raises:
             DataError: It does not fit, or is not finite and must be.
@@ -120,7 +120,7 @@ class OpenTrajectory(ProcessBound):
         return stored
 
     def _fits(self, column: str, row: Any) -> bool:
-        """Return whether a row is as it is stored, and finite where it must be."""
+        """Return whether a row has the stored form, and is finite where it must be."""
         if self._targets is not None:
             return bool(self._row_fits(self._address, self._index[column], row))
         form = self._row[column]
@@ -133,7 +133,7 @@ class OpenTrajectory(ProcessBound):
 
     @property
     def _num_steps(self) -> int:
-        """Steps that are complete."""
+        """Number of complete steps."""
         return min(len(rows) - int(name in self._ends) for name, rows in self._rows.items())
 
     def _publish(self) -> None:
@@ -172,7 +172,7 @@ class OpenTrajectory(ProcessBound):
         self._once.update(values)
 
     def discard(self) -> None:
-        """End without adding; what is published stays, its last step marked as truncated.
+        """End the trajectory without adding it; published steps stay, the last marked as truncated.
 
         Nothing can be appended any more, and the end of a `with` block adds nothing. Safe to call twice.
         """
@@ -207,7 +207,7 @@ class OpenTrajectory(ProcessBound):
             self.trajectory_id = self._add({**rows, **self._once})
 
     def _end_published(self, publisher: Publisher, is_whole: bool) -> None:
-        """End what is published; it is marked as truncated unless all of the rest can follow."""
+        """End a published trajectory; mark it as truncated unless all its steps can be published."""
         truncated = True
         try:
             if is_whole:

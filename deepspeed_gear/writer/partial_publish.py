@@ -1,4 +1,4 @@
-"""Publishing the beginning of trajectories that still grow, so that their steps can be sampled already."""
+"""Publishes the first steps of open trajectories, so that they can be sampled before the end."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from deepspeed_gear.writer.inserter import Inserter
 
 @dataclass(eq=False)
 class GrowingTrajectory:
-    """A trajectory that grows in this process, and the part of it that is published.
+    """An open trajectory of this process, and how many of its steps are published.
 
     Args:
-        owner: The object that appends to it; once that is gone, it has ended.
-        first: The step with which what is stored begins: those before it are another trajectory's, which the
-            table has let go.
-        published: Steps of it that batches may hold.
-        handle: Where it lies; None: nothing is published.
-        trajectory_id: Set once something is published.
+        owner: The object that appends to it; the trajectory ends when that is deleted.
+        first: First step of the stored trajectory: earlier steps belong to one that was evicted.
+        published: Number of published steps.
+        handle: Its slot; None: no step is published.
+        trajectory_id: Set once steps are published.
     """
 
     owner: weakref.ref[object]
@@ -43,17 +42,17 @@ class GrowingTrajectory:
         return self.handle is not None
 
     def begin_anew(self) -> None:
-        """Take note that what was published is gone; what follows is a trajectory of its own."""
+        """Begin another stored trajectory, after the published steps were evicted."""
         self.first, self.published, self.handle = self.first + self.published, 0, None
 
 
 class PublishedPart(NamedTuple):
-    """What there is of a trajectory that grows.
+    """The steps of an open trajectory that are to be published.
 
     Args:
         growing: The trajectory.
-        end: Steps that it has, those included that are another trajectory's by now.
-        rows: Returns rows [first, end) of a column of steps, as they are stored. [end - first, *shape].
+        end: Number of its steps, including those before `growing.first`.
+        rows: Returns rows [first, end) of a column of steps, in the stored form. [end - first, *shape].
         once: Returns the value of a column of one value per trajectory. [*shape].
     """
 
@@ -64,29 +63,29 @@ class PublishedPart(NamedTuple):
 
     @property
     def num_steps(self) -> int:
-        """Steps of what is, or will be, stored as one trajectory."""
+        """Number of steps that are or will be stored as one trajectory."""
         return self.end - self.growing.first
 
     @property
     def num_new(self) -> int:
-        """Steps that are not published yet."""
+        """Number of steps that are not published yet."""
         return self.num_steps - self.growing.published
 
 
 def no_publisher() -> DataError:
     """Return the error of a writer that cannot publish."""
-    rule = "must be asked of a writer on a node that holds the table"
+    rule = "must be called on a writer of a node that holds the table"
     return DataError("publish", rule, None, "add whole trajectories from elsewhere")
 
 
 class Publisher:
-    """Publishes what grows in this process. One thread at a time.
+    """Publishes the open trajectories of this process. One thread at a time.
 
-    Rows are reserved for the longest trajectory when its first steps are published. If the table lets go of
-    these (by hand or by age; never to make room), the steps that follow are another trajectory.
+    Rows are reserved for the longest trajectory when its first steps are published. If those are evicted (by
+    hand or by age; never to free rows), the steps that follow become another trajectory.
 
     Args:
-        inserter: The way of this process into the table.
+        inserter: Adds to the table.
         check: Called before anything is published; raises where writing has ended.
     """
 
@@ -94,13 +93,13 @@ class Publisher:
         self._inserter, self._table, self._check = inserter, inserter.table, check
         self._name = f"table {inserter.table.spec.name}"
         self._growing: set[GrowingTrajectory] = set()
-        self.num_begun = 0  # trajectories of which something was published
+        self.num_begun = 0  # trajectories with published steps
 
     def check(self) -> None:
-        """Refuse where nothing can be published.
+        """Raise if steps of open trajectories cannot be published.
 
         Raises:
-            DataError: The table has no longest trajectory, or keeps what follows from whole ones.
+            DataError: The table has no max_length, or keeps returns-to-go, which need whole trajectories.
             StoreError: The run has ended.
         """
         self._check()
@@ -109,15 +108,15 @@ class Publisher:
             raise DataError(self._name, rule, None, "set gear.tables.<name>.max_length")
         if self._table.spec.return_to_go:
             rule = "must not keep returns-to-go where steps of open trajectories are published"
-            raise DataError(self._name, rule, None, "leave out the field return_to_go, or publish nothing")
+            raise DataError(self._name, rule, None, "leave out the field return_to_go, or do not publish")
 
     # ---- publishing ------------------------------------------------------------------------------
 
     def publish(self, parts: Sequence[PublishedPart]) -> None:
-        """Let batches from the next selection on hold the first steps of trajectories.
+        """Publish the steps so far of trajectories, which the next selection may then sample.
 
         Raises:
-            StoreFullError, NotReadyError: As `Inserter.add`; of those that are not published yet nothing is.
+            StoreFullError, NotReadyError: As `Inserter.add`; trajectories without published steps have none.
         """
         self._end_orphans()
         until = time.monotonic() + self._inserter.timeout_s
@@ -126,23 +125,23 @@ class Publisher:
             self._check_length(part.num_steps)
         while longer:
             with self._table.lock:
-                ahead = [part for part in longer if part.growing.is_published and not self._grow(part)]
+                waiting = [part for part in longer if part.growing.is_published and not self._grow(part)]
             for part in longer:
                 if not part.growing.is_published:
                     self._begin(part)
-            longer = ahead
-            if ahead:
-                self._inserter.evictor.wait(Refusal.RATE_LIMITED, ahead[0].num_new, until)
+            longer = waiting
+            if waiting:
+                self._inserter.evictor.wait(Refusal.RATE_LIMITED, waiting[0].num_new, until)
 
     def _grow(self, part: PublishedPart) -> bool:
-        """Publish new steps of what is published; return whether that is done with. Wants the lock.
+        """Publish new steps of a published trajectory; return False if rate-limited. Requires the lock.
 
-        The rows are copied with the lock held: a checkpoint that is loaded puts others into their place.
+        The rows are copied with the lock held: loading a checkpoint replaces them.
         """
         growing, unfinished = part.growing, self._table.unfinished
         assert growing.handle is not None
         if not unfinished.stands(growing.handle):
-            self._let_go(growing, truncated=False)
+            self._end_slot(growing, truncated=False)
             growing.begin_anew()
             return True
         rate = self._table.spec.retention.rate_limiter
@@ -166,7 +165,7 @@ class Publisher:
             self._inserter.growing.add(growing)
             try:
                 with self._table.lock:
-                    if not unfinished.stands(growing.handle):  # a checkpoint was loaded meanwhile
+                    if not unfinished.stands(growing.handle):  # a checkpoint was loaded in the meantime
                         growing.handle = None
                         continue
                     self._write(part, slot)
@@ -184,7 +183,7 @@ class Publisher:
             raise DataError(f"{self._name}: trajectory", rule, num_steps)
 
     def _write(self, part: PublishedPart, slot: int) -> None:
-        """Write the steps that are not published yet, in rows that no process reads. Wants the lock."""
+        """Write the unpublished steps, to rows that no process reads. Requires the lock."""
         table, known, before = self._table, part.growing.published, part.growing.first
         at = int(table.slots[slot, Slot.FIRST_ROW])
         for column in table.spec.schema:
@@ -202,17 +201,17 @@ class Publisher:
     # ---- ends ------------------------------------------------------------------------------------
 
     def end(self, growing: GrowingTrajectory, truncated: bool = False) -> None:
-        """Say that a trajectory grows no more; what is published stays.
+        """End an open trajectory; published steps stay.
 
         Args:
-            growing: It.
-            truncated: Whether it is truncated: its last published step is marked so.
+            growing: The trajectory.
+            truncated: Whether to mark its last published step as truncated.
         """
         with self._table.lock:
-            self._let_go(growing, truncated)
+            self._end_slot(growing, truncated)
         growing.handle = None
 
-    def _let_go(self, growing: GrowingTrajectory, truncated: bool) -> None:
+    def _end_slot(self, growing: GrowingTrajectory, truncated: bool) -> None:
         unfinished, handle = self._table.unfinished, growing.handle
         self._growing.discard(growing)
         self._inserter.growing.discard(growing)
@@ -220,11 +219,11 @@ class Publisher:
             unfinished.end(handle.slot, truncated)
 
     def _end_orphans(self) -> None:
-        """End trajectories whose writer was dropped without being closed."""
+        """End trajectories whose writer was deleted without being closed."""
         for growing in [growing for growing in self._inserter.growing if growing.owner() is None]:
             self.end(growing, truncated=True)
 
     def close(self) -> None:
-        """End all that grows: what is published stays, marked as truncated."""
+        """End all open trajectories: published steps stay, marked as truncated."""
         for growing in list(self._growing):
             self.end(growing, truncated=True)

@@ -1,4 +1,4 @@
-"""Rows of trajectories that are still open: of N environments, each with a range of rows of its own."""
+"""Staged rows: the rows of open trajectories of N environments, each with its own range."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from deepspeed_gear.store.native_handle import address, form_of
 
 
 class Staging:
-    """Where the open trajectories of N environments grow, in memory of their maker.
+    """The arrays in which the open trajectories of N environments grow, in memory of their creator.
 
-    Thread and process safety: none; the rows of an environment are one process's at a time.
+    Thread and process safety: none; only one process at a time uses an environment's rows.
 
     Args:
-        columns: Those of steps.
+        columns: The columns of steps.
         arrays: Column -> [places, length + 1, *shape], contiguous, of the stored dtypes.
-        places: Which place is whose. [N], int64, distinct.
+        places: The place of each environment. [N], int64, distinct.
         native: The native module, or None.
     """
 
@@ -40,7 +40,7 @@ class Staging:
     def private(
         cls, columns: Sequence[Column], num_envs: int, length: int, native: ModuleType | None
     ) -> Staging:
-        """Return one in memory of this process, for trajectories of up to `length` steps."""
+        """Return staging in private memory, for trajectories of up to `length` steps."""
         arrays = {c.name: np.zeros((num_envs, length + 1, *c.shape), c.numpy_dtype) for c in columns}
         return cls(columns, arrays, np.arange(num_envs, dtype=np.int64), native)
 
@@ -50,7 +50,7 @@ class Staging:
         return rows
 
     def rows(self, columns: Sequence[Column]) -> StagedRows:
-        """Return what writes rows of some columns."""
+        """Return the staged rows of some columns."""
         return StagedRows(columns, self.arrays, self._native, self.places)
 
 
@@ -58,8 +58,8 @@ class StagedRows:
     """Rows of some columns, by their numbers over all places.
 
     Args:
-        columns: Which.
-        arrays: Of a staging.
+        columns: The columns.
+        arrays: The staging's.
         native: The native module, or None.
         places: As `Staging`, for error texts; None: environments are named by their places.
     """
@@ -97,7 +97,7 @@ class StagedRows:
             self._flat[name][rows[rows >= 0]] = stored
 
     def check(self, values: Sequence[Any], rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Return what `put` would store in the rows that are not left out. Column -> [kept, *shape].
+        """Return the values that `put` would store, in rows that are not left out. Column -> [kept, *shape].
 
         Raises:
             DataError: As `put`.

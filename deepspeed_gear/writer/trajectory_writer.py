@@ -1,4 +1,4 @@
-"""TrajectoryWriter: how actors add what they have seen."""
+"""TrajectoryWriter: adds the trajectories of actors to a table."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from deepspeed_gear.writer.partial_publish import Publisher
 from deepspeed_gear.writer.vector_writer import VectorWriter
 
 Grows = TypeVar("Grows", OpenTrajectory, VectorWriter)
-_LOOK_S = 0.5  # how often a writer looks whether the run goes on
+_CHECK_S = 0.5  # how often a writer checks that the run goes on
 
 
 class RunWatch:
-    """Looks whether a rank is still attached to a store that this process writes to.
+    """Checks that a rank is still attached to the store that this process writes to.
 
     Args:
         table: Of the store.
@@ -44,14 +44,14 @@ class RunWatch:
 
     @property
     def is_due(self) -> bool:
-        """Whether the last look was a while ago."""
-        return time.monotonic() - self._looked > _LOOK_S
+        """Whether the last check was longer than `_CHECK_S` ago."""
+        return time.monotonic() - self._looked > _CHECK_S
 
     def look(self) -> None:
         """Raise unless a rank is attached.
 
         Raises:
-            StoreError: None is.
+            StoreError: No rank is attached.
         """
         self._looked = time.monotonic()
         if not self._table.has_living_rank:
@@ -71,14 +71,13 @@ class TrajectoryWriter(ProcessBound):
     In an actor: `TrajectoryWriter.attach(...)`; it needs no DeepSpeed, CUDA or process group. In a rank:
     `replay.writer()`.
 
-    Thread safety: one thread at a time. Any number of processes may write side by side, up to the table's
-    `writers`.
+    Thread safety: one thread at a time. Up to the table's `writers` processes may write at the same time.
 
     Args:
         table: Of the store.
-        inserter: What adds to it.
-        watch: Over the ranks of the run, by a writer that attached by itself; `close` detaches it. None: the
-            writer is a rank's, and the table its replay's.
+        inserter: Adds to it.
+        watch: Checks the ranks of the run, for a writer that was attached by itself; `close` detaches it.
+            None: the writer and the table belong to a rank's replay.
     """
 
     def __init__(self, table: Table, inserter: Inserter, watch: RunWatch | None = None) -> None:
@@ -99,17 +98,17 @@ class TrajectoryWriter(ProcessBound):
         run: str | None = None,
         check: Callable[[], None] | None = None,
     ) -> TrajectoryWriter:
-        """Attach to the store that the ranks of this node have made, or will have made.
+        """Attach to the store that the ranks of this node have created, or will create.
 
         Args:
             config: The run's ds_config or `gear` section, a file or a mapping. Stores of another schema,
                 capacity, removal, rate or seed are not candidates.
-            table: Which table; None: the only one that takes writers.
-            name: Of the store's file in /dev/shm, in place of a search.
+            table: Name of the table; None: the only one that admits writers.
+            name: Of the store's file in /dev/shm, instead of a search.
             wait_s: How long to wait for the store, in seconds.
             run: Name or id of the run (`Replay.run`), where several of one config run on this node. None:
                 `gear.shared_memory.run`, else the environment's GEAR_RUN.
-            check: Called while it waits for ranks; raises to end the wait.
+            check: Called during waits for ranks; raises to end the wait.
         Raises:
             ConfigError, StoreError: As `writer.attach.attach`.
         """
@@ -147,7 +146,7 @@ class TrajectoryWriter(ProcessBound):
 
     @property
     def waited_s(self) -> float:
-        """Seconds that this writer has waited for ranks, in all."""
+        """Total seconds that this writer has waited for ranks."""
         return self._inserter.evictor.waited_s
 
     # ---- adding ----------------------------------------------------------------------------------
@@ -156,13 +155,13 @@ class TrajectoryWriter(ProcessBound):
         """Add a whole trajectory; batches from the next selection on may hold it.
 
         Args:
-            trajectory: Column -> [T, *shape], [T+1, *shape] or [*shape], as the schema says.
+            trajectory: Column -> [T, *shape], [T+1, *shape] or [*shape], as the schema defines.
         Returns:
             Its id.
         Raises:
             DataError: It does not fit the schema; nothing has changed.
-            StoreFullError: There is no room, and the table evicts nothing.
-            NotReadyError: The ranks have not sampled in time, as the table's rate limiter wants.
+            StoreFullError: Too few rows are free, and the table evicts nothing.
+            NotReadyError: The ranks have not sampled in time, as the table's rate limiter requires.
             StoreError: The run has ended.
         """
         self._look()
@@ -172,7 +171,7 @@ class TrajectoryWriter(ProcessBound):
 
     @property
     def num_added(self) -> int:
-        """Trajectories of this writer that are stored, or were: whole ones, and those that were published."""
+        """Number of trajectories that this writer has added or published."""
         return self._num_whole + self._publisher.num_begun
 
     def fill(self, trajectory_id: int, **columns: Any) -> None:
@@ -187,7 +186,7 @@ class TrajectoryWriter(ProcessBound):
     def trajectory(self, **per_trajectory: Any) -> OpenTrajectory:
         """Begin a trajectory that is added at the end of a `with` block.
 
-        An exception in it adds nothing; what was published by then stays, marked as truncated.
+        After an exception nothing is added; published steps stay, marked as truncated.
 
         Args:
             **per_trajectory: Columns of one value per trajectory.
@@ -197,7 +196,7 @@ class TrajectoryWriter(ProcessBound):
         return self._watched(opened)
 
     def vector_writer(self, num_envs: Any, autoreset: Autoreset | None = None) -> VectorWriter:
-        """Return what takes the steps of many environments at once.
+        """Return a writer of the steps of many environments at once.
 
         Args:
             num_envs: N; or the environment, whose number and mode are read. A single environment has N = 1
@@ -205,7 +204,7 @@ class TrajectoryWriter(ProcessBound):
             autoreset: What the environments do after the last step of an episode, as gymnasium's
                 AutoresetMode: "next_step", "same_step" or "disabled". With a number it must be given.
         Raises:
-            DataError: No mode is given, or not that of the environment.
+            DataError: No mode is given, or it is not the environment's.
         """
         native = self._table.ops.native
         vector = VectorWriter(
@@ -225,37 +224,37 @@ class TrajectoryWriter(ProcessBound):
 
     @property
     def publisher(self) -> Publisher:
-        """Publishes the first steps of trajectories that still grow."""
+        """The publisher of this writer's open trajectories."""
         return self._publisher
 
     def close_with(self, client: VectorWriter) -> None:
-        """Close what writes through this one when this is closed; ranks know its open trajectories."""
+        """Close a client, which writes through this writer, with it; report its policy versions."""
         self._clients.add(client)
         self._watched(client)
 
     def _watched(self, writer: Grows) -> Grows:
-        """Let ranks know how old the policies of open trajectories are, where they wait for that."""
+        """Report policy versions of a writer's open trajectories, if ranks wait for old ones."""
         column = self._inserter.version_column
         if column is not None:
-            writer.watch_versions(column, self._inserter.tell_versions)
+            writer.watch_versions(column, self._inserter.report_versions)
         return writer
 
     def check_while_waiting(self, check: Callable[[], None]) -> None:
-        """Call this too whenever `add` waits; it raises to end the wait. Of a writer that was attached."""
+        """Call `check` too while `add` waits; it raises to end the wait. Only for attached writers."""
         assert self._watch is not None
         self._watch.checks.append(check)
 
     # ---- end -------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Raise unless this is open (each call) and a rank is attached (now and then)."""
+        """Raise unless this writer is open (checked always) and a rank is attached (checked periodically)."""
         if not self._open:
             self._refuse_closed()
         if self._watch is not None and self._watch.is_due:
             self._watch.look()
 
     def check_goes_on(self) -> None:
-        """Raise unless a rank reads what is written.
+        """Raise unless the writer is open and a rank of the run is attached.
 
         Raises:
             StoreError: No rank is attached to the store any more, or this writer is closed.
@@ -275,11 +274,11 @@ class TrajectoryWriter(ProcessBound):
         return self._table.has_living_rank
 
     def end_with_replay(self) -> None:
-        """Refuse what comes later: the replay whose table this is has been closed."""
+        """Close the writer together with its replay: later calls raise."""
         self._open = False
 
     def close(self) -> None:
-        """Detach, also its simulators; what was added or published stays. Safe to call twice."""
+        """Detach this writer and its clients; added and published steps stay. Safe to call twice."""
         if self._open:
             self._publisher.close()
         self._open = False

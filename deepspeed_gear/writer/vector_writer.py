@@ -1,4 +1,4 @@
-"""Steps of many environments at once: each has a trajectory that is added when its episode ends."""
+"""VectorWriter: steps of many environments at once; each episode becomes a trajectory."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _FIRST_LENGTH = 256
 class VectorWriter(ProcessBound):
     """Keeps the open trajectories of N environments, and adds each when its episode ends.
 
-    Columns of observations, and those of T+1 rows, say how an environment is: `reset` gives the first of an
-    episode, `step` the one that a step has led to. The other columns of steps say what was done and what came
-    of it. The last observation of an episode is its own; the next episode begins with its own.
+    State columns (observations, and all columns of T+1 rows) hold the state of an environment: `reset` takes
+    the first state of an episode, `step` the state after a step. The other columns of steps hold actions and
+    their results. Each episode has its own first and last observation.
 
     Not thread-safe. Cost of a step: one copy of its rows into the staging, and of an episode one copy into
     the store.
@@ -37,12 +37,12 @@ class VectorWriter(ProcessBound):
         add: Adds a trajectory.
         num_envs: N.
         autoreset: "next_step": the step after the last one of an episode resets, and its action is ignored;
-            "same_step": the last step resets, and the episode's last observation is given as `final`;
+            "same_step": the last step resets, and the episode's last observation is passed as `final`;
             "disabled": the program resets, and calls `reset` with a mask.
         max_length: A longer episode ends there, marked as truncated, and goes on as another trajectory.
         native: The native module, or None.
-        staging: Where trajectories grow; None: in private memory.
-        publisher: Publishes steps of open trajectories; None: nothing can.
+        staging: Arrays in which trajectories grow; None: private memory.
+        publisher: Publishes steps of open trajectories; None: they cannot be published.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class VectorWriter(ProcessBound):
         self._publisher, self._growing = publisher, dict[int, GrowingTrajectory]()  # by environment
 
     def watch_versions(self, column: str, notify: Callable[[object, np.ndarray], None]) -> None:
-        """Tell the policy versions of open trajectories whenever some begin or end.
+        """Report the policy versions of open trajectories whenever some begin or end.
 
         Args:
             column: Of the versions. A trajectory's first step has its oldest one.
@@ -103,7 +103,7 @@ class VectorWriter(ProcessBound):
         self._state_rows, self._done_rows = staging.rows(self._state), staging.rows(self._done_by)
 
     def _grow(self, length: int) -> None:
-        """Make room for trajectories of so many steps, keeping what is there."""
+        """Enlarge the staging to trajectories of `length` steps, keeping its rows."""
         old = self._staging
         new = Staging.private(self._schema.step_columns, self.num_envs, length, self._native)
         for name, rows in old.arrays.items():
@@ -122,11 +122,11 @@ class VectorWriter(ProcessBound):
     def reset(self, mask: np.ndarray | None = None, **columns: Any) -> None:
         """Begin an episode of all environments, or of some.
 
-        What was open of theirs is dropped; as far as it was published it stays, marked as truncated.
+        Their open trajectories are dropped; published steps stay, marked as truncated.
 
         Args:
-            mask: Which ones. [N], bool.
-            **columns: How they are. [N, *shape] each; columns of one value per trajectory may come along.
+            mask: Which environments. [N], bool.
+            **columns: Their states. [N, *shape] each; columns of one value per trajectory may be given too.
         Raises:
             DataError: A column is missing, does not fit, or is not finite and must be; nothing has changed.
         """
@@ -153,23 +153,23 @@ class VectorWriter(ProcessBound):
         publish: bool = False,
         **columns: Any,
     ) -> list[int]:
-        """Take a step of every environment, or of some.
+        """Append a step of every environment, or of some.
 
         Args:
-            final: With "same_step": how the environments are that have ended; column -> [n, *shape], or an
-                array of objects as gymnasium's `final_obs`; the others' rows are not looked at.
-            envs: Numbers of those that the columns are of, all different; None: all N. [n], int64.
-            publish: Let batches hold all steps so far, from the next selection on, at the cost of one more
-                copy of these rows with the table's lock held. Rows are reserved for the longest trajectory of
-                each environment, so the table needs room for all of them at once.
-            **columns: What was done and what came of it, and how the environments are now. [n, *shape] each;
-                `terminated` and `truncated` also where the schema has no such columns.
+            final: With "same_step": last states of ended environments; column -> [n, *shape], or an array of
+                objects as gymnasium's `final_obs`; rows of other environments are ignored.
+            envs: Numbers of the environments of the columns, all different; None: all N. [n], int64.
+            publish: Publish all steps so far, which the next selection may then sample, at the cost of one
+                more copy of these rows with the table's lock held. Rows are reserved for the longest
+                trajectory of each environment, so the table must hold all of them at once.
+            **columns: Actions, their results, and the states after them. [n, *shape] each; `terminated` and
+                `truncated` also where the schema has no such columns.
         Returns:
             Ids of the trajectories that were added.
         Raises:
-            DataError: A column is missing, does not fit, or is not finite and must be; or `reset` has not
-                come first: nothing has changed, and the step may be taken again. Or what adding raises.
-            StoreFullError, NotReadyError: The step is taken, but not published; the next one tries again.
+            DataError: A column is missing, does not fit, or is not finite and must be; or `reset` was not
+                called first: nothing has changed, and the step may be appended again. Or errors of `add`.
+            StoreFullError, NotReadyError: The step is appended, but not published; the next one tries again.
         """
         envs = None if envs is None else self._numbers(envs)
         which: Any = slice(None) if envs is None else envs
@@ -185,7 +185,7 @@ class VectorWriter(ProcessBound):
         if self._room <= 0:
             self._make_room(partial(self._check_rows, which, waits, done_by, state))
         rows, following = self._rows_for(which, waits)
-        self._done_rows.put(done_by, rows)  # to rows that do not count yet, should the next line refuse
+        self._done_rows.put(done_by, rows)  # rows that do not count yet, if the next line raises
         self._state_rows.put(state, following)
         if once:
             self._set_values(once, which)
@@ -203,7 +203,7 @@ class VectorWriter(ProcessBound):
         return added
 
     def _numbers(self, envs: object) -> np.ndarray:
-        """Return numbers of environments. [n], int64."""
+        """Return numbers of environments, checked. [n], int64."""
         found = arguments.integers("envs", envs)
         if len(found) and not (found.min() >= 0 and found.max() < self.num_envs):
             raise DataError("envs", f"must be in [0, {self.num_envs})", found.tolist())
@@ -223,10 +223,10 @@ class VectorWriter(ProcessBound):
         return ended
 
     def _check_begun(self, waiting: np.ndarray) -> None:
-        """Refuse a step of environments that wait for `reset`.
+        """Raise if a step has environments that wait for `reset`.
 
         Args:
-            waiting: Numbers of those of the step that wait for a first observation.
+            waiting: Numbers of the step's environments that wait for a first observation.
         Raises:
             DataError: Some were never reset, or do not reset themselves.
         """
@@ -237,7 +237,7 @@ class VectorWriter(ProcessBound):
             raise DataError("step", "must come after reset", f"environments {waiting[:8].tolist()}", remedy)
 
     def _rows_for(self, which: Any, waits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows of a step: of what was done, -1 where an episode begins; of what it has led to."""
+        """Return a step's rows: of action columns (-1 where an episode begins), and of state columns."""
         following = self._next[which]
         rows = following - 1
         if self._any_waits:
@@ -246,7 +246,7 @@ class VectorWriter(ProcessBound):
         return rows, following
 
     def _check_rows(self, which: Any, waits: np.ndarray, done_by: list[Any], state: list[Any]) -> None:
-        """Refuse what `put` would refuse, where the rows of some environments are full."""
+        """Raise the errors of `put`, where the rows of some environments are full."""
         rows, following = self._rows_for(which, waits)
         last = self._staging.first[which] + self._staging.length
         self._done_rows.check(done_by, rows)
@@ -255,13 +255,13 @@ class VectorWriter(ProcessBound):
     def _values_in(
         self, columns: Mapping[str, Any], which: Any, num_rows: int, kept: Any = slice(None)
     ) -> dict[str, np.ndarray]:
-        """Return columns of one value per trajectory as they are stored. Column -> [len(which), *shape].
+        """Return columns of one value per trajectory in the stored form. Column -> [len(which), *shape].
 
         Args:
-            columns: What was given.
+            columns: The given columns.
             which: The environments, as an index.
-            num_rows: Rows of what was given.
-            kept: Those of them that are of the environments, as an index.
+            num_rows: Rows of the given columns.
+            kept: Those rows that belong to the environments, as an index.
         Raises:
             DataError: One does not fit, or is not finite and must be.
         """
@@ -298,7 +298,7 @@ class VectorWriter(ProcessBound):
         return rows
 
     def _begin_again(self, waits: np.ndarray, which: Any) -> None:
-        """Let those begin of which this step was the first observation."""
+        """Begin the episodes whose first observation was in this step."""
         begun = np.arange(self.num_envs)[which][waits]
         self.num_steps -= len(begun)
         self._waits[begun] = False
@@ -306,20 +306,20 @@ class VectorWriter(ProcessBound):
         self._begin(begun)
 
     def _begin(self, envs: np.ndarray) -> None:
-        """Take note that an episode of some environments begins, at their first rows."""
+        """Hook: an episode of some environments begins, at their first rows."""
 
     # ---- ends ------------------------------------------------------------------------------------
 
     def _end(
         self, at: np.ndarray, envs: np.ndarray | None, finals: Mapping[str, np.ndarray], state: list[Any]
     ) -> list[int]:
-        """Add the trajectories of the step's rows `at`; their last states lie where `_next` says.
+        """Add the trajectories that end in rows `at` of the step; their last states are in rows `_next`.
 
         Args:
             at: Rows of the step.
             envs: As `step`.
-            finals: With "same_step": their last states, which are put there first.
-            state: How the environments are now, column by column.
+            finals: With "same_step": their last states, which are written there first.
+            state: The states of the environments now, column by column.
         """
         ended = at if envs is None else envs[at]
         first = self._staging.first
@@ -339,10 +339,10 @@ class VectorWriter(ProcessBound):
             self._waits[ended] = self._any_waits = True
         return added
 
-    def _commit(self, env: int, num_steps: int, is_cut: bool = False) -> int:
-        """Add the steps of an environment that lie in the first rows of its place."""
+    def _commit(self, env: int, num_steps: int, is_truncated: bool = False) -> int:
+        """Add the steps in the first rows of an environment's place as a trajectory."""
         if env in self._growing:
-            return self._commit_rest(env, num_steps, is_cut)
+            return self._commit_rest(env, num_steps, is_truncated)
         trajectory: dict[str, Any] = {}
         for column in self._schema:
             if column.late:
@@ -362,7 +362,7 @@ class VectorWriter(ProcessBound):
     # ---- publishing ------------------------------------------------------------------------------
 
     def _publish(self) -> None:
-        """Publish what grows."""
+        """Publish all open trajectories."""
         if self._publisher is None:
             raise no_publisher()
         self._publisher.check()
@@ -373,15 +373,15 @@ class VectorWriter(ProcessBound):
         self._publisher.publish([self._part_of(env, int(used[env])) for env in self._growing])
 
     def _part_of(self, env: int, num_steps: int) -> PublishedPart:
-        """Return an environment's open trajectory, of which so many steps lie in the rows of its place."""
+        """Return an environment's open trajectory, with `num_steps` steps in the rows of its place."""
         rows, once = partial(self._rows_of, env), partial(self._value_of, env)
         return PublishedPart(self._growing[env], num_steps + self._steps_before(env), rows, once)
 
-    def _commit_rest(self, env: int, num_steps: int, is_cut: bool) -> int:
+    def _commit_rest(self, env: int, num_steps: int, is_truncated: bool) -> int:
         publisher, growing = self._publisher, self._growing[env]
         assert publisher is not None
         publisher.publish([self._part_of(env, num_steps)])
-        self._end_growing(env, is_cut)
+        self._end_growing(env, is_truncated)
         self.num_trajectories += 1
         assert growing.trajectory_id is not None
         return growing.trajectory_id
@@ -395,7 +395,7 @@ class VectorWriter(ProcessBound):
         return self._steps_of(column, env, num_steps)[first:end]
 
     def _steps_before(self, env: int) -> int:
-        """Return how many steps of an open trajectory lie elsewhere than in the rows of its place."""
+        """Return how many earlier steps of an open trajectory are not in the rows of its place."""
         del env
         return 0
 
@@ -403,7 +403,7 @@ class VectorWriter(ProcessBound):
         return np.asarray(self._values[column.name][env])
 
     def close(self) -> None:
-        """End what grows; what is published stays, marked as truncated. Safe to call twice."""
+        """End all open trajectories; published steps stay, marked as truncated. Safe to call twice."""
         for env in list(self._growing):
             self._end_growing(env, truncated=True)
 
@@ -420,10 +420,10 @@ class VectorWriter(ProcessBound):
         return np.where(self._waits, 0, self._next - self._staging.first - 1)
 
     def _make_room(self, check: Callable[[], None]) -> None:
-        """Make rows for the next steps: grow, or truncate what is as long as it may be.
+        """Provide rows for the next steps: grow the staging, or truncate the longest trajectories.
 
         Args:
-            check: Called before anything is truncated; raises where the step is refused.
+            check: Called before anything is truncated; raises if the step is invalid.
         """
         used, length = self._used(), self._staging.length
         if int(used.max()) >= length:
@@ -435,16 +435,16 @@ class VectorWriter(ProcessBound):
         self._room = self._staging.length - int(self._used().max())
 
     def _truncate(self, envs: np.ndarray) -> None:
-        """Add what is as long as it may be, as truncated; it goes on from its last state."""
+        """Add trajectories of max_length as truncated; the next ones begin at their last states."""
         for env in envs.tolist():
             steps = int(self._next[env] - self._staging.first[env] - 1)
             if self._truncated is not None:
                 self._staging.of(self._truncated.name, env)[steps - 1] = True
-            self._commit(env, steps, is_cut=True)
+            self._commit(env, steps, is_truncated=True)
             self._go_on(env, steps)
 
     def _go_on(self, env: int, steps: int) -> None:
-        """Make an environment's last state the first of its rows."""
+        """Copy an environment's last state to the first of its rows."""
         for column in self._state:
             rows = self._staging.of(column.name, env)
             rows[0] = rows[steps]

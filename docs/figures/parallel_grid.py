@@ -1,4 +1,4 @@
-"""Draw who gets what of a global batch in a grid of 2 stages, 2 replicas and 2 tensor ranks.
+"""Draw the parts of a global batch of each rank in a grid of 2 stages, 2 replicas and 2 tensor ranks.
 
 python docs/figures/parallel_grid.py > docs/figures/parallel_grid.svg
 """
@@ -23,7 +23,7 @@ def text(x: float, y: float, words: str, extra: str = "") -> str:
 
 
 def rank_box(rank: int, place: RankCoordinates, names: list[str]) -> list[str]:
-    """Draw a rank with what it reads."""
+    """Draw a rank with the fields that it reads."""
     column = 2 * place.data_rank + place.tensor_rank
     x = LEFT + column * (WIDTH + GAP) + place.data_rank * GAP
     y = TOP + place.pipe_rank * (HEIGHT + 56)

@@ -141,7 +141,7 @@ def test_a_rank_that_ends_early_is_named(train: Callable[..., NodeRanks], cluste
     for process in ranks.processes[:3]:
         output, _ = process.communicate(timeout=LATE_S)
         results.append((process.returncode, output))
-    lost = r".*rank 3.* ended after (6 turns of 7|6 of 7 turns)"
+    lost = r".*rank 3.* ended after 6 of 7 batch barriers"
     check_named(results, [0, 1, 2], lost, since, or_node="")
     os.kill(ranks.pid(3), signal.SIGKILL)
     ranks.wait(5.0)

@@ -173,7 +173,7 @@ def test_nobody_waits_for_a_rank_that_writes_itself(found: Run) -> None:
     for seen in found.seen:
         (what, seconds), before, behind, (drawn, _), (again, _) = seen["collecting"]
         assert "NotReadyError" in what
-        assert "ask can_sample() first" in what
+        assert "call can_sample() first" in what
         assert seconds < 20
         assert (before, behind, len(drawn)) == (False, True, 3)
         assert "NotReadyError" in again, "each was drawn once"

@@ -69,10 +69,10 @@ def test_a_rank_that_fails_or_ends_early(
         if failed:
             kind, message, seconds = result["end"]
             assert kind == "PeerError"
-            rule, had = "must take as many batches as this rank", "it ended after 7 of 8 turns"
+            rule, had = "must take as many batches as this rank", "it ended after 7 of 8 batch barriers"
             if by_error:
                 rule = "must train as long as the others"
-                had = "it failed after 7 of 8 turns: KeyError: 'of this test'"
+                had = "it failed after 7 of 8 batch barriers: KeyError: 'of this test'"
             assert f"rank {ranks - 1} {rule}; {had}" in message
             assert float(seconds) < TIMEOUT_S
 

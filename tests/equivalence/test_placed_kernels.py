@@ -53,8 +53,8 @@ def test_kernels_give_the_batches_of_the_collector(kernels_on_host: Ops, way: st
         options |= {"n_step": NStepConfig(n=3, gamma=0.9), "num_samples": len(records), "threads": 1}
         options["engine_dtype"] = torch.bfloat16
         reach = Reach({name: table.gather_source(name) for name in NAMES})
-        carriage = FieldTransfer(HostStream(), kernels_on_host, way, lambda name: True, True, 2)
-        placed = DeviceGatherer(carriage, reach, **options)
+        transfer = FieldTransfer(HostStream(), kernels_on_host, way, lambda name: True, True, 2)
+        placed = DeviceGatherer(transfer, reach, **options)
         assert list(placed.ways.values()).count(way) >= 6
         plain = Gatherer(**options)
         for expected, got in zip(plain.gather(records), placed.gather(records), strict=True):

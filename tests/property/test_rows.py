@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_gear.distributed.row_exchange.row_exchange import most_rows
+from deepspeed_gear.distributed.row_exchange.row_messages import most_rows
 from deepspeed_gear.distributed.row_exchange.row_reads import RowLayout, RowReads, WindowRead, layout_of
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.records import Resolution, Slot

@@ -106,8 +106,8 @@ def placed(way: str, reached: frozenset[str], options: dict[str, Any]) -> Device
     table: Table = options["table"]
     reach = Reach({name: table.gather_source(name) for name in reached})
     n_step = {"reward", "terminated", "truncated"} <= reached
-    carriage = FieldTransfer(HostStream(), table.ops, way, lambda name: name in reached, n_step, 2)
-    return DeviceGatherer(carriage, reach, **options)
+    transfer = FieldTransfer(HostStream(), table.ops, way, lambda name: name in reached, n_step, 2)
+    return DeviceGatherer(transfer, reach, **options)
 
 
 @given(data=st.data(), way=st.sampled_from(WAYS), n=st.none() | st.integers(1, 4))

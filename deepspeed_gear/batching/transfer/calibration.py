@@ -1,4 +1,4 @@
-"""Measures the ways to a device on the table itself, and takes the fastest."""
+"""Calibration: measures the transfer methods on the table itself, and chooses the fastest."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.store.table import Table
 
 ROUNDS = 5
-MOST_SLOWED = 0.05  # of the time of what the device does beside a batch
-MOST_STEPS = 1000  # of a trajectory that is made up
-_MATMUL, _MATMULS = 4096, 32  # what keeps a device busy: 4 TFLOP, some milliseconds
+MOST_SLOWED = 0.05  # of the time of the device's concurrent work
+MOST_STEPS = 1000  # of a synthetic trajectory
+_MATMUL, _MATMULS = 4096, 32  # concurrent work: 4 TFLOP, some milliseconds
 Gather = Callable[[torch.Tensor], object]
 
 
 @dataclass(frozen=True)
 class TransferTimings:
-    """Seconds of a batch by one way, from its call to the end of its work; the best of some.
+    """Seconds of a batch by one transfer method, from its call to the end of its work; best of several.
 
     Args:
-        idle_s: With nothing else to do.
-        busy_s: Beside matrix products on the device; the same as idle on the CPU.
-        slowed: How much longer the products take beside a batch, of their own time; 0 on the CPU.
+        idle_s: On an idle device.
+        busy_s: During matrix products on the device; the same as idle on the CPU.
+        slowed: Relative slowdown of the products during a batch; 0 on the CPU.
     """
 
     idle_s: float
@@ -36,15 +36,15 @@ class TransferTimings:
 
 
 def made_up_records(table: Table, count: int, num_rows: int, num_slots: int) -> torch.Tensor:
-    """Return resolutions that lie anywhere in a table's memory, whatever it holds now.
+    """Return random resolutions in a table's memory, independent of its contents.
 
     Args:
-        table: Where they lie.
-        count: How many.
+        table: The table.
+        count: Number of resolutions.
         num_rows: Rows of its shortest column of steps that is gathered.
         num_slots: Of its shortest column of one row per trajectory.
     Returns:
-        [count, 8], int64; none where there is no room for a step.
+        [count, 8], int64; empty if the table is too small for a step.
     """
     words = np.random.default_rng(0)
     final = int(table.spec.schema.has_final_row)
@@ -60,12 +60,12 @@ def made_up_records(table: Table, count: int, num_rows: int, num_slots: int) -> 
 
 
 def measure(gather: Gather, records: torch.Tensor, lane: TransferStream) -> TransferTimings:
-    """Time one way.
+    """Measure one transfer method.
 
     Args:
-        gather: Gathers a batch on the lane; has done so before.
-        records: What of.
-        lane: The lane.
+        gather: Gathers a batch on the transfer stream, not for the first time.
+        records: The resolutions of the batch.
+        lane: The transfer stream.
     """
 
     def seconds() -> float:
@@ -98,7 +98,7 @@ class _Products:
         self.begin().seconds()  # loads kernels
 
     def begin(self) -> _Products:
-        """Give the products to the current stream of an idle device."""
+        """Enqueue the products on the current stream of an idle device."""
         torch.cuda.synchronize(self._device)
         self._first.record()
         for _ in range(_MATMULS):
@@ -107,15 +107,15 @@ class _Products:
         return self
 
     def seconds(self) -> float:
-        """Wait for the products; return how long they took."""
+        """Wait for the products; return their duration."""
         self._last.synchronize()
         return float(self._first.elapsed_time(self._last)) * 1e-3
 
 
 def fastest(figures: Mapping[str, TransferTimings]) -> str:
-    """Return the way that is fastest beside work of the device and hardly slows it; of equal ones the first.
+    """Return the fastest method on a busy device among those that hardly slow its work; of equals the first.
 
-    Where all of them slow it more than `MOST_SLOWED`, the one that does so least.
+    If all slow it by more than `MOST_SLOWED`, return the one that does so least.
     """
     gentle = [way for way, of_way in figures.items() if of_way.slowed <= MOST_SLOWED]
     if not gentle:

@@ -1,8 +1,8 @@
-"""What the copy engine fetches: a piece for each sample and field, and the records that then lead to them.
+"""Copies of the copy engine: a piece for each sample and field, and resolutions that point to the copies.
 
-A sample's window is fetched to a place of its own in scratch memory of the device. The op of collection
-allows records whose other rows are not there, so a record with another first row makes the same kernel read
-the scratch: padding, masks and conversion are those of any other way.
+A sample's window is copied to its own place in scratch memory of the device. The op `gather_` reads only rows
+of windows, so a resolution with another first row makes the same kernel read the scratch memory: padding,
+masks and conversion are those of every transfer method.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from deepspeed_gear.ops.reference.gather import bounds
 
 
 class CopyPiece:
-    """One copy of the copy engine."""
+    """Words of one copy of the copy engine."""
 
     COLUMN: Final = 0
     SOURCE: Final = 1
@@ -28,7 +28,7 @@ class CopyPiece:
 
 @dataclass(frozen=True)
 class Window:
-    """What a field reads of a sample, in steps: the part [first, first + count) of a window."""
+    """Steps that a field reads of a sample: the part [first, first + count) of a window."""
 
     offset: int
     length: int
@@ -40,13 +40,13 @@ class Window:
 
 @dataclass(frozen=True)
 class Fetched:
-    """A window of some samples.
+    """Where a window of each sample is copied to.
 
     Args:
-        step: First step that is fetched of each sample. [B], int64.
-        row: Where it lies in scratch memory of `count` rows a sample. [B], int64.
-        num_rows: Rows that are fetched. [B], int64.
-        records: Resolutions that lead there. [B, 8], int64.
+        step: First copied step of each sample. [B], int64.
+        row: Its row in scratch memory of `count` rows a sample. [B], int64.
+        num_rows: Number of copied rows. [B], int64.
+        records: Resolutions that point to the copies. [B, 8], int64.
     """
 
     step: np.ndarray
@@ -56,7 +56,7 @@ class Fetched:
 
 
 def fetch(window: Window, records: torch.Tensor) -> Fetched:
-    """Return which steps of samples are fetched, and to where.
+    """Return which steps of samples are copied, and where to.
 
     Args:
         window: The window.
@@ -64,28 +64,28 @@ def fetch(window: Window, records: torch.Tensor) -> Fetched:
     """
     held = records[:, Resolution.NUM_STEPS] + window.final_row
     span = bounds(window.offset, window.length, window.align, records[:, Resolution.ANCHOR], held)
-    ahead = span.begin - span.place  # the step at the window's first place
+    shift = span.begin - span.place  # the step at the window's first place
     begin = span.place.clamp(window.first, window.first + window.count)
     end = (span.place + span.end - span.begin).clamp(window.first, window.first + window.count)
     places = torch.arange(len(records)) * window.count - window.first
     moved = records.clone()
-    moved[:, Resolution.FIRST_ROW] = places - ahead
-    step, row, num_rows = begin + ahead, places + begin, end - begin
+    moved[:, Resolution.FIRST_ROW] = places - shift
+    step, row, num_rows = begin + shift, places + begin, end - begin
     return Fetched(step.numpy(), row.numpy(), num_rows.numpy(), moved)
 
 
 def pieces_of(
     found: Fetched, records: torch.Tensor, column: int, row_bytes: int, begin: int, bounds: np.ndarray
 ) -> np.ndarray:
-    """Return the copies of one field.
+    """Return the pieces of one field.
 
     Args:
         found: Its window.
-        records: The resolutions themselves. [B, 8], int64.
+        records: The original resolutions. [B, 8], int64.
         column: Its number among the columns.
         row_bytes: Of its rows.
         begin: First byte of its scratch memory.
-        bounds: Bytes of the column that one copy must not go across, ascending. int64.
+        bounds: Offsets in the column that one copy must not cross, ascending. int64.
     Returns:
         The words of `CopyPiece`. [n, 4], int64.
     """
@@ -100,7 +100,7 @@ def pieces_of(
 
 
 def split(pieces: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """Divide the pieces that go across a bound of their column. [n, 4], int64."""
+    """Split the pieces that cross a bound of their column. [n, 4], int64."""
     if not len(bounds):
         return pieces
     done = []

@@ -1,7 +1,7 @@
-"""Where collection runs beside the training step: a CUDA stream of its own, or the calling thread.
+"""Transfer streams: a CUDA stream, or the calling thread, on which batches are gathered during steps.
 
-Nothing here waits for a device, except `Event.synchronize`, which is called where memory of the host must not
-be overwritten yet.
+Nothing here waits for a device, except `Event.synchronize`, which is called before memory of the host is
+overwritten.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 
 from deepspeed_gear.errors import StoreError
 
-ALIGNMENT = 128  # of what lies in one allocation: a line of a GPU's caches
+ALIGNMENT = 128  # of tensors in one allocation: a line of a GPU's caches
 
 
 class Event(Protocol):
-    """A moment in the work of a lane, or of the user of its batches."""
+    """An event in the work of a transfer stream, or of the user of its batches."""
 
     def query(self) -> bool:
         """Whether all work before it is done; does not wait."""
@@ -32,13 +32,13 @@ class Event(Protocol):
 
 
 class HostEvent:
-    """A moment in the work of threads of the host. Thread safe."""
+    """An event in the work of threads of the host. Thread safe."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
 
     def finish(self) -> None:
-        """Say that the work before it is done."""
+        """Mark the work before the event as done."""
         self._done.set()
 
     def query(self) -> bool:
@@ -49,45 +49,45 @@ class HostEvent:
 
 
 class TransferStream(Protocol):
-    """Work in the order in which it is given. Thread safe."""
+    """A queue of work that runs in order. Thread safe."""
 
     device: torch.device
 
     def running(self) -> AbstractContextManager[Any]:
-        """Give what this thread does inside to the lane."""
+        """Return a context whose work is enqueued on this stream."""
         ...
 
     def record(self) -> Event:
-        """Return the moment after everything that the lane was given."""
+        """Return an event after all work enqueued so far."""
         ...
 
     def wait(self, event: Event) -> None:
-        """Let later work of the lane wait for an event."""
+        """Make later work of this stream wait for an event."""
         ...
 
     def consumer(self) -> tuple[Any, Event]:
-        """Return the stream that this thread gives work to, and the moment after all that it was given."""
+        """Return this thread's current stream, and an event after all its work so far."""
         ...
 
     def wait_for(self, consumer: Any) -> None:
-        """Let later work of the lane wait for all that a consumer was given until now."""
+        """Make later work of this stream wait for all work of a consumer's stream so far."""
         ...
 
     def hand_over(self, event: Event, tensors: Sequence[torch.Tensor]) -> None:
-        """Let what this thread gives work to wait for an event; it uses tensors that the lane has made."""
+        """Make this thread's current stream wait for an event, and mark it as a user of tensors."""
         ...
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
-        """Return memory of the host that copies to the device can read beside other work. [n], uint8."""
+        """Return (pinned) host memory for asynchronous copies to the device. [n], uint8."""
         ...
 
     def bring(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies of small tensors of the host on the device. Inside `running`."""
+        """Copy small tensors of the host to the device. Called inside `running`."""
         ...
 
 
 class HostStream:
-    """The calling thread: its work is done when the call returns."""
+    """The calling thread as a transfer stream: its work is done when a call returns."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -116,11 +116,11 @@ class HostStream:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def bring(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return _brought(tensors, self)
+        return _copied_together(tensors, self)
 
 
 class CudaStream:
-    """A CUDA stream of its own."""
+    """A separate CUDA stream as a transfer stream."""
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -159,13 +159,13 @@ class CudaStream:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def bring(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return _brought(tensors, self)
+        return _copied_together(tensors, self)
 
 
 def allow_captures_elsewhere() -> None:
-    """Let this thread allocate and look at events while another one captures a CUDA graph.
+    """Allow this thread to allocate and query events while another thread captures a CUDA graph.
 
-    A capture of the usual mode fails if any thread does, unless that one says that it is not concerned.
+    A capture of the default mode fails if any thread does so, unless that thread is in relaxed mode.
     """
     if not torch.cuda.is_available():
         return
@@ -174,12 +174,12 @@ def allow_captures_elsewhere() -> None:
 
 
 def refuse_capture(name: str, rule: str, remedy: str = "") -> None:
-    """Refuse what cannot be in a CUDA graph while one is captured.
+    """Raise if a CUDA graph is captured, for a call that cannot be in one.
 
     Args:
-        name: What is refused.
-        rule: As of an error.
-        remedy: Likewise.
+        name: The call.
+        rule: The error's rule.
+        remedy: The error's remedy.
     Raises:
         StoreError: The current stream is being captured.
     """
@@ -188,12 +188,12 @@ def refuse_capture(name: str, rule: str, remedy: str = "") -> None:
 
 
 def lane_of(device: torch.device) -> TransferStream:
-    """Return a lane of a device."""
+    """Return a transfer stream of a device."""
     return CudaStream(device) if device.type == "cuda" else HostStream()
 
 
 class Packing:
-    """Where tensors lie in one allocation, each aligned.
+    """Offsets of tensors in one allocation, each aligned.
 
     Args:
         shapes: Shape and dtype of each.
@@ -209,8 +209,8 @@ class Packing:
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors in an allocation. [num_bytes], uint8.
 
-        Each counts its own changes, as tensors of their own do: autograd names the tensor that was changed in
-            place.
+        Each has its own version counter, as separate tensors have: autograd names the tensor that was changed
+        in place.
         """
         found = []
         for (shape, dtype), begin in zip(self._shapes, self._begins, strict=True):
@@ -219,10 +219,10 @@ class Packing:
         return found
 
 
-def _brought(tensors: Sequence[torch.Tensor], lane: TransferStream) -> list[torch.Tensor]:
-    """Copy tensors to the lane's device by one copy, which waits for nothing.
+def _copied_together(tensors: Sequence[torch.Tensor], lane: TransferStream) -> list[torch.Tensor]:
+    """Copy tensors to the transfer stream's device with one asynchronous copy.
 
-    Torch's allocator of pinned memory gives a block away again only when the copies from it are done.
+    Torch's allocator of pinned memory reuses a block only when the copies from it are done.
     """
     packing = Packing([(tensor.shape, tensor.dtype) for tensor in tensors])
     pinned = torch.empty(packing.num_bytes, dtype=torch.uint8, pin_memory=lane.device.type == "cuda")

@@ -1,4 +1,4 @@
-"""Selections that a device still reads: released when the event after its last kernel is done."""
+"""Deferred release of selections that a device reads: after the event that follows its last kernel."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ Release = Callable[[int], None]
 
 
 class DeferredRelease:
-    """Selections in the order in which they were read. Thread safe.
+    """Selections that wait for release, in the order of their gathers. Thread safe.
 
-    A selection keeps the rows that it has drawn, and its entry of the ring. So the process says that it has
-    read it only when its device has: `settle` looks, without waiting, whenever the process takes or adds
-    something.
+    A selection pins the rows that it has drawn, and its ring entry. So the process releases it only when its
+    device has read the rows: `settle` checks, without waiting, whenever the process samples or adds.
     """
 
     def __init__(self) -> None:
@@ -27,7 +26,7 @@ class DeferredRelease:
         return len(self._waiting)
 
     def hold(self, event: Event, release: Release, key: int) -> None:
-        """Release a selection once an event is done; events come in the order of one lane.
+        """Release a selection once an event is done; events are passed in the order of one stream.
 
         Args:
             event: After the last kernel that reads the selection.

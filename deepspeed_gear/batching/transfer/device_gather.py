@@ -1,8 +1,8 @@
-"""Batches on a device: each field gathered by kernels, fetched by the copy engine, or staged by the host.
+"""Batches on a device: each field gathered by kernels, copied by the copy engine, or staged by the host.
 
-A ring entry is one allocation on the device. What is staged lies at its front and has the same layout in
-pinned memory of the host, so one copy takes it over. All work is given to a lane; no process waits for it but
-where pinned memory is still being copied, `PINNED` batches behind.
+A ring entry is one allocation on the device. Staged fields lie at its front, with the same layout as in
+pinned memory of the host, so one copy transfers them. All work is enqueued on a transfer stream; the process
+waits only for pinned memory that is still being copied, from `PINNED` batches before.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 _Key = tuple[str, int]  # "out", "mask" or "n_step", and its number
-PINNED = 4  # batches that are staged at once: more would let the host run further ahead of the device
-# Of a launch, for all its fields. PCIe 5 brings 50 GB/s after 1.5 us, so 75 KB of reads must be under way:
-# these blocks of 256 lanes have 256 KiB with two vectors of 16 bytes a lane, as short windows give it, and
+PINNED = 4  # batches that are staged at once; bounds how many batches the host is ahead of the device
+# Of a launch, for all its fields. PCIe 5 has 50 GB/s and 1.5 us latency, so 75 KB of reads must be in flight:
+# these blocks of 256 threads have 256 KiB with two vectors of 16 bytes a thread, as for short windows, and
 # more with long ones. Of an H200's 132 multiprocessors at least 100 are free of them.
 _DIRECT_BLOCKS = 32
 _NONE = torch.empty(0)
@@ -39,11 +39,11 @@ _NO_BOUNDS = np.empty(0, np.int64)
 
 @dataclass(frozen=True)
 class Reach:
-    """What a device reads in place of one table.
+    """The columns of one table that a device reads in place (zero-copy).
 
     Args:
-        columns: Tensors of the device over stored columns, by name; of those that it reaches.
-        bounds: By column: bytes that one copy of the copy engine must not go across. Ascending, int64.
+        columns: Device tensors over the stored columns that it can read, by name.
+        bounds: By column: offsets that one copy of the copy engine must not cross. Ascending, int64.
     """
 
     columns: Mapping[str, torch.Tensor]
@@ -52,16 +52,16 @@ class Reach:
 
 @dataclass(frozen=True)
 class FieldTransfer:
-    """How batches get to a device.
+    """How batches are transferred to a device.
 
     Args:
-        lane: What runs there.
+        lane: The transfer stream.
         ops: Ops for tensors of the device.
-        way: What is wanted for each field; see `ways_of`.
+        way: The preferred transfer method; see `ways_of`.
         is_reached: Whether the device reads a column in place, of every table that has it.
-        reaches_n_step: Whether it reads in place what n-step returns are made of, of every table.
-        keep: Batches that their user may hold: an older one is not touched any more.
-        least_copy_bytes: Smaller windows are read in place, not fetched by the copy engine.
+        reaches_n_step: Whether it reads the columns of n-step returns in place, of every table.
+        keep: Latest batches that their user may use.
+        least_copy_bytes: Smaller windows are read in place, not copied by the copy engine.
     """
 
     lane: TransferStream
@@ -75,10 +75,10 @@ class FieldTransfer:
 
 @dataclass
 class _Slot:
-    """What a ring entry needs beside its tensors."""
+    """State of a ring entry besides its tensors."""
 
-    front: torch.Tensor  # what is staged
-    free: Event | None = None  # its user has done with it
+    front: torch.Tensor  # the staged fields
+    free: Event | None = None  # its user's last use
     consumer: Any = None
     is_out: bool = False
     turn: int = 0
@@ -86,15 +86,15 @@ class _Slot:
 
 @dataclass
 class _Pinned:
-    """Memory of the host in which a batch is staged."""
+    """Pinned memory in which a batch is staged."""
 
     flat: torch.Tensor
     buffers: Buffers
-    copied: Event | None = None  # it may be written again
+    copied: Event | None = None  # after the copy: it may be written again
 
 
 def n_step_columns(table: Rows) -> list[str | None]:
-    """Return the names of reward, terminated and truncated of a table; None for what it has not."""
+    """Return the names of reward, terminated and truncated of a table; None for missing ones."""
     found = [table.schema.role(role) for role in ("reward", "terminated", "truncated")]
     return [None if column is None else column.name for column in found]
 
@@ -103,46 +103,46 @@ class DeviceGatherer(Gatherer):
     """Gathers batches of fixed fields and size on a device. One thread gathers, another may take batches.
 
     Args:
-        carriage: How they get there; of all tables of a mixture alike.
-        reach: What the device reads of this table.
-        **options: As of `Gatherer`; the ring is one deeper than what is prepared and kept.
+        transfer: How batches are transferred; equal for all tables of a mixture.
+        reach: The columns of this table that the device reads in place.
+        **options: As of `Gatherer`; the ring has one entry more than are prefetched and kept.
     """
 
-    def __init__(self, carriage: FieldTransfer, reach: Reach, **options: Any) -> None:
-        self._carriage, self._lane, self._reach = carriage, carriage.lane, reach
-        # Few blocks keep enough reads of the host's memory under way, and leave the device to others.
+    def __init__(self, transfer: FieldTransfer, reach: Reach, **options: Any) -> None:
+        self._transfer, self._lane, self._reach = transfer, transfer.lane, reach
+        # Few blocks keep enough reads of host memory in flight, and leave the device to other work.
         self._blocks = _DIRECT_BLOCKS if self._lane.device.type == "cuda" else options["threads"]
-        # Of what is in its own memory already it may read with all of them, which it takes 1 for.
+        # Its own memory is read by as many blocks as fit, which the op selects by 1.
         self._free_blocks = 1 if self._lane.device.type == "cuda" else options["threads"]
         self._slots: list[_Slot] = []
         self._pinned: deque[_Pinned] = deque()
         self._out: deque[tuple[_Slot, int]] = deque()
-        self._lock = threading.Lock()  # of what the two threads know of the ring entries
+        self._lock = threading.Lock()  # guards `_out` and the state of slots between the two threads
         self.made = 0  # index of the latest ring entry
-        with self._lane.running():  # so that zeros are written before what the lane gathers
+        with self._lane.running():  # zeros are written before the stream gathers
             self._counters_there = torch.zeros(3, dtype=torch.int64, device=self._lane.device)
             self._counters_seen = self._lane.buffer(24).view(torch.int64)
             super().__init__(**options)
 
     def totals(self) -> torch.Tensor:
-        """Return real rows, all rows and bytes, of what the lane has done by now. [3], int64."""
+        """Return the totals of real rows, all rows and bytes gathered by now. [3], int64."""
         return self.counters + self._counters_seen
 
     @property
     def ways(self) -> dict[str, str]:
-        """The way of each field."""
+        """The transfer method of each field."""
         return {field.name: way for field, way in zip(self._fields, self._ways, strict=True)}
 
     @property
     def reads_in_place(self) -> bool:
-        """Whether the device reads the store itself: its rows must stay until it has."""
+        """Whether the device reads the store itself; then rows stay pinned until it has."""
         return bool(self._direct.which or self._fetched) or not self._stages_n_step
 
-    # ---- what goes which way ---------------------------------------------------------------------
+    # ---- transfer methods ---------------------------------------------------------------------
 
     def _divide(self, num_samples: int) -> None:
         self._ways = ways_of(
-            self._fields, self._carriage.way, self._is_reached, self._carriage.least_copy_bytes
+            self._fields, self._transfer.way, self._is_reached, self._transfer.least_copy_bytes
         )
         self._stages_n_step = self._n_step is None or not self._reaches_n_step()
         chosen = {way: [i for i, of in enumerate(self._ways) if of == way] for way in set(self._ways)}
@@ -163,16 +163,16 @@ class DeviceGatherer(Gatherer):
 
     def _is_reached(self, field: ResolvedField) -> bool:
         name = RETURN_TO_GO if field.column is None else field.column.name
-        return self._carriage.is_reached(name)
+        return self._transfer.is_reached(name)
 
     def _reaches_n_step(self) -> bool:
-        """Whether the device computes n-step returns: if it reaches all columns, and the host needs none."""
+        """Return whether the device computes n-step returns: it reads all columns; the host needs none."""
         ways = zip(self._fields, self._ways, strict=True)
         followed = any(way == STAGED and field.offset == "n_step" for field, way in ways)
-        return self._carriage.way != STAGED and self._carriage.reaches_n_step and not followed
+        return self._transfer.way != STAGED and self._transfer.reaches_n_step and not followed
 
     def _there(self, index: int) -> torch.Tensor:
-        """Return a field's column on the device; nothing where it is not read there."""
+        """Return a field's column on the device; an empty tensor where it is not read there."""
         field = self._fields[index]
         if self._ways[index] == STAGED or is_computed(field):
             return torch.empty(0, dtype=torch.int64, device=self._lane.device)
@@ -234,7 +234,7 @@ class DeviceGatherer(Gatherer):
             records: In memory of the host.
             goal_step: Likewise.
         Returns:
-            Tensors that are ready after what the lane was given until now.
+            Tensors that are ready after the work enqueued on the transfer stream so far.
         """
         return self.gather_from([(self, records, goal_step)])
 
@@ -266,33 +266,33 @@ class DeviceGatherer(Gatherer):
         return dict(buffers.tensors), dict(buffers.mask)
 
     def _reuse(self, slot: _Slot) -> None:
-        """Let the lane wait for the user of the entry's last batch."""
+        """Make the transfer stream wait for the user of the entry's last batch."""
         with self._lock:
             free, consumer, is_out = slot.free, slot.consumer, slot.is_out
             slot.free, slot.consumer, slot.is_out = None, None, False
             slot.turn += 1
         if free is not None:
             self._lane.wait(free)
-        elif is_out:  # batches that were prepared and dropped have brought its turn forward
+        elif is_out:  # reused early, as batches were prefetched and dropped
             self._lane.wait_for(consumer)
 
     def hand_over(self, index: int) -> None:
-        """Say that a ring entry goes to its user now; frees that of `keep` batches before.
+        """Mark a ring entry as used from now on; free the entry of `keep` batches before.
 
-        In the thread that uses it: what this has given to its stream until now is all that uses older ones.
+        Called in the user's thread: the work on its stream so far includes all uses of older batches.
         """
         consumer, until_now = self._lane.consumer()
         slot = self._slots[index]
         with self._lock:
             slot.consumer, slot.is_out = consumer, True
             self._out.append((slot, slot.turn))
-            while len(self._out) > self._carriage.keep:
+            while len(self._out) > self._transfer.keep:
                 old, turn = self._out.popleft()
                 if old.turn == turn and old.consumer == consumer:
                     old.free = until_now
 
     def stage(self, host: Buffers, records: torch.Tensor, goal_step: torch.Tensor | None) -> None:
-        """Gather what is staged, in this thread."""
+        """Gather the staged fields, in this thread."""
         steps = None
         if self._n_step is not None and self._stages_n_step:
             steps = host.n_step[2]
@@ -303,11 +303,11 @@ class DeviceGatherer(Gatherer):
             self._goals.fill(host.outs, host.masks, self.counters, records, goal_step)
 
     def place(self, buffers: Buffers, records: torch.Tensor) -> None:
-        """Let the device gather the rest; `records` in memory of the host."""
+        """Enqueue the device's gather of the other fields; `records` in memory of the host."""
         if not self.reads_in_place:
             return
         there, order = self._lane.bring([records, self._order(records)])
-        ops, steps = self._carriage.ops, None
+        ops, steps = self._transfer.ops, None
         if self._n_step is not None:
             steps = buffers.n_step[2]
             if not self._stages_n_step:
@@ -321,13 +321,13 @@ class DeviceGatherer(Gatherer):
 
     @staticmethod
     def _order(records: torch.Tensor) -> torch.Tensor:
-        """Return samples by where they lie: neighbours in memory are read one after the other."""
+        """Return the samples in order of their rows, so that neighbours in memory are read in sequence."""
         return torch.argsort(records[:, Resolution.FIRST_ROW] + records[:, Resolution.ANCHOR])
 
     # ---- the copy engine -------------------------------------------------------------------------
 
     def _divide_copies(self, which: list[int], num_samples: int) -> None:
-        """Give each field that is fetched a place in the scratch memory, which later batches use again."""
+        """Assign each field of the copy engine a place in scratch memory, which later batches reuse."""
         by_window: dict[Window, list[int]] = {}
         for i in which:
             spec = self._specs[i]
@@ -353,17 +353,17 @@ class DeviceGatherer(Gatherer):
         self._number = {i: number for number, i in enumerate(which)}
 
     def _fetch(self, buffers: Buffers, records: torch.Tensor) -> None:
-        """Fetch windows by the copy engine; kernels then read them as they would read the columns."""
+        """Copy windows with the copy engine; kernels then read the copies as they would the columns."""
         pieces, moved = [], []
         for window, group in self._fetched.items():
             found = fetch(window, records)
             moved.append(found.records)
             pieces += [self._pieces(i, found, records) for i in group.which]
         every = torch.from_numpy(np.concatenate(pieces))
-        self._carriage.ops.copy_pieces_(self._scratch, self._sources, every)
+        self._transfer.ops.copy_pieces_(self._scratch, self._sources, every)
         there = self._lane.bring(moved)
         for group, at in zip(self._fetched.values(), there, strict=True):
-            group.run(self._carriage.ops, buffers, self._counters_there, at, None, self._free_blocks)
+            group.run(self._transfer.ops, buffers, self._counters_there, at, None, self._free_blocks)
 
     def _pieces(self, index: int, found: Fetched, records: torch.Tensor) -> np.ndarray:
         name, number = self._name(index), self._number[index]

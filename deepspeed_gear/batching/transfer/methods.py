@@ -1,4 +1,4 @@
-"""Which way each field takes to a device."""
+"""Transfer methods: choose zero-copy, copy engine or staging for each field."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from deepspeed_gear.config import ResolvedField
 
 DIRECT, COPIES, STAGED = "direct", "copies", "staged"
-WAYS = (DIRECT, COPIES, STAGED)  # in the order in which they are taken where nothing is measured
+WAYS = (DIRECT, COPIES, STAGED)  # in order of preference without a measurement
 _RETURN_BYTES = 4  # a row of returns-to-go
-#: Smallest window that the copy engine fetches unless it is named. A piece takes it about 1.1 us whatever its
-#: size; kernels read 35 GB/s in place, so it is slower below some 28 KiB, as others have measured on an H100.
+#: Smallest window that the copy engine fetches unless it is configured. A piece of any size takes about
+#: 1.1 us; kernels read 35 GB/s in place, so it is slower below some 28 KiB, as others measured on an H100.
 LEAST_COPY_BYTES = 1 << 14
 
 
 def is_computed(field: ResolvedField) -> bool:
-    """Whether nothing is stored of a field: time steps and positions."""
+    """Return whether a field is computed without stored rows: time steps and positions."""
     return field.column is None and field.derived != "return_to_go"
 
 
@@ -25,16 +25,16 @@ def ways_of(
     is_reached: Callable[[ResolvedField], bool],
     least_copy_bytes: int = 0,
 ) -> list[str]:
-    """Return the way of each field.
+    """Return the transfer method of each field.
 
     Args:
-        fields: Of a batch.
-        way: What is wanted.
+        fields: The fields of a batch.
+        way: The preferred method.
         is_reached: Whether the device reads the column of a field in place.
-        least_copy_bytes: Smaller windows are not for the copy engine.
+        least_copy_bytes: Smaller windows are not copied by the copy engine.
     Returns:
-        Goals are staged, as the host draws them, like what the device cannot read; what the copy engine does
-        not serve is read in place.
+        One of `WAYS` each. Fields that the device cannot read are staged, and goals, as the host draws them;
+        fields that do not suit the copy engine are read in place.
     """
     return [_way_of(field, way, is_reached, least_copy_bytes) for field in fields]
 
@@ -50,11 +50,11 @@ def _way_of(
 
 
 def suits_copies(field: ResolvedField, least_bytes: int = 0) -> bool:
-    """Whether a sample's rows are one piece that the host can name, all that its kernel reads, and large.
+    """Return whether a sample's rows of a field are one large piece, with all rows that its kernel reads.
 
     Args:
         field: The field.
-        least_bytes: Of a whole window.
+        least_bytes: Smallest size of a window.
     """
     if is_computed(field) or field.pad_kind == "edge" or field.offset == "n_step":
         return False

@@ -34,7 +34,7 @@ def open_source(path: str | Path, format: str = "auto", columns: Sequence[str] |
 
     Args:
         path: File or folder.
-        format: A key of `READERS`, "module:Class" of a reader of one's own, or "auto".
+        format: A key of `READERS`, "module:Class" of a user's reader, or "auto".
         columns: Patterns of optional columns to keep; None keeps all.
     Raises:
         DataError: The source is missing, unknown or malformed.
@@ -74,7 +74,7 @@ def reader_class(format: str) -> type[Reader]:
 
 
 def _content(path: Path) -> str:
-    """Describe what a source holds, for the error that refuses it."""
+    """Describe the contents of a source of an unknown layout, for the error."""
     import h5py
 
     if path.is_dir():
@@ -99,13 +99,13 @@ def ingest(
     """Turn one or more sources into a data set.
 
     The ids are the ordinals of the episodes: those of the first source, then those of the second. With
-    several sources the per-trajectory column `source` tells which one an episode is from. The same sources
-    give the same bytes.
+    several sources the per-trajectory column `source` holds the number of an episode's source. The same
+    sources give the same bytes.
 
     Args:
         sources: Files or folders whose columns agree.
         dest: The folder to make.
-        format: Of all sources; "auto" looks at the content of each.
+        format: Of all sources; "auto" detects it by the content of each.
         split: Share of each held-out part by name; the statistics are those of the rest.
         columns: Patterns of optional columns to keep; None keeps all.
         allow_nan: Allow NaN and infinities in every floating column, and record it in the schema.

@@ -1,4 +1,4 @@
-"""Where the episodes of a Minari data set lie, whatever its form."""
+"""Interface to the episodes of a Minari data set in any form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Key = tuple[str, ...]
 
 
 class EpisodeStore(ABC):
-    """Where Minari's episodes lie: one class per form.
+    """Interface to the stored episodes of a Minari data set: one class per form.
 
     Attributes:
         numbers: The episodes, in numerical order.
@@ -28,7 +28,7 @@ class EpisodeStore(ABC):
 
     @abstractmethod
     def facts(self, number: int) -> dict[str, Any]:
-        """Return what is known about an episode: id, seed, total_steps."""
+        """Return the metadata of an episode: id, seed, total_steps."""
 
     @abstractmethod
     def keys(self, number: int) -> list[Key]:

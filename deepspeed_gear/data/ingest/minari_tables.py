@@ -97,11 +97,11 @@ class TableStore(EpisodeStore):
             return np.asarray(array.to_numpy(zero_copy_only=False))
         size, shape = array.type.list_size, self._shape(key, field, array.type.list_size)
         if int(np.prod(shape)) != size:
-            raise DataError(where, f"must have rows of shape {list(shape)} as the space says", [size])
+            raise DataError(where, f"must have rows of shape {list(shape)} as in the space", [size])
         return np.asarray(array.flatten().to_numpy(zero_copy_only=False)).reshape(len(array), *shape)
 
     def _shape(self, key: Key, field: Any, size: int) -> tuple[int, ...]:
-        """Return the shape of a row: of its space, of its field's metadata, or flat where nothing says it."""
+        """Return the shape of a row: of its space, else of its field's metadata, else flat."""
         if key in self._shapes:
             return self._shapes[key]
         text = (field.metadata or {}).get(b"shape")

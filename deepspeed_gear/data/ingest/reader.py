@@ -1,4 +1,4 @@
-"""What all ingest formats share: the reader's interface, names, dtypes, and reading HDF5 in blocks."""
+"""Common parts of all ingest formats: the reader's interface, names, dtypes, reading HDF5 in blocks."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class Reader(ABC):
 
     A format of the package is a subclass in a module of its own and an entry in `READERS`; one from outside
     is named by "module:Class" (docs/how-to/add-an-ingest-format.md).
-    The constructor looks at the layout and refuses what is wrong with it; `episodes` streams the data once.
+    The constructor checks the layout; `episodes` streams the data once.
 
     Attributes:
         format: Name of the format, for `--format`.
         path: The source.
-        columns: What every episode holds, in the order of the schema.
+        columns: Columns of every episode, in the order of the schema.
         num_steps: Steps of all episodes, for progress.
-        notes: What the user should know about how the source was read.
-        description: What the data set keeps about the source; JSON-able, without paths.
+        notes: Notes for the user on how the source was read.
+        description: Record of the source in the data set; JSON-able, without paths.
     """
 
     format: ClassVar[str]
@@ -97,9 +97,9 @@ class Reader(ABC):
 
 
 class EpisodeSelection:
-    """Which optional columns the user wants (`--columns`).
+    """The optional columns to keep (`--columns`).
 
-    A group is what stands before the first dot of a column name (`infos`, `observation`). Without patterns
+    A group is the part before the first dot of a column name (`infos`, `observation`). Without patterns
     everything is kept. With patterns, a group is reduced to the columns that match one; `observation` and
     `action` are kept whole where no pattern names them, and every other optional column is left out.
     """
@@ -109,7 +109,7 @@ class EpisodeSelection:
         self._used: set[str] = set()
 
     def __call__(self, name: str) -> bool:
-        """Return whether an optional column is kept, and remember the patterns that matched."""
+        """Return whether an optional column is kept, and record the patterns that matched."""
         if self.patterns is None:
             return True
         hits = [pattern for pattern in self.patterns if fnmatchcase(name, pattern)]
@@ -119,7 +119,7 @@ class EpisodeSelection:
         return bool(hits) or (group in ("observation", "next_observation", "action") and not named)
 
     def check_used(self, path: Path, names: Sequence[str]) -> None:
-        """Refuse a pattern that matched nothing.
+        """Reject a pattern that matched nothing.
 
         Raises:
             DataError: It did.
@@ -138,7 +138,7 @@ def column_name(*parts: str) -> str:
 
 
 def check_unique(path: Path, names: Sequence[str]) -> None:
-    """Refuse two keys that give one column name.
+    """Reject two keys that give one column name.
 
     Raises:
         DataError: There are two.
@@ -166,7 +166,7 @@ def make_column(
 ) -> Column:
     """Describe a column as it is stored.
 
-    Scalar integer actions become int64, integer rewards float64 and flags bool, whatever the source has.
+    Scalar integer actions become int64, integer rewards float64 and flags bool.
 
     Raises:
         DataError: The dtype or shape cannot be stored.
@@ -244,7 +244,7 @@ class RowReader:
         self._first, self._block = 0, np.empty((0, *dataset.shape[1:]), dtype=dataset.dtype)
 
     def __call__(self, low: int, high: int) -> NDArray[Any]:
-        """Return rows [low, high), a copy or a view that later calls leave alone."""
+        """Return rows [low, high), a copy or a view that later calls do not change."""
         parts = []
         while low < high:
             if not self._first <= low < self._first + len(self._block):

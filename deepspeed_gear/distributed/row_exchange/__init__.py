@@ -1,1 +1,1 @@
-"""Rows that move between nodes: which, to where, and how."""
+"""The row exchange: which rows move between nodes, how they are encoded, and how they are sent."""

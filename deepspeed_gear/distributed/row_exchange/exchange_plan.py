@@ -1,4 +1,4 @@
-"""Which node needs which samples of a global batch, and which rows of them. Pure."""
+"""The exchange plan: which node needs which samples of a global batch, and which rows of them. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """Where samples go.
+    """Maps each sample of a global batch to the nodes that need it, and to the rows that they read.
 
     Args:
         holders: Nodes that hold a shard, in the order of their shards.
@@ -25,8 +25,8 @@ class ExchangePlan:
         data_world: Replicas.
         readers: Nodes (indices of holders) with a rank of each replica that reads; -1 after the last.
             [data_world, most].
-        needs: What is read of a sample, by index.
-        need_of: Index of what is read at each node of each replica's samples; -1 for nothing.
+        needs: The different sets of rows that are read of a sample, by index.
+        need_of: Index into `needs` of each node for each replica's samples; -1: it reads nothing.
             [S, data_world], int16: of 1,024 nodes with 8 ranks each, 16 MiB.
     """
 
@@ -51,7 +51,7 @@ class ExchangePlan:
 
         Args:
             count: Samples of the selection.
-            offset: Of its first sample among those of all tables: micro batches take turns.
+            offset: Of its first sample among those of all tables: replicas alternate by sample.
         """
         if len(self.replicas_here) == self.data_world:
             return np.arange(count)
@@ -61,7 +61,7 @@ class ExchangePlan:
         return samples[samples < count]
 
     def most_wanted(self, batch: int) -> int:
-        """Return the most samples of a selection that this node needs."""
+        """Return an upper bound on the samples of a selection that this node needs."""
         return -(-batch // self.data_world) * len(self.replicas_here)
 
 
@@ -72,10 +72,10 @@ def routes_of(
     fields: Sequence[ResolvedField],
     schema: Schema,
 ) -> ExchangePlan:
-    """Find out which node needs which samples.
+    """Return the exchange plan of a topology.
 
     Args:
-        topology: Where the ranks sit.
+        topology: Places and nodes of all ranks.
         order: Nodes that hold a shard, in the order of their shards.
         config: The config.
         fields: Of a whole batch.

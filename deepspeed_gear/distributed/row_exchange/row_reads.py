@@ -1,7 +1,7 @@
-"""Which rows of which trajectories a node must get: what its samples read, as the ops on rows take it.
+"""The rows that a node's samples read, in the layout of the ops that encode and decode rows.
 
-A sender and a receiver compute the same plan from what the samples resolved to, so no message has to say what
-is in it. Windows of samples that overlap, or whose item was drawn twice, are merged: a row travels once.
+Sender and receiver compute the same layout from the samples' resolutions, so messages need not describe it.
+Windows of samples that overlap, or whose item was drawn twice, are merged: a row is sent once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from deepspeed_gear.ops.records import RowColumn, RowWindow
 
 @dataclass(frozen=True)
 class WindowRead:
-    """Rows of a column that a sample's windows read.
+    """The rows of a column that one window of a sample reads.
 
     Args:
         column: Its name.
@@ -37,7 +37,7 @@ class WindowRead:
 
 @dataclass(frozen=True)
 class RowReads:
-    """What a replica's ranks on one node read of a sample.
+    """All rows that a replica's ranks on one node read of a sample.
 
     Args:
         reads: Rows of steps, at least one of each column that is read.
@@ -52,11 +52,11 @@ class RowReads:
 
 
 class RowLayout(NamedTuple):
-    """What is read, as the ops take it.
+    """The row reads as arguments of the ops.
 
     Args:
         names: Columns, those of steps first. [C].
-        windows, members, columns: As `ops/reference/encode_rows.py` says.
+        windows, members, columns: Defined in `ops/reference/encode_rows.py`.
     """
 
     names: tuple[str, ...]
@@ -70,10 +70,10 @@ Reads = dict[Window, list[int]]  # each with the needs that have it
 
 
 def layout_of(needs: Sequence[RowReads], row_bytes: Mapping[str, int]) -> RowLayout:
-    """Lay out what is read.
+    """Return the layout of row reads for the ops.
 
     Args:
-        needs: What is read of a sample, by index.
+        needs: The rows that are read of a sample, by index.
         row_bytes: Bytes of a row of each column.
     """
     of_steps, single = _windows_by_column(needs), _per_trajectory(needs)

@@ -1,4 +1,4 @@
-"""Where a window of the newest items begins, over all nodes."""
+"""The edge of a window of the newest items, over all nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from deepspeed_gear.distributed.node_channel import NodeChannel
 from deepspeed_gear.sampling.mass_rules import NO_ID, AgeWindow, WindowEdge, newest_of
 
-_PARTS = 64  # into which each round divides the ids that are left
+_PARTS = 64  # parts into which each exchange divides the remaining range of ids
 
 
 class EdgeKind:
@@ -23,7 +23,7 @@ class EdgeKind:
 def edge_over_nodes(
     channel: NodeChannel, window: AgeWindow, ids: np.ndarray, counts: np.ndarray, values: np.ndarray | None
 ) -> WindowEdge:
-    """Return the window's edge. All nodes call it together.
+    """Return the window's edge. Collective over the nodes.
 
     Args:
         channel: Between the nodes.

@@ -1,4 +1,4 @@
-"""Selections where every node holds the whole table: no rows travel, only reported priorities."""
+"""Selection where every node holds the whole table: nodes exchange reported priorities, but no rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deepspeed_gear.sampling.stream_state import StreamState
 
 
 class ReplicatedSelector(SelectionAgreement):
-    """The items of a store that equals those of all other nodes, and stays so. One thread at a time.
+    """Selects from a store that stays equal to those of all other nodes. One thread at a time.
 
     Args:
         state: Of the stream in this node's store, with priorities.
@@ -25,7 +25,7 @@ class ReplicatedSelector(SelectionAgreement):
         super().__init__(state, channel)
         self._here = LocalSelector(state)
         self._reports = np.empty((0, LogEntry.NUM_WORDS), np.int64)
-        self._heard: list[np.ndarray] = []  # those of all nodes
+        self._received: list[np.ndarray] = []  # reports of all nodes
 
     @property
     def _priorities(self) -> PriorityMasses:
@@ -40,13 +40,13 @@ class ReplicatedSelector(SelectionAgreement):
                 self._reports = np.concatenate([self._reports[:0], *(rows for _, rows in self._due)])
         except Exception as caught:
             error = caught
-        received = self._hello(error, self.state.stop.is_set(), [self._reports] * self._num_nodes)
-        self.num_cuts += 1
-        self._heard = [words.reshape(-1, LogEntry.NUM_WORDS) for words in received]
+        received = self._exchange_status(error, self.state.stop.is_set(), [self._reports] * self._num_nodes)
+        self.num_selections += 1
+        self._received = [words.reshape(-1, LogEntry.NUM_WORDS) for words in received]
 
     def apply(self, key: int) -> int:
         def change() -> None:
-            self._priorities.apply_reports(key, [rows for rows in self._heard if len(rows)])
+            self._priorities.apply_reports(key, [rows for rows in self._received if len(rows)])
             if self._due:
                 self._priorities.reports.take(self._due)
 

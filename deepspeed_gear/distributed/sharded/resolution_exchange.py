@@ -1,4 +1,4 @@
-"""What a node sends of a selection and what it gets: resolutions, and the rows that its ranks read."""
+"""Exchange of a selection's resolutions and rows: each node gets those that its ranks read."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from deepspeed_gear.distributed import node_messages
 from deepspeed_gear.distributed.node_channel import NO_WORDS, NodeChannel
 from deepspeed_gear.distributed.row_exchange.device_transport import DeviceTransport
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan
-from deepspeed_gear.distributed.row_exchange.row_exchange import WORD_BYTES, RowExchange
+from deepspeed_gear.distributed.row_exchange.row_messages import WORD_BYTES, RowMessages
 from deepspeed_gear.ops.records import Resolution, RowSample
 from deepspeed_gear.sampling.stream_state import StreamState
 
 HEAD_WORDS = 2  # of a message: its size, the smallest mass that its node has drawn
-ROWS = 2  # a further one where rows come on their own: how many words of them
+ROWS = 2  # a further word where rows are sent on their own: the number of their words
 Goals = Callable[[int, torch.Tensor], torch.Tensor | None]
 
 
@@ -28,7 +28,7 @@ class NodeSelection:
     """The selection that is being made.
 
     Args:
-        key, entry, count: Its number, its place in the ring, its samples.
+        key, entry, count: Its number, its entry of the ring, its number of samples.
         offset: Of its first sample among those of all tables.
         wanted: Samples that this node's ranks need, ascending.
         needs_all: Whether every node gets the resolutions of all samples, as for a digest.
@@ -52,7 +52,7 @@ class NodeSelection:
     records: list[torch.Tensor] = field(default_factory=list)
 
     def draw(self, first: int, own: np.ndarray, records: torch.Tensor, owner: np.ndarray, done: int) -> None:
-        """Add draws after the `done` that are in it.
+        """Add draws to the selection, after the `done` ones in it.
 
         Args:
             first: Sample number of the first one.
@@ -73,7 +73,7 @@ class NodeSelection:
 
 
 class OwnSamples(NamedTuple):
-    """What this node has drawn from its own part.
+    """The samples that this node has drawn from its own shard.
 
     Args:
         sample: Indices in the selection, ascending. [n], int64.
@@ -87,15 +87,15 @@ class OwnSamples(NamedTuple):
 
 
 class ResolutionExchange:
-    """Sends what other nodes lack of a selection; fills this node's ring and arrivals. One thread at a time.
+    """Sends resolutions and rows to other nodes; fills this node's ring and arrivals. One thread at a time.
 
     Args:
         state: Of the stream, in this node's part of the table.
         channel: To the other nodes.
         plan: Which node needs which samples.
-        row_exchange: Moves rows.
+        row_messages: Encodes the rows that other nodes read, and decodes theirs.
         goals: Draws the achieved goals of samples.
-        transport: Takes the rows, after the messages; None: they are in these.
+        transport: Sends the rows, after the messages; None: the messages contain them.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class ResolutionExchange:
         state: StreamState,
         channel: NodeChannel,
         plan: ExchangePlan,
-        row_exchange: RowExchange,
+        row_messages: RowMessages,
         goals: Goals,
         transport: DeviceTransport | None = None,
     ) -> None:
-        self._state, self._channel, self._row_exchange = state, channel, row_exchange
+        self._state, self._channel, self._row_messages = state, channel, row_messages
         self._transport, self._rows = transport, [NO_WORDS] * plan.num_nodes
         self._head_size = HEAD_WORDS + (transport is not None)
         self._goals, self._index, self._num_nodes = goals, plan.index, plan.num_nodes
@@ -115,7 +115,7 @@ class ResolutionExchange:
         self._readers, self._need_of = (torch.from_numpy(part) for part in (plan.readers, plan.need_of))
         everyone = torch.arange(self._num_nodes)  # as if one replica were read by all
         self._everyone = everyone[None], torch.zeros(self._num_nodes, 1, dtype=torch.int16)
-        self._words = node_messages.resolution_words(row_exchange.has_steps)
+        self._words = node_messages.resolution_words(row_messages.has_steps)
         # Written word by word: after a batch that has emptied the caches, a NumPy call takes 10 us and more.
         words = np.zeros((3, self._num_nodes), np.int64)
         (self._heads, self._ends, found), (self._head_words, self._end_words, self._found_words) = (
@@ -128,7 +128,7 @@ class ResolutionExchange:
         self.least_drawn = 0  # of the latest selection: the smallest mass that any node has drawn
 
     def fill(self, selection: NodeSelection, own: np.ndarray, records: torch.Tensor) -> None:
-        """Put what this node needs of a selection into the ring, and its rows into the arrivals.
+        """Exchange a selection: write its resolutions to the ring, and its rows to the arrivals.
 
         Args:
             selection: The selection.
@@ -136,7 +136,7 @@ class ResolutionExchange:
             records: Their resolutions. [n, 8], int64.
         """
         try:
-            mine = OwnSamples(torch.from_numpy(own), records, self._row_exchange.steps_of(records))
+            mine = OwnSamples(torch.from_numpy(own), records, self._row_messages.steps_of(records))
             received = self._channel.begin(self._pack(selection, mine))()
             rows = received
             if self._transport is not None:
@@ -155,7 +155,7 @@ class ResolutionExchange:
         parts[self._index] = NO_WORDS
         for node, part in enumerate(parts):
             self._head_words[node] = 0 if self._transport else WORD_BYTES * (HEAD_WORDS + part.size)
-        messages = self._row_exchange.pack(samples, self._heads)
+        messages = self._row_messages.encode(samples, self._heads)
         if self._transport is not None:
             self._rows = messages
             messages = [np.empty(self._head_size + part.size, np.int64) for part in parts]
@@ -176,19 +176,19 @@ class ResolutionExchange:
         need_of: torch.Tensor,
         offset: int,
     ) -> tuple[torch.Tensor, list[np.ndarray]]:
-        """Return the samples that nodes need, and the words of resolutions for each node."""
+        """Return the samples that other nodes need, and the words of their resolutions for each node."""
         most = len(mine.records) * readers.shape[1]
         samples = torch.empty(most, RowSample.NUM_WORDS, dtype=torch.int64)
         packed = np.empty((most, self._words), np.int64)
         found = samples, torch.from_numpy(packed), self._ends
-        route = readers, need_of, offset, self._index, int(self._row_exchange.takes_own)
+        route = readers, need_of, offset, self._index, int(self._row_messages.takes_own)
         self._ops.encode_draws_(*found, mine.records, mine.sample, mine.steps, goals, *route)
         bounds, words = [0, *[end * self._words for end in self._end_words]], packed.reshape(-1)
         parts = [words[begin:end] for begin, end in itertools.pairwise(bounds)]
         return samples[: self._end_words[-1]], parts
 
     def _sizes_of(self, received: list[np.ndarray]) -> list[int]:
-        """Return the words of rows that come from each node."""
+        """Return the number of words of the rows from each node."""
         sizes = [int(words[ROWS - 1]) for words in received]
         sizes[self._index] = len(self._rows[self._index])
         return sizes
@@ -200,21 +200,21 @@ class ResolutionExchange:
         received: list[np.ndarray],
         messages: list[np.ndarray],
     ) -> None:
-        """Put what the others say into the ring, and their rows where they belong."""
+        """Write the received resolutions to the ring, and the received rows to the arrivals."""
         self.least_drawn = min(self.least_drawn, *(int(words[0]) for words in received))
         counts: list[int] = np.bincount(selection.owner, minlength=self._num_nodes).tolist()
         counts[self._index] = 0
         for node, count in enumerate(counts):
             head = self._head_size - 1 + count * self._words
             self._head_words[node] = 0 if self._transport else WORD_BYTES * head
-        words = [torch.from_numpy(said[self._head_size - 1 :]) for said in received]
-        ring, which, samples = self._taken(selection, mine, words)
-        self._row_exchange.unpack(selection.entry, ring, which, samples, self._heads, messages)
+        words = [torch.from_numpy(message[self._head_size - 1 :]) for message in received]
+        ring, which, samples = self._decode(selection, mine, words)
+        self._row_messages.decode(selection.entry, ring, which, samples, self._heads, messages)
 
-    def _taken(
+    def _decode(
         self, selection: NodeSelection, mine: OwnSamples, words: list[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Fill the ring; return it, and the samples whose rows come: their indices, and as of the op."""
+        """Fill the ring; return it, the indices of the samples whose rows come, and these as of the op."""
         assert self._state.origins is not None
         ring = self._state.ring[selection.entry][: selection.count]
         count = len(mine.records) + len(selection.asked)
@@ -237,7 +237,7 @@ class ResolutionExchange:
             selection.first,
             selection.offset,
             self._index,
-            int(self._row_exchange.takes_own),
+            int(self._row_messages.takes_own),
         )
         found = self._found_words[0]
         samples, which = self._samples[:found], self._which[:found]

@@ -15,12 +15,12 @@ from deepspeed_gear.sampling.local_selector import LocalSelector
 from deepspeed_gear.sampling.stream_state import StreamState
 
 TEXT_WORDS = 64
-_WAITS = 64  # exchanges of which waits are added up at once
-MOST_LEAVE_S = 10.0  # what a node that leaves waits for the others to hear it
+_WAITS = 64  # exchanges whose waits are added up at once
+MOST_LEAVE_S = 10.0  # longest wait of a node that ends until the others have received its last status
 
 
 class StatusMessage:
-    """The first message of a node in a joint selection."""
+    """The status message of a node, the first of a joint selection."""
 
     KEY: Final = 0
     STATUS: Final = 1
@@ -37,7 +37,7 @@ class StatusMessage:
 
 
 class SelectionAgreement(LocalSelector):
-    """A selector whose selections begin with a record of every node, and which hears of their failures.
+    """A selector whose selections begin with a status message of every node, failures included.
 
     Args:
         state: Of the stream, in this node's part of the table.
@@ -54,27 +54,27 @@ class SelectionAgreement(LocalSelector):
         self._totals = np.zeros(self._num_nodes, np.int64)
         self._waiting = False
         self._key: int | None = None  # of the selection that is being made
-        self.num_cuts = 0
-        self._late_us = np.zeros(self._num_nodes, np.int64)  # how long the others have waited for each node
-        self._waited_us = np.zeros((_WAITS, self._num_nodes), np.int64)  # in exchanges that are not in it
+        self.num_selections = 0
+        self._late_us = np.zeros(self._num_nodes, np.int64)  # wait of the others for each node
+        self._waited_us = np.zeros((_WAITS, self._num_nodes), np.int64)  # not in `_late_us` yet
         self._num_waits = 0
 
-    def _hello(
+    def _exchange_status(
         self,
         error: Exception | None,
         stop: bool,
         more: Sequence[np.ndarray] | None = None,
         limiter: np.ndarray = NO_WORDS,
     ) -> list[np.ndarray]:
-        """Say this node's record, with more words for each node after it.
+        """Exchange status messages, with more words for each node after them.
 
         Args:
-            error: What keeps this node from the selection.
+            error: Why this node cannot make the selection; None: it can.
             stop: Whether it makes no further one.
             more: Words for each node.
             limiter: State of the rate limiter, for all nodes.
         Returns:
-            The words of each node after its record; gone when the next exchange ends.
+            The words of each node after its status; valid until the next exchange ends.
         """
         record = self._record()
         words = np.concatenate([record, limiter]) if len(limiter) else record
@@ -96,7 +96,7 @@ class SelectionAgreement(LocalSelector):
         return [part[StatusMessage.NUM_WORDS :] for part in messages]
 
     def _raise_refusal(self, records: np.ndarray, error: Exception | None) -> NoReturn:
-        """Raise why a node does not make the selection that this one asks for."""
+        """Raise the reason why a node does not make the selection that this one makes."""
         if records[:, StatusMessage.STOP].any():
             self.channel.note_left()
             self._raise_stop(records)
@@ -110,15 +110,15 @@ class SelectionAgreement(LocalSelector):
         )
 
     def leave(self) -> None:
-        """Tell the other nodes that this one makes no further selection, unless one of them has said so."""
+        """Send the other nodes that this one makes no further selection, unless one of them has sent that."""
         if not self.channel.left:
             self._key = None
             with self.channel.parting(MOST_LEAVE_S):
-                self._hello(None, True)
+                self._exchange_status(None, True)
         self.channel.note_left(False)
 
     def _record(self) -> np.ndarray:
-        """Return what the others must know of this node's part."""
+        """Return the status of this node's shard."""
         words = np.zeros(StatusMessage.NUM_WORDS, np.int64)
         masses, priorities = self.masses, self.state.priorities
         with self._table.lock:
@@ -134,14 +134,14 @@ class SelectionAgreement(LocalSelector):
         return words
 
     def _note_waits(self, waited_us: np.ndarray) -> None:
-        """Keep how long each node has waited in the exchange before; sums can wait."""
+        """Store how long each node has waited in the last exchange; `_add_waits` sums them later."""
         self._waited_us[self._num_waits] = waited_us
         self._num_waits += 1
         if self._num_waits == len(self._waited_us):
             self._add_waits()
 
     def _add_waits(self) -> None:
-        """The node that has waited least was the last to come."""
+        """Sum the waits: the node that has waited least was the last to arrive."""
         waited_us = self._waited_us[: self._num_waits]
         self._late_us += (waited_us.max(1, keepdims=True) - waited_us).sum(0)
         self._num_waits = 0
@@ -160,7 +160,7 @@ class SelectionAgreement(LocalSelector):
         self.channel.raise_ended(node, f"it ended before global batch {self._key}")
 
     def _raise_failure(self, records: np.ndarray, error: Exception | None) -> None:
-        """Raise if a node says that it has failed: its own error there, its text elsewhere."""
+        """Raise if a node has failed: its own error there, an error with its text elsewhere."""
         if not records[:, StatusMessage.STATUS].any():
             return
         text = "" if error is None else node_messages.text_of(error)
@@ -171,7 +171,7 @@ class SelectionAgreement(LocalSelector):
         raise relayed(PeerError, node_messages.unpack_text(texts[node]), self.channel.name(node))
 
     def _apply_together(self, action: Callable[[], None]) -> None:
-        """Change this node's masses, and hear what all have then."""
+        """Change this node's masses, and exchange the new totals."""
         error: Exception | None = None
         try:
             with self._table.lock:

@@ -1,8 +1,8 @@
-"""Selections over the nodes that hold a table: each resolves its own draws, and sends what others lack.
+"""Selection over the nodes that hold a table: each resolves its own draws and sends them to the others.
 
-Every node computes all coordinates; those that fall into its own part of the total mass it resolves. Then
-each node gets the resolutions of the samples that its ranks train on, and the rows of them that their windows
-read (`ResolutionExchange`). Each selection begins with an agreement (`SelectionAgreement`).
+Every node computes all coordinates, and resolves those that fall into its own part of the total mass. Then
+each node gets the resolutions of the samples that its ranks train on, and the rows that their windows read
+(`ResolutionExchange`). Each selection begins with an agreement (`SelectionAgreement`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from deepspeed_gear.distributed import node_messages
 from deepspeed_gear.distributed.node_channel import NO_WORDS, NodeChannel
 from deepspeed_gear.distributed.row_exchange.device_transport import DeviceTransport
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan
-from deepspeed_gear.distributed.row_exchange.row_exchange import RowExchange
+from deepspeed_gear.distributed.row_exchange.row_messages import RowMessages
 from deepspeed_gear.distributed.sharded.age_window import edge_over_nodes
 from deepspeed_gear.distributed.sharded.resolution_exchange import Goals, NodeSelection, ResolutionExchange
 from deepspeed_gear.distributed.sharded.selection_agreement import SelectionAgreement, StatusMessage
@@ -30,18 +30,18 @@ from deepspeed_gear.sampling.top_priorities import merge_top
 
 
 class ShardedSelector(SelectionAgreement):
-    """The items of all nodes, asked by the one process of this node that makes its selections.
+    """Selects from the items of all nodes, in the one process of each node that makes its selections.
 
-    One thread at a time. It takes the table's lock itself, and never while it waits for other nodes.
+    One thread at a time. It takes the table's lock itself, and never holds it while it waits for other nodes.
 
     Args:
         state: Of the stream, in this node's part of the table.
         channel: To the other nodes; shared by the streams of one thread.
         plan: Which node needs which samples.
-        row_exchange: Moves rows.
+        row_messages: Encodes the rows that other nodes read, and decodes theirs.
         goals: Draws the achieved goals of samples, or None.
         verify_every: As the config's.
-        transport: Takes the rows; None: the channel does.
+        transport: Sends the rows; None: the channel does.
     """
 
     counts_draws = False
@@ -51,21 +51,20 @@ class ShardedSelector(SelectionAgreement):
         state: StreamState,
         channel: NodeChannel,
         plan: ExchangePlan,
-        row_exchange: RowExchange,
+        row_messages: RowMessages,
         goals: Goals,
         verify_every: int,
         transport: DeviceTransport | None = None,
     ) -> None:
         super().__init__(state, channel)
         self._plan, self._verify_every = plan, verify_every
-        self._exchange = ResolutionExchange(state, channel, plan, row_exchange, goals, transport)
+        self._exchange = ResolutionExchange(state, channel, plan, row_messages, goals, transport)
         self._wanted: dict[tuple[int, int], np.ndarray] = {}  # of the latest selection
         self._is_first = True
         self._selection: NodeSelection | None = None
-        self._heard: list[np.ndarray] = []  # reports from each node, packed
-        self._drawn = np.empty(
-            (0, Resolution.NUM_WORDS), np.int64
-        )  # resolutions of the latest selection that lie here
+        self._received: list[np.ndarray] = []  # reports from each node, packed
+        #: Resolutions of the latest selection's samples that this node holds.
+        self._drawn = np.empty((0, Resolution.NUM_WORDS), np.int64)
 
     # ---- phases ----------------------------------------------------------------------------------
 
@@ -90,30 +89,30 @@ class ShardedSelector(SelectionAgreement):
             with self._table.lock:
                 if self._applies_first:
                     self.masses.apply(key)
-                if joint is not None:  # of what was applied, so that it says what can be drawn
+                if joint is not None:  # after the changes were applied, so that it counts what can be drawn
                     records = joint.record(count)
         except Exception as caught:
             error = caught
-        self._heard = self._hello(error, self.state.stop.is_set(), reports, records)
+        self._received = self._exchange_status(error, self.state.stop.is_set(), reports, records)
         if joint is not None:
-            self._pass_gate(joint, key, count)
-        self.num_cuts += 1
+            self._check_limiter(joint, key, count)
+        self.num_selections += 1
 
     @property
     def _applies_first(self) -> bool:
-        """Whether changes take effect before the nodes meet."""
+        """Whether changes take effect before the exchange of status messages."""
         later = self.state.priorities is not None or self._has_window
         return not later and not self.spec.sampler.walks
 
-    def _pass_gate(self, joint: JointSelectionLimiter, key: int, count: int) -> None:
-        """Go on if all nodes together may draw.
+    def _check_limiter(self, joint: JointSelectionLimiter, key: int, count: int) -> None:
+        """Raise unless the rate limiter admits a draw of all nodes together.
 
         Raises:
-            GateClosedError: They may not.
-            NotReadyError: They may not, and a node waits no longer.
+            RateLimitedError: It does not.
+            NotReadyError: It does not, and a node waits no longer.
         """
-        records = np.stack([words[: NodeRate.NUM_WORDS] for words in self._heard])
-        self._heard = [words[NodeRate.NUM_WORDS :] for words in self._heard]
+        records = np.stack([words[: NodeRate.NUM_WORDS] for words in self._received])
+        self._received = [words[NodeRate.NUM_WORDS :] for words in self._received]
         with self._table.lock:
             if joint.apply(records, count):
                 return
@@ -122,10 +121,10 @@ class ShardedSelector(SelectionAgreement):
 
     def _new_selection(self, key: int, entry: int, count: int) -> NodeSelection:
         offset = 0 if self.spec.offset is None else self.spec.offset(key)
-        turn = count, offset % self._plan.data_world
-        if turn not in self._wanted:
-            self._wanted = {turn: self._plan.wanted(*turn)}
-        wanted = self._wanted[turn]
+        case = count, offset % self._plan.data_world
+        if case not in self._wanted:
+            self._wanted = {case: self._plan.wanted(*case)}
+        wanted = self._wanted[case]
         verifies = (
             not self.spec.sampler.is_pass and bool(self._verify_every) and key % self._verify_every == 0
         )
@@ -185,7 +184,7 @@ class ShardedSelector(SelectionAgreement):
             masses.counts[UpdateCount.HIGHEST_PRIORITY] = max(
                 highest, int(masses.counts[UpdateCount.HIGHEST_PRIORITY])
             )
-            packed = np.concatenate(self._heard).reshape(-1, node_messages.PACKED_REPORT_WORDS)
+            packed = np.concatenate(self._received).reshape(-1, node_messages.PACKED_REPORT_WORDS)
             reports = np.empty((len(packed), LogEntry.NUM_WORDS), np.int64)
             masses.ops.decode_reports_(torch.from_numpy(reports), torch.from_numpy(packed), latest)
             masses.apply_reports(key, [masses.known_reports(reports)] if len(reports) else [])
@@ -200,7 +199,7 @@ class ShardedSelector(SelectionAgreement):
         self._keep(done, first, *self._found(coordinates, first))
 
     def _found(self, coordinates: torch.Tensor, first: int) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
-        """Return the node of each coordinate, which are this node's, and what those hit."""
+        """Return the node of each coordinate, the indices of this node's, and their resolutions."""
         owner, mine, points = torch.empty(3, len(coordinates), dtype=torch.int64).unbind()
         found, totals = np.zeros(1, np.int64), torch.from_numpy(self._totals)
         assign = self.masses.ops.assign_draws_
@@ -213,7 +212,7 @@ class ShardedSelector(SelectionAgreement):
         return owner.numpy(), own, records
 
     def _keep(self, done: int, first: int, owner: np.ndarray, own: np.ndarray, records: torch.Tensor) -> None:
-        """Take draws into the selection, of which `done` are in it."""
+        """Add draws to the selection, after the `done` ones in it."""
         selection = self._selection
         assert selection is not None
         if len(own):
@@ -235,20 +234,20 @@ class ShardedSelector(SelectionAgreement):
         owner, own, records = self._found(coordinates, first)
         slots = records[:, Resolution.SLOT].numpy()
         if joint.fewest > len(rows):
-            standing = count
+            num_valid = count
         else:
-            standing = self._stand(own, slots, count, limiter.num_admitted(slots, counted))
-        kept = int(np.searchsorted(own, standing))
+            num_valid = self._agree_on_valid(own, slots, count, limiter.num_admitted(slots, counted))
+        kept = int(np.searchsorted(own, num_valid))
         np.add.at(counted, slots[:kept], 1)
-        self._keep(done, first, owner[:standing], own[:kept], records[:kept])
-        return standing
+        self._keep(done, first, owner[:num_valid], own[:kept], records[:kept])
+        return num_valid
 
-    def _stand(self, own: np.ndarray, slots: np.ndarray, count: int, before: int) -> int:
-        """Agree on how many draws stand, and take out what the last of them uses up, if others follow.
+    def _agree_on_valid(self, own: np.ndarray, slots: np.ndarray, count: int, before: int) -> int:
+        """Agree on how many draws are valid; if not all, remove the trajectory that the last of them uses up.
 
         Args:
-            own: Which of the draws are this node's, ascending. [n], int64.
-            slots: What they hit. [n], int64.
+            own: Indices of this node's draws, ascending. [n], int64.
+            slots: Slots that they hit. [n], int64.
             count: Draws.
             before: How many of `own` come before the first that uses a trajectory up.
         """
@@ -258,14 +257,14 @@ class ShardedSelector(SelectionAgreement):
         received = self.channel.gather(np.array([at, mass, self._record()[StatusMessage.LEAST]]))
         self._records[:, StatusMessage.LEAST] = received[:, 2]
         node = int(received[:, 0].argmin())
-        standing = min(int(received[node, 0]) + 1, count)
-        if standing < count:
+        num_valid = min(int(received[node, 0]) + 1, count)
+        if num_valid < count:
             self._totals[node] -= received[node, 1]
             self._records[node, StatusMessage.ITEMS] -= 1
             if node == self._index:
                 with self._table.lock:
                     masses.take_out(int(slots[before]))
-        return standing
+        return num_valid
 
     def own_samples(self, rows: np.ndarray) -> np.ndarray:
         return self._drawn
@@ -305,10 +304,10 @@ class ShardedSelector(SelectionAgreement):
         every = every[order[::-1] if newest else order]
         return items_of(every[:, 1], every[:, 2], count, newest)
 
-    # ---- what travels ----------------------------------------------------------------------------
+    # ---- exchange --------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Swap the resolutions and the rows of the selection."""
+        """Exchange the resolutions and the rows of the selection."""
         selection = self._selection
         assert selection is not None
         if len(selection.own) == 1:
@@ -342,7 +341,7 @@ class ShardedSelector(SelectionAgreement):
         self._exchange.fill(selection, own, records)
 
     def restart(self) -> None:
-        """Ask what a window admits anew at the next selection: the table holds something else."""
+        """Compute the window's edge anew at the next selection: the table's content was replaced."""
         self._is_first = True
 
     def weigh(self, key: int, drawn: np.ndarray, total: int) -> tuple[int, int, int]:

@@ -1,9 +1,9 @@
-"""The meaning of every op, in plain PyTorch: slow, readable, and equal to the native ops to the last bit.
+"""The definition of every op, in plain PyTorch: slow, readable, and equal to the native ops bit for bit.
 
-Read it in this order: `select` (draws, permutation, tree, resolutions), `priorities` (masses, weights, the
-least mass, updates; their powers in `power`), `gather` (windows and padding), `convert` (dtypes), `returns`
-(sums of rewards), `encode_rows` (rows between nodes), `sharded_draws` (draws and priorities between nodes),
-`ring_table` (a table in the memory of one device). Tensors live on the CPU.
+Read it in this order: `select` (draws, tree, resolutions), `permutation` (epochs), `priorities` (masses,
+weights, the least mass, updates; their powers in `power`), `gather` (windows and padding), `convert`
+(dtypes), `returns` (sums of rewards), `encode_rows` (rows between nodes), `sharded_draws` (draws and
+priorities between nodes), `ring_table` (a table in the memory of one device). Tensors live on the CPU.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from .convert import arithmetic_dtype, convert, is_allowed
 from .copies import copy_pieces_
 from .encode_rows import decode_rows_, encode_rows_
 from .gather import gather_
+from .permutation import permute_
 from .priorities import (
     append_reports_,
     importance_,
@@ -28,7 +29,6 @@ from .ring_table import ring_add_, ring_select_, ring_update_, scatter_
 from .select import (
     coordinate,
     draw_,
-    permute_,
     philox,
     resolve_,
     slot_masses_,

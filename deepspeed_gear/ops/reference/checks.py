@@ -1,4 +1,4 @@
-"""What every op refuses before it reads or writes a row."""
+"""Checks that every op makes before it reads or writes a row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..constants import MOST_STEPS
 
 
 class Reads(NamedTuple):
-    """Which steps an op reads of each trajectory, and how many rows the column has that holds them."""
+    """Steps that an op reads of each trajectory, and the number of rows of the column that holds them."""
 
     step: Tensor  # [B, n], int64
     is_read: Tensor  # [B, n], bool
@@ -23,7 +23,7 @@ class Reads(NamedTuple):
 
 
 def is_no_sample(resolutions: Tensor) -> Tensor:
-    """Tell which records are no samples: a table without masses was drawn from. [B], bool."""
+    """Return which records are no samples, as a draw from a table without masses gives. [B], bool."""
     is_named = (resolutions[:, [Resolution.ID, Resolution.SLOT]] == Resolution.NO_SAMPLE).all(dim=1)
     return is_named & (resolutions[:, Resolution.GENERATION : Resolution.SAMPLE_NUMBER] == 0).all(dim=1)
 
@@ -31,15 +31,15 @@ def is_no_sample(resolutions: Tensor) -> Tensor:
 def check_rows(resolutions: Tensor, reads: Iterable[Reads], num_slots: int | None = None) -> None:
     """Check that every resolution has an anchor and that the rows that are read lie in the columns.
 
-    Step t of a trajectory is row first_row + t. A trajectory of which only some steps are there may begin
-    before its column, at a negative row, and end after it. Of a record that is no sample nothing is read.
+    Step t of a trajectory is row first_row + t. A trajectory with only some of its steps present may begin
+    before its column, at a negative row, and end after it. A record that is no sample reads nothing.
 
     Args:
         resolutions: [B, 8], int64.
         reads: Those of every step column.
         num_slots: Of the shortest per-trajectory column; None if there is none.
     Raises:
-        ShapeError: One has none, or one does not.
+        ShapeError: A resolution has no anchor, or a row lies outside.
     """
     first, steps, anchor, slot = (
         resolutions[:, i]

@@ -1,7 +1,7 @@
-"""How an element changes its type while it is gathered: (x - shift) * gain, one rounding an operation.
+"""Conversion of elements while they are gathered: (x - shift) * gain, one rounding an operation.
 
-A value that is only copied keeps its bits. A NaN that comes out of a conversion is the one quiet NaN of its
-type: processors differ in the payload that they give it.
+A value that is only copied keeps its bits. A NaN that a conversion yields is the one quiet NaN of its type,
+because processors differ in its payload.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def arithmetic_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
 
 
 def is_allowed(source: torch.dtype, target: torch.dtype, scaled: bool = False) -> bool:
-    """Tell whether a conversion exists: to any floating type, to a wider integer, or none at all."""
+    """Return whether a conversion exists: to any floating type, to a wider integer, or none at all."""
     if target in _FLOATING:
         return True
     return not scaled and (source == target or source in _WIDENING.get(target, ()))

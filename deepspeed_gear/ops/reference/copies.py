@@ -1,4 +1,4 @@
-"""What the op of copies means: pieces of columns into one scratch memory."""
+"""Reference op of copies: pieces of columns into one scratch memory."""
 
 from __future__ import annotations
 

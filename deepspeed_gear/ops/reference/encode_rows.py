@@ -1,7 +1,7 @@
-"""What the ops on rows mean: which rows of which trajectories travel, each once, and where they lie.
+"""Reference ops on messages of rows: the rows of trajectories to send, each once, and their places.
 
-A sender and a receiver compute the same plan from what the samples resolved to, so no message has to say what
-is in it. Windows of samples that overlap, or whose item was drawn twice, are merged: a row travels once.
+Sender and receiver compute the same plan from the samples' resolutions, so a message needs no description of
+its contents. Windows of samples that overlap, or whose item was drawn twice, are merged: a row is sent once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Window(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What travels.
+    """Rows that are sent between nodes for a selection.
 
     Args:
         known: Peer and slot of each trajectory, ascending.
@@ -79,12 +79,12 @@ def encode_rows_(
             where it is too short. Heads stay as they are. [words], int64.
         sizes: Gets the bytes of rows in each peer's message. [S], int64.
         stored: The bytes of each column. [n] each, uint8.
-        samples: `constants.S_*`. [n, 7], int64.
-        windows: `constants.W_*`: rows [anchor + first, anchor + end) that a trajectory has, by groups of
+        samples: `RowSample`. [n, 7], int64.
+        windows: `RowWindow`: rows [anchor + first, anchor + end) that a trajectory has, by groups of
             columns that are read alike. [W, 7], int64.
         members: Which needs have each window, and after them each set of columns of one row per trajectory.
             [W or more, needs], bool.
-        columns: `constants.C_*`: group of windows, or -1 and the row of members. [C, 3], int64.
+        columns: `RowColumn`: group of windows, or -1 and the row of members. [C, 3], int64.
         heads: Bytes in front of the rows in each peer's message. [S], int64.
         slots: The slot table. [N, 8], int64.
     Raises:
@@ -120,15 +120,15 @@ def decode_rows_(
     heads: Tensor,
     room: Sequence[int],
 ) -> None:
-    """Copy rows out of the messages that `encode_rows_` has made to where batches are gathered from.
+    """Copy rows from messages of `encode_rows_` into the arrivals, which batches are gathered from.
 
     A block of arrivals spans a sample's steps from the first to the last that any column reads, so that one
     first row serves all columns.
 
     Args:
-        arrivals: Get the rows, unless there is no room for all. Bytes of each column. [n] each, uint8.
-        ring: Gets of each sample, at `which`, its slot and first row: what, added to a step's number, gives
-            its row. [r, 8], int64.
+        arrivals: Get the rows, unless not all fit. Bytes of each column. [n] each, uint8.
+        ring: Gets the slot and first row of each sample, at `which`: first row + number of a step is its row.
+            [r, 8], int64.
         sizes: Gets the bytes of rows in each peer's message. [S], int64.
         needed: Gets the rows and slots that arrive. [2], int64.
         messages: Of each peer; of any length where it sends no rows. [words] each, int64.
@@ -138,10 +138,10 @@ def decode_rows_(
         members: Likewise.
         columns: Likewise.
         heads: Likewise.
-        room: First row of the arrivals and how many there are, slots likewise; row and slot that the first of
-            all arrivals has for the ring.
+        room: First free row of the arrivals and how many are free, slots likewise; row and slot that the
+            first of all arrivals has for the ring.
     Raises:
-        ShapeError: A message is too short, or the room lies outside the arrivals; nothing is copied.
+        ShapeError: A message is too short, or `room` lies outside the arrivals; nothing is copied.
     """
     first_row, num_rows, first_slot, num_slots, base_row, base_slot = room
     plan = _plan(samples, windows, members, columns, len(heads))
@@ -167,19 +167,19 @@ def decode_rows_(
 
 
 def _plan(samples: Tensor, windows: Tensor, members: Tensor, columns: Tensor, num_peers: int) -> _Plan:
-    wanted = [_Sample(*words) for words in samples.tolist()]
+    requested = [_Sample(*words) for words in samples.tolist()]
     reads = [_Window(*words) for words in windows.tolist()]
-    known = sorted({(sample.peer, sample.slot) for sample in wanted})
+    known = sorted({(sample.peer, sample.slot) for sample in requested})
     number = {pair: index for index, pair in enumerate(known)}
-    trajectory = [number[sample.peer, sample.slot] for sample in wanted]
-    of_groups, spans = _rows_read(wanted, trajectory, reads, members)
+    trajectory = [number[sample.peer, sample.slot] for sample in requested]
+    of_groups, spans = _rows_read(requested, trajectory, reads, members)
     rows, sizes = [], [0] * num_peers
     for column in columns.tolist():
         if column[RowColumn.GROUP] >= 0:
             travels = of_groups[column[RowColumn.GROUP]]
         else:
             has = members[column[RowColumn.MEMBERS]].tolist()
-            pairs = zip(trajectory, wanted, strict=True)
+            pairs = zip(trajectory, requested, strict=True)
             travels = {(which, 0) for which, sample in pairs if has[sample.need]}
         rows.append(sorted(travels))
         for which, _ in travels:
@@ -194,7 +194,7 @@ def _places(
     data: Sequence[Tensor],
     row_of: Callable[[int, int, bool], int],
 ) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield of each row its column, its first byte there, its peer, its first byte in the message, its size.
+    """Yield each row's column, its first byte there, its peer, its first byte in the message, its size.
 
     Raises:
         ShapeError: It lies outside its column.
@@ -228,7 +228,7 @@ def _rows_read(
 
 
 def _read(sample: _Sample, window: _Window) -> tuple[range, range]:
-    """Return the rows that a window reads of a sample, and the one that is nearest to it."""
+    """Return the rows that a window reads of a sample, and the row that is nearest to the window."""
     if window.is_goal:
         goal = range(sample.goal, sample.goal + 1) if sample.goal >= 0 else range(0)
         return goal, goal
@@ -241,5 +241,5 @@ def _read(sample: _Sample, window: _Window) -> tuple[range, range]:
 
 
 def _blocks(trajectory: list[int], spans: list[tuple[int, int]]) -> Rows:
-    """Return the rows that have a place: of each sample all of its span."""
+    """Return the rows that have a place in the arrivals: the whole span of each sample."""
     return {(which, row) for which, span in zip(trajectory, spans, strict=True) for row in range(*span)}

@@ -1,4 +1,4 @@
-"""What `gather_` means: windows of columns into the tensors of a batch."""
+"""Reference op `gather_`: windows of columns into the tensors of a batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deepspeed_gear.ops.reference.convert import convert, narrow
 
 
 class Span(NamedTuple):
-    """Which rows of each trajectory a window covers, and where they lie in it. [B], int64 each."""
+    """Rows of each trajectory that a window covers, and their places in it. [B], int64 each."""
 
     begin: Tensor
     end: Tensor
@@ -56,7 +56,7 @@ def bounds(offset: Tensor | int, length: int, align: int, anchor: Tensor, rows: 
 
 
 def window_rows(span: Span, length: int) -> tuple[Tensor, Tensor]:
-    """Return the row of the trajectory at every place of the windows (padding: the edge's); where it is real.
+    """Return the trajectory's row at every place of the windows (padding: the edge's), and which are real.
 
     Returns:
         [B, length] int64, and [B, length] bool.
@@ -84,8 +84,8 @@ def gather_(
 ) -> None:
     """Gather all fields of a batch.
 
-    Of a record that is no sample (`is_no_sample`) every row is padding; where the edge pads it is
-    0, and a position stays one.
+    For a record that is no sample (`is_no_sample`) every row is padding: 0 where the edge pads, and a
+    position stays one.
 
     Args:
         outs: Every field's tensor, written whole: the rows [first, first + count) of its window.
@@ -100,8 +100,8 @@ def gather_(
         n_steps: What a field with `after_n_step` adds to its offset. [B], int64.
         spec: Every field's GatherSpec, lowered.
         pad_values: Every field's padding, in units of its output.
-        threads: Not used here. Of the host; on a GPU, above 1: the most blocks of a launch, then short.
-        order: The order in which samples are taken, each index once; it changes the time alone. [B], int64.
+        threads: Not used here. Threads of the host; on a GPU, above 1: the most blocks of a (short) launch.
+        order: The order in which samples are gathered, each index once; affects only speed. [B], int64.
     Raises:
         ShapeError: A row that is read lies outside its column, a part outside its window, there is no
             conversion between two dtypes, or an index is missing in the order.
@@ -170,7 +170,7 @@ def check_windows(
 
 
 def _rows_of(field: GatherSpec, resolutions: Tensor, n_steps: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the row of every place of the part, and where it is real. [B, count] each."""
+    """Return the row at every place of the part, and which places are real. [B, count] each."""
     is_sample = ~is_no_sample(resolutions)
     if field.source == Source.TRAJECTORY:
         return resolutions[:, Resolution.SLOT, None], is_sample[:, None]
@@ -196,7 +196,7 @@ def _values(
 ) -> Tensor:
     """Read and convert the rows of every part. [B, count, elements], of `dtype`.
 
-    A place that is not real is read only where the edge pads it; elsewhere it holds anything.
+    A place that is not real is read only where the edge pads it; elsewhere its value is undefined.
     """
     if field.source == Source.POSITION:
         places = torch.arange(field.part_first, field.part_first + field.part_count)

@@ -16,7 +16,7 @@ from .integers import multiply_high, shift_right, signed
 
 _LOG_BITS = 54
 _TABLE_BITS = 6
-# log2(1 + x) / x with alternating signs, and (2^x - 1) / x, Q62, highest term first: common/power.h says how.
+# log2(1 + x) / x with alternating signs, and (2^x - 1) / x, Q62, highest term first: see common/power.h.
 _LOG2 = (
     906295301149760215,
     1107936214076780330,

@@ -1,4 +1,4 @@
-"""What the ops of priorities mean: masses, importance weights, the least mass, the highest, and updates."""
+"""Reference ops of priorities: masses, importance weights, the least mass, top-k, and updates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .power import exp2, float_bits, log2, power_of_priority, scale
 from .select import check_coordinates, check_items, descend, tree_update_
 
 _INFINITY, _MINUS_ZERO = 0x7F800000, 0x80000000
-_NOTHING = (1 << 63) - 1  # stands for "no mass" while the least one is sought
+_NOTHING = (1 << 63) - 1  # "no mass", in the search for the least one
 
 
 def mass_(masses: Tensor, priorities: Tensor, alpha: int, most_bits: int) -> None:
@@ -103,7 +103,7 @@ def minima_build_(minima: Tensor, sums: Tensor, num_items: int) -> None:
 
 
 def minima_update_(minima: Tensor, sums: Tensor, num_items: int, items: Tensor) -> None:
-    """Mend the minima above leaves that have changed; items may repeat."""
+    """Repair the minima above leaves that have changed; items may repeat."""
     check_items(items, num_items)
     levels = minima_levels(num_items)
     below, nodes = sums, items
@@ -123,7 +123,7 @@ def _least(children: Tensor) -> Tensor:
 def resolve_rows_(
     resolutions: Tensor, sums: Tensor, slots: Tensor, row_slots: Tensor, coordinates: Tensor, first: int
 ) -> None:
-    """Set resolutions[i] to what coordinates[i] hits in a tree whose items are the rows of the store.
+    """Set resolutions[i] to the record of coordinates[i] in a tree whose items are the rows of the store.
 
     The slot is row_slots[row], the anchor is the row's distance from the slot's first row.
     """
@@ -143,7 +143,7 @@ def resolve_rows_(
 
 
 def top_k_(items: Tensor, priorities: Tensor, sums: Tensor) -> None:
-    """Set items to the leaves with a mass of highest priority: falling, equal ones by number, -1 after."""
+    """Set items to the leaves of highest priority that have a mass: descending, ties by number, then -1."""
     leaves = torch.nonzero(sums[: len(priorities)] > 0)[:, 0]
     order = torch.sort(priorities[leaves], descending=True, stable=True).indices[: len(items)]
     items.fill_(-1)[: len(order)] = leaves[order]
@@ -184,8 +184,8 @@ def prioritize_(
 
     An update is a slot, its generation, an anchor and a priority (float32 bits, in the lower half of its
     word). Updates come in their order; reports (see `append_reports_`) by batch and sample number, equal ones
-    in their order. Those of a trajectory that is gone change nothing. `counts` takes what `constants` names;
-    empty `minima` are not kept.
+    in their order. Those of an evicted trajectory change nothing. `counts` has the words of `UpdateCount`;
+    empty `minima` are not maintained.
     """
     _check_exponent("alpha", alpha)
     _check_most_bits(most_bits)
@@ -213,7 +213,7 @@ def prioritize_(
 
 
 def _is_current(slots: Tensor, updates: Tensor) -> Tensor:
-    """Tell which updates are of a trajectory that is still there. [n], bool."""
+    """Return which updates are of a trajectory that is still stored. [n], bool."""
     index, anchor = updates[:, PriorityUpdate.SLOT], updates[:, PriorityUpdate.ANCHOR]
     is_slot = (index >= 0) & (index < len(slots))
     if not is_slot.any():

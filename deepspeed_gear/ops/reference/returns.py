@@ -1,4 +1,4 @@
-"""What the ops over rewards mean: sums in float64, in a fixed order, rounded once to float32."""
+"""Reference ops over rewards: sums in float64, in a fixed order, rounded once to float32."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What the ops of a table in the memory of one device mean: adding, drawing, updates, writing of rows.
+"""Reference ops of a table in the memory of one device: adding, drawing, updates, writing of rows.
 
 Rows and slots are rings: row r lies at r modulo the number of rows, trajectory `id` in slot id modulo the
-number of slots, and a trajectory never wraps. The stored ones are [tail, next). Everything that changes is in
-tensors, so that the ops can be captured in a graph.
+number of slots, and a trajectory never wraps. The stored ones are [tail, next). All state is in tensors, so
+that the ops can be captured in a graph.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ def ring_add_(
     initial: int,
     most_bits: int,
 ) -> None:
-    """Make room for trajectories of these lengths, and give their items their first masses.
+    """Reserve rows for trajectories of these lengths, and set the first masses of their items.
 
-    The oldest trajectories go whose rows or slots are needed. `placed` says where each one lies (its columns:
-    `constants.P_*`), slot -1 where nothing was added: a length of 0, or one that is none, which is counted.
+    The oldest trajectories are evicted until rows and slots suffice. `placed` has the place of each one (see
+    `PlacedTrajectory`), slot -1 where nothing was added: a length of 0, or an invalid one, which is counted.
     Without priorities an item is a slot. With them it is a slot, or where the unit is a step a row; the first
     priority is `initial` (float32 bits), or where that is negative the highest one so far. `shape`: rows,
     slots, 1 where columns have a row more than steps, the longest trajectory.
@@ -175,8 +175,8 @@ def ring_select_(
     `draw`: seed, stream, stride, offset, stratified (0 or 1) and normalize. Sample i has the number (samples
     so far + i) * stride + offset; the draws are those of `draw_` and `resolve_` (`resolve_rows_` where
     `row_slots` is not empty), the weights those of `importance_` with the exponent of the batch in `betas`,
-    whose last one holds on. Empty `weights` are not computed. Where no item has a mass the batch has no
-    samples: records that say so, weights of 0, and the state counts it.
+    whose last one stays in force. Empty `weights` are not computed. Where no item has a mass the batch has no
+    samples: its records are marked so, its weights are 0, and the state counts it.
     """
     seed, stream, stride, offset, stratified, normalize = draw
     num_items = len(row_slots) or shape[1]
@@ -232,9 +232,8 @@ def ring_update_(
 ) -> None:
     """Set the priorities of samples; of equal items the last wins.
 
-    Values that are no priorities are counted and change nothing, nor do those of trajectories that are gone
-    and of records that are no samples.
-    The state's counts are those of `prioritize_`.
+    Values that are no priorities are counted and change nothing; nor do those of evicted trajectories and of
+    records that are no samples. The state's counts are those of `prioritize_`.
     """
     counts = state[RingState.COUNTS :]
     changes = _Changes(sums, minima, priorities, len(priorities))
@@ -278,10 +277,10 @@ def scatter_(
                 continue
             own = rows[i : i + 1] if source == Source.TRAJECTORY else rows[i]
             begin = slot if source == Source.TRAJECTORY else first
-            wanted = 1 if source == Source.TRAJECTORY else steps + (source == Source.STEPS_PLUS_ONE)
-            if steps < 0 or wanted > len(own) or not 0 <= begin <= len(column) - wanted:
+            num_rows = 1 if source == Source.TRAJECTORY else steps + (source == Source.STEPS_PLUS_ONE)
+            if steps < 0 or num_rows > len(own) or not 0 <= begin <= len(column) - num_rows:
                 raise ShapeError(f"place {i}", "must lie in the columns", [slot, first, steps])
-            column[begin : begin + wanted] = own[:wanted]
+            column[begin : begin + num_rows] = own[:num_rows]
 
 
 def _float(bits: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the ops of selection mean: draws, the epoch's order, the tree of masses, resolutions."""
+"""Reference ops of selection: draws, the tree of masses, resolutions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from deepspeed_gear.ops.records import MassUnit, RandomPurpose, Resolution, Slot
 
 from ...errors import ShapeError
 from ..constants import FAN_OUT, tree_levels
-from .integers import LOW_32, as_tensor, less, multiply_high, shift_right, signed
+from .integers import LOW_32, as_tensor, less, multiply_high, shift_right
 
-_PHILOX_ROUNDS, _FEISTEL_ROUNDS, _LEAST_BITS = 10, 8, 8
+_PHILOX_ROUNDS = 10
 
 
 def philox(seed: int, numbers: Tensor, stream: int, purpose: int) -> tuple[Tensor, Tensor]:
@@ -24,7 +24,7 @@ def philox(seed: int, numbers: Tensor, stream: int, purpose: int) -> tuple[Tenso
         seed: The key, 64 bits.
         numbers: Sample numbers, the lower half of the counter. [...], int64.
         stream: 32 bits of the counter.
-        purpose: The last 32 bits: what the word is for.
+        purpose: The last 32 bits: the purpose of the word.
     Returns:
         The upper and the lower 64 bits, as the bits of int64. [...] each.
 
@@ -58,51 +58,6 @@ def draw_(coordinates: Tensor, seed: int, stream: int, first: int, total: int) -
     coordinates.copy_(coordinate(*philox(seed, numbers, stream, RandomPurpose.COORDINATE), total))
 
 
-def permute_(coordinates: Tensor, seed: int, stream: int, epoch: int, first: int, size: int) -> None:
-    """Set coordinates[i] to the place of index first + i in the epoch's permutation of [0, size).
-
-    A Feistel network over the next power of two (at least 2^8: fewer bits mix badly), walked along its cycles
-    until it lands inside.
-
-    Source: Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002.
-    """
-    if not 0 <= first <= size - len(coordinates):
-        raise ShapeError("first", f"must keep {len(coordinates)} indices in [0, {size})", first)
-    bits = max(_LEAST_BITS, (size - 1).bit_length())
-    right_bits = bits - bits // 2
-    keys = _permutation_keys(seed, stream, epoch)
-    index = torch.arange(len(coordinates)) + first
-    outside = torch.ones_like(index, dtype=torch.bool)
-    while outside.any():
-        index[outside] = _feistel(index[outside], bits // 2, right_bits, keys)
-        outside = index >= size
-    coordinates.copy_(index)
-
-
-def _permutation_keys(seed: int, stream: int, epoch: int) -> list[int]:
-    words = [
-        philox(seed, torch.tensor(epoch), stream, RandomPurpose.PERMUTATION + (pair << 8))
-        for pair in range(1, _FEISTEL_ROUNDS // 2 + 1)
-    ]
-    return [int(half) for word in words for half in word]
-
-
-def _feistel(index: Tensor, left_bits: int, right_bits: int, keys: Sequence[int]) -> Tensor:
-    left_mask, right_mask = (1 << left_bits) - 1, (1 << right_bits) - 1
-    left, right = index >> right_bits, index & right_mask
-    for key_left, key_right in zip(keys[::2], keys[1::2], strict=True):
-        left = left ^ (_mix(right + key_left) & left_mask)
-        right = right ^ (_mix(left + key_right) & right_mask)
-    return (left << right_bits) | right
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Apply SplitMix64's finalizer. Source: Steele, Lea, Flood, "Fast splittable ...", OOPSLA 2014."""
-    x = (x ^ shift_right(x, 30)) * signed(0xBF58476D1CE4E5B9)
-    x = (x ^ shift_right(x, 27)) * signed(0x94D049BB133111EB)
-    return x ^ shift_right(x, 31)
-
-
 def tree_build_(sums: Tensor, num_items: int) -> None:
     """Set every inner node to the sum of its children; the leaves are set already."""
     levels = tree_levels(num_items)
@@ -128,7 +83,7 @@ def tree_update_(sums: Tensor, num_items: int, items: Tensor, masses: Tensor) ->
 def slot_masses_(
     sums: Tensor, slots: Tensor, log: Tensor, first: int, last: int, rule: Sequence[int], unit: int
 ) -> None:
-    """Set the masses of the slots that entries [first, last) of a ring name to what a rule gives them now.
+    """Set the masses of the slots in entries [first, last) of a ring to what a rule gives them now.
 
     A committed trajectory has one unit of mass for each anchor (unit step), or one unit or one for each step
     (unit trajectory, by length) if it has an anchor at all.
@@ -148,7 +103,7 @@ def slot_masses_(
 
 
 def check_items(items: Tensor, num_items: int) -> None:
-    """Refuse items outside the tree.
+    """Reject items outside the tree.
 
     Raises:
         ShapeError: An item is outside [0, num_items).
@@ -184,7 +139,7 @@ def resolve_(
     stream: int,
     first: int,
 ) -> None:
-    """Set resolutions[i] to what coordinates[i] hits; its sample number is first + i.
+    """Set resolutions[i] to the record of the item that coordinates[i] hits; its sample number is first + i.
 
     Where an item is a trajectory, the anchor is a second draw over the anchors that the rule admits; where it
     is a step, the rest of the coordinate is the index of the anchor: one unit of mass each.
@@ -204,7 +159,7 @@ def resolve_(
 
 
 def check_coordinates(sums: Tensor, num_items: int, coordinates: Tensor) -> None:
-    """Refuse coordinates beyond the tree's total: they would hit no item.
+    """Reject coordinates beyond the tree's total: they would hit no item.
 
     Raises:
         ShapeError: A coordinate is outside [0, total).

@@ -1,7 +1,7 @@
-"""What the ops on draws and reports between nodes mean: owners, readers, and what is sent.
+"""Reference ops on draws and priority reports between nodes: owners, readers, and messages.
 
-Encoded, a resolution takes 32 bytes, and 8 more where windows follow n-step steps; a report 24. Slots,
-generations, step numbers and lengths have 32 bits there.
+Encoded, a resolution takes 32 bytes, and 8 more where windows follow n-step steps; a report 24. Encoded
+slots, generations, step numbers and lengths have 32 bits.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ def encode_draws_(
     index: int,
     takes_own: int,
 ) -> None:
-    """Find what other nodes need of this node's draws, node by node.
+    """Encode this node's draws for the nodes that need them, node by node.
 
     Args:
         samples: Gets the samples, as `encode_rows_` takes them. [n * most or more, 7], int64.
-        encoded: Gets their encoded resolutions. [n * most or more, 4, or 5 where steps travel], int64.
+        encoded: Gets their encoded resolutions. [n * most or more, 4, or 5 with steps], int64.
         ends: Gets the samples up to and with those of each node. [S], int64.
         records: Resolutions of this node's draws. [n, 8], int64.
         own: Their indices in the selection, ascending. [n], int64.
@@ -114,7 +114,7 @@ def decode_draws_(
     Args:
         ring: Gets the resolutions; `UNKNOWN` as id where there is none. [B, 8], int64.
         origins: Gets shard << 32 | slot of each. [B], int64.
-        samples: Gets the samples whose rows are wanted, as of `decode_rows_`. [n + a or more, 7], int64.
+        samples: Gets the samples whose rows are needed, as of `decode_rows_`. [n + a or more, 7], int64.
         which: Gets their indices in the selection. [n + a or more], int64.
         found: Gets how many these are. [1], int64.
         received: Encoded resolutions from each node, one after the other, and more. [words] each.
@@ -191,14 +191,14 @@ def _decode(words: Tensor, number: int) -> Tensor:
 def encode_reports_(encoded: Tensor, ends: Tensor, reports: Tensor, latest: int) -> None:
     """Encode reports by shard.
 
-    A report by id carries the id where the slot is known to another store alone: `ANY_SLOT`. Batches that lie
-    further back than 65,534 are not told apart.
+    A report by id carries the id where only another store can look up the slot: `ANY_SLOT`. Batches more than
+    65,534 before `latest` are not distinguished.
 
     Args:
         encoded: Gets the reports of each shard, as they stand. [n, 3], int64.
         ends: Gets how many those up to and with each shard's are. [S], int64.
         reports: As in a log, the shard in the upper half of their slots. [n, 6], int64.
-        latest: A batch that none of them is newer than.
+        latest: The newest global batch of the reports, or a later one.
     """
     shard = reports[:, PriorityUpdate.SLOT] >> SHARD_BITS
     ordered = reports[torch.argsort(shard, stable=True)]
@@ -218,8 +218,8 @@ def decode_reports_(reports: Tensor, encoded: Tensor, latest: int) -> None:
     """Decode reports.
 
     Args:
-        reports: Gets what `encode_reports_` was given, with the slots of the store; where one is not known
-            -1, and the id in place of the generation. [n, 6], int64.
+        reports: Gets the arguments of `encode_reports_`, with the slots of the store; -1 for an unknown slot,
+            and the id in place of the generation. [n, 6], int64.
         encoded: [n, 3], int64.
         latest: As `encode_reports_`.
     """

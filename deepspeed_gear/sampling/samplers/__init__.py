@@ -1,6 +1,6 @@
 """The samplers, one class for each kind, and the registry that finds the class of a config.
 
-The package's own samplers are registered here by their config model. A sampler from outside is named in the
+The package's own samplers are registered here by their config model. Another sampler is named in the
 config by "module:Class" and imported, on every rank: see docs/how-to/add-a-sampler.md.
 """
 

@@ -1,8 +1,8 @@
 """The interface of a sampler: the strategy that selects the items of a global batch.
 
-A sampler has two methods. `spec` says which masses the items have and how they are drawn; it is asked once.
-`sample` returns where the samples of a global batch lie in the total mass. Where `spec` names a native draw,
-the native op takes the place of `sample`, which is then its reference: both give the same bits.
+A sampler has two methods. `spec` returns the masses of the items and how they are drawn; it is called once.
+`sample` returns the coordinates of a global batch's samples in the total mass. Where `spec` names a native
+draw, the native op replaces `sample`, which is then its reference: both give the same bits.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class NativeDraw(Enum):
 
 
 class Draw(Protocol):
-    """What a sampler sees of a table when it samples. The same on every rank, for any number of nodes.
+    """The input of `Sampler.sample`: a table's masses and random draws. Equal on every rank, on any nodes.
 
     A coordinate is a number in [0, total): the item in whose mass it falls is the sample. Masses lie in the
     order of trajectories in the store, node by node.
     """
 
-    count: int  # samples that are wanted
+    count: int  # samples to draw
     first: int  # sample number of the first one
-    total: int  # sum of all masses; where items are walked through in epochs, the items of this epoch
-    epoch: int  # of a sampler that walks through epochs
-    at: int  # and the index in it of the first sample
+    total: int  # sum of all masses; in epochs, the number of items of this epoch
+    epoch: int  # number of the epoch, where the sampler `walks`
+    at: int  # index in the epoch of the first sample
 
     def random(self) -> torch.Tensor:
         """Return independent random coordinates, keyed by seed, stream and sample number. [count], int64."""
@@ -65,7 +65,7 @@ class SamplerScope:
 
     Args:
         admitted: Which trajectories and anchors the config admits, each with mass 1.
-        prefetch: Global batches that are prepared ahead.
+        prefetch: Global batches that are prefetched.
         max_waiting_updates: Priority updates of one rank that may wait for a selection.
         max_mass_bits: log2 of the largest mass of an item.
         total_weight: Sum of a column of weights over all items; 0 where it is not known yet.
@@ -80,7 +80,7 @@ class SamplerScope:
 
 @dataclass(frozen=True)
 class SamplerSpec:
-    """What `select` does for a sampler.
+    """The masses and the draw of a sampler, for `select`.
 
     Args:
         rule: Masses of the items.
@@ -105,9 +105,9 @@ class Sampler(ABC):
     """
 
     Options: ClassVar[type[Any]]  # the config model
-    walks: ClassVar[bool] = False  # through epochs, every item once in each, not by draws from the masses
+    walks: ClassVar[bool] = False  # samples epochs, every item once in each, without draws from the masses
     each_once: ClassVar[bool] = False  # an item is at most once in a global batch
-    is_pass: ClassVar[bool] = False  # one epoch for each evaluation pass, whose end is filled up
+    is_pass: ClassVar[bool] = False  # one epoch for each evaluation pass, padded at its end
     drops_tail: bool = False  # an epoch's last items are left out where they do not fill a global batch
 
     def __init__(self, options: Any) -> None:
@@ -120,7 +120,7 @@ class Sampler(ABC):
 
     @abstractmethod
     def spec(self, scope: SamplerScope) -> SamplerSpec:
-        """Return masses and draw.
+        """Return the sampler's masses and draw.
 
         Raises:
             ConfigError: The options do not suit the table.

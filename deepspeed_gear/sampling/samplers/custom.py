@@ -13,13 +13,13 @@ from deepspeed_gear.sampling.samplers.uniform import RandomDraws
 
 
 class Custom(RandomDraws):
-    """Trajectories in proportion to integer masses from a class of one's own."""
+    """Trajectories in proportion to integer masses from a program's own class."""
 
     Options = CustomSampler
     options: CustomSampler
 
     def mass_rule(self, scope: SamplerScope) -> MassRule:
-        """Raises: ConfigError: The class cannot be imported, or no instance of it be made."""
+        """Return the masses. Raises: ConfigError: The class cannot be imported or instantiated."""
         made = imported(self.options.masses, "gear.sampler.masses")
         try:
             masses: CustomMasses = made(**self.options.options)

@@ -9,7 +9,7 @@ from deepspeed_gear.sampling.samplers.base import Draw, Sampler, SamplerScope, S
 
 
 class Epoch(Sampler):
-    """Every item once, in an order given by the seed, then again. New items join the next epoch."""
+    """Every item once per epoch, in a random order keyed by the seed. New items join the next epoch."""
 
     Options = EpochSampler
     walks = True

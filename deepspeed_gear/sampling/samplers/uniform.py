@@ -10,7 +10,7 @@ from deepspeed_gear.sampling.samplers.base import Draw, NativeDraw, Sampler, Sam
 
 
 class RandomDraws(Sampler):
-    """Independent draws from the masses, or stratified ones; a subclass gives the masses."""
+    """Independent draws from the masses, or stratified ones; a subclass defines the masses."""
 
     options: DrawingOptions
 

@@ -1,4 +1,4 @@
-// Bells as functions of Python, by address.
+// Futex notifications (store/bell.h) as functions of Python, by address.
 #pragma once
 #include <Python.h>
 

@@ -1,4 +1,4 @@
-// The pieces of `copy_pieces_`, checked on the host, where they lie on every device.
+// Checks of the pieces of `copy_pieces_`: on the host, where they lie for every device.
 #pragma once
 #include <ATen/core/Tensor.h>
 

@@ -1,4 +1,4 @@
-// What the bindings of both devices check before an op of priorities runs.
+// Checks of the bindings of both devices before an op of priorities runs.
 #pragma once
 #include "bindings/checks.h"
 #include "common/power.h"

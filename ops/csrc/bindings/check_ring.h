@@ -1,4 +1,4 @@
-// What the bindings of both devices check before an op of the ring runs.
+// Checks of the bindings of both devices before an op of the ring runs.
 #pragma once
 #include <vector>
 
@@ -32,7 +32,7 @@ inline void CheckState(const at::Tensor& state) {
               static_cast<int64_t>(kRingWords), " words, got ", state.numel());
 }
 
-// Slots, tree and minima; empty minima are not kept.
+// Slots, tree and minima; empty minima are not maintained.
 inline void CheckRing(const at::Tensor& slots, const at::Tensor& sums, const at::Tensor& minima,
                       const RingShape& shape, const RingRule& rule) {
   CheckRecords(slots, "slots", kSlotWords);
@@ -69,7 +69,7 @@ inline void CheckRingAdd(const at::Tensor& state, const at::Tensor& slots, const
   TORCH_CHECK(!rule.has_priorities || priorities.numel() == ItemsOfRing(shape, rule),
               "gear: priorities must have a value per item");
   TORCH_CHECK(placed.size(0) == count, "gear: placed must have a row per length");
-  // So that what is added never overwrites itself, and at most one run of rows is left out.
+  // So that added trajectories never overwrite each other, and at most one run of rows is left out.
   TORCH_CHECK(
       count <= shape.num_slots && count < shape.num_rows / (shape.most_steps + shape.final_row),
       "gear: ", count, " trajectories of up to ", shape.most_steps,

@@ -1,4 +1,4 @@
-// What the bindings of both devices check of rows that travel: shapes, not what lies in memory.
+// Checks of the bindings of both devices for messages of rows: of shapes, not of values in memory.
 #pragma once
 #include <c10/util/SmallVector.h>
 
@@ -11,7 +11,7 @@ inline constexpr int64_t kWindowWords = sizeof(cpu::RowWindow) / sizeof(int64_t)
 inline constexpr int64_t kColumnWords = sizeof(cpu::RowColumn) / sizeof(int64_t);
 inline constexpr int64_t kWordBytes = sizeof(int64_t);
 
-// Bytes of a tensor that is nothing but bytes.
+// Bytes of a tensor of bytes.
 inline int64_t BytesOf(const at::Tensor& tensor, const char* name) {
   CheckTensor(tensor, name, at::kByte);
   TORCH_CHECK(tensor.dim() == 1, "gear: ", name, " must be [n], got ", tensor.sizes());

@@ -1,5 +1,5 @@
-// What the bindings of both devices check before a kernel runs: whatever it relies on to stay
-// inside its tensors.
+// Checks of the bindings of both devices before a kernel runs: all that keeps its accesses inside
+// its tensors.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
@@ -78,7 +78,7 @@ inline const uint64_t* Unsigned(const at::Tensor& tensor) {
   return reinterpret_cast<const uint64_t*>(tensor.const_data_ptr<int64_t>());
 }
 
-// The rows of a tensor that CheckRecords has seen.
+// The rows of a tensor that CheckRecords has checked.
 template <typename Record>
 const Record* Records(const at::Tensor& tensor) {
   return reinterpret_cast<const Record*>(tensor.const_data_ptr<int64_t>());
@@ -97,7 +97,7 @@ inline bool IsInteger(double value, int64_t dtype) {
   return value >= low && value < end && value == std::floor(value);
 }
 
-// What is wrong with a field, or null.
+// The error of a field, or null.
 inline const char* CheckField(const cpu::Field& field) {
   if (field.source < cpu::kStepRows || field.source > cpu::kPosition) return "unknown source";
   if (field.from < 0 || field.from > kFloat64 || field.to < 0 || field.to > kFloat64)

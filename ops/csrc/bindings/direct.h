@@ -1,4 +1,4 @@
-// An op as a plain function of Python: what torch's dispatcher does for devices, gradients and
+// An op as a plain function of Python: the work of torch's dispatcher for devices, gradients and
 // tracing takes longer than an op over a small batch, and tensors of a store need none of it.
 #pragma once
 #include <Python.h>
@@ -17,15 +17,15 @@
 
 namespace gear::direct {
 
-struct PythonError : std::exception {};  // Python knows what is wrong
+struct PythonError : std::exception {};  // Python's error indicator is set
 
 [[noreturn]] inline void RaiseType(const char* expected, PyObject* got) {
   PyErr_Format(PyExc_TypeError, "gear: expected %s, got %s", expected, Py_TYPE(got)->tp_name);
   throw PythonError{};
 }
 
-// The caller's reference keeps the tensor, a list that no process changes meanwhile those in it: to
-// count another reference would take the GIL.
+// The caller's reference keeps the tensor alive, and an unchanged list those in it: counting
+// another reference would need the GIL.
 inline at::Tensor& AsTensor(PyObject* object) {
   if (!THPVariable_Check(object)) RaiseType("a tensor", object);
   return const_cast<at::Tensor&>(THPVariable_Unpack(object));
@@ -43,7 +43,7 @@ inline double AsDouble(PyObject* object) {
   return value;
 }
 
-// One argument: takes it from Python, keeps what the op refers to, gives it to the op.
+// One argument: converts it from Python, keeps what the op refers to, passes it to the op.
 template <typename T>
 struct Argument;
 
@@ -79,7 +79,7 @@ template <>
 struct Argument<at::TensorList> {
   using Borrow = c10::MaybeOwnedTraits<at::Tensor>;
   explicit Argument(PyObject* list) {
-    ForEach(list, [](PyObject* item) { AsTensor(item); });  // refuses before anything is borrowed
+    ForEach(list, [](PyObject* item) { AsTensor(item); });  // raises before anything is borrowed
     ForEach(list, [&](PyObject* item) { value.push_back(Borrow::createBorrow(AsTensor(item))); });
   }
   ~Argument() {
@@ -182,7 +182,7 @@ inline void CheckCount(Py_ssize_t count, Py_ssize_t wanted) {
   throw PythonError{};
 }
 
-// Calls a function of (arguments, count); what it throws becomes Python's error.
+// Calls a function of (arguments, count); its exception becomes Python's error.
 template <PyObject* (*kFunction)(PyObject* const*, Py_ssize_t)>
 PyObject* Guarded(PyObject*, PyObject* const* given, Py_ssize_t count) {
   try {

@@ -1,5 +1,5 @@
-// The thin binding: schemas (op_table.h), checks of what the kernels rely on, pointers. The meaning
-// of every op, with shapes and dtypes, stands in deepspeed_gear/ops/reference.
+// The thin binding: schemas (op_table.h), checks of what the kernels rely on, pointers. The
+// definition of every op, with shapes and dtypes, is in deepspeed_gear/ops/reference.
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
@@ -77,7 +77,7 @@ void SlotMasses(at::Tensor& sums, const at::Tensor& slots, const at::Tensor& log
                   AnchorRule{rule[0], rule[1], rule[2], rule[3], rule[4]}, unit);
 }
 
-// A coordinate below the total hits an item with a mass, so never the padding behind the last slot.
+// A coordinate below the total hits an item with a mass, so never the padding after the last slot.
 static void CheckCoordinates(const at::Tensor& sums, int64_t num_items,
                              const at::Tensor& coordinates) {
   const TreeShape shape = ShapeOfTree(num_items);
@@ -248,8 +248,8 @@ static void InThreads(int64_t count, int64_t threads, const Work& work) {
   for (std::thread& other : others) other.join();
 }
 
-// Whether the rows that a window of steps reads lie in its column. An offset that a caller makes up
-// is refused before its sum overflows.
+// Whether the rows that a window of steps reads lie in its column. A wrong offset is an error
+// before its sum overflows.
 static bool ReadsInside(const cpu::Field& field, int64_t rows, const Resolution& r,
                         const int64_t* n_step) {
   Window window = field.window;
@@ -262,7 +262,7 @@ static bool ReadsInside(const cpu::Field& field, int64_t rows, const Resolution&
   return IsInside(r.first_row, span, field.part.count, field.pad, rows);
 }
 
-// A trajectory that lies in the shortest column as a whole needs no look at the windows.
+// A trajectory that lies in the shortest column as a whole needs no check of the windows.
 static void CheckWindows(const FieldList& fields, at::TensorList columns, const Resolution* records,
                          int64_t count, const int64_t* n_steps) {
   const auto rows_of = [&](size_t f) { return columns[f].numel() / fields[f].elements; };
@@ -284,7 +284,7 @@ static void CheckWindows(const FieldList& fields, at::TensorList columns, const 
   });
 }
 
-// Here samples are taken as they come: what is read of them waits in the caches anyway.
+// Here samples are gathered in their own order: their rows are in the caches anyway.
 static void CheckOrder(const std::optional<at::Tensor>& order, int64_t count) {
   const int64_t* samples = OrderOf(order, count);
   if (samples == nullptr) return;

@@ -310,7 +310,7 @@ void DecodeRows(at::TensorList arrivals, at::Tensor ring, at::Tensor sizes, at::
       LongsOf(needed, "needed", 2), scratch.mutable_data_ptr<int64_t>(), device.stream());
 }
 
-// The columns are memory of the host that CUDA knows; nothing of the pieces outlives the call.
+// The columns are host memory registered with CUDA; the pieces are not used after the call.
 void CopyPieces(at::Tensor out, at::TensorList columns, const at::Tensor& pieces) {
   const std::vector<Piece> found = PiecesOf(out, columns, pieces);
   std::vector<const void*> from;

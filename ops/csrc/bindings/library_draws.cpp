@@ -20,7 +20,7 @@ namespace {
 constexpr int64_t kSampleWords = sizeof(cpu::RowSample) / sizeof(int64_t);
 constexpr int64_t kReportWords = sizeof(Report) / sizeof(int64_t);
 constexpr int64_t kEncodedReportWords = sizeof(cpu::EncodedReport) / sizeof(int64_t);
-constexpr int64_t kPackedWords = 4;  // of a resolution, and one more where steps travel
+constexpr int64_t kPackedWords = 4;  // of a resolution, and one more with steps
 
 int64_t* Words(at::Tensor& tensor) { return tensor.mutable_data_ptr<int64_t>(); }
 
@@ -139,7 +139,7 @@ void DecodeDraws(at::Tensor& ring, at::Tensor& origins, at::Tensor& samples, at:
     received_words[node] = received[node].const_data_ptr<int64_t>();
   }
   auto* out = reinterpret_cast<Resolution*>(Words(ring));
-  constexpr int64_t kUnknown = -1;  // id of a sample that this node has no row of
+  constexpr int64_t kUnknown = -1;  // id of a sample of which this node has no row
   std::fill(out, out + size, Resolution{kUnknown, 0, 0, 0, 0, 0, 0, 0});
   auto* rows = reinterpret_cast<cpu::RowSample*>(Words(samples));
   const int64_t taken = cpu::DecodeDraws(received_words.data(), owner.const_data_ptr<int64_t>(),

@@ -1,4 +1,4 @@
-// The ops of a table in the memory of one device, on the host. Their meaning stands in
+// The ops of a table in the memory of one device, on the host. They are defined in
 // deepspeed_gear/ops/reference/ring_table.py.
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>

@@ -1,5 +1,5 @@
-// The module itself: the mutex of the stores, by address, and the ops as plain functions; classes
-// and functions that are called seldom are those of store.h.
+// The module itself: the mutex of the stores, by address, and the ops as plain functions; classes,
+// and functions that are called seldom, are defined in store.h.
 #include <Python.h>
 
 #include "bindings/bell.h"

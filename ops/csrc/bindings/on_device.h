@@ -1,4 +1,4 @@
-// What the bindings of the kernels share.
+// Helpers of the bindings of the kernels.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -27,7 +27,7 @@ inline void CheckDevice(const at::Tensor& tensor, const at::Tensor& out, const c
               ", got ", tensor.device());
 }
 
-// From torch's allocator: it is reused only behind this stream's kernels.
+// From torch's allocator: it is reused only after this stream's kernels.
 inline at::Tensor ScratchFor(int64_t words, const at::Tensor& like) {
   return at::empty({words}, like.options().dtype(at::kLong));
 }

@@ -1,7 +1,7 @@
 // Every op, once: its name in torch.ops.gear, its function in C++, and its arguments as torch's
 // schema. The schemas, both devices' implementations and the plain functions of Python follow from
-// it. What an op means stands in deepspeed_gear/ops/reference under the same name, its functions
-// are declared in ops.h and ring.h; `Ops` in deepspeed_gear/ops/backends.py has a field for each.
+// it. deepspeed_gear/ops/reference defines an op under the same name, its functions are declared in
+// ops.h and ring.h; `Ops` in deepspeed_gear/ops/backends.py has a field for each.
 #pragma once
 
 // clang-format off
@@ -48,8 +48,8 @@
      "Tensor columns, Tensor heads, int[] room") \
   OP(copy_pieces_, CopyPieces, "Tensor(a!) out, Tensor[] columns, Tensor pieces")
 
-// Only on the host: what nodes exchange about draws and reports. A few bytes of each sample come
-// from the host's store and go to the host's network; a device would only add two copies.
+// Only on the host: messages between nodes about draws and reports. A few bytes of each sample come
+// from the host's store and are sent over its network; a device would only add two copies.
 #define GEAR_HOST_OPS(OP) \
   OP(assign_draws_, AssignDraws, \
      "Tensor(a!) owner, Tensor(b!) own, Tensor(c!) points, Tensor(d!) found, " \
@@ -86,6 +86,6 @@
   OP(scatter_, Scatter, "Tensor(a!)[] columns, Tensor[] values, Tensor placed, int[] sources")
 // clang-format on
 
-// What a list makes of its ops, in a TORCH_LIBRARY or a TORCH_LIBRARY_IMPL of a module `m`.
+// Expansions of a list of ops, in a TORCH_LIBRARY or a TORCH_LIBRARY_IMPL of a module `m`.
 #define GEAR_DEFINE(name, function, arguments) m.def(#name "(" arguments ") -> ()");
 #define GEAR_IMPLEMENT(name, function, arguments) m.impl(#name, gear::function);

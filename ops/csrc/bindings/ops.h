@@ -1,5 +1,5 @@
-// The ops on the CPU, checked, as torch's dispatcher and Python call them. The meaning of every op,
-// with shapes and dtypes, stands in deepspeed_gear/ops/reference.
+// The ops on the CPU, checked, as torch's dispatcher and Python call them. Every op is defined,
+// with shapes and dtypes, in deepspeed_gear/ops/reference.
 #pragma once
 #include <ATen/core/Tensor.h>
 

@@ -1,5 +1,5 @@
-// The store and the places of rows as classes of Python, over addresses in shared memory that their
-// user keeps mapped.
+// The store and its writers' row targets as classes of Python, over addresses in shared memory that
+// their user keeps mapped.
 #pragma once
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -56,7 +56,7 @@ inline char KindOf(const char* format) {
   return format[0] == '?' ? 'b' : 0;
 }
 
-// What the rows of a column look like.
+// Dtype and shape of a column's rows.
 struct RowForm {
   char kind;
   Py_ssize_t item_bytes, row_bytes;
@@ -124,7 +124,7 @@ struct Store : cpu::Store {
     }
   }
 
-  // Takes the lock. False: a column is not as it is stored, and nothing has happened.
+  // Takes the lock. False: a column has another dtype or shape than stored; nothing has changed.
   bool Add(PyObject* given, int64_t num_steps, double timeout_s, cpu::Added* added) {
     const std::vector<Buffer> buffers = BuffersOf(given, forms.size());
     if (buffers.size() != forms.size()) return false;
@@ -141,7 +141,7 @@ struct Store : cpu::Store {
     return true;
   }
 
-  // Whether each column is as it is stored and holds no NaN and no infinity where it must not.
+  // Whether each column has its stored dtype, and no NaN or infinity unless the schema allows them.
   bool AreFinite(py::handle given) const {
     const std::vector<Buffer> buffers = BuffersOf(given.ptr(), forms.size());
     bool finite = buffers.size() == forms.size();
@@ -154,7 +154,7 @@ struct Store : cpu::Store {
   }
 };
 
-// Whether the rows that are to be copied are finite; those that are left out may be anything.
+// Whether the rows to copy are finite; rows that are left out are not checked.
 inline bool RowsAreFinite(const RowForm& form, const char* source, const int64_t* rows,
                           Py_ssize_t num_rows) {
   if (cpu::AllFinite(source, num_rows * form.row_bytes, form.checked)) return true;
@@ -169,15 +169,15 @@ inline bool RowsAreFinite(const RowForm& form, const char* source, const int64_t
 struct RowTargets {
   std::vector<std::pair<uintptr_t, RowForm>> targets;
 
-  // Whether one row is as it is stored, and holds no NaN and no infinity where it must not.
+  // Whether one row has its stored dtype and shape, and no NaN or infinity unless allowed.
   bool Fits(size_t target, PyObject* given) const {
     const RowForm& form = targets.at(target).second;
     const Buffer row(given);
     return form.Fits(row, -1) && cpu::AllFinite(row.view().buf, form.row_bytes, form.checked);
   }
 
-  // Returns the index of the first column that is not as it is stored, or holds NaN or an infinity
-  // and must not, and nothing has happened; -1.
+  // Returns the index of the first column of another dtype or shape, or with a NaN or infinity that
+  // is not allowed, and copies nothing; -1 if there is none.
   int64_t Put(PyObject* columns, PyObject* places_of_rows) const {
     const std::vector<Buffer> buffers = BuffersOf(columns, targets.size());
     const Buffer rows(places_of_rows);
@@ -231,8 +231,8 @@ inline Store MakeStore(uintptr_t mutex, uintptr_t holder, uintptr_t control, uin
   return store;
 }
 
-// What is called for each trajectory, step or row takes the address of its object (`address`) and
-// is a direct call: pybind11 would take 0.1 us more for each.
+// Functions called for each trajectory, step or row take the address of their object (`address`)
+// and are direct calls: pybind11 would take 0.1 us more for each.
 
 // store_add(store, columns, num_steps, timeout_s) -> (id or refusal, slot), or None
 inline PyObject* AddTrajectory(PyObject* const* given, Py_ssize_t count) {
@@ -258,13 +258,13 @@ inline PyObject* PutRows(PyObject* const* given, Py_ssize_t count) {
   return PyLong_FromLongLong(direct::AddressOf<RowTargets>(given[0])->Put(given[1], given[2]));
 }
 
-// Adds the classes and the functions that are called seldom. What is called in every step (the
-// mutex, bells, ops) is of module.cpp: a call through pybind11 takes 0.8 us more.
+// Adds the classes and the functions that are called seldom. Functions that are called in every
+// step (mutex, notifications, ops) are in module.cpp: a call through pybind11 takes 0.8 us more.
 inline void Bind(py::module_& module) {
   py::register_local_exception_translator([](std::exception_ptr error) {
     try {
       if (error) std::rethrow_exception(error);
-    } catch (const direct::PythonError&) {  // Python has it
+    } catch (const direct::PythonError&) {  // Python's error indicator is set
     }
   });
   const auto local = py::module_local();

@@ -139,8 +139,8 @@ GEAR_HOST_DEVICE double Load<double, Bfloat>(Bfloat x) {
   return ToFloat(x);
 }
 
-// A NaN that comes out of arithmetic is stored as the one quiet NaN: processors differ in the
-// payload they give it.
+// A NaN that arithmetic yields is stored as the one quiet NaN, because processors differ in its
+// payload.
 template <typename T, typename C>
 struct Store {
   GEAR_HOST_DEVICE static T From(C x) { return static_cast<T>(x); }

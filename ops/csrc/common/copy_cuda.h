@@ -1,4 +1,4 @@
-// Copies bytes by a team of lanes, 16 bytes a lane wherever source and target lie.
+// Copies bytes by a team of lanes, 16 bytes a lane at any alignment of source and target.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -44,7 +44,7 @@ __device__ uint4 Join(uint4 low, uint4 high, unsigned bits) {
           __funnelshift_r(words[kWords + 3], words[(kWords + 4) % 8], bits)};
 }
 
-// The target is aligned to 16 bytes, the source lies `kWords` words and `bits` bits behind `from`.
+// The target is aligned to 16 bytes, the source lies `kWords` words and `bits` bits after `from`.
 // Whole vectors are read, one more than are written.
 template <int kWords>
 __device__ void CopyShifted(const uint4* __restrict__ from, unsigned bits, uint4* __restrict__ to,
@@ -54,8 +54,8 @@ __device__ void CopyShifted(const uint4* __restrict__ from, unsigned bits, uint4
     to[i] = Join<kWords>(from[i], from[i + 1], bits);
 }
 
-// `end`: of the memory that `from` points into. Nothing behind it is read; in front of `from`, up
-// to its alignment to 16 bytes, may be, as allocations begin at such places.
+// `end`: of the memory that `from` points into. Nothing after it is read; bytes before `from`, down
+// to a multiple of 16, may be read, because allocations begin at such addresses.
 __device__ inline void CopyBytes(const char* from, const char* end, char* to, int64_t bytes,
                                  Lane lane) {
   const int64_t head = Min<int64_t>(bytes, (16 - (reinterpret_cast<uintptr_t>(to) & 15)) & 15);

@@ -1,4 +1,4 @@
-// Words that count what all threads of a kernel do: one atomic a warp. All of its lanes take part.
+// Counters over all threads of a kernel: one atomic a warp. All lanes of the warp take part.
 #pragma once
 #include "common/launch_cuda.h"
 

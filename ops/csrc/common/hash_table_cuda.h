@@ -11,7 +11,7 @@ struct Table {
   unsigned long long* last;
   uint64_t mask;
 
-  // The place of an item, which becomes its own if no process has it yet.
+  // The place of an item; claims a free place if the item has none yet.
   __device__ uint64_t Claim(int64_t item) const {
     const auto key = static_cast<unsigned long long>(item) + 1;
     uint64_t at = Mix(key) & mask;
@@ -22,7 +22,7 @@ struct Table {
   }
 
   // Makes update i the last of its item, unless one that follows it already is. Follows: a strict
-  // order of positions, so that whoever comes first does not matter.
+  // order of positions, so that the result does not depend on the order of threads.
   template <typename Follows>
   __device__ void Put(int64_t item, int64_t i, const Follows& follows) const {
     unsigned long long* place = &last[Claim(item)];

@@ -1,5 +1,4 @@
-// What differs between g++ and nvcc, and nothing else. C++17: DeepSpeed compiles .cpp as C++17 with
-// torch < 2.12.
+// Differences between g++ and nvcc. C++17: DeepSpeed compiles .cpp as C++17 with torch < 2.12.
 #pragma once
 #include <cstdint>
 

@@ -1,5 +1,5 @@
-// What every kernel shares: the shape of a launch, the check behind it, and how a thread finds its
-// work.
+// Common parts of all kernels: the shape of a launch, the check after it, and the index of a
+// thread.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -30,7 +30,7 @@ inline cudaStream_t AsStream(void* stream) { return static_cast<cudaStream_t>(st
 __device__ inline int64_t GlobalThread() { return int64_t{blockIdx.x} * blockDim.x + threadIdx.x; }
 __device__ inline int64_t GlobalThreads() { return int64_t{gridDim.x} * blockDim.x; }
 
-// Ends the kernel with an error where memory holds an index that leads outside.
+// Ends the kernel with an error where an index in memory is out of range.
 __device__ inline void Require(bool condition) {
   if (!condition) __trap();
 }
@@ -39,7 +39,7 @@ __device__ inline void AtomicAdd(uint64_t* to, uint64_t amount) {
   atomicAdd(reinterpret_cast<unsigned long long*>(to), static_cast<unsigned long long>(amount));
 }
 
-// The sum of what the lanes of a warp have, in its first lane. All of them take part.
+// The sum of the values of a warp's lanes, in its first lane. All of them take part.
 __device__ inline uint64_t SumOfWarp(uint64_t value) {
 #pragma unroll
   for (int step = kWarp / 2; step > 0; step /= 2)

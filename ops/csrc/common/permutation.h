@@ -42,8 +42,8 @@ GEAR_HOST_DEVICE uint64_t Mix(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// Where `index` in [0, size) goes. Cost: 2^bits / size passes of the network on average: fewer than
-// 2, for tiny sizes up to 256.
+// The image of `index` in [0, size). Cost: 2^bits / size passes of the network on average: fewer
+// than 2, for tiny sizes up to 256.
 GEAR_HOST_DEVICE uint64_t Permute(const Permutation& p, uint64_t index) {
   const uint64_t left_mask = (uint64_t{1} << p.left_bits) - 1,
                  right_mask = (uint64_t{1} << p.right_bits) - 1;

@@ -5,7 +5,7 @@
 
 namespace gear {
 
-// What a random word is for: the last word of the counter, so that no two uses share a word.
+// Purpose of a random word: the last word of the counter, so that no two uses share a word.
 enum Purpose : uint32_t {
   kForCoordinate = 0,
   kForAnchor = 1,

@@ -17,7 +17,7 @@ inline void PrefetchNode(const uint64_t* children) {
 }
 
 // The address of a row, computed without a pointer that leaves its array: the row may lie outside
-// as long as no process reads it.
+// as long as it is not read.
 inline const char* RowAt(const void* rows, int64_t first_row, int64_t step, int64_t row_bytes) {
   const uint64_t row = static_cast<uint64_t>(first_row) + static_cast<uint64_t>(step);
   return reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(rows) +

@@ -1,5 +1,6 @@
-// A table in the memory of one device: rows and slots are rings, the oldest trajectories go. Its
-// state lies beside them, so that everything that changes it can be captured in a graph.
+// A table in the memory of one device: rows and slots are rings, the oldest trajectories are
+// evicted. Its state is in device memory too, so that every op that changes it can be captured in a
+// graph.
 //
 // Rows and trajectories are numbered for ever: row r of the ring is number r modulo `num_rows`, and
 // trajectory `id` lies in slot id modulo `num_slots`. The stored ones are [tail, next), and their
@@ -13,34 +14,34 @@ namespace gear {
 
 // Words of the state; deepspeed_gear/ops/constants.py has them too.
 enum RingWord : int64_t {
-  kRingHead = 0,        // number of the row behind the newest trajectory
-  kRingNext = 1,        // id of the next trajectory
-  kRingTail = 2,        // id of the oldest one
-  kRingSamples = 3,     // sample number of the next global batch
-  kRingBatch = 4,       // number of the next global batch
-  kRingTotal = 5,       // total mass that the latest one was drawn from
-  kRingSteps = 6,       // steps that are stored
-  kRingRefused = 7,     // lengths and priorities that are none, and have changed nothing
-  kRingCounts = 8,      // what updates did: the words of cpu::UpdateCount
-  kRingLeast = 13,      // while a batch is drawn: the complement of its least mass
-  kRingEmpty = 14,      // global batches without samples: no item had a mass
-  kRingGoneFrom = 16,   // of the latest add, for the kernels behind it: ids that went,
-  kRingGoneTo = 17,     //
-  kRingFreedFrom = 18,  // the items that these had (numbers of rows, or ids),
-  kRingFreedTo = 19,    //
-  kRingAddedFrom = 20,  // and the items of those that came
-  kRingAddedTo = 21,    //
+  kRingHead = 0,          // number of the row after the newest trajectory
+  kRingNext = 1,          // id of the next trajectory
+  kRingTail = 2,          // id of the oldest one
+  kRingSamples = 3,       // sample number of the next global batch
+  kRingBatch = 4,         // number of the next global batch
+  kRingTotal = 5,         // total mass that the latest one was drawn from
+  kRingSteps = 6,         // steps that are stored
+  kRingRefused = 7,       // invalid lengths and priorities, which have changed nothing
+  kRingCounts = 8,        // of priority updates: the words of cpu::UpdateCount
+  kRingLeast = 13,        // while a batch is drawn: the complement of its least mass
+  kRingEmpty = 14,        // global batches without samples: no item had a mass
+  kRingEvictedFrom = 16,  // of the latest add, for the kernels after it: evicted ids,
+  kRingEvictedTo = 17,    //
+  kRingFreedFrom = 18,    // their items (numbers of rows, or ids),
+  kRingFreedTo = 19,      //
+  kRingAddedFrom = 20,    // and the items of the added ones
+  kRingAddedTo = 21,      //
   kRingWords = 32
 };
 
-// A row of `placed`: where a trajectory has come to lie; slot -1: it was not added.
+// A row of `placed`: slot and rows of an added trajectory; slot -1: it was not added.
 struct Placed {
   int64_t slot, first_row, num_steps, id, begin;
 };
 static_assert(sizeof(Placed) == 40, "a place is a row of 5 int64");
 
-// What an item of the ring is, and what it weighs. Priorities of steps: an item for each row; else
-// one for each slot.
+// The items of the ring and their masses. Priorities of steps: an item for each row; else one for
+// each slot.
 struct RingRule {
   AnchorRule anchors;
   int64_t unit;
@@ -65,10 +66,10 @@ GEAR_HOST_DEVICE int64_t BeginInRing(int64_t head, int64_t rows, int64_t num_row
   return at + rows <= num_rows ? head : head - at + num_rows;
 }
 
-// Whether a trajectory that begins at `begin` must go once rows up to `head` are written and ids
-// up to `next` are given.
-GEAR_HOST_DEVICE bool IsGone(const RingShape& shape, int64_t id, int64_t begin, int64_t head,
-                             int64_t next) {
+// Whether a trajectory that begins at `begin` is evicted when rows up to `head` are written and ids
+// up to `next` are assigned.
+GEAR_HOST_DEVICE bool IsEvicted(const RingShape& shape, int64_t id, int64_t begin, int64_t head,
+                                int64_t next) {
   return begin + shape.num_rows < head || id < next - shape.num_slots;
 }
 
@@ -91,7 +92,7 @@ GEAR_HOST_DEVICE uint64_t Stratify(uint64_t coordinate, uint64_t total, uint64_t
   return j * whole + (j * rest + coordinate) / count;
 }
 
-// What importance weights are divided by: nothing, the largest of the batch, or of the table.
+// Normalisation of importance weights: by nothing, the largest of the batch, or of the table.
 enum Normalize : int64_t { kNotNormalized = 0, kByBatch = 1, kByTable = 2 };
 
 }  // namespace gear

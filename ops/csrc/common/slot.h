@@ -1,10 +1,10 @@
-// Records that travel between the layers as rows of int64 tensors.
+// Records that the layers pass to each other as rows of int64 tensors.
 #pragma once
 #include "common/philox.h"
 
 namespace gear {
 
-// A row of the slot table: where a trajectory lies.
+// A row of the slot table: state, id and extent of a trajectory.
 struct Slot {
   int64_t state, generation, id;
   int64_t first_row, num_steps, num_rows;
@@ -14,7 +14,7 @@ static_assert(sizeof(Slot) == 64, "a slot is a row of 8 int64");
 
 inline constexpr int64_t kCommitted = 2;  // the state of a slot whose trajectory can be drawn
 
-// What a draw resolves to; a row of the resolutions of a selection.
+// The record that a draw resolves to; a row of the resolutions of a selection.
 struct Resolution {
   int64_t id, slot, generation;
   int64_t first_row, num_steps, anchor;
@@ -35,8 +35,7 @@ GEAR_HOST_DEVICE Resolution ResolutionOf(const Slot& slot, int64_t slot_index, i
           number};
 }
 
-// What a draw from a table without masses resolves to: no sample. What is gathered of it is all
-// padding.
+// The record of a draw from a table without masses: no sample. Its gathered rows are all padding.
 GEAR_HOST_DEVICE Resolution NoSample(int64_t number) { return {-1, -1, 0, 0, 0, 0, 0, number}; }
 
 GEAR_HOST_DEVICE bool IsNoSample(const Resolution& r) {
@@ -65,7 +64,7 @@ struct Report {
 };
 static_assert(sizeof(Report) == 48, "a report is a row of 6 int64");
 
-// The order in which reports count; those that precede each other neither way count as they stand.
+// The order in which reports are applied; reports of equal order keep their order.
 GEAR_HOST_DEVICE bool Precedes(const Report& a, const Report& b) {
   return a.batch != b.batch ? a.batch < b.batch : a.number < b.number;
 }
@@ -90,11 +89,11 @@ GEAR_HOST_DEVICE int64_t AnchorAt(const AnchorRule& rule, int64_t num_steps, int
   return rule.from_end ? num_steps - 1 - distance : distance;
 }
 
-// What an item of a tree over slots is: a trajectory whose anchor is a second draw, or one of its
-// anchors. Of masses only: a trajectory by its length.
+// The unit of an item of a tree over slots: a trajectory whose anchor is a second draw, or one of
+// its anchors. Of masses only: a trajectory by its length.
 enum Unit : int64_t { kTrajectory = 0, kStep = 1, kByLength = 2 };
 
-// Whether the trajectory of an update is still there.
+// Whether the trajectory of an update is still stored.
 GEAR_HOST_DEVICE bool IsCurrent(const Slot* slots, int64_t num_slots,
                                 const PriorityUpdate& update) {
   if (update.slot < 0 || update.slot >= num_slots) return false;
@@ -127,8 +126,8 @@ GEAR_HOST_DEVICE int64_t ChooseAnchor(const AnchorRule& rule, int64_t unit, int6
   return AnchorAt(rule, num_steps, static_cast<int64_t>(index));
 }
 
-// What a draw of the store's row `row` resolves to; false, and nothing written, if the row is not
-// a step of its slot.
+// Resolves a draw of the store's row `row`; false, and nothing written, if the row is not a step of
+// its slot.
 GEAR_HOST_DEVICE bool ResolveRow(const Slot* slots, int64_t num_slots, int64_t slot_index,
                                  int64_t row, uint64_t mass, int64_t number,
                                  Resolution* resolution) {

@@ -1,5 +1,5 @@
-// Runs of 32 by rank, then merged by rank: every item finds its place by itself, so that nothing is
-// shared by the threads of a block, and equal items stay as they stand.
+// Runs of 32 by rank, then merged by rank: every item computes its own place, so the threads of a
+// block share nothing, and the sort is stable.
 #include "common/sort_cuda.h"
 
 namespace gear::cuda {
@@ -29,11 +29,11 @@ __global__ void MergeKernel(const Ordered* __restrict__ from, Ordered* __restric
     const int64_t first = i / (2 * run) * (2 * run);
     const int64_t middle = Min(first + run, count), end = Min(middle + run, count);
     if (i < middle) {
-      const auto is_behind = [&](int64_t k) { return !Precedes(from[middle + k], own); };
-      to[i + FirstOf(end - middle, is_behind)] = own;
+      const auto is_after = [&](int64_t k) { return !Precedes(from[middle + k], own); };
+      to[i + FirstOf(end - middle, is_after)] = own;
     } else {
-      const auto is_behind = [&](int64_t k) { return Precedes(own, from[first + k]); };
-      to[i - (middle - first) + FirstOf(middle - first, is_behind)] = own;
+      const auto is_after = [&](int64_t k) { return Precedes(own, from[first + k]); };
+      to[i - (middle - first) + FirstOf(middle - first, is_after)] = own;
     }
   }
 }

@@ -1,11 +1,10 @@
-// Sorting and running sums, of as much as fits into scratch memory and without a look at the
-// result.
+// Sorting and running sums, of as much as fits into scratch memory, without host synchronisation.
 #pragma once
 #include "common/launch_cuda.h"
 
 namespace gear::cuda {
 
-// What is sorted: by `high`, then by `low`; equal ones stay as they stand.
+// Sort key: by `high`, then by `low`; the sort is stable.
 struct Ordered {
   uint64_t high;
   int64_t low, value;
@@ -16,17 +15,17 @@ __device__ inline bool Precedes(const Ordered& a, const Ordered& b) {
 }
 
 // Sorts by merging runs. Returns `items` or `other`, whichever holds the result; both have `count`.
-// Cost: log2(count / 32) + 1 launches, in each of which an item is moved once and looks for its
-// place by bisection.
+// Cost: log2(count / 32) + 1 launches, in each of which an item is moved once, to a place found by
+// bisection.
 Ordered* Sort(Ordered* items, Ordered* other, int64_t count, void* stream);
 
-// The place of the first of `count` items for which `is_behind` holds, if it holds for all behind.
-template <typename IsBehind>
-__device__ int64_t FirstOf(int64_t count, const IsBehind& is_behind) {
+// The first of `count` items for which `is_after` holds, if it holds for all items after that one.
+template <typename IsAfter>
+__device__ int64_t FirstOf(int64_t count, const IsAfter& is_after) {
   int64_t begin = 0;
   while (count > 0) {
     const int64_t half = count / 2;
-    if (is_behind(begin + half)) {
+    if (is_after(begin + half)) {
       count = half;
     } else {
       begin += half + 1;
@@ -36,7 +35,7 @@ __device__ int64_t FirstOf(int64_t count, const IsBehind& is_behind) {
   return begin;
 }
 
-// What a scan runs over: values that belong to keys.
+// An element of a scan: a value that belongs to a key.
 struct Keyed {
   uint64_t key;
   int64_t value;
@@ -70,7 +69,7 @@ __device__ inline Keyed FromLast(const Keyed& own) {
   return {__shfl_sync(kAllLanes, own.key, kWarp - 1), __shfl_sync(kAllLanes, own.value, kWarp - 1)};
 }
 
-// What a warp's lanes up to each one join to.
+// The join of a warp's lanes up to each lane.
 template <typename Op>
 __device__ Keyed JoinUpTo(Keyed own, int lane) {
 #pragma unroll
@@ -81,7 +80,7 @@ __device__ Keyed JoinUpTo(Keyed own, int lane) {
   return own;
 }
 
-// Joins a warp's tile, and stores every value's own and what is in front of it. Returns the whole.
+// Joins a warp's tile, and stores every value's exclusive and inclusive prefix. Returns the total.
 template <bool kStores, typename Op, typename Scan>
 __device__ Keyed ScanTile(const Scan& scan, int64_t first, int64_t end, Keyed joined) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -106,7 +105,7 @@ __global__ void ScanTotalsKernel(const Scan scan, int64_t count, Keyed* __restri
   }
 }
 
-// Puts what is in front of each tile in place of what it joins to.
+// Replaces each tile's total by its exclusive prefix.
 struct InFront {
   Keyed* totals;
   __device__ Keyed Load(int64_t i) const { return totals[i]; }
@@ -127,7 +126,7 @@ __global__ void ScanKernel(const Scan scan, int64_t count, const Keyed* __restri
   }
 }
 
-// Calls scan.Store(i, what is in front of i, the same with i) for every scan.Load(i).
+// Calls scan.Store(i, exclusive prefix of i, inclusive prefix of i) for every scan.Load(i).
 // `totals`: scratch of NumScanTiles(count).
 template <typename Op, typename Scan>
 void RunScan(const Scan& scan, int64_t count, Keyed* totals, void* stream) {

@@ -48,21 +48,21 @@ GEAR_HOST_DEVICE Hit Descend(const uint64_t* sums, const TreeShape& shape, int l
   }
   const uint64_t second = parts[0], third = second + parts[1], fourth = third + parts[2];
   const bool in_second = hit.remainder >= second, in_third = hit.remainder >= third,
-             in_fourth = hit.remainder >= fourth;  // or behind it
+             in_fourth = hit.remainder >= fourth;  // or after it
   int child = (in_second + in_third + in_fourth) * kPart;
   uint64_t rest = hit.remainder - (in_fourth ? fourth : in_third ? third : in_second ? second : 0);
   uint64_t end = 0, begin = 0;  // of the child, from the part on
   const uint64_t* first = children + child;
   for (int i = 0; i < kPart - 1; ++i) {
     end += first[i];
-    const bool is_behind = rest >= end;
-    child += is_behind;
-    begin = is_behind ? end : begin;
+    const bool is_after = rest >= end;
+    child += is_after;
+    begin = is_after ? end : begin;
   }
   return {hit.item * kFanOut + child, rest - begin};
 }
 
-// Sets the mass of an item and mends the nodes above it.
+// Sets the mass of an item and repairs the nodes above it.
 inline void SetMass(uint64_t* sums, const TreeShape& shape, int64_t item, uint64_t mass) {
   const uint64_t change = mass - sums[item];  // modulo 2^64, as the sums
   if (change == 0) return;
@@ -78,7 +78,7 @@ GEAR_HOST_DEVICE int64_t MinimaOffset(const TreeShape& shape, int level) {
   return shape.offset[level] - shape.width[0];
 }
 
-// Whether a is the lesser where zero stands for nothing: 0 - 1 wraps round to the greatest.
+// Whether a is the lesser where zero means "no mass": 0 - 1 wraps round to the greatest.
 GEAR_HOST_DEVICE bool IsLess(uint64_t a, uint64_t b) { return a - 1 < b - 1; }
 
 }  // namespace gear

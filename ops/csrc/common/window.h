@@ -1,4 +1,4 @@
-// Which rows of a trajectory a window covers, and where they lie in it.
+// The rows of a trajectory that a window covers, and their places in it.
 #pragma once
 #include "common/host_device.h"
 
@@ -19,11 +19,11 @@ struct Part {
 struct Span {
   int64_t begin, end;     // rows of the trajectory that are real
   int64_t place;          // where `begin` lies in the window
-  int64_t before, after;  // rows whose values pad the window in front and behind, for kPadEdge
+  int64_t before, after;  // rows whose values pad the window before and after, for kPadEdge
 };
 
-// The real rows are [max(0, anchor + offset), min(rows, anchor + offset + length)), or none. Of no
-// rows at all the edge is row 0, which is not to be read.
+// The real rows are [max(0, anchor + offset), min(rows, anchor + offset + length)), or none. The
+// edge of a trajectory without rows is row 0, which must not be read.
 GEAR_HOST_DEVICE Span Bounds(const Window& window, int64_t anchor, int64_t rows) {
   const int64_t first = anchor + window.offset, last = first + window.length;
   const int64_t begin = Clamp<int64_t>(first, 0, rows);
@@ -41,8 +41,8 @@ GEAR_HOST_DEVICE Span Bounds(const Window& window, int64_t anchor, int64_t rows)
   return span;
 }
 
-// What of a window's span lies in a part of it, at its place in the part. What pads stays the
-// window's; a part without real rows is padded like the side on which it lies.
+// The piece of a window's span in a part of it, by its place in the part. Its padding is that of
+// the window; a part without real rows is padded like the side on which it lies.
 GEAR_HOST_DEVICE Span Cut(const Span& span, const Part& part) {
   const int64_t ahead = span.begin - span.place;  // the row at the window's first place
   const int64_t last = part.first + part.count;

@@ -15,10 +15,10 @@ using BatchCopy = CUresult (*)(CUdeviceptr* to, CUdeviceptr* from, size_t* bytes
                                CUmemcpyAttributes* attributes, size_t* first_of,
                                size_t num_attributes, size_t* failed, CUstream stream);
 
-// From the driver itself: the runtime's way to its functions by version is not in every
-// libcudart.so.12 that torch may have loaded, and a missing symbol would take all kernels along.
-// The plain name has this signature in every driver that has it; CUDA 13 gave a new one another
-// name.
+// From the driver itself: the runtime's lookup of driver functions by version is not in every
+// libcudart.so.12 that torch may have loaded, and a missing symbol would make all kernels
+// unloadable. The plain name has this signature in every driver that has it; CUDA 13 uses another
+// name for its new signature.
 BatchCopy Find() {
   void* driver = dlopen("libcuda.so.1", RTLD_LAZY);
   return driver == nullptr ? nullptr

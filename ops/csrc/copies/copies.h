@@ -4,7 +4,7 @@
 
 namespace gear::cuda {
 
-// Copies bytes[i] bytes each, from memory of the host that CUDA knows or of the device. On a stream
+// Copies bytes[i] bytes each, from registered host memory or device memory. On a stream
 // that is not the legacy default one, and is not captured: graphs have no such node. Throws where
 // driver or toolkit is older than CUDA 12.8.
 void CopyPieces(const void* const* from, void* const* to, const int64_t* bytes, int64_t count,

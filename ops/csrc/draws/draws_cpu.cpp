@@ -127,7 +127,7 @@ void EncodeReports(const Report* reports, int64_t count, int64_t latest, int64_t
   for (int64_t i = 0; i < count; ++i) {
     const Report& r = reports[i];
     const bool by_id = r.number == kById, is_unknown = by_id && Low(r.update.slot) == kAnySlot;
-    // The oldest batch is beyond what a difference of two can be.
+    // The oldest batch is further back than the encoded difference can express.
     const int64_t least = latest - kMostBack;
     const int64_t back = r.batch >= latest ? 0 : r.batch <= least ? kMostBack : latest - r.batch;
     const int64_t last = is_unknown ? kUnknownById : kKnownById;

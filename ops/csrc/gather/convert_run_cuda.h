@@ -1,5 +1,5 @@
-// Converts runs of elements: a team of lanes reads a run by vectors of 16 bytes, whatever they
-// hold, several of a lane under way at once, and converts them in registers.
+// Converts runs of elements: a team of lanes reads a run by vectors of 16 bytes of any type,
+// several of a lane under way at once, and converts them in registers.
 #pragma once
 #include <cstring>
 #include <type_traits>
@@ -14,8 +14,8 @@ inline constexpr int kVector = 16;  // bytes
 inline constexpr int kUnits = 3;    // of a lane under way at once: with more, registers are too few
 
 // The vectors in which a run lies, and the units of 16 bytes into which it is divided. The first
-// unit begins up to three elements in front of the run, so that what a unit becomes is aligned; so
-// units need not begin at vectors.
+// unit begins up to three elements before the run, so that a converted unit is aligned; so units
+// need not begin at vectors.
 struct Source {
   const uint4* vectors;
   unsigned offset;  // of units in vectors, in bytes
@@ -37,13 +37,13 @@ __device__ inline uint4 LoadFirst(const uint4* from, unsigned count) {
   return bytes;
 }
 
-// Vectors without bytes of the run are not read, nor the one that its column does not have whole.
-// In front of the run a vector's own bytes are, as allocations begin at vectors.
+// Vectors without bytes of the run are not read, nor a vector that crosses the end of its column.
+// Bytes before the run in its first vector are read, because allocations begin at vectors.
 __device__ inline uint4 LoadVector(const Source& source, int i) {
   return i >= source.first && i < source.whole ? __ldcs(source.vectors + i) : uint4{};
 }
 
-// As Join in copy.h, of an offset in bytes that only the kernel knows.
+// As Join in copy.h, for an offset in bytes that is known only at run time.
 __device__ inline uint4 JoinAt(uint4 low, uint4 high, unsigned offset) {
   if (offset & 8) low = {low.z, low.w, high.x, high.y}, high = {high.z, high.w, 0, 0};
   if (offset & 4) low = {low.y, low.z, low.w, high.x}, high.x = high.y;
@@ -163,7 +163,7 @@ __device__ inline Source SourceOf(const char* from, int64_t bytes, const char* e
 template <typename Write>
 __device__ void ConvertRun(const Field& field, const char* from, const char* end, const char* to,
                            int count, Lane lane, const Write& write) {
-  if (count == 0) return;  // then `from` may lie anywhere
+  if (count == 0) return;  // then `from` may be invalid
   const int from_bytes = static_cast<int>(SizeOf(field.from)), elements = kVector / from_bytes;
   const int to_bytes = static_cast<int>(field.to_bytes);
   const auto beyond = static_cast<unsigned>(reinterpret_cast<uintptr_t>(to)) &

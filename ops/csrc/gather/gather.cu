@@ -1,6 +1,6 @@
-// Collection: one launch for all fields of a batch, or several, for samples in turn, where blocks
-// are to be few and soon gone. Every field has blocks of its own, and in them a team of lanes for
-// each window.
+// Gather: one launch for all fields of a batch, or several launches of some samples each, where
+// blocks must be few and short. Every field has its own blocks, with a team of lanes for each
+// window.
 #include "common/launch_cuda.h"
 #include "gather/gather_cuda.h"
 
@@ -9,9 +9,9 @@ namespace {
 
 inline constexpr int kMostFields = 16;  // of a launch
 
-// What a launch of few blocks moves: it is through in 0.1 to 0.2 ms at the 35 to 50 GB/s of PCIe 5,
-// and then its multiprocessors are free for others. Of eight windows at least, however large: each
-// may keep 16 KiB of reads under way, and the bus needs 75 KB.
+// Bytes of a launch of few blocks: it ends after 0.1 to 0.2 ms at the 35 to 50 GB/s of PCIe 5, and
+// then its multiprocessors are free for others. At least eight windows of any size: each may keep
+// 16 KiB of reads under way, and the bus needs 75 KB.
 inline constexpr int64_t kLaunchBytes = 6 << 20, kFewestSamples = 8;
 
 // How the elements of a field get into the batch.
@@ -74,8 +74,8 @@ __device__ uint64_t Compute(const Batch& batch, const Task& task, int64_t thread
   return real;
 }
 
-// Calls `body` with the types of a conversion: the pairs that IsConversion admits; others never
-// come here.
+// Calls `body` with the types of a conversion: the pairs that IsConversion admits; callers reject
+// others.
 template <typename From, typename Body>
 __device__ void WithTarget(const Field& field, const Body& body) {
   if constexpr (std::is_integral_v<From> && sizeof(From) <= 4) {
@@ -121,9 +121,9 @@ __device__ void WithTypes(const Field& field, const Body& body) {
   }
 }
 
-// Pads first: what that knows of the window need not be kept while the run is converted. The types
-// are told apart for each unit, so that the code that reads is there once for all of them; all
-// lanes of a block have one field, so they go the same way.
+// Pads first: the registers of padding need not be kept while the run is converted. The switch over
+// types is inside each unit, so that there is one copy of the reading code; all lanes of a block
+// have one field, so they do not diverge.
 __device__ void Convert(const Task& task, const Read& read, Lane lane) {
   const Field& field = task.field;
   WithTypes(field,
@@ -252,7 +252,7 @@ int KindOf(const Field& field) {
   return bytes == 1 ? kCopies1 : bytes == 2 ? kCopies2 : bytes == 4 ? kCopies4 : kCopies8;
 }
 
-// Bytes that a sample's window moves: what is read of its column, or written where nothing is.
+// Bytes that a sample's window moves: those read of its column, or those written if none are read.
 int64_t BytesOf(const Field& field) {
   const int64_t each = cpu::IsComputed(field.source) ? field.to_bytes : SizeOf(field.from);
   return field.part.count * field.elements * each;

@@ -1,9 +1,8 @@
 // Windows of columns into the tensors of a batch.
 // gear::cpu takes raw pointers and sizes; gear::cuda the same on a GPU, with a stream at the end.
 // Every launch is followed by an error check, which throws std::runtime_error; an empty input
-// returns before it. Nothing waits for the device: what only the device can see (an index in
-// memory) is checked there, and a wrong one ends the kernel with an error before it reads or writes
-// outside.
+// returns before it. No call waits for the device: indices in device memory are checked there, and
+// a wrong one ends the kernel with an error before it reads or writes outside.
 #pragma once
 #include <cstdint>
 
@@ -35,7 +34,7 @@ struct Field {
   int64_t elements;      // of one row
   int64_t from, to;      // enum Dtype
   int64_t to_bytes;      // of one element
-  double pad_value;      // for kPadEdge 0: of what is no sample there is no edge
+  double pad_value;      // 0 for kPadEdge: a record that is no sample has no edge
   const void* column;
   const void* shift;  // [period] of the arithmetic type, or null
   const void* gain;
@@ -55,7 +54,7 @@ namespace gear::cuda {
 using cpu::Field;
 
 // Gathers all samples of all fields, in launches of up to 16 fields. `held`: rows of each column.
-// `order`: the samples in the order in which they are taken, or null; each is in it once.
+// `order`: the samples in the order of the gather, or null; each is in it once.
 // `most_blocks`: of a launch; its fields share them by their bytes, with one each at least, and
 // launches are short, for some samples each. 0: as many as there is work for, for all samples at
 // once. counters += real rows, rows, bytes.

@@ -1,4 +1,4 @@
-// Collection: windows of columns into the tensors of a batch.
+// Gather: windows of columns into the tensors of a batch.
 #include <cstring>
 #include <type_traits>
 
@@ -81,7 +81,7 @@ int64_t GatherRows(const Field& field, const Resolution* resolutions, const int6
                 to_row = field.elements * field.to_bytes;
   const int64_t length = field.part.count;
   const bool is_whole = length == field.window.length;
-  // Where a part's real rows begin, as far as the anchor alone tells: at least here, or behind it.
+  // A lower bound of where a part's real rows begin, from the anchor alone.
   const int64_t least = field.window.align == kLeft ? field.part.first : 0;
   const int64_t ahead = field.window.offset + field.part.first;
   const char* column = static_cast<const char*>(field.column);
@@ -128,7 +128,8 @@ int64_t GatherRows(const Field& field, const Resolution* resolutions, const int6
   return real;
 }
 
-// Copies a few bytes. In a loop over rows of one size its branches are foreseen, and it is no call.
+// Copies a few bytes. In a loop over rows of one size its branches are predicted, and it is no
+// call.
 inline void CopyFew(const char* from, char* to, int64_t bytes) {
   const auto copy = [&](auto unit) {  // in units that may overlap at the end
     constexpr int64_t kUnit = sizeof(unit);
@@ -314,9 +315,8 @@ GatherFunction FunctionFor(const Field& field) {
 
 }  // namespace
 
-// Fields of few bytes go side by side, a block of samples after the other: the misses of all of
-// them overlap. In a loop field by field the copies do not keep the memory busy: it takes twice as
-// long.
+// Fields of few bytes are gathered together, one block of samples after another, so that the cache
+// misses of all fields overlap. Field by field takes twice as long.
 int64_t Gather(const Field* fields, int64_t num_fields, const Resolution* resolutions,
                const int64_t* n_steps, int64_t begin, int64_t end) {
   int64_t real = 0;

@@ -1,4 +1,4 @@
-// How rows get into a batch: as they are, or converted; and what pads them.
+// Copies and conversions of rows into a batch, and their padding.
 #pragma once
 #include "common/copy_cuda.h"
 #include "gather/convert_run_cuda.h"
@@ -17,7 +17,7 @@ struct SameElements {
   }
 };
 
-// Where the rows of one window lie: step t of its trajectory is row first_row + t.
+// The rows of one window: step t of its trajectory is row first_row + t.
 struct Read {
   int64_t sample, first_row;
   Span span;

@@ -1,4 +1,4 @@
-// Masses and importance weights of priorities, and the tree of minima. What is wrong in memory ends
+// Masses and importance weights of priorities, and the tree of minima. A wrong value in memory ends
 // the kernel.
 #include "common/convert.h"
 #include "common/launch_cuda.h"
@@ -67,9 +67,9 @@ const uint64_t* LevelBelow(const uint64_t* sums, const uint64_t* minima, const T
   return level == 1 ? sums : minima + MinimaOffset(shape, level - 1);
 }
 
-// Level by level, every node above an item anew: the launches are in order, so that a level is
-// whole before the next one reads it. Nothing stops early, because no thread knows what others
-// change.
+// Recomputes every node above an item, level by level: the launches are in order, so that a level
+// is complete before the next one reads it. No early stop, because other threads change nodes as
+// well.
 template <bool kHasNone>
 void Mend(const uint64_t* sums, int64_t num_items, const int64_t* items, int64_t count,
           uint64_t* minima, void* stream) {

@@ -1,9 +1,8 @@
-// Masses from priorities, PER weights, reports and what they change.
+// Masses from priorities, PER weights, and priority updates.
 // gear::cpu takes raw pointers and sizes; gear::cuda the same on a GPU, with a stream at the end.
 // Every launch is followed by an error check, which throws std::runtime_error; an empty input
-// returns before it. Nothing waits for the device: what only the device can see (an index in
-// memory) is checked there, and a wrong one ends the kernel with an error before it reads or writes
-// outside.
+// returns before it. No call waits for the device: indices in device memory are checked there, and
+// a wrong one ends the kernel with an error before it reads or writes outside.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -23,12 +22,12 @@ void Importance(const Resolution* resolutions, int64_t size, uint64_t numerator,
 // Sets every node of the tree of minima above leaves that are set.
 void MinimaBuild(const uint64_t* sums, int64_t num_items, uint64_t* minima);
 
-// Mends the minima above leaves that have changed; items may repeat.
+// Repairs the minima above leaves that have changed; items may repeat.
 void MinimaUpdate(const uint64_t* sums, int64_t num_items, const int64_t* items, int64_t count,
                   uint64_t* minima);
 
-// The k leaves with a mass of highest priority, in falling order, equal ones by their number; -1
-// behind the last. Cost: about one pass over the priorities.
+// The k leaves of highest priority that have a mass, descending, ties by number; -1 after the last.
+// Cost: about one pass over the priorities.
 void TopK(const float* priorities, const uint64_t* sums, int64_t num_items, int64_t k,
           int64_t* items);
 
@@ -36,8 +35,8 @@ void TopK(const float* priorities, const uint64_t* sums, int64_t num_items, int6
 void AppendReports(Report* log, int64_t size, const Resolution* resolutions,
                    const float* priorities, int64_t count, int64_t tail, int64_t batch);
 
-// Brings reports into the order in which they count: by batch and sample number, equal ones as they
-// stand. Returns what is in order already, else a copy in `sorted`.
+// Sorts reports by batch and sample number, stably. Returns the reports themselves if they are in
+// order, else a copy in `sorted`.
 const Report* InOrder(const Report* reports, int64_t count, std::vector<Report>* sorted);
 
 // Updates, each at the beginning of a row: a PriorityUpdate or a Report.
@@ -50,12 +49,12 @@ struct Updates {
   }
 };
 
-// The item of each update, -1 where its trajectory is gone. Returns `count`, or the index of the
-// first one whose item would lie outside.
+// The item of each update, -1 where its trajectory is evicted. Returns `count`, or the index of the
+// first update whose item would lie outside.
 int64_t ItemsOf(const Slot* slots, int64_t num_slots, int64_t unit, const Updates& updates,
                 int64_t count, int64_t num_items, int64_t* items);
 
-// What an update changes; `minima` is null where no process keeps them.
+// The arrays that an update changes; `minima` is null if they are not maintained.
 struct Priorities {
   uint64_t* sums;
   uint64_t* minima;
@@ -63,17 +62,17 @@ struct Priorities {
   int64_t num_items;
 };
 
-// What updates did.
+// Counts of updates by effect.
 enum UpdateCount {
   kApplied = 0,          // += updates that were applied
-  kStale = 1,            // += updates whose trajectory is gone
+  kStale = 1,            // += updates whose trajectory is evicted
   kClamped = 2,          // += masses that were clamped
-  kHighestPriority = 3,  // float32 bits of the highest priority seen
+  kHighestPriority = 3,  // float32 bits of the highest priority so far
   kDrawable = 4,         // += items that got a mass, less those that lost it
   kNumUpdateCounts = 5
 };
 
-// Sets priorities in order, so that the last of equal items wins, and mends sums and minima.
+// Sets priorities in order, so that the last of equal items wins, and repairs sums and minima.
 void Prioritize(const Priorities& priorities, const Updates& updates, const int64_t* items,
                 int64_t count, MassScale scale, int64_t* counts);
 
@@ -105,7 +104,7 @@ void AppendReports(Report* log, int64_t size, const Resolution* resolutions,
 
 // Words of scratch memory that Prioritize needs: items, and a hash table of them.
 int64_t PrioritizeScratch(int64_t count);
-// Reports need not be in order: the last one of an item is found as it is.
+// Reports need not be in order: the hash table finds the last one of an item.
 void Prioritize(const Priorities& priorities, const Slot* slots, int64_t num_slots, int64_t unit,
                 const Updates& updates, int64_t count, MassScale scale, int64_t* counts,
                 int64_t* scratch, void* stream);

@@ -22,8 +22,8 @@ const uint64_t* LevelOf(const uint64_t* sums, const uint64_t* minima, const Tree
   return level == 0 ? sums : minima + MinimaOffset(shape, level);
 }
 
-// Mends the nodes from `level` on, above one child that has changed; they were right before. Reads
-// a node's children only where its least one has grown.
+// Repairs the nodes from `level` on, above one child that has changed; they were right before.
+// Reads a node's children only where its least one has grown.
 void MendMinima(const uint64_t* sums, uint64_t* minima, const TreeShape& shape, int level,
                 int64_t child, uint64_t before, uint64_t after) {
   for (; level < shape.levels && before != after; ++level) {
@@ -67,7 +67,7 @@ void SetPriority(const Priorities& priorities, const TreeShape& shape, int64_t i
   counts[kDrawable] += int64_t{mass.value > 0} - int64_t{before > 0};
 }
 
-// The k highest of a sequence that comes in the order of the leaves.
+// The k highest of a sequence in the order of the leaves.
 class Highest {
  public:
   // `bar`: only priorities above it are offered.
@@ -76,7 +76,7 @@ class Highest {
     found_.reserve(room_);
   }
 
-  // What is not above the bar cannot be among the k highest: k found leaves have at least as much,
+  // A leaf not above the bar cannot be among the k highest: k found leaves have at least as much,
   // and of equal ones the earlier win.
   int64_t bar() const { return bar_; }
 
@@ -85,7 +85,7 @@ class Highest {
     if (found_.size() == room_) bar_ = DropRest();
   }
 
-  // A bar for the sequence that this one was a part of: k leaves of it lie above.
+  // A bar for the sequence that contains this one: k leaves of it lie above.
   int64_t BarOfWhole() { return found_.size() < k_ ? -1 : DropRest() - 1; }
 
   // Writes the first `size` places.
@@ -102,7 +102,7 @@ class Highest {
     int64_t leaf;
   };
 
-  // Keeps the k highest; gives the priority of the last of them.
+  // Keeps the k highest; returns the priority of the last of them.
   int64_t DropRest() {
     const auto last = found_.begin() + static_cast<std::ptrdiff_t>(k_) - 1;
     std::nth_element(found_.begin(), last, found_.end(), Precedes);
@@ -113,7 +113,7 @@ class Highest {
   static bool Precedes(const Candidate& a, const Candidate& b) {
     return a.priority != b.priority ? a.priority > b.priority : a.leaf < b.leaf;
   }
-  static constexpr size_t kSlack = 256;  // so that a small k is not sought too often
+  static constexpr size_t kSlack = 256;  // so that a small k does not cause too many selections
 
   size_t k_, room_;
   int64_t bar_;
@@ -125,7 +125,7 @@ void Offer(const float* priorities, const uint64_t* sums, int64_t num_items, int
            Highest* highest) {
   for (int64_t begin = 0; begin < num_items; begin += step * kBlock) {
     const int64_t end = Min(begin + kBlock, num_items);
-    // Most blocks hold nothing above the bar: one maximum, in vector registers, tells.
+    // Most blocks hold nothing above the bar; one maximum, in vector registers, shows it.
     int32_t most = 0;
     for (int64_t i = begin; i < end; ++i)
       most = Max(most, static_cast<int32_t>(OrderOf(priorities[i])));
@@ -164,9 +164,9 @@ void MinimaBuild(const uint64_t* sums, int64_t num_items, uint64_t* minima) {
 }
 
 // Item by item. Between two items every node above level 1 is the least of its children as they are
-// stored, because whoever changes a node mends all above it at once. So an item may stop where a
-// node does not change, although nodes of level 1 are still stale above items that come later:
-// those items compare with what is stored, and climb from there.
+// stored, because a change of a node repairs all above it at once. So an item may stop where a node
+// does not change, although nodes of level 1 are still stale above later items: those items compare
+// with the stored values, and climb from there.
 void MinimaUpdate(const uint64_t* sums, int64_t num_items, const int64_t* items, int64_t count,
                   uint64_t* minima) {
   const TreeShape shape = ShapeOfTree(num_items);
@@ -235,7 +235,7 @@ void Prioritize(const Priorities& priorities, const Updates& updates, const int6
     const int64_t n = Min(kBlock, count - begin);
     for (int64_t i = 0; i < n; ++i)
       if (items[begin + i] >= 0) PrefetchItem(priorities, shape, items[begin + i]);
-    // The masses take as long as the loads.
+    // Computing the masses takes as long as the loads.
     for (int64_t i = 0; i < n; ++i) masses[i] = MassOfPriority(OrderOf(updates[begin + i]), scale);
     for (int64_t i = 0; i < n; ++i) {
       const int64_t item = items[begin + i];

@@ -28,7 +28,7 @@ __device__ const PriorityUpdate& UpdateAt(const Updates& updates, int64_t i) {
 }
 
 // Checks all updates before anything changes. Sets the item of each, -1 where its trajectory is
-// gone, and finds the last one of each item.
+// evicted, and finds the last one of each item.
 __global__ void FindItemsKernel(const Table table, const Updates updates, int64_t count,
                                 const Slot* __restrict__ slots, int64_t num_slots, int64_t unit,
                                 int64_t num_items, int64_t* __restrict__ items) {

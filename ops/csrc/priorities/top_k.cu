@@ -1,5 +1,5 @@
 // The highest priorities, exactly: the bits of the k-th highest are found 8 at a time by counting,
-// then what lies above it is taken, and of equal ones the first. Only those taken are sorted.
+// then the leaves above it are taken, and of equal ones the first. Only those taken are sorted.
 #include "common/convert.h"
 #include "common/launch_cuda.h"
 #include "common/power.h"
@@ -15,8 +15,8 @@ inline constexpr int kAtOnce = 4;  // loads of a lane under way
 inline constexpr int64_t kTopBlocks = 1024;
 inline constexpr uint64_t kHighestOrder = 0x7FFFFFFFu;
 
-// What is known of the k-th highest: its first bits, and how many are still wanted of those that
-// begin with them. `taken`: places that are given to higher ones.
+// State of the search for the k-th highest: its first bits, and how many of the leaves that begin
+// with them are still needed. `taken`: places that are assigned to higher ones.
 struct Search {
   uint64_t prefix, wanted, taken;
 };
@@ -47,7 +47,7 @@ __device__ void LoadOrders(const Leaves& leaves, int64_t begin, int64_t end,
 }
 
 // Counts the digits at `shift` of the leaves that begin with the prefix. A lane counts kBinsOfLane
-// digits for its whole warp, told by ballots which lanes have them.
+// digits for its whole warp; ballots show which lanes have them.
 __global__ void CountDigitsKernel(const Leaves leaves, int shift, const Search* __restrict__ search,
                                   uint64_t* counts) {
   const unsigned lane = threadIdx.x % kWarp;
@@ -95,12 +95,12 @@ __global__ void ChooseDigitKernel(Search* search, int shift, const uint64_t* __r
   for (int k = 0; k < kBinsOfLane; ++k) own += counts[highest - k];
   const Keyed up_to = JoinUpTo<Sums>({0, static_cast<int64_t>(own)}, lane);
   const auto all = static_cast<uint64_t>(FromLast(up_to).value);
-  // There may be fewer than k: then all are wanted. Later passes count what the first one has
+  // There may be fewer than k: then all are needed. Later passes count what the first one has
   // found.
   const uint64_t wanted = Min(search->wanted, all), prefix = search->prefix;
   uint64_t above = static_cast<uint64_t>(up_to.value) - own;
   const bool is_here = above < wanted && wanted <= above + own;
-  if (__ballot_sync(kAllLanes, is_here) == 0 && lane == 0) search->wanted = 0;  // nothing is there
+  if (__ballot_sync(kAllLanes, is_here) == 0 && lane == 0) search->wanted = 0;  // no candidates
   if (!is_here) return;
   int digit = highest;
   while (above + counts[digit] < wanted) above += counts[digit--];
@@ -119,7 +119,7 @@ __device__ Ordered Candidate(uint64_t order, int64_t leaf) {
   return {kHighestOrder - order, leaf, leaf};
 }
 
-// Takes what lies above the k-th highest, in any order, and counts what is equal to it, by warp.
+// Takes the leaves above the k-th highest, in any order, and counts those equal to it, by warp.
 __global__ void TakeAboveKernel(const Leaves leaves, Search* search, Ordered* __restrict__ found,
                                 int64_t most, Keyed* __restrict__ num_equal) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -149,7 +149,7 @@ __global__ void TakeAboveKernel(const Leaves leaves, Search* search, Ordered* __
   if (lane == 0) num_equal[warp] = {0, equal};
 }
 
-// Takes the first of those that are equal to the k-th highest, as many as are wanted.
+// Takes the first of those that are equal to the k-th highest, as many as are needed.
 __global__ void TakeEqualKernel(const Leaves leaves, const Search* __restrict__ search,
                                 Ordered* __restrict__ found, int64_t most,
                                 const Keyed* __restrict__ before) {
@@ -223,7 +223,7 @@ void TopK(const float* priorities, const uint64_t* sums, int64_t num_leaves, int
   if (num_leaves == 0) return fill(items, 0xFF, static_cast<size_t>(k) * sizeof(int64_t));
   const Leaves leaves{priorities, sums, num_leaves};
   fill(memory.counts, 0, kPasses * kDigits * sizeof(uint64_t));
-  // Places that nothing takes are behind all others when sorted, and their leaf is -1.
+  // Places without a leaf are sorted after all others, and their leaf is -1.
   fill(memory.found, 0xFF, static_cast<size_t>(memory.most) * sizeof(Ordered));
   BeginKernel<<<1, 1, 0, AsStream(stream)>>>(memory.search, static_cast<uint64_t>(k));
   CheckLaunch("TopK");

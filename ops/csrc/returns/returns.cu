@@ -42,7 +42,7 @@ __global__ void NStepKernel(const T* __restrict__ reward, const NStep n_step, in
     int64_t k = 0;
     while (k < most && !stop) {
       const int64_t row = first + k;
-      // Never fused, whatever the compiler's flags: two roundings, as on the CPU.
+      // Never fused, with any compiler flags: two roundings, as on the CPU.
       sum = __dadd_rn(sum, __dmul_rn(n_step.powers[k], Load<double>(reward[row])));
       terminated = n_step.terminated[row];
       stop = terminated || (n_step.truncated != nullptr && n_step.truncated[row]);

@@ -1,5 +1,5 @@
-// The table in the memory of one device: places by one block, everything else by the whole grid.
-// What a kernel must know of the one before it lies in the state.
+// The table in the memory of one device: one block assigns places, the whole grid does the rest.
+// Kernels pass values to the next one through the state.
 #include "common/convert.h"
 #include "common/counts_cuda.h"
 #include "common/hash_table_cuda.h"
@@ -17,8 +17,9 @@ namespace gear::cuda {
 namespace {
 
 constexpr unsigned kAll = 0xFFFFFFFFu;
-constexpr int64_t kMostThreads = 1 << 16;  // of kernels whose work only the device knows
-constexpr int kMostPlacers = 1024;         // threads of the block that places
+constexpr int64_t kMostThreads =
+    1 << 16;                        // of kernels whose amount of work is known only on the device
+constexpr int kMostPlacers = 1024;  // threads of the block that places
 
 __device__ int Lane() { return static_cast<int>(threadIdx.x) % kWarp; }
 
@@ -35,27 +36,28 @@ __device__ int64_t SumBefore(int64_t value, int lane) {
 
 // ---- adding -------------------------------------------------------------------------------------
 
-// The first of the ids [tail, next) that stays. Their begins rise, so that a warp asks 32 at a
-// time.
+// The first of the ids [tail, next) that is not evicted. Their begins ascend, so a warp probes 32
+// at a time.
 __device__ int64_t FirstThatStays(const Ring& ring, const RingShape& shape, int64_t tail,
                                   int64_t next, int64_t head, int64_t new_next, int lane) {
-  int64_t low = tail, high = next;  // what is sought lies in [low, high]
+  int64_t low = tail, high = next;  // the result lies in [low, high]
   while (low < high) {
     const int64_t step = (high - low + kWarp - 1) / kWarp, probe = low + (lane + 1) * step - 1;
-    const bool goes =
-        probe < high && IsGone(shape, probe, ring.begins[probe % shape.num_slots], head, new_next);
-    const int gone = __popc(__ballot_sync(kAll, goes));
-    low += gone * step;
-    if (gone < kWarp) high = Min(high, low + step - 1);
+    const bool evicted =
+        probe < high &&
+        IsEvicted(shape, probe, ring.begins[probe % shape.num_slots], head, new_next);
+    const int num_evicted = __popc(__ballot_sync(kAll, evicted));
+    low += num_evicted * step;
+    if (num_evicted < kWarp) high = Min(high, low + step - 1);
     low = Min(low, high);
   }
   return low;
 }
 
-// What the warps of the block that places tell each other, in shared memory.
+// Sums that the warps of the placing block exchange in shared memory.
 struct WarpSums {
   int64_t rows[kWarp], coming[kWarp];  // of each warp
-  int64_t in_front[kWarp];             // rows before its first one that meets the ring's end, or -1
+  int64_t in_front[kWarp];  // rows before its first one that crosses the ring's end, or -1
 };
 static_assert(sizeof(WarpSums) == 3 * kWarp * sizeof(int64_t) && kMostPlacers <= kWarp * kWarp,
               "a lane for each warp of the block");
@@ -72,8 +74,8 @@ __device__ BlockSum SumOverWarps(const int64_t* sums, int64_t before, int lane) 
   return {before + __shfl_sync(kAll, ahead, warp), __shfl_sync(kAll, ahead + own, kWarp - 1)};
 }
 
-// Rows in front of the first trajectory of the block that meets the ring's end, or -1. `before`:
-// those in front of this one. The barrier keeps the next round from the sums of this one, too.
+// Rows before the first trajectory of the block that crosses the ring's end, or -1. `before`: those
+// before this one. The barrier also separates the sums of this round from those of the next.
 __device__ int64_t RowsThatFit(WarpSums* sums, bool meets_end, int64_t before, int lane) {
   const unsigned ends = __ballot_sync(kAll, meets_end);
   const int64_t in_front =
@@ -85,7 +87,7 @@ __device__ int64_t RowsThatFit(WarpSums* sums, bool meets_end, int64_t before, i
   return found == 0 ? -1 : __shfl_sync(kAll, own, __ffs(static_cast<int>(found)) - 1);
 }
 
-// One block: where each trajectory lies, who goes, and which items change.
+// One block: the place of each trajectory, the evicted ones, and the items that change.
 __global__ void __launch_bounds__(kMostPlacers)
     PlaceKernel(const Ring ring, const RingShape shape, const bool by_row,
                 const int64_t* __restrict__ lengths, int64_t count, Placed* __restrict__ placed) {
@@ -110,8 +112,8 @@ __global__ void __launch_bounds__(kMostPlacers)
     const auto [before, all] = SumOverWarps(sums.rows, in_warp, lane);
     const BlockSum ids = SumOverWarps(sums.coming, __popc(coming & ((1u << lane) - 1)), lane);
     const int64_t at = head % shape.num_rows;
-    // Of all that fits into the ring at once, one at most meets its end: it and what follows it
-    // begin anew there.
+    // Among trajectories that fit into the ring together, at most one crosses its end: it and those
+    // after it begin at row 0 of the ring.
     const bool meets_end = comes && at + before + rows > shape.num_rows;
     const int64_t fit = RowsThatFit(&sums, meets_end, before, lane);
     const bool is_beyond = fit >= 0 && before >= fit;
@@ -134,7 +136,7 @@ __global__ void __launch_bounds__(kMostPlacers)
   const auto begin_of = [&](int64_t id) {
     return id < old_next ? ring.begins[id % shape.num_slots] : old_head;
   };
-  state[kRingGoneFrom] = tail, state[kRingGoneTo] = stays;
+  state[kRingEvictedFrom] = tail, state[kRingEvictedTo] = stays;
   state[kRingFreedFrom] = by_row ? begin_of(tail) : tail;
   state[kRingFreedTo] = by_row ? begin_of(stays) : stays;
   state[kRingAddedFrom] = by_row ? old_head : old_next;
@@ -142,10 +144,10 @@ __global__ void __launch_bounds__(kMostPlacers)
   state[kRingHead] = head, state[kRingNext] = next, state[kRingTail] = stays;
 }
 
-// The trajectories that go, and the masses of their items.
+// Clears the evicted trajectories and the masses of their items.
 __global__ void ClearKernel(const Ring ring, const RingShape shape, int64_t num_items) {
   int64_t* state = ring.state;
-  const int64_t from = state[kRingGoneFrom], to = state[kRingGoneTo];
+  const int64_t from = state[kRingEvictedFrom], to = state[kRingEvictedTo];
   uint64_t steps = 0, drawable = 0;  // modulo 2^64
   for (int64_t id = from + GlobalThread(); id < to; id += GlobalThreads()) {
     Slot& slot = ring.slots[id % shape.num_slots];
@@ -170,7 +172,7 @@ __device__ uint64_t SetNew(const Ring& ring, int64_t item, uint64_t mass, uint32
   return uint64_t{mass > 0};
 }
 
-// A warp for each trajectory that comes.
+// A warp for each added trajectory.
 __global__ void FillKernel(const Ring ring, const RingShape shape, const RingRule rule,
                            const Placed* __restrict__ placed, int64_t count, int64_t initial) {
   const int lane = Lane();
@@ -218,7 +220,7 @@ __device__ void SumAndLeast(const uint64_t* sums, const uint64_t* least_below, i
 }
 
 // A warp for each node of one level above the items that were freed and added: at most four runs of
-// nodes, since each of the two may go round the end.
+// nodes, since each of the two may wrap round the end.
 __global__ void MendKernel(const Ring ring, const TreeShape shape, int level, int64_t num_items) {
   const int lane = Lane(), shift = level * kFanOutBits;
   const uint64_t* below = ring.sums + shape.offset[level - 1];
@@ -233,7 +235,7 @@ __global__ void MendKernel(const Ring ring, const TreeShape shape, int level, in
     const int64_t first = to - from >= num_items ? 0 : from % num_items;
     const int64_t items = Min(to - from, num_items), end = first + items;
     int64_t low = first, high = Min(end, num_items);    // the part before the end of the ring
-    if (run % 2 == 1) low = 0, high = end - num_items;  // and the one behind it
+    if (run % 2 == 1) low = 0, high = end - num_items;  // and the one after it
     if (low >= high) continue;
     const int64_t last = (high - 1) >> shift;
     for (int64_t node = (low >> shift) + GlobalThread() / kWarp; node <= last;
@@ -317,7 +319,7 @@ __global__ void WeighKernel(const Ring ring, const RingDraw draw, const TreeShap
   }
 }
 
-// One warp: the state behind the batch.
+// One warp: updates the state after the batch.
 __global__ void AdvanceKernel(const Ring ring, const TreeShape tree, int64_t count) {
   const uint64_t total = TotalOfWarp(ring.sums, tree, Lane());
   if (Lane() != 0) return;
@@ -330,8 +332,8 @@ __global__ void AdvanceKernel(const Ring ring, const TreeShape tree, int64_t cou
 
 // ---- updates ------------------------------------------------------------------------------------
 
-// Sets the item of each sample, -1 where its value is none or its trajectory gone, and finds the
-// last one of each item.
+// Sets the item of each sample, -1 where its value is invalid or its trajectory evicted, and finds
+// the last one of each item.
 __global__ void FindKernel(const Table table, const Ring ring, const RingShape shape, int64_t unit,
                            const Resolution* __restrict__ resolutions,
                            const float* __restrict__ values, int64_t count,

@@ -10,7 +10,7 @@ struct Ring {
   Slot* slots;         // [num_slots]
   int64_t* begins;     // [num_slots]: number of the first row
   uint64_t* sums;      // tree over the items
-  uint64_t* minima;    // its least masses; null: not kept
+  uint64_t* minima;    // its least masses; null: not maintained
   float* priorities;   // [items]; null: there are none
   int32_t* row_slots;  // [num_rows], where items are rows
 };
@@ -22,11 +22,11 @@ struct RingDraw {
   int64_t stride, offset;  // sample i has number (samples + i) * stride + offset
   bool stratified;
   int64_t normalize;     // kNotNormalized, kByBatch, kByTable
-  const int64_t* betas;  // by global batch, Q62; the last one holds on
+  const int64_t* betas;  // by global batch, Q62; the last one stays in force
   int64_t num_betas;
 };
 
-// One trajectory: lengths outside [0, most_steps] are refused and counted; 0 adds nothing.
+// Adds one trajectory: lengths outside [0, most_steps] are rejected and counted; 0 adds nothing.
 // `initial`: bits of the priority of new items; below 0: the highest so far.
 void RingAdd(const Ring& ring, const RingShape& shape, const RingRule& rule, const int64_t* lengths,
              int64_t count, int64_t initial, Placed* placed);
@@ -39,7 +39,7 @@ uint64_t RingTotal(const uint64_t* sums, int64_t num_items);
 void RingSelect(const Ring& ring, const RingShape& shape, const RingRule& rule,
                 const RingDraw& draw, int64_t count, Resolution* resolutions, float* weights);
 
-// Of equal items the last wins. Values that are no priorities are refused and counted.
+// Of equal items the last wins. Values that are no priorities are rejected and counted.
 void RingUpdate(const Ring& ring, const RingShape& shape, const RingRule& rule,
                 const Resolution* resolutions, const float* values, int64_t count);
 

@@ -107,7 +107,7 @@ void RingAdd(const Ring& ring, const RingShape& shape, const RingRule& rule, con
   }
   Changes changes(ring, ItemsOfRing(shape, rule));
   int64_t tail = old_tail;
-  for (; tail < old_next && IsGone(shape, tail, ring.begins[tail % shape.num_slots], head, next);
+  for (; tail < old_next && IsEvicted(shape, tail, ring.begins[tail % shape.num_slots], head, next);
        ++tail)
     Clear(ring, shape, rule, tail, &changes);
   for (int64_t i = 0; i < count; ++i)

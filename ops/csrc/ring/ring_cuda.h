@@ -1,5 +1,5 @@
-// The ops of ring.h on a GPU. They read what changes from memory, never from
-// their arguments, so that a graph can replay them.
+// The ops of ring.h on a GPU. They read state from memory, never from their arguments, so that a
+// graph can replay them.
 #pragma once
 #include "ring/ring.h"
 

@@ -1,4 +1,4 @@
-// Rows between places apart and one where they lie together.
+// Copies of rows between scattered places and a contiguous block.
 #pragma once
 #include <cstdint>
 

@@ -1,6 +1,6 @@
-// Which rows of which trajectories travel, each once. All that is read is sorted at once, by group
-// of columns, trajectory and first row; running maxima then tell what of each read is new, and
-// running sums where that lies in the messages.
+// Plans which rows of which trajectories are sent, each once. All reads are sorted at once, by
+// group of columns, trajectory and first row; running maxima then give the new rows of each read,
+// and running sums their places in the messages.
 #include "rows/rows_cuda.h"
 
 namespace gear::cuda {
@@ -9,7 +9,7 @@ namespace {
 using cpu::RowColumn;
 using cpu::RowWindow;
 
-inline constexpr uint64_t kNoGroup = ~uint64_t{0};  // behind every group
+inline constexpr uint64_t kNoGroup = ~uint64_t{0};  // sorts after every group
 
 // Takes all arrays of a plan.
 Scratch Layout(Plan* plan, int64_t* words) {
@@ -95,7 +95,7 @@ struct Rows {
   int64_t first, end;
 };
 
-// What a window reads of a sample, and in `nearest` the row that is nearest to it.
+// The rows that a window reads of a sample, and in `nearest` the row that is nearest to it.
 __device__ Rows RowsOf(const RowWindow& window, const RowSample& s, Rows* nearest) {
   if (window.is_goal) {
     *nearest = s.goal < 0 ? Rows{0, 0} : Rows{s.goal, s.goal + 1};
@@ -110,7 +110,7 @@ __device__ Rows RowsOf(const RowWindow& window, const RowSample& s, Rows* neares
   return end == first && window.edge ? *nearest : Rows{first, end};
 }
 
-// Lists what every sample reads: a place for each group that it could read, and for its block.
+// Lists the reads of every sample: a place for each group that it could read, and for its block.
 __global__ void ListReadsKernel(const Plan plan) {
   const RowLayout& layout = plan.layout;
   for (int64_t i = GlobalThread(); i < plan.count; i += GlobalThreads()) {
@@ -125,7 +125,7 @@ __global__ void ListReadsKernel(const Plan plan) {
     for (int64_t w = 0; w < layout.num_windows; ++w) {
       Rows rows{0, 0}, nearest{0, 0};
       if (plan.IsMember(w, sample)) rows = RowsOf(layout.windows[w], sample, &nearest);
-      // The nearest row has a place even if it does not travel: ops check that it has.
+      // The nearest row has a place even if it is not sent: ops check that it has.
       for (const Rows& some : {rows, nearest}) {
         if (some.first >= some.end) continue;
         low = Min(low, some.first);
@@ -169,7 +169,7 @@ struct CountRows {
   }
 };
 
-// Where the rows of each group and peer begin among all rows.
+// First row of each group and peer among all rows.
 struct FindFirstRows {
   Plan plan;
 

@@ -1,4 +1,4 @@
-// Rows of a plan: where they lie, and their copies into messages and out of them.
+// Rows of a plan: their places, and their copies into messages and out of them.
 #include "common/copy_cuda.h"
 #include "common/window.h"
 #include "rows/rows_cuda.h"
@@ -19,7 +19,7 @@ __global__ void SetPointersKernel(const __grid_constant__ Pointers pointers, int
   if (GlobalThread() < count) to[GlobalThread()] = pointers.of[threadIdx.x];
 }
 
-// Pointers travel as parameters: memory of the host would have to outlive the call.
+// Pointers are passed as parameters: memory of the host would have to outlive the call.
 void SetPointers(const Bytes* from, int64_t count, Bytes* to, void* stream) {
   for (int64_t first = 0; first < count; first += kPointers) {
     Pointers pointers{};
@@ -92,7 +92,7 @@ struct IntoArrivals {
   }
 };
 
-// Writes into the ring where the rows of samples will lie, and how many rows and slots arrive.
+// Writes into the ring the places of the samples' rows, and counts the rows and slots that arrive.
 __global__ void SettleKernel(const Plan plan, const cpu::RowRoom room,
                              const int64_t* __restrict__ which, int64_t ring_rows,
                              Resolution* __restrict__ ring, int64_t* __restrict__ needed) {
@@ -167,7 +167,7 @@ void CopyRows(const Plan& plan, const Where& where, const int64_t* sizes, void* 
   PlaceKernel<Where>
       <<<Blocks(plan.NumReads()), kThreads, 0, AsStream(stream)>>>(plan, where, sizes);
   CheckLaunch("PlaceRows");
-  // How many rows travel only the device knows.
+  // The number of rows is known only on the device.
   CopyRowsKernel<kToColumn, Where>
       <<<Blocks(plan.NumReads() * kWarp), kThreads, 0, AsStream(stream)>>>(plan, where);
   CheckLaunch("CopyRows");

@@ -1,9 +1,8 @@
-// Rows that travel between nodes or devices: encoded into messages, and out of them.
+// Messages of rows between nodes or devices: encoding and decoding.
 // gear::cpu takes raw pointers and sizes; gear::cuda the same on a GPU, with a stream at the end.
 // Every launch is followed by an error check, which throws std::runtime_error; an empty input
-// returns before it. Nothing waits for the device: what only the device can see (an index in
-// memory) is checked there, and a wrong one ends the kernel with an error before it reads or writes
-// outside.
+// returns before it. No call waits for the device: indices in device memory are checked there, and
+// a wrong one ends the kernel with an error before it reads or writes outside.
 #pragma once
 #include <cstdint>
 
@@ -11,7 +10,7 @@
 
 namespace gear::cpu {
 
-// A sample whose rows travel between this node and a peer.
+// A sample whose rows are sent between this node and a peer.
 struct RowSample {
   int64_t peer, need, slot, num_steps, anchor;
   int64_t n_steps;  // of its n-step return
@@ -23,7 +22,7 @@ static_assert(sizeof(RowSample) == 56, "a sample is a row of 7 int64");
 // its goal.
 struct RowWindow {
   int64_t group, is_goal, first, end;
-  int64_t follows;    // they lie behind the sample's n-step steps
+  int64_t follows;    // they lie after the sample's n-step steps
   int64_t edge;       // the nearest row is read where the trajectory has none of them
   int64_t final_row;  // 1 if the columns have T+1 rows
 };
@@ -51,7 +50,7 @@ struct RowColumns {
   const int64_t* num_rows;  // that it has
 };
 
-// Where arriving rows go, and the numbers that the first ones of all arrivals have.
+// The free part of the arrivals, and the numbers of the first row and slot of all arrivals.
 struct RowRoom {
   int64_t first_row, num_rows, first_slot, num_slots, base_row, base_slot;
 };
@@ -66,11 +65,11 @@ bool EncodeRows(const RowSample* samples, int64_t count, const RowLayout& layout
                 const RowColumns& columns, const int64_t* heads, int64_t num_peers, int64_t* sizes,
                 char* message, int64_t message_bytes);
 
-// Plans the same rows from what the receiver knows, and copies them from each peer's message into
-// the columns of arrivals, from the first row and slot of a room on. Sets the rows and slots that
-// are needed, the bytes of rows of each message, and in the ring, at `which`, the slot of each
-// sample and what is added to a step's number to find its row. Copies all rows, or none and says
-// why: there is no room, a message is too short, the room lies outside the arrivals.
+// Plans the same rows from the receiver's samples, and copies them from each peer's message into
+// the columns of arrivals, from the first row and slot of `room` on. Sets the rows and slots that
+// are needed, the bytes of rows of each message, and in the ring, at `which`, the slot and the
+// first row of each sample (the row of a step is first row + its number). Copies all rows, or none
+// and returns why: they do not fit, a message is too short, the room lies outside the arrivals.
 RowsTaken DecodeRows(const RowSample* samples, int64_t count, const RowLayout& layout,
                      const RowColumns& columns, const RowRoom& room, const int64_t* heads,
                      int64_t num_peers, char* const* messages, const int64_t* message_bytes,
@@ -83,8 +82,7 @@ namespace gear::cuda {
 using cpu::RowLayout;
 using cpu::RowSample;
 
-// What EncodeRows and DecodeRows know of the rows that travel. All of it lies on the device, and is
-// checked there.
+// Input of EncodeRows and DecodeRows. All of it lies on the device, and is checked there.
 struct RowRequest {
   const RowSample* samples;
   int64_t count;

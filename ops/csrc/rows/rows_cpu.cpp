@@ -1,5 +1,5 @@
-// Which rows of which trajectories travel, each once, and where they lie: into messages, and out of
-// them.
+// Plans which rows of which trajectories are sent, each once, and copies them into messages and out
+// of them.
 #include <algorithm>
 #include <array>
 #include <utility>
@@ -14,12 +14,12 @@ namespace {
 
 constexpr int64_t kZero = 0;
 
-// Something that is ordered by a number which is at least 0.
+// A value with a sort key of at least 0.
 struct Keyed {
   int64_t key, value;
 };
 
-// Sorts by key, equal ones as they stand: digit by digit, as far as the largest key reaches.
+// Stable radix sort by key, over the digits of the largest key.
 void Sort(std::vector<Keyed>* items) {
   int64_t most = 0;
   bool sorted = true;
@@ -126,7 +126,7 @@ class Planner {
     return true;
   }
 
-  // Copies every row between its column and its message, behind the head there.
+  // Copies every row between its column and its message, after the message's head.
   template <typename Copy>
   void CopyAll(const RowColumns& columns, std::vector<char*> messages, const Copy& copy) const {
     for (int64_t c = 0; c < layout_.num_columns; ++c) {
@@ -184,7 +184,7 @@ class Planner {
         const int64_t nearest = Min(Max(at, kZero), held - 1);
         first = Min(Max(at, kZero), held);
         end = Max(first, Min(Max(at + window.end - window.first, kZero), held));
-        // The nearest row has a place even if it does not travel: ops check that it has.
+        // The nearest row has a place even if it is not sent: ops check that it has.
         Widen(i, nearest, nearest + 1);
         if (end <= first && window.edge) first = nearest, end = nearest + 1;
         if (end <= first) continue;
@@ -220,8 +220,8 @@ class Planner {
     return merged;
   }
 
-  // Says where spans lie, by peer; row_of(span) is asked in their order. What lies together in both
-  // places is one.
+  // Lists the places of spans, by peer; calls row_of(span) in their order. Spans that are
+  // contiguous in both places are merged.
   template <typename RowOf>
   Group Place(const std::vector<Span>& spans, const RowOf& row_of) {
     Group group;
@@ -247,8 +247,7 @@ class Planner {
     return group;
   }
 
-  // Says where the rows of columns of one row per trajectory lie, and of which group each column
-  // is.
+  // Lists the places of rows of columns of one row per trajectory, and the group of each column.
   template <typename RowOf>
   void PlaceSingle(const RowOf& row_of) {
     for (int64_t c = 0; c < layout_.num_columns; ++c) {

@@ -1,4 +1,4 @@
-// Which rows travel: found by planning, and read by what copies them.
+// The plan of the rows that are sent: made by planning kernels, read by copying kernels.
 #pragma once
 #include "common/launch_cuda.h"
 #include "common/sort_cuda.h"
@@ -6,9 +6,9 @@
 
 namespace gear::cuda {
 
-// What both ends know, and what is found out. A trajectory is one of a peer. The groups of a layout
-// are those of its windows, then one for each column of one row per trajectory (by its number), and
-// last the blocks that arrive.
+// Input and result of planning. A trajectory is one of a peer. The groups of a layout are those of
+// its windows, then one for each column of one row per trajectory (by its number), and last the
+// blocks that arrive.
 struct Plan {
   const RowSample* samples;
   int64_t count;
@@ -68,8 +68,8 @@ inline void ZeroWords(void* to, int64_t words, void* stream) {
         "cudaMemsetAsync");
 }
 
-// Finds what travels, and how much; `sizes` gets the bytes of rows in each peer's message. Columns
-// and messages are not set, nor where rows lie in them.
+// Plans the rows to send; `sizes` gets the bytes of rows in each peer's message. Columns and
+// messages are not set, nor the places of rows in them.
 Plan MakePlan(const RowRequest& request, int64_t* sizes, int64_t* scratch, void* stream);
 
 }  // namespace gear::cuda

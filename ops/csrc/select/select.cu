@@ -1,4 +1,4 @@
-// Draws, the epoch's order, and what a draw resolves to.
+// Draws, the epoch's permutation, and the resolution of draws.
 #include "common/launch_cuda.h"
 #include "common/permutation.h"
 #include "common/tree.h"

@@ -1,9 +1,8 @@
-// Draws, trees of masses, and what a coordinate hits.
+// Draws, trees of masses, and the resolution of coordinates.
 // gear::cpu takes raw pointers and sizes; gear::cuda the same on a GPU, with a stream at the end.
 // Every launch is followed by an error check, which throws std::runtime_error; an empty input
-// returns before it. Nothing waits for the device: what only the device can see (an index in
-// memory) is checked there, and a wrong one ends the kernel with an error before it reads or writes
-// outside.
+// returns before it. No call waits for the device: indices in device memory are checked there, and
+// a wrong one ends the kernel with an error before it reads or writes outside.
 #pragma once
 #include <cstdint>
 
@@ -15,15 +14,15 @@ namespace gear::cpu {
 void Draw(uint64_t seed, uint32_t stream, int64_t first, uint64_t total, int64_t count,
           int64_t* coordinates);
 
-// coordinates[i] = where the epoch's permutation of [0, size) puts index first + i.
+// coordinates[i] = the image of index first + i in the epoch's permutation of [0, size).
 void Permute(uint64_t seed, uint32_t stream, int64_t epoch, int64_t first, uint64_t size,
              int64_t count, int64_t* coordinates);
 
 // Sums every inner node of a tree whose leaves are set.
 void TreeBuild(uint64_t* sums, int64_t num_items);
 
-// Sets leaves and mends the nodes above them; of equal items the last wins. Cost: levels additions
-// an item.
+// Sets leaves and repairs the nodes above them; of equal items the last wins. Cost: levels
+// additions an item.
 void TreeUpdate(uint64_t* sums, int64_t num_items, const int64_t* items, const int64_t* masses,
                 int64_t count);
 // Sets the masses of the slots that entries [first, last) of a ring name.
@@ -60,7 +59,7 @@ int64_t TreeUpdateScratch(int64_t count);
 void TreeUpdate(uint64_t* sums, int64_t num_items, const int64_t* items, const int64_t* masses,
                 int64_t count, int64_t* scratch, void* stream);
 
-// Entries [first, last) of a ring that lies on the device; what they name is checked there.
+// Entries [first, last) of a ring that lies on the device; their slots are checked there.
 void SlotMasses(uint64_t* sums, const Slot* slots, int64_t num_slots, const int64_t* log,
                 int64_t log_size, int64_t first, int64_t last, const AnchorRule& rule, int64_t unit,
                 void* stream);

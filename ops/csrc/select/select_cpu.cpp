@@ -1,4 +1,4 @@
-// Draws, the tree of masses, and what a draw resolves to.
+// Draws, the tree of masses, and the resolution of draws.
 #include "common/permutation.h"
 #include "common/prefetch.h"
 #include "common/tree.h"
@@ -7,8 +7,8 @@
 namespace gear::cpu {
 namespace {
 
-// Finds what up to kBlock coordinates hit. They go down the tree together, one level after another,
-// so that their cache misses overlap; `prefetch` starts the load of what follows an item.
+// Finds the items that up to kBlock coordinates hit. They descend the tree together, level by
+// level, so that their cache misses overlap; `prefetch` starts the load of what follows an item.
 template <typename Prefetch>
 void DescendTogether(const uint64_t* sums, const TreeShape& shape, const int64_t* coordinates,
                      int64_t count, Hit* hits, const Prefetch& prefetch) {
@@ -31,7 +31,7 @@ void Draw(uint64_t seed, uint32_t stream, int64_t first, uint64_t total, int64_t
   Word128 words[kBlock];
   for (int64_t begin = 0; begin < count; begin += kBlock) {
     const int64_t n = Min(kBlock, count - begin);
-    // By itself, so that it runs in vector registers: half the time.
+    // A loop of its own, so that it runs in vector registers: half the time.
     for (int64_t i = 0; i < n; ++i)
       words[i] = Philox(seed, static_cast<uint64_t>(first + begin + i), stream, kForCoordinate);
     for (int64_t i = 0; i < n; ++i)

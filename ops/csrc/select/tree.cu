@@ -1,4 +1,4 @@
-// The tree of masses: built from its leaves, and mended where leaves change.
+// The tree of masses: built from its leaves, and repaired where leaves change.
 #include "common/hash_table_cuda.h"
 #include "common/launch_cuda.h"
 #include "select/select.h"
@@ -37,7 +37,8 @@ __global__ void SetKernel(const Table table, const int64_t* __restrict__ items,
   }
 }
 
-// A slot has one mass now, however often the log names it: whoever sets it first finds the change.
+// A slot has one new mass, however often the log names it: the first thread to set it gets the
+// change.
 __global__ void SlotMassesKernel(const Slot* __restrict__ slots, int64_t num_slots,
                                  const int64_t* __restrict__ log, int64_t log_size, int64_t first,
                                  int64_t count, const AnchorRule rule, int64_t unit,

@@ -1,4 +1,4 @@
-// What kernels of several ops do to the trees of masses.
+// Updates of the trees of masses that kernels of several ops share.
 #pragma once
 #include "common/launch_cuda.h"
 #include "common/tree.h"
@@ -16,7 +16,7 @@ __device__ inline void AddAbove(uint64_t* sums, const TreeShape& shape, int64_t 
   }
 }
 
-// MinimaUpdate of items among which -1 stands for none.
+// MinimaUpdate of items among which -1 means none.
 void MinimaAbove(const uint64_t* sums, int64_t num_items, const int64_t* items, int64_t count,
                  uint64_t* minima, void* stream);
 

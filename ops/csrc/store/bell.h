@@ -1,17 +1,19 @@
-// A word in shared memory that processes wait for: who has something for its owner rings it.
+// Futex notifications: a counter in shared memory that one process waits for and others increment.
 #pragma once
 #include <cstdint>
 
 namespace gear::cpu {
 
-// Adds one and wakes whoever waits. Release: who sees the new count sees what was written before.
+// Adds one and wakes all waiters. Release: a process that reads the new count reads all earlier
+// writes.
 void BellRing(uint32_t* bell);
 
-// Returns the count as soon as it is not `seen`, at the latest after the time or a signal. Acquire.
+// Returns the count as soon as it differs from `seen`, at the latest after the timeout or a signal.
+// Acquire.
 uint32_t BellWait(uint32_t* bell, uint32_t seen, double timeout_s);
 
-// Orders what this thread has done before against what it does behind, for words in shared memory
-// that are plain loads and stores of Python's.
+// Full fence between earlier and later accesses of this thread, for words in shared memory that
+// Python accesses by plain loads and stores.
 void Fence();
 
 }  // namespace gear::cpu

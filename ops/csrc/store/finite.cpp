@@ -53,7 +53,8 @@ bool CopyFinite(void* to, const void* from, int64_t bytes, Exponents type) {
     const int64_t size = std::min(kBlock, bytes - at);
     char* copy = static_cast<char*>(to) + at;
     std::memcpy(copy, static_cast<const char*>(from) + at, static_cast<size_t>(size));
-    finite &= AllFinite(copy, size, type);  // what is stored, whatever the source does meanwhile
+    finite &=
+        AllFinite(copy, size, type);  // checks the stored copy: the source may change meanwhile
   }
   return finite;
 }

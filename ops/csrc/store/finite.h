@@ -1,4 +1,4 @@
-// NaN and infinities in floating-point columns.
+// Checks of floating-point columns for NaN and infinities.
 #pragma once
 #include <cstdint>
 

@@ -35,7 +35,7 @@ const char* PathAt(uintptr_t address) {
   return nullptr;
 }
 
-// Only what signal-safety(7) admits: the stack, write, sigaction, raise.
+// Only calls that signal-safety(7) admits, on the stack: write, sigaction, raise.
 void OnBusError(int number, siginfo_t* info, void*) {
   const int error = errno;
   const bool is_fault = info->si_code > 0;  // else a process has sent the signal: it has no address
@@ -55,7 +55,7 @@ void OnBusError(int number, siginfo_t* info, void*) {
     const ssize_t written = write(STDERR_FILENO, text, length);
     (void)written;
   }
-  // A fault comes again as the instruction is repeated, and then goes to the earlier handler.
+  // The instruction is repeated and faults again; that signal goes to the earlier handler.
   sigaction(number, &earlier, nullptr);
   if (!is_fault) raise(number);
   errno = error;

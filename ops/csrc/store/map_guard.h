@@ -1,4 +1,4 @@
-// Names the file of a memory map when an access beyond the file's end, or an error of its disk,
+// Prints the file of a memory map when an access beyond the file's end, or an error of its disk,
 // ends the process with SIGBUS.
 #pragma once
 #include <cstddef>
@@ -6,7 +6,7 @@
 namespace gear::cpu {
 
 // Adds the map of a file, and installs the handler of SIGBUS if it is not the current one. Returns
-// the entry for MapGuardRemove, -1 where all entries are taken: then the map is not named.
+// the entry for MapGuardRemove, -1 where all entries are taken: then the file is not printed.
 // Calls are serialised by the caller.
 int MapGuardAdd(const void* begin, size_t num_bytes, const char* path);
 

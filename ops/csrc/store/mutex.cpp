@@ -33,7 +33,7 @@ void MutexInit(SharedMutex* mutex) {
 }
 
 Locked MutexLock(SharedMutex* mutex, double timeout_s) {
-  // Most holders are done in less than a microsecond; to sleep and to be woken takes fifty.
+  // Most holders are done in less than a microsecond; sleeping and waking takes fifty.
   int error = pthread_mutex_trylock(&mutex->mutex);
   for (int tries = 0; error == EBUSY && tries < kTries; ++tries) {
     Pause();
@@ -42,7 +42,7 @@ Locked MutexLock(SharedMutex* mutex, double timeout_s) {
   }
   if (error == EBUSY) {
     timespec until;
-    clock_gettime(CLOCK_REALTIME, &until);  // what pthread_mutex_timedlock counts in
+    clock_gettime(CLOCK_REALTIME, &until);  // the clock of pthread_mutex_timedlock
     const double whole = std::floor(timeout_s);
     until.tv_sec += static_cast<time_t>(whole);
     until.tv_nsec += static_cast<long>((timeout_s - whole) * 1e9);

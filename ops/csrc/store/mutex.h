@@ -1,4 +1,4 @@
-// A robust, process-shared, timed mutex that lies in shared memory and names its owner.
+// A robust, process-shared, timed mutex in shared memory that records its owner.
 #pragma once
 #include <pthread.h>
 
@@ -16,8 +16,8 @@ enum class Locked : int { kYes = 0, kOwnerDied = 1, kTimeout = 2, kBroken = 3 };
 
 void MutexInit(SharedMutex* mutex);
 
-// kOwnerDied: the caller holds the mutex, must rebuild what the dead owner may have left half done,
-// then call MutexConsistent before it unlocks.
+// kOwnerDied: the caller holds the mutex, must rebuild state that the dead owner may have left
+// incomplete, then call MutexConsistent before it unlocks.
 Locked MutexLock(SharedMutex* mutex, double timeout_s);
 void MutexConsistent(SharedMutex* mutex);
 void MutexUnlock(SharedMutex* mutex);

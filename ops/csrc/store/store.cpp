@@ -19,7 +19,7 @@ int64_t& OpenOf(const Store& store, int64_t slot) {
   return store.retention[slot * kRetentionWords + kOpen];
 }
 
-// Counts what a slot is reserved for, or no longer is.
+// Adds a reserved slot's trajectory and steps to the pending counts, or subtracts them.
 void CountPending(Store& store, const Slot& record, int64_t sign) {
   store.control[kPending] += sign;
   store.control[kStepsPending] += sign * record.num_steps;
@@ -44,13 +44,13 @@ void Note(Store& store, int64_t slot) {
   store.log[changed % store.log_size] = slot;
   ++changed;
   int64_t& listening = store.control[kListening];
-  if (listening != 0) {  // set and cleared with the lock held, so none waits for what came before
+  if (listening != 0) {  // set and cleared with the lock held, so no earlier change is missed
     listening = 0;
     BellRing(reinterpret_cast<uint32_t*>(&store.control[kBell]));
   }
 }
 
-// The extent behind which so many rows are free; -1 if there is none.
+// The extent after which `num_rows` rows are free; -1 if there is none.
 int64_t FindGap(Store& store, int64_t num_rows) {
   const int64_t sentinel = store.num_slots, start = store.control[kRover];
   int64_t at = start;
@@ -65,7 +65,7 @@ int64_t FindGap(Store& store, int64_t num_rows) {
   return -1;
 }
 
-// Holds the lock, and the word that says so, for its scope.
+// Holds the lock, and sets the word of its holder, for its scope.
 class Held {
  public:
   Held(Store& store, double timeout_s) : store_(store) {
@@ -76,7 +76,7 @@ class Held {
     }
     if (locked == Locked::kOwnerDied) MutexConsistent(store.mutex);
     if (locked == Locked::kOwnerDied || *store.holder != 0) {
-      if (*store.holder == 0) *store.holder = getpid();  // whoever locks next repairs
+      if (*store.holder == 0) *store.holder = getpid();  // the next holder repairs
       MutexUnlock(store.mutex);
       refusal_ = kMustRecover;
       return;
@@ -104,7 +104,7 @@ int64_t RowsOf(const Store& store, int64_t num_steps) {
   return num_steps;
 }
 
-// Returns whether every column holds what it may.
+// Copies a trajectory into its slot; returns whether all values are finite where they must be.
 bool Write(Store& store, int64_t slot, const void* const* sources, int64_t num_steps) {
   const int64_t first = store.slots[slot].first_row;
   for (size_t i = 0; i < store.columns.size(); ++i) {
@@ -124,16 +124,16 @@ bool IsOver(const Store& store, int64_t num_steps) {
   return held + 1 > store.most_trajectories || steps + num_steps > store.most_steps;
 }
 
-// The trajectory that goes next; the sentinel if there is none. One that still grows stays.
-int64_t FindVictim(Store& store) {
+// The trajectory to evict next; the sentinel if there is none. Skips open trajectories.
+int64_t NextToEvict(Store& store) {
   const Link on = store.removal == kOldest ? kNewer : kOlder;
   int64_t slot = LinkOf(store, store.num_slots, on);
   while (slot != store.num_slots && OpenOf(store, slot) != 0) slot = LinkOf(store, slot, on);
   return slot;
 }
 
-// The rows that are free as soon as no process reads what is retired. One whose writer does not
-// know that it was retired does not count: that may take long.
+// Rows of retired slots that become free as soon as no process reads them. An open slot, whose
+// writer must first detect that it was retired, does not count: that may take long.
 int64_t RowsBeingRead(Store& store) {
   const int64_t sentinel = store.num_slots + 1;
   int64_t rows = 0;
@@ -143,7 +143,7 @@ int64_t RowsBeingRead(Store& store) {
   return rows;
 }
 
-void FreeWhatNobodyReads(Store& store) {
+void FreeUnpinned(Store& store) {
   const int64_t sentinel = store.num_slots + 1;
   for (int64_t slot = LinkOf(store, sentinel, kNewer); slot != sentinel;) {
     const int64_t next = LinkOf(store, slot, kNewer);
@@ -189,7 +189,7 @@ int64_t Commit(Store& store, int64_t slot, int64_t num_steps, int64_t num_rows, 
   record.id = store.control[kNextId] * store.id_count + store.id_index;
   ++store.control[kNextId];
   std::fill_n(store.retention + slot * kRetentionWords, kOpen, 0);
-  // The commit point: pairs with the acquire of whoever reads the state without the lock.
+  // The commit point: pairs with the acquire of processes that read the state without the lock.
   __atomic_store_n(&record.state, kCommitted, __ATOMIC_RELEASE);
   InsertBehind(store, LinkOf(store, store.num_slots, kOlder), slot, kOlder, kNewer);
   ++store.control[kNumCommitted];
@@ -227,11 +227,11 @@ void Free(Store& store, int64_t slot) {
 }
 
 bool IsPinned(const Store& store, int64_t slot) {
-  if (OpenOf(store, slot) != 0) return true;  // its writer does not know yet that it was retired
+  if (OpenOf(store, slot) != 0) return true;  // its writer has not yet detected that it was retired
   for (const Pins& pins : store.pins) {
     const int64_t drawn = pins.last_drawn[slot];
     for (int64_t peer = 0; peer < pins.num_peers; ++peer) {
-      // Pairs with the release of a process that has copied what it needs of the selection.
+      // Pairs with the release of a process that has copied its rows of the selection.
       if (__atomic_load_n(&pins.consumed[peer], __ATOMIC_ACQUIRE) <= drawn) return true;
     }
   }
@@ -246,7 +246,7 @@ bool MayInsert(const Store& store, int64_t num_steps) {
   const int64_t pending = rate.per_step ? control[kStepsPending] : control[kPending];
   const int64_t inserted = (rate.per_step ? control[kStepsInserted] : control[kInserted]) + pending;
   if (store.id_count > 1 && std::isfinite(rate.most)) {
-    if (inserted + added <= control[kReach]) return true;
+    if (inserted + added <= control[kQuota]) return true;
     control[kWanted] = std::max(control[kWanted], added);
     return false;
   }
@@ -264,17 +264,17 @@ int64_t ReserveWithRemoval(Store& store, int64_t num_rows, int64_t num_steps) {
         IsOver(store, num_steps) ? int64_t{kNoRows} : Reserve(store, num_rows, num_steps);
     if (found >= 0) return found;
     if (!freed) {
-      FreeWhatNobodyReads(store);
+      FreeUnpinned(store);
       freed = true;
       continue;
     }
-    if (store.removal == kNobody || store.removal == kByCaller) return found;
+    if (store.removal == kNoEviction || store.removal == kByCaller) return found;
     const int64_t left = store.control[kFreeRows] - num_rows;
     if (found == kScattered && left >= store.least_free_rows) return found;
     const int64_t waiting = RowsBeingRead(store);
     const bool fits = waiting > 0 && store.control[kFreeRows] + waiting >= num_rows;
-    if (store.control[kCutting] != 0 || (fits && !IsOver(store, num_steps))) return kPinned;
-    const int64_t slot = FindVictim(store);
+    if (store.control[kSelecting] != 0 || (fits && !IsOver(store, num_steps))) return kPinned;
+    const int64_t slot = NextToEvict(store);
     if (slot == store.num_slots) {
       const bool comes = waiting > 0 || store.control[kPending] > 0;
       return comes ? int64_t{kPinned} : found;
@@ -289,7 +289,7 @@ Added Add(Store& store, const void* const* sources, int64_t num_steps, double ti
   {
     const Held held(store, timeout_s);
     if (held.refusal() != 0) return {held.refusal(), -1};
-    if (!MayInsert(store, num_steps)) return {kAhead, -1};
+    if (!MayInsert(store, num_steps)) return {kRateLimited, -1};
     slot = ReserveWithRemoval(store, RowsOf(store, num_steps), num_steps);
     if (slot < 0) return {slot, -1};
   }

@@ -1,8 +1,7 @@
-// The extents and slots of a store: what is free, in which order trajectories came, what has
-// changed.
+// The extents and slots of a store: free rows, the age order of trajectories, the log of changes.
 //
-// Everything lies in shared memory and follows from the slot table: after a death it is rebuilt
-// from there. The same in plain Python: deepspeed_gear/store/row_allocator.py.
+// Everything lies in shared memory and follows from the slot table: after the death of a process it
+// is rebuilt from there. The same in plain Python: deepspeed_gear/store/row_allocator.py.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -18,29 +17,29 @@ enum : int64_t { kFree = 0, kReserved = 1, kRetired = 3 };  // kCommitted is 2
 
 // Control words.
 enum Control : int64_t {
-  kChanged,  // entries that were ever written to the log of changed slots
+  kChanged,  // entries ever written to the log of changed slots
   kNextId,
   kNumCommitted,
   kStepsCommitted,
-  kRover,     // the extent behind which the search for free rows begins
+  kRover,     // the extent after which the search for free rows begins
   kFreeSlot,  // the first free slot; its kAfter is the next one
   kFreeRows,
   kInserted,  // trajectories, and steps, that were ever committed
   kStepsInserted,
-  kRecoveries,  // how often derived state was rebuilt behind a death
-  kCutting,     // selections over several nodes are under way: nothing may be retired
+  kRecoveries,  // how often derived state was rebuilt after a death
+  kSelecting,   // selections over several nodes are under way: nothing may be retired
   kPolicy,      // newest policy version
   kRowsHeld,    // rows that are reserved or committed
   kLoads,       // how often everything was replaced by a checkpoint
-  // Of rates: what is reserved and not committed, trajectories and steps; over several nodes, how
-  // many items this node's writers may ever add, by what all nodes have agreed on last, and the
-  // most that one of them has wanted to add since then, and could not.
+  // Of rate limiters: trajectories and steps that are reserved and not committed; over several
+  // nodes, the items that this node's writers may ever add, by the last exchange of quotas, and the
+  // most items of an addition that the quota has refused since then.
   kPending = 16,
   kStepsPending,
-  kReach,
+  kQuota,
   kWanted,
   kListening,  // whether a sampler waits for a change; set and cleared with the lock held
-  kBell,       // what it waits for; store/bell.h
+  kBell,       // the counter that it waits for; store/bell.h
 };
 
 // Words of a slot's links. Two lists, each with a sentinel: extents by address, and trajectories
@@ -54,9 +53,9 @@ inline constexpr int64_t kRetentionWords = 4, kOpen = 3;
 enum Refusal : int64_t {
   kNoSlot = -1,
   kNoRows = -2,
-  kScattered = -3,  // enough rows are free, but no run is long enough
-  kPinned = -4,     // what would go is still read
-  kAhead = -5,      // writers are too far ahead of samplers
+  kScattered = -3,    // enough rows are free, but no run is long enough
+  kPinned = -4,       // the trajectory to evict is still read
+  kRateLimited = -5,  // too many items were added for the samples drawn
   kLockTimeout = -6,
   kLockBroken = -7,
   kMustRecover = -8,  // a process died inside: lock as Python does, which repairs
@@ -78,10 +77,10 @@ struct ColumnOf {
 };
 enum : int64_t { kPerStep = 0, kPerStepAndEnd = 1, kPerTrajectory = 2 };
 
-// Who goes when a store is full.
-enum Removal : int64_t { kNobody = 0, kOldest = 1, kNewest = 2, kByCaller = 3 };
+// Eviction policy of a full store.
+enum Removal : int64_t { kNoEviction = 0, kOldest = 1, kNewest = 2, kByCaller = 3 };
 
-// How far writers may be ahead, in units of `per_step` ? steps : trajectories.
+// The rate limiter of writers, in units of `per_step` ? steps : trajectories.
 struct Rate {
   bool limited = false, per_step = false;
   int64_t min_size = 0;
@@ -94,13 +93,13 @@ struct Store {
   int64_t *control, *links, *log, *retention;
   Slot* slots;
   int64_t num_slots, num_rows, log_size, id_index, id_count, peer;
-  int64_t most_trajectories, most_steps;  // limits below what there is room for
+  int64_t most_trajectories, most_steps;  // limits below the capacity
   const int64_t*
       position;  // of the training stream: global batch that is selected next, samples; or null
-  int64_t least_free_rows;  // besides those that are wanted: from there on the caller moves extents
+  int64_t least_free_rows;  // besides those requested: from there on the caller compacts
   std::vector<ColumnOf> columns;
   std::vector<Pins> pins;
-  Removal removal = kNobody;
+  Removal removal = kNoEviction;
   Rate rate;
 };
 
@@ -110,8 +109,8 @@ int64_t Commit(Store& store, int64_t slot, int64_t num_steps, int64_t num_rows, 
 void Retire(Store& store, int64_t slot);
 void Free(Store& store, int64_t slot);
 bool IsPinned(const Store& store, int64_t slot);
-// Frees retired slots that no process reads, then lets trajectories go until the rows fit;
-// kScattered where moving extents is cheaper.
+// Frees retired slots that no process reads, then evicts trajectories until the rows fit;
+// kScattered where compaction is cheaper.
 int64_t ReserveWithRemoval(Store& store, int64_t num_rows, int64_t num_steps);
 bool MayInsert(const Store& store, int64_t num_steps);
 

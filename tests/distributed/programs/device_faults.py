@@ -44,7 +44,7 @@ begin = replay.export_table()
 assert set(replay.sample()["code"].tolist()) <= set(range(8))
 middle = replay.export_table()
 replay.import_table(begin if rank == 0 else middle)
-assert "must stand at the same global batch" in error_of(PeerError)
+assert "must be at the same global batch" in error_of(PeerError)
 replay.import_table(middle)
 replay.sample()
 if rank == 1:

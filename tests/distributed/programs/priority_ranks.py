@@ -105,7 +105,7 @@ def stopping(case: dict[str, Any]) -> None:
             except PeerError as error:
                 text = str(error)
             passed, timeout_s = time.monotonic() - begin, case["section"]["timeout_s"]
-            assert f"local rank 1 (process {pids[1]}) has not asked for the batch after them" in text, text
+            assert f"local rank 1 (process {pids[1]}) has not requested the batch after them" in text, text
             assert timeout_s <= passed < timeout_s + 10, passed
         dist.barrier()
 

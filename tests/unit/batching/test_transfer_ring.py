@@ -49,10 +49,10 @@ def replay() -> Iterator[Replay]:
 
 def collector_of(replay: Replay, lane: HostStream, way: str = DIRECT) -> DeviceGatherer:
     table = replay.tables["main"]
-    carriage = FieldTransfer(lane, table.ops, way, lambda name: True, True, KEEP)
+    transfer = FieldTransfer(lane, table.ops, way, lambda name: True, True, KEEP)
     options: dict[str, Any] = {"fields": replay.fields, "table": table, "statistics": {}, "n_step": None}
     options |= {"num_samples": 2, "depth": DEPTH, "engine_dtype": torch.float32, "threads": 1}
-    return DeviceGatherer(carriage, Reach({"code": table.gather_source("code")}), **options)
+    return DeviceGatherer(transfer, Reach({"code": table.gather_source("code")}), **options)
 
 
 def records_of(replay: Replay) -> torch.Tensor:

@@ -197,7 +197,7 @@ def test_a_state_loads_the_tables_of_its_own_save(tmp_path: Path) -> None:
         ):
             replay.load(tmp_path, newest)
         at = replay.state_dict()
-        with pytest.raises(CheckpointError, match="the gear state must name a save; load what `save` has"):
+        with pytest.raises(CheckpointError, match="state must name a save; load the state that `save`"):
             replay.load(tmp_path, at)
         assert replay.state_dict() == at, "what is refused changes nothing"
 

@@ -107,7 +107,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another array": (
         lambda p: np.save(p / ACTION, np.zeros((40, 4), np.int32)),
-        f"/columns/action.npy must be uint16[40, 4] as schema.json says, got 'int32[40, 4]'; {REMAKE}",
+        f"/columns/action.npy must be uint16[40, 4] as in schema.json, got 'int32[40, 4]'; {REMAKE}",
     ),
     "Fortran order": (
         lambda p: np.save(p / ACTION, np.asfortranarray(np.zeros((40, 4), np.uint16))),

@@ -340,5 +340,5 @@ def test_a_broken_arrow_set_is_refused(tmp_path: Path, minari: Maker) -> None:
     assert error.startswith("/bad/2/part-0.arrow must be a readable arrow file, got ")
     space = '{"type": "Box", "dtype": "float64", "shape": [3], "low": [0, 0, 0], "high": [1, 1, 1]}'
     assert broken(lambda bad: relabel(bad, observation_space=space)) == (
-        "/bad/0: observations must have rows of shape [3] as the space says, got [2]"
+        "/bad/0: observations must have rows of shape [3] as in the space, got [2]"
     )

@@ -1,4 +1,4 @@
-"""What a node hears of another one through a real rendezvous store: one that ends is not one that is lost."""
+"""Heartbeats and failures of nodes through a real rendezvous store: a node that ends is not lost."""
 
 from __future__ import annotations
 
@@ -99,7 +99,8 @@ def test_who_ends_early_is_missed(turns: int, is_early: bool, watches: list[Fail
     watches[1].take(turns)
     watches[1].end()
     if is_early:
-        with pytest.raises(LostNodeError, match=r"rank 1 \(node 1\), which has ended after 9 turns of 10"):
+        named = r"rank 1 \(node 1\), which has ended after 9 of 10 batch barriers"
+        with pytest.raises(LostNodeError, match=named):
             wait_until(lambda: watches[0].check(), "the failure")  # type: ignore[func-returns-value]
     else:
         watches[0].check_ended()

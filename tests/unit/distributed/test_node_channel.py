@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_gear.distributed import node_channel as link_module
-from deepspeed_gear.distributed.node_channel import FIRST_ROOM, NodeChannel
+from deepspeed_gear.distributed.node_channel import FIRST_WORDS, NodeChannel
 from deepspeed_gear.errors import LostNodeError
 
-SIZES = st.integers(0, 40) | st.sampled_from([FIRST_ROOM - 2, FIRST_ROOM - 1, FIRST_ROOM, 5000])
+SIZES = st.integers(0, 40) | st.sampled_from([FIRST_WORDS - 2, FIRST_WORDS - 1, FIRST_WORDS, 5000])
 
 
 class Wire:

@@ -103,7 +103,7 @@ def test_an_answer_that_is_lost_is_asked_for_again() -> None:
     assert sessions.put("a", -1, batch[:3])["upto"] == 2
     assert sessions.put("a", -1, batch[1:])["upto"] == 4
     assert added == list(range(5))
-    with pytest.raises(DataError, match="go on after 4"):
+    with pytest.raises(DataError, match="continue after 4"):
         sessions.put("a", -1, [(6, {})])
     with pytest.raises(StoreError, match="must have called within"):
         sessions.put("b", -1, batch)

@@ -61,7 +61,7 @@ def test_each_is_drawn_as_often_as_it_may_be(batch: int) -> None:
         assert not found.can_sample()
         assert len(found) == 0
         found.writer()
-        with pytest.raises(NotReadyError, match=r"ask can_sample\(\) first"):
+        with pytest.raises(NotReadyError, match=r"call can_sample\(\) first"):
             found.sample()
         for number in range(5, 10):
             found.add(trajectory(number))
@@ -265,7 +265,7 @@ def test_what_a_queue_gave_can_be_read() -> None:
         assert [int(one["which"][0]) for one in read] == [0, 1]
         for number in range(6, 8):
             found.add(trajectory(number))
-        with pytest.raises(StoreError, match="before more is added"):
+        with pytest.raises(StoreError, match="before adding more"):
             found.read(batch.trajectory_id)
 
 

@@ -224,7 +224,7 @@ def full_and_drawn(make: Make, removal: str = "fifo") -> StoreScene:
 def test_what_was_drawn_stays_until_it_is_consumed(make: Make) -> None:
     scene = full_and_drawn(make)
     before = scene.table.columns["code"].copy()
-    with pytest.raises(NotReadyError, match=r"must be read no more within 0\.05 s, where room is needed"):
+    with pytest.raises(NotReadyError, match=r"must have rows that no selection reads within 0\.05 s"):
         add(scene, 9)
     assert ids(scene) == [1]  # one had to go, and no more than one
     assert (scene.table.slots[:, Slot.STATE] == SlotState.EVICTED).sum() == 1
@@ -259,10 +259,10 @@ def test_an_epoch_keeps_what_it_walks_through(make: Make) -> None:
         add(scene, 4)
     found = stream.get(0).resolutions[:, 0].tolist()
     stream.release(0)
-    with pytest.raises(NotReadyError, match="must be read no more within"):
+    with pytest.raises(NotReadyError, match="must have rows that no selection reads within"):
         add(scene, 4)
     assert ids(scene) == [1, 2, 3]
-    with pytest.raises(NotReadyError, match="must be read no more first"):
+    with pytest.raises(NotReadyError, match="must have rows that no selection reads first"):
         add(scene, 4, inserter(scene, 60.0, samples=True))
     found += stream.get(1).resolutions[:, 0].tolist()
     assert sorted(found) == [0, 1, 2, 3]
@@ -276,7 +276,7 @@ def test_who_samples_does_not_wait_for_itself(make: Make) -> None:
     by = inserter(scene, 60.0, samples=True)
     for _ in range(2):
         add(scene, 2, by)
-    with pytest.raises(NotReadyError, match="must be sampled from first, as its rate limiter says"):
+    with pytest.raises(NotReadyError, match="must be sampled from first, as its rate limiter requires"):
         add(scene, 2, by)
 
 
@@ -367,7 +367,7 @@ def test_what_is_being_written_counts(make: Make) -> None:
     table = scene.table
     with table.lock:
         slot = table.reserve(8)
-    with pytest.raises(NotReadyError, match="must be read no more within"):
+    with pytest.raises(NotReadyError, match="must have rows that no selection reads within"):
         add(scene, 5)
     table.write(slot, trajectory(0, 8))
     with table.lock:

@@ -120,7 +120,7 @@ def test_the_mode_is_read_or_must_be_given() -> None:
             DataError, match="autoreset must be one of next_step, same_step, disabled, got 'ne"
         ):
             writer.vector_writer(8, "next")  # type: ignore[arg-type]
-        with pytest.raises(DataError, match='must be "same_step", as the environment has it, got'):
+        with pytest.raises(DataError, match='must be "same_step", the mode of the environment, got'):
             writer.vector_writer(vectors[AutoresetMode.SAME_STEP], "next_step")
         silent = SyncVectorEnv([make])
         silent.metadata = {}

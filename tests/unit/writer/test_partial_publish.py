@@ -392,7 +392,7 @@ def test_late_columns_come_behind_the_end() -> None:
     with replay(schema=late) as found:
         with found.writer().trajectory(task=0) as opened:
             append(opened, [0, 1])
-            with pytest.raises(DataError, match="must have ended to get late columns"):
+            with pytest.raises(DataError, match="must have ended before late columns are written"):
                 found.fill(opened.trajectory_id, advantage=np.zeros(1, np.float32))
             opened.append(observation=np.zeros(2, np.float32))
         found.fill(opened.trajectory_id, advantage=np.ones(2, np.float32))

@@ -216,7 +216,7 @@ def test_wrong_steps_are_refused(scene: tuple[InferenceLoader, InferenceClient])
         simulators.step(**columns)
     simulators.post()
     serve(loader, lambda: False)
-    with pytest.raises(DataError, match="the policy gives it"):
+    with pytest.raises(DataError, match="the policy computes it"):
         simulators.step(action=np.zeros((4, 2), np.float32), **columns)
     simulators.close()
     with pytest.raises(StoreError, match="they were closed"):

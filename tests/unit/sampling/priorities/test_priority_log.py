@@ -42,7 +42,7 @@ def test_a_cut_waits_until_all_have_asked_for_the_batch_behind_the_reports(scene
     stream.masses.ask(1)
     text = (
         rf"global batch 2 must have the priorities of all ranks in gear.timeout_s = 0.2 s, got 'local rank 1 "
-        rf"\(process {os.getpid()}\) has not asked for the batch after them'; look why that rank stopped"
+        rf"\(process {os.getpid()}\) has not requested the batch after them'; check why that rank stopped"
     )
     with pytest.raises(PeerError, match=text):
         stream.get(2)

@@ -1,4 +1,4 @@
-"""Carries rows between nodes: out of this node's store, into the arrivals of others."""
+"""Messages of rows between nodes: encoded from this node's store, decoded into its arrivals."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 WORD_BYTES = 8
-FIRST_WORDS = 1024  # of messages, before any has been packed
+FIRST_WORDS = 1024  # of the message buffer, before any message has been encoded
 
 
 def most_rows(needs: Sequence[RowReads], longest: int, n: int) -> int:
-    """Return the most rows from the first to the last one that a sample reads, with room for their edges.
+    """Return the most rows from the first to the last one that a sample reads, edge rows included.
 
     Args:
         needs: What is read.
@@ -40,7 +40,7 @@ def most_rows(needs: Sequence[RowReads], longest: int, n: int) -> int:
 
 
 def arrivals_of(num_samples: int, depth: int, most: int) -> tuple[int, int]:
-    """Return the rows and slots of the arrivals of a stream.
+    """Return the rows and slots of a stream's arrivals, where rows of other nodes are stored.
 
     Args:
         num_samples: Of a global batch, those that this node needs.
@@ -50,15 +50,15 @@ def arrivals_of(num_samples: int, depth: int, most: int) -> tuple[int, int]:
     return depth * num_samples * most, depth * num_samples
 
 
-class RowExchange:
-    """Moves the rows of a stream's selections. One thread at a time.
+class RowMessages:
+    """Encodes and decodes the rows of a stream's selections. One thread at a time.
 
     Args:
         table: This node's part.
         num_nodes: How many nodes hold the table.
-        needs: What is read of samples, by index.
+        needs: The rows that are read of samples, by index (see `ExchangePlan`).
         n_step: N-step returns, or None.
-        rows: The first of this stream's arrival rows, and how many a selection has.
+        rows: The first of this stream's arrival rows, and their number per selection.
         slots: Likewise.
     """
 
@@ -75,7 +75,7 @@ class RowExchange:
         self._rows, self._slots = rows, slots
         follows = any(read.follows for need in needs for read in need.reads)
         self._n_step = n_step if follows else None
-        self.has_steps = self._n_step is not None  # whether resolutions travel with their n-step steps
+        self.has_steps = self._n_step is not None  # whether resolutions are sent with their n-step steps
         names = {read.column for need in needs for read in need.reads}
         names.update(name for need in needs for name in need.per_trajectory)
         names.update(goal for need in needs for goal, _ in need.goals)
@@ -86,7 +86,7 @@ class RowExchange:
         self._arrivals = [_flat(table.arrivals(name)) for name in layout.names]
         self._slot_table = torch.from_numpy(table.slots)
         # Kept: fresh memory costs a fault a page, and fresh tensors a few us after a batch.
-        self._packed = np.empty(FIRST_WORDS, np.int64)
+        self._message = np.empty(FIRST_WORDS, np.int64)
         sizes, needed = np.zeros(num_nodes, np.int64), np.zeros(2, np.int64)
         self._size_words, self._needed_words = sizes.data, needed.data
         self._sizes, self._needed = torch.from_numpy(sizes), torch.from_numpy(needed)
@@ -105,26 +105,26 @@ class RowExchange:
         self._ops.n_step_(returns, discount, steps, reward, terminated, truncated, powers, records, n)
         return steps
 
-    def pack(self, outgoing: torch.Tensor, heads: torch.Tensor) -> list[np.ndarray]:
-        """Pack rows into messages.
+    def encode(self, outgoing: torch.Tensor, heads: torch.Tensor) -> list[np.ndarray]:
+        """Encode rows into messages.
 
         Args:
-            outgoing: Samples that others need of this node, by receiver: `constants.S_*`. [n, 7], int64.
-            heads: Bytes in front of the rows, whole words. [S], int64.
+            outgoing: Samples of this node that others need, by receiver: `RowSample`. [n, 7], int64.
+            heads: Bytes before the rows, whole words. [S], int64.
         Returns:
-            The message for each node, whose head is to be filled; gone with the next call. [words] each.
+            The message for each node, whose head is to be filled; valid until the next call. [words] each.
         """
         given = self._held, outgoing, *self._layout, heads, self._slot_table
-        self._ops.encode_rows_(torch.from_numpy(self._packed), self._sizes, *given)
+        self._ops.encode_rows_(torch.from_numpy(self._message), self._sizes, *given)
         sizes = zip(heads.tolist(), self._size_words, strict=True)
         ends = [0, *accumulate([(head + size + WORD_BYTES - 1) // WORD_BYTES for head, size in sizes])]
-        if ends[-1] > len(self._packed):
-            self._packed = np.empty(1 << (ends[-1] - 1).bit_length(), np.int64)
-            self._ops.encode_rows_(torch.from_numpy(self._packed), self._sizes, *given)
-        packed = self._packed
-        return [packed[begin:end] for begin, end in pairwise(ends)]
+        if ends[-1] > len(self._message):
+            self._message = np.empty(1 << (ends[-1] - 1).bit_length(), np.int64)
+            self._ops.encode_rows_(torch.from_numpy(self._message), self._sizes, *given)
+        encoded = self._message
+        return [encoded[begin:end] for begin, end in pairwise(ends)]
 
-    def unpack(
+    def decode(
         self,
         entry: int,
         ring: torch.Tensor,
@@ -133,22 +133,22 @@ class RowExchange:
         heads: torch.Tensor,
         messages: Sequence[np.ndarray],
     ) -> None:
-        """Put rows where they belong.
+        """Decode rows of messages into the arrivals.
 
         Args:
             entry: The ring's entry whose arrivals are filled.
             ring: The entry; gets first row and slot of each incoming sample, as `Table.gathered` counts.
                 [count, 8], int64.
-            which: The incoming samples' places in it. [n], int64.
-            incoming: Samples that this node needs, by sender: `constants.S_*`. [n, 7], int64.
-            heads: Bytes in front of the rows. [S], int64.
+            which: Indices of the incoming samples in it. [n], int64.
+            incoming: Samples that this node needs, by sender: `RowSample`. [n, 7], int64.
+            heads: Bytes before the rows. [S], int64.
             messages: Of each node. [words] each, int64.
         """
         first_row, first_slot = self._rows[0] + entry * self._rows[1], self._slots[0] + entry * self._slots[1]
-        room = (first_row, self._rows[1], first_slot, self._slots[1], *self._table.first_arrival)
-        said = [torch.from_numpy(message) for message in messages]
-        samples = said, which, incoming, *self._layout, heads
-        self._ops.decode_rows_(self._arrivals, ring, self._sizes, self._needed, *samples, room)
+        bounds = (first_row, self._rows[1], first_slot, self._slots[1], *self._table.first_arrival)
+        received = [torch.from_numpy(message) for message in messages]
+        samples = received, which, incoming, *self._layout, heads
+        self._ops.decode_rows_(self._arrivals, ring, self._sizes, self._needed, *samples, bounds)
         num_rows, num_trajectories = self._needed_words
         if num_rows > self._rows[1] or num_trajectories > self._slots[1]:
             raise StoreError(
