@@ -165,8 +165,9 @@ class BatchAssembler:
         goals = self._relabelling.draw(stream.spec.key, records)
         gatherer = self._collectors[stream]
         tensors, mask = gatherer.gather(records, goals)
-        numbers = records[:, Resolution.SAMPLE_NUMBER]
-        valid = self._valid if pass_size is None else numbers < pass_size
+        valid = self._valid
+        if pass_size is not None:
+            valid = records[:, Resolution.SAMPLE_NUMBER] < pass_size
         weight = None if stream.spec.priorities is None else self._weigh(stream, selection.head, records)
         unit, total = stream.state.has_unit_masses, selection.head[Head.TOTAL]
         rest = (goals, self._burn_in, origin, part, num_parts)
@@ -175,6 +176,7 @@ class BatchAssembler:
         gatherer.lend(batch)
         keys = None
         if self.transform is not None:
+            numbers = records[:, Resolution.SAMPLE_NUMBER]
             keys = position.transform_keys(self._config.seed, stream.spec.key, numbers)
         return self._finish(batch, keys, gatherer)
 

@@ -221,7 +221,7 @@ class ItemMasses:
         unit, log = self._plain_unit, self._log
         if unit is None or log is None or self._on_change is not None or self.words[TreeChanges.NUM_QUEUED]:
             return False
-        if changed - seen > len(log):
+        if changed - seen > log.size(0):  # `len` of a tensor takes ten times as long
             return False
         if changed != seen:
             self.ops.slot_masses_(self.sums, self._slots, log, seen, changed, self._how[0], unit)
