@@ -238,6 +238,19 @@ def ingest(rows: Rows) -> str:
     return "\n\n".join(f"{title}\n\n{table}" for title, table in parts.items())
 
 
+def adding(rows: Rows) -> str:
+    """Return how long a step takes to be added."""
+    case = [("case", "case", ""), ("system", "system", ""), ("us a step", "step_us", ".1f")]
+    alone = [*case, ("x NumPy ring", "x_ring", ".2f"), ("steps/s", "steps_per_s", ",.0f")]
+    parts = {
+        "Steps alone:": _table([row for row in rows if "x_ring" in row], alone),
+        "Steps and batches of one process, in turns:": _table(
+            [row for row in rows if "sample_us" in row], [*case, ("us a batch", "sample_us", ".0f")]
+        ),
+    }
+    return "\n\n".join(f"{title}\n\n{table}" for title, table in parts.items())
+
+
 TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "one thread": ("gather", one_thread),
     "fixed cost": ("fixed_cost", fixed_cost),
@@ -249,6 +262,7 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "scale": ("scale", scale),
     "exchange": ("exchange", exchange),
     "ingest": ("ingest", ingest),
+    "adding": ("adding", adding),
 }
 
 

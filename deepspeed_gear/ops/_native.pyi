@@ -104,6 +104,32 @@ class RowTargets:
     def address(self) -> int:
         """Where it lies, for direct calls; it must live as long as they use it."""
 
+class VectorSteps:
+    """Takes plain steps of many environments into a writer's staging, and publishes them.
+
+    Memory that it is given by address must be kept by its user.
+    """
+
+    def __init__(
+        self,
+        *,
+        columns: Sequence[tuple[str, int, RowForm, bool]],
+        ends: tuple[str, str],
+        num_envs: int,
+        next: int,
+        first: int,
+        waits: int,
+        autoreset: str,
+    ) -> None: ...
+    @property
+    def address(self) -> int:
+        """Where it lies, for direct calls; it must live as long as they use it."""
+
+    def set_publishing(
+        self, store: int, sources: Sequence[int], growing: int, most_steps: int, timeout_s: float, /
+    ) -> None:
+        """Set the store to publish to, the staged rows of each column (0: none), and `Growing` words."""
+
 # Direct calls of the classes above, by address: for each trajectory, step or row.
 
 def store_add(
@@ -125,6 +151,21 @@ def rows_put(targets: int, columns: Sequence[Any], rows: Any, /) -> int:
     Returns:
         -1, or the index of the first buffer that is not of the target's form, or of which a row that is
         not left out holds NaN or an infinity and must not; then nothing has happened.
+    """
+
+def vector_step(steps: int, columns: dict[str, Any], /) -> int:
+    """Take a step of all environments.
+
+    Returns:
+        0; 1 if episodes begin, plus 2 if some end: the caller handles these and then advances the rows; -1 if
+        a column is not a buffer of the stored form, or the step is not plain otherwise: nothing has changed.
+    """
+
+def vector_publish(steps: int, /) -> int:
+    """Publish the new steps of open trajectories that are published already; takes the lock.
+
+    Returns:
+        How many environments have steps left to publish, which is the caller's task.
     """
 
 def bell_ring(bell: int, /) -> None:

@@ -51,6 +51,17 @@ class SlotLink:
     NUM_WORDS: Final = 4
 
 
+class Growing:
+    """Words of a trajectory that grows: its slot as its writer reserved it, and what is published of it."""
+
+    SLOT: Final = 0  # -1: nothing is published
+    GENERATION: Final = 1
+    LOADS: Final = 2
+    FIRST: Final = 3  # steps before the stored ones
+    PUBLISHED: Final = 4
+    NUM_WORDS: Final = 5
+
+
 class Refusal:
     """Codes of why rows could not be reserved or committed; the native path returns them."""
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,35 +14,58 @@ from deepspeed_gear.errors import DataError
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.open_slots import OpenHandle
-from deepspeed_gear.store.records import Refusal
+from deepspeed_gear.store.records import Growing, Refusal
 from deepspeed_gear.writer.inserter import Inserter
 
+UNPUBLISHED = (-1, 0, 0, 0, 0)  # the words of a growing trajectory before its first publication
 
-@dataclass(eq=False)
+
 class GrowingTrajectory:
     """An open trajectory of this process, and how many of its steps are published.
 
     Args:
         owner: The object that appends to it; the trajectory ends when that is deleted.
-        first: First step of the stored trajectory: earlier steps belong to one that was evicted.
-        published: Number of published steps.
-        handle: Its slot; None: no step is published.
-        trajectory_id: Set once steps are published.
+        words: Its state, which the native module reads and writes too: see `Growing`. [5], int64.
     """
 
-    owner: weakref.ref[object]
-    first: int = 0
-    published: int = 0
-    handle: OpenHandle | None = None
-    trajectory_id: int | None = None
+    def __init__(self, owner: weakref.ref[object], words: np.ndarray | None = None) -> None:
+        self.owner, self.trajectory_id = owner, None
+        self._words = np.empty(Growing.NUM_WORDS, np.int64) if words is None else words
+        self._words[:] = UNPUBLISHED
+
+    trajectory_id: int | None  # set once steps are published
+
+    @property
+    def first(self) -> int:
+        """First step of the stored trajectory: earlier steps belong to one that was evicted."""
+        return int(self._words[Growing.FIRST])
+
+    @property
+    def published(self) -> int:
+        """Number of published steps."""
+        return int(self._words[Growing.PUBLISHED])
+
+    @published.setter
+    def published(self, num_steps: int) -> None:
+        self._words[Growing.PUBLISHED] = num_steps
+
+    @property
+    def handle(self) -> OpenHandle | None:
+        """Its slot; None: no step is published."""
+        return OpenHandle(*self._words[: Growing.FIRST].tolist()) if self.is_published else None
+
+    @handle.setter
+    def handle(self, handle: OpenHandle | None) -> None:
+        self._words[: Growing.FIRST] = UNPUBLISHED[: Growing.FIRST] if handle is None else handle
 
     @property
     def is_published(self) -> bool:
-        return self.handle is not None
+        return bool(self._words[Growing.SLOT] >= 0)
 
     def begin_anew(self) -> None:
         """Begin another stored trajectory, after the published steps were evicted."""
-        self.first, self.published, self.handle = self.first + self.published, 0, None
+        self._words[Growing.FIRST] += self.published
+        self.published, self.handle = 0, None
 
 
 class PublishedPart(NamedTuple):
@@ -94,6 +116,16 @@ class Publisher:
         self._name = f"table {inserter.table.spec.name}"
         self._growing: set[GrowingTrajectory] = set()
         self.num_begun = 0  # trajectories with published steps
+
+    @property
+    def native_store(self) -> Any:
+        """The native Store of the table; None without the native module."""
+        return self._table.handle
+
+    @property
+    def limits(self) -> tuple[int, float]:
+        """Most steps of a trajectory, and the longest wait for the lock in seconds."""
+        return self._inserter.max_length or 0, self._inserter.timeout_s
 
     def check(self) -> None:
         """Raise if steps of open trajectories cannot be published.

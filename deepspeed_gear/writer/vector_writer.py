@@ -15,8 +15,16 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.trajectory_checks import as_stored, check_finite
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.store.native_handle import address, form_of
 from deepspeed_gear.store.process_bound import ProcessBound
-from deepspeed_gear.writer.partial_publish import GrowingTrajectory, PublishedPart, Publisher, no_publisher
+from deepspeed_gear.store.records import Growing
+from deepspeed_gear.writer.partial_publish import (
+    UNPUBLISHED,
+    GrowingTrajectory,
+    PublishedPart,
+    Publisher,
+    no_publisher,
+)
 from deepspeed_gear.writer.staged_rows import Staging
 
 _FIRST_LENGTH = 256
@@ -58,6 +66,8 @@ class VectorWriter(ProcessBound):
     ) -> None:
         num_envs = arguments.count("num_envs", num_envs)
         self._schema, self._add, self._native = schema, add, native
+        if native is not None:
+            self._vector_step, self._vector_publish = native.vector_step, native.vector_publish
         self.num_envs, self.autoreset, self._max_length = num_envs, autoreset, max_length
         steps = [column for column in schema if column.rows != "1" and not column.late]
         self._state = [c for c in steps if c.rows == "T+1" or c.role == "observation"]
@@ -68,13 +78,19 @@ class VectorWriter(ProcessBound):
         self._names = {role: role if column is None else column.name for role, column in roles.items()}
         self.num_steps = self.num_trajectories = 0
         self._values = {c.name: np.zeros((num_envs, *c.shape), c.numpy_dtype) for c in self._once}
-        length = min(_FIRST_LENGTH, max_length or _FIRST_LENGTH)
-        self._use(staging or Staging.private(schema.step_columns, num_envs, length, native))
-        self._next = self._staging.first.copy()  # row of each environment's next state
+        self._once_names = {column.name for column in self._once}
         self._waits = np.ones(num_envs, bool)  # for its first observation
         self._any_waits, self._room = True, 0
         self._notify: Callable[[object, np.ndarray], None] | None = None
         self._publisher, self._growing = publisher, dict[int, GrowingTrajectory]()  # by environment
+        self._growing_words = np.empty((num_envs, Growing.NUM_WORDS), np.int64)
+        self._growing_words[:] = UNPUBLISHED
+        self._native_steps: Any = None  # takes plain steps; None: Python does
+        self._publishes = False  # whether it publishes them too
+        length = min(_FIRST_LENGTH, max_length or _FIRST_LENGTH)
+        own = Staging.private(schema.step_columns, num_envs, length, native) if staging is None else staging
+        self._next = own.first.copy()  # row of each environment's next state
+        self._use(own, native if staging is None else None)
 
     def watch_versions(self, column: str, notify: Callable[[object, np.ndarray], None]) -> None:
         """Report the policy versions of open trajectories whenever some begin or end.
@@ -98,9 +114,30 @@ class VectorWriter(ProcessBound):
 
     # ---- staging ---------------------------------------------------------------------------------
 
-    def _use(self, staging: Staging) -> None:
+    def _use(self, staging: Staging, native: ModuleType | None) -> None:
         self._staging = staging
         self._state_rows, self._done_rows = staging.rows(self._state), staging.rows(self._done_by)
+        if native is None:
+            return
+        given = [(column, True) for column in self._state] + [(column, False) for column in self._done_by]
+        self._native_steps = native.VectorSteps(
+            columns=[(c.name, address(staging.arrays[c.name]), form_of(native, c), is_state)
+                     for c, is_state in given],
+            ends=(self._names["terminated"], self._names["truncated"]),
+            num_envs=self.num_envs,
+            next=address(self._next),
+            first=address(staging.first),
+            waits=address(self._waits),
+            autoreset=self.autoreset,
+        )  # fmt: skip
+        self._steps_address = self._native_steps.address
+        store = None if self._publisher is None else self._publisher.native_store
+        self._publishes = store is not None
+        if store is not None and self._publisher is not None:
+            sources = [address(staging.arrays[c.name]) if c.name in staging.arrays and not c.late else 0
+                       for c in self._schema]  # fmt: skip
+            words = address(self._growing_words)
+            self._native_steps.set_publishing(store.address, sources, words, *self._publisher.limits)
 
     def _grow(self, length: int) -> None:
         """Enlarge the staging to trajectories of `length` steps, keeping its rows."""
@@ -109,7 +146,7 @@ class VectorWriter(ProcessBound):
         for name, rows in old.arrays.items():
             new.arrays[name][:, : old.length + 1] = rows
         self._next += new.first - old.first
-        self._use(new)
+        self._use(new, self._native)
 
     def _pick(self, columns: list[Column], given: Mapping[str, Any], what: str) -> list[Any]:
         try:
@@ -171,6 +208,12 @@ class VectorWriter(ProcessBound):
                 called first: nothing has changed, and the step may be appended again. Or errors of `add`.
             StoreFullError, NotReadyError: The step is appended, but not published; the next one tries again.
         """
+        events = self._take_plain(columns) if envs is None else -1
+        if events >= 0:
+            added = self._follow(columns) if events else []
+            if publish:
+                self._publish()
+            return added
         envs = None if envs is None else self._numbers(envs)
         which: Any = slice(None) if envs is None else envs
         waits = self._waits[which]
@@ -200,6 +243,32 @@ class VectorWriter(ProcessBound):
         self._next[which] += 1
         if publish:
             self._publish()
+        return added
+
+    def _take_plain(self, columns: dict[str, Any]) -> int:
+        """Take a step of all environments by one native call.
+
+        Returns:
+            0, or more where episodes begin or end: see `_follow`; -1 if it is not plain (columns to convert
+            or to refuse, values per trajectory, no free rows): nothing has changed.
+        """
+        plain = self._room > 0 and self._notify is None and self._once_names.isdisjoint(columns)
+        if self._native_steps is None or not plain:
+            return -1
+        events: int = self._vector_step(self._steps_address, columns)
+        if events >= 0:
+            self._room -= 1
+            self.num_steps += self.num_envs
+        return events
+
+    def _follow(self, columns: Mapping[str, Any]) -> list[int]:
+        """Begin and end the episodes of a step that was taken natively; return the ids that were added."""
+        waits = self._waits.copy()
+        at = np.flatnonzero(self._ended(columns, self.num_envs) & ~waits)
+        if self._any_waits:
+            self._begin_again(waits, slice(None))
+        added = self._end(at, None, {}, []) if len(at) else []
+        self._next += 1
         return added
 
     def _numbers(self, envs: object) -> np.ndarray:
@@ -366,10 +435,12 @@ class VectorWriter(ProcessBound):
         if self._publisher is None:
             raise no_publisher()
         self._publisher.check()
+        if self._publishes and self._vector_publish(self._steps_address) == 0:
+            return
         used = self._used()
         for env in np.flatnonzero(used).tolist():
             if env not in self._growing:
-                self._growing[env] = GrowingTrajectory(weakref.ref(self))
+                self._growing[env] = GrowingTrajectory(weakref.ref(self), self._growing_words[env])
         self._publisher.publish([self._part_of(env, int(used[env])) for env in self._growing])
 
     def _part_of(self, env: int, num_steps: int) -> PublishedPart:

@@ -118,6 +118,13 @@ def test_ingest_runs(run_python: Run, tmp_path: Path, load: Load) -> None:
         assert "Two writers at once" in load("tables").ingest(rows)
 
 
+def test_adding_runs(run_python: Run, tmp_path: Path, load: Load) -> None:
+    rows = rows_of(run_python, tmp_path / "adding.json", "adding")
+    assert {row["system"] for row in rows} >= {"numpy ring", "gear", "gear, published"}
+    assert all(row["step_us"] > 0 for row in rows)
+    assert "us a batch" in load("tables").adding(rows)
+
+
 @pytest.mark.parametrize("sampler", ["prioritized", "uniform"])
 def test_the_limit_of_selection_does_what_it_is_a_limit_of(load: Load, sampler: str) -> None:
     transitions, limits = load("support.transitions"), load("support.select_limit")

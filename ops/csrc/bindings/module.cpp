@@ -7,6 +7,7 @@
 #include "bindings/op_table.h"
 #include "bindings/ops.h"
 #include "bindings/store.h"
+#include "bindings/vector_steps.h"
 #include "store/mutex.h"
 
 namespace {
@@ -48,6 +49,8 @@ PyMethodDef kMethods[] = {
         "store_add", "store_add(store, columns, num_steps, timeout_s) -> (id, slot)"),
     Function<gear::python::RowFits>("row_fits", "row_fits(targets, target, row) -> bool"),
     Function<gear::python::PutRows>("rows_put", "rows_put(targets, columns, rows) -> column"),
+    Function<gear::python::TakeStep>("vector_step", "vector_step(steps, columns) -> events"),
+    Function<gear::python::PublishSteps>("vector_publish", "vector_publish(steps) -> number left"),
     Function<gear::direct::RingBell>("bell_ring", "bell_ring(bell) -> None"),
     Function<gear::direct::WaitForBell>("bell_wait", "bell_wait(bell, seen, timeout_s) -> count"),
     Function<gear::direct::FenceMemory>("fence", "fence() -> None"),
@@ -66,6 +69,7 @@ PyMODINIT_FUNC GEAR_INIT(TORCH_EXTENSION_NAME)() {
   try {
     auto classes = pybind11::reinterpret_borrow<pybind11::module_>(made);
     gear::python::Bind(classes);
+    gear::python::BindVectorSteps(classes);
   } catch (pybind11::error_already_set& error) {
     error.restore();
     Py_CLEAR(made);

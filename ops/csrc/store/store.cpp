@@ -305,4 +305,58 @@ Added Add(Store& store, const void* const* sources, int64_t num_steps, double ti
   return {Commit(store, slot, num_steps, store.slots[slot].num_rows, born), slot};
 }
 
+namespace {
+
+// Whether a slot is still its writer's own, and was not evicted since.
+bool Stands(const Store& store, const Growing& growing) {
+  const Slot& record = store.slots[growing.slot];
+  const bool is_same = record.generation == growing.generation && record.owner == store.peer &&
+                       store.control[kLoads] == growing.loads;
+  return is_same && record.state == kCommitted && OpenOf(store, growing.slot) != 0;
+}
+
+// Copies steps [published, num_steps) into the slot's rows, which no process reads yet.
+void WriteSteps(Store& store, const Staged& staged, const Growing& growing, int64_t num_steps) {
+  const int64_t to = store.slots[growing.slot].first_row, from = staged.first_row + growing.first;
+  for (size_t i = 0; i < store.columns.size(); ++i) {
+    const ColumnOf& column = store.columns[i];
+    if (column.rows == kPerTrajectory) continue;
+    const int64_t begin = growing.published + column.rows, end = num_steps + column.rows;
+    char* rows = column.base + (to + begin) * column.row_bytes;
+    const auto num_bytes = static_cast<size_t>((end - begin) * column.row_bytes);
+    if (staged.columns[i] == nullptr)
+      std::memset(rows, 0, num_bytes);
+    else
+      std::memcpy(rows, staged.columns[i] + (from + begin) * column.row_bytes, num_bytes);
+  }
+}
+
+}  // namespace
+
+int64_t Grow(Store& store, const Staged* staged, Growing* growing, int64_t count,
+             int64_t most_steps, double timeout_s) {
+  const Held held(store, timeout_s);
+  if (held.refusal() != 0) return count;
+  int64_t left = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    Growing& one = growing[i];
+    const int64_t num_steps = staged[i].num_steps - one.first, more = num_steps - one.published;
+    if (staged[i].num_steps == 0 || (one.slot >= 0 && more <= 0)) continue;
+    const bool goes = one.slot >= 0 && one.published > 0 && num_steps <= most_steps &&
+                      Stands(store, one) && (!store.rate.per_step || MayInsert(store, more));
+    if (!goes) {
+      ++left;
+      continue;
+    }
+    WriteSteps(store, staged[i], one, num_steps);
+    one.published = num_steps;
+    // The commit point: pairs with the acquire of processes that read the slot without the lock.
+    __atomic_store_n(&store.slots[one.slot].num_steps, num_steps, __ATOMIC_RELEASE);
+    store.control[kStepsCommitted] += more;
+    store.control[kStepsInserted] += more;
+    Note(store, one.slot);
+  }
+  return left;
+}
+
 }  // namespace gear::cpu

@@ -125,4 +125,27 @@ struct Added {
 // kNotFinite, to free it: the lock could not be taken.
 Added Add(Store& store, const void* const* sources, int64_t num_steps, double timeout_s);
 
+// A trajectory that grows: its slot as its writer reserved it, and what is published of it.
+struct Growing {
+  int64_t slot;  // -1: nothing is published
+  int64_t generation, loads;
+  int64_t first;      // steps before the stored ones, which belong to an evicted trajectory
+  int64_t published;  // stored steps that batches may hold
+};
+static_assert(sizeof(Growing) == 40, "a growing trajectory is a row of 5 int64");
+
+// Where the steps of a trajectory lie until they are published.
+struct Staged {
+  const char* const* columns;  // by column of the store; null: late, or one value per trajectory
+  int64_t first_row;           // row of its first step
+  int64_t num_steps;
+};
+
+// Publishes the new steps of trajectories that are published already; takes the lock. Returns how
+// many still have steps to publish: such as are not published yet, whose slot was evicted, that are
+// longer than `most_steps`, or that the rate limiter holds back; all of them if the lock cannot be
+// taken. The same in plain Python: deepspeed_gear/writer/partial_publish.py.
+int64_t Grow(Store& store, const Staged* staged, Growing* growing, int64_t count,
+             int64_t most_steps, double timeout_s);
+
 }  // namespace gear::cpu

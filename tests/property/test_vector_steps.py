@@ -1,0 +1,157 @@
+"""A VectorWriter stores and publishes the same by its native call as in Python, whatever it is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_gear import Column, Replay, Schema
+from deepspeed_gear.errors import GearError
+from deepspeed_gear.ops.records import Slot, SlotState
+from deepspeed_gear.writer.vector_writer import VectorWriter
+
+SCHEMA = Schema(
+    [
+        Column("observation", "float32", (2,), "observation", "T+1"),
+        Column("action", "int64"),
+        Column("reward", "float32", (), "reward"),
+        Column("truncated", "bool", (), "truncated"),
+        Column("terminated", "bool", (), "terminated"),
+        Column("task", "int16", rows="1"),
+        Column("score", "float32", (), rows="T", late=True),
+    ]
+)
+LONGEST = 6
+FORMS = ("plain", "lists", "wide", "nan", "missing", "short", "task", "flags")
+
+
+def replay_of(num_envs: int, rate: bool) -> Replay:
+    table: dict[str, Any] = {
+        "capacity_steps": 8 * LONGEST * num_envs,
+        "max_length": LONGEST,
+        "remove": "fifo",
+    }
+    if rate:
+        table["rate_limiter"] = {"samples_per_insert": 1.0, "min_size": 20, "error_buffer": 40}
+    section = {
+        "tables": {"main": table},
+        "sampler": {"kind": "uniform", "unit": "step"},
+        "fields": {"action": {}},
+        "batch_size": 4,
+        "timeout_s": 0.05,
+    }
+    return Replay(section, schemas={"main": SCHEMA})
+
+
+def in_python(writer: VectorWriter) -> VectorWriter:
+    writer._native_steps, writer._publishes = None, False
+    return writer
+
+
+def stored(replay: Replay) -> list[Any]:
+    """Return what batches may hold: id, steps and rows of each trajectory, by id."""
+    table = replay.tables["main"]
+    found = []
+    for slot, record in enumerate(table.slots):
+        if record[Slot.STATE] != SlotState.COMMITTED:
+            continue
+        first, steps = int(record[Slot.FIRST_ROW]), int(record[Slot.NUM_STEPS])
+        rows = {}
+        for column in SCHEMA:
+            end = {"T": first + steps, "T+1": first + steps + 1, "1": slot + 1}[column.rows]
+            begin = slot if column.rows == "1" else first
+            rows[column.name] = np.array(table.columns[column.name][begin:end]).tolist()
+        found.append((int(record[Slot.ID]), steps, rows))
+    return sorted(found, key=lambda one: one[0])
+
+
+def outcome(work: Any, **arguments: Any) -> Any:
+    try:
+        return work(**arguments)
+    except GearError as error:
+        return type(error).__name__, str(error)
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> tuple[int, str, bool, list[dict[str, Any]]]:
+    num_envs = draw(st.integers(1, 3))
+    mode = draw(st.sampled_from(["next_step", "same_step", "disabled"]))
+    flags = st.lists(st.sampled_from([False] * 9 + [True]), min_size=num_envs, max_size=num_envs)
+    one = st.fixed_dictionaries(
+        {
+            "form": st.sampled_from(("plain",) * 30 + FORMS),
+            "terminated": flags,
+            "truncated": flags,
+            "publish": st.sampled_from([True, True, True, False]),
+            "some": st.sampled_from([None] * 9 + [num_envs - 1]),
+            "after": st.sampled_from(["", "", "", "reset", "remove", "sample"]),
+        }
+    )
+    return num_envs, mode, draw(st.booleans()), draw(st.lists(one, min_size=4, max_size=25))
+
+
+def columns_of(at: int, num_envs: int, given: dict[str, Any]) -> dict[str, Any]:
+    base = np.arange(num_envs) + 10 * at
+    columns: dict[str, Any] = {
+        "observation": np.repeat(base, 2).reshape(num_envs, 2).astype(np.float32),
+        "action": base.astype(np.int64),
+        "reward": base.astype(np.float32) / 2,
+        "truncated": np.array(given["truncated"]),
+        "terminated": np.array(given["terminated"]),
+    }
+    match given["form"]:
+        case "lists":
+            columns = {name: value.tolist() for name, value in columns.items()}
+        case "wide":
+            columns["observation"] = columns["observation"].astype(np.float64)
+        case "nan":
+            columns["reward"] = np.where(base == base[-1], np.float32("nan"), columns["reward"])
+        case "missing":
+            del columns["action"]
+        case "short":
+            columns["observation"] = columns["observation"][:, :1]
+        case "task":
+            columns["task"] = base.astype(np.int16)
+        case "flags":
+            columns["terminated"] = columns["terminated"].astype(np.int8)
+    return columns
+
+
+@settings(deadline=None)
+@given(scenes())
+def test_native_steps_are_those_of_python(scene: tuple[int, str, bool, list[dict[str, Any]]]) -> None:
+    num_envs, mode, rate, steps = scene
+    with replay_of(num_envs, rate) as one, replay_of(num_envs, rate) as other:
+        native = one.writer().vector_writer(num_envs, mode)  # type: ignore[arg-type]
+        assert native._native_steps is not None
+        plain = in_python(other.writer().vector_writer(num_envs, mode))  # type: ignore[arg-type]
+        first = np.zeros((num_envs, 2), np.float32)
+        for writer in (native, plain):
+            writer.reset(observation=first, task=np.arange(num_envs, dtype=np.int16))
+        for at, given in enumerate(steps):
+            columns, some = columns_of(at, num_envs, given), given["some"]
+            more: dict[str, Any] = {"publish": given["publish"]}
+            if some is not None:
+                more["envs"] = np.array([some])
+                columns = {name: value[some : some + 1] for name, value in columns.items()}
+            if mode == "same_step":
+                more["final"] = {"observation": np.asarray(columns["observation"], np.float32) + 0.5}
+            ends = np.array(given["terminated"]) | np.array(given["truncated"])
+            found = []
+            for replay, writer in ((one, native), (other, plain)):
+                result = outcome(writer.step, **more, **columns)
+                if mode == "disabled" or given["after"] == "reset":
+                    mask = ends if mode == "disabled" else ~ends
+                    writer.reset(mask=mask, observation=first)
+                if given["after"] == "remove" and (ids := [known[0] for known in stored(replay)]):
+                    replay.remove(ids[:1])
+                if given["after"] == "sample" and stored(replay):
+                    outcome(replay.sample)
+                found.append((result, writer.num_steps, writer.num_trajectories, stored(replay)))
+            assert found[0] == found[1], given
+        for writer in (native, plain):
+            writer.close()
+        assert stored(one) == stored(other)
