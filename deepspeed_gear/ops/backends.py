@@ -41,6 +41,7 @@ class Ops:
     top_k_: Op
     append_reports_: Op
     prioritize_: Op
+    slot_priorities_: Op
     suffix_sum_: Op
     n_step_: Op
     gather_: Op

@@ -38,6 +38,17 @@ class ReplayBase(ProcessBound, ABC):
         self._closed = False
         self._last_saves: dict[str, Mapping[str, Any]] = {}  # by folder: state of its latest save
 
+    def __repr__(self) -> str:
+        kind, info = self.config.sampler.kind, self.batch_info
+        sizes = f"batches of {info.micro}" + (f" of {info.global_batch}" if info.num_micro > 1 else "")
+        end = ", closed" if self._closed else ""
+        name = type(self).__name__
+        return f"{name}({', '.join(self.config.sampled_tables)}: {kind}, {sizes}, on {self.device}{end})"
+
+    def __dir__(self) -> list[str]:
+        """Return the public names: what completion shows."""
+        return sorted(name for name in super().__dir__() if not name.startswith("_"))
+
     # ---- ranks -----------------------------------------------------------------------------------
 
     @property

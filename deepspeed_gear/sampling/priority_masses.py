@@ -59,6 +59,11 @@ class PriorityMasses(ItemMasses):
         self._count_words: memoryview = self.counts.data
         self._row_slots_tensor = torch.from_numpy(self._row_slots)
         self._unit = UNIT_CODES[spec.rule.unit]
+        steps = np.empty(0, np.int64) if self._steps is None else self._steps
+        known = (torch.from_numpy(words) for words in (self._bases, self._generations, steps))
+        self._slot_words = *known, self._row_slots_tensor
+        initial = self.rule.initial
+        self._fixed_initial = None if initial is None else int(np.float32(initial).view(np.int32))
         self._window: np.ndarray = views[at + "window"]
         self._window_words: memoryview = self._window.data
 
@@ -162,6 +167,12 @@ class PriorityMasses(ItemMasses):
         steps = StepPriorities.find(self.ops, self.table.views, self.spec.at.rstrip("/"))
         if steps is not None:
             steps.repair(self.table)
+        if self.words[TreeChanges.APPLYING] < 0:  # a slot is done or to be done again: finish
+            changed = -1 - self.words[TreeChanges.APPLYING]
+            assert self._log is not None
+            assert self._plain_unit is not None
+            self._take(self._log, self.words[TreeChanges.SEEN], changed, self._plain_unit)
+            self.words[TreeChanges.SEEN] = changed
         super().recover()
 
     def _alpha_at(self, key: int) -> int:
@@ -222,6 +233,27 @@ class PriorityMasses(ItemMasses):
             self._steps[slots] = self.table.slots[slots, Slot.NUM_STEPS]
         self._bases[slots] = masses
         self._generations[slots] = self.table.slots[slots, Slot.GENERATION]
+
+    def _take(self, log: torch.Tensor, seen: int, changed: int, unit: int) -> None:
+        initial = self._fixed_initial
+        self.words[TreeChanges.APPLYING] = -1 - changed
+        self.ops.slot_priorities_(
+            self.sums,
+            self._minima,
+            self._values,
+            self._counts,
+            *self._slot_words,
+            self._slots,
+            log,
+            seen,
+            changed,
+            self._how[0],
+            unit,
+            self._count_words[UpdateCount.HIGHEST_PRIORITY] if initial is None else initial,
+            self.words[TreeChanges.ALPHA],
+            self.rule.most_bits,
+        )
+        self.words[TreeChanges.APPLYING] = 0
 
     def _set_grown(self, slots: np.ndarray) -> None:
         """Set the first priority of new steps of open trajectories; other steps keep theirs."""

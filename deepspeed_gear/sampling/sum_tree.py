@@ -30,7 +30,7 @@ class TreeChanges:
     """Words of the mass changes that wait for a selection."""
 
     NUM_QUEUED: Final = 0
-    APPLYING: Final = 1  # the queue is being written to the tree
+    APPLYING: Final = 1  # 1: the queue is being written to the tree; -1 - n: log entries up to n are
     ALPHA: Final = 2  # exponent of the priorities, Q62
     SEEN: Final = 3  # the table's Control.CHANGED up to which changes are queued
     NUM_WORDS: Final = 8
@@ -66,8 +66,7 @@ class ItemMasses:
         self._log = None if table.extents is None else torch.from_numpy(table.extents.log)
         unit = UNIT_CODES["trajectory" if spec.rule.draws_anchor else "step"]
         self._how = (spec.rule.anchors.as_list(), unit, spec.seed, spec.key)
-        is_plain = spec.priorities is None and not self._late
-        self._plain_unit = spec.rule.plain_unit if is_plain else None
+        self._plain_unit = None if self._late else spec.rule.plain_unit
 
     @staticmethod
     def count_items(spec: StreamSpec, num_slots: int, num_rows: int) -> int:
@@ -224,9 +223,13 @@ class ItemMasses:
         if changed - seen > log.size(0):  # `len` of a tensor takes ten times as long
             return False
         if changed != seen:
-            self.ops.slot_masses_(self.sums, self._slots, log, seen, changed, self._how[0], unit)
+            self._take(log, seen, changed, unit)
             self.words[TreeChanges.SEEN] = changed
         return True
+
+    def _take(self, log: torch.Tensor, seen: int, changed: int, unit: int) -> None:
+        """Write the masses of the slots in entries [seen, changed) of the log to the tree."""
+        self.ops.slot_masses_(self.sums, self._slots, log, seen, changed, self._how[0], unit)
 
     def recover(self) -> None:
         """Repair masses and queue after a process died inside a method."""

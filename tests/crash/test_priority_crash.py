@@ -127,7 +127,7 @@ def test_death_while_reporting(backend: str, stride: int) -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize("op", ["prioritize_", "tree_update_", "minima_update_", "mass_"])
+@pytest.mark.parametrize("op", ["prioritize_", "slot_priorities_", "tree_update_", "minima_update_", "mass_"])
 def test_death_inside_an_op(backend: str, op: str) -> None:
     """Sums, minima, masses and some of the priorities are changed when their writer dies."""
     whole = contradicted(backend, "step")
@@ -138,12 +138,18 @@ def test_death_inside_an_op(backend: str, op: str) -> None:
     def die() -> None:
         _, (other,) = scene.attach(1)
         masses = other.masses
+        if op not in ("prioritize_", "slot_priorities_"):  # those of slots that no single op handles
+            masses._plain_unit = None
         real = getattr(masses.ops, op)
 
         def torn(*arguments: Any) -> None:
             if op == "prioritize_":
                 first = [a[:1] if i == 5 else a for i, a in enumerate(arguments)]
                 real(*first)
+            if op == "slot_priorities_":
+                begin, end = arguments[10:12]
+                assert end - begin > 1
+                real(*arguments[:11], (begin + end) // 2, *arguments[12:])
             masses.sums[tree_levels(masses.num_items)[1][0] :] = 12345
             masses._minima[:] = 7
             masses.leaves[::3] = 99

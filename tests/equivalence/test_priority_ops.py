@@ -7,6 +7,8 @@ from itertools import pairwise
 import op_wrappers
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from priority_op_cases import (
     ALPHAS,
     BAD_PRIORITIES,
@@ -29,8 +31,9 @@ from deepspeed_gear.ops.constants import (
     minima_levels,
     minima_size,
     most_mass_bits,
+    tree_size,
 )
-from deepspeed_gear.ops.records import Resolution, SlotState
+from deepspeed_gear.ops.records import MassUnit, Resolution, Slot, SlotState, UpdateCount
 
 
 def test_a_committed_slot_is_what_the_store_calls_so() -> None:
@@ -275,3 +278,59 @@ def test_top_k(reference: Ops, native: Ops, num_items: int, order: str) -> None:
             values = priorities.tolist()
             by_hand = sorted(leaves, key=lambda i: (-values[i], i))[:k]
             assert got.tolist() == by_hand + [-1] * (k - len(by_hand))
+
+
+@given(data=st.data())
+def test_slot_priorities(reference: Ops, cpu: Ops, data: st.DataObject) -> None:
+    """Slots that change, step by step: the arrays stay those of the reference."""
+    by_step, keeps_minima = data.draw(st.booleans()), data.draw(st.booleans())
+    num_slots, length = 6, 7
+    num_items = num_slots * length if by_step else num_slots
+    rule = data.draw(st.sampled_from([[0, 0, 1, 1 << 40, 0], [1, 0, 2, 2, 0], [0, 2, 1, 3, 1]]))
+    unit = MassUnit.STEP if by_step else data.draw(st.sampled_from([MassUnit.TRAJECTORY, MassUnit.LENGTH]))
+    slots = torch.zeros(num_slots, Slot.NUM_WORDS, dtype=torch.int64)
+    slots[:, Slot.FIRST_ROW], slots[:, Slot.NUM_ROWS] = torch.arange(num_slots) * length, length
+
+    def arrays() -> list[Tensor]:
+        words = minima_size(num_items) if keeps_minima else 0
+        return [
+            torch.zeros(tree_size(num_items), dtype=torch.int64),
+            torch.zeros(words, dtype=torch.int64),
+            torch.zeros(num_items),
+            torch.zeros(UpdateCount.NUM_WORDS, dtype=torch.int64),
+            *torch.zeros(2, num_slots, dtype=torch.int64),
+            torch.zeros(num_slots if by_step else 0, dtype=torch.int64),
+            torch.zeros(num_items if by_step else 0, dtype=torch.int32),
+        ]
+
+    expected, got, log, first = arrays(), arrays(), torch.zeros(16, dtype=torch.int64), 0
+    for _ in range(data.draw(st.integers(1, 6))):
+        changed = data.draw(st.lists(st.integers(0, num_slots - 1), max_size=8))
+        for slot in changed:
+            slots[slot, Slot.STATE] = data.draw(st.integers(0, 3))
+            slots[slot, Slot.GENERATION] = data.draw(st.integers(1, 3))
+            slots[slot, Slot.NUM_STEPS] = data.draw(st.integers(1, length))
+        last = first + len(changed)
+        log[torch.arange(first, last) % len(log)] = torch.tensor(changed, dtype=torch.int64)
+        initial = data.draw(st.sampled_from([0, 0x3F800000, 0x3F000001]))
+        rest = slots, log, first, last, rule, int(unit), initial, 1 << 61, 40
+        reference.slot_priorities_(*expected, *rest)
+        cpu.slot_priorities_(*got, *rest)
+        for mine, other in zip(got, expected, strict=True):
+            assert torch.equal(mine, other)
+        first = last
+
+
+def test_slot_priorities_outside(cpu: Ops, reference: Ops) -> None:
+    slots = torch.tensor([[SlotState.COMMITTED, 1, 0, 3, 2, 2, 0, 0]])
+    log, zeros = torch.zeros(4, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    for ops in (cpu, reference):
+        sums, counts = torch.zeros(tree_size(4), dtype=torch.int64), torch.zeros(5, dtype=torch.int64)
+        known = zeros.clone(), zeros.clone(), zeros.clone(), torch.zeros(4, dtype=torch.int32)
+        given = sums, torch.empty(0, dtype=torch.int64), torch.zeros(4), counts, *known, slots, log
+        rest = [0, 0, 1, 9, 0], 1, 0x3F800000, 1 << 61, 40
+        with pytest.raises(REFUSED, match="must lie in"):
+            ops.slot_priorities_(*given, 0, 1, *rest)
+        with pytest.raises(REFUSED, match="entries must be in a log of 4"):
+            ops.slot_priorities_(*given, 0, 5, *rest)
+        assert not sums.any()

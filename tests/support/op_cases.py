@@ -21,7 +21,14 @@ from deepspeed_gear.ops.records import (
     UpdateCount,
 )
 
-HOST_ONLY = ("assign_draws_", "encode_draws_", "decode_draws_", "encode_reports_", "decode_reports_")
+HOST_ONLY = (
+    "slot_priorities_",
+    "assign_draws_",
+    "encode_draws_",
+    "decode_draws_",
+    "encode_reports_",
+    "decode_reports_",
+)
 # The pieces of copy_pieces_ stay in memory of the host: tests/gpu/test_host_placement.py.
 ON_DEVICE = [name for name in OP_NAMES if name not in (*HOST_ONLY, "copy_pieces_")]
 RING_NAMES = ("ring_add_", "ring_select_", "ring_update_", "scatter_")

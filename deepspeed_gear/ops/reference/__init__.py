@@ -22,6 +22,7 @@ from .priorities import (
     minima_update_,
     prioritize_,
     resolve_rows_,
+    slot_priorities_,
     top_k_,
 )
 from .returns import n_step_, suffix_sum_
@@ -75,6 +76,7 @@ __all__ = [
     "ring_update_",
     "scatter_",
     "slot_masses_",
+    "slot_priorities_",
     "suffix_sum_",
     "top_k_",
     "tree_build_",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ from ...errors import ShapeError
 from ..constants import FAN_OUT, MASS_BITS, MOST_MASS_BITS, ONE_Q62, minima_levels
 from .integers import LOW_32
 from .power import exp2, float_bits, log2, power_of_priority, scale
-from .select import check_coordinates, check_items, descend, tree_update_
+from .select import check_coordinates, check_items, descend, num_anchors, tree_update_
 
 _INFINITY, _MINUS_ZERO = 0x7F800000, 0x80000000
 _NOTHING = (1 << 63) - 1  # "no mass", in the search for the least one
@@ -210,6 +212,86 @@ def prioritize_(
     counts[UpdateCount.CLAMPED] += is_clamped.sum()
     counts[UpdateCount.HIGHEST_PRIORITY] = max([int(counts[UpdateCount.HIGHEST_PRIORITY]), *bits.tolist()])
     counts[UpdateCount.DRAWABLE] += (sums[changed] > 0).sum() - num_before
+
+
+def slot_priorities_(
+    sums: Tensor,
+    minima: Tensor,
+    priorities: Tensor,
+    counts: Tensor,
+    bases: Tensor,
+    generations: Tensor,
+    steps: Tensor,
+    row_slots: Tensor,
+    slots: Tensor,
+    log: Tensor,
+    first: int,
+    last: int,
+    rule: Sequence[int],
+    unit: int,
+    initial: int,
+    alpha: int,
+    most_bits: int,
+) -> None:
+    """Set the first priorities of new items of the slots in entries [first, last) of a ring.
+
+    New items are those of another trajectory, of one that has a mass by the rule now (`slot_masses_`), and
+    further steps of one that grows; their priority is `initial` (float32 bits). Items that are evicted or no
+    longer anchors get 0, others keep theirs. `bases`, `generations` and `steps` hold each slot's mass by
+    the rule, its trajectory, and its steps with a priority; rows of free slots are left alone. Empty `steps`
+    and `row_slots`: items are trajectories. Of `counts` only `DRAWABLE` changes.
+    """
+    if not 0 <= first <= last <= first + len(log):
+        raise ShapeError("entries", f"must be in a log of {len(log)}", (first, last))
+    changed = log[torch.arange(first, last) % max(len(log), 1)]
+    check_items(changed, len(slots))
+    masses = mass_of(order_of(torch.tensor([initial])), alpha, most_bits)[0]
+    value = torch.tensor([initial], dtype=torch.int32).view(torch.float32)
+    for slot in changed.tolist():
+        record, by_step = slots[slot].tolist(), len(row_slots) > 0
+        state, num_steps = record[Slot.STATE], record[Slot.NUM_STEPS]
+        if by_step and state not in (SlotState.COMMITTED, SlotState.EVICTED):
+            bases[slot] = 0
+            continue
+        base = 0
+        if state == SlotState.COMMITTED:
+            base = int(num_anchors(rule, torch.tensor(num_steps)))
+            if unit != MassUnit.STEP:
+                base = (base > 0) * (num_steps if unit == MassUnit.LENGTH else 1)
+        differs = bool(generations[slot] != record[Slot.GENERATION] or (bases[slot] > 0) != (base > 0))
+        if by_step:
+            row, every = record[Slot.FIRST_ROW], torch.arange(record[Slot.NUM_ROWS])
+            check_items(every + row, len(priorities))
+            has_mass = _are_anchors(rule, every, num_steps) & (base > 0)
+            if differs:
+                row_slots[every + row] = slot
+                which = every
+            elif base > 0:
+                which = every[has_mass != _are_anchors(rule, every, int(steps[slot]))]
+            else:
+                which = every[:0]
+            items, has_mass = which + row, has_mass[which]
+        else:
+            items = torch.tensor([slot] if differs else [], dtype=torch.int64)
+            has_mass = torch.full((len(items),), base > 0)
+        counts[UpdateCount.DRAWABLE] -= (sums[items] > 0).sum()
+        priorities[items] = torch.where(has_mass, value, 0.0)
+        tree_update_(sums, len(priorities), items, torch.where(has_mass, masses, 0))
+        if len(minima):
+            minima_update_(minima, sums, len(priorities), items)
+        counts[UpdateCount.DRAWABLE] += (sums[items] > 0).sum()
+        if by_step:  # from here on: a process that dies before leaves the slot as it was
+            steps[slot] = num_steps
+        bases[slot], generations[slot] = base, record[Slot.GENERATION]
+
+
+def _are_anchors(rule: Sequence[int], steps: Tensor, num_steps: int) -> Tensor:
+    """Return which steps of a trajectory of this length are anchors. [n], bool."""
+    first, _, stride, _, from_end = rule
+    distance = (num_steps - 1 - steps if from_end else steps) - first
+    inside = (steps < num_steps) & (distance >= 0) & (distance % stride == 0)
+    are: Tensor = inside & (distance // stride < num_anchors(rule, torch.tensor(num_steps)))
+    return are
 
 
 def _is_current(slots: Tensor, updates: Tensor) -> Tensor:

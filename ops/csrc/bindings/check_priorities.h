@@ -83,18 +83,28 @@ inline void CheckReport(const at::Tensor& log, const at::Tensor& resolutions,
   TORCH_CHECK(tail >= 0, "gear: tail must be at least 0, got ", tail);
 }
 
+inline void CheckLongs(const at::Tensor& tensor, const char* name, int64_t count) {
+  CheckTensor(tensor, name, at::kLong);
+  TORCH_CHECK(tensor.numel() == count, "gear: ", name, " must have ", count, " elements, got ",
+              tensor.numel());
+}
+
 // An empty tensor of minima: the caller keeps none.
-inline void CheckPrioritize(const at::Tensor& sums, const at::Tensor& minima,
-                            const at::Tensor& priorities, const at::Tensor& counts,
-                            const at::Tensor& slots, const at::Tensor& updates, int64_t unit) {
+inline void CheckPriorityArrays(const at::Tensor& sums, const at::Tensor& minima,
+                                const at::Tensor& priorities, const at::Tensor& counts,
+                                const at::Tensor& slots) {
   CheckTensor(priorities, "priorities", at::kFloat);
   CheckTree(sums, priorities.numel());
   CheckTensor(minima, "minima", at::kLong);
   if (minima.numel() > 0) CheckMinima(minima, sums, priorities.numel());
-  CheckTensor(counts, "counts", at::kLong);
-  TORCH_CHECK(counts.numel() == cpu::kNumUpdateCounts, "gear: counts must have ",
-              static_cast<int64_t>(cpu::kNumUpdateCounts), " elements, got ", counts.numel());
+  CheckLongs(counts, "counts", cpu::kNumUpdateCounts);
   CheckRecords(slots, "slots", kSlotWords);
+}
+
+inline void CheckPrioritize(const at::Tensor& sums, const at::Tensor& minima,
+                            const at::Tensor& priorities, const at::Tensor& counts,
+                            const at::Tensor& slots, const at::Tensor& updates, int64_t unit) {
+  CheckPriorityArrays(sums, minima, priorities, counts, slots);
   CheckTensor(updates, "updates", at::kLong);
   TORCH_CHECK(
       updates.dim() == 2 && (updates.size(1) == kUpdateWords || updates.size(1) == kReportWords),

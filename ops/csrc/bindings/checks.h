@@ -228,14 +228,18 @@ inline void CheckRule(at::IntArrayRef rule) {
               "gear: rule must be first, trim, stride, most, from_end");
 }
 
+inline void CheckEntries(const at::Tensor& log, int64_t first, int64_t last) {
+  CheckTensor(log, "log", at::kLong);
+  TORCH_CHECK(0 <= first && first <= last && last - first <= log.numel(),
+              "gear: entries must be in a log of ", log.numel(), ", got [", first, ", ", last, ")");
+}
+
 inline void CheckSlotMasses(const at::Tensor& sums, const at::Tensor& slots, const at::Tensor& log,
                             int64_t first, int64_t last, at::IntArrayRef rule) {
   CheckRecords(slots, "slots", kSlotWords);
   CheckTree(sums, slots.size(0));
   CheckRule(rule);
-  CheckTensor(log, "log", at::kLong);
-  TORCH_CHECK(0 <= first && first <= last && last - first <= log.numel(),
-              "gear: entries must be in a log of ", log.numel(), ", got [", first, ", ", last, ")");
+  CheckEntries(log, first, last);
 }
 
 inline void CheckResolve(const at::Tensor& resolutions, const at::Tensor& sums,

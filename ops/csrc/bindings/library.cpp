@@ -190,6 +190,43 @@ void Prioritize(at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities, at
   cpu::Prioritize(target, records, items.data(), count, scale, counts.mutable_data_ptr<int64_t>());
 }
 
+// Empty steps and row_slots: items are trajectories.
+void SlotPriorities(at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities,
+                    at::Tensor& counts, at::Tensor& bases, at::Tensor& generations,
+                    at::Tensor& steps, at::Tensor& row_slots, const at::Tensor& slots,
+                    const at::Tensor& log, int64_t first, int64_t last, at::IntArrayRef rule,
+                    int64_t unit, int64_t initial, int64_t alpha, int64_t most_bits) {
+  const MassScale scale = ScaleOf(alpha, most_bits);
+  CheckPriority(static_cast<uint32_t>(initial), 0);
+  CheckPriorityArrays(sums, minima, priorities, counts, slots);
+  CheckEntries(log, first, last);
+  CheckRule(rule);
+  const int64_t num_slots = slots.size(0), size = log.numel(), num_items = priorities.numel();
+  const bool by_step = row_slots.numel() > 0;
+  CheckLongs(bases, "bases", num_slots);
+  CheckLongs(generations, "generations", num_slots);
+  CheckLongs(steps, "steps", by_step ? num_slots : 0);
+  CheckTensor(row_slots, "row_slots", at::kInt);
+  TORCH_CHECK(num_items == (by_step ? row_slots.numel() : num_slots),
+              "gear: priorities must have a value per item");
+  const int64_t* ring = log.const_data_ptr<int64_t>();
+  for (int64_t i = first; i < last; ++i) {
+    const int64_t slot = ring[i % size];
+    TORCH_CHECK(slot >= 0 && slot < num_slots, "gear: items must lie in [0, ", num_slots, ")");
+  }
+  const cpu::Priorities target{Unsigned(sums), minima.numel() > 0 ? Unsigned(minima) : nullptr,
+                               priorities.mutable_data_ptr<float>(), num_items};
+  const cpu::PrioritizedSlots known{bases.mutable_data_ptr<int64_t>(),
+                                    generations.mutable_data_ptr<int64_t>(),
+                                    by_step ? steps.mutable_data_ptr<int64_t>() : nullptr,
+                                    by_step ? row_slots.mutable_data_ptr<int32_t>() : nullptr};
+  const int64_t done = cpu::SlotPriorities(
+      target, known, Records<Slot>(slots), ring, size, first, last,
+      AnchorRule{rule[0], rule[1], rule[2], rule[3], rule[4]}, unit, static_cast<uint32_t>(initial),
+      scale, counts.mutable_data_ptr<int64_t>());
+  TORCH_CHECK(done == last, "gear: rows must lie in [0, ", num_items, ")");
+}
+
 void SuffixSum(at::Tensor& out, const at::Tensor& reward, const at::Tensor& extents) {
   CheckTensor(out, "out", at::kFloat);
   CheckRecords(extents, "extents", 2);

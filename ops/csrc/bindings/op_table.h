@@ -48,9 +48,15 @@
      "Tensor columns, Tensor heads, int[] room") \
   OP(copy_pieces_, CopyPieces, "Tensor(a!) out, Tensor[] columns, Tensor pieces")
 
-// Only on the host: messages between nodes about draws and reports. A few bytes of each sample come
-// from the host's store and are sent over its network; a device would only add two copies.
+// Only on the host: what nodes exchange about draws and reports, and the first priorities of changed
+// slots. A few bytes of each sample come from the host's store and go to the host's network or back
+// into the store; a device would only add two copies.
 #define GEAR_HOST_OPS(OP) \
+  OP(slot_priorities_, SlotPriorities, \
+     "Tensor(a!) sums, Tensor(b!) minima, Tensor(c!) priorities, Tensor(d!) counts, " \
+     "Tensor(e!) bases, Tensor(f!) generations, Tensor(g!) steps, Tensor(h!) row_slots, " \
+     "Tensor slots, Tensor log, int first, int last, int[] rule, int unit, int initial, " \
+     "int alpha, int most_bits") \
   OP(assign_draws_, AssignDraws, \
      "Tensor(a!) owner, Tensor(b!) own, Tensor(c!) points, Tensor(d!) found, " \
      "Tensor coordinates, Tensor totals, int index") \

@@ -46,6 +46,12 @@ void Prioritize(at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities, at
                 const at::Tensor& slots, const at::Tensor& updates, int64_t alpha, int64_t unit,
                 int64_t most_bits);
 
+void SlotPriorities(at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities,
+                    at::Tensor& counts, at::Tensor& bases, at::Tensor& generations,
+                    at::Tensor& steps, at::Tensor& row_slots, const at::Tensor& slots,
+                    const at::Tensor& log, int64_t first, int64_t last, at::IntArrayRef rule,
+                    int64_t unit, int64_t initial, int64_t alpha, int64_t most_bits);
+
 void SuffixSum(at::Tensor& out, const at::Tensor& reward, const at::Tensor& extents);
 
 void NStepReturn(at::Tensor& returns, at::Tensor& discount, at::Tensor& steps,

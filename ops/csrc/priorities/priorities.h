@@ -76,6 +76,22 @@ enum UpdateCount {
 void Prioritize(const Priorities& priorities, const Updates& updates, const int64_t* items,
                 int64_t count, MassScale scale, int64_t* counts);
 
+// What is kept of the slots whose items have priorities.
+struct PrioritizedSlots {
+  int64_t* bases;        // mass by the rule, before priorities
+  int64_t* generations;  // of the trajectory whose items have priorities
+  int64_t* steps;        // steps with a priority; null where items are trajectories
+  int32_t* row_slots;    // the slot of each row; null likewise
+};
+
+// Sets the first priority of the new items of slots that entries [first, last) of a ring name, and
+// clears those of evicted ones; items that have one keep it. Returns `last`, or the first entry
+// whose rows lie outside; those before it are done.
+int64_t SlotPriorities(const Priorities& priorities, const PrioritizedSlots& known,
+                       const Slot* slots, const int64_t* log, int64_t log_size, int64_t first,
+                       int64_t last, const AnchorRule& rule, int64_t unit, uint32_t initial,
+                       MassScale scale, int64_t* counts);
+
 }  // namespace gear::cpu
 
 namespace gear::cuda {

@@ -247,4 +247,63 @@ void Prioritize(const Priorities& priorities, const Updates& updates, const int6
   }
 }
 
+namespace {
+
+bool IsAnchor(const AnchorRule& rule, int64_t step, int64_t num_steps) {
+  const int64_t distance = (rule.from_end ? num_steps - 1 - step : step) - rule.first;
+  return step < num_steps && distance >= 0 && distance % rule.stride == 0 &&
+         distance / rule.stride < NumAnchors(rule, num_steps);
+}
+
+}  // namespace
+
+int64_t SlotPriorities(const Priorities& priorities, const PrioritizedSlots& known,
+                       const Slot* slots, const int64_t* log, int64_t log_size, int64_t first,
+                       int64_t last, const AnchorRule& rule, int64_t unit, uint32_t initial,
+                       MassScale scale, int64_t* counts) {
+  constexpr int64_t kEvicted = 3;  // kRetired of store/store.h
+  const TreeShape shape = ShapeOfTree(priorities.num_items);
+  const uint64_t initial_mass = MassOfPriority(initial, scale).value;
+  const auto set = [&](int64_t item, bool has_mass) {
+    const float priority = has_mass ? BitCast<float>(initial) : 0.0f;
+    const uint64_t mass = has_mass ? initial_mass : 0, before = priorities.sums[item];
+    priorities.values[item] = priority;
+    if (mass == before) return;
+    SetMass(priorities.sums, shape, item, mass);
+    if (priorities.minima != nullptr)
+      MendMinima(priorities.sums, priorities.minima, shape, 1, item, before, mass);
+    counts[kDrawable] += int64_t{mass > 0} - int64_t{before > 0};
+  };
+  for (int64_t i = first; i < last; ++i) {
+    const int64_t s = log[i % log_size];
+    const Slot& slot = slots[s];
+    const bool by_step = known.steps != nullptr;
+    if (by_step && slot.state != kCommitted && slot.state != kEvicted) {
+      known.bases[s] = 0;  // its rows may be another trajectory's; they were cleared when freed
+      continue;
+    }
+    const int64_t base = slot.state == kCommitted ? MassOfSlot(rule, unit, slot.num_steps) : 0;
+    const bool differs =
+        known.generations[s] != slot.generation || (known.bases[s] > 0) != (base > 0);
+    if (!by_step) {
+      if (differs) set(s, base > 0);
+    } else {
+      if (slot.first_row < 0 || slot.num_rows < 0 ||
+          slot.first_row > priorities.num_items - slot.num_rows)
+        return i;
+      const bool has_grown = !differs && base > 0 && known.steps[s] != slot.num_steps;
+      for (int64_t t = 0; t < (differs || has_grown ? slot.num_rows : 0); ++t) {
+        const bool is_anchor = base > 0 && IsAnchor(rule, t, slot.num_steps);
+        if (differs) known.row_slots[slot.first_row + t] = static_cast<int32_t>(s);
+        if (differs || is_anchor != IsAnchor(rule, t, known.steps[s]))
+          set(slot.first_row + t, is_anchor);
+      }
+      known.steps[s] = slot.num_steps;
+    }
+    known.bases[s] = base;
+    known.generations[s] = slot.generation;
+  }
+  return last;
+}
+
 }  // namespace gear::cpu
