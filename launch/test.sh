@@ -15,7 +15,7 @@ mypy || failed+=(mypy)
 
 # Tests of ranks and nodes mostly wait, and those of one process mostly compute: two cores run both at once.
 # The report of the others is printed after that of the ranks.
-ranks=(tests/cluster tests/distributed)
+ranks=(tests/cluster tests/distributed tests/crash)
 report="$(mktemp)"
 python -m pytest "${ranks[@]/#/--ignore=}" >"$report" 2>&1 </dev/null &
 others=$!

@@ -163,6 +163,7 @@ def test_each_rank_of_a_node_answers_its_own() -> None:
         with Replay(config, schemas={"main": SCHEMA}) as replay:
             with loader_of(replay, 2, num_simulators=2) as loader:
                 wait_until(lambda: loader.num_simulators == 2, "attaching")
+                torch.distributed.barrier()  # else one could serve both, one after the other
                 served = serve(loader, lambda: loader.num_simulators > 0)
             torch.distributed.barrier()
             assert sum(len(request) for request in served) > 30
