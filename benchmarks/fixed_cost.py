@@ -1,4 +1,4 @@
-"""Where the microseconds of Replay.sample() go that are not the op's.
+"""What is paid besides the op: the parts of Replay.sample(), the goals of hindsight, opening a data set.
 
     python benchmarks/fixed_cost.py [--json F] [--quick]
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -18,31 +19,25 @@ from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
+import torch
 from support.report import Disturbance, document, print_table, write_json
 from support.workloads import workload
 
+from deepspeed_gear import Column, DatasetWriter, Replay, Schema
 from deepspeed_gear.batching.gather import Gatherer
 from deepspeed_gear.replay.batch_assembler import BatchAssembler
 from deepspeed_gear.replay.batch_loader import BatchLoader
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.select import SelectionMaker
-from deepspeed_gear.sampling.selection_readers import SelectionReaders
-from deepspeed_gear.sampling.sum_tree import ItemMasses
-from deepspeed_gear.store.store_lock import StoreLock
+from deepspeed_gear.sampling.native_stream import NativeStream
 
 OP = "the op: gather_"
 PARTS: tuple[tuple[type, str, str], ...] = (
     (BatchLoader, "next", "sample(): metrics, position"),
-    (BatchLoader, "_make", "which selection and part are next"),
-    (BatchStream, "get", "looking for the selection in the ring"),
-    (StoreLock, "__enter__", "taking the lock"),
-    (StoreLock, "__exit__", "giving the lock back"),
-    (SelectionReaders, "late", "room in the ring of selections"),
-    (SelectionMaker, "select", "the selection's words"),
-    (SelectionMaker, "_drawn", "draw_"),
-    (ItemMasses, "resolve", "resolve_"),
-    (BatchAssembler, "assemble", "records, Batch"),
-    (Gatherer, "gather", "ring, autograd versions"),
+    (BatchLoader, "_make", "which part is next"),
+    (BatchStream, "take", "whether the selection is plain"),
+    (NativeStream, "take", "the selection, in one native call"),
+    (BatchAssembler, "assemble", "Batch"),
+    (Gatherer, "gather", "ring"),
     (Gatherer, "fill", OP),
 )
 CASES = {"warm": ("20", 32, 3000), "cold": ("whole", 512, 150)}
@@ -107,8 +102,71 @@ def measure(window: str, batch_size: int, count: int, scale: float) -> dict[str,
     return {part: float(np.median(times)) / 1e3 for part, times in timers.spent.items()}
 
 
+def median_us(work: Callable[[], object], count: int) -> float:
+    """Return the median time of a call in microseconds."""
+    times = []
+    for _ in range(count):
+        begin = perf_counter_ns()
+        work()
+        times.append(perf_counter_ns() - begin)
+    return float(np.median(times)) / 1e3
+
+
+def goals_us(batch_size: int, count: int) -> float:
+    """Return the time of drawing the goals of a batch, where hindsight relabels four of five samples."""
+    columns = [Column("goal", "float32", (3,), rows="T+1"), Column("reward", "float32", (), "reward")]
+    section = {
+        "tables": {"main": {"capacity_steps": 10_000}},
+        "sampler": {"unit": "step"},
+        "hindsight": {},
+        "fields": {"goal": {"hindsight": "goal"}},
+        "batch_size": batch_size,
+    }
+    with Replay(section, schemas={"main": Schema(columns)}) as replay:
+        for _ in range(100):
+            replay.add({"goal": np.zeros((51, 3), np.float32), "reward": np.zeros(50, np.float32)})
+        records = replay.sample()._records.clone()
+        draw = replay._parts.assembler._relabelling.draw
+        return median_us(lambda: draw(1, records), count)
+
+
+def opening_us(sampler: dict[str, str], num_trajectories: int, count: int) -> float:
+    """Return the time of `Replay()` over a data set of trajectories of 10 steps, until it can sample."""
+    columns = [Column("observation", "float32", (4,)), Column("reward", "float32")]
+    rows = {"observation": np.zeros((10, 4), np.float32), "reward": np.zeros(10, np.float32)}
+    with tempfile.TemporaryDirectory() as folder:
+        with DatasetWriter(f"{folder}/data", Schema(columns)) as writer:
+            for _ in range(num_trajectories):
+                writer.add(rows)
+        section = {
+            "data": f"{folder}/data",
+            "sampler": sampler,
+            "fields": {"reward": {}},
+            "batch_size": 32,
+        }
+        times = []
+        for _ in range(count):
+            begin = perf_counter_ns()
+            replay = Replay(section)
+            times.append((perf_counter_ns() - begin) / 1e3)
+            replay.close()
+    return float(np.median(times))
+
+
+def calls(quick: bool) -> list[dict[str, Any]]:
+    """Measure other calls. Returns a row each, with its bound."""
+    trajectories, times = (100, 1) if quick else (100_000, 5)
+    found = {"goals of hindsight, B = 256": (goals_us(256, 20 if quick else 2000), 20.0)}
+    for kind, unit in (("uniform", "step"), ("prioritized", "trajectory"), ("prioritized", "step")):
+        us = opening_us({"kind": kind, "unit": unit}, trajectories, times)
+        name = f"Replay() over {trajectories:,} trajectories, {kind} by {unit}"
+        found[name] = us, 500e3
+    return [{"call": name, "us": us, "bound": b, "holds": us <= b} for name, (us, b) in found.items()]
+
+
 def run(quick: bool = False) -> list[dict[str, Any]]:
-    """Measure both cases. Returns a row per part, and one for everything but the op."""
+    """Measure both cases. Returns a row per part, one for everything but the op, and one per call."""
+    torch.set_num_threads(1)
     scale = 0.02 if quick else 1.0
     found = {
         case: measure(window, 32 if quick else size, 20 if quick else count, scale)
@@ -124,6 +182,7 @@ def run(quick: bool = False) -> list[dict[str, Any]]:
         *rows,
         {"part": "sum without the op", **sums},
         {"part": OP, **{f"{c}_us": found[c][OP] for c in CASES}},
+        *calls(quick),
     ]
 
 
@@ -137,7 +196,9 @@ def main() -> None:
     options = parser.parse_args()
     disturbance = Disturbance()
     rows = run(options.quick)
-    print_table(("part", "warm us", "cold us"), [list(row.values()) for row in rows])
+    parts = [row for row in rows if "part" in row]
+    print_table(("part", "warm us", "cold us"), [list(row.values()) for row in parts])
+    print_table(("call", "us", "bound", "holds"), [list(row.values()) for row in rows if "call" in row])
     if options.json is not None:
         write_json(options.json, document(disturbance, rows))
 

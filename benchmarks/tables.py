@@ -58,10 +58,16 @@ def one_thread(rows: Rows) -> str:
 
 
 def fixed_cost(rows: Rows) -> str:
-    """Return the parts of a sample that are not the op."""
-    return _table(
-        rows, [("part", "part", ""), ("warm, us", "warm_us", ".1f"), ("cold, us", "cold_us", ",.0f")]
-    )
+    """Return the parts of a sample that are not the op, and other calls."""
+    columns = [("part", "part", ""), ("warm, us", "warm_us", ".1f"), ("cold, us", "cold_us", ",.0f")]
+    parts = _table([row for row in rows if "part" in row], columns)
+    columns = [
+        ("call", "call", ""),
+        ("us", "us", ",.0f"),
+        ("bound, us", "bound", ",.0f"),
+        ("holds", "holds", ""),
+    ]
+    return f"{parts}\n\n{_table([row for row in rows if 'call' in row], columns)}"
 
 
 def at_once(rows: Rows) -> str:

@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from deepspeed_gear.actors.policy_board import PolicyBoard
     from deepspeed_gear.actors.start_actors import start_actors
     from deepspeed_gear.batching.batch import Batch
+    from deepspeed_gear.batching.micro_batch import MicroBatch
     from deepspeed_gear.data.dataset import Dataset
     from deepspeed_gear.data.dataset_writer import DatasetWriter
+    from deepspeed_gear.distributed.gradient_divisor import gradient_divisor
     from deepspeed_gear.engine.attach import attach, disable, enable, initialize
     from deepspeed_gear.errors import (
         BuildError,
@@ -33,8 +35,12 @@ if TYPE_CHECKING:
     )
     from deepspeed_gear.remote.remote_writer import RemoteWriter
     from deepspeed_gear.remote.sender import SendOptions
-    from deepspeed_gear.replay import DeviceReplay, Replay
+    from deepspeed_gear.replay import DeviceReplay, Replay, TransitionBuffer
+    from deepspeed_gear.replay.normalizer import Normalizer
+    from deepspeed_gear.replay.rollout import Rollout
+    from deepspeed_gear.replay.train_step import TrainStep
     from deepspeed_gear.schema import Column, Schema
+    from deepspeed_gear.writer.completed_trajectory import CompletedTrajectory
     from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
     from deepspeed_gear.writer.vector_writer import VectorWriter
 
@@ -43,6 +49,7 @@ _HOMES = {
     "BuildError": "errors",
     "CheckpointError": "errors",
     "Column": "schema",
+    "CompletedTrajectory": "writer.completed_trajectory",
     "ConfigError": "errors",
     "DataError": "errors",
     "Dataset": "data.dataset",
@@ -53,11 +60,14 @@ _HOMES = {
     "InferenceClient": "actors.inference_client",
     "InferenceLoader": "actors.inference_loader",
     "LostNodeError": "errors",
+    "MicroBatch": "batching.micro_batch",
+    "Normalizer": "replay.normalizer",
     "NotReadyError": "errors",
     "PeerError": "errors",
     "PolicyBoard": "actors.policy_board",
     "RemoteWriter": "remote.remote_writer",
     "Replay": "replay",
+    "Rollout": "replay.rollout",
     "Schema": "schema",
     "SendOptions": "remote.sender",
     "SchemaError": "errors",
@@ -65,11 +75,14 @@ _HOMES = {
     "StaleBatchError": "errors",
     "StoreError": "errors",
     "StoreFullError": "errors",
+    "TrainStep": "replay.train_step",
     "TrajectoryWriter": "writer.trajectory_writer",
+    "TransitionBuffer": "replay",
     "VectorWriter": "writer.vector_writer",
     "attach": "engine",
     "disable": "engine",
     "enable": "engine",
+    "gradient_divisor": "distributed.gradient_divisor",
     "initialize": "engine",
     "start_actors": "actors.start_actors",
 }
@@ -78,6 +91,7 @@ __all__ = [
     "BuildError",
     "CheckpointError",
     "Column",
+    "CompletedTrajectory",
     "ConfigError",
     "DataError",
     "Dataset",
@@ -88,11 +102,14 @@ __all__ = [
     "InferenceClient",
     "InferenceLoader",
     "LostNodeError",
+    "MicroBatch",
+    "Normalizer",
     "NotReadyError",
     "PeerError",
     "PolicyBoard",
     "RemoteWriter",
     "Replay",
+    "Rollout",
     "Schema",
     "SchemaError",
     "SendOptions",
@@ -100,11 +117,14 @@ __all__ = [
     "StaleBatchError",
     "StoreError",
     "StoreFullError",
+    "TrainStep",
     "TrajectoryWriter",
+    "TransitionBuffer",
     "VectorWriter",
     "attach",
     "disable",
     "enable",
+    "gradient_divisor",
     "initialize",
     "start_actors",
 ]

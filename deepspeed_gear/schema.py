@@ -29,7 +29,14 @@ DTYPES: dict[str, torch.dtype] = {
 }
 DTYPE_CODES: dict[str, int] = {name: code for code, name in enumerate(DTYPES)}
 FLOATING = ("float16", "bfloat16", "float32", "float64")
-ROLES = ("observation", "action", "reward", "terminated", "truncated", "return", "length", "other")
+OPAQUE = ("bytes", "json")  # one value per trajectory, in a row of fixed size: never a tensor of a batch
+LENGTH_BYTES = 4  # of an opaque row, before the value: its length, little-endian
+MOST_OPAQUE_BYTES = (1 << 31) - 1
+ROLES = (
+    *("observation", "action", "reward", "terminated", "truncated", "return", "length"),
+    *("token", "loss_mask", "other"),
+)
+TOKEN_DTYPES = ("uint8", "int8", "int16", "int32", "int64")
 Rows = Literal["T", "T+1", "1"]
 MOST_LATE = 62  # late columns: a bit each
 
@@ -40,12 +47,14 @@ class Column:
 
     Args:
         name: Unique in its schema; letters, digits, `_`, `-` and `.`.
-        dtype: One of `DTYPES`.
-        shape: Shape of one row, without the time axis.
+        dtype: One of `DTYPES`, or of `OPAQUE` for byte strings and JSON values.
+        shape: Shape of one row, without the time axis. Of an opaque column it is not given: a row is
+            [4 + max_bytes], uint8 (see `data/opaque_rows.py`).
         role: What it means to derived fields, one of `ROLES`.
         rows: Rows per trajectory of T transitions: "T", "T+1" (observations) or "1" (one value).
         late: Whether it may be written after the trajectory was added, once.
         allow_nan: Whether a floating column may hold NaN and infinities; else they are refused.
+        max_bytes: Bytes of the longest value of an opaque column; 0 for the others.
     """
 
     name: str
@@ -55,6 +64,7 @@ class Column:
     rows: Rows = "T"
     late: bool = False
     allow_nan: bool = False
+    max_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -74,8 +84,9 @@ class Column:
         )
         if not legal:
             raise SchemaError("column name", "must consist of letters, digits, '_', '-' and '.'", self.name)
-        if self.dtype not in DTYPES:
-            raise SchemaError(f"column {self.name}: dtype", f"must be one of {', '.join(DTYPES)}", self.dtype)
+        if self.dtype not in (*DTYPES, *OPAQUE):
+            rule = f"must be one of {', '.join((*DTYPES, *OPAQUE))}"
+            raise SchemaError(f"column {self.name}: dtype", rule, self.dtype)
         if self.role not in ROLES:
             raise SchemaError(f"column {self.name}: role", f"must be one of {', '.join(ROLES)}", self.role)
         if self.rows not in ("T", "T+1", "1"):
@@ -87,14 +98,45 @@ class Column:
             raise SchemaError(f"column {self.name}: allow_nan", rule, self.dtype)
         if any(n < 1 for n in self.shape):
             raise SchemaError(f"column {self.name}: shape", "must have positive sizes", self.shape)
+        self._check_opaque()
+
+    def _check_opaque(self) -> None:
+        """Check `max_bytes`, and set the shape of an opaque column."""
+        name, most = f"column {self.name}", self.max_bytes
+        if not self.is_opaque:
+            if most != 0:
+                rule = f"must be left out unless the dtype is one of {', '.join(OPAQUE)}"
+                raise SchemaError(f"{name}: max_bytes", rule, most)
+            return
+        if type(most) is not int or not 1 <= most <= MOST_OPAQUE_BYTES:
+            rule = f"must be an integer in [1, {MOST_OPAQUE_BYTES}] for the dtype {self.dtype}"
+            raise SchemaError(f"{name}: max_bytes", rule, most, "give the length of the longest value")
+        if self.rows != "1":
+            rule = f"must be '1' for the dtype {self.dtype}: one value per trajectory"
+            raise SchemaError(f"{name}: rows", rule, self.rows)
+        if self.role != "other":
+            raise SchemaError(f"{name}: role", f"must be 'other' for the dtype {self.dtype}", self.role)
+        stored = (LENGTH_BYTES + most,)
+        if self.shape not in ((), stored):
+            rule = f"must be left out for the dtype {self.dtype}"
+            raise SchemaError(f"{name}: shape", rule, self.shape, "max_bytes gives the size of a row")
+        object.__setattr__(self, "shape", stored)
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether its values are byte strings or JSON, which batches hold as a list if at all."""
+        return self.dtype in OPAQUE
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+        """Dtype of a stored element."""
+        return torch.uint8 if self.is_opaque else DTYPES[self.dtype]
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """NumPy's view of the stored bytes; bfloat16 as uint16."""
+        """NumPy's view of the stored bytes; bfloat16 as uint16, opaque values as uint8."""
+        if self.is_opaque:
+            return np.dtype(np.uint8)
         return np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype)
 
     @property
@@ -142,6 +184,17 @@ class Schema:
                 raise SchemaError(
                     f"column {found[0].name}", f"has role {role} and must be a scalar with rows 'T'"
                 )
+        self._check_language()
+
+    def _check_language(self) -> None:
+        """Check the columns of a language model: tokens are integers, a loss mask is a flag of each."""
+        for role, dtypes in (("token", TOKEN_DTYPES), ("loss_mask", ("bool", "uint8"))):
+            found = [c for c in self.columns if c.role == role]
+            if len(found) > 1:
+                raise SchemaError("schema", f"must have at most one {role} column", [c.name for c in found])
+            if found and (found[0].shape or found[0].rows != "T" or found[0].dtype not in dtypes):
+                rule = f"has role {role} and must be a scalar with rows 'T' of {', '.join(dtypes)}"
+                raise SchemaError(f"column {found[0].name}", rule, found[0].dtype)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -246,7 +299,9 @@ class Schema:
 def _entry_of(column: Column) -> dict[str, Any]:
     """Return a column as JSON without defaults of later options, so that old fingerprints stay equal."""
     entry = {**asdict(column), "shape": list(column.shape)}
-    for name in ("late", "allow_nan"):
+    for name in ("late", "allow_nan", "max_bytes"):
         if not entry[name]:
             del entry[name]
+    if column.is_opaque:
+        del entry["shape"]  # follows from max_bytes
     return entry

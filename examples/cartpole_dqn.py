@@ -110,7 +110,6 @@ class Concentration:
 
 def mean_return(model: nn.Module, replay: Replay) -> float:
     """Return the mean return of all episodes, which are divided among the ranks."""
-    known = replay.datasets["main"].statistics["observation"]
     device = next(model.parameters()).device
     total = torch.zeros(1, dtype=torch.float64, device=device)
     for seed in range(FIRST_SEED + dist.get_rank(), FIRST_SEED + EPISODES, dist.get_world_size()):
@@ -118,8 +117,8 @@ def mean_return(model: nn.Module, replay: Replay) -> float:
         observation, _ = world.reset(seed=seed)
         while not over:
             with torch.inference_mode():
-                normal = torch.from_numpy((observation - known.mean) / known.std)
-                q = model(normal.float().to(device))
+                normal = replay.normalize("observation", torch.from_numpy(observation).to(device))
+                q = model(normal)
             observation, reward, terminated, truncated, _ = world.step(int(q.argmax()))
             total += float(reward)
             over = terminated or truncated

@@ -1,11 +1,16 @@
-"""Common code of the examples: arguments, the loss, evaluation on held-out data, the result line."""
+"""Common code of the examples: arguments, the loss, evaluation on held-out data, messages, the result."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import logging
+import os
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +45,24 @@ def config_of(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
         config["gear"]["data"]["path"] = args.data
     torch.manual_seed(args.seed)
     return config, args.steps or config["scheduler"]["params"]["total_num_steps"]
+
+
+@contextmanager
+def quiet_start() -> Iterator[None]:
+    """Make an engine without the messages that no program can avoid; all other warnings and errors stay.
+
+    Two warnings are of DeepSpeed's own calls, and are hidden for the whole run: of a function that torch has
+    renamed, and of the learning rate that it asks for before the first step. DeepSpeed prints on every rank
+    which ops it has built; here only the first rank prints it.
+    """
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    early = "Attempting to get learning rate from scheduler before it has started"
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.msg != early)
+    if int(os.environ.get("RANK", 0)) == 0:
+        yield
+        return
+    with redirect_stdout(io.StringIO()):
+        yield
 
 
 def context_of(config: dict[str, Any]) -> int:

@@ -9,29 +9,27 @@ import numpy as np
 import torch
 from torch import nn
 
+from deepspeed_gear import Normalizer
+
 ENVIRONMENT = "Hopper-v4"  # the environment of the data
 MAX_STEPS = 1000
 
 
-def returns_of(
+def episodes_of(
     model: nn.Module,
     target: float,
     seeds: list[int],
     context: int,
-    mean: np.ndarray,
-    std: np.ndarray,
-    scale: float,
-) -> list[float]:
-    """Return the return of one episode per seed.
+    normalizer: Normalizer,
+) -> list[tuple[float, int]]:
+    """Return return and number of steps of one episode per seed.
 
     Args:
         model: Called as in training, on windows of `context` steps.
         target: Return to condition on.
         seeds: Of the episodes.
         context: Steps of a window.
-        mean: Of the observations, as in training. [n], float64.
-        std: Their deviation. [n], float64.
-        scale: Of returns-to-go.
+        normalizer: Of the run.
     """
     if not seeds:
         return []
@@ -47,15 +45,18 @@ def returns_of(
         "return_to_go": torch.zeros(count, context),
         "timestep": torch.zeros(count, context, dtype=torch.int64),
     }
-    goal = torch.full((count,), scale * target)
+    goal = normalizer.normalize(
+        "goal" if "goal" in normalizer.fields else "return_to_go", torch.full((count,), target)
+    )
     real = torch.zeros(count, context, dtype=torch.bool)
-    collected, running = np.zeros(count), np.ones(count, bool)
+    collected, lasted, running = np.zeros(count), np.zeros(count, int), np.ones(count, bool)
     for step in range(MAX_STEPS):
         window = {name: tensor.roll(-1, 1) for name, tensor in window.items()}
         real = real.roll(-1, 1)
         real[:, -1] = True
-        window["observation"][:, -1] = torch.from_numpy((np.stack(observations) - mean) / std).float()
-        window["return_to_go"][:, -1] = torch.from_numpy(scale * (target - collected))
+        seen = {"observation": np.stack(observations), "return_to_go": target - collected}
+        for name, values in seen.items():
+            window[name][:, -1] = torch.from_numpy(normalizer.normalize(name, values))
         window["timestep"][:, -1] = step
         window["action"][:, -1] = 0
         with torch.inference_mode():
@@ -65,9 +66,10 @@ def returns_of(
             if running[i]:
                 observations[i], reward, terminated, truncated, _ = world.step(action[i].numpy())
                 collected[i] += float(reward)
+                lasted[i] += 1
                 running[i] = not (terminated or truncated)
         if not running.any():
             break
     for world in worlds:
         world.close()
-    return collected.tolist()
+    return list(zip(collected.tolist(), lasted.tolist(), strict=True))

@@ -3,8 +3,9 @@
     gear ingest examples/data/hopper_expert.hdf5 data/hopper
     deepspeed --num_gpus 2 examples/hopper.py --config configs/hopper.json
 
-The last line of rank 0 is the result as JSON. "sample_share" is the part of the training loop's time, without
-evaluations, that the host spends in `gear_sample()`; "sample_us" is the mean time of a call.
+Rank 0 writes progress and a summary to stderr; its last line of stdout is the result as JSON. "sample_share"
+is the part of the training loop's time, without evaluations, that the host spends in `gear_sample()`;
+"sample_us" is the mean time of a call.
 """
 
 from __future__ import annotations
@@ -12,24 +13,26 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from common import masked_mean, shorten_history, squared_error
+from common import masked_mean, quiet_start, shorten_history, squared_error
 from decision_transformer import DecisionTransformer
 from deepspeed.accelerator import get_accelerator
-from evaluate import returns_of
+from evaluate import MAX_STEPS, episodes_of
 from plot import plot_curves
 from torch import Tensor, nn
-from tqdm import tqdm
 
 import deepspeed_gear
 
 EPISODES, FIRST_SEED = 5, 1000
+LOSS_EVERY, PRINT_EVERY = 50, 250  # steps
 AVERAGE = 0.998  # of the weights, over steps: the average is evaluated
 
 
@@ -65,31 +68,46 @@ class Evaluation:
     """Episodes divided among the ranks. They run on the host, alike on any machine."""
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, config: dict) -> None:
-        fields, known = config["gear"]["fields"], engine.gear.datasets["main"].statistics["observation"]
-        self.context, self.scale = fields["return_to_go"]["length"], fields["return_to_go"]["scale"]
-        self.mean, self.std, self.device = known.mean, known.std, engine.device
+        self.context = config["gear"]["fields"]["return_to_go"]["length"]
+        self.normalizer, self.device = engine.gear.normalizer, engine.device
 
     def __call__(self, model: nn.Module, target: float) -> float:
         """Return the mean return of all episodes, on every rank."""
+        return self.episodes(model, target)[0]
+
+    def episodes(self, model: nn.Module, target: float) -> tuple[float, float]:
+        """Return the mean return and the mean number of steps of all episodes, on every rank."""
         rank, world = dist.get_rank(), dist.get_world_size()
         seeds = list(range(FIRST_SEED, FIRST_SEED + EPISODES))[rank::world]
         here = copy.deepcopy(model).cpu()
-        mine = returns_of(here, target, seeds, self.context, self.mean, self.std, self.scale)
-        total = torch.tensor([sum(mine)], dtype=torch.float64, device=self.device)
+        mine = episodes_of(here, target, seeds, self.context, self.normalizer)
+        sums = [sum(values) for values in zip((0.0, 0), *mine, strict=True)]
+        total = torch.tensor(sums, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
-        return float(total) / EPISODES
+        mean_return, mean_steps = (total / EPISODES).tolist()
+        return mean_return, mean_steps
 
 
 def train(
     engine: deepspeed.DeepSpeedEngine,
     average: nn.Module,
     evaluate: Evaluation,
+    before: float,
     args: argparse.Namespace,
     steps: int,
 ) -> tuple[dict[str, list[tuple[int, float]]], dict[str, float]]:
-    """Train; return the curves of loss and return, and the time of `gear_sample()` in the loop."""
-    curves: dict[str, list[tuple[int, float]]] = {"loss": [], "return": []}
-    bar = tqdm(total=steps, disable=dist.get_rank() != 0, unit="step", mininterval=1.0)
+    """Train; return the curves of loss and return, and the time of `gear_sample()` in the loop.
+
+    Args:
+        engine: Of the model.
+        average: Average of the model's weights, which is evaluated.
+        evaluate: Evaluates it.
+        before: Its return before training.
+        args: Of the program.
+        steps: Optimizer steps.
+    """
+    curves: dict[str, list[tuple[int, float]]] = {"loss": [], "return": [(0, before)]}
+    engine.gear.progress()  # the first period begins here
     recent, sampling_s, evaluating_s, begin_s = [], 0.0, 0.0, now()
     for step in range(1, steps + 1):
         asked_s = time.perf_counter()
@@ -101,25 +119,42 @@ def train(
         engine.step()
         update_average(average.parameters(), engine.module.parameters(), step)
         recent.append(loss.detach())
-        if step % 50 == 0:
+        if step % LOSS_EVERY == 0:
             curves["loss"].append((step, float(torch.stack(recent).mean())))
             recent.clear()
-            bar.set_postfix(
-                loss=f"{curves['loss'][-1][1]:.4f}", **{"return": f"{last(curves['return']):.0f}"}
-            )
+        if step % PRINT_EVERY == 0:
+            log_line(f"step {step} of {steps}: loss {curves['loss'][-1][1]:.4f}; {engine.gear.progress()}")
         if step % args.evaluate_every == 0 and step < steps:
             trained_s = now()
             curves["return"].append((step, evaluate(average, args.target[0])))
+            log_line(f"step {step} of {steps}: return {curves['return'][-1][1]:.0f}")
+            engine.gear.progress()  # the next period begins after the evaluation
             evaluating_s += now() - trained_s
-        bar.update()
     loop_s = now() - begin_s - evaluating_s
-    bar.close()
     share, call_us = sampling_s / loop_s, sampling_s / steps * 1e6
     return curves, {"sample_share": round(share, 5), "sample_us": round(call_us, 2)}
 
 
-def last(curve: list[tuple[int, float]]) -> float:
-    return curve[-1][1] if curve else float("nan")
+def log_line(text: str) -> None:
+    """Write a line to stderr, on the first rank."""
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def summary(result: dict[str, Any], target: float, out: Path) -> str:
+    """Return what was learnt, and where it lies."""
+    before, after, data = result["return_before"], result["return_after"], result["data_return"]
+    steps_before, steps_after = result["episode_steps"]
+    compared = "" if data is None else f"; mean of the data set: {data:.0f}"
+    end = "does not fall" if steps_after == MAX_STEPS else f"falls after {steps_after:.0f}"
+    return (
+        f"return (mean of {EPISODES} episodes, asked for {target:.0f}): {before:.0f} before training, "
+        f"{after:.0f} after {result['seconds_train']:.0f} s{compared}\n"
+        f"behaviour: untrained, the hopper falls after {steps_before:.0f} of {MAX_STEPS} steps; trained, it "
+        f"{end}\n"
+        f"curves: {out / 'curves.png'}\n"
+        f"checkpoint: {out / 'checkpoint' / result['checkpoint']}"
+    )
 
 
 def main() -> None:
@@ -136,35 +171,44 @@ def main() -> None:
         sees_return=not args.behaviour_cloning,
     )
     average = copy.deepcopy(model)
-    engine, *_ = deepspeed_gear.initialize(model=model, model_parameters=model.parameters(), config=config)
+    with quiet_start():
+        engine, *_ = deepspeed_gear.initialize(
+            model=model, model_parameters=model.parameters(), config=config
+        )
     average.to(engine.device)
     engine.gear.transform = shorten_history
     evaluate = Evaluation(engine, config)
-    before = evaluate(average, args.target[0])
+    before, steps_before = evaluate.episodes(average, args.target[0])
+    log_line(f"step 0: return {before:.0f}")
 
     steps = args.steps or config["scheduler"]["params"]["total_num_steps"]
     begin = time.perf_counter()
-    curves, waits = train(engine, average, evaluate, args, steps)
+    curves, waits = train(engine, average, evaluate, before, args, steps)
     seconds = time.perf_counter() - begin
 
-    returns = {f"{target:.0f}": evaluate(average, target) for target in args.target}
-    after = next(iter(returns.values()))
-    curves["return"] = [(0, before), *curves["return"], (steps, after)]
+    episodes = {f"{target:.0f}": evaluate.episodes(average, target) for target in args.target}
+    after, steps_after = next(iter(episodes.values()))
+    curves["return"].append((steps, after))
+    tag, out, known = f"global_step{steps}", args.out.resolve(), engine.gear.datasets["main"].statistics
+    engine.save_checkpoint(str(out / "checkpoint"), tag, {"average": average.state_dict()})
     if dist.get_rank() == 0:
         result = {
             "return_before": round(before, 1),
             "return_after": round(after, 1),
+            "data_return": round(float(known["return"].mean), 1) if "return" in known else None,
+            "episode_steps": [round(steps_before, 1), round(steps_after, 1)],
             "seconds_train": round(seconds, 1),
             **waits,
             "device": str(engine.device),
             "ranks": dist.get_world_size(),
-            "returns": {target: round(value, 1) for target, value in returns.items()},
+            "returns": {target: round(value, 1) for target, (value, _) in episodes.items()},
             "steps": steps,
             "seed": args.seed,
+            "checkpoint": tag,
         }
-        args.out.mkdir(parents=True, exist_ok=True)
-        plot_curves({"run": curves}, args.target[0], args.out / "curves.png")
-        (args.out / "result.json").write_text(json.dumps({**result, "curves": curves}))
+        plot_curves({"run": curves}, args.target[0], out / "curves.png")
+        (out / "result.json").write_text(json.dumps({**result, "curves": curves}))
+        log_line(summary(result, args.target[0], out))
         print(json.dumps(result), flush=True)
     engine.destroy()
     dist.destroy_process_group()

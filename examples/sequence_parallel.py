@@ -66,7 +66,7 @@ def main() -> None:
             error, real = errors(batch)
             count = real.sum()
             dist.all_reduce(count, group=group)  # of real steps: slices may hold fewer or none
-            loss = (error * real).sum() / count  # DeepSpeed adds up the gradients of sequence ranks
+            loss = (error * real).sum() / count  # sequence ranks are summed, except by ZeRO-3
             engine.backward(loss)
             engine.step()
 

@@ -1,4 +1,4 @@
-"""TD3 on Pendulum in one file and one process; its buffer is a NumPy ring (`Plain`) or gear (`Gear`).
+"""TD3 on Pendulum in one file and one process; its buffer is a NumPy ring or a TransitionBuffer.
 
     python examples/td3.py --buffer gear
     python examples/td3.py --buffer plain
@@ -14,6 +14,7 @@ import argparse
 import copy
 import json
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import Tensor, nn
 
-from deepspeed_gear import Replay
+from deepspeed_gear import TransitionBuffer
 
 GAMMA, TARGET_STEP, LEARNING_RATE = 0.99, 0.005, 1e-3
 EXPLORATION, SMOOTHING, CLIP = (
@@ -33,54 +34,34 @@ EXPLORATION, SMOOTHING, CLIP = (
 )  # deviations of noise as parts of the largest action, and a limit
 DELAY = 2  # critic steps for each step of the actor
 CAPACITY, BATCH = 100_000, 256
-COLUMNS = {
-    "observation": {"dtype": "float32", "shape": [3], "role": "observation", "rows": "T+1"},
-    "action": {"dtype": "float32", "shape": [1], "role": "action"},
-    "reward": {"dtype": "float32", "role": "reward"},
-    "terminated": {"dtype": "bool", "role": "terminated"},
-    "truncated": {"dtype": "bool", "role": "truncated"},
-}
 
 
 class Plain:
-    """The usual ring buffer: it keeps each observation twice, and one process uses it."""
+    """The usual ring buffer, with the calls of TransitionBuffer: it keeps each observation twice."""
 
-    def __init__(self, observation: np.ndarray, seed: int) -> None:
-        shapes = {"observation": 3, "next_observation": 3, "action": 1, "reward": (), "terminated": ()}
-        self.rows = {
-            name: np.zeros((CAPACITY, *np.atleast_1d(s).astype(int)), np.float32)
-            for name, s in shapes.items()
-        }
-        self.random, self.count, self.observation = np.random.default_rng(seed), 0, observation
+    def __init__(
+        self, size: int, space: Any, actions: Any, *, n_envs: Any, batch_size: int, seed: int
+    ) -> None:
+        del n_envs
+        shapes = {"observations": space.shape, "next_observations": space.shape, "actions": actions.shape}
+        shapes |= {"rewards": (1,), "dones": (1,)}
+        self.rows = {name: np.zeros((size, *shape), np.float32) for name, shape in shapes.items()}
+        self.random, self.size, self.count, self.batch_size = np.random.default_rng(seed), size, 0, batch_size
 
-    def add(self, observation: np.ndarray, final: np.ndarray, **done: np.ndarray) -> None:
-        at = (self.count + np.arange(len(observation))) % CAPACITY
-        del done["truncated"]
-        for name, rows in {"observation": self.observation, "next_observation": final, **done}.items():
-            self.rows[name][at] = rows
-        self.count, self.observation = self.count + len(observation), observation
+    def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, terminated: Any, truncated: Any) -> None:
+        del truncated
+        at = (self.count + np.arange(len(obs))) % self.size
+        given = obs, next_obs, action, reward[:, None], terminated[:, None]
+        for rows, values in zip(self.rows.values(), given, strict=True):
+            rows[at] = values
+        self.count += len(obs)
 
-    def sample(self) -> dict[str, Tensor]:
-        at = self.random.integers(0, min(self.count, CAPACITY), BATCH)
-        return {name: torch.from_numpy(rows[at]) for name, rows in self.rows.items()}
+    def sample(self) -> SimpleNamespace:
+        at = self.random.integers(0, min(self.count, self.size), self.batch_size)
+        return SimpleNamespace(**{name: torch.from_numpy(rows[at]) for name, rows in self.rows.items()})
 
-
-class Gear:
-    """The same with gear: any process may add or sample, and observations are kept once."""
-
-    def __init__(self, observation: np.ndarray, seed: int) -> None:
-        table = {"capacity_steps": CAPACITY, "remove": "fifo", "schema": {"columns": COLUMNS}}
-        following = {"column": "observation", "offset": 1}
-        fields = {"next_observation": following, **{name: {} for name in COLUMNS if name != "truncated"}}
-        sampler = {"kind": "uniform", "unit": "step"}
-        options = {"tables": {"main": table}, "sampler": sampler, "fields": fields, "batch_size": BATCH}
-        self.replay = Replay({"seed": seed, **options})
-        self.steps = self.replay.writer().vector_writer(len(observation), "same_step")
-        self.steps.reset(observation=observation)
-        self.sample = self.replay.sample
-
-    def add(self, observation: np.ndarray, final: np.ndarray, **done: np.ndarray) -> None:
-        self.steps.step(final={"observation": final}, observation=observation, **done)
+    def close(self) -> None:
+        self.rows.clear()
 
 
 def network(inputs: int, outputs: int) -> nn.Module:
@@ -103,26 +84,26 @@ class TD3(nn.Module):
         ]
 
     def values(self, critics: Any, observation: Tensor, action: Tensor) -> list[Tensor]:
-        return [critic(torch.cat([observation, action], 1)).squeeze(1) for critic in critics]
+        return [critic(torch.cat([observation, action], 1)) for critic in critics]
 
-    def critic_targets(self, batch: Any) -> Tensor:
-        """Return the critics' targets: the smaller target value of a smoothed action. [B]."""
+    def critic_targets(self, data: Any) -> Tensor:
+        """Return the critics' targets: the smaller target value of a smoothed action. [B, 1]."""
         actor, critics = self.targets
-        following, noise = batch["next_observation"], torch.randn_like(batch["action"])
+        following, noise = data.next_observations, torch.randn_like(data.actions)
         noise = (noise * SMOOTHING).clamp(-CLIP, CLIP) * self.largest
         action = (actor(following) * self.largest + noise).clamp(-self.largest, self.largest)
         value = torch.stack(self.values(critics, following, action)).amin(0)
-        return batch["reward"] + GAMMA * (1 - batch["terminated"].float()) * value
+        return data.rewards + GAMMA * (1 - data.dones) * value
 
-    def learn(self, batch: Any, step: int) -> None:
+    def learn(self, data: Any, step: int) -> None:
         with torch.no_grad():
-            critic_targets = self.critic_targets(batch)
-        found = self.values(self.critics, batch["observation"], batch["action"])
+            critic_targets = self.critic_targets(data)
+        found = self.values(self.critics, data.observations, data.actions)
         self._descend(0, sum(F.mse_loss(value, critic_targets) for value in found))
         if step % DELAY:
             return
-        action = self.actor(batch["observation"]) * self.largest
-        self._descend(1, -self.values(self.critics[:1], batch["observation"], action)[0].mean())
+        action = self.actor(data.observations) * self.largest
+        self._descend(1, -self.values(self.critics[:1], data.observations, action)[0].mean())
         with torch.no_grad():
             slow, fast = self.targets.parameters(), [*self.actor.parameters(), *self.critics.parameters()]
             torch._foreach_lerp_(list(slow), fast, TARGET_STEP)
@@ -133,7 +114,7 @@ class TD3(nn.Module):
         self.optimizers[which].step()
 
 
-def train(kind: type[Plain] | type[Gear], args: argparse.Namespace) -> dict[str, Any]:
+def train(kind: type[Plain] | type[TransitionBuffer], args: argparse.Namespace) -> dict[str, Any]:
     """Act and learn; return the last episodes' mean return, steps per second, and CPU time in the buffer."""
     torch.manual_seed(args.seed)
     random = np.random.default_rng(args.seed)
@@ -142,7 +123,8 @@ def train(kind: type[Plain] | type[Gear], args: argparse.Namespace) -> dict[str,
     largest = float(envs.single_action_space.high[0])
     agent = TD3(3, 1, largest)
     observation, _ = envs.reset(seed=args.seed)
-    buffer = kind(observation, args.seed)
+    spaces = envs.single_observation_space, envs.single_action_space
+    buffer = kind(CAPACITY, *spaces, n_envs=envs, batch_size=BATCH, seed=args.seed)
     returns, total, in_buffer = [], np.zeros(args.envs), 0.0
     begin = time.perf_counter()
     for step in range(1, args.steps + 1):
@@ -153,29 +135,24 @@ def train(kind: type[Plain] | type[Gear], args: argparse.Namespace) -> dict[str,
                 action = agent.actor(torch.from_numpy(observation)).numpy() * largest
             noise = random.normal(0, EXPLORATION * largest, action.shape)
             action = (action + noise).clip(-largest, largest).astype(np.float32)
-        observation, reward, terminated, truncated, infos = envs.step(action)
-        final = observation.copy()
+        following, reward, terminated, truncated, infos = envs.step(action)
+        final = following.copy()
         total += reward
         for env in np.nonzero(terminated | truncated)[0]:
             final[env] = infos["final_obs"][env]
             returns.append(total[env])
             total[env] = 0.0
         added = time.thread_time()
-        buffer.add(
-            observation,
-            final,
-            action=action,
-            reward=reward.astype(np.float32),
-            terminated=terminated,
-            truncated=truncated,
-        )
+        buffer.add(observation, final, action, reward, terminated, truncated)
         in_buffer += time.thread_time() - added
+        observation = following
         if step > args.random_steps:
             drawn = time.thread_time()
-            batch = buffer.sample()
+            data = buffer.sample()
             in_buffer += time.thread_time() - drawn
-            agent.learn(batch, step)
+            agent.learn(data, step)
     seconds = time.perf_counter() - begin
+    buffer.close()
     return {
         "return": round(float(np.mean(returns[-10:])), 1),
         "steps_per_s": round(args.steps / seconds, 1),
@@ -194,7 +171,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    kinds = {"plain": Plain, "gear": Gear}
+    kinds = {"plain": Plain, "gear": TransitionBuffer}
     names = list(kinds) if args.buffer == "both" else [args.buffer]
     print(json.dumps({name: train(kinds[name], args) for name in names} | {"seed": args.seed}), flush=True)
 

@@ -15,12 +15,13 @@ mypy || failed+=(mypy)
 
 # Tests of ranks and nodes mostly wait, and those of one process mostly compute: two cores run both at once.
 # The report of the others is printed after that of the ranks.
-ranks=(tests/cluster tests/distributed tests/crash)
+slowest=(--durations=25 --durations-min=5)  # what to shorten first
+ranks=(tests/cluster tests/distributed tests/crash tests/examples)
 report="$(mktemp)"
-python -m pytest "${ranks[@]/#/--ignore=}" >"$report" 2>&1 </dev/null &
+python -m pytest "${slowest[@]}" "${ranks[@]/#/--ignore=}" >"$report" 2>&1 </dev/null &
 others=$!
 trap 'kill "$others" 2>/dev/null || true; rm -f "$report"' EXIT
-python -m pytest "${ranks[@]}" || failed+=("${ranks[@]}")
+python -m pytest "${slowest[@]}" "${ranks[@]}" || failed+=("${ranks[@]}")
 wait "$others" || failed+=("the other tests")
 cat "$report"
 if [ "${#failed[@]}" -gt 0 ]; then

@@ -20,7 +20,12 @@ if not HAS_GPU:
 
 # Examples are the same in every run, and a slow machine is no failure.
 settings.register_profile(
-    "gear", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    "gear",
+    deadline=None,
+    derandomize=True,
+    max_examples=200 if os.environ.get("GEAR_LONG_TESTS") == "1" else 50,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
 )
 settings.load_profile("gear")
 

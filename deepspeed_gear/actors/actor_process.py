@@ -19,6 +19,7 @@ import numpy as np
 
 from deepspeed_gear.actors.policy_board import PolicyBoard
 from deepspeed_gear.config.schedules import imported
+from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.errors import ConfigError, DataError, StoreError
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.shared_memory import StoreGoneError
@@ -92,13 +93,18 @@ class ActorColumns:
             if not of_role[role]:
                 raise DataError("schema", f"must have a column of role {role!r}", schema.names)
         self.observations, self.action = of_role["observation"], of_role["action"][0]
+        self._nested = self.observations[0].partition(".")[0]  # the name that nests `observation.a`
         self._others = [(role, of_role[role][0]) for role in ("reward", "truncated") if of_role[role]]
         self._terminated = (of_role["terminated"] or ["terminated"])[0]
 
     def state(self, observation: Any) -> dict[str, Any]:
-        """Return the columns of an observation: a single one, or those of a dictionary by name."""
+        """Return the columns of an observation: a single one, those of a dictionary, or nested ones."""
         if isinstance(observation, Mapping):
-            return {name: observation[name] for name in self.observations}
+            flat = flatten("the observation", observation, frozenset(self.observations))
+            if flat.keys() >= set(self.observations):
+                return {name: flat[name] for name in self.observations}
+        if isinstance(observation, (Mapping, tuple)):
+            return {self._nested: observation}
         return {self.observations[0]: observation}
 
     def ends(self, reward: Any, terminated: Any, truncated: Any) -> dict[str, Any]:
@@ -221,15 +227,11 @@ def _steps(writer: TrajectoryWriter, envs: Any, act: Act, returns: EpisodeReturn
 def _final_of(names: ActorColumns, info: Mapping[str, Any], ended: np.ndarray) -> dict[str, Any]:
     """Return the last observations of episodes as "same_step" environments give them."""
     final = info["final_obs"]
-    if isinstance(final, Mapping):
+    if isinstance(final, (Mapping, tuple)):
         return names.state(final)
-    if len(names.observations) == 1:
-        return {names.observations[0]: final}
-    first = final[int(np.nonzero(ended)[0][0])]
-    return {
-        name: [np.zeros_like(first[name]) if f is None else f[name] for f in final]
-        for name in names.observations
-    }
+    rows = [names.state(one) if ends else None for one, ends in zip(final, ended, strict=True)]
+    columns = next(row for row in rows if row is not None)
+    return {name: [None if row is None else row[name] for row in rows] for name in columns}
 
 
 # ---- the process -------------------------------------------------------------------------------------

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.actors.inference_mailbox import InferenceMailbox, PlaceState, request_files
+from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.schema import Column
 from deepspeed_gear.timeouts import check_timeout
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
+from deepspeed_gear.writer.completed_trajectory import CompletedTrajectory
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 from deepspeed_gear.writer.vector_writer import VectorWriter
 
@@ -134,7 +136,7 @@ class InferenceClient(VectorWriter):
 
     # ---- steps -----------------------------------------------------------------------------------
 
-    def reset(self, mask: np.ndarray | None = None, **columns: Any) -> None:
+    def reset(self, mask: np.ndarray | None = None, **columns: Any) -> list[CompletedTrajectory]:
         """Begin an episode of all environments, or of some; as `VectorWriter.reset`.
 
         Raises:
@@ -146,9 +148,10 @@ class InferenceClient(VectorWriter):
         states = self._slots.states[which]
         if not ((states == PlaceState.IDLE) | self._slots.are_ready(which)).all():
             raise StoreError("reset", "must not come while an answer is waited for", None, "call act again")
-        super().reset(mask, **columns)
+        completed = super().reset(mask, **columns)
         self._timesteps[slice(None) if mask is None else mask] = 0
         self._slots.states[which] = PlaceState.IDLE
+        return completed
 
     def step(
         self,
@@ -157,7 +160,7 @@ class InferenceClient(VectorWriter):
         *,
         publish: bool = False,
         **columns: Any,
-    ) -> list[int]:
+    ) -> list[CompletedTrajectory]:
         """Add a step of environments that have acted; as `VectorWriter.step`, without the policy's columns.
 
         Raises:
@@ -167,16 +170,16 @@ class InferenceClient(VectorWriter):
         places = self._places if envs is None else self._places[envs]
         if not self._slots.are_ready(places).all():
             raise StoreError("step", "must come after the answers", None, "call act, or take those of ready")
-        given = self._answer_rows.columns
-        unwanted = [column.name for column in given if column.name in columns]
+        given = dict(flatten("step", columns, self._column_names))
+        unwanted = [column.name for column in self._answer_rows.columns if column.name in given]
         if unwanted:
             raise DataError(f"column {unwanted[0]}", "must not be given", None, "the policy computes it")
-        added = super().step(final, envs, **columns)
+        self._take(final, envs, given)
         self._timesteps[slice(None) if envs is None else envs] += 1
         self._slots.states[places] = PlaceState.IDLE
         if publish:
             self._publish()
-        return added
+        return self._take_completed()
 
     def _set_values(self, values: Mapping[str, np.ndarray], which: Any) -> None:
         super()._set_values(values, which)
@@ -221,10 +224,9 @@ class InferenceClient(VectorWriter):
     def _steps_before(self, env: int) -> int:
         return int(self._aside_steps[env])
 
-    def _commit(self, env: int, num_steps: int, is_truncated: bool = False) -> int:
-        number = super()._commit(env, num_steps, is_truncated)
+    def _commit(self, env: int, num_steps: int, is_truncated: bool = False) -> None:
+        super()._commit(env, num_steps, is_truncated)
         self._drop_aside(env)
-        return number
 
     def _drop_aside(self, env: int) -> None:
         if self._aside.pop(env, None) is not None:
@@ -236,10 +238,11 @@ class InferenceClient(VectorWriter):
         if not self._finalizer.alive:
             raise StoreError("the simulators", "must be open", None, "they were closed")
 
-    def close(self) -> None:
+    def close(self) -> list[CompletedTrajectory]:
         """Release the places; open trajectories keep published steps only. Safe to call twice and at exit."""
-        super().close()
+        completed = super().close()
         self._finalizer()
+        return completed
 
     def __enter__(self) -> InferenceClient:
         return self

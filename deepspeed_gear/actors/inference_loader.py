@@ -209,7 +209,7 @@ def _columns(
     free = [c.name for c in steps if c.name not in state and c.role not in _MEASURED]
     asked = [c.name for c in steps if c.role == "observation"] if asks is None else asks
     given = [c.name for c in steps if c.role == "action"] if answers is None else answers
-    seen = [*state, *(c.name for c in schema.trajectory_columns)]
+    seen = [*state, *(c.name for c in schema.trajectory_columns if not c.is_opaque)]
     for what, names, known in (("asks", asked, seen), ("answers", given, free)):
         arguments.one_of(f"{what}", names, (list, tuple), "a list of columns")
         wrong = [name for name in names if name not in known]

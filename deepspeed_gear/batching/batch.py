@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, overload
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.config.field_checks import LEARNS, MASK, SAMPLE_NAMES
-from deepspeed_gear.errors import FieldError, StaleBatchError
-from deepspeed_gear.ops.records import Resolution
+from deepspeed_gear.errors import DataError, FieldError, ShapeError, StaleBatchError
+from deepspeed_gear.ops.philox import philox
+from deepspeed_gear.ops.records import RandomPurpose, Resolution
+
+Samples = slice | torch.Tensor | np.ndarray | list[Any]  # which samples of a batch
 
 
 @dataclass
@@ -38,6 +42,7 @@ class BatchSamples:
             store. [B], int64.
         first_index: Index of the first sample in its global batch.
         index_step: Difference between the indices of consecutive samples.
+        opaque: Values of opaque fields by name, B each; None: there are none.
     """
 
     records: torch.Tensor
@@ -53,6 +58,7 @@ class BatchSamples:
     origin: torch.Tensor | None = None
     first_index: int = 0
     index_step: int = 1
+    opaque: dict[str, list[Any]] | None = None
 
 
 class Batch(Mapping[str, torch.Tensor]):
@@ -60,6 +66,10 @@ class Batch(Mapping[str, torch.Tensor]):
 
     `batch["action"]` is [B, T, *shape] for a field with a window of T steps, [B, *shape] without one.
     `batch.mask["action"]` is [B, T] or [B], bool: True where the values are real.
+
+    `batch[:64]`, `batch[mask]` and `batch[indices]` are batches of some of the samples, with everything that
+    is known of them: masks, weights, probabilities, sample indices, and what `update_priorities` needs. A
+    slice shares the memory of its batch and lives as long; the others are copies.
 
     The tensors belong to a ring of preallocated batches. A batch of a Replay lives until max(2, accumulation)
     newer ones of its stream were requested. After that every access through the batch raises StaleBatchError,
@@ -73,6 +83,7 @@ class Batch(Mapping[str, torch.Tensor]):
     """
 
     lifetime: BatchLifetime | None = None  # None: the tensors are the batch's own
+    _chosen_index: torch.Tensor | None = None  # sample indices of a part; None: first_index + i * index_step
 
     def __init__(
         self, tensors: dict[str, torch.Tensor], mask: dict[str, torch.Tensor], samples: BatchSamples
@@ -83,6 +94,7 @@ class Batch(Mapping[str, torch.Tensor]):
         self._source, self._probability = samples.source, samples.probability
         self._goal_step, self._burn_in, self._origin = samples.goal_step, samples.burn_in, samples.origin
         self._first_index, self._index_step = samples.first_index, samples.index_step
+        self._opaque = samples.opaque
         # These stay in host memory when the batch moves.
         self.host_records, self._host_origin = samples.records, samples.origin
         self.host_source = samples.source
@@ -90,12 +102,35 @@ class Batch(Mapping[str, torch.Tensor]):
 
     # ---- fields ----------------------------------------------------------------------------------
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    @overload
+    def __getitem__(self, key: str) -> torch.Tensor: ...
+
+    @overload
+    def __getitem__(self, key: Samples) -> Batch: ...
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a field, or a batch of some of the samples.
+
+        Args:
+            key: The name of a field; or which samples: a slice, a mask ([B], bool) or indices ([n], integers,
+                negative ones from the end) as a tensor, an array or a list.
+        Raises:
+            FieldError: There is no such field.
+            ShapeError: A mask or index does not fit the batch.
+            DataError: A mask or index is of another dtype.
+        Cost: of a slice, none but the object; else a copy. Indices on a GPU are read by the host.
+        """
         try:
-            return self._tensors[name]
+            return self._tensors[key]
         except (KeyError, TypeError):  # a slice has no hash
+            if isinstance(key, (slice, torch.Tensor, np.ndarray, list)):
+                return self._taken(key)
             has = f"it has {', '.join(self._tensors)}"
-            raise FieldError(f"field {name!r}", "must be in the batch", None, has) from None
+            if isinstance(key, str) and key in (self._opaque or ()):
+                has = f"its values are no tensor: batch.opaque({key!r})"
+            if isinstance(key, int):
+                has = f"write batch[{key}:{key + 1}] for a sample; {has}"
+            raise FieldError(f"field {key!r}", "must be in the batch", None, has) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -142,6 +177,22 @@ class Batch(Mapping[str, torch.Tensor]):
             raise FieldError(f"{name!r}", "must be a field or part of the batch")
         found: torch.Tensor = getattr(self, name)
         return found
+
+    def opaque(self, name: str) -> list[Any]:
+        """Return the values of a field whose column has the dtype "bytes" or "json", one a sample.
+
+        They are objects in host memory, wherever the tensors are, shared with parts and copies of the batch.
+        Functions of `torch.utils._pytree` leave them out.
+
+        Returns:
+            B values: bytes, or JSON values.
+        Raises:
+            FieldError: `gear.fields` names no such column.
+        """
+        if self._opaque is None or not isinstance(name, str) or name not in self._opaque:
+            has = f"it has {', '.join(self._opaque or ()) or 'none'}; name the column in gear.fields"
+            raise FieldError(f"opaque field {name!r}", "must be in the batch", None, has)
+        return self._opaque[name]
 
     def arrives(self, arrival: Any) -> None:
         """Set the event that the stream using the batch must wait for; None: there is none."""
@@ -206,6 +257,8 @@ class Batch(Mapping[str, torch.Tensor]):
     @property
     def sample_index(self) -> torch.Tensor:
         """Position of each sample in its global batch, of all tables: the same for every rank count. [B]."""
+        if self._chosen_index is not None:
+            return self._chosen_index
         end = self._first_index + self.num_samples * self._index_step
         return torch.arange(self._first_index, end, self._index_step, device=self._records.device)
 
@@ -245,6 +298,67 @@ class Batch(Mapping[str, torch.Tensor]):
         """Which samples have a goal that was achieved instead of their own. [B], bool."""
         return self.goal_step >= 0
 
+    # ---- parts -----------------------------------------------------------------------------------
+
+    def _taken(self, key: Samples) -> Batch:
+        """Return a batch of some of the samples."""
+        take = _taker(key, self.num_samples)
+        index, batch = take(self.sample_index), self.map(take)
+        batch._chosen_index = index
+        if self._opaque is not None:
+            places = take(torch.arange(self.num_samples)).tolist()
+            batch._opaque = {n: [values[i] for i in places] for n, values in self._opaque.items()}
+        same = self.host_records is self._records
+        batch.host_records = (batch._records if same else take(self.host_records)).contiguous()
+        batch._host_origin = None if self._host_origin is None else take(self._host_origin)
+        batch.host_source = None if self.host_source is None else take(self.host_source)
+        return batch
+
+    def minibatches(self, size: int, epochs: int = 1, *, seed: int = 0) -> Iterator[Batch]:
+        """Iterate over the samples in random order, once an epoch, as PPO does.
+
+        The order follows from the seed, the epoch and the number of the batch's first sample alone: it is the
+        same after a resume, and no generator needs to be saved. The batch must live as long as the iteration.
+
+        Args:
+            size: Samples of a minibatch; the last one of an epoch has the rest.
+            epochs: How often each sample is visited.
+            seed: Another one gives another order.
+        Returns:
+            Copies of `size` samples each, ceil(B / size) an epoch.
+        Raises:
+            ConfigError: `size` or `epochs` is less than 1, or `seed` less than 0.
+        """
+        size, epochs = arguments.count("size", size), arguments.count("epochs", epochs)
+        return self._minibatches(size, epochs, arguments.count("seed", seed, least=0))
+
+    def _minibatches(self, size: int, epochs: int, seed: int) -> Iterator[Batch]:
+        count = self.num_samples
+        if count == 0:
+            return
+        first = int(self.host_records[0, Resolution.SAMPLE_NUMBER]) & 0xFFFFFFFF
+        places = np.arange(count, dtype=np.uint64) | np.uint64(first << 32)
+        for epoch in range(epochs):
+            words = philox(seed, places, epoch, np.array([[RandomPurpose.PERMUTATION]], np.uint64))
+            order = torch.from_numpy(np.lexsort((words[1][0], words[0][0])))
+            for begin in range(0, count, size):
+                yield self[order[begin : begin + size]]
+
+    @staticmethod
+    def cat(batches: Sequence[Batch]) -> Batch:
+        """Return a batch of the samples of several, one after the other; a copy.
+
+        Its priorities can be reported as those of one batch. Probabilities are those of each sample's own
+        draw.
+
+        Args:
+            batches: Of the same fields and masks, dtypes, windows and device.
+        Raises:
+            DataError: They are no batches, or there is none.
+            ShapeError: Their fields differ.
+        """
+        return _together(batches)
+
     # ---- forms -----------------------------------------------------------------------------------
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
@@ -254,12 +368,13 @@ class Batch(Mapping[str, torch.Tensor]):
             ConfigError: `function` is no function.
         """
         arguments.function("function", function)
-        done: dict[int, torch.Tensor] = {}
+        done: dict[torch.Tensor, torch.Tensor] = {}  # by identity
 
         def once(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in done:
-                done[id(tensor)] = function(tensor)
-            return done[id(tensor)]
+            found = done.get(tensor)
+            if found is None:
+                found = done[tensor] = function(tensor)
+            return found
 
         tensors = {name: once(tensor) for name, tensor in self._tensors.items()}
         mask = {name: once(tensor) for name, tensor in self.mask.items()}
@@ -280,10 +395,13 @@ class Batch(Mapping[str, torch.Tensor]):
             origin,
             self._first_index,
             self._index_step,
+            self._opaque,
         )
         batch = Batch(tensors, mask, samples)
         batch.host_records, batch._host_origin = self.host_records, self._host_origin
         batch.host_source = self.host_source
+        if self._chosen_index is not None:
+            batch._chosen_index = once(self._chosen_index)
         # A lifetime is another object for each batch: reading it would guard the compiled code on it.
         if not torch.compiler.is_compiling() and self.lifetime is not None:
             self.lifetime.follow(batch)
@@ -357,7 +475,7 @@ class Batch(Mapping[str, torch.Tensor]):
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{n}: {str(t.dtype)[6:]}{list(t.shape)}" for n, t in self._tensors.items())
-        return f"Batch({self.num_samples} samples; {fields})"
+        return f"Batch({self.num_samples} samples on {self.device}; {fields})"
 
 
 class OverwrittenBatch(Batch):
@@ -369,6 +487,8 @@ class OverwrittenBatch(Batch):
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("__"):  # of the language: `__class__`, `__dict__`
             return object.__getattribute__(self, name)
+        if not hasattr(Batch, name) and name not in object.__getattribute__(self, "__dict__"):
+            raise AttributeError(name)  # as what prints objects asks for, such as `_repr_html_`
         return _refuse_overwritten()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -461,10 +581,142 @@ def _storage(tensor: torch.Tensor) -> int | None:
         return None
 
 
+def _taker(key: Samples, num_samples: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function that takes some of the samples out of a tensor of all.
+
+    Raises:
+        ShapeError, DataError: As `Batch.__getitem__`.
+    """
+    if isinstance(key, slice):
+        return _slicer(key)
+    index = _index_of(arguments.tensor("the samples", key), num_samples)
+    there = {index.device: index}
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device not in there:
+            there[tensor.device] = index.to(tensor.device)
+        return tensor.index_select(0, there[tensor.device])
+
+    return take
+
+
+def _slicer(key: slice) -> Callable[[torch.Tensor], torch.Tensor]:
+    are_numbers = all(b is None or isinstance(b, (int, np.integer)) for b in (key.start, key.stop, key.step))
+    if not are_numbers or (key.step is not None and key.step < 1):
+        rule = "must be a slice of integers with a step of at least 1"
+        raise ShapeError("the samples", rule, str(key), "use indices for another order")
+    return lambda tensor: tensor[key]
+
+
+def _index_of(key: torch.Tensor, num_samples: int) -> torch.Tensor:
+    """Return the indices that a mask or indices stand for, at least 0. [n], int64."""
+    if key.dtype == torch.bool:
+        if key.shape != (num_samples,):
+            raise ShapeError("the mask of samples", f"must have shape [{num_samples}]", list(key.shape))
+        return key.nonzero()[:, 0]
+    if key.is_floating_point():
+        raise DataError("the samples", "must be a slice, a mask of bools, or integers", str(key.dtype))
+    if key.dim() != 1:
+        remedy = "write batch[i:i + 1] for one sample"
+        raise ShapeError("the indices of samples", "must have shape [n]", list(key.shape), remedy)
+    index = key.long()
+    if not torch.compiler.is_compiling() and key.numel():
+        low, high = index.min().item(), index.max().item()
+        if low < -num_samples or high >= num_samples:
+            rule = f"must be in [{-num_samples}, {num_samples})"
+            raise ShapeError("an index of samples", rule, low if low < -num_samples else high)
+    return torch.where(index < 0, index + num_samples, index)
+
+
+def _together(batches: Sequence[Batch]) -> Batch:
+    """Concatenate batches; see `Batch.cat`."""
+    batches = _alike(batches)
+    first, done = batches[0], dict[tuple[int, ...], torch.Tensor]()
+
+    def cat(tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Concatenate tensors once, so that shared masks stay shared."""
+        key = tuple(map(id, tensors))
+        if key not in done:
+            done[key] = torch.cat(tensors)
+        return done[key]
+
+    def optional(parts: list[torch.Tensor | None], values: Callable[[Batch], torch.Tensor]) -> Any:
+        return None if all(part is None for part in parts) else torch.cat([values(b) for b in batches])
+
+    origin = optional([b._origin for b in batches], lambda b: _slots(b._origin, b._records))
+    samples = BatchSamples(
+        records=cat([b._records for b in batches]),
+        valid=torch.cat([b.valid for b in batches]),
+        step_items=False,
+        total=0,
+        epoch=torch.cat([b.epoch for b in batches]),
+        is_weight=optional([b._is_weight for b in batches], lambda b: b.is_weight),
+        source=optional([b._source for b in batches], lambda b: b.source),
+        probability=torch.cat([b.probability for b in batches]),
+        goal_step=optional([b._goal_step for b in batches], lambda b: b.goal_step),
+        burn_in=first._burn_in,
+        origin=origin,
+        opaque=_opaque_together(batches),
+    )
+    tensors = {name: torch.cat([b._tensors[name] for b in batches]) for name in first._tensors}
+    mask = {name: cat([b.mask[name] for b in batches]) for name in first.mask}
+    made = Batch(tensors, mask, samples)
+    made._chosen_index = torch.cat([b.sample_index for b in batches])
+    made.host_records = cat([b.host_records for b in batches])
+    origins = [b._host_origin for b in batches]
+    made._host_origin = optional(origins, lambda b: _slots(b._host_origin, b.host_records))
+    sources = [b.host_source for b in batches]
+    made.host_source = optional(
+        sources,
+        lambda b: torch.zeros(b.num_samples, dtype=torch.int64) if b.host_source is None else b.host_source,
+    )
+    return made
+
+
+def _opaque_together(batches: Sequence[Batch]) -> dict[str, list[Any]] | None:
+    """Concatenate the values of opaque fields, of which all batches have the same."""
+    names = batches[0]._opaque
+    return None if names is None else {n: [v for b in batches for v in b.opaque(n)] for n in names}
+
+
+def _slots(origin: torch.Tensor | None, records: torch.Tensor) -> torch.Tensor:
+    """Return node << 32 | slot of each sample. [B], int64."""
+    return records[:, Resolution.SLOT] if origin is None else origin
+
+
+def _alike(batches: Sequence[Batch]) -> list[Batch]:
+    """Return batches as a list, after checks.
+
+    Raises:
+        DataError, ShapeError: As `Batch.cat`.
+    """
+    found = list(batches) if isinstance(batches, (list, tuple)) else []
+    if not found or not all(isinstance(batch, Batch) for batch in found):
+        kinds = [type(batch).__name__ for batch in found] or type(batches).__name__
+        raise DataError("batches", "must be a list of at least one batch", kinds, "write Batch.cat([a, b])")
+
+    def forms(batch: Batch) -> dict[str, tuple[Any, ...]]:
+        parts = {**batch._tensors, **{f"{MASK}{name}": mask for name, mask in batch.mask.items()}}
+        found = {name: (str(t.dtype)[6:], list(t.shape[1:]), str(t.device)) for name, t in parts.items()}
+        return {**found, **dict.fromkeys(batch._opaque or (), ("opaque",))}
+
+    wanted = forms(found[0])
+    for number, batch in enumerate(found[1:], 1):
+        here = forms(batch)
+        name = next((n for n in [*wanted, *here] if wanted.get(n) != here.get(n)), None)
+        if name is not None:
+            rule = f"must be as in batch 0: {wanted.get(name, 'missing')}"
+            raise ShapeError(f"field {name!r} of batch {number}", rule, here.get(name, "missing"))
+        if batch._burn_in != found[0]._burn_in:
+            raise ShapeError(f"the burn-in of batch {number}", "must be that of batch 0")
+    return found
+
+
 def _flatten(batch: Batch) -> tuple[list[Any], Any]:
     names, masks = list(batch._tensors), list(batch.mask)
     values = [*batch._tensors.values(), *batch.mask.values(), batch._records, batch.valid, batch.epoch]
-    optional = batch._is_weight, batch._source, batch._probability, batch._goal_step, batch._origin
+    known = batch._is_weight, batch._source, batch._probability, batch._goal_step, batch._origin
+    optional = *known, batch._chosen_index
     present = tuple(tensor is not None for tensor in optional)
     values += [tensor for tensor in optional if tensor is not None]
     facts = batch._step_items, batch._total, batch._burn_in, batch._first_index, batch._index_step
@@ -477,9 +729,12 @@ def _unflatten(values: Any, context: Any) -> Batch:
     tensors = dict(zip(names, values[: len(names)], strict=True))
     mask = dict(zip(masks, values[len(names) : len(names) + len(masks)], strict=True))
     records, valid, epoch, *given = values[len(names) + len(masks) :]
-    weight, source, probability, goal_step, origin = (given.pop(0) if there else None for there in present)
+    weight, source, probability, goal_step, origin, chosen = (given.pop(0) if t else None for t in present)
     known = records, valid, step_items, total, epoch, weight, source, probability, goal_step, burn_in, origin
-    return Batch(tensors, mask, BatchSamples(*known, first_index, index_step))
+    batch = Batch(tensors, mask, BatchSamples(*known, first_index, index_step))
+    if chosen is not None:
+        batch._chosen_index = chosen
+    return batch
 
 
 pytree.register_pytree_node(Batch, _flatten, _unflatten, serialized_type_name="deepspeed_gear.Batch")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -71,6 +71,8 @@ class Buffers:
     all: list[torch.Tensor]
     storages: frozenset[int] | None = None  # of its tensors, computed at first use
     lifetime: BatchLifetime | None = None  # of its current values
+    call: Any = None  # the native GatherCall into them
+    address: int = 0  # of the call; 0: the op is called
 
     def part(self, first: int, end: int) -> Buffers:
         """Return the tensors of some samples of the batch."""
@@ -107,6 +109,7 @@ class Gatherer:
         threads: int,
     ) -> None:
         self._table, self._ops, self._threads = table, table.ops, threads
+        self._gather_into: Any = getattr(self._ops.native, "gather_into", None)
         self._device = table.device
         self._fields = list(fields)
         self._n_step = n_step
@@ -153,8 +156,8 @@ class Gatherer:
         dtype = engine_dtype if field.dtype == "engine" else DTYPES[field.dtype]
         if field.mask_only and field.derived not in COMPUTED:
             column, shape, dtype = column.reshape(len(column), -1)[:, :0], (0,), column.dtype
-        affine = _affine(field, statistics, column.dtype, dtype, shape)
-        shift, gain = (part.to(self._device) for part in affine)
+        numbers = affine(field, statistics, column.dtype, dtype, shape)
+        shift, gain = (part.to(self._device) for part in numbers)
         follows = field.offset == "n_step"
         offset = 0 if field.offset == "n_step" else int(field.offset)
         length, part = field.length or 1, field.collected_length
@@ -213,7 +216,7 @@ class Gatherer:
         return self.counters
 
     def buffers(self, num_samples: int) -> Buffers:
-        """Allocate the tensors of a batch."""
+        """Allocate the tensors of a batch, with the native call that gathers into them."""
 
         def zeros(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=self._device)
@@ -226,7 +229,23 @@ class Gatherer:
         n_step: list[torch.Tensor] = []
         if self._n_step is not None:
             n_step = [zeros(num_samples, dtype=dtype) for dtype in N_STEP_DTYPES]
-        return self._named(outs, masks, n_step)
+        buffers = self._named(outs, masks, n_step)
+        native = self._ops.native
+        if native is not None and self._ops.is_direct and self._words:
+            buffers.call = native.GatherCall(
+                outs=outs,
+                masks=masks,
+                counters=self.counters,
+                columns=self._columns,
+                shifts=self._shifts,
+                gains=self._gains,
+                spec=self._words,
+                pad_values=self._pads,
+                threads=self._threads,
+                overwritten=buffers.all,
+            )
+            buffers.address = buffers.call.address
+        return buffers
 
     def _named(
         self, outs: list[torch.Tensor], masks: list[torch.Tensor], n_step: list[torch.Tensor]
@@ -264,6 +283,8 @@ class Gatherer:
             As `gather`; the samples in the order of the parts.
         """
         buffers, first = self._next(), 0
+        if buffers.address:  # it fills whole batches only
+            note_overwritten(buffers.all)
         for gatherer, records, goal_step in parts:
             end = first + len(records)
             if end > first:
@@ -277,7 +298,8 @@ class Gatherer:
         if buffers.lifetime is not None:
             buffers.lifetime.end()
             buffers.lifetime = None
-        note_overwritten(buffers.all)
+        if not buffers.address:
+            note_overwritten(buffers.all)
         return buffers
 
     def lend(self, batch: Batch) -> None:
@@ -304,7 +326,9 @@ class Gatherer:
                 records,
                 self._n_step.n,
             )
-        if self._words:
+        if buffers.address:
+            self._gather_into(buffers.address, records, steps)
+        elif self._words:
             self._ops.gather_(
                 buffers.outs,
                 buffers.masks,
@@ -322,14 +346,24 @@ class Gatherer:
             self._goals.fill(buffers.outs, buffers.masks, self.counters, records, goal_step)
 
 
-def _affine(
+def affine(
     field: ResolvedField,
     statistics: Mapping[str, ColumnStatistics],
     source: torch.dtype,
     target: torch.dtype,
     shape: tuple[int, ...],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return shift and gain of (x - shift) * gain, repeated along the window; empty for the identity."""
+    """Return shift and gain of (x - shift) * gain, repeated along the window; empty for the identity.
+
+    Args:
+        field: The field.
+        statistics: Of the columns.
+        source: Dtype of the field's column.
+        target: Dtype of the field.
+        shape: Of a row of the column.
+    Raises:
+        ConfigError: The field is normalised, and its column has no statistics.
+    """
     wide = torch.float64 if source in WIDE or target == torch.float64 else torch.float32
     if not field.is_converted:
         return torch.empty(0, dtype=wide), torch.empty(0, dtype=wide)

@@ -1,4 +1,9 @@
-"""Hindsight relabelling of this rank's batches: the goals of each stream, and a program's rewards."""
+"""Hindsight relabelling of this rank's batches: the goals of samples, and a program's rewards.
+
+Two random words per sample are keyed by its number, so the goals are the same on any number of ranks.
+
+Source: Andrychowicz et al., "Hindsight Experience Replay", NeurIPS 2017, section 4.5.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +12,28 @@ from collections.abc import Callable, Sequence
 import torch
 
 from deepspeed_gear.batching.batch import Batch
-from deepspeed_gear.batching.hindsight import HindsightGoals
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.config.hindsight_checks import reward_field
 from deepspeed_gear.config.schedules import imported
 from deepspeed_gear.errors import ShapeError
+from deepspeed_gear.ops import Ops
+from deepspeed_gear.ops.constants import ONE_Q62
+from deepspeed_gear.ops.records import GoalStrategy
 
 Reward = Callable[[Batch], torch.Tensor]
+STRATEGIES = {
+    "future": GoalStrategy.FUTURE,
+    "final": GoalStrategy.FINAL,
+    "episode": GoalStrategy.EPISODE,
+}
 
 
 class HindsightRelabelling:
-    """Draws goals and computes rewards by `gear.hindsight`; without it, does nothing. One thread per stream.
+    """Draws goals and computes rewards by `gear.hindsight`; without it, does nothing. Thread safe.
 
     Args:
         config: The config.
+        ops: The ops.
         fields: The fields of a batch.
         needed: The fields that this rank gathers.
     Raises:
@@ -28,17 +41,25 @@ class HindsightRelabelling:
     """
 
     def __init__(
-        self, config: GearConfig, fields: Sequence[ResolvedField], needed: Sequence[ResolvedField]
+        self,
+        config: GearConfig,
+        ops: Ops,
+        fields: Sequence[ResolvedField],
+        needed: Sequence[ResolvedField],
     ) -> None:
-        self._config, self._seed = config.hindsight, config.seed
+        self._config, self._seed, self._draw_goals = config.hindsight, config.seed, ops.draw_goals_
         rows = [field.hindsight.rows for field in fields if field.hindsight is not None]
         self._final_row = int("T+1" in rows)
-        self._goals: dict[int, HindsightGoals] = {}
         self._reward: Reward | None = None
         if config.hindsight is not None and config.hindsight.reward is not None:
             self._name = reward_field(fields).name
             if any(field.name == self._name and not field.mask_only for field in needed):
                 self._reward = imported(config.hindsight.reward, "gear.hindsight.reward")
+
+    @property
+    def has_reward(self) -> bool:
+        """Whether the program computes rewards."""
+        return self._reward is not None
 
     def draw(self, stream_key: int, records: torch.Tensor) -> torch.Tensor | None:
         """Return the rows of the achieved goals that samples get, -1 for their own goal. [B], int64.
@@ -49,9 +70,11 @@ class HindsightRelabelling:
         """
         if self._config is None:
             return None
-        if stream_key not in self._goals:
-            self._goals[stream_key] = HindsightGoals(self._config, self._seed, stream_key, self._final_row)
-        return self._goals[stream_key].draw(records)
+        goal_step = torch.empty(records.size(0), dtype=torch.int64)
+        fraction = int(self._config.fraction * ONE_Q62)  # exact: a power of two
+        strategy = STRATEGIES[self._config.strategy]
+        self._draw_goals(goal_step, records, self._seed, stream_key, strategy, fraction, self._final_row)
+        return goal_step
 
     @staticmethod
     def together(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

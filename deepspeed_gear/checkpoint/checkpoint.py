@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from deepspeed_gear.checkpoint import position, save_folders, table_files
+import torch
+
+from deepspeed_gear.checkpoint import position, rollout_file, save_folders, table_files
 from deepspeed_gear.checkpoint.replay_view import BatchSource, ReplayView, all_streams
 from deepspeed_gear.checkpoint.save_folders import State
 from deepspeed_gear.checkpoint.table_loading import TableLoader
 from deepspeed_gear.distributed.quota_agreement import agree_on_quotas
+from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.selection import PASS_SHIFT
 from deepspeed_gear.store.table import Table
 
 T = TypeVar("T")
+Columns = Mapping[str, torch.Tensor]
 Passes = dict[str, int]  # passes over each split that have begun
 
 
@@ -25,7 +29,11 @@ def fingerprint(parts: ReplayView) -> dict[str, str]:
 
 
 def state_of(
-    parts: ReplayView, batches: BatchSource, passes: Passes, save: State | None = None
+    parts: ReplayView,
+    batches: BatchSource,
+    passes: Passes,
+    save: State | None = None,
+    columns: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Return the position, equal on all ranks; see `Replay.state_dict`. Collective.
 
@@ -34,12 +42,15 @@ def state_of(
         batches: Of the Replay.
         passes: Passes over splits that have begun.
         save: Id and manifests of the save of this position; None: no save.
+        columns: File of the columns of the rollout batch whose training is under way.
     """
-    plan, where = parts.plan, batches.where
+    plan, where, rollout = parts.plan, batches.where, batches.in_progress
+    if rollout is not None:
+        rollout = {**rollout, "columns": columns, "names": sorted(batches.columns)}
     if plan.topology.place.pipe_world > 2:  # inner stages read no batches
         known = (where, passes) if plan.topology.place.reads else None
         where, passes = next(one for one in plan.exchange.gather(known) if one is not None)
-    return position.state_of(plan.config, fingerprint(parts), passes, where, save)
+    return position.state_of(plan.config, fingerprint(parts), passes, where, save, rollout)
 
 
 # ---- saving --------------------------------------------------------------------------------------
@@ -90,13 +101,20 @@ def save(
 
         return exchange.agree("saving the tables", checked)
 
-    agree(lambda: save_folders.begin(folder, list(tables), kept) if first else None)
+    def begin() -> dict[str, str] | None:
+        if not first:
+            return None
+        save_folders.begin(folder, list(tables), kept)
+        rollout_file.remove_others(folder, kept)
+        return rollout_file.write(folder, save_id, batches.columns) if batches.columns else None
+
+    columns = next((one for one in exchange.gather(agree(begin)) if one is not None), None)
     manifests: dict[str, dict[str, str]] = {name: {} for name in tables}
     for written in exchange.gather(agree(write)):
         for name, files in written.items():
             manifests[name].update(files)
     agree(lambda: save_folders.publish(folder, list(tables)) if first else None)
-    state = state_of(parts, batches, passes, {"id": save_id, "tables": manifests})
+    state = state_of(parts, batches, passes, {"id": save_id, "tables": manifests}, columns)
     agree(lambda: save_folders.write_position(folder, state) if first else None)
     return state
 
@@ -132,7 +150,7 @@ def newest_state(parts: ReplayView, folder: Path) -> dict[str, Any]:
     return parts.plan.exchange.agree("loading the state", lambda: save_folders.read_position(folder))
 
 
-def check(parts: ReplayView, state: State) -> None:
+def check(parts: ReplayView, batches: BatchSource, state: State) -> None:
     """Check a state on all ranks, and that it is the same on all. Collective.
 
     Raises:
@@ -140,7 +158,12 @@ def check(parts: ReplayView, state: State) -> None:
             have states of different saves.
     """
     exchange = parts.plan.exchange
-    exchange.agree("loading the state", lambda: position.check(state, parts.plan.config, fingerprint(parts)))
+
+    def check_state() -> None:
+        position.check(state, parts.plan.config, fingerprint(parts))
+        batches.check_rollout(state.get("rollout"))
+
+    exchange.agree("loading the state", check_state)
     save_folders.compare(exchange.gather(state))
 
 
@@ -156,6 +179,33 @@ def read(parts: ReplayView, folder: Path, state: State) -> TableLoader:
     return loading
 
 
+def columns_of(parts: ReplayView, folder: Path | None, state: State) -> Columns:
+    """Return the columns of the rollout batch that a state was saved in. Collective.
+
+    Args:
+        parts: Of the Replay.
+        folder: Of the save; None: only the state is known.
+        state: A checked state.
+    Raises:
+        CheckpointError: The file is missing or changed, or there is no folder.
+    """
+
+    def read() -> Columns:
+        rollout = state.get("rollout")
+        if not rollout or not rollout.get("names"):
+            return {}
+        if folder is None:
+            raise CheckpointError(
+                "the gear state",
+                "must be loaded from the folder of its save, which has the columns of its rollout batch",
+                ", ".join(rollout["names"]),
+                "use save and load, or take states between two rollout batches",
+            )
+        return rollout_file.read(folder, state)
+
+    return parts.plan.exchange.agree("loading the rollout batch", read)
+
+
 def replace(parts: ReplayView, loading: TableLoader) -> None:
     """Replace the content of the tables by the loaded one, after `go_on`. Collective."""
     exchange = parts.plan.exchange
@@ -167,8 +217,15 @@ def replace(parts: ReplayView, loading: TableLoader) -> None:
     parts.leave_inner_stage()
 
 
-def go_on(parts: ReplayView, batches: BatchSource, state: State) -> Passes:
-    """Continue at a checked state; return the passes over splits that have begun. Collective."""
+def go_on(parts: ReplayView, batches: BatchSource, state: State, columns: Columns) -> Passes:
+    """Continue at a checked state; return the passes over splits that have begun. Collective.
+
+    Args:
+        parts: Of the Replay.
+        batches: Of the Replay.
+        state: The state.
+        columns: Of the rollout batch whose training is under way.
+    """
     plan, exchange = parts.plan, parts.plan.exchange
     if parts.barrier is not None:
         parts.barrier.drain()
@@ -186,5 +243,5 @@ def go_on(parts: ReplayView, batches: BatchSource, state: State) -> Passes:
     exchange.barrier()
     agree_on_quotas(exchange, parts.plan.leads_shard, parts.train)
     parts.leave_inner_stage()
-    batches.go_on_at(at)
+    batches.go_on_at(at, state.get("rollout"), columns)
     return passes

@@ -55,6 +55,7 @@ def state_of(
     passes: Mapping[str, int],
     train: Position,
     save: Mapping[str, Any] | None,
+    rollout: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the state of a position for a checkpoint: JSON-able, equal on all ranks.
 
@@ -64,8 +65,11 @@ def state_of(
         passes: Passes over each split that have begun.
         train: Position of the training streams.
         save: Id and manifests of the save of this position; None: no save.
+        rollout: The rollout batch after it whose training is under way; None: there is none.
     """
+    more = {} if rollout is None else {"rollout": dict(rollout)}
     return {
+        **more,
         "format": FORMAT,
         "options": config.resume_digest,
         "data": fingerprint,
@@ -107,6 +111,34 @@ def check(state: Mapping[str, Any], config: GearConfig, fingerprint: dict[str, s
         words = entry(train, table, dict, f"{at}: train")
         for word in WORDS:
             entry(words, word, int, f"{at}: train.{table}")
+
+
+def describe(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a state of a Replay or a DeviceReplay says to a reader; JSON-able.
+
+    Returns:
+        `train`: by sampled table the used `global_batches` and `samples`; where it walks epochs, also the
+        number of the `epoch`, its `epoch_items` and how many of them were used, `epoch_samples`. `passes`:
+        passes over each split that have begun. `data`: fingerprint of each data set.
+    Raises:
+        CheckpointError: An entry is missing.
+    """
+    at = "the gear state"
+    if "train" not in state:  # of a DeviceReplay, which has one table
+        table = next(iter(entry(state, "save", dict, at)["tables"]))
+        counts = {name: entry(state, name, int, at) for name in ("global_batches", "samples")}
+        return {"train": {table: counts}, "passes": {}, "data": entry(state, "fingerprints", dict, at)}
+    train: dict[str, dict[str, int]] = {}
+    for table, words in entry(state, "train", dict, at).items():
+        batches, samples, epoch, first, size = (entry(words, word, int, f"{at}: train") for word in WORDS)
+        train[table] = {"global_batches": batches, "samples": samples}
+        if size:
+            train[table] |= {"epoch": epoch, "epoch_samples": samples - first, "epoch_items": size}
+    return {
+        "train": train,
+        "passes": entry(state, "passes", dict, at),
+        "data": entry(state, "data", dict, at),
+    }
 
 
 def transform_keys(seed: int, stream: int, numbers: torch.Tensor) -> torch.Tensor:

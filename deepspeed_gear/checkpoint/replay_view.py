@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
 
 from deepspeed_gear.checkpoint.position import Position
 from deepspeed_gear.distributed.batch_barrier import BatchBarrier
@@ -55,11 +57,36 @@ class BatchSource(Protocol):
         """The position after the last global batch whose micro batches were all used."""
         ...
 
+    @property
+    def in_progress(self) -> dict[str, Any] | None:
+        """The rollout batch whose training is under way, JSON-able; None: there is none."""
+        ...
+
+    @property
+    def columns(self) -> Mapping[str, torch.Tensor]:
+        """Its own columns."""
+        ...
+
+    def check_rollout(self, rollout: Mapping[str, Any] | None) -> None:
+        """Raise unless a rollout batch whose training is under way can be continued here.
+
+        Raises:
+            CheckpointError: It cannot.
+        """
+
     def stop(self) -> None:
         """Stop the prefetch thread."""
 
-    def go_on_at(self, at: Position) -> None:
-        """Continue at a position to which the streams are already set."""
+    def go_on_at(
+        self, at: Position, rollout: Mapping[str, Any] | None, columns: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Continue at a position to which the streams are already set.
+
+        Args:
+            at: The position.
+            rollout: The rollout batch after it whose training is under way, as `in_progress`.
+            columns: Its own columns.
+        """
 
 
 def all_streams(view: ReplayView) -> list[BatchStream]:

@@ -33,6 +33,8 @@ class SavedShard:
         streams: Content of its streams by name.
         retention: Retention words of the trajectories; None: a data set's. [n, 4], int64.
         inserted: Trajectories and steps ever added.
+        groups: What `TableGroups.export` returned; None: there are none. [n, 2], int64.
+        group_counts: The words of `GroupCount`; None: there are none. [16], int64.
     """
 
     slots: np.ndarray | None
@@ -41,6 +43,8 @@ class SavedShard:
     streams: dict[str, Content]
     retention: np.ndarray | None = None
     inserted: tuple[int, int] = (0, 0)
+    groups: np.ndarray | None = None
+    group_counts: np.ndarray | None = None
 
     @property
     def num_slots(self) -> int:
@@ -106,7 +110,9 @@ def merge(shards: Sequence[SavedShard]) -> SavedShard:
     slots, next_id = _merge_slots(shards), _next_id([shard.next_id for shard in shards])
     if slots is not None and len(slots):  # an id is never assigned again, even if the counter is damaged
         next_id = max(next_id, int(slots[:, Slot.ID].max()) + 1)
-    return SavedShard(slots, None, next_id, streams, retention, inserted)
+    only = shards[0] if len(shards) == 1 else None  # groups lie in one store
+    groups = (None, None) if only is None else (only.groups, only.group_counts)
+    return SavedShard(slots, None, next_id, streams, retention, inserted, *groups)
 
 
 def packed(records: np.ndarray) -> np.ndarray:

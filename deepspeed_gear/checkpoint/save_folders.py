@@ -202,13 +202,17 @@ def publish(folder: Path, tables: Sequence[str]) -> None:
 
 def write_position(folder: Path, state: State) -> None:
     """Write the state of a published save; atomic."""
-    content = {"format": _POSITION_FORMAT, "sha256": _digest_of(state), "state": state}
-    path = folder / POSITION
-    partial = path.with_name(POSITION + ".partial")
+    content = {"format": _POSITION_FORMAT, "sha256": digest_of(state), "state": state}
+    write_json(folder / POSITION, content)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a mapping to a file; atomic."""
+    partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(content, indent=1))
     _sync(partial)
     os.replace(partial, path)
-    _sync(folder)
+    _sync(path.parent)
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -263,7 +267,7 @@ def read_position(folder: Path) -> dict[str, Any]:
             str(path), f"must have format {_POSITION_FORMAT}", content.get("format"), ANOTHER
         )
     state: dict[str, Any] = entry(content, "state", dict, str(path))
-    if content.get("sha256") != _digest_of(state):
+    if content.get("sha256") != digest_of(state):
         raise CheckpointError(str(path), "must be as it was saved", None, ANOTHER)
     return state
 
@@ -403,5 +407,6 @@ def _id_in(manifest: Path) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _digest_of(state: State) -> str:
+def digest_of(state: State) -> str:
+    """Return the SHA-256 of a mapping, in hex."""
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()

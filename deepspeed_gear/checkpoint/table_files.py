@@ -12,6 +12,7 @@ that of a table in one store. Shards are loaded into any number of nodes (`resha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,8 @@ def save_table(
         to, more = shard_folder(part, shard.index), {"shard": asdict(shard)}
         name = f"{to.name}/{name}"
         to.mkdir()
-    return {name: _write(table, streams, to, batches, {"save": save_id, **more})}
+    with nullcontext() if table.groups is None else table.groups.kept():
+        return {name: _write(table, streams, to, batches, {"save": save_id, **more})}
 
 
 def shard_folder(folder: Path, index: int) -> Path:
@@ -86,6 +88,9 @@ def _save_rows(table: Table, slots: np.ndarray, folder: Path) -> None:
     records = table.slots[slots]
     np.save(folder / "slots.npy", records)
     np.save(folder / "retention.npy", table.views["retention"][slots])
+    if table.groups is not None:
+        np.save(folder / "groups.npy", table.groups.export(slots))
+        np.save(folder / "group_counts.npy", table.groups.counts)
     for column in table.spec.schema:
         data, path = table.columns[column.name], folder / _file_of(column)
         if column.rows == "1":
@@ -185,7 +190,9 @@ def _read_shard(folder: Path, manifest: dict[str, Any]) -> SavedShard:
     trajectories, steps = manifest["inserted"]
     slots, numbers = others.get("slots"), others.get("numbers")
     retention, next_id = others.get("retention"), manifest["next_id"]
-    return SavedShard(slots, numbers, next_id, streams, retention, (int(trajectories), int(steps)))
+    groups = others.get("groups"), others.get("group_counts")
+    inserted = int(trajectories), int(steps)
+    return SavedShard(slots, numbers, next_id, streams, retention, inserted, *groups)
 
 
 def check_rows(found: SavedTable, division: ShardDivision | None = None, index: int = 0) -> None:
@@ -254,6 +261,11 @@ def load_rows(table: Table, found: SavedTable, chosen: np.ndarray, next_id: int)
     table.control[[Control.INSERTED, Control.STEPS_INSERTED]] = found.whole.inserted if counts else (0, 0)
     table.control[Control.QUOTA] = 0
     table.restored(next_id)
+    if table.groups is not None:
+        saved, group_counts = found.whole.groups, found.whole.group_counts
+        assert saved is not None
+        assert group_counts is not None
+        table.groups.restore(saved, group_counts)
 
 
 def _copy_rows(to: np.ndarray, files: Sequence[np.ndarray], extents: np.ndarray) -> None:

@@ -80,6 +80,9 @@ class TableLoader:
 
     def _check(self, name: str, table: Table, found: SavedTable) -> None:
         slots = found.whole.slots
+        if table.groups is not None and slots is not None and found.whole.groups is None:
+            rule, remedy = "must hold the groups of its trajectories", "it is of a table without groups"
+            raise CheckpointError(str(found.folders[0]), rule, None, remedy)
         if slots is not None:
             table_files.check_room(table, slots[self._chosen(name)])
         elif len(self._chosen(name)) != len(table.slots):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,34 +13,53 @@ from string import Template
 from typing import Any
 
 import numpy as np
+import torch
 
+from deepspeed_gear.cli.ssh_hosts import read_hostfile
 from deepspeed_gear.config import check_against, parse
 from deepspeed_gear.config.cross_checks import BATCH_NAMES
 from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.data.splits import TRAIN, split_of
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column
 
 CONFIG_FILE = "gear_config.json"
 SCRIPT_FILE = "train.py"
 _WINDOW = 8
+_HELD_OUT = "eval"  # the split that is made where the data set has none
+_SHARES = (0.1, 0.25, 0.5)  # of it: the smallest that holds out a trajectory
+_MOST_CPU_RANKS = 4  # more ranks train so small a model no faster
 
 _SCRIPT = Template('''\
-"""Behaviour cloning on $data: `deepspeed --num_gpus 1 $script`."""
+"""Behaviour cloning on $data: trains, evaluates on held-out trajectories, and saves.
+
+    $launch
+
+The same command continues from the latest checkpoint.
+"""
 
 import argparse
+from itertools import islice
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import deepspeed_gear
 
-parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--steps", type=int, default=500)
+HERE = Path(__file__).parent
+OBSERVATIONS = $observations
+HELD_OUT = $held_out  # the split of evaluations; None: there is none
+EVAL_BATCHES = 50  # at most, of each rank in an evaluation
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--steps", type=int, default=2000, help="optimizer steps, with those of a checkpoint")
+parser.add_argument("--print-every", type=int, default=50, metavar="STEPS")
+parser.add_argument("--save-every", type=int, default=500, metavar="STEPS", help="evaluate and save")
+parser.add_argument("--checkpoints", type=Path, default=HERE / "checkpoints", metavar="DIR")
 parser.add_argument("--local_rank", type=int, default=0, help="set by the launcher")
 args = parser.parse_args()
-
-OBSERVATIONS = $observations
 
 
 def flat(values: torch.Tensor) -> torch.Tensor:
@@ -46,24 +67,62 @@ def flat(values: torch.Tensor) -> torch.Tensor:
     return values.reshape(*values.shape[:2], -1)
 
 
+def step_errors(batch: deepspeed_gear.Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the error of each step, and which steps are inside of a trajectory. [B, T] each."""
+    inputs = torch.cat([flat(batch[name]) for name in OBSERVATIONS], dim=-1)  # [B, T, $num_inputs]
+$predict
+    return error, batch.mask[$first_action]
+
+
+@torch.no_grad()
+def held_out_error() -> float:
+    """Return the mean error of the held-out trajectories; all ranks call it together."""
+    engine.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
+    for batch in islice(engine.gear_iterator(HELD_OUT), EVAL_BATCHES):
+        error, real = step_errors(batch)
+        real = real & batch.valid[:, None]  # the last batch of a pass is filled up
+        sums += torch.stack([(error * real).sum(), real.sum()]).double()
+    engine.train()
+    dist.all_reduce(sums)
+    return float(sums[0] / sums[1])
+
+
+def report(text: str) -> None:
+    """Print on rank 0."""
+    if engine.global_rank == 0:
+        print(text, flush=True)
+
+
 torch.manual_seed(0)
 model = nn.Sequential(
     nn.Linear($num_inputs, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, $num_outputs)
 )
 engine, *_ = deepspeed_gear.initialize(
-    model=model, model_parameters=model.parameters(), config=str(Path(__file__).with_name("$config"))
+    model=model, model_parameters=model.parameters(), config=str(HERE / "$config")
 )
+if (args.checkpoints / "latest").exists():
+    engine.load_checkpoint(str(args.checkpoints))
+    report(f"continuing after step {engine.global_steps}")
 
-for step in range(args.steps):
-    batch = engine.gear_sample()  # windows of $length steps
-    inputs = torch.cat([flat(batch[name]) for name in OBSERVATIONS], dim=-1)  # [B, T, $num_inputs]
-$predict
-    mask = batch.mask[$first_action]  # [B, T], False where a window leaves its trajectory
-    loss = (error * mask).sum() / mask.sum()
-    engine.backward(loss)
-    engine.step()
-    if engine.global_rank == 0 and (step % 50 == 0 or step == args.steps - 1):
-        print(f"step {step} loss {loss.item():.4f}", flush=True)
+while engine.global_steps < args.steps:
+    for _ in range(engine.gradient_accumulation_steps()):
+        batch = engine.gear_sample()  # windows of $length steps
+        error, real = step_errors(batch)
+        loss = (error * real).sum() / real.sum()
+        engine.backward(loss)
+        engine.step()
+    step = engine.global_steps
+    is_last = step >= args.steps
+    if step % args.print_every == 0 or is_last:
+        report(f"step {step} of {args.steps}, loss {loss.item():.4f}; {engine.gear.progress()}")
+    if step % args.save_every == 0 or is_last:
+        if HELD_OUT:
+            report(f"step {step}, held-out error {held_out_error():.4f}")
+        engine.save_checkpoint(str(args.checkpoints))
+
+engine.destroy()
+dist.destroy_process_group()
 ''')
 
 
@@ -106,16 +165,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", metavar="DIR", type=Path, default=Path(), help="folder of the two files (default: here)"
     )
     parser.add_argument("--force", action="store_true", help="overwrite them if they exist")
+    parser.add_argument(
+        "--hostfile",
+        metavar="F",
+        help="print a launch line for the hosts of this file (default: this machine)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the config and the script.
+    """Write the config and the script, and print the command that starts them.
 
     Raises:
         DataError: The data set cannot be used, or a file exists and may not be overwritten.
+        ConfigError: The hostfile is missing or malformed.
     """
+    if args.hostfile is not None:
+        read_hostfile(args.hostfile)
     dataset = Dataset.open(args.data)
-    config, script = make_config(dataset), make_script(dataset)
+    launch = launcher(args.hostfile)
+    config, script = make_config(dataset), make_script(dataset, shlex.join([*launch, SCRIPT_FILE]))
     files = {args.out / CONFIG_FILE: json.dumps(config, indent=2) + "\n", args.out / SCRIPT_FILE: script}
     for path in files:
         if path.exists() and not args.force:
@@ -131,8 +199,38 @@ def run(args: argparse.Namespace) -> int:
         raise DataError(
             str(args.out), "must be a writable folder", error.strerror, "choose another --out"
         ) from error
-    print(f"train with: deepspeed --num_gpus 1 {args.out / SCRIPT_FILE}")
+    split, held_out = held_out_split(dataset)
+    if split != dataset.split:
+        share = f"{split[_HELD_OUT]:.0%} of the trajectories are held out"
+        print(f"note: {share}, for which each start computes statistics: gear ingest --split stores them")
+    elif held_out is None:
+        print("note: no trajectory can be held out, and nothing is evaluated")
+    print(f"train with: {shlex.join([*launch, str(args.out / SCRIPT_FILE)])}")
     return 0
+
+
+def launcher(hostfile: str | None) -> list[str]:
+    """Return the words of the command before the script: for this machine, or for the hosts of a file."""
+    num_gpus = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else torch.cuda.device_count()
+    settings = [] if num_gpus else ["DS_ACCELERATOR=cpu", "OMP_NUM_THREADS=1"]
+    if hostfile is not None:
+        return [*settings, "deepspeed", "--hostfile", hostfile]
+    num_ranks = num_gpus or min(_MOST_CPU_RANKS, len(os.sched_getaffinity(0)))
+    return [*settings, "deepspeed", "--num_gpus", str(num_ranks)]
+
+
+def held_out_split(dataset: Dataset) -> tuple[dict[str, float], str | None]:
+    """Return the split of the config, and its part that is evaluated: None where all parts are empty."""
+    ids = np.arange(dataset.num_trajectories_of_whole)
+    candidates = [dataset.split]
+    if not dataset.split and dataset.part is None:  # a part has no statistics of another split
+        candidates = [{_HELD_OUT: share} for share in _SHARES]
+    for split in candidates:
+        filled = set(split_of(ids, split).tolist())
+        names = [name for index, name in enumerate(sorted(split), 1) if index in filled]
+        if names and TRAIN in filled:
+            return split, _HELD_OUT if _HELD_OUT in names else names[0]
+    return dataset.split, None
 
 
 def make_config(dataset: Dataset) -> dict[str, Any]:
@@ -155,8 +253,8 @@ def make_config(dataset: Dataset) -> dict[str, Any]:
         if flag is not None:
             fields[_field(flag)] = {**_renamed(flag), **window}
     data: dict[str, Any] = {"path": str(dataset.path.resolve())}
-    if dataset.split:
-        data["split"] = dataset.split
+    if split := held_out_split(dataset)[0]:
+        data["split"] = split
     gear = {"seed": 0, "data": data, "sampler": {"kind": "uniform", "unit": "step"}, "fields": fields}
     check_against(parse(gear), {"main": dataset.schema})
     return {
@@ -169,18 +267,23 @@ def make_config(dataset: Dataset) -> dict[str, Any]:
     }
 
 
-def make_script(dataset: Dataset) -> str:
+def make_script(dataset: Dataset, launch: str) -> str:
     """Return a behaviour cloning script for a data set.
 
+    Args:
+        dataset: The data set.
+        launch: The command that starts it.
     Raises:
         DataError: The data set has no observations or no actions.
     """
     observations = _columns(dataset, "observation")
     heads = [_Head(_field(c), c.num_elements, _num_classes(dataset, c)) for c in _columns(dataset, "action")]
     names = [json.dumps(_field(c)) for c in observations]
+    held_out = held_out_split(dataset)[1]
     return _SCRIPT.substitute(
         data=dataset.path.name,
-        script=SCRIPT_FILE,
+        launch=launch,
+        held_out="None" if held_out is None else json.dumps(held_out),
         config=CONFIG_FILE,
         length=_length(dataset),
         num_inputs=sum(c.num_elements for c in observations),

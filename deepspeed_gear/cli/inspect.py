@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +22,10 @@ _LEVELS = (0.1, 0.5, 0.9)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `gear inspect`."""
     parser.description = (
-        "Show trajectories, steps, returns, columns, bytes and statistics of a data set; or what the tables "
-        "of a checkpoint, or of running processes, draw from."
+        "Show trajectories, steps, returns, columns, bytes and statistics of a data set; or the position of "
+        "a checkpoint and what its tables draw from; or what the tables of running processes draw from."
     )
-    parser.add_argument("dest", metavar="DEST", nargs="?", help="folder of the data set or checkpoint")
+    parser.add_argument("dest", metavar="DEST", nargs="?", help="folder of a data set or checkpoint")
     parser.add_argument(
         "--living",
         metavar="PID",
@@ -47,19 +47,24 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: The figure cannot be written, or options contradict one another.
         CheckpointError, StoreError: The checkpoint is damaged, or the process has no store to show.
     """
-    from deepspeed_gear.cli.inspect_distribution import saved_tables
+    from deepspeed_gear.cli.inspect_distribution import newest_tag, saved_position, saved_tables
     from deepspeed_gear.cli.inspect_live import inspect_living, inspect_saved
 
     if (args.dest is None) == (args.living is None):
         raise ConfigError("DEST", "or --living must be given, not both", args.dest)
-    saved = [] if args.dest is None else saved_tables(Path(args.dest))
-    if saved or args.living is not None:
-        if args.verify:
-            raise ConfigError("--verify", "must be of a data set", None, "a checkpoint is always verified")
-        if saved:
-            inspect_saved(saved, args.json, args.plot)
-        else:
-            inspect_living(args.living or None, args.json, args.plot)
+    position: Path | None = None
+    tables: list[Path] = []
+    if args.dest is not None:
+        folder = newest_tag(Path(args.dest))
+        position, tables = saved_position(folder), saved_tables(folder)
+    is_saved = position is not None or bool(tables)
+    if args.verify and (is_saved or args.living is not None):
+        raise ConfigError("--verify", "must be of a data set", None, "a checkpoint is always verified")
+    if is_saved:
+        inspect_saved(position, tables, args.json, args.plot)
+        return 0
+    if args.living is not None:
+        inspect_living(args.living or None, args.json, args.plot)
         return 0
     from deepspeed_gear.data.dataset import Dataset
 
@@ -93,15 +98,16 @@ def summarize(dataset: Dataset) -> dict[str, Any]:
         "columns": {},
     }
     for column in dataset.schema:
-        statistics = dataset.statistics[column.name]
+        statistics = dataset.statistics.get(column.name)
         summary["columns"][column.name] = {
             "dtype": column.dtype,
             "shape": list(column.shape),
+            **({"max_bytes": column.max_bytes} if column.is_opaque else {}),
             "rows": column.rows,
             "role": column.role,
             "bytes": dataset.columns[column.name].nbytes,
             "overall": _overall(statistics),
-            "statistics": statistics.to_json(),
+            "statistics": None if statistics is None else statistics.to_json(),
         }
     return summary
 
@@ -127,7 +133,10 @@ def _distribution(values: NDArray[Any]) -> dict[str, float | None]:
     numbers = numbers[np.isfinite(numbers)]
     if not len(numbers):
         return dict.fromkeys(("min", *map(str, _LEVELS), "max", "mean", "std"))
-    quantiles = np.quantile(numbers, _LEVELS)
+    # Between two whole numbers lies no value of a column that has whole numbers only.
+    is_whole = bool((numbers == np.rint(numbers)).all())
+    method: Literal["inverted_cdf", "linear"] = "inverted_cdf" if is_whole else "linear"
+    quantiles = np.quantile(numbers, _LEVELS, method=method)
     return {
         "min": float(numbers.min()),
         **{str(level): float(value) for level, value in zip(_LEVELS, quantiles, strict=True)},
@@ -137,8 +146,10 @@ def _distribution(values: NDArray[Any]) -> dict[str, float | None]:
     }
 
 
-def _overall(statistics: ColumnStatistics) -> dict[str, float | None]:
+def _overall(statistics: ColumnStatistics | None) -> dict[str, float | None]:
     """Describe a column by one mean, std, min and max over all its elements; None without finite values."""
+    if statistics is None:
+        return dict.fromkeys(("mean", "std", "min", "max"))
     mean, std = statistics.mean.ravel(), statistics.std.ravel()
     known = np.isfinite(mean)
     if not known.any():
@@ -180,7 +191,7 @@ def format_table(summary: dict[str, Any]) -> str:
         [
             name,
             c["dtype"],
-            str(c["shape"]),
+            f"max_bytes {c['max_bytes']}" if "max_bytes" in c else str(c["shape"]),
             c["rows"],
             f"{c['bytes']:,}",
             *map(_number, c["overall"].values()),

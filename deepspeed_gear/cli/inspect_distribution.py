@@ -22,6 +22,7 @@ from deepspeed_gear.store.step_priorities import rows_of
 
 TRAIN = "stream/train/"
 _GEAR = "gear"  # folder of an engine's checkpoint, in that of its tag
+_LATEST = "latest"  # file beside the tags, with the name of the newest
 _SHARES = (0.01, 0.1)
 
 
@@ -31,7 +32,7 @@ class Distribution:
 
     Args:
         table: Its name.
-        kind: Of the sampler's stream, and what an item is; "" where it is not known.
+        kind: Of the sampler in the config, and what an item is; "" where it is not known.
         unit: Likewise.
         num_trajectories: Stored.
         num_steps: Stored; None where only the data set records it.
@@ -152,6 +153,29 @@ def _admitted_rows(records: np.ndarray, anchors: list[int]) -> np.ndarray:
 # ---- saved ---------------------------------------------------------------------------------------
 
 
+def newest_tag(folder: Path) -> Path:
+    """Return the folder of an engine's latest tag, where `folder` holds an engine's checkpoints; else itself.
+
+    Raises:
+        CheckpointError: The tag that it names is not there.
+    """
+    latest = folder / _LATEST
+    if not latest.is_file():
+        return folder
+    tag = folder / latest.read_text().strip()
+    if not tag.is_dir():
+        raise CheckpointError(
+            str(latest), "must name a folder beside it", tag.name, "take another checkpoint"
+        )
+    return tag
+
+
+def saved_position(folder: Path) -> Path | None:
+    """Return the folder of the position in a checkpoint's tag, or its gear folder; None without one."""
+    folders = (folder, folder / _GEAR)
+    return next((one for one in folders if (one / save_folders.POSITION).is_file()), None)
+
+
 def saved_tables(folder: Path) -> list[Path]:
     """Return the folders of saved tables in a checkpoint's tag, its gear folder, or a table's own.
 
@@ -161,6 +185,12 @@ def saved_tables(folder: Path) -> list[Path]:
     if save_folders.is_table(folder):
         return [folder]
     return [table for one in (folder, folder / _GEAR) for table in save_folders.newest_tables(one)]
+
+
+def num_replicas(folder: Path) -> int | None:
+    """Return how many replicas have saved a table in their devices' memory; None for a table of stores."""
+    manifest = folder / "shard-0" / save_folders.MANIFEST
+    return save_folders.read_json(manifest).get("replicas") if manifest.is_file() else None
 
 
 def of_saved(folder: Path) -> Distribution:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deepspeed_gear.cli.inspect_distribution import Distribution, of_living, of_saved
-from deepspeed_gear.errors import StoreError
+from deepspeed_gear.checkpoint import position, save_folders
+from deepspeed_gear.cli.inspect_distribution import Distribution, num_replicas, of_living, of_saved
+from deepspeed_gear.errors import CheckpointError, StoreError
 from deepspeed_gear.store.live_stores import living_stores
 
 
@@ -46,20 +47,52 @@ def inspect_living(process: int | None, as_json: bool, plot: str | None) -> None
     _plot(drawn, plot)
 
 
-def inspect_saved(folders: Sequence[Path], as_json: bool, plot: str | None) -> None:
-    """Show the tables of a checkpoint.
+def inspect_saved(folder: Path | None, tables: Sequence[Path], as_json: bool, plot: str | None) -> None:
+    """Show the position and the tables of a checkpoint.
 
+    Args:
+        folder: Of the position; None: there is none.
+        tables: Folders of the tables.
+        as_json: Print JSON.
+        plot: Where to write a figure of the tables; None: nowhere.
     Raises:
-        CheckpointError: A file is missing or changed.
+        CheckpointError: A file is missing or changed, or there is no table to plot.
     """
-    found = [of_saved(folder) for folder in folders]
-    summaries = [one.summary() for one in found]
+    known = None if folder is None else position.describe(save_folders.read_position(folder))
+    replicas = {table: num_replicas(table) for table in tables}
+    found = {table: of_saved(table) for table in tables if replicas[table] is None}
+    if plot and not found:
+        rule, remedy = "must hold a table of a store to be plotted", "leave --plot out"
+        raise CheckpointError(str(folder or tables[0]), rule, None, remedy)
     if as_json:
-        print(json.dumps({"tables": summaries}, indent=1))
-    for folder, summary in [] if as_json else zip(folders, summaries, strict=True):
-        print(f"table {summary['table']} in {folder}")
-        print("\n".join(_lines(summary)))
-    _plot(found, plot)
+        of_devices = [{"table": save_folders.table_in(t), "replicas": n} for t, n in replicas.items() if n]
+        summaries = [one.summary() for one in found.values()]
+        print(json.dumps({"position": known, "tables": [*summaries, *of_devices]}, indent=1))
+    else:
+        if known is not None:
+            print(
+                f"position in {folder}"
+                + ("" if tables else ", without tables: data sets hold their contents")
+            )
+            print("\n".join(_position_lines(known)))
+        for table in tables:
+            print(f"table {save_folders.table_in(table)} in {table}")
+            if table in found:
+                print("\n".join(_lines(found[table].summary())))
+            else:
+                print(f"  replicas      {replicas[table]}, each with a table in its device's memory")
+    _plot(list(found.values()), plot)
+
+
+def _position_lines(known: dict[str, Any]) -> list[str]:
+    lines = []
+    for table, words in known["train"].items():
+        text = f"{words['global_batches']:,} global batches, {words['samples']:,} samples of table {table}"
+        if "epoch" in words:
+            text += f"; epoch {words['epoch']}: {words['epoch_samples']:,} of {words['epoch_items']:,} items"
+        lines.append(f"  used          {text}")
+    lines += [f"  passes        {count:,} over {split}" for split, count in known["passes"].items()]
+    return [*lines, *(f"  data set      {table}: {mark}" for table, mark in known["data"].items())]
 
 
 def _plot(found: Sequence[Distribution], path: str | None) -> None:

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_gear.cli.figures import ACCENT, COLOR, new_figure, save
+from deepspeed_gear.cli.figures import (
+    ACCENT,
+    COLOR,
+    are_whole,
+    bin_edges,
+    is_constant,
+    new_figure,
+    save,
+    tick_whole_numbers,
+)
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.schema import Column
 
@@ -17,6 +26,7 @@ if TYPE_CHECKING:
 
 _MAX_PANELS = 12
 _MAX_TICKS = 16
+_MAX_BINS = 50
 
 
 def plot_dataset(dataset: Dataset, path: Path) -> None:
@@ -41,7 +51,9 @@ def plot_dataset(dataset: Dataset, path: Path) -> None:
     _histogram(axes[1], dataset.lengths, "length of a trajectory in steps")
     for axis, column in zip(axes[2:], columns, strict=False):
         _elements(axis, column, dataset.statistics[column.name])
-    figure.legend(*axes[2].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    if columns:
+        known = axes[2].get_legend_handles_labels()
+        figure.legend(*known, loc="outside lower center", ncols=2, frameon=False)
     for axis in axes[2 + len(columns) :]:
         axis.set_axis_off()
     figure.suptitle(f"{dataset.path.name}: {len(dataset):,} trajectories, {dataset.num_steps:,} steps")
@@ -51,8 +63,12 @@ def plot_dataset(dataset: Dataset, path: Path) -> None:
 def _histogram(axis: Any, values: NDArray[Any], label: str) -> None:
     numbers = np.asarray(values, dtype=np.float64)
     numbers = numbers[np.isfinite(numbers)]
-    axis.hist(numbers, bins=min(50, max(10, len(numbers) // 4)), color=COLOR)
     if len(numbers):
+        edges = bin_edges(numbers, _MAX_BINS)
+        axis.hist(numbers, bins=edges, color=COLOR)
+        if len(edges) == 2:  # one value, in the middle
+            axis.set_xlim(*(edges + 10 * (edges[1] - edges[0]) * np.array([-1, 1])))
+        tick_whole_numbers(axis, are_whole(numbers))
         axis.axvline(numbers.mean(), color=ACCENT)
         axis.set_title(f"mean {numbers.mean():.4g} ± {numbers.std():.4g}", fontsize="medium")
     axis.set_xlabel(label)
@@ -76,5 +92,9 @@ def _elements(axis: Any, column: Column, statistics: ColumnStatistics) -> None:
     if len(mean) <= _MAX_TICKS:
         axis.set_xticks(places, [str(i) for i in places] if column.shape else [""])
         axis.set_xlim(-0.6, len(mean) - 0.4)
+    ends = np.concatenate([low, high, mean - std, mean + std])
+    ends = ends[np.isfinite(ends)]
+    if len(ends) and is_constant(ends.min(), ends.max()):
+        axis.set_ylim(ends[0] - (abs(ends[0]) or 1), ends[0] + (abs(ends[0]) or 1))
     axis.set_title(f"{column.name} {column.dtype}{list(column.shape)}", fontsize="medium")
     axis.set_xlabel("element" if column.shape else "")

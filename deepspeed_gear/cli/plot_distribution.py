@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.cli.figures import ACCENT, COLOR, new_figure, save
+from deepspeed_gear.cli.figures import ACCENT, COLOR, bin_edges, new_figure, save, tick_whole_numbers
 from deepspeed_gear.cli.inspect_distribution import Distribution, histogram
 
 _POINTS = 1000
-_MAX_BARS = 60
+_MAX_BINS = 60
 
 
 def plot_distributions(found: Sequence[Distribution], path: Path) -> None:
@@ -35,7 +35,10 @@ def plot_distributions(found: Sequence[Distribution], path: Path) -> None:
 
 def _weights(axis: Any, one: Distribution) -> None:
     bins = histogram(one.weights)
-    axis.bar(list(bins), list(bins.values()), width=0.9, align="edge", color=COLOR)
+    axis.bar(list(bins), list(bins.values()), width=0.95, align="edge", color=COLOR)
+    if bins:
+        axis.set_xlim(min(bins) - 1, max(bins) + 2)
+    tick_whole_numbers(axis, True)
     axis.set_xlabel("log2 of the mass" if one.priorities is None else "log2 of the priority")
     axis.set_ylabel("items")
     axis.set_title(f"{one.table}: {len(one.masses):,} can be drawn", fontsize="medium")
@@ -48,7 +51,8 @@ def _cumulative(axis: Any, one: Distribution) -> None:
         mass = np.concatenate([[0.0], np.cumsum(falling) / falling.sum()])
         at = np.unique(np.linspace(0, len(falling), _POINTS).astype(np.int64))
         axis.plot(at / len(falling), mass[at], color=COLOR)
-    axis.plot([0, 1], [0, 1], color=ACCENT, linewidth=0.8, linestyle="--")
+    axis.plot([0, 1], [0, 1], color=ACCENT, linewidth=0.8, linestyle="--", label="equal masses")
+    axis.legend(loc="lower right", frameon=False)  # no curve lies below the diagonal
     axis.set_xlabel("part of the items, highest mass first")
     axis.set_ylabel("part of the mass")
 
@@ -58,9 +62,8 @@ def _draws(axis: Any, one: Distribution) -> None:
         axis.text(0.5, 0.5, "draws are not counted\n(gear.count_draws)", ha="center", va="center")
         axis.set_axis_off()
         return
-    most = int(one.draws.max())
-    bins = np.arange(most + 2) - 0.5 if most < _MAX_BARS else np.linspace(-0.5, most + 0.5, _MAX_BARS)
-    axis.hist(one.draws, bins=bins, color=COLOR)
+    axis.hist(one.draws, bins=bin_edges(one.draws.astype(np.float64), _MAX_BINS), color=COLOR)
+    tick_whole_numbers(axis, True)
     axis.axvline(one.draws.mean(), color=ACCENT)
     axis.set_xlabel("times drawn")
     axis.set_ylabel("items")

@@ -4,30 +4,45 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
 
 from deepspeed_gear.errors import ConfigError
 
 if TYPE_CHECKING:
-    from deepspeed_gear.replay.rank_preview import Preview
+    from deepspeed_gear.config import GearConfig
+    from deepspeed_gear.replay.rank_preview import Preview, RankPreview
 
 _AXES = {"dp": "data", "tp": "tensor", "pp": "pipe", "sp": "sequence"}
+_PLACE = ("pipe", "data", "sequence", "tensor")
+_WIDTH = 110
+T = TypeVar("T")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `gear preview`."""
     parser.description = (
-        "Show what each rank of a run gets: fields, shapes, bytes, padding and first ids; the rows that "
-        "travel between nodes; and the digests of the first global batches, which a run with "
-        "gear.verify_every writes to its log. One process, no GPU."
+        "Show what the ranks of a run get: fields, shapes, bytes and padding; the rows that travel between "
+        "nodes; and the digests of the first global batches, which a run with gear.verify_every writes to "
+        "its log. Ranks and nodes that are equal share a line. One process, no GPU."
     )
     parser.add_argument("config", metavar="CONFIG", help="a ds_config with a gear section, or the section")
     for option, axis in _AXES.items():
         parser.add_argument(f"--{option}", type=_count, default=1, metavar="N", help=f"{axis} ranks")
     parser.add_argument("--nodes", type=_count, default=1, metavar="N", help="nodes, with equally many ranks")
     parser.add_argument("--batches", type=_count, default=3, metavar="N", help="global batches to draw")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--lengths",
+        metavar="FILE",
+        help="plan the packs of trajectories of these lengths instead: one a line, or .npy",
+    )
+    parser.add_argument("--full", action="store_true", help="add a line for each rank and each two nodes")
+    parser.add_argument("--json", action="store_true", help="print JSON, of each rank and each two nodes")
 
 
 def _count(text: str) -> int:
@@ -50,12 +65,28 @@ def run(args: argparse.Namespace) -> int:
     whole = _load(Path(args.config))
     config = parse(whole.get("gear", whole))
     worlds = {axis: getattr(args, option) for option, axis in _AXES.items()}
+    if args.lengths is not None:
+        return _preview_packs(config, Path(args.lengths), worlds, args.json)
+    if config.pack is not None:
+        remedy = "give --lengths FILE, with one length a line"
+        raise ConfigError("--lengths", "must be given where the config has gear.pack", None, remedy)
     if "gear" in whole:
         micro, accumulation = _sizes(whole, worlds["data"])
     else:
         micro, accumulation = batch_sizes(config, worlds["data"])[0], config.gradient_accumulation_steps
     found = preview(config, micro, accumulation, worlds, args.nodes, args.batches)
-    print(json.dumps(as_json(found), indent=1) if args.json else format_table(found))
+    print(json.dumps(as_json(found), indent=1) if args.json else format_table(found, args.full))
+    return 0
+
+
+def _preview_packs(config: GearConfig, path: Path, worlds: dict[str, int], as_json_too: bool) -> int:
+    from deepspeed_gear.replay.pack_preview import format_pack_preview, pack_preview, read_lengths
+
+    found = pack_preview(config, read_lengths(path), worlds["data"], worlds["sequence"])
+    if as_json_too:
+        print(json.dumps({**asdict(found), "fill": found.fill}, indent=1))
+    else:
+        print("\n".join(format_pack_preview(found, worlds["data"])))
     return 0
 
 
@@ -97,7 +128,6 @@ def _sizes(config: dict[str, Any], replicas: int) -> tuple[int, int]:
 
 def as_json(found: Preview) -> dict[str, Any]:
     """Return a preview, JSON-able."""
-    axes = ("pipe", "data", "sequence", "tensor")
     return {
         "global_batch": found.info.global_batch,
         "micro": found.info.micro,
@@ -106,7 +136,7 @@ def as_json(found: Preview) -> dict[str, Any]:
             {
                 "rank": rank.rank,
                 "node": rank.node,
-                **dict(zip(axes, rank.place.coordinates, strict=True)),
+                **dict(zip(_PLACE, rank.place.coordinates, strict=True)),
                 "fields": {name: list(shape) for name, shape in rank.shapes.items()},
                 "bytes": rank.num_bytes,
                 "padding": rank.padding,
@@ -119,27 +149,135 @@ def as_json(found: Preview) -> dict[str, Any]:
     }
 
 
-def format_table(found: Preview) -> str:
-    """Return the text that `gear preview` prints."""
-    from deepspeed_gear.cli.inspect import grid_of
+def format_table(found: Preview, full: bool = False) -> str:
+    """Return the text that `gear preview` prints.
 
-    rows = []
-    for rank in found.ranks:
-        shapes = ", ".join(f"{name}{list(shape)}" for name, shape in rank.shapes.items()) or "nothing"
-        ids = " ".join(map(str, rank.ids)) or "-"
-        size = f"{rank.num_bytes:,}"
-        rows.append(
-            [str(rank.rank), str(rank.node), str(rank.place), shapes, ids, size, f"{rank.padding:.0%}"]
-        )
-    heads = ["rank", "node", "place", "fields of a micro batch", "first ids", "bytes", "padding"]
-    lines = [str(found.info), "", *grid_of(heads, rows, num_left=5), ""]
-    nodes = range(len(found.traffic))
-    pairs = [(a, b, int(found.traffic[a, b])) for a in nodes for b in nodes if found.traffic[a, b]]
-    if len(found.traffic) > 1:
-        sent = [f"  node {a} -> node {b}  {size:,} bytes" for a, b, size in pairs] or ["  none"]
-        lines += ["Rows between nodes for the first global batch:", *sent, ""]
+    Args:
+        found: The preview.
+        full: Add a line for each rank, and for each two nodes that exchange rows.
+    """
+    lines = [str(found.info), "", *_groups_of_ranks(found), *_groups_of_nodes(found)]
+    if full:
+        lines += [*_each_rank(found), *_each_two_nodes(found)]
     lines += [
         f"global batch {number}: digest {digest % (1 << 64):016x}"
         for number, digest in enumerate(found.digests)
     ]
     return "\n".join(lines)
+
+
+# ---- groups --------------------------------------------------------------------------------------
+
+
+def _groups_of_ranks(found: Preview) -> list[str]:
+    """Return a paragraph for the ranks with the same fields."""
+    lines = []
+    for ranks in _grouped(found.ranks, lambda rank: (*rank.shapes.items(), rank.num_bytes)):
+        shares = [f"{share:.1%}" for share in sorted(rank.padding for rank in ranks)]
+        padding = shares[0] if shares[0] == shares[-1] else f"{shares[0]} to {shares[-1]}"
+        lines += [
+            f"{_counted('rank', [rank.rank for rank in ranks])}: {_places(ranks)}",
+            *textwrap.wrap(_fields(ranks[0]), _WIDTH, initial_indent="  ", subsequent_indent="  "),
+        ]
+        if ranks[0].shapes:
+            size = f"{ranks[0].num_bytes:,} bytes a micro batch"
+            lines.append(f"  {size}; padding {padding} of the rows")
+    return [*lines, ""]
+
+
+def _places(ranks: Sequence[RankPreview]) -> str:
+    """Return the coordinates of a group of ranks, by axis."""
+    axes = zip(_PLACE, zip(*(rank.place.coordinates for rank in ranks), strict=True), strict=True)
+    worlds = dict(zip(_PLACE, ranks[0].place.worlds, strict=True))
+    return ", ".join(
+        f"{axis} {_spans(set(where))} of {worlds[axis]}"
+        for axis, where in axes
+        if worlds[axis] > 1 or axis == "data"
+    )
+
+
+def _groups_of_nodes(found: Preview) -> list[str]:
+    """Return a table with a row for the nodes whose ranks get the same numbers of bytes."""
+    sizes: dict[int, list[int]] = {}
+    for rank in found.ranks:
+        sizes.setdefault(rank.node, []).append(rank.num_bytes)
+    exchanges = len(sizes) > 1
+    title = "Micro batches of a node's ranks"
+    heads = ["nodes", "ranks each", "bytes each", "most of a rank"]
+    if exchanges:
+        title += ", and rows that nodes send and receive for the first global batch, in bytes"
+        heads += ["sent", "most of a node", "received", "most of a node"]
+    rows = []
+    for nodes in _grouped(sizes, lambda node: tuple(sizes[node])):
+        equal = sizes[nodes[0]]
+        row = [_spans(nodes), str(len(equal)), f"{sum(equal):,}", f"{max(equal):,}"]
+        for axis in (1, 0) if exchanges else ():
+            row += _total_and_most(found.traffic.sum(axis), nodes)
+        rows.append(row)
+    lines = [f"{title}:", *_grid(heads, rows), ""]
+    if exchanges:
+        a, b = np.unravel_index(int(found.traffic.argmax()), found.traffic.shape)
+        most = int(found.traffic[a, b])
+        text = f", at most {most:,} from node {a} to node {b}" if most else ""
+        lines += [f"Rows between all nodes: {int(found.traffic.sum()):,} bytes{text}.", ""]
+    return lines
+
+
+def _total_and_most(by_node: np.ndarray, nodes: Sequence[int]) -> list[str]:
+    """Return the sum over a group of nodes, and the most of one with its number."""
+    mine = by_node[list(nodes)]
+    index = int(mine.argmax())
+    return [f"{mine.sum():,}", f"{mine[index]:,} (node {nodes[index]})" if mine[index] else "0"]
+
+
+def _grid(heads: list[str], rows: list[list[str]], num_left: int = 1) -> list[str]:
+    from deepspeed_gear.cli.inspect import grid_of
+
+    return grid_of(heads, rows, num_left)
+
+
+def _grouped(things: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
+    """Return the things with equal keys together, in the order of their first ones."""
+    found: dict[Hashable, list[T]] = {}
+    for thing in things:
+        found.setdefault(key(thing), []).append(thing)
+    return list(found.values())
+
+
+def _counted(noun: str, numbers: Sequence[int]) -> str:
+    """Return "rank 3" or "ranks 0-7, 16-23 (16)"."""
+    return f"{noun} {numbers[0]}" if len(numbers) == 1 else f"{noun}s {_spans(numbers)} ({len(numbers)})"
+
+
+def _spans(numbers: Iterable[int]) -> str:
+    """Return numbers with those that follow one another joined: "0-7, 12"."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
+
+
+# ---- each one ------------------------------------------------------------------------------------
+
+
+def _each_rank(found: Preview) -> list[str]:
+    heads = ["rank", "node", "place", "fields of a micro batch", "first ids", "bytes", "padding"]
+    rows = []
+    for rank in found.ranks:
+        ids = " ".join(map(str, rank.ids)) or "-"
+        numbers = [f"{rank.num_bytes:,}", f"{rank.padding:.1%}"]
+        rows.append([str(rank.rank), str(rank.node), str(rank.place), _fields(rank), ids, *numbers])
+    return [*_grid(heads, rows, num_left=5), ""]
+
+
+def _each_two_nodes(found: Preview) -> list[str]:
+    pairs = np.argwhere(found.traffic).tolist()
+    lines = [f"node {a} -> node {b}  {found.traffic[a, b]:,} bytes" for a, b in pairs]
+    return [*lines, ""] if lines else []
+
+
+def _fields(rank: RankPreview) -> str:
+    return ", ".join(f"{name}{list(shape)}" for name, shape in rank.shapes.items()) or "nothing"

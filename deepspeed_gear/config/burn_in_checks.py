@@ -12,7 +12,7 @@ from deepspeed_gear.errors import ConfigError
 
 def first_step(fields: Sequence[FieldConfig] | Sequence[ResolvedField]) -> int:
     """Return the first step of a sample's sequence relative to its anchor: that of the earliest window."""
-    return min(int(field.offset) for field in fields if field.length is not None)
+    return min(int(field.offset or 0) for field in fields if field.length is not None)
 
 
 def check_burn_in(config: GearOptions) -> None:
@@ -34,7 +34,7 @@ def check_burn_in(config: GearOptions) -> None:
     first = first_step(list(windows.values()))
     for name, field in windows.items():
         assert field.length is not None
-        last = int(field.offset) + field.length - 1
+        last = int(field.offset or 0) + field.length - 1
         if last < first + config.burn_in:
             rule = f"must be less than the steps up to the end of field {name} ({last + 1 - first})"
             raise ConfigError("gear.burn_in", rule, config.burn_in, "lengthen the field")

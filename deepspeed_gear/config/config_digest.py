@@ -16,6 +16,10 @@ _OF_THE_RUN = (
     "batch_size",
     "micro_batch_size",
     "gradient_accumulation_steps",
+    "pack",
+    "batch",
+    "rollout",
+    "loss",
     "pipeline",
     "verify_every",
     "count_draws",
@@ -48,9 +52,14 @@ def shared_options(config: GearOptions) -> dict[str, Any]:
 def batch_options(config: GearOptions) -> dict[str, Any]:
     """Return the options that decide the samples of global batches of a given size."""
     section = {name: value for name, value in shared_options(config).items() if name not in _OF_THE_RUN}
+    for field in section["fields"].values():
+        if field["offset"] is None and config.pack is None:
+            field["offset"] = 0
     for table in section["tables"].values():
         for option in _ROOM:
             del table[option]
+        if table["group"] is None:  # as before there were groups
+            del table["group"]
         if table["data"] is not None:
             del table["data"]["replicate"]
     return section

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from deepspeed_gear.config.group_checks import check_groups
 from deepspeed_gear.config.options import FieldConfig, GearOptions
+from deepspeed_gear.config.pack_checks import check_pack
 from deepspeed_gear.config.retention_checks import check_retention
 from deepspeed_gear.config.sampler_options import ItemSampler, MixtureSampler, WhereConfig
 from deepspeed_gear.config.table_options import DataConfig, TableConfig
@@ -48,6 +50,7 @@ def check_options(config: GearOptions) -> None:
     """
     _check_tables(config)
     _check_sampler(config)
+    check_groups(config)
     for name, table in config.tables.items():
         if table.data is None:
             check_retention(config, table, dotted("gear", "tables", name), name)
@@ -63,6 +66,7 @@ def check_options(config: GearOptions) -> None:
             "collectives of a device belong to the main thread, at one place among those of training",
         )
     _check_batch(config)
+    check_pack(config)
 
 
 def _check_tables(config: GearOptions) -> None:
@@ -177,7 +181,7 @@ def _check_mixture(sampler: MixtureSampler, known: str, tables: Collection[str])
 
 def _check_item_sampler(sampler: ItemSampler, config: GearOptions, at: str) -> None:
     sampler.check(at)
-    if sampler.anchors == "fits" and all(f.length is None and f.offset == 0 for f in config.fields.values()):
+    if sampler.anchors == "fits" and all(f.length is None and not f.offset for f in config.fields.values()):
         raise ConfigError(
             f"{at}.anchors",
             'must not be "fits" where no field has a length or an offset',

@@ -7,6 +7,8 @@ import torch
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.schema import DTYPES, Column
 
+_GATHERED = (torch.int32, torch.int64)  # integers that the gather op converts others to
+
 
 def check_dtype(at: str, own: str, requested: str, column: Column | None, converted: bool) -> None:
     """Reject a conversion that loses values or the precision that they need."""
@@ -36,6 +38,8 @@ def check_dtype(at: str, own: str, requested: str, column: Column | None, conver
         raise ConfigError(
             option, f"must hold every value of {source}", requested, f"use {own} or a wider type"
         )
+    elif target != have and target not in _GATHERED:
+        raise ConfigError(option, f"must be {own}, int32, int64 or a float type", requested, "use int32")
 
 
 def _holds(target: torch.dtype, have: torch.dtype) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 from deepspeed_gear.config import hindsight_checks
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES, check_field_name, check_nesting, dotted
 from deepspeed_gear.config.dtypes import check_dtype, check_pad
+from deepspeed_gear.config.group_checks import check_group_columns
 from deepspeed_gear.config.options import FieldConfig, GearOptions
 from deepspeed_gear.config.resolved_field import ResolvedField
 from deepspeed_gear.config.sampler_options import WhereConfig
@@ -27,6 +29,7 @@ SAMPLE_NAMES = (  # of any batch
     "relabelled",
     "goal_step",
 )
+VERSION_DTYPES = ("uint8", "int8", "int16", "int32", "int64")
 MASK, LEARNS = "mask.", "learns."  # before the name of a field: its mask, and which of its steps learn
 
 
@@ -43,7 +46,8 @@ def check_against(
         statistics_available: Columns of the sampled table that have statistics; True for all, False for none,
             None for all where the table holds a data set.
     Returns:
-        The fields of a batch in the order of the config, or of the schema where the config names none.
+        The fields of a batch in the order of the config, or of the schema where the config names none; then
+        without opaque columns.
     Raises:
         ConfigError: An option asks for a column that is missing or does not suit it.
     """
@@ -57,11 +61,31 @@ def check_against(
             )
     if statistics_available is None:
         statistics_available = any(config.resolved_tables[t].data is not None for t in config.sampled_tables)
+    for name in config.resolved_tables:
+        _check_columns(config, name, schemas[name])
     found = [_check_table(config, schemas[table], statistics_available) for table in config.sampled_tables]
     for table, resolved in zip(config.sampled_tables, found, strict=True):
         _check_same(config.sampled_tables[0], found[0], table, resolved)
-    _check_pipeline(config, [field.name for field in found[0]])
+    _check_pipeline(config, [field.name for field in found[0] if not field.is_opaque])
     return found[0]
+
+
+def _check_columns(config: GearOptions, name: str, schema: Schema) -> None:
+    """Reject columns that do not suit the options of their table."""
+    at, table = dotted("gear", "tables", name), config.resolved_tables[name]
+    opaque = [column for column in schema if column.is_opaque]
+    if opaque and table.placement == "device":
+        rule = f"must not have a column of dtype {opaque[0].dtype} on devices"
+        raise ConfigError(at, rule, opaque[0].name, 'give the table "placement": "host"')
+    if table.group is not None:
+        check_group_columns(table.group, f"{at}.group", schema)
+    if table.keep_best is not None:
+        _check_number(table.keep_best, f"{at}.keep_best", schema)
+    if table.version is not None:
+        versions = [c.name for c in schema.step_columns if not c.shape and c.dtype in VERSION_DTYPES]
+        if table.version.column not in versions:
+            rule, remedy = "must name a column with one integer per step", f"there are: {versions or 'none'}"
+            raise ConfigError(f"{at}.version.column", rule, table.version.column, remedy)
 
 
 def _check_pipeline(config: GearOptions, fields: list[str]) -> None:
@@ -104,14 +128,17 @@ def _check_table(
     for column, where in sampler.where.items():
         _check_where(column, where, schema)
     for option, column in sampler.columns.items():
-        _check_number(column, option, schema)
+        _check_number(column, f"gear.sampler.{option}", schema)
     _check_n_step(config, schema)
-    requested = config.fields or {name: FieldConfig() for name in schema.names}
+    requested = config.fields or {c.name: FieldConfig() for c in schema if not c.is_opaque}
     if not config.fields:
         for name in requested:
             check_field_name(name, n_step=config.n_step is not None)
         check_nesting(list(requested))
-    resolved = [_resolve(name, field, schema, statistics_available) for name, field in requested.items()]
+    shifts = config.pack is not None and schema.role("token") is not None
+    resolved = [
+        _resolve(name, field, schema, statistics_available, shifts) for name, field in requested.items()
+    ]
     _check_duplicates(resolved)
     hindsight_checks.check_fields(config, resolved)
     return resolved
@@ -121,11 +148,11 @@ def _known(schema: Schema) -> str:
     return f"the table has {', '.join(schema.names)}"
 
 
-def _check_number(name: str, option: str, schema: Schema) -> None:
+def _check_number(name: str, at: str, schema: Schema) -> None:
     numbers = [c.name for c in schema.trajectory_columns if not c.shape and c.dtype != "bool"]
     if name not in numbers:
         raise ConfigError(
-            f"gear.sampler.{option}",
+            at,
             "must name a column with one number per trajectory",
             name,
             f"there are: {', '.join(numbers) or 'none'}",
@@ -134,7 +161,7 @@ def _check_number(name: str, option: str, schema: Schema) -> None:
 
 def _check_where(name: str, where: WhereConfig, schema: Schema) -> None:
     at = dotted("gear", "sampler", "where", name)
-    per_trajectory = ", ".join(c.name for c in schema.trajectory_columns) or "none"
+    per_trajectory = ", ".join(c.name for c in schema.trajectory_columns if not c.is_opaque) or "none"
     remedy = f"per-trajectory columns are: {per_trajectory}"
     if name not in schema:
         raise ConfigError(at, "must name a column", name, remedy)
@@ -181,12 +208,15 @@ def _source(name: str, field: FieldConfig, schema: Schema) -> tuple[Column | Non
 
 
 def _resolve(
-    name: str, field: FieldConfig, schema: Schema, statistics: Collection[str] | bool
+    name: str, field: FieldConfig, schema: Schema, statistics: Collection[str] | bool, shifts: bool
 ) -> ResolvedField:
     at = dotted("gear", "fields", name)
     column, derived = _source(name, field, schema)
     if column is not None and column.rows == "1":
         _check_per_trajectory(at, field, column)
+    if column is not None and column.is_opaque:
+        _check_opaque(at, field, column)
+        return ResolvedField(name, column, dtype=column.dtype)
     if field.normalize is not None:
         _check_normalize(at, field, column, statistics)
     if derived in ("timestep", "position"):
@@ -213,7 +243,7 @@ def _resolve(
         name=name,
         column=column,
         derived=derived,
-        offset=field.offset,
+        offset=_offset_of(field, column, shifts),
         length=field.length,
         align=field.align,
         pad_kind=field.pad if isinstance(field.pad, str) else "value",
@@ -225,15 +255,38 @@ def _resolve(
     )
 
 
+def _offset_of(field: FieldConfig, column: Column | None, shifts: bool) -> Any:
+    """Return a field's offset; `shifts`: where none is given, columns stand where the token is predicted."""
+    if field.offset is not None:
+        return field.offset
+    follows = column is not None and column.rows == "T" and column.role != "token"
+    return int(shifts and follows)
+
+
 def _check_per_trajectory(at: str, field: FieldConfig, column: Column) -> None:
-    for option, default in (("offset", 0), ("length", None), ("pad", "zero")):
+    for option, defaults in (("offset", (None, 0)), ("length", (None,)), ("pad", ("zero",))):
         value = getattr(field, option)
-        if value != default:
+        if value not in defaults:
             raise ConfigError(
                 f"{at}.{option}",
                 f"must not be given: {column.name} has one value per trajectory",
                 value,
                 "drop it",
+            )
+
+
+def _check_opaque(at: str, field: FieldConfig, column: Column) -> None:
+    given = {
+        "normalize": (field.normalize, None),
+        "scale": (field.scale, 1.0),
+        "as": (field.dtype, None),
+        "hindsight": (field.hindsight, None),
+    }
+    for option, (value, default) in given.items():
+        if value != default:
+            rule = f"must not be given: column {column.name} has the dtype {column.dtype}"
+            raise ConfigError(
+                f"{at}.{option}", rule, value, "drop it: batch.opaque returns values as they are"
             )
 
 

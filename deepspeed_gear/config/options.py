@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Le, Lt, MinLen
 from pydantic import BeforeValidator, Field, field_serializer, field_validator
 
+from deepspeed_gear.config.pack_options import BatchSizeConfig, LossConfig, PackConfig, RolloutConfig
 from deepspeed_gear.config.sampler_options import ItemSampler, MixtureSampler, SamplerConfig, UniformSampler
 from deepspeed_gear.config.table_options import DataConfig, TableConfig
 from deepspeed_gear.config.transfer import TransferConfig
@@ -46,11 +47,13 @@ class FieldConfig(GearModel):
             "itself."
         ),
     )
-    offset: Offset = Field(
-        default=0,
+    offset: Offset | None = Field(
+        default=None,
         description=(
             'First step of the window, relative to the anchor; "n_step" is the step that an n-step '
-            "return bootstraps from: `n_step.n` later, or fewer where the trajectory ends before."
+            "return bootstraps from: `n_step.n` later, or fewer where the trajectory ends before. null: 0; "
+            "in packed batches of a table with tokens 1 for its other columns of a row per step, so that "
+            "they stand where the token is predicted."
         ),
     )
     length: Steps | None = Field(
@@ -88,8 +91,10 @@ class FieldConfig(GearModel):
         default=None,
         alias="as",
         description=(
-            'Type in the batch; "engine" is the type the engine computes in. null: the column\'s own, or'
-            " float32 where a column of integers is normalised or scaled."
+            'Type in the batch; "engine" is the type the engine computes in: not for rewards, returns, flags'
+            " and derived fields, from which losses are computed and which keep at least float32, nor for"
+            " integers that are neither normalised nor scaled. null: the column's own, or float32 where a"
+            " column of integers is normalised or scaled."
         ),
     )
 
@@ -236,6 +241,25 @@ class GearOptions(GearModel):
     gradient_accumulation_steps: Count = Field(
         default=1, description="Micro batches of a global batch on each rank. Only without an engine."
     )
+    pack: PackConfig | None = Field(
+        default=None,
+        description=(
+            "Packed batches of whole trajectories, for sequence models: `engine.gear_step()` and "
+            "`engine.gear_rollout()` instead of `gear_sample()`. null: batches of windows."
+        ),
+    )
+    batch: BatchSizeConfig | None = Field(
+        default=None, description="Size of the batch of one optimizer step, `gear_step()`. With `pack`."
+    )
+    rollout: RolloutConfig | None = Field(
+        default=None,
+        description=(
+            "Size of a batch for several optimizer steps, `gear_rollout()`. With `pack`, instead of `batch`."
+        ),
+    )
+    loss: LossConfig = Field(
+        default=LossConfig(), description="Of what a packed loss is the mean. With `pack`."
+    )
     pipeline: PipelineConfig | None = Field(
         default=None, description="What the first and the last stage of a pipeline read."
     )
@@ -271,6 +295,13 @@ class GearOptions(GearModel):
     def resolved_tables(self) -> dict[str, TableConfig]:
         """All tables by name; the short form `data` is the table "main"."""
         return {"main": TableConfig(data=self.data)} if self.data is not None else dict(self.tables)
+
+    @property
+    def rollout_size(self) -> RolloutConfig | None:
+        """Of a packed batch: `rollout`, or `batch` as one minibatch of one epoch; None without `pack`."""
+        if self.batch is None:
+            return self.rollout
+        return RolloutConfig(**self.batch.model_dump(), shuffle=False)
 
     @property
     def on_device(self) -> bool:

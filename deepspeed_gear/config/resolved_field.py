@@ -23,7 +23,7 @@ class ResolvedField:
         pad_value: The padding where `pad_kind` is "value", else 0.
         normalize: "mean_std", "min_max" or None.
         scale: Factor applied after normalisation.
-        dtype: Name of the dtype in the batch, or "engine".
+        dtype: Name of the dtype in the batch, or "engine"; of an opaque column its own.
         part_first: First step of the window that is gathered. No option: set where ranks share a window.
         part_length: Steps that are gathered; None for the whole window.
         mask_only: Only the mask is made, the column is not read. No option: set for pipeline stages.
@@ -50,6 +50,11 @@ class ResolvedField:
     def collected_length(self) -> int | None:
         """Steps of the window that are gathered; None for no time axis."""
         return self.length if self.part_length is None else self.part_length
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether it is a list of opaque values, not a tensor."""
+        return self.column is not None and self.column.is_opaque
 
     @property
     def is_converted(self) -> bool:

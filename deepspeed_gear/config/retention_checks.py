@@ -20,8 +20,8 @@ def check_retention(config: GearOptions, table: TableConfig, at: str, name: str)
     if table.remove == "lowest_priority" and not (sampled and config.item_sampler.has_priorities):
         rule = 'must not be "lowest_priority" without priorities'
         raise ConfigError(f"{at}.remove", rule, None, "use a prioritized sampler, or keep_best")
-    if table.max_times_sampled and (not sampled or config.item_sampler.unit != "trajectory"):
-        rule = 'needs sampler.unit = "trajectory"'
+    if table.max_times_sampled and (not sampled or config.item_sampler.unit == "step"):
+        rule = 'needs sampler.unit = "trajectory" or "group"'
         raise ConfigError(f"{at}.max_times_sampled", rule, table.max_times_sampled, "sample trajectories")
     if table.max_times_sampled and getattr(config.item_sampler, "stratified", False):
         rule = "must not be given together with sampler.stratified"
@@ -40,8 +40,8 @@ def _check_rate(
         if others:
             rule = f"must not be given together with {at}.rate_limiter.queue"
             raise ConfigError(f"{at}.rate_limiter.{min(others)}", rule, None, "drop one")
-        if config.item_sampler.kind != "fifo" or config.item_sampler.unit != "trajectory":
-            rule = 'needs sampler.kind = "fifo" and sampler.unit = "trajectory"'
+        if config.item_sampler.kind != "fifo" or config.item_sampler.unit == "step":
+            rule = 'needs sampler.kind = "fifo" and sampler.unit = "trajectory" or "group"'
             raise ConfigError(f"{at}.rate_limiter.queue", rule, rate.queue)
         if table.max_times_sampled > 1:
             rule = "must be 1 in a queue, or left out"
@@ -54,6 +54,8 @@ def _check_rate(
         remedy = "the longest trajectory bounds the items of an addition"
         raise ConfigError(f"{at}.max_length", rule, None, remedy)
     held = table.capacity_steps if config.item_sampler.unit == "step" else table.capacity_trajectories
+    if held is not None and table.group is not None:
+        held //= table.group.size
     if held is not None and rate.min_size > held:
         raise ConfigError(
             f"{at}.rate_limiter.min_size", f"must be at most what the table holds ({held})", rate.min_size

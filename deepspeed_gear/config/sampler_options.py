@@ -49,7 +49,13 @@ class SamplerOptions(GearModel):
     has_priorities: ClassVar[bool] = False
     on_device: ClassVar[bool] = False  # for tables in a GPU's memory
 
-    unit: Literal["trajectory", "step"] = Field(default="trajectory", description="What an item is.")
+    unit: Literal["trajectory", "step", "group"] = Field(
+        default="trajectory",
+        description=(
+            'What an item is. A "group" is all trajectories of one group (`tables.<name>.group`); weights, '
+            "priorities and the conditions of `where` are those of its newest trajectory."
+        ),
+    )
     table: Name | None = Field(default=None, description="The table to sample. null: the only one.")
     anchors: Annotated[
         Literal["all", "fits", "start", "end"] | EveryConfig,
@@ -115,16 +121,16 @@ class UniformSampler(DrawingOptions):
 
 
 class LengthSampler(DrawingOptions):
-    """Trajectories in proportion to their number of steps."""
+    """Trajectories, or groups, in proportion to their number of steps."""
 
     on_device: ClassVar[bool] = True
     kind: Literal["length"] = Field(description="Names the sampler.")
 
     def check(self, at: str) -> None:
-        if self.unit != "trajectory":
+        if self.unit == "step":
             raise ConfigError(
                 f"{at}.unit",
-                f'must be "trajectory" where {at}.kind is "length"',
+                f'must be "trajectory" or "group" where {at}.kind is "length"',
                 self.unit,
                 'uniform steps have the same effect: "kind": "uniform", "unit": "step"',
             )

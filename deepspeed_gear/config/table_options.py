@@ -8,6 +8,7 @@ from annotated_types import Ge, Le, Lt, MinLen
 from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
 
 from deepspeed_gear.config.types import (
+    ColumnDtype,
     Count,
     Flag,
     Float,
@@ -15,9 +16,9 @@ from deepspeed_gear.config.types import (
     GearModel,
     Int,
     Name,
+    Number,
     Positive,
     Steps,
-    StoredDtype,
     Text,
     Timeout,
     Words,
@@ -87,6 +88,76 @@ class VersionConfig(GearModel):
     )
 
 
+class GroupBoundsConfig(GearModel):
+    """Bounds of a statistic."""
+
+    min: Number | None = Field(default=None, description="Smallest admitted value.")
+    max: Number | None = Field(default=None, description="Largest admitted value.")
+
+
+class GroupConditionConfig(GearModel):
+    """Conditions on a per-trajectory column over the members of a group; all given ones must hold.
+
+    Of a member of several trajectories, the last one's value counts.
+    """
+
+    std: GroupBoundsConfig | None = Field(
+        default=None, description="Standard deviation, divided by the number of members - 1."
+    )
+    mean: GroupBoundsConfig | None = Field(default=None, description="Mean.")
+    min: GroupBoundsConfig | None = Field(default=None, description="Smallest value.")
+    max: GroupBoundsConfig | None = Field(default=None, description="Largest value.")
+    sum: GroupBoundsConfig | None = Field(default=None, description="Sum.")
+
+
+class GroupConfig(GearModel):
+    """Groups: trajectories that are sampled, trained and evicted together, such as the responses to a prompt.
+
+    A group can be sampled once all members are there, with all late columns that `needs`, `where`, fields and
+    sampler name.
+    """
+
+    column: Name = Field(
+        description=(
+            "The per-trajectory column of integers whose value the trajectories of a group share; unique "
+            "among the groups in the table."
+        )
+    )
+    size: Count = Field(
+        description="Members of a group. Those that come when it is complete are evicted, and counted."
+    )
+    member: Name | None = Field(
+        default=None,
+        description=(
+            "The per-trajectory column of integers that tells the members of a group apart, where a member "
+            "may be several trajectories. Then name a late column in `needs`, filled when the member has "
+            "all of them. null: each trajectory is a member."
+        ),
+    )
+    max_trajectories: Count | None = Field(
+        default=None,
+        description="Most trajectories of a group; with `member`, and only then. One more is refused.",
+    )
+    needs: list[Name] = Field(
+        default=[], description="Late columns that every trajectory of a group must have, such as rewards."
+    )
+    after_s: Positive | None = Field(
+        default=None,
+        description=(
+            "Seconds after its latest trajectory at which a group of at least `min_size` members is "
+            "complete without the others. null: never."
+        ),
+    )
+    min_size: Count | None = Field(default=None, description="Members of such a group, at least.")
+    where: dict[Name, GroupConditionConfig] = Field(
+        default={},
+        description=(
+            "Conditions by per-trajectory column. A group that fails one is evicted once it is complete, and "
+            'counted: `{"reward": {"std": {"min": 1e-6}}}` leaves out groups of equal rewards.'
+        ),
+    )
+
+
 class DataConfig(GearModel):
     """A data set on disk, made by `gear ingest`. A plain string is short for its path."""
 
@@ -118,10 +189,26 @@ class DataConfig(GearModel):
 class ColumnConfig(GearModel):
     """One stored quantity."""
 
-    dtype: StoredDtype = Field(description="Type of its elements.")
-    shape: list[Steps] = Field(default=[], description="Shape of one row, without the time axis.")
+    dtype: ColumnDtype = Field(
+        description=(
+            'Type of its elements. "bytes" and "json": an opaque value per trajectory, with `rows` "1" and '
+            "`max_bytes`, that batches hold as a list if a field names it."
+        )
+    )
+    shape: list[Steps] = Field(
+        default=[], description="Shape of one row, without the time axis; not of an opaque column."
+    )
     role: Literal[
-        "observation", "action", "reward", "terminated", "truncated", "return", "length", "other"
+        "observation",
+        "action",
+        "reward",
+        "terminated",
+        "truncated",
+        "return",
+        "length",
+        "token",
+        "loss_mask",
+        "other",
     ] = Field(default="other", description="What it means to derived fields and to `as`.")
     rows: Literal["T", "T+1", "1"] = Field(
         default="T",
@@ -142,6 +229,13 @@ class ColumnConfig(GearModel):
         description=(
             "A floating column may hold NaN and infinities. Without it, adding them is an error that names "
             "the step; values in tables on devices are not checked."
+        ),
+    )
+    max_bytes: Steps | None = Field(
+        default=None,
+        description=(
+            "Bytes of the longest value of an opaque column (JSON as UTF-8), for each of which the table has "
+            "room. A longer one is refused."
         ),
     )
 
@@ -168,7 +262,7 @@ class SchemaConfig(GearModel):
         """Make the schema."""
         return Schema(
             [
-                Column(name, c.dtype, tuple(c.shape), c.role, c.rows, c.late, c.allow_nan)
+                Column(name, c.dtype, tuple(c.shape), c.role, c.rows, c.late, c.allow_nan, c.max_bytes or 0)
                 for name, c in self.columns.items()
             ]
         )
@@ -233,6 +327,10 @@ class TableConfig(GearModel):
     )
     version: VersionConfig | None = Field(
         default=None, description="Largest lag of the steps' policy version. null: no limit."
+    )
+    group: GroupConfig | None = Field(
+        default=None,
+        description='Groups of trajectories, where `sampler.unit` is "group". null: there are none.',
     )
     rate_limiter: RateLimiterConfig | None = Field(
         default=None, description="When writers or samplers block. null: only for the first item."

@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Strict
 from pydantic_core import PydanticCustomError
 
-from deepspeed_gear.schema import DTYPES
+from deepspeed_gear.schema import DTYPES, OPAQUE
 from deepspeed_gear.timeouts import MOST_TIMEOUT_S
 
 
@@ -94,8 +94,10 @@ Offset = Annotated[int, Strict(), Gt(-(2**31)), Lt(2**31)] | Literal["n_step"]
 StoredDtype = Literal[
     "bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"
 ]
+ColumnDtype = StoredDtype | Literal["bytes", "json"]
 DtypeName = StoredDtype | Literal["engine"]
 assert set(DTYPES) == set(get_args(StoredDtype))
+assert OPAQUE == ("bytes", "json")
 
 
 def as_data(value: Any) -> Any:

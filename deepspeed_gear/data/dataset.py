@@ -27,6 +27,7 @@ from deepspeed_gear.data.dataset_files import (
 from deepspeed_gear.data.dataset_part import DatasetPart
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics, compute_statistics
 from deepspeed_gear.data.mapped_files import MappedFiles
+from deepspeed_gear.data.opaque_rows import decode
 from deepspeed_gear.errors import DataError, SchemaError
 from deepspeed_gear.schema import Column, Schema
 
@@ -49,7 +50,7 @@ class Dataset:
         lengths: Steps of each trajectory. [n], int64.
         num_rows: Rows of every step column.
         columns: The stored columns by name; bfloat16 as uint16. [num_rows or n, *shape].
-        statistics: By column, over the training split only, of the whole.
+        statistics: By column, over the training split only, of the whole; opaque columns have none.
         files: The mapped files, to detect changes of them.
     """
 
@@ -158,7 +159,10 @@ class Dataset:
             rule = f"must have been computed for the split {self.split}"
             raise DataError(str(path), rule, data.get("split"), _REMAKE)
         try:
-            return {c.name: ColumnStatistics.from_json(data["columns"][c.name], c) for c in self.schema}
+            entries = data["columns"]
+            return {
+                c.name: ColumnStatistics.from_json(entries[c.name], c) for c in self.schema if not c.is_opaque
+            }
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
                 str(path), "must hold the statistics of every column", str(error), _REMAKE
@@ -216,14 +220,14 @@ class Dataset:
         """Bytes of all files but the manifest."""
         return sum(record.bytes for record in self._records.values())
 
-    def trajectory(self, i: int) -> dict[str, NDArray[Any]]:
+    def trajectory(self, i: int) -> dict[str, Any]:
         """Return one trajectory's columns, as `DatasetWriter.add` takes them.
 
         Args:
             i: Its ordinal in the folder: the trajectory's id, less `first_id`.
         Returns:
             By column [T, *shape], [T+1, *shape] or, with one value per trajectory, [*shape]; views of the
-            maps.
+            maps. Opaque values are decoded.
         Raises:
             DataError: There is no such trajectory.
         """
@@ -231,9 +235,12 @@ class Dataset:
             raise DataError("trajectory id", f"must be in [0, {len(self)})", i)
         first, length = int(self.first_rows[i]), int(self.lengths[i])
         ends = {"T": first + length, "T+1": first + length + 1}
-        result = {}
+        result: dict[str, Any] = {}
         for column in self.schema:
             values = self.columns[column.name]
+            if column.is_opaque:
+                result[column.name] = decode(values[i], column, f"{self.path}: column {column.name}")
+                continue
             result[column.name] = np.asarray(
                 values[i] if column.rows == "1" else values[first : ends[column.rows]]
             )

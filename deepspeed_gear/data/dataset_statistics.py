@@ -300,6 +300,10 @@ def compute_statistics(
     lengths: Int64,
     split: Mapping[str, float],
 ) -> dict[str, ColumnStatistics]:
-    """Compute the statistics of all columns over the training split. Cost: one pass over the data."""
+    """Compute the statistics of all columns but opaque ones over the training split.
+
+    Cost: one pass over the data.
+    """
     rows = KeptRows(first_rows, lengths, training_trajectories(len(lengths), split), schema.has_final_row)
-    return {column.name: column_statistics(columns[column.name], column, rows) for column in schema}
+    numeric = [column for column in schema if not column.is_opaque]
+    return {column.name: column_statistics(columns[column.name], column, rows) for column in numeric}

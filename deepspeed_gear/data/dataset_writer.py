@@ -29,6 +29,7 @@ from deepspeed_gear.data.dataset_files import (
     write_json,
 )
 from deepspeed_gear.data.dataset_statistics import check_split, compute_statistics, training_trajectories
+from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Schema
@@ -96,7 +97,8 @@ class DatasetWriter:
 
         Args:
             trajectory: An array, tensor or nested list for every column of the schema: [T, *shape],
-                [T+1, *shape] or, with one value per trajectory, [*shape]. T >= 1 is the same for all.
+                [T+1, *shape] or, with one value per trajectory, [*shape]. T >= 1 is the same for all. Columns
+                with dots in their names may come nested, as in `Replay.add`.
             name: Its name in errors; "trajectory <id>" unless given.
         Returns:
             The ordinal of the trajectory in the data set.
@@ -107,6 +109,7 @@ class DatasetWriter:
         if self._closed:
             raise DataError(str(self.dest), "must be open to be written", None, "make a new DatasetWriter")
         name = name or f"trajectory {len(self._lengths)}"
+        trajectory = flatten(f"{name}: trajectory", trajectory, frozenset(self.schema.names))
         for column in self.schema.late_columns:  # nothing is filled in a data set later
             if column.name not in trajectory:
                 raise DataError(f"{name}: column {column.name}", "must be in every trajectory")

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.data import opaque_rows
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
 
@@ -22,7 +23,7 @@ def check_trajectory(
     Args:
         name: Of the table, for error texts.
         schema: Of the table.
-        trajectory: Column -> array, tensor or nested list.
+        trajectory: Column -> array, tensor or nested list; see `nested_columns.flatten`.
     Returns:
         Its columns as arrays of the stored dtypes, late ones that are missing as zeros, and its number of
         steps. NaN and infinities are left to `check_finite`, or to the native module.
@@ -30,7 +31,6 @@ def check_trajectory(
         DataError: A column is missing, unknown, or has a wrong shape, dtype or length, or a value that the
             stored dtype cannot hold.
     """
-    arguments.mapping(f"{name}: trajectory", trajectory, "column -> rows")
     unknown = sorted(set(trajectory) - set(schema.names))
     if unknown:
         raise DataError(
@@ -90,7 +90,7 @@ def as_stored(value: Any, column: Column, table: str, num_rows: int | None = Non
     """Return a value as an array of the column's stored dtype and row shape.
 
     Args:
-        value: Array, tensor or nested list.
+        value: Array, tensor or nested list; of an opaque column a value, or a list of `num_rows` values.
         column: The column.
         table: Name of its table, for error texts.
         num_rows: Number of rows in place of that of `column.rows`; None: that of `column.rows`.
@@ -98,6 +98,10 @@ def as_stored(value: Any, column: Column, table: str, num_rows: int | None = Non
         DataError: It cannot be converted, or has another shape.
     """
     name = f"{table}: column {column.name}"
+    if column.is_opaque and num_rows is not None:
+        return opaque_rows.encode_rows(value, column, name, num_rows)
+    if column.is_opaque:
+        return opaque_rows.encode(value, column, name)
     are_bits = False  # of bfloat16, which is stored as uint16
     if isinstance(value, torch.Tensor):
         value = arguments.dense(name, value).cpu()
@@ -114,7 +118,10 @@ def as_stored(value: Any, column: Column, table: str, num_rows: int | None = Non
     # Lists have no dtype of their own; of them, and of what "same_kind" admits, `_cast` checks the values.
     suits = np.can_cast(array.dtype, column.numpy_dtype, "same_kind") or column.dtype == "bfloat16"
     if array.dtype.kind not in "biuf" or not (suits or isinstance(value, (list, tuple, int, float, bool))):
-        raise DataError(name, f"must be convertible to {column.dtype}", str(array.dtype))
+        parts = (
+            f"name the columns {column.name}.<key> to store its parts" if isinstance(value, Mapping) else ""
+        )
+        raise DataError(name, f"must be convertible to {column.dtype}", str(array.dtype), parts)
     if column.dtype == "bfloat16" and not are_bits:
         array = _as_bfloat16(array, name)
     single = column.rows == "1" and num_rows is None

@@ -16,12 +16,16 @@ from deepspeed_gear.config import (
     difference,
     parse,
 )
+from deepspeed_gear.config.pack_checks import check_ranks
 from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.sampling.batch_info import BatchInfo
+from deepspeed_gear.sampling.stream_specs import read_columns
 from deepspeed_gear.schema import Schema
+from deepspeed_gear.store.group_options import group_spec_of
 from deepspeed_gear.store.retention_options import retention_of
 from deepspeed_gear.store.table_spec import Shard, TableSpec, spare_rows_for
 
@@ -196,18 +200,21 @@ def table_specs(
 
     def spec(name: str, table: TableConfig) -> TableSpec:
         schema, shard = schemas[name], (shards or {}).get(name)
+        read = read_columns(config.item_sampler, fields, table.group)
+        group = None if table.group is None else group_spec_of(table.group, schema, read)
         part = (shard, *(arrivals or {}).get(name, (0, 0)))
         if name in datasets:
             assert table.data is not None
             held, in_memory = datasets[name], table.data.load == "memory"
             slots, rows = _held_of(name, held, shard)
-            return TableSpec(name, schema, slots, rows, held, in_memory, name in returns, num_peers, *part)
+            sizes = (slots, rows, held, in_memory, name in returns, num_peers)
+            return TableSpec(name, schema, *sizes, *part, group=group)
         steps, slots = capacity_of(name, table, schema, 1 if shard is None else shard.count)
         rows, longest = steps + (slots if schema.has_final_row else 0), table.max_length
         retention = retention_of(config, name, (steps, slots), (batches or {}).get(name, 0))
         most_rows = None if longest is None else longest + int(schema.has_final_row)
         spare = spare_rows_for(retention, rows, most_rows)
-        more = (*part, table.writers, retention, spare)
+        more = (*part, table.writers, retention, spare, group)
         return TableSpec(name, schema, slots, rows + spare, None, True, name in returns, num_peers, *more)
 
     return [spec(name, table) for name, table in config.resolved_tables.items()]
@@ -226,6 +233,18 @@ def statistics_source(config: GearConfig, data: Mapping[str, Dataset]) -> Datase
     return next((data[table] for table in config.sampled_tables if table in data), None)
 
 
+def statistics_of(config: GearConfig, data: Mapping[str, Dataset]) -> Mapping[str, ColumnStatistics]:
+    """Return the statistics of the training split that fields are normalised with; none without a data set.
+
+    Cost: of another split than the data set's own, one pass over the data.
+    """
+    dataset = statistics_source(config, data)
+    if dataset is None:
+        return {}
+    split = next(split_of(config, table, data) for table in config.sampled_tables if table in data)
+    return dataset.statistics if dict(dataset.split) == split else dataset.statistics_for(split)
+
+
 def section_of(config: Mapping[str, Any] | GearConfig | str | Path) -> Any:
     """Return the gear section of a config, dictionary or JSON file."""
     if not isinstance(config, (str, Path)):
@@ -239,10 +258,23 @@ def section_of(config: Mapping[str, Any] | GearConfig | str | Path) -> Any:
     return loaded.get("gear", loaded) if isinstance(loaded, dict) else loaded
 
 
-def batch_info(config: GearConfig, data_world: int) -> BatchInfo:
-    """Return the batch sizes of a replay without an engine."""
-    micro, _ = batch_sizes(config, data_world)
-    return BatchInfo(micro, config.gradient_accumulation_steps, data_world)
+def batch_info(config: GearConfig, topology: Topology, given: BatchInfo | None) -> BatchInfo:
+    """Return the sizes of a batch: those of an engine, of the config, or of packed batches.
+
+    Raises:
+        ConfigError: They do not suit the ranks.
+    """
+    place = topology.place
+    if config.pack is not None:
+        worlds = place.data_world, place.tensor_world, place.pipe_world, place.sequence_world
+        check_ranks(config, place.data_world, place.sequence_world, place.pipe_world, topology.num_nodes)
+        size = config.rollout_size
+        assert size is not None
+        return BatchInfo(1, 1, *worlds, items=size.size)
+    if given is not None:
+        return given
+    micro, _ = batch_sizes(config, place.data_world)
+    return BatchInfo(micro, config.gradient_accumulation_steps, place.data_world)
 
 
 def split_of(config: GearConfig, table: str, datasets: Mapping[str, Dataset]) -> dict[str, float]:

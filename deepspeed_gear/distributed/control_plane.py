@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
@@ -51,15 +52,21 @@ class ControlPlane:
         try:
             dist.all_gather_object(values, value, group=self._group)
         except RuntimeError as error:
-            text = str(error).splitlines()[0]
-            raise PeerError(
-                "a rank", "must answer", text, "look for the first error in the other ranks' logs"
-            ) from error
+            raise _lost(error) from error
         return values
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """Return the value of one rank."""
         return self.gather(value if self.rank == source else None)[source]
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a tensor in host memory over all ranks; the argument may be overwritten."""
+        if self._group is not None:
+            try:
+                dist.all_reduce(tensor, group=self._group)
+            except RuntimeError as error:
+                raise _lost(error) from error
+        return tensor
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -145,6 +152,11 @@ def rendezvous(timeout_s: float) -> Any:
     connection = default.clone()
     connection.set_timeout(timeout)
     return connection
+
+
+def _lost(error: RuntimeError) -> PeerError:
+    text = str(error).splitlines()[0]
+    return PeerError("a rank", "must answer", text, "look for the first error in the other ranks' logs")
 
 
 def _text(error: Exception) -> str:

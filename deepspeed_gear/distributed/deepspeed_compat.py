@@ -7,6 +7,7 @@ missing fails with that name.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,8 +35,15 @@ REQUIRED = (
     "destroy",
 )
 PIPELINE = "PipelineEngine"  # engines of a subclass have schedules of their own
+STEPPING = "_take_model_step"  # of an engine: updates the weights and counts samples, inside `step`
+ON_GRADIENTS = (
+    *("managed_gradient_accumulation", "was_step_applied", "get_data_types", "gradient_clipping"),
+    *("postscale_gradients", "gradient_predivide_factor", "zero_quantized_gradients", "zenflow_config"),
+    *("zero_reduce_scatter", "zero_contiguous_gradients", "zero_reduce_bucket_size", "fp16_enabled"),
+    *("communication_data_type", "is_deepcompile_enabled", "backward", "step", STEPPING),
+)
 CONTRACT = {
-    "deepspeed.runtime.engine:DeepSpeedEngine": REQUIRED,
+    "deepspeed.runtime.engine:DeepSpeedEngine": (*REQUIRED, *ON_GRADIENTS),
     "deepspeed.runtime.pipe.engine:PipelineEngine": (
         "train_batch",
         "eval_batch",
@@ -58,7 +66,11 @@ CONTRACT = {
         "get_tensor_model_parallel_rank",
         "get_tensor_model_parallel_world_size",
         "get_tensor_model_parallel_group",
+        "_get_sequence_data_parallel_group",
     ),
+    "deepspeed.runtime.zero.stage_1_and_2:": ("DeepSpeedZeroOptimizer",),
+    "deepspeed.runtime.zero.stage3:": ("DeepSpeedZeroOptimizer_Stage3",),
+    "deepspeed.runtime.bf16_optimizer:": ("BF16_Optimizer",),
     "deepspeed.runtime.sequence_parallel.parallel_state_sp:": (
         "initialize_sequence_parallel",
         "get_sequence_parallel_rank",
@@ -69,8 +81,13 @@ CONTRACT = {
 ATTRIBUTES = {
     "DeepSpeedEngine": (
         *("mpu", "mesh_device", "dp_world_size", "monitor", "global_rank", "config"),
-        *("global_steps", "loaded_checkpoint_mp_world_size"),
+        *("global_steps", "global_samples", "loaded_checkpoint_mp_world_size", "optimizer"),
+        *("gradient_average", "sequence_parallel_size", "enable_backward_allreduce", "has_moe_layers"),
+        "_unmanaged_backward_count",
     ),
+    "DeepSpeedZeroOptimizer": ("dp_process_group",),
+    "DeepSpeedZeroOptimizer_Stage3": ("dp_process_group",),
+    "BF16_Optimizer": ("dp_process_group",),
     "PipelineEngine": ("grid", "micro_batches"),
 }
 
@@ -261,3 +278,127 @@ def write_events(engine: Any, events: list[tuple[str, float, int]]) -> None:
     monitor = getattr(engine, "monitor", None)
     if monitor is not None and getattr(monitor, "enabled", False) and engine.global_rank == 0:
         monitor.write_events(events)
+
+
+# ---- gradients ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GradientSettings:
+    """What an engine does with the gradients of the losses that `backward` gets.
+
+    Args:
+        optimizer: Class name of the engine's optimizer.
+        stage: Of ZeRO.
+        losses: Ranks with a loss of their own: replicas times sequence ranks.
+        sequence: Sequence ranks of a replica.
+        group_sizes: Ranks over which gradients are reduced; ZeRO-3 may have several groups.
+        averages: Whether `gradient_allreduce_op` is the mean.
+        postscales: Whether `prescale_gradients` is off.
+        predivide: `gradient_predivide_factor`.
+        reduce_scatter, contiguous: Of the ZeRO section.
+        fits_bucket: Whether every parameter fits into `reduce_bucket_size`.
+        accumulation: What `backward` divides a loss by.
+        is_managed: `managed_gradient_accumulation`.
+        is_pipeline, has_experts, has_sparse: Of the model; sparse: an embedding has sparse gradients.
+        is_reduced: Whether the engine reduces gradients, and not the optimizer.
+        is_quantized, is_zenflow, is_compiled: Of the ways of reduction.
+        is_fp16: Whether losses are scaled.
+        weights, sums, messages: Names of the dtypes of weights, of gradients that are accumulated, and of
+            gradients on their way between ranks.
+        given: Which of the options `grad_accum_dtype`, `communication_data_type` and `gradient_clipping`
+            the config has.
+        clipping: `gradient_clipping`.
+    """
+
+    optimizer: str
+    stage: int
+    losses: int
+    sequence: int
+    group_sizes: tuple[int, ...]
+    averages: bool = True
+    postscales: bool = True
+    predivide: float = 1.0
+    reduce_scatter: bool = True
+    contiguous: bool = True
+    fits_bucket: bool = True
+    accumulation: int = 1
+    is_managed: bool = False
+    is_pipeline: bool = False
+    has_experts: bool = False
+    has_sparse: bool = False
+    is_reduced: bool = True
+    is_quantized: bool = False
+    is_zenflow: bool = False
+    is_compiled: bool = False
+    is_fp16: bool = False
+    weights: str = "float32"
+    sums: str = "float32"
+    messages: str = "float32"
+    given: frozenset[str] = frozenset()
+    clipping: float = 0.0
+
+
+def is_engine(model: Any) -> bool:
+    """Return whether an object is a DeepSpeed engine."""
+    return any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__)
+
+
+def gradient_settings(engine: Any) -> GradientSettings:
+    """Read what an engine does with gradients.
+
+    Raises:
+        ConfigError: The engine's groups make no grid.
+    """
+    place, config = place_of(engine), engine.config
+    weights, sums = engine.get_data_types()
+    options = {**config, **(config.get("data_types") or {})}
+    names = "grad_accum_dtype", "communication_data_type", "gradient_clipping"
+    trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+    largest = max((getattr(one, "ds_numel", one.numel()) for one in trained), default=0)
+    return GradientSettings(
+        optimizer=type(engine.optimizer).__name__,
+        stage=int(engine.zero_optimization_stage()),
+        losses=place.data_world * place.sequence_world,
+        sequence=int(engine.sequence_parallel_size),
+        group_sizes=() if is_pipeline(engine) else _group_sizes(engine, trained),
+        averages=bool(engine.gradient_average),
+        postscales=bool(engine.postscale_gradients()),
+        predivide=float(engine.gradient_predivide_factor()),
+        reduce_scatter=bool(engine.zero_reduce_scatter()),
+        contiguous=bool(engine.zero_contiguous_gradients()),
+        fits_bucket=largest <= int(engine.zero_reduce_bucket_size()),
+        accumulation=accumulation_of(engine),
+        is_managed=bool(engine.managed_gradient_accumulation()),
+        is_pipeline=is_pipeline(engine),
+        has_experts=bool(engine.has_moe_layers),
+        has_sparse=any(getattr(layer, "sparse", False) is True for layer in engine.module.modules()),
+        is_reduced=bool(engine.enable_backward_allreduce) or dist.get_world_size() == 1,
+        is_quantized=bool(engine.zero_quantized_gradients()),
+        is_zenflow=engine.zenflow_config() is not None,
+        is_compiled=bool(engine.is_deepcompile_enabled()),
+        is_fp16=bool(engine.fp16_enabled()),
+        weights=_name(weights),
+        sums=_name(sums),
+        messages=_name(engine.communication_data_type),
+        given=frozenset(name for name in names if options.get(name) is not None),
+        clipping=float(engine.gradient_clipping() or 0.0),
+    )
+
+
+def _group_sizes(engine: Any, trained: list[torch.nn.Parameter]) -> tuple[int, ...]:
+    if engine.zero_optimization_stage() < 3:
+        own = getattr(engine.optimizer, "dp_process_group", None)
+        # ZeRO 0 asks for its group at each reduction.
+        return (dist.get_world_size(own or groups._get_sequence_data_parallel_group()),)
+    group = engine.optimizer.dp_process_group
+    return tuple(sorted({dist.get_world_size(getattr(one, "ds_process_group", group)) for one in trained}))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def pending_backwards(engine: Any) -> int:
+    """Return how often `backward` was called since the last `step`, without managed accumulation."""
+    return int(engine._unmanaged_backward_count)

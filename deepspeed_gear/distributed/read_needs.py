@@ -24,23 +24,27 @@ class ReadNeeds:
     Args:
         fields: The fields that it gathers, each with its part of the time axis.
         n_step: Whether it needs n-step returns.
+        opaque: The fields of opaque columns, of which it reads the values of its samples.
     """
 
     fields: tuple[ResolvedField, ...]
     n_step: bool
+    opaque: tuple[ResolvedField, ...] = ()
 
 
 def needs_of(place: RankCoordinates, config: GearConfig, fields: Sequence[ResolvedField]) -> ReadNeeds:
     """Return the fields that a rank with these coordinates needs.
 
-    A first stage needs the inputs, a last stage the labels, an inner one nothing; a sequence rank its part
-    of every window; tensor ranks need the same.
+    A first stage needs the inputs, a last stage the labels, an inner one nothing, and none of them opaque
+    values; a sequence rank its part of every window; tensor ranks need the same.
 
     Raises:
         ConfigError: The config does not name what the ends of a pipeline read, or a window does not divide
             by the sequence ranks.
     """
     wanted = _names_at(place, config)
+    opaque = tuple(field for field in fields if field.is_opaque and wanted is None)
+    fields = [field for field in fields if not field.is_opaque]
     chosen = [field for field in fields if wanted is None or field.name in wanted]
     if wanted is not None:
         masks = {f.name: f for f in fields if {MASK + f.name, LEARNS + f.name} & wanted}
@@ -48,7 +52,7 @@ def needs_of(place: RankCoordinates, config: GearConfig, fields: Sequence[Resolv
     follows = any(field.offset == "n_step" for field in chosen)
     n_step = wanted is None or follows or bool(wanted.intersection(N_STEP_NAMES))
     parts = tuple(_part(field, place) for field in chosen)
-    return ReadNeeds(parts, n_step and config.n_step is not None)
+    return ReadNeeds(parts, n_step and config.n_step is not None, opaque)
 
 
 def _mask_of(field: ResolvedField) -> ResolvedField:

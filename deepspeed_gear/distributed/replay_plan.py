@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.config import GearConfig, ResolvedField, refuse_batch_sizes
+from deepspeed_gear.config.pack_checks import check_lengths
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.distributed import config_resolution
@@ -76,11 +78,11 @@ class ReplayPlan:
 
     def statistics(self, fields: Sequence[ResolvedField]) -> Mapping[str, ColumnStatistics]:
         """Return the statistics of the training split that fields are normalised with, where they are."""
-        dataset = config_resolution.statistics_source(self.config, self.datasets)
-        if dataset is None or not any(field.normalize for field in fields):
-            return {}
-        split = next(split for table, split in self.splits.items() if table in self.datasets)
-        return dataset.statistics if dict(dataset.split) == split else dataset.statistics_for(split)
+        return self._statistics if any(field.normalize for field in fields) else {}
+
+    @cached_property
+    def _statistics(self) -> Mapping[str, ColumnStatistics]:
+        return config_resolution.statistics_of(self.config, self.datasets)
 
 
 def make_plan(
@@ -108,11 +110,13 @@ def make_plan(
     ops = agree("loading the ops", lambda: load_backend(checked.backend))
     here = place or RankCoordinates(exchange.rank, exchange.world_size)
     topology = Topology.discover(exchange, here)
-    sizes = info or agree("the batch sizes", lambda: config_resolution.batch_info(checked, here.data_world))
+    sizes = agree("the batch sizes", lambda: config_resolution.batch_info(checked, topology, info))
     if info is not None:
         agree("the batch sizes", lambda: refuse_batch_sizes(checked))
     config_resolution.compare_placement(exchange, topology, checked)
     datasets = config_resolution.open_data(exchange, checked)
+    longest = {name: dataset.longest for name, dataset in datasets.items()}
+    agree("the data sets", lambda: check_lengths(checked, longest))
     known = agree("the schemas", lambda: config_resolution.schemas_of(checked, datasets, schemas))
     fields = agree("the fields", lambda: config_resolution.fields_of(checked, known, datasets))
     needs = agree("the fields", lambda: needs_of(here, checked, fields))

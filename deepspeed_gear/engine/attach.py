@@ -18,15 +18,17 @@ from deepspeed_gear.config import parse, refuse_batch_sizes
 from deepspeed_gear.distributed import deepspeed_compat
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.topology import RankCoordinates
-from deepspeed_gear.engine import engine_checkpoint
+from deepspeed_gear.engine import engine_checkpoint, packed_steps
 from deepspeed_gear.engine.pipeline_engine import attach_pipeline, check_section, keep_sizes
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import stale_locks
 from deepspeed_gear.ops.register_builders import register
 from deepspeed_gear.replay import BatchInfo, DeviceReplay, Replay
+from deepspeed_gear.replay.progress import ProgressMeter
 from deepspeed_gear.replay.replay_base import ReplayBase
 from deepspeed_gear.schema import Schema
 
+LOG = logging.getLogger("deepspeed_gear")
 _plain_initialize = deepspeed.initialize
 
 
@@ -102,10 +104,13 @@ def attach(
     keep_sizes(engine)
     if deepspeed_compat.is_pipeline(engine) and isinstance(replay, Replay):
         attach_pipeline(engine, replay)  # after its section was checked, so that this cannot fail
+    if isinstance(replay, Replay) and replay.config.pack is not None:
+        packed_steps.attach_packed(engine, replay, owns)
     if owns:
         _log_sizes(engine, replay)
         _carry_state(engine, replay)
         _report_metrics(engine, replay)
+        _report_progress(engine, replay)
         _close_with(engine, replay)
     return engine
 
@@ -180,6 +185,8 @@ def _make_replay(
         checked = parse(section)
         deepspeed_compat.check_elasticity(engine.config)
         engine_checkpoint.check_start(engine, checkpoint)
+        if checked.pack is not None:
+            packed_steps.check_engine(engine, checked.pack)
         if deepspeed_compat.is_pipeline(engine):
             check_section(checked)
         return *_sizes_of(engine), checked.on_device
@@ -193,7 +200,7 @@ def _make_replay(
         return DeviceReplay(
             section, engine.device, schemas=schemas, info=info, place=place, engine_dtype=dtype
         )
-    return Replay(
+    replay = Replay(
         section,
         schemas=schemas,
         info=info,
@@ -202,6 +209,9 @@ def _make_replay(
         engine_dtype=deepspeed_compat.compute_dtype(engine),
         device=engine.device,
     )
+    if replay.config.pack is not None:
+        replay.set_model(engine)
+    return replay
 
 
 def nothing() -> None:
@@ -220,6 +230,13 @@ def _check_shared(engine: Any, replay: ReplayBase, checkpoint: engine_checkpoint
         remedy = "the engine that the Replay was made for loads and saves its position"
         raise ConfigError("checkpoint", "must not be given with a shared replay", str(checkpoint), remedy)
     place, info = _sizes_of(engine)
+    if isinstance(replay, Replay) and replay.config.pack is not None:
+        info = replay.batch_info  # packed batches have the sizes of the config
+        divisor, _ = packed_steps.check_engine(engine, replay.config.pack)
+        if divisor != replay.gradient_divisor:
+            rule = f"must be of an engine that divides gradients as this one ({divisor:g})"
+            remedy = "give both engines the same ZeRO stage, or the engine a Replay of its own"
+            raise ConfigError("replay", rule, replay.gradient_divisor, remedy)
     if (place, info) != (replay._topology.place, replay.batch_info):
         rule = f"must be of an engine like this one ({place}; {info})"
         raise ConfigError(
@@ -232,17 +249,19 @@ def _check_shared(engine: Any, replay: ReplayBase, checkpoint: engine_checkpoint
 
 def _log_sizes(engine: Any, replay: ReplayBase) -> None:
     """Write the batch sizes to gear's own log, once: DeepSpeed's shows warnings only."""
-    log = logging.getLogger("deepspeed_gear")
-    if not log.handlers:
+    if not LOG.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
-        log.addHandler(handler)
-        log.setLevel(logging.INFO)
-        log.propagate = False
+        LOG.addHandler(handler)
+        LOG.setLevel(logging.INFO)
+        LOG.propagate = False
     if replay._topology.rank == 0:
         counted, wanted = engine.train_batch_size(), replay.batch_info.global_batch
-        wrong = "" if counted == wanted else f" (train_batch_size is {counted})"
-        log.info("gear: %s%s", replay.batch_info, wrong)
+        packs = replay.config.pack
+        wrong = "" if counted == wanted or packs is not None else f" (train_batch_size is {counted})"
+        LOG.info("gear: %s%s", replay.batch_info, wrong)
+        for note in [] if packs is None else packed_steps.check_engine(engine, packs)[1]:
+            LOG.info("gear: %s", note)
 
 
 def _wrap(engine: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -291,16 +310,42 @@ def _report_metrics(engine: Any, replay: ReplayBase) -> None:
     if not replay.config.metrics or not getattr(getattr(engine, "monitor", None), "enabled", False):
         return
 
+    def report() -> None:
+        taken = replay.take_metrics()
+        events = [(f"Train/Gear/{name}", value, engine.global_samples) for name, value in taken.items()]
+        deepspeed_compat.write_events(engine, events)
+
+    _after_each_step(engine, report)
+
+
+def _report_progress(engine: Any, replay: ReplayBase) -> None:
+    """Log the progress on the first rank after every `steps_per_print` optimizer steps, where it is given.
+
+    The first period begins after the first step.
+    """
+    every, meter = engine.steps_per_print(), None
+    if not every or replay._topology.rank != 0:
+        return
+
+    def report() -> None:
+        nonlocal meter
+        if meter is None:
+            meter = ProgressMeter(replay._totals())
+        elif engine.global_steps % every == 0:
+            LOG.info("gear: step %d: %s", engine.global_steps, meter.read(replay._totals()))
+
+    _after_each_step(engine, report)
+
+
+def _after_each_step(engine: Any, report: Callable[[], None]) -> None:
+    """Make an engine call a function after each optimizer step."""
+
     def stepping(original: Callable[..., Any]) -> Callable[..., Any]:
         def step(*arguments: Any, **options: Any) -> Any:
             before = engine.global_steps
             result = original(*arguments, **options)
             if engine.global_steps != before:
-                taken = replay.take_metrics()
-                events = [
-                    (f"Train/Gear/{name}", value, engine.global_samples) for name, value in taken.items()
-                ]
-                deepspeed_compat.write_events(engine, events)
+                report()
             return result
 
         return step

@@ -4,8 +4,10 @@ A mutex lies in shared memory and is named by its address. It is robust (it surv
 shared by processes, and needs 128 bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 def mutex_init(address: int, /) -> None:
     """Make a free mutex at an address that no process uses."""
@@ -130,6 +132,38 @@ class VectorSteps:
     ) -> None:
         """Set the store to publish to, the staged rows of each column (0: none), and `Growing` words."""
 
+class GatherCall:
+    """The arguments of `gather_` that stay the same, and the tensors whose versions it increments."""
+
+    def __init__(
+        self,
+        *,
+        outs: Sequence[torch.Tensor],
+        masks: Sequence[torch.Tensor],
+        counters: torch.Tensor,
+        columns: Sequence[torch.Tensor],
+        shifts: Sequence[torch.Tensor],
+        gains: Sequence[torch.Tensor],
+        spec: Sequence[int],
+        pad_values: Sequence[float],
+        threads: int,
+        overwritten: Sequence[torch.Tensor],
+    ) -> None: ...
+    @property
+    def address(self) -> int:
+        """Where it lies, for direct calls; it must live as long as they use it."""
+
+class Stream:
+    """Makes the plain selections of a batch stream (sampling/native_stream.py).
+
+    Memory that it is given by address must be kept by its user.
+    """
+
+    def __init__(self, *, words: Mapping[str, int], rule: Sequence[int], timeout_s: float) -> None: ...
+    @property
+    def address(self) -> int:
+        """Where it lies, for direct calls; it must live as long as they use it."""
+
 # Direct calls of the classes above, by address: for each trajectory, step or row.
 
 def store_add(
@@ -166,6 +200,28 @@ def vector_publish(steps: int, /) -> int:
 
     Returns:
         How many environments have steps left to publish, which is the caller's task.
+    """
+
+def gather_into(call: int, resolutions: torch.Tensor, n_steps: torch.Tensor | None, /) -> None:
+    """Call `gather_` with the arguments of a GatherCall, by its address; releases the GIL."""
+
+def stream_take(
+    stream: int, key: int, alpha: int, beta: int, part: int, num_parts: int, /
+) -> tuple[list[int], torch.Tensor, torch.Tensor | None] | None:
+    """Make or find the selection of a global batch; take its samples part, part + num_parts, ...
+
+    Takes the lock, and releases the GIL.
+
+    Args:
+        stream: Address of a Stream.
+        key: Number of the global batch.
+        alpha: Exponent of the priorities, Q62; 0 without priorities.
+        beta: Exponent of the PER weights, Q62; 0 without priorities.
+        part: Index of the first sample.
+        num_parts: Divides the batch.
+    Returns:
+        The words of the selection, resolutions [n, 8] and, with priorities, PER weights [n], as new tensors.
+        None: Python must make the selection; nothing has changed that it does not set again.
     """
 
 def bell_ring(bell: int, /) -> None:

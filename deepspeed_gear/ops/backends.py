@@ -47,6 +47,9 @@ class Ops:
     gather_: Op
     encode_rows_: Op
     decode_rows_: Op
+    draw_goals_: Op
+    pack_: Op
+    plan_packs_: Op
     assign_draws_: Op
     encode_draws_: Op
     decode_draws_: Op
@@ -58,6 +61,7 @@ class Ops:
     scatter_: Op
     copy_pieces_: Op
     native: ModuleType | None = None
+    is_direct: bool = False  # plain functions for host memory, which `torch.compile` cannot trace
 
     def on_host(self) -> Ops:
         """Return the same ops for tensors in host memory, as plain functions.
@@ -68,7 +72,7 @@ class Ops:
         if self.native is None:
             return self
         direct = {op: getattr(self.native, op) for op in OP_NAMES if hasattr(self.native, op)}
-        return replace(self, **direct)
+        return replace(self, **direct, is_direct=True)
 
 
 OP_NAMES = tuple(field.name for field in fields(Ops) if field.name.endswith("_"))

@@ -31,6 +31,10 @@ def most_mass_bits(num_items: int) -> int:
 # common/slot.h, common/window.h and gather/gather.h: a field of a gather.
 MOST_STEPS = 1 << 40  # of trajectories, offsets and lengths
 
+# pack/plan.h
+MOST_PACK_TOKENS = (1 << 31) - 1  # cu_seqlens are int32
+MOST_PACK_WIDTH = 1 << 20
+
 # common/tree.h
 FAN_OUT = 32
 

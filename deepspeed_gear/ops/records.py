@@ -104,6 +104,14 @@ class RandomPurpose:
     EVICTION: Final = 7  # drawn on the host only
 
 
+class GoalStrategy:
+    """Which rows of a trajectory may give a sample another goal. Header: select/select.h."""
+
+    FUTURE: Final = 0
+    FINAL: Final = 1
+    EPISODE: Final = 2
+
+
 class Source:
     """Source of a field's values. Header: gather/gather.h."""
 

@@ -170,7 +170,7 @@ def differences(own: Schema, wanted: Schema) -> list[str]:
     found += [f"column {name} is missing" for name in wanted.names if name not in own]
     for column in (c for c in wanted if c.name in own):
         other = own[column.name]
-        for what in ("dtype", "shape", "role", "rows"):
+        for what in ("dtype", "max_bytes" if column.is_opaque else "shape", "role", "rows"):
             here, there = getattr(other, what), getattr(column, what)
             if here != there:
                 found.append(f"column {column.name} has {what} {here}, the table {there}")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory
 from deepspeed_gear.errors import ConfigError, DataError, GearError, StoreError
 from deepspeed_gear.remote.connection import Connection, ConnectionLost, raise_error
@@ -123,7 +124,8 @@ class RemoteWriter(ProcessBound):
         """Send a whole trajectory, which is copied; waits while the buffer is full.
 
         Args:
-            trajectory: Column -> [T, *shape], [T+1, *shape] or [*shape], as the schema defines.
+            trajectory: Column -> [T, *shape], [T+1, *shape] or [*shape], as the schema defines; or nested, as
+                in `Replay.add`. Late columns too: nothing can be filled from here later.
         Returns:
             Its number.
         Raises:
@@ -133,13 +135,19 @@ class RemoteWriter(ProcessBound):
             StoreError, LostNodeError: The gateway has ended, was restarted or does not answer.
         """
         self._check()
-        arrays, num_steps = check_trajectory(f"table {self.table}", self.schema, trajectory)
-        check_finite(f"table {self.table}", self.schema, arrays)
+        name = f"table {self.table}"
+        trajectory = flatten(f"{name}: trajectory", trajectory, frozenset(self.schema.names))
+        for column in self.schema.late_columns:
+            if column.name not in trajectory:
+                remedy = "a remote writer cannot fill it later: add it, or write on a node of the table"
+                raise DataError(f"{name}: column {column.name}", "must be in every trajectory", None, remedy)
+        arrays, num_steps = check_trajectory(name, self.schema, trajectory)
+        check_finite(name, self.schema, arrays)
         num_bytes = trajectory_bytes(arrays)
         if num_bytes > self._max_bytes:
             rule = f"must have at most {self._max_bytes} bytes, the gateway's --max-message"
             remedy = "divide it, or raise --max-message"
-            raise DataError(f"table {self.table}: trajectory", rule, num_bytes, remedy)
+            raise DataError(f"{name}: trajectory", rule, num_bytes, remedy)
         number = self._outbox.put(
             {name: np.array(array, order="C") for name, array in arrays.items()}, num_bytes
         )

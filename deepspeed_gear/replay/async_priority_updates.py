@@ -122,7 +122,8 @@ class AsyncPriorityUpdates:
 
     def drain(self) -> None:
         """Wait until all updates are appended, then `check`."""
-        self._jobs.join()
+        if self._thread is not None:
+            self._jobs.join()
         self.check()
 
     def close(self) -> None:

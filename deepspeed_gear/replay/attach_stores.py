@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_gear.config import GearConfig, TableConfig
-from deepspeed_gear.config.table_options import RateLimiterConfig, VersionConfig
+from deepspeed_gear.config.table_options import GroupConfig, RateLimiterConfig, VersionConfig
 from deepspeed_gear.config.types import defaults_of
 from deepspeed_gear.distributed.batch_barrier import BatchBarrier
 from deepspeed_gear.distributed.control_plane import ControlPlane
@@ -29,6 +29,7 @@ _DEFAULTS = {
     "table": defaults_of(TableConfig),
     "rate_limiter": defaults_of(RateLimiterConfig),
     "version": defaults_of(VersionConfig),
+    "group": defaults_of(GroupConfig),
 }
 NUM_ANSWERS = 64  # of can_sample() in the ring: the most that a rank may be ahead of the slowest
 

@@ -12,6 +12,7 @@ import torch
 from deepspeed_gear.batching.batch import Batch, BatchSamples
 from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.batching.gather import Gatherer
+from deepspeed_gear.batching.opaque_values import read_opaque
 from deepspeed_gear.batching.relabelling import HindsightRelabelling
 from deepspeed_gear.batching.transfer.deferred_release import DeferredRelease
 from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer, FieldTransfer, Reach
@@ -22,7 +23,7 @@ from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.device_transfer import DeviceTransfer, is_wanted
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.selection import Selection
+from deepspeed_gear.sampling.selection import Selection, SelectionPart
 from deepspeed_gear.store.stream_records import Head
 from deepspeed_gear.store.table import Table
 
@@ -65,6 +66,7 @@ class BatchAssembler:
             keep = max(2, info.accumulation)
             tables = [stream.table for stream in train]
             self._placing = DeviceTransfer(config, needs, tables, device, info.micro, keep, self._placed)
+        self._stays_on_host = device.type == "cpu" and self._placing is None and not relabelling.has_reward
         self._collectors = {stream: self._gatherer(stream) for stream in train}
         specs = [stream.table.spec for stream in train]
         self._mapped = [s.dataset.files for s in specs if s.dataset is not None and not s.in_memory]
@@ -105,7 +107,7 @@ class BatchAssembler:
             origins.append(records[:, Resolution.SLOT] if all_origins is None else all_origins[index])
             goals = self._relabelling.draw(stream.spec.key, records)
             parts.append((self._collectors[stream], records, goals))
-            weights.append(self._weigh(stream, selection.head, records))
+            weights.append(stream.weights(selection.head, records))
             probabilities.append(self._probability(stream, selection.head, records) * share)
             numbers = records[:, Resolution.SAMPLE_NUMBER]
             keys.append(position.transform_keys(self._config.seed, stream.spec.key, numbers))
@@ -126,6 +128,7 @@ class BatchAssembler:
             origin=torch.cat(origins) if is_spread else None,
             first_index=part,
             index_step=self._info.num_micro,
+            opaque=self._opaque([(s.table, r) for (s, _), (_, r, _) in zip(selections, parts, strict=True)]),
         )
         batch = Batch(tensors, mask, samples)
         parts[0][0].lend(batch)
@@ -134,16 +137,16 @@ class BatchAssembler:
     def assemble(
         self,
         stream: BatchStream,
-        selection: Selection,
+        taken: SelectionPart,
         part: int,
         num_parts: int,
         pass_size: int | None = None,
     ) -> Batch:
-        """Gather every num_parts-th sample of a selection, so that no rank gets only one end of it.
+        """Gather the samples of a part of a selection.
 
         Args:
             stream: The stream of the selection.
-            selection: The selection of the global batch.
+            taken: The part of the global batch.
             part: Index of the micro batch.
             num_parts: Number of micro batches.
             pass_size: Items of an evaluation pass, after which samples are fillers; None: no pass.
@@ -154,24 +157,18 @@ class BatchAssembler:
         self._releases.settle()
         if stream not in self._collectors:
             self._collectors[stream] = self._gatherer(stream)
-        if num_parts == 1:
-            records = selection.resolutions.clone()
-        else:
-            records = selection.resolutions[part::num_parts].clone(memory_format=torch.contiguous_format)
-        origin = None if selection.origins is None else selection.origins[part::num_parts].clone()
-        epoch = self._no_epoch
-        if stream.spec.sampler.walks:
-            epoch = selection.epochs.view(self._info.micro, num_parts)[:, part].clone()
+        records = taken.records
         goals = self._relabelling.draw(stream.spec.key, records)
         gatherer = self._collectors[stream]
         tensors, mask = gatherer.gather(records, goals)
         valid = self._valid
         if pass_size is not None:
             valid = records[:, Resolution.SAMPLE_NUMBER] < pass_size
-        weight = None if stream.spec.priorities is None else self._weigh(stream, selection.head, records)
-        unit, total = stream.state.has_unit_masses, selection.head[Head.TOTAL]
-        rest = (goals, self._burn_in, origin, part, num_parts)
-        samples = BatchSamples(records, valid, unit, total, epoch, weight, None, None, *rest)
+        unit, total = stream.state.has_unit_masses, taken.head[Head.TOTAL]
+        epochs = self._no_epoch if taken.epochs is None else taken.epochs
+        opaque = self._opaque([(stream.table, records)])
+        rest = (goals, self._burn_in, taken.origins, part, num_parts, opaque)
+        samples = BatchSamples(records, valid, unit, total, epochs, taken.weights, None, None, *rest)
         batch = Batch(tensors, mask, samples)
         gatherer.lend(batch)
         keys = None
@@ -220,6 +217,8 @@ class BatchAssembler:
 
     def _finish(self, batch: Batch, keys: torch.Tensor | None, gatherer: Gatherer) -> Batch:
         """Move a batch to the device and call the user's transform."""
+        if self._stays_on_host and self.transform is None:
+            return batch
         if self._placing is not None and isinstance(gatherer, DeviceGatherer):
             lane = self._placing.lane
             with lane.running():
@@ -243,23 +242,23 @@ class BatchAssembler:
             batch.lifetime.follow(changed)  # it may have the same tensors
         return changed
 
+    def _opaque(self, parts: Sequence[tuple[Table, torch.Tensor]]) -> dict[str, list[Any]] | None:
+        """Return the values of opaque fields of records, part after part; None without such fields."""
+        if not self._needs.opaque:
+            return None
+        found: dict[str, list[Any]] = {field.name: [] for field in self._needs.opaque}
+        for field in self._needs.opaque:
+            assert field.column is not None
+            for table, records in parts:
+                found[field.name] += read_opaque(table, field.column, records)
+        return found
+
     @staticmethod
     def _probability(stream: BatchStream, words: list[int], records: torch.Tensor) -> torch.Tensor:
         """Return the probabilities of samples within their table. [B], float64."""
         if stream.state.has_unit_masses:
             return torch.full((len(records),), 1 / max(words[Head.TOTAL], 1), dtype=torch.float64)
         return records[:, Resolution.MASS].double() / max(words[Head.TOTAL], 1)
-
-    @staticmethod
-    def _weigh(stream: BatchStream, words: list[int], records: torch.Tensor) -> torch.Tensor:
-        """Return the PER weights of samples of a selection. [B], float32."""
-        if stream.spec.priorities is None:
-            return torch.ones(len(records))
-        weight = torch.empty(records.size(0))
-        stream.table.ops.importance_(
-            weight, records, words[Head.NUMERATOR], words[Head.DIVISOR], words[Head.EXPONENT]
-        )
-        return weight
 
     def _gatherer(self, stream: BatchStream) -> Gatherer:
         info, ahead = self._info, self._config.prefetch * self._info.accumulation

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from deepspeed_gear.batching.batch import Batch, LentTensors
 from deepspeed_gear.batching.prefetcher import Prefetcher
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.distributed.batch_barrier import NO_DIGEST, BatchBarrier
-from deepspeed_gear.errors import NotReadyError, StoreError
+from deepspeed_gear.errors import CheckpointError, NotReadyError, StoreError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Metrics
@@ -171,8 +172,33 @@ class BatchLoader:
         """The position after the last global batch whose micro batches were all used."""
         return self._position if self._heads is None else position.after(self._tables, self._heads)
 
-    def go_on_at(self, at: position.Position) -> None:
-        """Continue at a position to which the streams are already set."""
+    @property
+    def in_progress(self) -> None:
+        """The rollout batch whose training is under way: none."""
+
+    @property
+    def columns(self) -> Mapping[str, torch.Tensor]:
+        """Its own columns: none."""
+        return {}
+
+    def check_rollout(self, rollout: Mapping[str, Any] | None) -> None:
+        """Raise for a rollout batch whose training is under way.
+
+        Raises:
+            CheckpointError: There is one.
+        """
+        if rollout is not None:
+            rule, remedy = (
+                "must not be in the middle of a rollout batch",
+                "load it with the gear.pack of its run",
+            )
+            raise CheckpointError("the gear state", rule, None, remedy)
+
+    def go_on_at(
+        self, at: position.Position, rollout: Mapping[str, Any] | None, columns: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Continue at a position to which the streams are already set; `rollout` and `columns`: none."""
+        del rollout, columns
         self._heads, self._position, self._held, self._is_early = None, at, None, False
         self._seen, self._digest = hashlib.blake2b(digest_size=8), NO_DIGEST
         self._start, self._used = position.batches(at), 0
@@ -203,18 +229,21 @@ class BatchLoader:
         begin, info = time.perf_counter(), self._info
         step, micro = divmod(index, info.accumulation)
         key, part = self._start + step, micro * info.data_world + self._data_rank
-        selections = [(stream, stream.get(key)) for stream in self._streams]
-        heads = [selection.head for _, selection in selections]
-        last, digest = micro == info.accumulation - 1, None
-        if last and self._verify_every and key % self._verify_every == 0:
-            digest = digest_of([selection for _, selection in selections])
         if self._mixture is None:
-            batch = self._assembler.assemble(*selections[0], part, info.num_micro)
+            stream = self._streams[0]
+            taken = stream.take(key, part, info.num_micro)
+            heads = [taken.head]
+            batch = self._assembler.assemble(stream, taken, part, info.num_micro)
         else:
+            selections = [(stream, stream.get(key)) for stream in self._streams]
+            heads = [selection.head for _, selection in selections]
             chosen = self._mixture.part(key, part, info.num_micro)
             batch = self._assembler.assemble_mixture(selections, chosen, self._mixture.parts(key), part)
-        if last:
-            for stream, _ in selections:
+        digest = None
+        if micro == info.accumulation - 1:
+            if self._verify_every and key % self._verify_every == 0:
+                digest = digest_of([stream.get(key) for stream in self._streams])
+            for stream in self._streams:
                 self._assembler.release(stream, key)
         self._metrics.produced(time.perf_counter() - begin)
         return PreparedBatch(batch, heads, digest)

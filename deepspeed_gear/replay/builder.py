@@ -182,7 +182,7 @@ def build(
         releases = DeferredRelease()
         context = _context(plan, detector, releases)
         relabelling = control_plane.agree(
-            "the fields", lambda: HindsightRelabelling(config, plan.fields, plan.needs.fields)
+            "the fields", lambda: HindsightRelabelling(config, plan.ops, plan.fields, plan.needs.fields)
         )
         exchange = made.exchange = NodeExchange(plan, detector, device)
         selectors = exchange.selectors(states, spread, relabelling.draw)

@@ -1,4 +1,4 @@
-"""`can_sample`: whether a batch can be sampled now, with the same answer on all ranks."""
+"""Questions about the next batch, with the same answer on all ranks: can it be sampled, what is missing."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from deepspeed_gear.distributed.quota_agreement import may_select
 from deepspeed_gear.errors import PeerError
 from deepspeed_gear.replay.batch_loader import BatchLoader
 from deepspeed_gear.replay.builder import ReplayParts
+from deepspeed_gear.replay.rollout_loader import RolloutLoader
 from deepspeed_gear.sampling.batch_stream import BatchStream
 
 _POLL_S = 100e-6
 
 
 class Readiness:
-    """Numbered calls of `can_sample`; the first rank of a node that makes a call answers it for all.
+    """Numbered calls; the first rank of a node that makes or ends a call answers it for all.
 
     Args:
         parts: Of the Replay.
         loader: The batch loader; its thread may be in a selection.
     """
 
-    def __init__(self, parts: ReplayParts, loader: BatchLoader) -> None:
+    def __init__(self, parts: ReplayParts, loader: BatchLoader | RolloutLoader) -> None:
         self._parts, self._timeout_s, self._loader = parts, parts.context.timeout_s, loader
         self._streams, self._table = parts.train, parts.train[0].table
         self._asked: np.ndarray = self._table.views["questions/asked"]
@@ -52,6 +53,28 @@ class Readiness:
         answers = self._parts.plan.exchange.gather(answer)
         spread = any(stream.spec.num_shards > 1 for stream in self._streams)
         return any(answers) if spread else all(answers)
+
+    def missing(self, stream: BatchStream, key: int) -> int:
+        """Return how many items this rank should add for a global batch: its share. Collective.
+
+        All ranks of the node have called when the items are counted. The first ranks have one item more where
+        it does not divide.
+
+        Raises:
+            PeerError: A rank does not call in time.
+        """
+        number, place = int(self._asked[self._peer]), self._parts.plan.topology.place
+        self._wait_for_slowest(number)
+        self._asked[self._peer] = number + 1
+        self._wait_for_slowest(number + len(self._answers))
+        with stream.table.lock:
+            missing = stream.missing_items(key)
+        with self._table.lock:
+            entry = self._answers[number % len(self._answers)]
+            if entry[0] != number + 1:
+                entry[:] = number + 1, missing
+            share, rest = divmod(int(entry[1]), place.data_world)
+        return share + int(place.data_rank < rest)
 
     def _answer_of_nodes(self, key: int) -> bool:
         """Return whether all streams can select; of tables on several nodes, by the records of all nodes."""

@@ -35,6 +35,7 @@ from deepspeed_gear.errors import (
 from deepspeed_gear.ops.records import RingState
 from deepspeed_gear.replay.batch_assembler import Transform
 from deepspeed_gear.replay.clamp_warnings import ClampWarning
+from deepspeed_gear.replay.progress import Totals
 from deepspeed_gear.replay.replay_base import ReplayBase
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
 from deepspeed_gear.sampling.stream_spec import StreamSpec
@@ -83,9 +84,9 @@ class DeviceReplay(ReplayBase):
     ) -> None:
         arguments.one_of("engine_dtype", engine_dtype, torch.dtype, "a torch.dtype")
         plan = make_plan(config, process_group, schemas, info, place)
-        self._plan = plan
         try:
-            super().__init__(plan, plan.exchange.agree("the device", lambda: device_of(device)))
+            to = plan.exchange.agree("the device", lambda: device_of(device))
+            super().__init__(plan, to, engine_dtype)
             is_shared = shares_gpus(plan.exchange, plan.topology, self.device)
             spec = plan.exchange.agree("the table on the device", lambda: self._build(plan, engine_dtype))
             draws, reports = join(plan, self._sharing, self._selection, spec, is_shared)
@@ -103,6 +104,7 @@ class DeviceReplay(ReplayBase):
             owner=self,
         )
         self._clamp_warning = self._new_clamp_warning()
+        self._num_before_load = 0  # global batches selected here, less the position of the latest load
         self._transform: Transform | None = None
 
     def _build(self, plan: ReplayPlan, engine_dtype: torch.dtype) -> StreamSpec:
@@ -277,8 +279,8 @@ class DeviceReplay(ReplayBase):
             rule = "must have shape [B] where ranks share the time axis"
             raise ShapeError("priorities", rule, list(priorities.shape), "reduce them over these ranks")
         if not isinstance(batch, DeviceBatch):
-            rule = "must be from this replay's sample or new_batch, and no clone"
-            raise DataError("batch", rule, type(batch).__name__)
+            rule = "must be from this replay's sample or new_batch, and no clone or part"
+            raise DataError("batch", rule, type(batch).__name__, "report the priorities of the whole batch")
         if batch.owner is not self:
             rule = "must be of this replay's training stream"
             raise DataError("batch", rule, None, "nothing was changed")
@@ -310,6 +312,9 @@ class DeviceReplay(ReplayBase):
         """Return the metrics for DeepSpeed's monitor. Waits for the device."""
         found = self.statistics()
         return {name: float(found[name]) for name in ("steps", "trajectories", "refused")}
+
+    def _totals(self) -> Totals:
+        return Totals(self._num_selected() * self.batch_info.global_batch, None, None)
 
     def check(self) -> None:
         """Raise if the device has refused a length or a priority, or had nothing to draw. Waits for it.
@@ -344,8 +349,9 @@ class DeviceReplay(ReplayBase):
         """
         self._check_open()
         arguments.mapping("state", state, "pass a state from state_dict")
+        selected = self._num_selected()
         device_checkpoint.seek(self._plan, self.table, state)
-        self._go_on()
+        self._go_on(selected)
 
     def export_table(self) -> dict[str, Any]:
         """Return a copy of the table and the position, in host memory. Waits for the device.
@@ -365,19 +371,26 @@ class DeviceReplay(ReplayBase):
         self._check_open()
         arguments.mapping("exported", exported, "pass the result of export_table")
         arguments.tensors("the exported content", exported.get("content"))
+        selected = self._num_selected()
         device_checkpoint.restore(self._plan, self.table, exported)
-        self._go_on()
+        self._go_on(selected)
 
     def _save(self, folder: Path, kept: Mapping[str, Any] | None) -> dict[str, Any]:
         self._settle()
         return device_checkpoint.save(self._plan, self.table, folder, kept)
 
     def _load(self, folder: Path, state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        selected = self._num_selected()
         loaded = device_checkpoint.load(self._plan, self.table, folder, state)
-        self._go_on()
+        self._go_on(selected)
         return loaded
 
-    def _go_on(self) -> None:
+    def _num_selected(self) -> int:
+        """Return the number of global batches that were selected since this replay was made."""
+        return self._num_before_load + int(self.table.state[RingState.BATCH])
+
+    def _go_on(self, selected: int) -> None:
+        self._num_before_load = selected - int(self.table.state[RingState.BATCH])
         self._is_filled = self._has_data or self.num_trajectories > 0
         self._loader.begin_anew()
         self._clamp_warning = self._new_clamp_warning()  # earlier updates do not count

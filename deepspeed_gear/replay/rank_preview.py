@@ -17,7 +17,6 @@ from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.replay.replay import Replay
 from deepspeed_gear.sampling.batch_info import BatchInfo
-from deepspeed_gear.schema import DTYPES
 
 N_STEP_BYTES = 16  # return_n, discount, steps_n
 FIRST_IDS = 4
@@ -166,9 +165,10 @@ def _traffic(
     for index in range(info.data_world):
         for node, readers in readers_of(places, nodes, index).items():
             fields = {field for place in readers for field in needs[place].fields}
+            opaque = {field for place in readers for field in needs[place].opaque}
             size = sum(
                 (_mask(batch, field).sum(1).numpy() * _row_bytes(field) for field in fields),
-                start=np.zeros(batch.num_samples, np.int64),
+                start=np.full(batch.num_samples, sum(map(_row_bytes, opaque)), np.int64),
             )
             lacking = (replica == index) & (held != node)
             np.add.at(sent[:, node], held[lacking], size[lacking])
@@ -180,5 +180,5 @@ def _row_bytes(field: ResolvedField) -> int:
     if field.mask_only:
         return 0
     if field.column is not None:
-        return math.prod(field.column.shape) * DTYPES[field.column.dtype].itemsize
+        return field.column.row_bytes
     return 4 if field.derived == "return_to_go" else 0

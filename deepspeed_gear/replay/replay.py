@@ -17,6 +17,7 @@ from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.checkpoint import checkpoint
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.config.sampler_options import PriorityOptions
+from deepspeed_gear.distributed.gradient_divisor import gradient_divisor
 from deepspeed_gear.distributed.replay_plan import make_plan, refuse_device
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, ShapeError, StoreError
@@ -28,13 +29,18 @@ from deepspeed_gear.replay.can_sample import Readiness
 from deepspeed_gear.replay.clamp_warnings import warnings_of
 from deepspeed_gear.replay.evaluation import Evaluation
 from deepspeed_gear.replay.metrics import Metrics
+from deepspeed_gear.replay.progress import Totals
 from deepspeed_gear.replay.replay_base import ReplayBase
+from deepspeed_gear.replay.rollout import Rollout
+from deepspeed_gear.replay.rollout_loader import RolloutLoader
 from deepspeed_gear.replay.table_access import TableAccess
+from deepspeed_gear.replay.train_step import TrainStep
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo, Turns
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
+from deepspeed_gear.writer.inserter import refuse_read_only
 from deepspeed_gear.writer.late_columns import fill
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 from deepspeed_gear.writer.vector_writer import VectorWriter
@@ -91,7 +97,7 @@ class Replay(ReplayBase):
             raise ConfigError("turns", f"must be one of {', '.join(get_args(Turns))}", turns)
         plan = make_plan(config, process_group, schemas, info, place)
         refuse_device(plan)
-        super().__init__(plan, to)
+        super().__init__(plan, to, engine_dtype)
         self.schemas, self.fields = plan.schemas, plan.fields
         parts = self._parts = build(plan, None if info is None else turns, engine_dtype, to)
         self.tables, self._place = parts.tables, plan.topology.place
@@ -101,7 +107,16 @@ class Replay(ReplayBase):
         self._writers: weakref.WeakSet[TrajectoryWriter] = weakref.WeakSet()
         self.metrics, self._late_updates = Metrics(), parts.resources.late_updates
         self._passes = Evaluation(parts)
-        self._loader = BatchLoader(parts, self.metrics, turns)
+        #: What the framework divides the sum of all ranks' gradients by: packed losses are multiplied by it.
+        self.gradient_divisor = float(plan.topology.data_world)
+        self._loader: BatchLoader | RolloutLoader
+        self._rollouts: RolloutLoader | None = None
+        if plan.config.pack is None:
+            self._loader = BatchLoader(parts, self.metrics, turns)
+        else:
+            divisor = partial(getattr, self, "gradient_divisor")
+            self._loader = RolloutLoader(parts, self.metrics, engine_dtype, to, divisor)
+            self._rollouts = self._loader
         self._warnings = (
             warnings_of(parts.train) if plan.topology.leads_node else []
         )  # each for its own store
@@ -137,6 +152,9 @@ class Replay(ReplayBase):
 
         Args:
             trajectory: Column -> array: [T, *shape], [T+1, *shape] or [*shape], as the schema defines.
+                Columns with dots in their names may come nested, here, in writers and in `fill`:
+                {"observation": {"a": x, "b": (y, z)}} is `observation.a`, `observation.b.0` and
+                `observation.b.1`.
             table: Name of the table; None for the sampled one.
         Returns:
             Its id.
@@ -223,10 +241,10 @@ class Replay(ReplayBase):
         """Close an object that uses this replay's stores when this replay is closed."""
         self._dependents.add(part)
 
-    def read(
-        self, ids: Sequence[int] | torch.Tensor, table: str | None = None
-    ) -> list[dict[str, torch.Tensor]]:
+    def read(self, ids: Sequence[int] | torch.Tensor, table: str | None = None) -> list[dict[str, Any]]:
         """Return copies of whole trajectories: column -> [T, *shape], [T+1, *shape] or [*shape].
+
+        An opaque column is its value: bytes, or the JSON value (None where a late one is not filled).
 
         An evicted trajectory, such as a sampled one of a queue, can be read until its rows are freed: once
         all ranks have their batch, an addition by any process may do that if it needs rows.
@@ -239,6 +257,8 @@ class Replay(ReplayBase):
 
     def remove(self, ids: Sequence[int] | torch.Tensor, table: str | None = None) -> int:
         """Evict trajectories from the next selection on; ids that are not stored are ignored.
+
+        Of a table with groups, the whole groups of these trajectories are evicted.
 
         Returns:
             Number of evicted trajectories.
@@ -292,10 +312,75 @@ class Replay(ReplayBase):
                 ranks. The next call tries again.
         """
         self._check_reads()
+        if not isinstance(self._loader, BatchLoader):
+            remedy = "use rollout() or step(), which return packed batches"
+            raise ConfigError("gear.pack", "must not be given for sample()", None, remedy)
         batch = self._loader.next()
         for warning in self._warnings:
             warning.check()
         return batch
+
+    def rollout(self) -> Rollout:
+        """Select and return the next rollout batch, of packed batches; the one before it ends.
+
+        Its rows stay until it was iterated over, or the next one is requested.
+
+        Raises:
+            ConfigError: There is no `gear.pack`.
+            StoreError: As `sample`, like the others.
+            PeerError: Another rank failed, died or ended.
+            NotReadyError: Too few items are there in time.
+        """
+        found = self._packed().next()
+        for warning in self._warnings:
+            warning.check()
+        return found
+
+    def step(self) -> TrainStep:
+        """Select the next batch of `gear.batch`; return its one optimizer step, an iterable of micro batches.
+
+        Raises:
+            ConfigError: There is no `gear.pack`, or `gear.rollout` instead of `gear.batch`.
+            StoreError: As `rollout`, like the others.
+        """
+        found = self._packed().step()
+        for warning in self._warnings:
+            warning.check()
+        return found
+
+    def set_model(self, model: Any) -> None:
+        """Set `gradient_divisor` to what the framework of a model divides gradients by.
+
+        Args:
+            model: As of `deepspeed_gear.gradient_divisor`.
+        Raises:
+            ConfigError: There is no one divisor, or it is not known.
+        """
+        self.gradient_divisor = gradient_divisor(model)
+
+    def observe_steps(self, begun: Callable[[TrainStep], None]) -> None:
+        """Call a function with each train step before its first micro batch.
+
+        Args:
+            begun: It may raise; the error is raised on all ranks.
+        Raises:
+            ConfigError: There is no `gear.pack`.
+        """
+        self._packed().observe_steps(begun)
+
+    def count_skipped_step(self) -> None:
+        """Count an optimizer step of packed batches whose update was skipped, for an overflow.
+
+        Its train step is consumed; metrics and statistics have the number as `skipped_steps`.
+        """
+        self.metrics.skipped_step()
+
+    def _packed(self) -> RolloutLoader:
+        self._check_reads()
+        if self._rollouts is None:
+            remedy = 'give "pack": {"tokens": ...}, or use sample()'
+            raise ConfigError("gear.pack", "must be given for packed batches", None, remedy)
+        return self._rollouts
 
     def can_sample(self) -> bool:
         """Return whether `sample` would return a batch now; the same answer on every rank. Collective.
@@ -304,6 +389,29 @@ class Replay(ReplayBase):
         """
         self._check_reads()
         return self._questions.ask(self._loader.next_key)
+
+    def missing_groups(self, table: str | None = None) -> int:
+        """Return how many groups this rank should generate before the next batch is selected. Collective.
+
+        The groups of a batch less those that can be sampled, or that the rate limiter asks for, divided among
+        the replicas; the first ones have one more where it does not divide. With a limit of draws, groups
+        count as often as they can still be drawn. Groups that fail a condition leave the table when they are
+        complete, so ask again: `while not replay.can_sample(): generate(replay.missing_groups())`.
+
+        Args:
+            table: The table that they are added to; None: the only one that is sampled.
+        Raises:
+            ConfigError: The table has no groups.
+            StoreError: It holds a data set.
+            PeerError: Another rank does not call in time.
+        """
+        self._check_reads()
+        target = self._table(table)
+        if target.groups is None or target.spec.name not in self.config.sampled_tables:
+            rule, remedy = "must have groups", f"set gear.tables.{target.spec.name}.group"
+            raise ConfigError(f"table {target.spec.name}", rule, None, remedy)
+        refuse_read_only(target)
+        return self._questions.missing(self._parts.streams[target.spec.name][TRAIN], self._loader.next_key)
 
     def _take_turn(self, action: Callable[[], T]) -> T:
         """Run an action and pass the batch barrier of the ranks; without a barrier, only run it.
@@ -443,7 +551,8 @@ class Replay(ReplayBase):
         known = checkpoint.newest_state(self._parts, folder) if state is None else state
         self._drain_and_check(known)
         loading = checkpoint.read(self._parts, folder, known)
-        self._passes.continue_from(checkpoint.go_on(self._parts, self._loader, known))
+        columns = checkpoint.columns_of(self._parts, folder, known)
+        self._passes.continue_from(checkpoint.go_on(self._parts, self._loader, known, columns))
         checkpoint.replace(self._parts, loading)
         return None if known["save"] is None else dict(known)
 
@@ -456,29 +565,39 @@ class Replay(ReplayBase):
         self._check_open()
         arguments.mapping("state", state, "pass a state from state_dict or save")
         self._drain_and_check(state)
-        self._passes.continue_from(checkpoint.go_on(self._parts, self._loader, state))
+        columns = checkpoint.columns_of(self._parts, None, state)
+        self._passes.continue_from(checkpoint.go_on(self._parts, self._loader, state, columns))
 
     def _drain_and_check(self, state: Mapping[str, Any]) -> None:
         self._parts.plan.exchange.agree("the priority updates", self._late_updates.drain)
-        checkpoint.check(self._parts, state)
+        checkpoint.check(self._parts, self._loader, state)
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics for DeepSpeed's monitor.
 
         Means per micro batch since the last call (times, bytes, padding fraction), the epoch, and effective
-        samples, duplicates and age of the newest global batch. Over nodes, on the rank that exchanges for its
-        node: bytes per global batch, and how late each node was. With a rate limiter: the total seconds that
-        this rank has waited for it.
+        samples, duplicates, age and policy lag of the newest global batch. Over nodes, on the rank that
+        exchanges for its node: bytes per global batch, and how late each node was. With a rate limiter: the
+        total seconds that this rank has waited for it. With groups: those held, and ever rejected, and the
+        trajectories that came too late.
         """
         self._check_open()
-        taken = self.metrics.take(self._parts.assembler.counters)
+        if self._rollouts is None:
+            taken = self.metrics.take(self._parts.assembler.counters)
+        else:
+            taken = self.metrics.take_trained()
         if any(stream.state.may_wait for stream in self._parts.train):
             taken["rate_wait_s"] = sum(stream.state.limiter_wait.total_s for stream in self._parts.train)
         return {
             **taken,
+            **replay_statistics.of_groups(self._sampled),
             **self._parts.exchange.take_metrics(),
             **replay_statistics.of_last_batch(self._parts.train),
         }
+
+    def _totals(self) -> Totals:
+        samples = self.metrics.num_batches * self.batch_info.micro * self.batch_info.data_world
+        return Totals(samples, self.metrics.wait_s, replay_statistics.policy_lag(self._parts.train))
 
     def statistics(self) -> dict[str, Any]:
         """Return sizes of the store, how the training stream draws, and times since the last call.
@@ -527,4 +646,5 @@ class Replay(ReplayBase):
         """Drop references to the stores: their memory is freed unless the program holds a part of it."""
         self.__dict__.pop("_all_priorities", None)
         self.tables, self._warnings = {}, []
+        self._rollouts = None
         del self._parts, self._access, self._passes, self._loader, self._questions

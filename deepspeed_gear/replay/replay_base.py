@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,8 @@ from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.distributed.replay_plan import ReplayPlan
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.replay.batch_assembler import Transform
+from deepspeed_gear.replay.normalizer import Normalizer
+from deepspeed_gear.replay.progress import Progress, ProgressMeter, Totals
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.store.process_bound import ProcessBound
 
@@ -30,13 +33,16 @@ class ReplayBase(ProcessBound, ABC):
     Args:
         plan: The plan that all ranks have agreed on.
         device: The device of the batches.
+        engine_dtype: The dtype of `"as": "engine"`.
     """
 
-    def __init__(self, plan: ReplayPlan, device: torch.device) -> None:
+    def __init__(self, plan: ReplayPlan, device: torch.device, engine_dtype: torch.dtype) -> None:
         self.config, self.batch_info, self.device = plan.config, plan.info, device
         self.datasets, self._topology = plan.datasets, plan.topology
+        self._plan, self._engine_dtype = plan, engine_dtype
         self._closed = False
         self._last_saves: dict[str, Mapping[str, Any]] = {}  # by folder: state of its latest save
+        self._meter = ProgressMeter(Totals(0, 0.0, None))
 
     def __repr__(self) -> str:
         kind, info = self.config.sampler.kind, self.batch_info
@@ -120,6 +126,32 @@ class ReplayBase(ProcessBound, ABC):
     @abstractmethod
     def _num_batches(self, split: str) -> int: ...
 
+    # ---- normalisation ---------------------------------------------------------------------------
+
+    @cached_property
+    def normalizer(self) -> Normalizer:
+        """The conversions of all fields; usable without this replay, and in other processes."""
+        plan = self._plan
+        return Normalizer.of(plan.config, plan.fields, plan.statistics(plan.fields), self._engine_dtype)
+
+    def normalize(self, name: str, values: Any) -> Any:
+        """Convert an input of the model as a batch's field is converted; see `Normalizer.normalize`.
+
+        Args:
+            name: A field of the batch.
+            values: In the units of the field's column. [..., *shape of the column's row].
+        """
+        return self.normalizer.normalize(name, values)
+
+    def denormalize(self, name: str, values: Any) -> Any:
+        """Convert an output of the model to the units of a field's column; see `Normalizer.denormalize`.
+
+        Args:
+            name: A field of the batch.
+            values: In the units of the batch. [..., *shape of the column's row].
+        """
+        return self.normalizer.denormalize(name, values)
+
     # ---- priorities ------------------------------------------------------------------------------
 
     @abstractmethod
@@ -156,8 +188,8 @@ class ReplayBase(ProcessBound, ABC):
         of both can be loaded: by a returned state that was stored elsewhere, or by the state in the folder.
 
         Args:
-            folder: Receives `position.json` and a folder for each table with a capacity or with priorities;
-                other files in it stay unchanged. On a file system that the nodes share.
+            folder: Receives `position.json`, `normalizer.json` and a folder for each table with a capacity or
+                with priorities; other files in it stay unchanged. On a file system that the nodes share.
         Returns:
             `state_dict()`, with the id and the checksums of this save.
         Raises:
@@ -168,6 +200,8 @@ class ReplayBase(ProcessBound, ABC):
         at = os.path.realpath(arguments.folder("folder", folder))
         state = self._save(Path(at), self._last_saves.get(at))
         self._last_saves[at] = state
+        exchange, leads = self._plan.exchange, self._topology.rank == 0
+        exchange.agree("saving the normalizer", lambda: self.normalizer.save(at) if leads else None)
         return state
 
     def load(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> None:
@@ -217,6 +251,25 @@ class ReplayBase(ProcessBound, ABC):
     @abstractmethod
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics for DeepSpeed's monitor, since the last call."""
+
+    def progress(self) -> Progress:
+        """Return samples per second, time in `sample` and policy lag since the last call.
+
+        The first call: since the replay was made. Not collective.
+
+        Returns:
+            A Progress, whose `str` is one line for a log.
+        Raises:
+            StoreError: The rank is an inner stage of a pipeline, or the replay is closed.
+        Cost: a difference of counters; where a table has versions, a copy of the newest selection. A
+            DeviceReplay waits for the device.
+        """
+        self._check_reads()
+        return self._meter.read(self._totals())
+
+    @abstractmethod
+    def _totals(self) -> Totals:
+        """Return the samples and the time in `sample` since this replay was made, and the lag."""
 
     # ---- end -------------------------------------------------------------------------------------
 

@@ -13,7 +13,8 @@ from deepspeed_gear.ops.records import Resolution, Slot
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.sample_counts import RecentSelections, recent_selections
 from deepspeed_gear.sampling.staleness import dropped
-from deepspeed_gear.store.records import Control
+from deepspeed_gear.store.group_spec import GroupCount
+from deepspeed_gear.store.records import Control, SlotRetention
 from deepspeed_gear.store.slot_sets import distinct
 from deepspeed_gear.store.stream_records import Head
 from deepspeed_gear.store.table import Table
@@ -29,8 +30,34 @@ def of_store(tables: Sequence[Table]) -> dict[str, Any]:
         "store_bytes": sum(table.memory.num_bytes for table in tables),
         "huge_bytes": sum(table.memory.huge_bytes for table in tables),
         "stale": {table.spec.name: dropped(table) for table in tables},
+        **_groups(tables),
         "payload_bytes": sum(table.num_steps * table.spec.schema.row_bytes for table in tables),
     }
+
+
+def _groups(tables: Sequence[Table]) -> dict[str, Any]:
+    found = {}
+    for table in tables:
+        if table.groups is not None:
+            with table.lock:
+                table.groups.update()
+                found[table.spec.name] = table.groups.statistics
+    return {"groups": found} if found else {}
+
+
+def of_groups(tables: Sequence[Table]) -> dict[str, float]:
+    """Return the groups that were left out, of all sampled tables together; empty without groups.
+
+    Returns:
+        `groups_held`, `groups_rejected` (with those that had too many trajectories) and `late_members`.
+    """
+    known = [table.groups for table in tables if table.groups is not None]
+    if not known:
+        return {}
+    words = np.sum([groups.counts for groups in known], axis=0)
+    rejected = words[GroupCount.REJECTED] + words[GroupCount.OVERSIZED]
+    counts = words[GroupCount.HELD], rejected, words[GroupCount.LATE]
+    return dict(zip(("groups_held", "groups_rejected", "late_members"), map(float, counts), strict=True))
 
 
 def of_priorities(streams: Sequence[BatchStream]) -> dict[str, int]:
@@ -46,14 +73,26 @@ def of_last_batch(streams: Sequence[BatchStream]) -> dict[str, float]:
     """Return the cheap statistics of the newest global batch; empty before the first one.
 
     Returns:
-        `effective_samples`, `duplicates` and `age` (mean, in trajectories), as in `of_selection`.
+        `effective_samples`, `duplicates` and `age` (mean, in trajectories), as in `of_selection`; `lag` where
+        a table has versions.
     """
     batches = _batches(streams, 1)
     if not batches:
         return {}
     ages = np.concatenate([_ages(stream, selection) for stream, selection in batches[0]])
     found = {"effective_samples": _effective(batches[0]), "duplicates": _duplicates(batches[0])}
-    return {**found, "age": float(ages.mean())}
+    lag = _lag(batches[0])
+    return {**found, "age": float(ages.mean()), **({} if lag is None else {"lag": lag})}
+
+
+def policy_lag(streams: Sequence[BatchStream]) -> float | None:
+    """Return the mean policy lag of the newest global batch's samples that this node stores.
+
+    A trajectory has the version of its oldest step. None: no table has versions, or there is no such sample.
+    """
+    if all(stream.table.spec.retention.version_column is None for stream in streams):
+        return None
+    return next((_lag(batch) for batch in _batches(streams, 1)), None)
 
 
 def of_selection(streams: Sequence[BatchStream]) -> dict[str, Any]:
@@ -146,11 +185,29 @@ def _age(stream: BatchStream, selections: Sequence[RecentSelections]) -> dict[st
 
 def _batches_since(stream: BatchStream, selection: RecentSelections) -> np.ndarray:
     """Return how many global batches after its commit each trajectory was drawn, if it is stored."""
+    born = stream.table.slots[_slots(stream, selection), Slot.BORN]
+    return np.asarray(np.maximum(selection.key - born, 0))
+
+
+def _lag(batch: Selections) -> float | None:
+    lags = []
+    for stream, selection in batch:
+        if stream.table.spec.retention.version_column is not None:
+            versions = stream.table.views["retention"][
+                _slots(stream, selection), SlotRetention.POLICY_VERSION
+            ]
+            lags.append(int(stream.table.control[Control.POLICY_VERSION]) - versions)
+    each = np.concatenate([*lags, np.empty(0, np.int64)])
+    return float(each.mean()) if len(each) else None
+
+
+def _slots(stream: BatchStream, selection: RecentSelections) -> np.ndarray:
+    """Return the slots of the samples whose trajectories are still in this node's store. [n], int64."""
     records = selection.records.numpy()
-    records = records[records[:, Resolution.SLOT] < len(stream.table.slots)]  # in this node's store
-    slots = stream.table.slots[records[:, Resolution.SLOT]]
-    there = slots[:, Slot.GENERATION] == records[:, Resolution.GENERATION]
-    return np.asarray(np.maximum(selection.key - slots[there, Slot.BORN], 0))
+    records = records[records[:, Resolution.SLOT] < len(stream.table.slots)]
+    slots = records[:, Resolution.SLOT]
+    there = stream.table.slots[slots, Slot.GENERATION] == records[:, Resolution.GENERATION]
+    return np.asarray(slots[there])
 
 
 def _histogram(stream: BatchStream) -> dict[int, int] | None:

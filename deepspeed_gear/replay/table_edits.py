@@ -12,10 +12,12 @@ import torch
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.context import Context
+from deepspeed_gear.data.opaque_rows import decode
 from deepspeed_gear.errors import ConfigError, NotReadyError, StoreError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.staleness import Staleness
+from deepspeed_gear.schema import Column
 from deepspeed_gear.store.eviction import Evictor, quiet
 from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.records import Control, Peer, SlotRetention
@@ -58,7 +60,7 @@ def add(
     return inserter_of(table, streams, max_length, context).add(trajectory)
 
 
-def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, torch.Tensor]]:
+def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, Any]]:
     """Copy whole trajectories, under the lock, so that they are consistent."""
     numbers = arguments.integers("ids", ids)
     with table.lock:
@@ -73,8 +75,8 @@ def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, torc
                 f"table {table.spec.name}: id", "must be stored", int(numbers[slots < 0][0]), remedy
             )
         found = [{name: np.array(rows) for name, rows in table.rows(int(slot)).items()} for slot in slots]
-    schema = table.spec.schema
-    return [{name: _as_column(rows, schema[name].torch_dtype) for name, rows in t.items()} for t in found]
+    schema, name = table.spec.schema, f"table {table.spec.name}"
+    return [{c.name: _as_column(rows[c.name], c, name) for c in schema} for rows in found]
 
 
 def _with_used_up(table: Table, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
@@ -94,16 +96,12 @@ def _with_used_up(table: Table, ids: np.ndarray, slots: np.ndarray) -> np.ndarra
 
 
 def remove(table: Table, ids: Sequence[int] | torch.Tensor) -> int:
-    """Retire trajectories; ignore ids that are not stored. Returns the number of retired ones."""
+    """Evict trajectories, or their whole groups; ignore ids that are not stored. Returns their number."""
     refuse_read_only(table)
     numbers = arguments.integers("ids", ids)
-    evictor = Evictor(table, SelectionPins(table), Context(timeout_s=table.lock.timeout_s))
     with quiet(table, table.lock.timeout_s):
         slots = table.slots_of(numbers)
-        slots = distinct(slots[slots >= 0])
-        for slot in slots.tolist():
-            evictor.retire(slot)
-    return len(slots)
+        return len(table.evict(distinct(slots[slots >= 0])))
 
 
 def clear(table: Table, streams: list[BatchStream]) -> None:
@@ -111,8 +109,7 @@ def clear(table: Table, streams: list[BatchStream]) -> None:
     refuse_read_only(table)
     evictor = Evictor(table, SelectionPins(table), Context(timeout_s=table.lock.timeout_s))
     with quiet(table, table.lock.timeout_s):
-        for slot in np.nonzero(table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0].tolist():
-            evictor.retire(slot)
+        table.evict(np.nonzero(table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0])
         for stream in streams:
             stream.state.end_epoch()
         evictor.free_retired()
@@ -154,6 +151,9 @@ def set_policy_version(table: Table, version: int, context: Context) -> None:
         time.sleep(_POLL_S)
 
 
-def _as_column(rows: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+def _as_column(rows: np.ndarray, column: Column, table: str) -> Any:
+    """Return copied rows as a tensor, or the value of an opaque column."""
+    if column.is_opaque:
+        return decode(rows, column, f"{table}: column {column.name}")
     tensor = torch.from_numpy(np.ascontiguousarray(rows)).reshape(rows.shape)
-    return tensor.view(torch.bfloat16) if dtype == torch.bfloat16 else tensor
+    return tensor.view(torch.bfloat16) if column.dtype == "bfloat16" else tensor

@@ -18,6 +18,7 @@ class BatchInfo:
         accumulation: Micro batches of a rank in a global batch.
         data_world: Replicas.
         tensor_world, pipe_world, sequence_world: Ranks of a replica, by axis.
+        items: Most items of a packed batch, all replicas together; None: batches are not packed.
     """
 
     micro: int
@@ -26,6 +27,7 @@ class BatchInfo:
     tensor_world: int = 1
     pipe_world: int = 1
     sequence_world: int = 1
+    items: int | None = None
 
     @property
     def num_micro(self) -> int:
@@ -34,11 +36,13 @@ class BatchInfo:
 
     @property
     def global_batch(self) -> int:
-        return self.micro * self.num_micro
+        return self.micro * self.num_micro if self.items is None else self.items
 
     def __str__(self) -> str:
         others = {"tensor": self.tensor_world, "pipeline": self.pipe_world, "sequence": self.sequence_world}
         rest = "".join(f", {name} {world}" for name, world in others.items() if world > 1)
+        if self.items is not None:
+            return f"packed batches of at most {self.items} items, data {self.data_world}{rest}"
         return (
             f"global batch {self.global_batch} = micro batch {self.micro} x accumulation "
             f"{self.accumulation} x data {self.data_world}{rest}"

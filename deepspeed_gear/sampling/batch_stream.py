@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
 from deepspeed_gear.errors import PeerError, StoreError
 from deepspeed_gear.sampling.local_selector import LocalSelector, RateLimitedError
+from deepspeed_gear.sampling.native_stream import NativeStream
 from deepspeed_gear.sampling.rate_limiting import NothingToSampleError
 from deepspeed_gear.sampling.select import SelectionMaker
-from deepspeed_gear.sampling.selection import Selection
+from deepspeed_gear.sampling.selection import Selection, SelectionPart
 from deepspeed_gear.sampling.selection_readers import SelectionReaders
 from deepspeed_gear.sampling.stream_state import TRAIN, StreamState
 from deepspeed_gear.store.records import Control
@@ -64,14 +66,12 @@ class BatchStream:
         self.readers = SelectionReaders(self.spec, self.table, state.consumed, self._timeout_s)
         self._limits_here = state.is_limited and state.joint_limiter is None
         self._writes_here = False  # then it must not wait for itself
+        self._is_online = self.table.spec.dataset is None
         self._events = None
         if self.table.ops.native is not None and self._is_online and self.spec.name == TRAIN:
             self._events = self.table.bells
         self._pause_s, self._next_cleaning = _IDLE_S, 0.0
-
-    @property
-    def _is_online(self) -> bool:
-        return self.table.spec.dataset is None
+        self._native = None if follows else NativeStream.of(state, self.selector)
 
     @property
     def num_items(self) -> int:
@@ -79,6 +79,48 @@ class BatchStream:
         return self.masses.total if self._num_items is None else self._num_items
 
     # ---- selections ------------------------------------------------------------------------------
+
+    def take(self, key: int, part: int, num_parts: int) -> SelectionPart:
+        """Return every num_parts-th sample of a global batch, so that no rank gets only one end of it.
+
+        A selection that is plain is made and read by one native call; `get` makes the others, and the same.
+
+        Args:
+            key: Number of the global batch.
+            part: Index of the first sample.
+            num_parts: Micro batches of a global batch, over all ranks.
+        Raises:
+            PeerError, NotReadyError, StoreError: As `get`.
+        """
+        if self._native is not None and not (self._is_online and time.monotonic() > self._next_cleaning):
+            found = self._native.take(key, part, num_parts)
+            if found is not None:
+                return found
+        return self.part_of(self.get(key), part, num_parts)
+
+    def part_of(self, selection: Selection, part: int, num_parts: int) -> SelectionPart:
+        """Return every num_parts-th sample of a selection; arguments as `take`."""
+        head, records = selection.head, selection.resolutions[part::num_parts]
+        records = records.clone(memory_format=torch.contiguous_format)
+        weights = None if self.spec.priorities is None else self.weights(head, records)
+        epochs = selection.epochs[part::num_parts].clone() if self.spec.sampler.walks else None
+        origins = None if selection.origins is None else selection.origins[part::num_parts].clone()
+        return SelectionPart(head, records, weights, epochs, origins)
+
+    def weights(self, head: list[int], records: torch.Tensor) -> torch.Tensor:
+        """Return the PER weights of samples of a selection.
+
+        Args:
+            head: Of the selection.
+            records: Their resolutions. [B, 8], int64, contiguous.
+        Returns:
+            [B], float32; all 1 where the stream has no priorities.
+        """
+        weights = torch.ones(records.size(0))
+        if self.spec.priorities is not None:
+            words = head[Head.NUMERATOR], head[Head.DIVISOR], head[Head.EXPONENT]
+            self.table.ops.importance_(weights, records, *words)
+        return weights
 
     def get(self, key: int) -> Selection:
         """Return the selection of a global batch; make it if no process has.
@@ -156,6 +198,13 @@ class BatchStream:
         if limiter is None:
             return self.masses.will_have_mass()
         return limiter.is_open(self.spec.num_samples(key))
+
+    def missing_items(self, key: int) -> int:
+        """Return how many items must be added to this store for a global batch. Requires the lock."""
+        self.state.catch_up()
+        if self.prepare(key) or self.state.limiter is None:
+            return 0
+        return self.state.limiter.missing(self.spec.num_samples(key))
 
     def prepare(self, key: int) -> bool:
         """Evict stale trajectories before a global batch; return whether it is already selected.
@@ -267,12 +316,15 @@ class BatchStream:
             NotReadyError: No other process adds items, or none came in time.
             StoreError: Nothing can be sampled, and no process may attach that adds items.
         """
-        limiter, wait = self.state.limiter, self.state.limiter_wait
-        if empty is not None and (limiter is None or not (self.state.may_wait or self._writes_here)):
+        limiter, wait, groups = self.state.limiter, self.state.limiter_wait, self.table.groups
+        comes = groups is not None and groups.waits_for_time  # without any process that adds
+        may_wait = self.state.may_wait or self._writes_here or comes
+        if empty is not None and (limiter is None or not may_wait):
             raise empty.error
         assert limiter is not None
         waited = wait.wait()
         waits_for_itself = self._writes_here or (limiter.is_plain and not limiter.has_writers)
+        waits_for_itself &= not comes
         if waits_for_itself or waited > wait.timeout_s:
             wait.end()
             waited = 0.0 if waits_for_itself else waited

@@ -15,6 +15,7 @@ from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.sampling.anchors import AnchorRule
 from deepspeed_gear.sampling.mass_rules import AgeWindow, Condition, MassRule
+from deepspeed_gear.store.group_spec import SlotGroup
 from deepspeed_gear.store.records import SlotRetention
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ def count_exclusions(
         views: The regions of the store; they are only read.
         values: Gives a column's values of slots; None: columns cannot be read.
     Returns:
-        The reasons that exclude something, in the order of the checks.
+        The reasons that exclude something, in the order of the checks. Where items are groups, those after
+        the groups' own count the leaders.
     Cost: one pass over the slots; with priorities of steps one over the rows.
     """
     slots = views["slots"]
@@ -77,6 +79,12 @@ def count_exclusions(
                 absent = views["retention"][left, SlotRetention.PRESENT] & bit == 0
                 remedy = f'write {column.name} with fill(), or leave it out of "fields"'
                 exclude(absent, f"without the late column {column.name}", remedy)
+    if "groups" in views and rule.unit == "group":
+        leaders = views["groups"][left, SlotGroup.LEADER]
+        exclude(leaders == 0, "of incomplete groups", "add the missing members, or set group.after_s")
+        leaders = leaders[leaders != 0]
+        exclude(leaders == SlotGroup.REJECTED, "of groups outside of group.where", "check group.where")
+        left = left[views["groups"][left, SlotGroup.LEADER] == left + 1]
     if rule.split:
         other = split_of(slots[left, Slot.ID], rule.split) != rule.split_index
         exclude(other, "of another split", "lower the shares of data.split")
@@ -115,7 +123,7 @@ def _exclude_undrawable(
         views[stream + "generations"][left] == slots[left, Slot.GENERATION]
     ]  # the next selection adds the others
     reason, remedy = "of priority 0", "report priorities above 0"
-    if rule.unit == "trajectory":
+    if rule.unit != "step":
         _add(found, slots, left[sums[left] == 0], reason, remedy)
         return
     ends = np.append(0, np.cumsum(sums[: len(views[stream + "priorities"])] > 0))

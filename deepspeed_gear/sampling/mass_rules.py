@@ -15,8 +15,12 @@ from deepspeed_gear.ops.constants import MOST_MASS_BITS
 from deepspeed_gear.ops.records import MassUnit
 from deepspeed_gear.sampling.anchors import AnchorRule
 
-Unit = Literal["trajectory", "step"]
-UNIT_CODES: dict[str, int] = {"trajectory": MassUnit.TRAJECTORY, "step": MassUnit.STEP}
+Unit = Literal["trajectory", "step", "group"]
+UNIT_CODES: dict[str, int] = {
+    "trajectory": MassUnit.TRAJECTORY,
+    "step": MassUnit.STEP,
+    "group": MassUnit.TRAJECTORY,  # of its leader
+}
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,7 @@ class MassRule:
 
     Args:
         unit: What an item is. A step item has one unit of mass per anchor, so all steps are equally likely.
+            The rule of a group applies to its leader, with the number of steps of the whole group.
         by_length: Trajectories in proportion to their number of steps.
         weight: Per-trajectory column of weights, and log2 of the mass of weight 1.
         custom: A program's own masses.
@@ -147,7 +152,7 @@ class MassRule:
     @property
     def draws_anchor(self) -> bool:
         """Whether a second draw selects the anchor; else one unit of a trajectory's mass is one anchor."""
-        return self.unit == "trajectory" or self.has_weights
+        return self.unit != "step" or self.has_weights
 
     @property
     def has_weights(self) -> bool:
@@ -157,7 +162,7 @@ class MassRule:
     @property
     def plain_unit(self) -> int | None:
         """Return the unit of `slot_masses_`; None unless masses follow from lengths and late columns."""
-        if self.has_weights or self.where or self.split or self.window is not None:
+        if self.has_weights or self.where or self.split or self.window is not None or self.unit == "group":
             return None
         return MassUnit.LENGTH if self.unit == "trajectory" and self.by_length else UNIT_CODES[self.unit]
 

@@ -19,6 +19,7 @@ from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.sum_tree import ItemMasses, TreeChanges
 from deepspeed_gear.sampling.top_priorities import oldest_of_equal
 from deepspeed_gear.store.memory_layout import Region
+from deepspeed_gear.store.native_handle import address
 from deepspeed_gear.store.records import Control
 from deepspeed_gear.store.slot_sets import distinct, is_among
 from deepspeed_gear.store.step_priorities import StepPriorities, rows_of
@@ -26,6 +27,7 @@ from deepspeed_gear.store.stream_records import NOTHING
 from deepspeed_gear.store.table import Table
 
 MOST_MASS = np.iinfo(np.int64).max
+NORMALIZE_CODES = {"batch": 0, "table": 1, None: 2}  # enum Normalize of ops/csrc/select/stream.h
 WINDOW = 256  # latest global batches whose clamped updates are counted separately
 
 
@@ -67,6 +69,30 @@ class PriorityMasses(ItemMasses):
         self._window: np.ndarray = views[at + "window"]
         self._window_words: memoryview = self._window.data
 
+    def native_words(self) -> dict[str, int]:
+        arrays = {
+            "minima": self._minima.numpy(),
+            "priorities": self.values,
+            "counts": self.counts,
+            "window": self._window,
+            "bases": self._bases,
+            "generations": self._generations,
+            "steps": np.empty(0) if self._steps is None else self._steps,
+            "row_slots": self._row_slots,
+        }
+        return {
+            **super().native_words(),
+            **self.reports.native_words(),
+            **{name: address(array) if array.size else 0 for name, array in arrays.items()},
+            "has_priorities": 1,
+            "window_size": WINDOW,
+            "lag": self.rule.lag,
+            "update_unit": self._unit,
+            "initial": -1 if self._fixed_initial is None else self._fixed_initial,
+            "most_bits": self.rule.most_bits,
+            "normalize": NORMALIZE_CODES[self.rule.normalize],
+        }
+
     @staticmethod
     def count_items(spec: StreamSpec, num_slots: int, num_rows: int) -> int:
         return num_rows if spec.rule.unit == "step" else num_slots
@@ -92,9 +118,15 @@ class PriorityMasses(ItemMasses):
 
     def initialise(self) -> None:
         self.reports.initialise()
-        self.words[TreeChanges.ALPHA] = self._alpha_at(0)
+        self.words[TreeChanges.ALPHA] = self.alpha_at(0)
         self.counts[UpdateCount.HIGHEST_PRIORITY] = np.ones(1, np.float32).view(np.int32)[0]
         super().initialise()
+
+    def _initialise_slots(self, slots: np.ndarray) -> None:
+        if self._plain_unit is None or self.ops.native is None:
+            super()._initialise_slots(slots)
+            return
+        self._take(torch.from_numpy(slots), 0, len(slots), self._plain_unit)  # NumPy takes ten times as long
 
     # ---- reports ---------------------------------------------------------------------------------
 
@@ -137,7 +169,7 @@ class PriorityMasses(ItemMasses):
             reports: In any order, each with batch and sample number. [n, 6] each, int64.
         """
         super().apply(key)
-        alpha = self._alpha_at(key)
+        alpha = self.alpha_at(key)
         if alpha != self.words[TreeChanges.ALPHA]:
             self.words[TreeChanges.ALPHA] = alpha
             self._build()
@@ -152,7 +184,7 @@ class PriorityMasses(ItemMasses):
             self._values,
             self._counts,
             self._slots,
-            torch.from_numpy(reports[0] if len(reports) == 1 else np.concatenate(reports)),
+            torch.from_numpy(self._of_leaders(reports[0] if len(reports) == 1 else np.concatenate(reports))),
             self.words[TreeChanges.ALPHA],
             self._unit,
             self.rule.most_bits,
@@ -161,6 +193,19 @@ class PriorityMasses(ItemMasses):
             counts[UpdateCount.APPLIED] - applied,
             counts[UpdateCount.CLAMPED] - clamped,
         )
+
+    def _of_leaders(self, reports: np.ndarray) -> np.ndarray:
+        """Return reports in which those of a group's trajectories are of its leader. [n, 6], int64."""
+        if self._groups is None:
+            return reports
+        slots, found = reports[:, PriorityUpdate.SLOT], reports.copy()
+        records = self.table.slots[slots]
+        is_current = records[:, Slot.GENERATION] == reports[:, PriorityUpdate.GENERATION]
+        moved = np.nonzero(is_current & (records[:, Slot.STATE] == SlotState.COMMITTED))[0]
+        leaders = self._groups.items(slots[moved])
+        found[moved, PriorityUpdate.SLOT] = leaders
+        found[moved, PriorityUpdate.GENERATION] = self.table.slots[leaders, Slot.GENERATION]
+        return np.asarray(found)
 
     def recover(self) -> None:
         self.reports.recover()
@@ -175,7 +220,8 @@ class PriorityMasses(ItemMasses):
             self.words[TreeChanges.SEEN] = changed
         super().recover()
 
-    def _alpha_at(self, key: int) -> int:
+    def alpha_at(self, key: int) -> int:
+        """Return the exponent of the priorities of a global batch, Q62."""
         return int(self.rule.alpha(key) * ONE_Q62)  # exact: a power of two
 
     def known_reports(self, reports: np.ndarray) -> np.ndarray:
@@ -199,6 +245,8 @@ class PriorityMasses(ItemMasses):
     def handles_of(self, ids: np.ndarray, anchors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return slot, generation and anchor of items, and which of them the sampler can draw.
 
+        A group has those of its leader, and may be named by any of its trajectories.
+
         Args:
             ids: Trajectories. [n], int64.
             anchors: Steps, where an item is a step. [n], int64.
@@ -207,6 +255,8 @@ class PriorityMasses(ItemMasses):
         """
         slots = self.table.slots_of(ids)
         known = slots >= 0
+        if self._groups is not None:
+            slots = np.where(known, self._groups.items(slots), -1)
         records = self.table.slots[slots]
         known[known] &= self.of(slots[known]) > 0
         if self.by_step:

@@ -60,7 +60,7 @@ class SelectionLimiter:
     def is_open(self, count: int, exact: bool = True) -> bool:
         """Return whether `count` samples may be drawn; arguments as `left`."""
         rate = self.retention.rate_limiter
-        size, inserted = (0, 0) if rate is None else rate.counted(self._table.control)[:2]
+        size, inserted = (0, 0) if rate is None else self._table.counted(rate)[:2]
         return self.admits(size, inserted, self.sampled, count) and self.left(count, exact) >= count
 
     def admits(self, size: int, inserted: int, sampled: int, count: int) -> bool:
@@ -87,11 +87,26 @@ class SelectionLimiter:
         drawable = self._drawable()
         return len(drawable) if each_once else int((self.most - self._times[drawable]).sum())
 
+    def missing(self, count: int) -> int:
+        """Return how many items must be added before `count` different ones may be drawn.
+
+        Items that are drawn several times without limit count once. Cost: one pass over the slots.
+        """
+        drawable = self._drawable()
+        held = int((self.most - self._times[drawable]).sum()) if self.most else len(drawable)
+        missing, rate = max(count - held, 0), self.retention.rate_limiter
+        if rate is None:
+            return missing
+        size, inserted, _ = self._table.counted(rate)
+        return max(missing, rate.missing(size, inserted, self.sampled, count))
+
     def fewest(self) -> int:
         """Return the number of draws after which the first trajectory may be used up. Cost: one pass."""
         return int((self.most - self._times[self._drawable()]).min(initial=UNLIMITED))
 
     def _drawable(self) -> np.ndarray:
+        if self._table.groups is not None:
+            self._table.groups.update()
         committed = np.nonzero(self._table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
         return np.asarray(committed[self._masses.of(committed) > 0])
 
@@ -119,8 +134,7 @@ class SelectionLimiter:
     def evict_used_up(self) -> None:
         """Evict trajectories that were drawn `max_times_sampled` times."""
         committed = np.nonzero(self._table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
-        for slot in committed[self._times[committed] >= self.most].tolist():
-            self._table.retire(slot)
+        for slot in self._table.evict(committed[self._times[committed] >= self.most]).tolist():
             self._readers.forget(slot)
 
     @property

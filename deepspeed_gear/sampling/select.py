@@ -81,7 +81,7 @@ class SelectionMaker:
         self._state, self._selector, self._spec, self._ops = state, selector, state.spec, state.ops
         self._sampler, self._native = state.spec.sampler, state.spec.sampling.native
         self._coordinates = torch.empty(state.spec.batch, dtype=torch.int64)
-        self._sampled_masses = [entry[:, Resolution.MASS] for entry in state.ring_words]
+        self._sampled_masses = [entry[:, Resolution.MASS] for entry in state.drawn_words]
         limiter = state.limiter
         self._counting = limiter if limiter is not None and limiter.most else None
 
@@ -104,7 +104,7 @@ class SelectionMaker:
         self._begin(key, after)
         selector.begin(key, entry, count, check)
         if self._sampler.walks:
-            self._walk(key, rows, state.entries[entry][1], after)
+            self._walk(key, rows, state.drawn[entry][1], after)
         elif count:
             is_ahead = state.words[Position.AHEAD] == key and not state.masses.waiting
             after[Head.TOTAL] = self._checked(selector.apply(key))
@@ -120,6 +120,8 @@ class SelectionMaker:
             after[Head.NUMERATOR : Head.EXPONENT + 1] = selector.weigh(key, masses, after[Head.TOTAL])
         after[Head.KEY], after[Head.COUNT] = key + 1, count
         after[Head.SAMPLES] += count
+        if self._spec.by_group:
+            after[Head.COUNT] = state.expand(entry, count)
         if selector.in_store:
             self._commit(key, entry, after)
         else:
@@ -159,8 +161,8 @@ class SelectionMaker:
     # ---- samples ---------------------------------------------------------------------------------
 
     def _rows(self, key: int, entry: int) -> tuple[torch.Tensor, int]:
-        """Return the part of a ring entry that a selection fills, and its number of samples."""
-        rows, count = self._state.entries[entry][0], self._spec.num_samples(key)
+        """Return the places of the items that a selection draws, and their number."""
+        rows, count = self._state.drawn[entry][0], self._spec.num_samples(key)
         return (rows if count == self._spec.batch else rows[:count]), count
 
     def _sample(self, rows: torch.Tensor, count: int, first: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""A selection: the samples of one global batch, as the ranks of a node read it from the store."""
+"""A selection: the samples of one global batch in the store, and the part of it that a rank gathers."""
 
 from __future__ import annotations
 
@@ -25,4 +25,22 @@ class Selection(NamedTuple):
     head: list[int]
     resolutions: torch.Tensor
     epochs: torch.Tensor
+    origins: torch.Tensor | None = None
+
+
+class SelectionPart(NamedTuple):
+    """Every num_parts-th sample of a selection, for one micro batch: copies, which outlive the selection.
+
+    Args:
+        head: As `Selection`.
+        records: The samples' resolutions. [B, 8], int64.
+        weights: Their PER weights; None: the stream has no priorities. [B], float32.
+        epochs: Their epochs; None: the sampler has none. [B], int64.
+        origins: As `Selection`. [B], int64.
+    """
+
+    head: list[int]
+    records: torch.Tensor
+    weights: torch.Tensor | None = None
+    epochs: torch.Tensor | None = None
     origins: torch.Tensor | None = None

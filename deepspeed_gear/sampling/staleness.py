@@ -66,9 +66,8 @@ class Staleness:
             old |= self._versions[committed] < newest - self.retention.max_lag
         if self.retention.max_age:
             old |= key - records[committed, Slot.BORN] > self.retention.max_age
-        for slot in committed[old].tolist():
+        for slot in self._table.evict(committed[old]).tolist():
             self._count(int(records[slot, Slot.NUM_STEPS]))
-            self._table.retire(slot)
             self._readers.forget(slot)
 
     def _count(self, num_steps: int) -> None:

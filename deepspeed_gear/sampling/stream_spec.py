@@ -23,7 +23,7 @@ class StreamSpec:
         sampling: Masses and draw of the sampler.
         seed: Of the run.
         key: 32-bit key of table and stream, a part of the counter of every random word.
-        batch: Samples of a global batch.
+        batch: Samples of a global batch, which are items.
         depth: Selections that the ring keeps.
         count: Samples of a global batch by its number, at most `batch`; None: always `batch`.
         count_draws: Count how often each item was drawn.
@@ -31,6 +31,7 @@ class StreamSpec:
         together: Whether several nodes make its selections together.
         offset: By global batch, index of its first sample among those of all tables; None: 0.
         rate_timeout_s: Longest wait for the rate limiter.
+        most_trajectories: Of an item: more than 1 where items are groups.
     """
 
     name: str
@@ -46,6 +47,7 @@ class StreamSpec:
     together: bool = False
     offset: Callable[[int], int] | None = None
     rate_timeout_s: float = DEFAULT_TIMEOUT_S
+    most_trajectories: int = 1
 
     @property
     def rule(self) -> MassRule:
@@ -68,6 +70,16 @@ class StreamSpec:
         return self.sampling.by_age or self.rule.window is not None
 
     @property
+    def by_group(self) -> bool:
+        """Whether items are groups."""
+        return self.rule.unit == "group"
+
+    @property
+    def most_records(self) -> int:
+        """Trajectories that a selection holds at most."""
+        return self.batch * self.most_trajectories
+
+    @property
     def at(self) -> str:
         """Prefix of the names of its regions."""
         return f"stream/{self.name}/"
@@ -79,5 +91,6 @@ class StreamSpec:
     def describe(self) -> dict[str, Any]:
         """Return the description of the stream for readers of the store; JSON-able."""
         most_bits = {} if self.priorities is None else {"most_bits": self.priorities.most_bits}
-        sampler = {"kind": self.sampler.kind, "walks": self.sampler.walks}
+        kind = self.sampler.kind if self.count is None else f"mixture of {self.sampler.kind}"
+        sampler = {"kind": kind, "walks": self.sampler.walks}
         return {**sampler, **self.rule.describe(), **most_bits}

@@ -9,6 +9,8 @@ from functools import partial
 import numpy as np
 
 from deepspeed_gear.config import GearConfig, MixtureSampler, ResolvedField, SamplerOptions
+from deepspeed_gear.config.group_checks import refuse_split
+from deepspeed_gear.config.table_options import GroupConfig
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.ops.constants import most_mass_bits
@@ -76,15 +78,19 @@ def stream_specs(
 
     Raises:
         DataError: The data set's weights are negative, infinite or NaN.
+        ConfigError: The table has groups and a split.
     """
     options = config.item_sampler
-    admitted = _admitted(config, fields, table.split)
+    group = config.resolved_tables[table.name].group
+    admitted = _admitted(config, fields, table.split, group)
 
     def total_weight(column: str) -> float:
         if table.weight_total is not None:
             return table.weight_total
         return 0.0 if table.dataset is None else sum_of_weights(column, admitted, table.dataset)
 
+    if group is not None and table.split:
+        refuse_split(f"gear.tables.{table.name}", dict(table.split))
     sampler, waiting = sampler_for(options), 4 * info.micro * info.accumulation * (config.prefetch + 2)
     bits = most_mass_bits(table.num_items)
     scope = SamplerScope(admitted, config.prefetch, max(MIN_LOG_SIZE, waiting), bits, total_weight)
@@ -104,6 +110,7 @@ def stream_specs(
         together=spread or (table.replicated and sampling.priorities is not None),
         offset=None if mixture is None else partial(mixture.offset, index),
         rate_timeout_s=config.timeout_s if rate is None else rate.timeout_s,
+        most_trajectories=1 if group is None else group.max_trajectories or group.size,
     )
     specs = [train]
     for number, name in enumerate(sorted(table.split)):
@@ -125,7 +132,12 @@ def stream_specs(
     return specs
 
 
-def _admitted(config: GearConfig, fields: Sequence[ResolvedField], split: Mapping[str, float]) -> MassRule:
+def _admitted(
+    config: GearConfig,
+    fields: Sequence[ResolvedField],
+    split: Mapping[str, float],
+    group: GroupConfig | None = None,
+) -> MassRule:
     """Return which trajectories and anchors the config admits, each with mass 1."""
     options = config.item_sampler
     return MassRule(
@@ -134,18 +146,22 @@ def _admitted(config: GearConfig, fields: Sequence[ResolvedField], split: Mappin
         anchors=anchor_rule(config, fields),
         where=_conditions(options),
         split=dict(split),
-        late=_late_columns(options, fields),
+        late=read_columns(options, fields, group),
     )
 
 
-def _late_columns(options: SamplerOptions, fields: Sequence[ResolvedField]) -> tuple[str, ...]:
-    """Return the columns that batches read: late columns among them must be filled."""
+def read_columns(
+    options: SamplerOptions, fields: Sequence[ResolvedField], group: GroupConfig | None
+) -> tuple[str, ...]:
+    """Return the columns that batches read, or that groups need: late columns among them must be filled."""
     read = {
         column.name for field in fields for column in (field.column, field.hindsight) if column is not None
     }
     read.update(options.where)
     if options.weight_column is not None:
         read.add(options.weight_column)
+    if group is not None:
+        read.update((*group.needs, *group.where))
     return tuple(sorted(read))
 
 

@@ -23,6 +23,7 @@ from deepspeed_gear.sampling.selection_failure import SelectionFailure
 from deepspeed_gear.sampling.staleness import Staleness
 from deepspeed_gear.sampling.stream_spec import FAILURE_WORDS, StreamSpec
 from deepspeed_gear.sampling.sum_tree import ItemMasses
+from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.records import Control
 from deepspeed_gear.store.stream_records import NOTHING, Head, Position
@@ -30,6 +31,12 @@ from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec
 
 TRAIN = "train"
+_WORDS_OF_SLOT = (
+    (Resolution.ID, Slot.ID),
+    (Resolution.GENERATION, Slot.GENERATION),
+    (Resolution.FIRST_ROW, Slot.FIRST_ROW),
+    (Resolution.NUM_STEPS, Slot.NUM_STEPS),
+)
 
 
 def masses_type(spec: StreamSpec) -> type[ItemMasses]:
@@ -42,15 +49,20 @@ def masses_type(spec: StreamSpec) -> type[ItemMasses]:
 def stream_regions(spec: StreamSpec, table: TableSpec) -> list[Region]:
     """Return a stream's regions in the store of a table."""
     masses = masses_type(spec).regions(spec, table.num_slots, table.num_rows, table.num_peers)
-    at, depth, batch = spec.at, spec.depth, spec.batch
+    at, depth, batch, most = spec.at, spec.depth, spec.batch, spec.most_records
+    drawn = [
+        Region(at + "drawn", "int64", (depth, batch, Resolution.NUM_WORDS)),
+        Region(at + "drawn_epochs", "int64", (depth, batch)),
+    ]
     return [
+        *(drawn if spec.by_group else []),
         *([Region(at + "origins", "int64", (depth, batch))] if spec.num_shards > 1 else []),
         *([Region(at + "notice", "int64", (FAILURE_WORDS,))] if spec.together else []),
         Region(at + "position", "int64", (Head.NUM_WORDS,)),
         Region(at + "consumed", "int64", (table.num_peers,)),
         Region(at + "heads", "int64", (depth, Head.NUM_WORDS)),
-        Region(at + "ring", "int64", (depth, batch, Resolution.NUM_WORDS)),
-        Region(at + "epochs", "int64", (depth, batch)),
+        Region(at + "ring", "int64", (depth, most, Resolution.NUM_WORDS)),
+        Region(at + "epochs", "int64", (depth, most)),
         *masses,
         *SampleCounts.regions(spec, table),
         *([] if table.dataset is not None else [Region(at + "last_drawn", "int64", (table.num_slots,))]),
@@ -97,6 +109,12 @@ class StreamState:
         self.control: memoryview = table.control.data
         self.head_words: list[memoryview] = [head.data for head in self.heads]
         self.entries = list(zip(self.ring, self.epochs, strict=True))
+        # The drawn items of each entry: of groups the leaders, apart from the trajectories in the ring.
+        self.drawn_words, self.drawn = self.ring_words, self.entries
+        if spec.by_group:
+            self.drawn_words = views[at + "drawn"]
+            epochs = torch.from_numpy(views[at + "drawn_epochs"])
+            self.drawn = list(zip(torch.from_numpy(self.drawn_words), epochs, strict=True))
         self.stop = threading.Event()  # set by another thread: ends a wait for a selection
         self.failure = SelectionFailure(spec, table) if spec.together else None
 
@@ -171,14 +189,41 @@ class StreamState:
         words[Head.KEY] = head[Head.KEY] + 1
 
     def pin(self, key: int, records: torch.Tensor) -> None:
-        """Keep the rows of sampled trajectories until all processes have released the selection.
+        """Keep the rows of sampled items until all processes have released the selection.
 
         Args:
             key: Of the selection.
-            records: Resolutions, with slots of this store. [n, 8], int64.
+            records: Resolutions, with slots of this store; those of leaders pin their groups. [n, 8], int64.
         """
         if self.last_drawn is not None:
-            self.last_drawn[records[:, Resolution.SLOT].numpy()] = key
+            slots = records[:, Resolution.SLOT].numpy()
+            if self.spec.by_group:
+                slots, _ = self.groups.trajectories(slots)
+            self.last_drawn[slots] = key
+
+    def expand(self, entry: int, count: int) -> int:
+        """Write the trajectories of drawn groups to a ring entry; return their number.
+
+        Args:
+            entry: Of the ring.
+            count: Groups that are drawn for it.
+        """
+        drawn = self.drawn_words[entry, :count]
+        slots, item = self.groups.trajectories(drawn[:, Resolution.SLOT])
+        records, found = self.table.slots[slots], self.ring_words[entry, : len(slots)]
+        found[:, Resolution.SLOT], found[:, Resolution.ANCHOR] = slots, 0
+        for word, of_slot in _WORDS_OF_SLOT:
+            found[:, word] = records[:, of_slot]
+        for word in (Resolution.MASS, Resolution.SAMPLE_NUMBER):
+            found[:, word] = drawn[item, word]
+        self.entries[entry][1][: len(slots)] = self.drawn[entry][1][torch.from_numpy(item)]
+        return len(slots)
+
+    @property
+    def groups(self) -> TableGroups:
+        """The groups of the table, of a stream whose items they are."""
+        assert self.table.groups is not None
+        return self.table.groups
 
     def end_epoch(self) -> None:
         """End the epoch: changes that wait for its end take effect at the next selection."""
@@ -232,7 +277,7 @@ class StreamState:
     def _own_samples(self, entries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return copies of ring entries with this store's samples, and the mask of these samples."""
         ring = self.ring_words[entries].copy()
-        drawn = np.arange(self.spec.batch) < self.heads[entries, Head.COUNT, None]
+        drawn = np.arange(self.spec.most_records) < self.heads[entries, Head.COUNT, None]
         ring[~drawn] = 0
         if self.origins is None:
             return ring, drawn
@@ -271,7 +316,7 @@ class StreamState:
     def keeps_selections(self, content: dict[str, np.ndarray]) -> bool:
         """Return whether the stream keeps the unused selections of a checkpoint."""
         heads, ring = content["heads"], content["ring"]
-        return ring.shape[1] == self.spec.batch and 0 < len(heads) <= self.spec.depth
+        return ring.shape[1] == self.spec.most_records and 0 < len(heads) <= self.spec.depth
 
     def keep_selections(self, content: dict[str, np.ndarray]) -> None:
         """Set the position after restored selections, whose samples are in the ring."""
@@ -281,4 +326,6 @@ class StreamState:
         self.position[: Head.NUM_SET] = content["position"]
         if self.origins is None:
             for entry, head in zip(entries.tolist(), heads, strict=True):
-                self.pin(int(head[Head.KEY]), self.ring[entry, : int(head[Head.COUNT])])
+                if self.last_drawn is not None:
+                    pinned = self.ring_words[entry, : int(head[Head.COUNT]), Resolution.SLOT]
+                    self.last_drawn[pinned] = int(head[Head.KEY])

@@ -18,7 +18,9 @@ from deepspeed_gear.ops.philox import below, philox
 from deepspeed_gear.ops.records import RandomPurpose, Resolution, Slot, SlotState
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES
 from deepspeed_gear.sampling.stream_spec import StreamSpec
+from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.memory_layout import Region
+from deepspeed_gear.store.native_handle import address
 from deepspeed_gear.store.records import Control, SlotRetention
 from deepspeed_gear.store.stream_records import NOTHING
 from deepspeed_gear.store.table import Table
@@ -56,6 +58,7 @@ class ItemMasses:
         self.words = views[spec.at + "changes"].data
         self._control: memoryview = table.control.data
         self._late = table.spec.schema.late_bits(spec.rule.late) if table.extents is not None else 0
+        self._groups = table.groups if spec.by_group else None
         self._on_change = on_change
         self.queued: np.ndarray = views[spec.at + "queued"]
         self._dirty: np.ndarray = views[spec.at + "dirty"]
@@ -67,6 +70,20 @@ class ItemMasses:
         unit = UNIT_CODES["trajectory" if spec.rule.draws_anchor else "step"]
         self._how = (spec.rule.anchors.as_list(), unit, spec.seed, spec.key)
         self._plain_unit = None if self._late else spec.rule.plain_unit
+
+    def native_words(self) -> dict[str, int]:
+        """Return addresses and numbers for the native `Stream`."""
+        views, log = self.table.views, self._log
+        return {
+            "changes": address(views[self.spec.at + "changes"]),
+            "sums": address(views[self.spec.at + "sums"]),
+            "num_items": self.num_items,
+            "log": 0 if log is None else log.data_ptr(),
+            "log_size": 0 if log is None else log.size(0),
+            "unit": self._how[1],
+            "plain_unit": -1 if self._plain_unit is None or self._on_change is not None else self._plain_unit,
+            "has_priorities": 0,
+        }
 
     @staticmethod
     def count_items(spec: StreamSpec, num_slots: int, num_rows: int) -> int:
@@ -88,13 +105,20 @@ class ItemMasses:
     def initialise(self) -> None:
         """Set the masses of the table's trajectories."""
         self.queued[:] = NOTHING
+        if self._groups is not None:
+            self._groups.update()
         self.words[TreeChanges.SEEN] = self._control[Control.CHANGED]
-        slots = np.nonzero(self.table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
+        self._initialise_slots(np.nonzero(self.table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0])
+
+    def _initialise_slots(self, slots: np.ndarray) -> None:
+        """Set the masses of committed slots in new memory. [n], int64."""
         self._set(slots, self.of(slots))
         self._build()
 
     def of(self, slots: np.ndarray) -> np.ndarray:
         """Return the masses of committed slots by the rule. [n] -> [n], int64."""
+        if self._groups is not None:
+            return self._of_groups(slots, self._groups)
         records = self.table.slots[slots]
         masses = self.spec.rule.masses(
             records[:, Slot.ID], records[:, Slot.NUM_STEPS], lambda name: self.table.values(name, slots)
@@ -104,10 +128,23 @@ class ItemMasses:
         present = self.table.views["retention"][slots, SlotRetention.PRESENT]
         return np.where(present & self._late == self._late, masses, 0)
 
+    def _of_groups(self, slots: np.ndarray, groups: TableGroups) -> np.ndarray:
+        """Return the masses of committed slots: of leaders those of their groups. [n] -> [n], int64."""
+        masses, at = np.zeros(len(slots), np.int64), np.nonzero(groups.is_leader(slots))[0]
+        leaders = slots[at]
+        masses[at] = self.spec.rule.masses(
+            self.table.slots[leaders, Slot.ID],
+            groups.steps(leaders),
+            lambda name: self.table.values(name, leaders),
+        )
+        return masses
+
     # ---- changes ---------------------------------------------------------------------------------
 
     def take_changes(self) -> np.ndarray:
         """Queue the slots of the table that changed since the last call; return them. [n], int64."""
+        if self._groups is not None:
+            self._groups.update()
         seen, changed = self.words[TreeChanges.SEEN], self._control[Control.CHANGED]
         if seen == changed or self.table.extents is None:
             return _NO_SLOTS
@@ -169,6 +206,7 @@ class ItemMasses:
         return (
             self.words[TreeChanges.NUM_QUEUED] != 0
             or self.words[TreeChanges.SEEN] != self._control[Control.CHANGED]
+            or (self._groups is not None and self._groups.waiting)
         )
 
     def ask(self, key: int) -> None:

@@ -61,7 +61,7 @@ class Evictor:
         rate, control = self.retention.rate_limiter, self.table.control
         if rate is None:
             return True
-        size, inserted, pending = rate.counted(control)
+        size, inserted, pending = self.table.counted(rate)
         count = num_steps if rate.unit == "step" else 1
         if self._is_shared and rate.holds_back:
             if inserted + pending + count <= control[Control.QUOTA]:
@@ -105,7 +105,7 @@ class Evictor:
             victim = self.policy.victim(self.table, self.readers)
             if victim < 0:
                 return self._unless_waiting(found)
-            self.retire(victim)
+            self.table.evict(np.array([victim]))
             self.free_retired()
 
     def _is_over(self, num_steps: int) -> bool:
@@ -131,10 +131,6 @@ class Evictor:
         """Return the retired slots that are free as soon as no selection pins them. [n], int64."""
         slots = self.table.retired()
         return np.asarray(slots[self.table.views["retention"][slots, SlotRetention.OPEN] == 0])
-
-    def retire(self, slot: int) -> None:
-        """Evict a trajectory. Requires the lock."""
-        self.table.retire(slot)
 
     def free_retired(self) -> None:
         """Free retired slots that no selection pins, and those of dead processes. Requires the lock."""

@@ -23,6 +23,8 @@ from deepspeed_gear.store.table import Table
 class EvictionPolicy(ABC):
     """Chooses the trajectory to evict when too few rows or slots are free for a new one.
 
+    In a table of groups the whole group of that trajectory is evicted.
+
     Args:
         retention: The table's.
     """
@@ -59,12 +61,17 @@ class EvictOldest(EvictionPolicy):
 
 
 class EvictNewest(EvictionPolicy):
-    """Last in, first out."""
+    """Last in, first out; of groups the newest complete one, as the newest may still be added to."""
 
     code = EvictionCode.NEWEST
 
     def victim(self, table: Table, pins: SelectionPins) -> int:
         assert table.extents is not None
+        if table.groups is not None:
+            held = np.nonzero(table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
+            leaders = held[table.groups.is_leader(held)]
+            if len(leaders):
+                return int(leaders[table.slots[leaders, Slot.ID].argmax()])
         return table.extents.newest()
 
 
@@ -82,19 +89,29 @@ class EvictByChoice(EvictionPolicy):
 
 
 class EvictUniform(EvictByChoice):
-    """Each trajectory with the same probability; keyed by the next id, so that runs are reproducible."""
+    """Each trajectory or group with the same probability, keyed by the next id: runs are reproducible."""
 
     def choose(self, table: Table, pins: SelectionPins, slots: np.ndarray) -> int:
+        which = np.arange(len(slots))
+        if table.groups is not None:  # the newest trajectory of each group
+            ids = table.slots[slots, Slot.ID]
+            which = np.nonzero(table.groups.highest(slots, ids) == ids)[0]
         number = np.array([table.control[Control.NEXT_ID]], np.uint64)
         words = philox(0, number, 0, np.array([[RandomPurpose.EVICTION]], np.uint64))
-        return int(below(tuple(quarter[0] for quarter in words), np.array([len(slots)]))[0])
+        return int(which[below(tuple(quarter[0] for quarter in words), np.array([len(which)]))[0]])
 
 
 class EvictLowest(EvictByChoice):
-    """Base of policies that evict the lowest value; of equal ones the lowest id."""
+    """Base of policies that evict the lowest value; of equal ones the lowest id.
+
+    A group has the highest value of its trajectories.
+    """
 
     def choose(self, table: Table, pins: SelectionPins, slots: np.ndarray) -> int:
-        return int(np.lexsort((table.slots[slots, Slot.ID], self.values(table, pins, slots)))[0])
+        values = self.values(table, pins, slots)
+        if table.groups is not None:
+            values = table.groups.highest(slots, values)
+        return int(np.lexsort((table.slots[slots, Slot.ID], values))[0])
 
     @abstractmethod
     def values(self, table: Table, pins: SelectionPins, slots: np.ndarray) -> np.ndarray:
@@ -102,10 +119,13 @@ class EvictLowest(EvictByChoice):
 
 
 class EvictLowestPriority(EvictLowest):
-    """The trajectory whose highest priority is the lowest."""
+    """The trajectory whose highest priority is the lowest; incomplete groups, which have none, last."""
 
     def values(self, table: Table, pins: SelectionPins, slots: np.ndarray) -> np.ndarray:
-        return pins.highest_priorities(slots)
+        found = pins.highest_priorities(slots)
+        if table.groups is not None:
+            found[~table.groups.is_complete(slots)] = np.inf
+        return found
 
 
 class KeepBest(EvictLowest):

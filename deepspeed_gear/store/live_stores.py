@@ -55,20 +55,20 @@ def living_stores(process: int | None = None) -> list[LiveStore]:
     else:
         processes = [process]
     holders: dict[tuple[int, int], list[int]] = {}
-    paths: dict[tuple[int, int], Path] = {}
+    paths: dict[tuple[int, int], list[Path]] = {}
     for pid in processes:
         try:
             if process is None and _is_reaper(pid):
                 continue
             for path, identity in _shared_files(pid):
-                paths.setdefault(identity, path)
+                paths.setdefault(identity, []).append(path)
                 if pid not in holders.setdefault(identity, []):
                     holders[identity].append(pid)
         except OSError as error:  # it has ended, or belongs to another user
             if process is not None:
                 rule = f"must be a running process of user {os.geteuid()}"
                 raise StoreError(f"process {pid}", rule, error.strerror) from error
-    opened = ((_open(path, strict=process is not None), tuple(holders[key])) for key, path in paths.items())
+    opened = ((_open_any(paths[key], key, strict=process is not None), tuple(holders[key])) for key in paths)
     return [
         LiveStore(str(found[1].meaning["table"]), processes, *found)
         for found, processes in opened
@@ -94,18 +94,35 @@ def _shared_files(pid: int) -> Iterator[tuple[Path, tuple[int, int]]]:
             yield path, (status.st_dev, status.st_ino)
 
 
-def _open(path: Path, strict: bool) -> tuple[RunIdentity, Layout, dict[str, np.ndarray]] | None:
-    """Map a file read-only; None if it is no store."""
+def _open_any(
+    paths: list[Path], identity: tuple[int, int], strict: bool
+) -> tuple[RunIdentity, Layout, dict[str, np.ndarray]] | None:
+    """Map a file through the first of its descriptors that is still open; None if it is no store."""
+    found = None
+    for path in paths:
+        found = _open(path, identity, strict)
+        if found is not None:
+            break
+    return found
+
+
+def _open(
+    path: Path, identity: tuple[int, int], strict: bool
+) -> tuple[RunIdentity, Layout, dict[str, np.ndarray]] | None:
+    """Map a file read-only; None if it is no store, or the descriptor is another file's by now."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        size = os.fstat(fd).st_size
+        status = os.fstat(fd)
+        size = status.st_size
+        if (status.st_dev, status.st_ino) != identity:
+            return None
         if os.pread(fd, len(MAGIC), 0) != MAGIC:  # another program's, or not initialised yet
             return None
         memory = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
-    except OSError:  # the descriptor is a pipe or a folder by now
+    except OSError:  # no permission to map it
         return None
     finally:
         os.close(fd)

@@ -94,9 +94,10 @@ class SelectionPins:
     def pinned(self, slots: np.ndarray) -> np.ndarray:
         """Return which retired slots are still read or may be drawn. [n] -> [n], bool."""
         pinned = self.reading(slots)
+        items = slots if self._table.groups is None else self._table.groups.items(slots)
         for reader in self._readers:
             if reader.steps is None and reader.is_frozen:
-                pinned |= reader.leaves[slots] != 0
+                pinned |= reader.leaves[items] != 0
         return pinned
 
     def reading(self, slots: np.ndarray) -> np.ndarray:

@@ -10,6 +10,8 @@ import numpy as np
 
 from deepspeed_gear.store.records import Control
 
+Unit = Literal["trajectory", "step", "group"]
+
 
 @dataclass(frozen=True)
 class RateLimiter:
@@ -27,27 +29,25 @@ class RateLimiter:
     Source: Cassirer et al., "Reverb: A Framework For Experience Replay", 2021, section 3.3.
     """
 
-    unit: Literal["step", "trajectory"]
+    unit: Unit
     min_size: int
     samples_per_insert: float
     least: float
     most: float
 
     @classmethod
-    def ratio(
-        cls, unit: Literal["step", "trajectory"], min_size: int, samples_per_insert: float, buffer: float
-    ) -> RateLimiter:
+    def ratio(cls, unit: Unit, min_size: int, samples_per_insert: float, buffer: float) -> RateLimiter:
         """Return a limiter that bounds the difference to `buffer` around its value at `min_size` items."""
         offset = samples_per_insert * min_size
         return cls(unit, min_size, samples_per_insert, offset - buffer, offset + buffer)
 
     @classmethod
-    def least_size(cls, unit: Literal["step", "trajectory"], min_size: int) -> RateLimiter:
+    def least_size(cls, unit: Unit, min_size: int) -> RateLimiter:
         """Return a limiter that only blocks samplers until `min_size` items are held."""
         return cls(unit, min_size, 1.0, -math.inf, math.inf)
 
     @classmethod
-    def queue(cls, unit: Literal["step", "trajectory"], size: int) -> RateLimiter:
+    def queue(cls, unit: Unit, size: int) -> RateLimiter:
         """Return a limiter of a queue: at most `size` items wait to be drawn."""
         return cls(unit, 1, 1.0, 0.0, float(size))
 
@@ -68,6 +68,16 @@ class RateLimiter:
             return True
         return (inserted + count) * self.samples_per_insert - sampled <= self.most
 
+    def missing(self, size: int, inserted: int, sampled: int, count: int) -> int:
+        """Return how many items must be added before `count` samples; arguments as `may_sample`."""
+        missing = max(self.min_size - size, 0)
+        if self.least > -math.inf:
+            wanted = math.ceil((self.least + sampled + count) / self.samples_per_insert)
+            missing = max(missing, wanted - inserted)
+        while not self.may_sample(size + missing, inserted + missing, sampled, count):
+            missing += 1  # the quotient was rounded
+        return missing
+
     @property
     def holds_back(self) -> bool:
         """Whether writers may ever block."""
@@ -84,7 +94,7 @@ class RateLimiter:
         return max(ahead, self.min_size - size, 0)
 
     def counted(self, control: np.ndarray) -> tuple[int, int, int]:
-        """Return the number of items held, ever added, and reserved but not committed.
+        """Return the number of trajectories or steps held, ever added, and reserved but not committed.
 
         Args:
             control: The store's control words. [32], int64.

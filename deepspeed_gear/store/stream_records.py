@@ -17,7 +17,7 @@ class Head:
     EPOCH_FIRST: Final = 3  # sample number at which the epoch began
     EPOCH_SIZE: Final = 4
     TOTAL: Final = 5  # sum of all masses
-    COUNT: Final = 6  # samples
+    COUNT: Final = 6  # records: samples, or the trajectories of sampled groups
     FILLERS: Final = 7  # samples beyond the end of a pass
     NUMERATOR: Final = 8
     DIVISOR: Final = 9

@@ -22,9 +22,11 @@ from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.column_arrays import ColumnArrays, as_tensor, part_of
 from deepspeed_gear.store.futex import FutexEvents
+from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.memory_layout import Layout, Region, RunIdentity, read_header, write_header
 from deepspeed_gear.store.native_handle import open_store
 from deepspeed_gear.store.open_slots import OpenSlots
+from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.records import Control, Peer, Refusal
 from deepspeed_gear.store.row_allocator import NativeRowAllocator, RowAllocator
 from deepspeed_gear.store.shared_memory import SharedMemory
@@ -63,6 +65,9 @@ class Table:
             self.unfinished = OpenSlots(
                 self.slots, self.control, self.extents, memory, terminated, truncated, self.rows_for(0)
             )
+        self.groups: TableGroups | None = None
+        if spec.group is not None:
+            self.groups = TableGroups(spec.name, spec.group, spec.schema, views, self.columns, self.extents)
         # The next change of a slot notifies it if a sampler waits.
         self.bells = FutexEvents(
             self.control[Control.EVENT : Control.EVENT + 1].view(np.uint32).reshape(1, 2), ops.native
@@ -224,6 +229,10 @@ class Table:
     def num_steps(self) -> int:
         return int(self.control[Control.STEPS_COMMITTED])
 
+    def counted(self, rate: RateLimiter) -> tuple[int, int, int]:
+        """Return the items held, ever added, and reserved but not committed. Requires the lock."""
+        return rate.counted(self.control) if self.groups is None else self.groups.counted()
+
     def slots_of(self, ids: np.ndarray) -> np.ndarray:
         """Return the slot of each id, -1 where none is stored. Requires the lock; one pass over the slots."""
         if self.spec.dataset is not None:
@@ -335,12 +344,28 @@ class Table:
         """
         record = self.slots[slot]
         assert record[Slot.STATE] == SlotState.RESERVED, record
+        if self.groups is not None:
+            self.groups.begin(slot)
         return self._extents.commit(slot, int(record[Slot.NUM_STEPS]), int(record[Slot.NUM_ROWS]), born)
 
     def retire(self, slot: int) -> None:
-        """Evict a committed trajectory; `free` frees its rows when nothing pins it. Requires the lock."""
+        """Evict one committed trajectory; `free` frees its rows when nothing pins it. Requires the lock."""
         assert self.slots[slot, Slot.STATE] == SlotState.COMMITTED
         self._extents.retire(slot)
+
+    def evict(self, slots: np.ndarray) -> np.ndarray:
+        """Evict committed trajectories; of a table with groups the whole groups of these. Requires the lock.
+
+        Args:
+            slots: Each once. [n], int64.
+        Returns:
+            The evicted slots. [m], int64.
+        """
+        if self.groups is not None:
+            return self.groups.evict(slots)
+        for slot in slots.tolist():
+            self.retire(slot)
+        return slots
 
     def free(self, slots: np.ndarray) -> None:
         """Free retired or reserved slots and their rows. Requires the lock."""
@@ -385,6 +410,8 @@ class Table:
         after = int(used.max(initial=-1)) // count + 1
         self.control[Control.NEXT_ID] = max(int(self.control[Control.NEXT_ID]), after)
         self.extents.rebuild()
+        if self.groups is not None:
+            self.groups.recover()
 
     def count(self) -> None:
         """Count the stored trajectories and steps from the slots. Requires the lock."""

@@ -10,6 +10,7 @@ from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.store.group_spec import GroupCount, GroupSpec, SlotGroup
 from deepspeed_gear.store.memory_layout import Layout, Region, read_meaning
 from deepspeed_gear.store.records import Control, Peer, SlotLink, SlotRetention
 from deepspeed_gear.store.retention import UNLIMITED, Retention
@@ -71,6 +72,7 @@ class TableSpec:
         retention: How long trajectories stay, and the rate limiter.
         spare_rows: The last of the rows, through which extents are moved; no trajectory stays there. As many
             as the longest extent that may be moved; 0: none is moved.
+        group: Its groups; None: it has none.
     """
 
     name: str
@@ -87,6 +89,7 @@ class TableSpec:
     num_writers: int = 0
     retention: Retention = field(default_factory=Retention)
     spare_rows: int = 0
+    group: GroupSpec | None = None
 
     @property
     def capacity_rows(self) -> int:
@@ -103,7 +106,8 @@ class TableSpec:
         """Return the sizes, JSON-able, from which a process without a config builds it (`of_capacity`)."""
         values = {name: getattr(self, name) for name in _SIZES}
         shard = None if self.shard is None else asdict(self.shard)
-        return {**values, "shard": shard, "retention": self.retention.to_json()}
+        group = None if self.group is None else self.group.to_json()
+        return {**values, "shard": shard, "retention": self.retention.to_json(), "group": group}
 
     @classmethod
     def of_capacity(cls, name: str, schema: Any, sizes: dict[str, Any]) -> TableSpec:
@@ -111,6 +115,7 @@ class TableSpec:
         values = {key: sizes[key] for key in _SIZES}
         shard = None if sizes["shard"] is None else Shard(**sizes["shard"])
         retention = Retention.from_json(sizes["retention"])
+        values["group"] = None if sizes["group"] is None else GroupSpec.from_json(sizes["group"])
         parsed = Schema.from_json(schema)
         return cls(name, parsed, dataset=None, in_memory=True, shard=shard, retention=retention, **values)
 
@@ -146,6 +151,11 @@ class TableSpec:
                 Region("log", "int64", (max(LEAST_LOG, self.num_slots),)),
                 Region("retention", "int64", (self.num_slots, SlotRetention.NUM_WORDS)),
                 Region("stale", "int64", (2, STALE_BINS)),
+            ]
+        if self.group is not None:
+            regions += [
+                Region("groups", "int64", (self.num_slots, SlotGroup.NUM_WORDS)),
+                Region("group_counts", "int64", (GroupCount.NUM_WORDS,)),
             ]
         if self.in_memory:
             regions += [

@@ -14,7 +14,7 @@ from typing import Any
 
 from deepspeed_gear.schema import Schema
 
-OBJECTS = ("rate_limiter", "version")  # options of a table that have options of their own
+OBJECTS = ("rate_limiter", "version", "group")  # options of a table that have options of their own
 _ABSENT = object()
 
 
@@ -33,6 +33,7 @@ def options_of(seed: int, name: str, table: Mapping[str, Any]) -> dict[str, Any]
         table: All its options, and its schema as in `with_schema`.
     """
     kept = {option: value for option, value in table.items() if option != "data"}
+    kept["group"] = _without_nulls(kept.get("group"))
     found: dict[str, Any] = _plain({"seed": seed, "tables": {name: kept}})
     return found
 
@@ -83,6 +84,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return nested options without those that are null, which is the default of all of them."""
+    if not isinstance(value, Mapping):
+        return value
+    return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
 
 
 def _text(value: Any) -> str:

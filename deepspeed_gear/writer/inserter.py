@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.context import Context
+from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.store.eviction import Evictor
@@ -53,6 +54,7 @@ class Inserter:
         self.max_length, self._checks, self._committed = max_length, checks, committed
         self.evictor = Evictor(table, readers, context, samples)
         self._names, self._name = table.spec.schema.names, f"table {table.spec.name}"
+        self._columns = frozenset(self._names)
         steps = next((c for c in table.spec.schema if c.rows != "1"), None)
         assert steps is not None
         self._measured, self._extra = steps.name, int(steps.rows == "T+1")
@@ -60,6 +62,7 @@ class Inserter:
         self._open: dict[int, int] = {}  # oldest policy version of each of this process's writers
         self.growing: set[Any] = set()  # trajectories that are published as they grow; see `Publisher`
         self._late = bool(table.spec.schema.late_columns)
+        self._opaque = any(column.is_opaque for column in table.spec.schema)
         self._native = self._open_native()
         handle, native = table.handle, table.ops.native
         self._store_add: Any = None if native is None else native.store_add
@@ -70,7 +73,7 @@ class Inserter:
         retention = self.table.spec.retention
         if self.table.handle is None:
             return None
-        plain = not self._readers.have_step_priorities and not self._readers.orders
+        plain = not (self._readers.have_step_priorities or self._readers.orders or self.table.groups)
         rate = retention.rate_words
         policy = self.evictor.policy
         code = policy.code if plain or not policy.evicts else EvictionCode.BY_CALLER
@@ -80,6 +83,7 @@ class Inserter:
             and code != EvictionCode.BY_CALLER
             and self._committed is None
             and not self.table.spec.return_to_go
+            and self.table.groups is None
         )
         return self.table.handle if whole else None
 
@@ -89,18 +93,19 @@ class Inserter:
         """Store a trajectory, waiting for free rows and for the rate limiter. Returns its id.
 
         Args:
-            trajectory: Column -> [T, *shape], [T+1, *shape] or [*shape].
+            trajectory: Column -> [T, *shape], [T+1, *shape] or [*shape]; or nested.
         Raises:
             DataError: It does not fit the schema, or a value is not finite and must be; nothing is added.
                 Values are checked while they are copied, so evictions until then remain; the next trajectory
-                uses the rows.
+                uses the rows. So it is where its group has `max_trajectories` already.
             StoreFullError: Too few rows are free, and the table evicts nothing.
             NotReadyError: The ranks have not sampled in time.
         """
-        if self._native is not None and not self._checks and not self._late:
+        if self._native is not None and not (self._checks or self._late or self._opaque):
             added = self._add_stored_form(trajectory)
             if added is not None:
                 return added
+        trajectory = flatten(f"{self._name}: trajectory", trajectory, self._columns)
         arrays, num_steps = check_trajectory(self._name, self.table.spec.schema, trajectory)
         self._check_length(num_steps)
         self.check(arrays)
@@ -219,12 +224,18 @@ class Inserter:
         return self._commit(slot)
 
     def _commit(self, slot: int) -> int:
+        if self.table.groups is not None:
+            try:
+                self.table.groups.check_room(slot)
+            except DataError:
+                self.table.free(np.array([slot]))
+                raise
         number = self.table.commit(slot, 0 if self._position is None else int(self._position[Head.KEY]))
         if self._committed is not None:
             try:
                 self._committed(slot)
             except BaseException:
-                self.evictor.retire(slot)
+                self.table.retire(slot)
                 raise
         return number
 

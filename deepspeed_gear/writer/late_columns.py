@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import as_stored, check_finite
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.ops.records import Slot
@@ -25,7 +26,7 @@ def fill(table: Table, trajectory_id: int, columns: Mapping[str, Any], timeout_s
     Args:
         table: With a capacity.
         trajectory_id: Its id.
-        columns: Column -> [T, *shape], [T+1, *shape] or [*shape].
+        columns: Column -> [T, *shape], [T+1, *shape] or [*shape]; or nested, as in `Replay.add`.
         timeout_s: Longest wait for a selection over nodes.
     Raises:
         DataError: A column is not late, has been written, does not fit, or is not finite and must be; nothing
@@ -35,7 +36,7 @@ def fill(table: Table, trajectory_id: int, columns: Mapping[str, Any], timeout_s
     name, schema = f"table {table.spec.name}", table.spec.schema
     trajectory_id = arguments.count("trajectory_id", trajectory_id, least=0)
     arrays = {}
-    for column_name, value in columns.items():
+    for column_name, value in flatten(name, columns, frozenset(schema.names)).items():
         if column_name not in schema or not schema[column_name].late:
             late = ", ".join(column.name for column in schema.late_columns) or "none"
             raise DataError(f"{name}: column {column_name}", f"must be one of the late columns: {late}")

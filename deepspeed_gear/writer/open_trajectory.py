@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import as_stored, check_finite, not_finite
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.native_handle import form_of
 from deepspeed_gear.store.process_bound import ProcessBound
+from deepspeed_gear.writer.completed_trajectory import CompletedTrajectory
 from deepspeed_gear.writer.partial_publish import GrowingTrajectory, PublishedPart, Publisher, no_publisher
 
 Notify = Callable[[object, np.ndarray], None]
@@ -59,6 +61,7 @@ class OpenTrajectory(ProcessBound):
         self._ends = {column.name for column in steps if column.rows == "T+1"}
         self._watch: tuple[str, Notify] | None = None
         self.trajectory_id: int | None = None  # once it is added, or its first steps are published
+        self.completed: CompletedTrajectory | None = None  # once it has ended and is stored
         self._open = True
         self.set(**per_trajectory)
 
@@ -77,7 +80,7 @@ class OpenTrajectory(ProcessBound):
             publish: Publish the complete steps so far, which the next selection may then sample: with columns
                 of T+1 rows a step is complete when the observation after it is appended. By then columns of
                 one value per trajectory must be set.
-            **columns: A row of each column of steps.
+            **columns: A row of each column of steps; or nested, as in `Replay.add`.
         Raises:
             DataError: A column is missing or unknown, does not fit, or is not finite and must be; or the
                 trajectory has ended: nothing has changed. Or the table does not admit open trajectories.
@@ -85,14 +88,15 @@ class OpenTrajectory(ProcessBound):
         """
         name = self._name
         self._check_open()
-        unknown = sorted(set(columns) - set(self._rows))
+        given = flatten(name, columns, self._rows.keys())
+        unknown = sorted(given.keys() - self._rows.keys())
         if unknown:
             raise DataError(f"{name}: column {unknown[0]}", "must be a column of steps", None)
-        missing = sorted(set(self._rows) - set(columns))
-        if missing and set(columns) != self._ends:
+        missing = sorted(self._rows.keys() - given.keys())
+        if missing and given.keys() != self._ends:
             remedy = f"after the last step append {sorted(self._ends)} alone" if self._ends else ""
             raise DataError(f"{name}: column {missing[0]}", "must be in every step", None, remedy)
-        rows = {column: self._stored(column, row) for column, row in columns.items()}
+        rows = {column: self._stored(column, row) for column, row in given.items()}
         for column, row in rows.items():
             self._rows[column].append(row)
         if self._watch is not None and len(self._rows[self._watch[0]]) == 1:
@@ -163,11 +167,12 @@ class OpenTrajectory(ProcessBound):
             DataError: One is unknown, does not fit, or is not finite and must be; nothing has changed.
         """
         self._check_open()
-        unknown = sorted(set(per_trajectory) - set(self._schema.names))
+        given = flatten(self._name, per_trajectory, frozenset(self._schema.names))
+        unknown = sorted(given.keys() - set(self._schema.names))
         if unknown:
             known = f"known are {self._schema.names}"
             raise DataError(f"{self._name}: column {unknown[0]}", "must be in the schema", None, known)
-        values = {n: as_stored(value, self._schema[n], self._name) for n, value in per_trajectory.items()}
+        values = {n: as_stored(value, self._schema[n], self._name) for n, value in given.items()}
         check_finite(self._name, self._schema, values)
         self._once.update(values)
 
@@ -180,7 +185,7 @@ class OpenTrajectory(ProcessBound):
             return
         self._end_watch()
         if self._growing.is_published and self._publisher is not None:
-            self._publisher.end(self._growing, truncated=True)
+            self._end_growing(self._publisher, truncated=True)
 
     def _check_open(self) -> None:
         if not self._open:
@@ -204,7 +209,8 @@ class OpenTrajectory(ProcessBound):
             self._end_published(self._publisher, kind is None)
         elif kind is None:
             rows = {name: np.stack(values) if values else np.empty(0) for name, values in self._rows.items()}
-            self.trajectory_id = self._add({**rows, **self._once})
+            number = self._add({**rows, **self._once})
+            self.trajectory_id, self.completed = number, CompletedTrajectory(0, number, self._num_steps)
 
     def _end_published(self, publisher: Publisher, is_whole: bool) -> None:
         """End a published trajectory; mark it as truncated unless all its steps can be published."""
@@ -215,7 +221,13 @@ class OpenTrajectory(ProcessBound):
                 self._check_end()
                 truncated = False
         finally:
-            publisher.end(self._growing, truncated)
+            self._end_growing(publisher, truncated)
+
+    def _end_growing(self, publisher: Publisher, truncated: bool) -> None:
+        publisher.end(self._growing, truncated)
+        number = self._growing.trajectory_id
+        if number is not None:
+            self.completed = CompletedTrajectory(0, number, self._growing.published)
 
     def _check_end(self) -> None:
         for name, rows in self._rows.items():

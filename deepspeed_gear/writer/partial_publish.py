@@ -131,7 +131,8 @@ class Publisher:
         """Raise if steps of open trajectories cannot be published.
 
         Raises:
-            DataError: The table has no max_length, or keeps returns-to-go, which need whole trajectories.
+            DataError: The table has no max_length, or keeps returns-to-go or groups, which need whole
+                trajectories.
             StoreError: The run has ended.
         """
         self._check()
@@ -141,6 +142,9 @@ class Publisher:
         if self._table.spec.return_to_go:
             rule = "must not keep returns-to-go where steps of open trajectories are published"
             raise DataError(self._name, rule, None, "leave out the field return_to_go, or do not publish")
+        if self._table.groups is not None:
+            rule = "must have no groups for steps of open trajectories to be published"
+            raise DataError(self._name, rule, None, "a group can be sampled when all of it has ended")
 
     # ---- publishing ------------------------------------------------------------------------------
 

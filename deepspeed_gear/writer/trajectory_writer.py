@@ -155,7 +155,8 @@ class TrajectoryWriter(ProcessBound):
         """Add a whole trajectory; batches from the next selection on may hold it.
 
         Args:
-            trajectory: Column -> [T, *shape], [T+1, *shape] or [*shape], as the schema defines.
+            trajectory: Column -> [T, *shape], [T+1, *shape] or [*shape], as the schema defines; or nested, as
+                in `Replay.add`.
         Returns:
             Its id.
         Raises:

@@ -12,12 +12,14 @@ import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import as_stored, check_finite
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.native_handle import address, form_of
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.records import Growing
+from deepspeed_gear.writer.completed_trajectory import CompletedTrajectory
 from deepspeed_gear.writer.partial_publish import (
     UNPUBLISHED,
     GrowingTrajectory,
@@ -35,7 +37,9 @@ class VectorWriter(ProcessBound):
 
     State columns (observations, and all columns of T+1 rows) hold the state of an environment: `reset` takes
     the first state of an episode, `step` the state after a step. The other columns of steps hold actions and
-    their results. Each episode has its own first and last observation.
+    their results. Each episode has its own first and last observation. Columns with dots in their names may
+    come nested, as in `Replay.add`: `observation` as a gymnasium environment with a Dict or Tuple space
+    returns it.
 
     Not thread-safe. Cost of a step: one copy of its rows into the staging, and of an episode one copy into
     the store.
@@ -78,7 +82,11 @@ class VectorWriter(ProcessBound):
         self._names = {role: role if column is None else column.name for role, column in roles.items()}
         self.num_steps = self.num_trajectories = 0
         self._values = {c.name: np.zeros((num_envs, *c.shape), c.numpy_dtype) for c in self._once}
-        self._once_names = {column.name for column in self._once}
+        self._column_names = frozenset({*schema.names, *self._names.values()})
+        # With the names that nest them: no native step takes a step in which one of them is given.
+        parts = [column.name.split(".") for column in self._once]
+        self._once_names = {".".join(part[: at + 1]) for part in parts for at in range(len(part))}
+        self._completed: list[CompletedTrajectory] = []  # not returned yet
         self._waits = np.ones(num_envs, bool)  # for its first observation
         self._any_waits, self._room = True, 0
         self._notify: Callable[[object, np.ndarray], None] | None = None
@@ -156,7 +164,7 @@ class VectorWriter(ProcessBound):
 
     # ---- steps -----------------------------------------------------------------------------------
 
-    def reset(self, mask: np.ndarray | None = None, **columns: Any) -> None:
+    def reset(self, mask: np.ndarray | None = None, **columns: Any) -> list[CompletedTrajectory]:
         """Begin an episode of all environments, or of some.
 
         Their open trajectories are dropped; published steps stay, marked as truncated.
@@ -164,14 +172,17 @@ class VectorWriter(ProcessBound):
         Args:
             mask: Which environments. [N], bool.
             **columns: Their states. [N, *shape] each; columns of one value per trajectory may be given too.
+        Returns:
+            The trajectories of published steps that end here.
         Raises:
             DataError: A column is missing, does not fit, or is not finite and must be; nothing has changed.
         """
         which = np.ones(self.num_envs, bool) if mask is None else arguments.array("mask", mask).astype(bool)
         if which.shape != (self.num_envs,):
             raise DataError("mask", f"must have shape [{self.num_envs}]", list(which.shape))
-        once = self._values_in(columns, which, self.num_envs, which)
-        state, first = self._pick(self._state, columns, "reset"), self._staging.first
+        given = flatten("reset", columns, self._column_names)
+        once = self._values_in(given, which, self.num_envs, which)
+        state, first = self._pick(self._state, given, "reset"), self._staging.first
         self._state_rows.put(state, np.where(which, first, -1))
         self._set_values(once, which)
         for env in [env for env in self._growing if which[env]]:
@@ -181,6 +192,7 @@ class VectorWriter(ProcessBound):
         self._any_waits = bool(self._waits.any())
         self._room = 0
         self._begin(np.flatnonzero(which))
+        return self._take_completed()
 
     def step(
         self,
@@ -189,7 +201,7 @@ class VectorWriter(ProcessBound):
         *,
         publish: bool = False,
         **columns: Any,
-    ) -> list[int]:
+    ) -> list[CompletedTrajectory]:
         """Append a step of every environment, or of some.
 
         Args:
@@ -202,18 +214,30 @@ class VectorWriter(ProcessBound):
             **columns: Actions, their results, and the states after them. [n, *shape] each; `terminated` and
                 `truncated` also where the schema has no such columns.
         Returns:
-            Ids of the trajectories that were added.
+            The trajectories that were added: they ended with this step, or had `max_length` steps before it.
         Raises:
             DataError: A column is missing, does not fit, or is not finite and must be; or `reset` was not
                 called first: nothing has changed, and the step may be appended again. Or errors of `add`.
             StoreFullError, NotReadyError: The step is appended, but not published; the next one tries again.
         """
         events = self._take_plain(columns) if envs is None else -1
-        if events >= 0:
-            added = self._follow(columns) if events else []
-            if publish:
-                self._publish()
-            return added
+        if events < 0:
+            self._take(final, envs, columns)
+        elif events:
+            self._follow(columns)
+        if publish:
+            self._publish()
+        return self._take_completed() if self._completed else []
+
+    def _take(self, final: Mapping[str, Any] | None, envs: np.ndarray | None, given: dict[str, Any]) -> None:
+        """Take a step that is nested, or not plain; arguments as `step`."""
+        columns = flatten("step", given, self._column_names)
+        if envs is None and columns is not given:
+            events = self._take_plain(columns)
+            if events > 0:
+                self._follow(columns)
+            if events >= 0:
+                return
         envs = None if envs is None else self._numbers(envs)
         which: Any = slice(None) if envs is None else envs
         waits = self._waits[which]
@@ -239,13 +263,16 @@ class VectorWriter(ProcessBound):
             self._note_versions(rows, which, ended)
         if self._any_waits:
             self._begin_again(waits, which)
-        added = self._end(at, envs, finals, state) if len(at) else []
+        if len(at):
+            self._end(at, envs, finals, state)
         self._next[which] += 1
-        if publish:
-            self._publish()
-        return added
 
-    def _take_plain(self, columns: dict[str, Any]) -> int:
+    def _take_completed(self) -> list[CompletedTrajectory]:
+        """Return the trajectories that were completed since the last call."""
+        completed, self._completed = self._completed, []
+        return completed
+
+    def _take_plain(self, columns: Mapping[str, Any]) -> int:
         """Take a step of all environments by one native call.
 
         Returns:
@@ -261,15 +288,15 @@ class VectorWriter(ProcessBound):
             self.num_steps += self.num_envs
         return events
 
-    def _follow(self, columns: Mapping[str, Any]) -> list[int]:
-        """Begin and end the episodes of a step that was taken natively; return the ids that were added."""
+    def _follow(self, columns: Mapping[str, Any]) -> None:
+        """Begin and end the episodes of a step that was taken natively."""
         waits = self._waits.copy()
         at = np.flatnonzero(self._ended(columns, self.num_envs) & ~waits)
         if self._any_waits:
             self._begin_again(waits, slice(None))
-        added = self._end(at, None, {}, []) if len(at) else []
+        if len(at):
+            self._end(at, None, {}, [])
         self._next += 1
-        return added
 
     def _numbers(self, envs: object) -> np.ndarray:
         """Return numbers of environments, checked. [n], int64."""
@@ -353,6 +380,7 @@ class VectorWriter(ProcessBound):
             DataError: One is missing, does not fit, or is not finite and must be.
         """
         rows = {}
+        final = None if final is None else flatten("final", final, self._column_names)
         for column in self._state:
             if final is None or column.name not in final:
                 remedy = (
@@ -381,7 +409,7 @@ class VectorWriter(ProcessBound):
 
     def _end(
         self, at: np.ndarray, envs: np.ndarray | None, finals: Mapping[str, np.ndarray], state: list[Any]
-    ) -> list[int]:
+    ) -> None:
         """Add the trajectories that end in rows `at` of the step; their last states are in rows `_next`.
 
         Args:
@@ -392,12 +420,11 @@ class VectorWriter(ProcessBound):
         """
         ended = at if envs is None else envs[at]
         first = self._staging.first
-        added = []
         for index, env in enumerate(ended.tolist()):
             last = int(self._next[env] - first[env])
             for name, rows in finals.items():
                 self._staging.of(name, env)[last] = rows[index]
-            added.append(self._commit(env, last))
+            self._commit(env, last)
         if self.autoreset == "same_step":
             firsts = np.full(self.num_envs if envs is None else len(envs), -1, np.int64)
             firsts[at] = first[ended]
@@ -406,12 +433,12 @@ class VectorWriter(ProcessBound):
             self._begin(ended)
         else:
             self._waits[ended] = self._any_waits = True
-        return added
 
-    def _commit(self, env: int, num_steps: int, is_truncated: bool = False) -> int:
+    def _commit(self, env: int, num_steps: int, is_truncated: bool = False) -> None:
         """Add the steps in the first rows of an environment's place as a trajectory."""
         if env in self._growing:
-            return self._commit_rest(env, num_steps, is_truncated)
+            self._commit_rest(env, num_steps, is_truncated)
+            return
         trajectory: dict[str, Any] = {}
         for column in self._schema:
             if column.late:
@@ -422,7 +449,8 @@ class VectorWriter(ProcessBound):
                 trajectory[column.name] = self._steps_of(column, env, num_steps)
         number = self._add(trajectory)
         self.num_trajectories += 1
-        return number
+        num_steps += self._steps_before(env)
+        self._completed.append(CompletedTrajectory(env, number, num_steps))
 
     def _steps_of(self, column: Column, env: int, num_steps: int) -> np.ndarray:
         """Return a column's rows of an environment's open trajectory."""
@@ -448,18 +476,19 @@ class VectorWriter(ProcessBound):
         rows, once = partial(self._rows_of, env), partial(self._value_of, env)
         return PublishedPart(self._growing[env], num_steps + self._steps_before(env), rows, once)
 
-    def _commit_rest(self, env: int, num_steps: int, is_truncated: bool) -> int:
-        publisher, growing = self._publisher, self._growing[env]
-        assert publisher is not None
-        publisher.publish([self._part_of(env, num_steps)])
+    def _commit_rest(self, env: int, num_steps: int, is_truncated: bool) -> None:
+        assert self._publisher is not None
+        self._publisher.publish([self._part_of(env, num_steps)])
         self._end_growing(env, is_truncated)
         self.num_trajectories += 1
-        assert growing.trajectory_id is not None
-        return growing.trajectory_id
 
     def _end_growing(self, env: int, truncated: bool) -> None:
         assert self._publisher is not None
-        self._publisher.end(self._growing.pop(env), truncated)
+        growing = self._growing.pop(env)
+        is_published = growing.is_published
+        self._publisher.end(growing, truncated)
+        if is_published and growing.trajectory_id is not None:
+            self._completed.append(CompletedTrajectory(env, growing.trajectory_id, growing.published))
 
     def _rows_of(self, env: int, column: Column, first: int, end: int) -> np.ndarray:
         num_steps = end - int(column.rows == "T+1") - self._steps_before(env)
@@ -473,10 +502,15 @@ class VectorWriter(ProcessBound):
     def _value_of(self, env: int, column: Column) -> np.ndarray:
         return np.asarray(self._values[column.name][env])
 
-    def close(self) -> None:
-        """End all open trajectories; published steps stay, marked as truncated. Safe to call twice."""
+    def close(self) -> list[CompletedTrajectory]:
+        """End all open trajectories; published steps stay, marked as truncated. Safe to call twice.
+
+        Returns:
+            The trajectories of published steps that end here.
+        """
         for env in list(self._growing):
             self._end_growing(env, truncated=True)
+        return self._take_completed()
 
     def __enter__(self) -> VectorWriter:
         return self

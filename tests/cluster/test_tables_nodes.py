@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster_support import Cluster
-from gear_support import lengths_of, write_dataset
+from gear_support import SCHEMA, lengths_of, trajectory
 from scipy import stats
+
+from deepspeed_gear import Column, DatasetWriter, Schema
 
 NODES, BATCHES, BATCH, ADDED = 3, 400, 60, 12
 
@@ -17,7 +19,11 @@ NODES, BATCHES, BATCH, ADDED = 3, 400, 60, 12
 @pytest.fixture(scope="module")
 def found(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("tables")
-    data = write_dataset(folder / "set", lengths_of(60))
+    data, lengths = folder / "set", lengths_of(60)
+    metadata = Column("metadata", "json", rows="1", max_bytes=32)
+    with DatasetWriter(data, Schema([*SCHEMA, metadata])) as writer:
+        for number, steps in enumerate(lengths):
+            writer.add({**trajectory(number, steps), "metadata": {"number": number}})
     task = {"data": str(data), "batches": BATCHES, "out": str(folder / "out.json")}
     (folder / "task.json").write_text(json.dumps(task))
     cluster.run("tables_nodes.py", str(folder / "task.json"), nodes=NODES, timeout_s=120.0)

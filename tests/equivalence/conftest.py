@@ -124,6 +124,7 @@ def build_kernels_for_host(folder: Path) -> Path:
         "-O1",
         "-ffp-contract=off",
         "-fPIC",
+        "-U_FORTIFY_SOURCE",  # its longjmp refuses to go to another fiber
         "-DTORCH_EXTENSION_NAME=gear_on_host",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
     ]

@@ -90,6 +90,20 @@ def arguments(name: str) -> tuple[Any, ...]:
             1 << 61,
             40,
         ),
+        "draw_goals_": (out + 0, resolutions, 5, 1, 0, 1 << 61, 1),
+        "pack_": (
+            [torch.zeros(9, 3), torch.zeros(9).long()],
+            [rows, none.long()],
+            two,
+            two,
+            resolutions[:2],
+            torch.tensor([1, 6]),
+            [0, 1, 1, 0, 0, 0, 3, 0, 0, 1, 3, 0, 1, 0, 0, 0, 1, 0, 0, 1],
+            pads,
+            2,
+            9,
+        ),
+        "plan_packs_": (out + 0, out + 0, out[:1] + 0, torch.arange(1, COUNT + 1), 9, 1, 1, 2),
         "suffix_sum_": (rows[:, 0] * 0, rows[:, 0].contiguous(), extents),
         "n_step_": (*torch.zeros(2, COUNT), out, rows[:, 0].contiguous(), ends, ends, powers, resolutions, 2),
         "gather_": (
@@ -134,7 +148,7 @@ def tensors_of(values: object) -> list[Tensor]:
 
 def skip_lists_of_old_torch(name: str) -> None:
     """Skip what torch 2.4 does not compile: ops that write to a list of tensors."""
-    if name in ("gather_", "decode_rows_") and TorchVersion(torch.__version__) < "2.5":
+    if name in ("gather_", "pack_", "decode_rows_") and TorchVersion(torch.__version__) < "2.5":
         pytest.skip("torch 2.4 compiles no op that writes to a list")
 
 

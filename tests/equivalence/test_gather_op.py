@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from gather_support import (
+    FIRST_ROWS,
     LENGTHS,
     NONE,
     NUM_ROWS,
@@ -238,6 +239,32 @@ def test_more_fields_than_one_launch_takes(
         for i, column in enumerate(columns)
     ]
     check(reference, native, same_bits, fields, resolutions_of(70))
+
+
+@pytest.mark.parametrize("length", [1, 4, 20])
+@pytest.mark.parametrize("padded", [[], [300], [0, 599]])
+def test_blocks_of_whole_windows(
+    reference: Ops, native: Ops, same_bits: SameBits, length: int, padded: list[int]
+) -> None:
+    """Many samples without padding, of every size that has a loop of its own, and some with padding."""
+    torch.manual_seed(length)
+    count, slot = 600, 3  # the longest trajectory
+    sizes, zero = (1, 2, 3, 4, 8, 12, 44, 64, 65, 68, 600, 2000), torch.zeros(count, dtype=torch.int64)
+    anchor = torch.randint(length - 1, LENGTHS[slot] - 1, (count,))
+    resolutions = torch.stack(
+        (zero + slot, zero + slot, zero, zero + FIRST_ROWS[slot], zero + LENGTHS[slot], anchor, zero, zero), 1
+    )
+    for sample in padded:
+        resolutions[sample, 5] = 0 if sample else LENGTHS[slot] - 1
+    if length > 1 and padded:
+        resolutions[17] = torch.tensor([-1, -1, 0, 0, 0, 0, 0, 17])  # no sample
+    n_steps = torch.randint(0, 2, (count,))
+    columns = [random_bits(torch.uint8, NUM_ROWS, size) for size in sizes]
+    fields = [Field(column, offset=1 - length, length=length, mask=0) for column in columns]
+    other = random_bits(torch.float32, NUM_ROWS, 11)
+    fields.append(Field(other, Source.STEPS_PLUS_ONE, 2 - length, length, mask=1))
+    fields.append(Field(other, Source.STEPS_PLUS_ONE, 1 - length, length, after_n_step=1, mask=2, pad=3.0))
+    check(reference, native, same_bits, fields, resolutions, n_steps)
 
 
 def test_nothing_to_gather(reference: Ops, native: Ops, same_bits: SameBits) -> None:

@@ -4,6 +4,7 @@
 // the warps of a block take turns from one barrier to the next, and one block runs at a time, so
 // that what it shares is static. It shows nothing about speed, races or memory order.
 #pragma once
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cstdint>
@@ -40,10 +41,11 @@ struct Trap : std::runtime_error {
 };
 
 struct Warp {
-  ucontext_t scheduler, lanes[kLanes];
+  jmp_buf scheduler, lanes[kLanes];
   std::unique_ptr<char[]> stacks{new char[kLanes * kStackBytes]};
-  bool done[kLanes], waits[kLanes];  // waits: for the other warps of its block
-  uint64_t given[kLanes];            // what each lane brought to a collective
+  bool begun[kLanes] = {}, done[kLanes] = {};  // begun: there is a fiber on the lane's stack
+  bool waits[kLanes];                          // for the other warps of its block
+  uint64_t given[kLanes];                      // what each lane brought to a collective
   int lane, num_lanes, first_thread;
   const void* body;
   void (*call)(const void*);
@@ -51,15 +53,36 @@ struct Warp {
 };
 inline Warp* warp = nullptr;  // that runs
 
-inline void Yield() { swapcontext(&warp->lanes[warp->lane], &warp->scheduler); }
+// swapcontext would change the signal mask: two system calls for each lane and collective.
+inline void Yield() {
+  if (_setjmp(warp->lanes[warp->lane]) == 0) _longjmp(warp->scheduler, 1);
+}
 
+// A fiber serves its lane in all launches.
 inline void RunLane() {
-  try {
-    warp->call(warp->body);
-  } catch (const std::exception& error) {
-    warp->error = error.what();
+  for (;;) {
+    try {
+      warp->call(warp->body);
+    } catch (const std::exception& error) {
+      warp->error = error.what();
+    }
+    warp->done[warp->lane] = true;
+    Yield();
   }
-  warp->done[warp->lane] = true;
+}
+
+inline void Resume() {
+  if (_setjmp(warp->scheduler) != 0) return;
+  const int lane = warp->lane;
+  if (warp->begun[lane]) _longjmp(warp->lanes[lane], 1);
+  warp->begun[lane] = true;
+  ucontext_t fiber;
+  getcontext(&fiber);
+  fiber.uc_stack.ss_sp = warp->stacks.get() + lane * kStackBytes;
+  fiber.uc_stack.ss_size = kStackBytes;
+  fiber.uc_link = nullptr;
+  makecontext(&fiber, RunLane, 0);
+  setcontext(&fiber);
 }
 
 template <typename Body>
@@ -70,12 +93,9 @@ void Begin(Warp* begun, const Body& body, int first_thread, int num_lanes) {
   begun->call = [](const void* b) { (*static_cast<const Body*>(b))(); };
   begun->error.clear();
   for (int i = 0; i < num_lanes; ++i) {
+    begun->begun[i] =
+        begun->begun[i] && begun->done[i];  // an error has left the others where they were
     begun->done[i] = begun->waits[i] = false;
-    getcontext(&begun->lanes[i]);
-    begun->lanes[i].uc_stack.ss_sp = begun->stacks.get() + i * kStackBytes;
-    begun->lanes[i].uc_stack.ss_size = kStackBytes;
-    begun->lanes[i].uc_link = &begun->scheduler;
-    makecontext(&begun->lanes[i], RunLane, 0);
   }
 }
 
@@ -88,7 +108,7 @@ inline bool RunWarp(Warp* running) {
     for (warp->lane = warp->num_lanes - 1; warp->lane >= 0; --warp->lane) {
       if (warp->done[warp->lane]) continue;
       threadIdx.x = static_cast<unsigned>(warp->first_thread + warp->lane);
-      swapcontext(&warp->scheduler, &warp->lanes[warp->lane]);
+      Resume();
       left += !warp->done[warp->lane];
       waiting += warp->waits[warp->lane];
     }

@@ -1,4 +1,7 @@
-"""A VectorWriter stores and publishes the same by its native call as in Python, whatever it is given."""
+"""A VectorWriter stores and publishes the same by its native call as in Python, for plain and other steps.
+
+The native one gets some of its steps nested, as environments with Dict and Tuple spaces return them.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,13 @@ from deepspeed_gear.writer.vector_writer import VectorWriter
 
 SCHEMA = Schema(
     [
-        Column("observation", "float32", (2,), "observation", "T+1"),
+        Column("observation.place", "float32", (2,), "observation", "T+1"),
+        Column("observation.parts.0", "int16", (), "observation", "T+1"),
         Column("action", "int64"),
         Column("reward", "float32", (), "reward"),
         Column("truncated", "bool", (), "truncated"),
         Column("terminated", "bool", (), "terminated"),
-        Column("task", "int16", rows="1"),
+        Column("info.task", "int16", rows="1"),
         Column("score", "float32", (), rows="T", late=True),
     ]
 )
@@ -44,6 +48,17 @@ def replay_of(num_envs: int, rate: bool) -> Replay:
         "timeout_s": 0.05,
     }
     return Replay(section, schemas={"main": SCHEMA})
+
+
+def nested(columns: dict[str, Any]) -> dict[str, Any]:
+    """Return columns as environments return them."""
+    found = dict(columns)
+    if "observation.place" in columns:
+        place, part = found.pop("observation.place"), found.pop("observation.parts.0")
+        found["observation"] = {"place": place, "parts": (part,)}
+    if "info.task" in columns:
+        found["info"] = {"task": found.pop("info.task")}
+    return found
 
 
 def in_python(writer: VectorWriter) -> VectorWriter:
@@ -86,6 +101,7 @@ def scenes(draw: st.DrawFn) -> tuple[int, str, bool, list[dict[str, Any]]]:
             "terminated": flags,
             "truncated": flags,
             "publish": st.sampled_from([True, True, True, False]),
+            "nested": st.booleans(),
             "some": st.sampled_from([None] * 9 + [num_envs - 1]),
             "after": st.sampled_from(["", "", "", "reset", "remove", "sample"]),
         }
@@ -96,7 +112,8 @@ def scenes(draw: st.DrawFn) -> tuple[int, str, bool, list[dict[str, Any]]]:
 def columns_of(at: int, num_envs: int, given: dict[str, Any]) -> dict[str, Any]:
     base = np.arange(num_envs) + 10 * at
     columns: dict[str, Any] = {
-        "observation": np.repeat(base, 2).reshape(num_envs, 2).astype(np.float32),
+        "observation.place": np.repeat(base, 2).reshape(num_envs, 2).astype(np.float32),
+        "observation.parts.0": base.astype(np.int16),
         "action": base.astype(np.int64),
         "reward": base.astype(np.float32) / 2,
         "truncated": np.array(given["truncated"]),
@@ -106,15 +123,15 @@ def columns_of(at: int, num_envs: int, given: dict[str, Any]) -> dict[str, Any]:
         case "lists":
             columns = {name: value.tolist() for name, value in columns.items()}
         case "wide":
-            columns["observation"] = columns["observation"].astype(np.float64)
+            columns["observation.place"] = columns["observation.place"].astype(np.float64)
         case "nan":
             columns["reward"] = np.where(base == base[-1], np.float32("nan"), columns["reward"])
         case "missing":
             del columns["action"]
         case "short":
-            columns["observation"] = columns["observation"][:, :1]
+            columns["observation.place"] = columns["observation.place"][:, :1]
         case "task":
-            columns["task"] = base.astype(np.int16)
+            columns["info.task"] = base.astype(np.int16)
         case "flags":
             columns["terminated"] = columns["terminated"].astype(np.int8)
     return columns
@@ -128,9 +145,9 @@ def test_native_steps_are_those_of_python(scene: tuple[int, str, bool, list[dict
         native = one.writer().vector_writer(num_envs, mode)  # type: ignore[arg-type]
         assert native._native_steps is not None
         plain = in_python(other.writer().vector_writer(num_envs, mode))  # type: ignore[arg-type]
-        first = np.zeros((num_envs, 2), np.float32)
+        zeros = {"place": np.zeros((num_envs, 2), np.float32), "parts": (np.zeros(num_envs, np.int16),)}
         for writer in (native, plain):
-            writer.reset(observation=first, task=np.arange(num_envs, dtype=np.int16))
+            writer.reset(observation=zeros, info={"task": np.arange(num_envs, dtype=np.int16)})
         for at, given in enumerate(steps):
             columns, some = columns_of(at, num_envs, given), given["some"]
             more: dict[str, Any] = {"publish": given["publish"]}
@@ -138,19 +155,32 @@ def test_native_steps_are_those_of_python(scene: tuple[int, str, bool, list[dict
                 more["envs"] = np.array([some])
                 columns = {name: value[some : some + 1] for name, value in columns.items()}
             if mode == "same_step":
-                more["final"] = {"observation": np.asarray(columns["observation"], np.float32) + 0.5}
+                last = np.asarray(columns["observation.place"], np.float32) + 0.5
+                part = np.asarray(columns["observation.parts.0"], np.int16)
+                more["final"] = {"observation.place": last, "observation.parts.0": part}
+                objects = np.array([None] * len(last), object)
+                for env, row in enumerate(last):
+                    objects[env] = {"place": row, "parts": (part[env],)}
             ends = np.array(given["terminated"]) | np.array(given["truncated"])
             found = []
             for replay, writer in ((one, native), (other, plain)):
-                result = outcome(writer.step, **more, **columns)
+                if writer is native and given["nested"]:
+                    final = {"final": {"observation": objects}} if mode == "same_step" else {}
+                    result = outcome(writer.step, **{**more, **final}, **nested(columns))
+                else:
+                    result = outcome(writer.step, **more, **columns)
                 if mode == "disabled" or given["after"] == "reset":
                     mask = ends if mode == "disabled" else ~ends
-                    writer.reset(mask=mask, observation=first)
+                    writer.reset(mask=mask, observation=zeros)
                 if given["after"] == "remove" and (ids := [known[0] for known in stored(replay)]):
                     replay.remove(ids[:1])
                 if given["after"] == "sample" and stored(replay):
                     outcome(replay.sample)
-                found.append((result, writer.num_steps, writer.num_trajectories, stored(replay)))
+                rows = stored(replay)
+                steps_of = {number: count for number, count, _ in rows}
+                for done in [] if isinstance(result, tuple) else result:
+                    assert steps_of.get(done.trajectory_id, done.num_steps) == done.num_steps
+                found.append((result, writer.num_steps, writer.num_trajectories, rows))
             assert found[0] == found[1], given
         for writer in (native, plain):
             writer.close()

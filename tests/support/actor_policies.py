@@ -39,6 +39,16 @@ class Counting(gymnasium.Env):
         return self._observation(), float(self.at), ended and bool(self.episode % 2), ended, {}
 
 
+class CountingParts(Counting):
+    """The same observation as a Dict of a Box and a Tuple."""
+
+    _box = gymnasium.spaces.Box(-np.inf, np.inf, (), np.float32)
+    observation_space = gymnasium.spaces.Dict({"episode": _box, "at": gymnasium.spaces.Tuple([_box])})
+
+    def _observation(self) -> Any:
+        return {"episode": np.float32(self.episode), "at": (np.float32(self.at),)}
+
+
 def counting(num_envs: int, mode: str = "next_step") -> gymnasium.vector.VectorEnv:
     options = {"autoreset_mode": AutoresetMode[mode.upper()]}
     return gymnasium.vector.SyncVectorEnv([Counting] * num_envs, **options)

@@ -23,6 +23,9 @@ from deepspeed_gear.ops.records import (
 
 HOST_ONLY = (
     "slot_priorities_",
+    "draw_goals_",
+    "pack_",
+    "plan_packs_",
     "assign_draws_",
     "encode_draws_",
     "decode_draws_",

@@ -60,9 +60,11 @@ def section(**table: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def served(config: dict[str, Any], **options: Any) -> Iterator[tuple[Replay, Gateway]]:
+def served(
+    config: dict[str, Any], schema: Schema = SCHEMA, **options: Any
+) -> Iterator[tuple[Replay, Gateway]]:
     """Run a table and its gateway in this process."""
-    with Replay(config, schemas={"main": SCHEMA}) as replay:
+    with Replay(config, schemas={"main": schema}) as replay:
         gateway = Gateway(TrajectoryWriter.attach(config), TOKEN, **options)
         over = threading.Event()
         thread = threading.Thread(target=gateway.run, args=(over.is_set,))

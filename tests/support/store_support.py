@@ -25,6 +25,7 @@ class StoreScene:
         retention: How long trajectories stay, see `Retention`.
         spare_rows: Rows besides `num_rows` through which extents are moved.
         shard: Which part of the table it is; None: all of it.
+        group: Its groups, see `GroupSpec`; None: it has none.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class StoreScene:
         retention: Any = None,
         spare_rows: int = 0,
         shard: Any = None,
+        group: Any = None,
     ) -> None:
 
         from deepspeed_gear.ops import load_backend
@@ -63,6 +65,7 @@ class StoreScene:
             shard,
             retention=retention or Retention(),
             spare_rows=spare_rows,
+            group=group,
         )
         extra = [region for spec in self.specs for region in stream_regions(spec, self.spec)]
         meaning = {spec.name: spec.describe() for spec in self.specs}
@@ -87,12 +90,14 @@ class StoreScene:
         table = Table.attach(self.spec, self.name, peer=peer, **{**given, **changes})
         return table, [BatchStream(StreamState(spec, table)) for spec in self.specs]
 
-    def add(self, num_steps: int) -> int:
-        """Add the next trajectory; its number is its id while nothing else adds."""
+    def add(self, num_steps: int, task: int | None = None) -> int:
+        """Add the next trajectory; its number is its id, while nothing else adds, and its task by default."""
         from deepspeed_gear.replay import table_edits
 
         self.count += 1
-        return table_edits.add(self.table, self.streams, trajectory(self.count - 1, num_steps), None)
+        row = trajectory(self.count - 1, num_steps)
+        given = {} if task is None else {"task": np.int64(task)}
+        return table_edits.add(self.table, self.streams, {**row, **given}, None)
 
     def __enter__(self) -> StoreScene:
         return self
@@ -156,7 +161,8 @@ def stream_spec(kind: str = "random", unit: str = "trajectory", batch: int = 8, 
     sampler = EvaluationPass() if kind == "pass" else sampler_for(models[kind]())
     by_age = kind in ("fifo", "lifo")
     sampling = SamplerSpec(rule, native, options.get("priorities"), by_age)
-    extra = {name: options[name] for name in ("num_shards", "count", "count_draws") if name in options}
+    names = ("num_shards", "count", "count_draws", "most_trajectories")
+    extra = {name: options[name] for name in names if name in options}
     seed, depth = options.get("seed", 0), options.get("depth", 4)
     return StreamSpec(options.get("name", "train"), sampler, sampling, seed, 7, batch, depth, **extra)
 

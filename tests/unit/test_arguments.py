@@ -13,10 +13,12 @@ import torch
 from gear_support import SCHEMA, config_of, prefix, trajectory
 
 from deepspeed_gear import (
+    Batch,
     Column,
     Dataset,
     DatasetWriter,
     DeviceReplay,
+    Normalizer,
     PolicyBoard,
     RemoteWriter,
     Replay,
@@ -156,6 +158,21 @@ CALLS: dict[str, Call] = {
     "load state": (lambda s, bad: s.replay.load(s.folder, bad), set()),
     "load_state_dict": (lambda s, bad: s.replay.load_state_dict(bad), set()),
     "batch[]": (lambda s, bad: s.batch[bad], set()),
+    "batch.minibatches": (lambda s, bad: s.batch.minibatches(bad), set()),
+    "batch.minibatches epochs": (lambda s, bad: s.batch.minibatches(2, bad), set()),
+    "Batch.cat": (lambda s, bad: Batch.cat(bad), set()),
+    "normalize": (lambda s, bad: s.replay.normalize(bad, 1.0), set()),
+    "normalize values": (
+        lambda s, bad: s.replay.normalize("observation", bad),
+        {"a tensor with a history"},
+    ),
+    "denormalize values": (
+        lambda s, bad: s.device.denormalize("observation", bad),
+        {"a tensor with a history"},
+    ),
+    "Normalizer.load": (lambda s, bad: Normalizer.load(bad), set()),
+    "Normalizer.from_config": (lambda s, bad: Normalizer.from_config(bad), set()),
+    "Normalizer dataset": (lambda s, bad: Normalizer.from_config(s.device_config, bad), {"None"}),
     "batch.to": (lambda s, bad: s.batch.to(bad), set()),
     "batch.map": (lambda s, bad: s.batch.map(bad), {"a class"}),
     "batch.part": (lambda s, bad: s.batch.part(bad), set()),

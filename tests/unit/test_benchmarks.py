@@ -118,6 +118,16 @@ def test_ingest_runs(run_python: Run, tmp_path: Path, load: Load) -> None:
         assert "Two writers at once" in load("tables").ingest(rows)
 
 
+def test_fixed_cost_runs(run_python: Run, tmp_path: Path, load: Load) -> None:
+    rows = rows_of(run_python, tmp_path / "fixed.json", "fixed_cost")
+    parts, calls = ([row for row in rows if key in row] for key in ("part", "call"))
+    assert {"the op: gather_", "the selection, in one native call"} < {row["part"] for row in parts}
+    assert all(row["warm_us"] > 0 and row["cold_us"] > 0 for row in parts)
+    assert len(calls) == 4
+    assert all(row["us"] > 0 for row in calls)
+    assert "goals of hindsight" in load("tables").fixed_cost(rows)
+
+
 def test_adding_runs(run_python: Run, tmp_path: Path, load: Load) -> None:
     rows = rows_of(run_python, tmp_path / "adding.json", "adding")
     assert {row["system"] for row in rows} >= {"numpy ring", "gear", "gear, published"}

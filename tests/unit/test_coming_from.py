@@ -12,7 +12,7 @@ import pytest
 import torch
 from gear_support import prefix
 
-from deepspeed_gear import Column, DatasetWriter, Replay, Schema, TrajectoryWriter
+from deepspeed_gear import Column, DatasetWriter, Replay, Schema, TrajectoryWriter, TransitionBuffer
 
 COLUMNS = {
     "observation": {"dtype": "float32", "shape": [3], "role": "observation", "rows": "T+1"},
@@ -73,16 +73,35 @@ def test_the_page_has_code_for_each(checkout: Path) -> None:
     assert list(snippets(checkout)) == ["TorchRL", "Reverb", "CleanRL", "Hugging Face datasets"]
 
 
-@pytest.mark.parametrize("section", ["TorchRL", "CleanRL", "Hugging Face datasets"])
+@pytest.mark.parametrize("section", ["TorchRL", "Hugging Face datasets"])
 def test_a_replay_of_the_page_samples(section: str, scene: dict[str, Any], checkout: Path) -> None:
     exec(snippets(checkout)[section], scene)
     replay = scene["replay"]
     with replay:
-        if section == "CleanRL":
-            replay.add(trajectory(5))
-            assert set(replay.sample().keys()) >= {"observation", "next_observation"}
-        else:
-            assert len(scene["batch"].anchor) > 0
+        assert len(scene["batch"].anchor) > 0
+
+
+def test_the_transition_buffers_of_the_pages_sample(
+    scene: dict[str, Any], checkout: Path, tmp_path: Path
+) -> None:
+    gymnasium = pytest.importorskip("gymnasium", reason="the pages act in its environments")
+    page = (checkout / "docs" / "how-to" / "transition-buffer.md").read_text(encoding="utf-8")
+    loop, options = re.findall(r"```python\n(.*?)```", page, re.S)
+    exec(loop, scene)
+    assert len(scene["buffer"]) == 2000
+    assert scene["data"].dones.shape == (128, 1)
+    scene["act"] = lambda buffer: buffer.add(scene["obs"], scene["obs"], 1, 1.0, True, False)
+    weights = torch.ones(4, requires_grad=True)
+    scene["value"] = lambda observation: observation.sum(1, keepdim=True)
+    scene["q"] = lambda observation, action: (observation @ weights)[:, None] + action
+    exec(options, scene)
+    assert weights.grad is not None
+    assert (tmp_path / "runs" / "buffer" / "position.json").exists()
+    envs = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")
+    scene |= {"TransitionBuffer": TransitionBuffer, "envs": envs, "obs": envs.reset(seed=0)[0]}
+    exec(snippets(checkout)["CleanRL"].replace("1_000_000", "10_000"), scene)
+    assert scene["data"].observations.shape == (256, 4)
+    scene["buffer"].close()
 
 
 def test_the_writer_of_the_page_adds(scene: dict[str, Any], checkout: Path) -> None:

@@ -1,37 +1,104 @@
-"""TD3 and PPO use gear as their pages say."""
+"""The examples that learn online use gear as their pages say."""
 
 from __future__ import annotations
 
+import argparse
 import ast
+import importlib
 import json
+import math
 import re
 from collections import Counter
-from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 from gear_support import ROOT, prefix
 
-from deepspeed_gear import Replay
+from deepspeed_gear import Replay, TransitionBuffer
+from deepspeed_gear.replay.transition_buffer import TransitionSamples
 
 EXAMPLES = ROOT / "examples"
 
 
-def lines_of(path: Path, name: str) -> list[str]:
-    """Return the lines of code of a class: no blank ones, no docstrings."""
-    source = path.read_text()
-    found = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == name)
-    lines = source.splitlines()[found.lineno - 1 : found.end_lineno]
-    return [line for line in lines if line.strip() and not line.strip().startswith('"""')]
+def test_the_ring_and_gear_have_the_same_calls_in_td3() -> None:
+    """All that differs between a ring buffer and gear is the class."""
+    lines = (EXAMPLES / "td3.py").read_text().splitlines()
+    found = [line.strip() for line in lines if "TransitionBuffer" in line][1:]
+    assert found == [
+        "from deepspeed_gear import TransitionBuffer",
+        '"""The usual ring buffer, with the calls of TransitionBuffer: it keeps each observation twice."""',
+        "def train(kind: type[Plain] | type[TransitionBuffer], args: argparse.Namespace) -> dict[str, Any]:",
+        'kinds = {"plain": Plain, "gear": TransitionBuffer}',
+    ]
 
 
-def test_gear_takes_few_lines_in_td3() -> None:
-    """All that differs between a ring buffer and gear are the classes of the two."""
-    source = (EXAMPLES / "td3.py").read_text()
-    gear = lines_of(EXAMPLES / "td3.py", "Gear")
-    assert len(gear) <= 15
-    elsewhere = [line for line in source.splitlines() if "Replay" in line and line not in gear]
-    assert [line.strip() for line in elsewhere] == ["from deepspeed_gear import Replay"]
+# ---- off-policy examples: they learn from what the environments have done ---------------------------
+
+
+class Recorded(TransitionBuffer):
+    """Keeps copies of what is sampled, and the number of transitions at the end."""
+
+    made: ClassVar[list[Recorded]] = []
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options, shared_memory={"prefix": prefix()})
+        self.sampled: list[list[Any]] = []
+        self.made.append(self)
+
+    def sample(self, batch_size: int | None = None) -> TransitionSamples:
+        data = super().sample(batch_size)
+        rows = data.observations, data.actions, data.rewards, data.next_observations, data.dones
+        self.sampled += torch.cat([one.double() for one in rows], 1).tolist()
+        return data
+
+    def close(self) -> None:
+        self.num_held = len(self)
+        super().close()
+
+
+def recorded(env: Any, observe: Any, monkeypatch: pytest.MonkeyPatch) -> set[tuple[float, ...]]:
+    """Return the set that holds the transitions of all environments of a class, each as numbers."""
+    step, record = env.step, set()
+
+    def recording(self: Any, action: Any) -> Any:
+        before = np.array(observe(self), np.float32)
+        following, reward, terminated, truncated, infos = step(self, action)
+        numbers = before, action, np.float32(reward), following, terminated
+        record.add(tuple(np.concatenate([np.ravel(one).astype(np.float64) for one in numbers]).tolist()))
+        return following, reward, terminated, truncated, infos
+
+    monkeypatch.setattr(env, "step", recording)
+    return record
+
+
+@pytest.mark.parametrize(("program", "envs", "steps"), [("dqn", 3, 150), ("sac", 1, 420), ("td3", 2, 420)])
+def test_what_an_example_samples_is_what_its_environments_have_done(
+    program: str, envs: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Episodes end by failures in DQN, by time limits in the others; each has another autoreset mode."""
+    classic = pytest.importorskip("gymnasium.envs.classic_control", reason="the examples act in them")
+    if program == "dqn":
+        record = recorded(classic.CartPoleEnv, lambda env: env.state, monkeypatch)
+    else:
+        record = recorded(classic.PendulumEnv, classic.PendulumEnv._get_obs, monkeypatch)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    example = importlib.import_module(program)
+    options = argparse.Namespace(seed=1, steps=steps, random_steps=steps - 20, envs=envs)
+    if program == "td3":
+        result = example.train(Recorded, options)
+    else:
+        monkeypatch.setattr(example, "TransitionBuffer", Recorded)
+        result = example.train(options)
+        assert math.isfinite(result["loss"])
+    assert math.isfinite(result["return"])
+    buffer = Recorded.made.pop()
+    assert buffer.num_held == len(record)
+    found = {tuple(row) for row in buffer.sampled}
+    assert found <= record
+    assert len(found) > 0.6 * len(record)
+    assert {row[-1] for row in found} == ({0.0, 1.0} if program == "dqn" else {0.0})
 
 
 def test_the_page_shows_the_config_and_an_actor_of_15_lines() -> None:

@@ -199,7 +199,8 @@ def own_attributes(tree: ast.Module) -> set[str]:
 # Attributes of other projects' objects: their interface is that they are set.
 OF_OTHERS = set(
     "parser.description env_report.accelerator_name engine.gear engine.gear_sample engine.gear_iterator "
-    "engine.gear_update_priorities engine.gear_batches engine.train_batch engine.eval_batch log.propagate "
+    "engine.gear_update_priorities engine.gear_batches engine.train_batch engine.eval_batch LOG.propagate "
+    "engine.gear_step engine.gear_rollout engine.step self._engine.global_samples "
     "deepspeed.initialize sys.excepthook accelerator.get_op_builder accelerator.create_op_builder "
     "extension.CUDA_HOME wrapped._gear_wrapped self._broken.__cause__".split()
 ) | {"weakref.finalize(memory, native.map_guard_remove, entry).atexit"}

@@ -107,7 +107,7 @@ def row_needs(needs: Sequence[ReadNeeds], config: GearConfig, schema: Schema) ->
     single: dict[str, None] = {}
     goals: dict[tuple[str, int], None] = {}
     for need in needs:
-        for field in need.fields:
+        for field in (*need.fields, *need.opaque):
             _add_field(field, reads, single, goals)
         if need.n_step and config.n_step is not None:
             for role in ("reward", "terminated", "truncated"):

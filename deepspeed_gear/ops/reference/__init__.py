@@ -1,9 +1,11 @@
 """The definition of every op, in plain PyTorch: slow, readable, and equal to the native ops bit for bit.
 
 Read it in this order: `select` (draws, tree, resolutions), `permutation` (epochs), `priorities` (masses,
-weights, the least mass, updates; their powers in `power`), `gather` (windows and padding), `convert`
-(dtypes), `returns` (sums of rewards), `encode_rows` (rows between nodes), `sharded_draws` (draws and
-priorities between nodes), `ring_table` (a table in the memory of one device). Tensors live on the CPU.
+weights, the least mass, updates; their powers in `power`), `gather` (windows and padding), `packing` (which
+trajectory goes into which pack), `pack` (whole trajectories in a row), `convert` (dtypes), `returns` (sums of
+rewards), `hindsight` (achieved goals), `encode_rows` (rows between nodes), `sharded_draws` (draws and
+priorities between nodes), `ring_table` (a table in the memory of one device).
+Tensors live on the CPU.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ from .convert import arithmetic_dtype, convert, is_allowed
 from .copies import copy_pieces_
 from .encode_rows import decode_rows_, encode_rows_
 from .gather import gather_
+from .hindsight import draw_goals_
+from .pack import pack_
+from .packing import plan_packs_
 from .permutation import permute_
 from .priorities import (
     append_reports_,
@@ -55,6 +60,7 @@ __all__ = [
     "decode_reports_",
     "decode_rows_",
     "draw_",
+    "draw_goals_",
     "encode_draws_",
     "encode_reports_",
     "encode_rows_",
@@ -66,8 +72,10 @@ __all__ = [
     "minima_build_",
     "minima_update_",
     "n_step_",
+    "pack_",
     "permute_",
     "philox",
+    "plan_packs_",
     "prioritize_",
     "resolve_",
     "resolve_rows_",

@@ -120,7 +120,7 @@ def gather_(
         if field.source != Source.POSITION:
             has_edge = field.pad == Pad.EDGE
             padded = none[:, None].expand_as(real) if has_edge else ~real
-            values[padded] = _pad(0.0 if has_edge else pad, out.dtype)
+            values[padded] = rounded_pad(0.0 if has_edge else pad, out.dtype)
         out.copy_(values.view(out.shape))
         if field.mask not in written:
             masks[field.mask].copy_(real.view(masks[field.mask].shape))
@@ -213,7 +213,7 @@ def _values(
     return convert(values, dtype, shift[: field.elements], gain[: field.elements])
 
 
-def _pad(value: float, dtype: torch.dtype) -> Tensor:
+def rounded_pad(value: float, dtype: torch.dtype) -> Tensor:
     """Round a padding to its dtype; -0.0 pads with 0.0, and an integer dtype must hold it exactly."""
     exact = torch.tensor(0.0 if value == 0 else value, dtype=torch.float64)
     if dtype.is_floating_point:

@@ -115,8 +115,9 @@ class Sampler(ABC):
 
     @property
     def kind(self) -> str:
-        """Its name in the config."""
-        return str(getattr(self.options, "kind", type(self).__name__))
+        """Its name in the config: "module:Class" of a class whose options have no `kind`."""
+        own = type(self)
+        return str(getattr(self.options, "kind", f"{own.__module__}:{own.__qualname__}"))
 
     @abstractmethod
     def spec(self, scope: SamplerScope) -> SamplerSpec:

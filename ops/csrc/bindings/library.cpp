@@ -227,6 +227,19 @@ void SlotPriorities(at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities
   TORCH_CHECK(done == last, "gear: rows must lie in [0, ", num_items, ")");
 }
 
+void DrawGoals(at::Tensor& goal_step, const at::Tensor& resolutions, int64_t seed, int64_t stream,
+               int64_t strategy, int64_t fraction, int64_t final_row) {
+  const Resolution* records = Resolutions(resolutions);
+  const int64_t count = resolutions.size(0);
+  CheckLongs(goal_step, "goal_step", count);
+  CheckExponent("fraction", fraction);
+  TORCH_CHECK(strategy >= 0 && strategy <= cpu::kEpisode, "gear: strategy must be 0 to 2, got ",
+              strategy);
+  cpu::DrawGoals(records, count, static_cast<uint64_t>(seed), static_cast<uint32_t>(stream),
+                 strategy, static_cast<uint64_t>(fraction), final_row,
+                 goal_step.mutable_data_ptr<int64_t>());
+}
+
 void SuffixSum(at::Tensor& out, const at::Tensor& reward, const at::Tensor& extents) {
   CheckTensor(out, "out", at::kFloat);
   CheckRecords(extents, "extents", 2);

@@ -4,9 +4,11 @@
 
 #include "bindings/bell.h"
 #include "bindings/direct.h"
+#include "bindings/gather_call.h"
 #include "bindings/op_table.h"
 #include "bindings/ops.h"
 #include "bindings/store.h"
+#include "bindings/stream.h"
 #include "bindings/vector_steps.h"
 #include "store/mutex.h"
 
@@ -51,6 +53,10 @@ PyMethodDef kMethods[] = {
     Function<gear::python::PutRows>("rows_put", "rows_put(targets, columns, rows) -> column"),
     Function<gear::python::TakeStep>("vector_step", "vector_step(steps, columns) -> events"),
     Function<gear::python::PublishSteps>("vector_publish", "vector_publish(steps) -> number left"),
+    Function<gear::python::GatherInto>("gather_into",
+                                       "gather_into(call, resolutions, n_steps) -> None"),
+    Function<gear::python::TakeSelection>(
+        "stream_take", "stream_take(stream, key, alpha, beta, part, num_parts) -> part or None"),
     Function<gear::direct::RingBell>("bell_ring", "bell_ring(bell) -> None"),
     Function<gear::direct::WaitForBell>("bell_wait", "bell_wait(bell, seen, timeout_s) -> count"),
     Function<gear::direct::FenceMemory>("fence", "fence() -> None"),
@@ -69,6 +75,8 @@ PyMODINIT_FUNC GEAR_INIT(TORCH_EXTENSION_NAME)() {
   try {
     auto classes = pybind11::reinterpret_borrow<pybind11::module_>(made);
     gear::python::Bind(classes);
+    gear::python::BindGatherCall(classes);
+    gear::python::BindStream(classes);
     gear::python::BindVectorSteps(classes);
   } catch (pybind11::error_already_set& error) {
     error.restore();

@@ -48,15 +48,25 @@
      "Tensor columns, Tensor heads, int[] room") \
   OP(copy_pieces_, CopyPieces, "Tensor(a!) out, Tensor[] columns, Tensor pieces")
 
-// Only on the host: what nodes exchange about draws and reports, and the first priorities of changed
-// slots. A few bytes of each sample come from the host's store and go to the host's network or back
-// into the store; a device would only add two copies.
+// Only on the host: what nodes exchange about draws and reports, the first priorities of changed
+// slots, the goals of hindsight, packs and their plan. A few bytes of each sample, or step, come from
+// the host's store and go to the host's network or back into the store; a device would only add two
+// copies. A pack is copied to a device as a whole.
 #define GEAR_HOST_OPS(OP) \
   OP(slot_priorities_, SlotPriorities, \
      "Tensor(a!) sums, Tensor(b!) minima, Tensor(c!) priorities, Tensor(d!) counts, " \
      "Tensor(e!) bases, Tensor(f!) generations, Tensor(g!) steps, Tensor(h!) row_slots, " \
      "Tensor slots, Tensor log, int first, int last, int[] rule, int unit, int initial, " \
      "int alpha, int most_bits") \
+  OP(draw_goals_, DrawGoals, \
+     "Tensor(a!) goal_step, Tensor resolutions, int seed, int stream, int strategy, " \
+     "int fraction, int final_row") \
+  OP(pack_, Pack, \
+     "Tensor(a!)[] outs, Tensor[] columns, Tensor[] shifts, Tensor[] gains, Tensor resolutions, " \
+     "Tensor places, int[] spec, float[] pad_values, int first, int rows") \
+  OP(plan_packs_, PlanPacks, \
+     "Tensor(a!) micro, Tensor(b!) rank, Tensor(c!) num_micro, Tensor lengths, int tokens, " \
+     "int linear, int quadratic, int width") \
   OP(assign_draws_, AssignDraws, \
      "Tensor(a!) owner, Tensor(b!) own, Tensor(c!) points, Tensor(d!) found, " \
      "Tensor coordinates, Tensor totals, int index") \

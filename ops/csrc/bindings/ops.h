@@ -52,6 +52,13 @@ void SlotPriorities(at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities
                     const at::Tensor& log, int64_t first, int64_t last, at::IntArrayRef rule,
                     int64_t unit, int64_t initial, int64_t alpha, int64_t most_bits);
 
+void DrawGoals(at::Tensor& goal_step, const at::Tensor& resolutions, int64_t seed, int64_t stream,
+               int64_t strategy, int64_t fraction, int64_t final_row);
+
+void PlanPacks(at::Tensor& micro, at::Tensor& rank, at::Tensor& num_micro,
+               const at::Tensor& lengths, int64_t tokens, int64_t linear, int64_t quadratic,
+               int64_t width);
+
 void SuffixSum(at::Tensor& out, const at::Tensor& reward, const at::Tensor& extents);
 
 void NStepReturn(at::Tensor& returns, at::Tensor& discount, at::Tensor& steps,
@@ -73,6 +80,10 @@ void DecodeRows(at::TensorList arrivals, at::Tensor& ring, at::Tensor& sizes, at
                 at::TensorList messages, const at::Tensor& which, const at::Tensor& samples,
                 const at::Tensor& windows, const at::Tensor& members, const at::Tensor& columns,
                 const at::Tensor& heads, at::IntArrayRef room);
+
+void Pack(at::TensorList outs, at::TensorList columns, at::TensorList shifts, at::TensorList gains,
+          const at::Tensor& resolutions, const at::Tensor& places, at::IntArrayRef spec,
+          at::ArrayRef<double> pad_values, int64_t first, int64_t rows);
 
 void AssignDraws(at::Tensor& owner, at::Tensor& own, at::Tensor& points, at::Tensor& found,
                  const at::Tensor& coordinates, const at::Tensor& totals, int64_t index);

@@ -1,6 +1,6 @@
 // The steps of many environments at once: one call takes a step into the writer's staging, another
-// one publishes it. Whatever is not plain is left to Python (writer/vector_writer.py), which does
-// the same.
+// one publishes it. A step that is not plain is left to Python (writer/vector_writer.py), which
+// does the same.
 #pragma once
 #include <pybind11/pybind11.h>
 

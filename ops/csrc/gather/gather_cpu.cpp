@@ -1,69 +1,16 @@
 // Gather: windows of columns into the tensors of a batch.
 #include <cstring>
-#include <type_traits>
+#include <utility>
 
-#include "common/convert.h"
 #include "common/prefetch.h"
 #include "gather/gather.h"
+#include "gather/rows_cpu.h"
 
 namespace gear::cpu {
 namespace {
 
-constexpr int64_t kLookAhead = 4;  // samples whose rows are requested before their turn
-
-// (x - shift) * gain over whole rows; shift and gain repeat every `period` elements.
-template <typename From, typename To>
-void Convert(const From* from, To* to, int64_t count, const Field& field) {
-  using C = std::conditional_t<NeedsDouble<From>::value || NeedsDouble<To>::value, double, float>;
-  const C* shift = static_cast<const C*>(field.shift);
-  const C* gain = static_cast<const C*>(field.gain);
-  if (shift == nullptr && gain == nullptr) {
-    for (int64_t i = 0; i < count; ++i) to[i] = Store<To, C>::From(Load<C>(from[i]));
-  } else if (field.period == 1) {
-    const C s = shift ? shift[0] : C{0}, g = gain ? gain[0] : C{1};
-    for (int64_t i = 0; i < count; ++i) to[i] = Store<To, C>::From((Load<C>(from[i]) - s) * g);
-  } else {
-    for (int64_t done = 0; done < count; done += field.period) {
-      const int64_t n = Min(field.period, count - done);
-      for (int64_t i = 0; i < n; ++i)
-        to[done + i] = Store<To, C>::From((Load<C>(from[done + i]) - shift[i]) * gain[i]);
-    }
-  }
-}
-
-template <typename To>
-void FillValue(To* to, int64_t count, double value) {
-  const To x = Store<To, double>::From(value);
-  for (int64_t i = 0; i < count; ++i) to[i] = x;
-}
-
-// Copies whole rows unchanged.
-template <typename Unit>
-struct CopyRows {
-  static void Run(const void* from, void* to, int64_t rows, const Field& field) {
-    std::memcpy(to, from, static_cast<size_t>(rows * field.elements * field.to_bytes));
-  }
-};
-
-template <typename From, typename To>
-struct ConvertRows {
-  static void Run(const void* from, void* to, int64_t rows, const Field& field) {
-    Convert(static_cast<const From*>(from), static_cast<To*>(to), rows * field.elements, field);
-  }
-};
-
-// Fills `count` rows at `to` with padding.
-template <typename To, typename Rows>
-void PadRows(const Field& field, const char* edge, char* to, int64_t count) {
-  const int64_t row_bytes = field.elements * field.to_bytes;
-  if (field.pad == kPadEdge) {
-    for (int64_t i = 0; i < count; ++i) Rows::Run(edge, to + i * row_bytes, 1, field);
-  } else if (field.pad_value == 0) {
-    std::memset(to, 0, static_cast<size_t>(count * row_bytes));
-  } else {
-    FillValue(reinterpret_cast<To*>(to), count * field.elements, field.pad_value);
-  }
-}
+constexpr int64_t kLookAhead = 4;    // samples whose rows are requested before their turn
+constexpr int64_t kStepsAhead = 16;  // the same for single steps
 
 // Pads all of a sample that is none.
 template <typename To>
@@ -148,16 +95,10 @@ inline void CopyFew(const char* from, char* to, int64_t bytes) {
   copy(uint8_t{});
 }
 
-// Starts the loads of single steps. A wrong address is never read.
-void PrefetchSteps(const Field& field, const Resolution* resolutions, int64_t begin, int64_t end) {
-  const int64_t row_bytes = field.elements * field.to_bytes;
-  const char* column = static_cast<const char*>(field.column);
-  for (int64_t i = begin; i < end; ++i) {
-    const Resolution& r = resolutions[i];
-    const char* row = RowAt(column, r.first_row, r.anchor + field.window.offset, row_bytes);
-    Prefetch(row, 0);
-    Prefetch(row, row_bytes - 1);
-  }
+// Starts the load of a few bytes, which may lie on two lines. A wrong address is never read.
+inline void PrefetchFew(const char* from, int64_t bytes) {
+  Prefetch(from, 0);
+  Prefetch(from, bytes - 1);
 }
 
 // Single steps, unchanged: each sample is an address and a copy of a few bytes.
@@ -169,6 +110,11 @@ int64_t GatherSteps(const Field& field, const Resolution* resolutions, const int
   const char* column = static_cast<const char*>(field.column);
   int64_t real = 0;
   for (int64_t i = begin; i < end; ++i) {
+    if (i + kStepsAhead < end) {
+      const Resolution& next = resolutions[i + kStepsAhead];
+      const int64_t step = next.anchor + field.window.offset;
+      PrefetchFew(RowAt(column, next.first_row, step, row_bytes), row_bytes);
+    }
     const Resolution& r = resolutions[i];
     if (IsNoSample(r)) {
       PadSample<To>(field, i);
@@ -187,6 +133,80 @@ int64_t GatherSteps(const Field& field, const Resolution* resolutions, const int
     real += is_real;
   }
   return real;
+}
+
+// The first rows of the windows of a block of samples, while all their rows are real. Fields with
+// the same window share them.
+class FirstRows {
+ public:
+  static constexpr int64_t kMost = 256;  // samples of a block
+
+  FirstRows(const Resolution* resolutions, const int64_t* n_steps, int64_t begin, int64_t end)
+      : resolutions_(resolutions), n_steps_(n_steps), begin_(begin), end_(end) {}
+
+  // Null: a sample has padding or is none.
+  const int64_t* Of(const Field& field) {
+    const int64_t more = field.source == kStepRowsPlusOne ? 1 : 0;
+    const int64_t offset = field.window.offset, length = field.window.length;
+    const bool follows = field.after_n_step != 0;
+    if (length == length_ && offset == offset_ && more == more_ && follows == follows_)
+      return are_real_ ? rows_ : nullptr;
+    are_real_ = true;
+    length_ = length;
+    offset_ = offset;
+    more_ = more;
+    follows_ = follows;
+    for (int64_t i = begin_; i < end_; ++i) {
+      const Resolution& r = resolutions_[i];
+      const int64_t step = r.anchor + offset + (follows ? n_steps_[i] : 0);
+      are_real_ &= !IsNoSample(r) && step >= 0 && step <= r.num_steps + more - length;
+      rows_[i - begin_] = r.first_row + step;
+    }
+    return are_real_ ? rows_ : nullptr;
+  }
+
+ private:
+  const Resolution* resolutions_;
+  const int64_t* n_steps_;
+  int64_t begin_, end_, length_ = 0, offset_ = 0, more_ = 0;
+  bool are_real_ = false, follows_ = false;
+  int64_t rows_[kMost];
+};
+
+// Copies windows of one size, which the compiler knows where it is not 0.
+template <int64_t kBytes>
+void CopyWindows(const char* column, const int64_t* rows, int64_t count, int64_t row_bytes,
+                 int64_t window_bytes, char* out) {
+  constexpr int64_t kLine = 64, kFewBytes = 512;  // beyond it memcpy is the better loop
+  const int64_t bytes = kBytes == 0 ? window_bytes : kBytes;
+  const int64_t stride = kBytes == 0 ? row_bytes : kBytes;
+  const int64_t ahead = bytes <= kFewBytes ? kStepsAhead : kLookAhead;
+  for (int64_t i = 0; i < count; ++i) {
+    if (i + ahead < count) {
+      const char* next = column + rows[i + ahead] * stride;
+      bytes <= kLine ? PrefetchFew(next, bytes) : PrefetchBytes(next, bytes);
+    }
+    const char* from = column + rows[i] * stride;
+    if constexpr (kBytes != 0)
+      std::memcpy(out + i * kBytes, from, kBytes);
+    else if (bytes <= kFewBytes)
+      CopyFew(from, out + i * bytes, bytes);
+    else
+      std::memcpy(out + i * bytes, from, static_cast<size_t>(bytes));
+  }
+}
+
+using CopyFunction = void (*)(const char*, const int64_t*, int64_t, int64_t, int64_t, char*);
+
+template <size_t... kWords>
+CopyFunction CopyOf(const Field& field, int64_t row_bytes, std::index_sequence<kWords...>) {
+  constexpr CopyFunction kCopies[] = {&CopyWindows<static_cast<int64_t>(4 * kWords)>...};
+  if (field.window.length != 1) return &CopyWindows<0>;
+  if (row_bytes == 1) return &CopyWindows<1>;
+  if (row_bytes == 2) return &CopyWindows<2>;
+  const int64_t words = row_bytes / 4;
+  const bool is_known = row_bytes % 4 == 0 && words < static_cast<int64_t>(sizeof...(kWords));
+  return is_known ? kCopies[words] : &CopyWindows<0>;
 }
 
 // The step numbers of a window themselves, or its places; nothing is read.
@@ -222,113 +242,67 @@ int64_t GatherComputed(const Field& field, const Resolution* resolutions, const 
 using GatherFunction = int64_t (*)(const Field&, const Resolution*, const int64_t*, int64_t,
                                    int64_t);
 
-bool IsCopy(const Field& field) {
-  return !IsComputed(field.source) && field.from == field.to && field.shift == nullptr &&
-         field.gain == nullptr;
-}
-
-// Whether a sample is a few bytes of one step: most of its time is a cache miss.
-bool IsFewBytes(const Field& field) {
+// Whether a sample is one step, unchanged.
+bool IsOneStep(const Field& field) {
   constexpr int64_t kFewBytes = 512;  // beyond it memcpy is the better loop
   return IsCopy(field) && field.source != kTrajectoryRow && field.window.length == 1 &&
          field.elements * field.to_bytes <= kFewBytes;
 }
 
-template <typename To>
-GatherFunction CopyTo(const Field& field) {
-  return IsFewBytes(field) ? &GatherSteps<To> : &GatherRows<To, CopyRows<To>>;
+// Whether a sample is a short run of rows, unchanged: much of its time is cache misses and
+// decisions about padding.
+bool IsShort(const Field& field) {
+  constexpr int64_t kMostBytes = 2048;
+  return IsCopy(field) && field.source != kTrajectoryRow &&
+         field.part.count == field.window.length &&
+         field.window.length * field.elements * field.to_bytes <= kMostBytes;
 }
 
-GatherFunction CopyFunction(const Field& field) {
-  switch (field.from) {
-    case kBool:
-    case kUint8:
-      return CopyTo<uint8_t>(field);
-    case kInt8:
-      return CopyTo<int8_t>(field);
-    case kInt16:
-      return CopyTo<int16_t>(field);
-    case kInt32:
-      return CopyTo<int32_t>(field);
-    case kInt64:
-      return CopyTo<int64_t>(field);
-    case kFloat16:
-      return CopyTo<Half>(field);
-    case kBfloat16:
-      return CopyTo<Bfloat>(field);
-    case kFloat32:
-      return CopyTo<float>(field);
-    case kFloat64:
-      return CopyTo<double>(field);
-  }
-  return nullptr;
-}
+template <typename To, typename Rows>
+struct WindowsOf {
+  static constexpr GatherFunction kFunction = &GatherRows<To, Rows>;
+};
 
-template <typename From>
-GatherFunction ConvertFrom(int64_t to) {
-  switch (to) {
-    case kFloat16:
-      return &GatherRows<Half, ConvertRows<From, Half>>;
-    case kBfloat16:
-      return &GatherRows<Bfloat, ConvertRows<From, Bfloat>>;
-    case kFloat32:
-      return &GatherRows<float, ConvertRows<From, float>>;
-    case kFloat64:
-      return &GatherRows<double, ConvertRows<From, double>>;
-  }
-  if constexpr (std::is_integral_v<From> && sizeof(From) <= 4) {
-    if (to == kInt64) return &GatherRows<int64_t, ConvertRows<From, int64_t>>;
-    if (to == kInt32 && sizeof(From) <= 2) return &GatherRows<int32_t, ConvertRows<From, int32_t>>;
-  }
-  return nullptr;
-}
-
-GatherFunction ConvertFunction(int64_t from, int64_t to) {
-  switch (from) {
-    case kBool:
-    case kUint8:
-      return ConvertFrom<uint8_t>(to);
-    case kInt8:
-      return ConvertFrom<int8_t>(to);
-    case kInt16:
-      return ConvertFrom<int16_t>(to);
-    case kInt32:
-      return ConvertFrom<int32_t>(to);
-    case kInt64:
-      return ConvertFrom<int64_t>(to);
-    case kFloat16:
-      return ConvertFrom<Half>(to);
-    case kBfloat16:
-      return ConvertFrom<Bfloat>(to);
-    case kFloat32:
-      return ConvertFrom<float>(to);
-    case kFloat64:
-      return ConvertFrom<double>(to);
-  }
-  return nullptr;
-}
+template <typename To, typename Rows>
+struct StepsOf {
+  static constexpr GatherFunction kFunction = &GatherSteps<To>;
+};
 
 GatherFunction FunctionFor(const Field& field) {
   if (IsComputed(field.source)) return &GatherComputed;
-  return IsCopy(field) ? CopyFunction(field) : ConvertFunction(field.from, field.to);
+  if (IsOneStep(field)) return CopyFunctionFor<StepsOf, GatherFunction>(field);
+  return FunctionForTypes<WindowsOf, GatherFunction>(field);
+}
+
+// A field of short windows. Their rows are known before the first is read: so the loads of many
+// samples are under way at once. Deciding about each window before its copy takes twice as long.
+int64_t GatherShort(const Field& field, const Resolution* resolutions, const int64_t* n_steps,
+                    int64_t begin, int64_t end, FirstRows* first_rows) {
+  const int64_t* rows = first_rows->Of(field);
+  if (rows == nullptr) return FunctionFor(field)(field, resolutions, n_steps, begin, end);
+  const int64_t length = field.window.length, row_bytes = field.elements * field.to_bytes;
+  const int64_t count = end - begin;
+  const auto copy = CopyOf(field, row_bytes, std::make_index_sequence<17>());
+  copy(static_cast<const char*>(field.column), rows, count, row_bytes, length * row_bytes,
+       static_cast<char*>(field.out) + begin * length * row_bytes);
+  if (field.mask != nullptr)
+    std::memset(field.mask + begin * length, 1, static_cast<size_t>(count * length));
+  return count * length;
 }
 
 }  // namespace
 
-// Fields of few bytes are gathered together, one block of samples after another, so that the cache
-// misses of all fields overlap. Field by field takes twice as long.
 int64_t Gather(const Field* fields, int64_t num_fields, const Resolution* resolutions,
                const int64_t* n_steps, int64_t begin, int64_t end) {
   int64_t real = 0;
   for (const Field* field = fields; field < fields + num_fields; ++field)
-    if (!IsFewBytes(*field)) real += FunctionFor(*field)(*field, resolutions, n_steps, begin, end);
-  for (int64_t first = begin; first < end; first += kBlock) {
-    const int64_t last = Min(first + kBlock, end);
+    if (!IsShort(*field)) real += FunctionFor(*field)(*field, resolutions, n_steps, begin, end);
+  for (int64_t first = begin; first < end; first += FirstRows::kMost) {
+    const int64_t last = Min(first + FirstRows::kMost, end);
+    FirstRows first_rows(resolutions, n_steps, first, last);
     for (const Field* field = fields; field < fields + num_fields; ++field)
-      if (IsFewBytes(*field)) PrefetchSteps(*field, resolutions, first, last);
-    for (const Field* field = fields; field < fields + num_fields; ++field)
-      if (IsFewBytes(*field))
-        real += FunctionFor(*field)(*field, resolutions, n_steps, first, last);
+      if (IsShort(*field))
+        real += GatherShort(*field, resolutions, n_steps, first, last, &first_rows);
   }
   return real;
 }

@@ -140,8 +140,17 @@ void Offer(const float* priorities, const uint64_t* sums, int64_t num_items, int
 }  // namespace
 
 void MassOf(const float* priorities, int64_t count, MassScale scale, int64_t* masses) {
-  for (int64_t i = 0; i < count; ++i)
-    masses[i] = static_cast<int64_t>(MassOfPriority(BitCast<uint32_t>(priorities[i]), scale).value);
+  // New items often have equal priorities; a power takes as long as many comparisons.
+  uint32_t known = 0;
+  int64_t mass = static_cast<int64_t>(MassOfPriority(known, scale).value);
+  for (int64_t i = 0; i < count; ++i) {
+    const auto bits = BitCast<uint32_t>(priorities[i]);
+    if (bits != known) {
+      known = bits;
+      mass = static_cast<int64_t>(MassOfPriority(bits, scale).value);
+    }
+    masses[i] = mass;
+  }
 }
 
 void Importance(const Resolution* resolutions, int64_t size, uint64_t numerator, uint64_t count,

@@ -41,6 +41,14 @@ int64_t ResolveRows(const uint64_t* sums, const Slot* slots, int64_t num_slots,
                     const int32_t* row_slots, int64_t num_rows, const int64_t* coordinates,
                     int64_t count, int64_t first, Resolution* resolutions);
 
+// Which rows of a trajectory may give a sample another goal.
+enum GoalStrategy : int64_t { kFuture = 0, kFinal = 1, kEpisode = 2 };
+
+// The row of the achieved goal that each sample gets, -1 for its own goal: with the probability
+// `fraction` (Q62), where there is such a row. A trajectory has `final_row` rows more than steps.
+void DrawGoals(const Resolution* resolutions, int64_t count, uint64_t seed, uint32_t stream,
+               int64_t strategy, uint64_t fraction, int64_t final_row, int64_t* goal_step);
+
 }  // namespace gear::cpu
 
 namespace gear::cuda {

@@ -121,4 +121,20 @@ int64_t ResolveRows(const uint64_t* sums, const Slot* slots, int64_t num_slots,
   return count;
 }
 
+void DrawGoals(const Resolution* resolutions, int64_t count, uint64_t seed, uint32_t stream,
+               int64_t strategy, uint64_t fraction, int64_t final_row, int64_t* goal_step) {
+  for (int64_t i = 0; i < count; ++i) {
+    const Resolution& r = resolutions[i];
+    const auto number = static_cast<uint64_t>(r.sample_number);
+    const int64_t rows = r.num_steps + final_row;
+    // The first row that may be drawn.
+    const int64_t first = strategy == kFuture ? r.anchor + 1 : strategy == kFinal ? rows - 1 : 0;
+    const bool is_chosen = Philox(seed, number, stream, kForRelabelling).high >> 2 < fraction;
+    goal_step[i] = -1;
+    if (!is_chosen || first >= rows) continue;
+    const Word128 word = Philox(seed, number, stream, kForGoal);
+    goal_step[i] = first + static_cast<int64_t>(Coordinate(word, uint64_t(rows - first)));
+  }
+}
+
 }  // namespace gear::cpu

@@ -1,7 +1,6 @@
 #include "store/store.h"
 #include "store/bell.h"
-
-#include <unistd.h>
+#include "store/held.h"
 
 #include <algorithm>
 #include <cmath>
@@ -65,37 +64,20 @@ int64_t FindGap(Store& store, int64_t num_rows) {
   return -1;
 }
 
-// Holds the lock, and sets the word of its holder, for its scope.
-class Held {
- public:
-  Held(Store& store, double timeout_s) : store_(store) {
-    const Locked locked = MutexLock(store.mutex, timeout_s);
-    if (locked == Locked::kTimeout || locked == Locked::kBroken) {
-      refusal_ = locked == Locked::kTimeout ? kLockTimeout : kLockBroken;
-      return;
-    }
-    if (locked == Locked::kOwnerDied) MutexConsistent(store.mutex);
-    if (locked == Locked::kOwnerDied || *store.holder != 0) {
-      if (*store.holder == 0) *store.holder = getpid();  // the next holder repairs
-      MutexUnlock(store.mutex);
-      refusal_ = kMustRecover;
-      return;
-    }
-    *store.holder = getpid();
+// The lock was not taken: the refusal; else 0.
+int64_t RefusalOf(const Held& held) {
+  switch (held.refused()) {
+    case Refused::kNo:
+      return 0;
+    case Refused::kTimeout:
+      return kLockTimeout;
+    case Refused::kBroken:
+      return kLockBroken;
+    case Refused::kMustRecover:
+      return kMustRecover;
   }
-  ~Held() {
-    if (refusal_ != 0) return;
-    *store_.holder = 0;
-    MutexUnlock(store_.mutex);
-  }
-  Held(const Held&) = delete;
-  Held& operator=(const Held&) = delete;
-  int64_t refusal() const { return refusal_; }
-
- private:
-  Store& store_;
-  int64_t refusal_ = 0;
-};
+  return kLockBroken;
+}
 
 int64_t RowsOf(const Store& store, int64_t num_steps) {
   for (const ColumnOf& column : store.columns) {
@@ -287,20 +269,20 @@ int64_t ReserveWithRemoval(Store& store, int64_t num_rows, int64_t num_steps) {
 Added Add(Store& store, const void* const* sources, int64_t num_steps, double timeout_s) {
   int64_t slot = -1;
   {
-    const Held held(store, timeout_s);
-    if (held.refusal() != 0) return {held.refusal(), -1};
+    const Held held(store.mutex, store.holder, timeout_s);
+    if (RefusalOf(held) != 0) return {RefusalOf(held), -1};
     if (!MayInsert(store, num_steps)) return {kRateLimited, -1};
     slot = ReserveWithRemoval(store, RowsOf(store, num_steps), num_steps);
     if (slot < 0) return {slot, -1};
   }
   const bool finite = Write(store, slot, sources, num_steps);  // the rows belong to this process
-  const Held held(store, timeout_s);
+  const Held held(store.mutex, store.holder, timeout_s);
   if (!finite) {
-    if (held.refusal() != 0) return {kNotFinite, slot};
+    if (RefusalOf(held) != 0) return {kNotFinite, slot};
     Free(store, slot);
     return {kNotFinite, -1};
   }
-  if (held.refusal() != 0) return {held.refusal(), slot};
+  if (RefusalOf(held) != 0) return {RefusalOf(held), slot};
   const int64_t born = store.position == nullptr ? 0 : store.position[0];
   return {Commit(store, slot, num_steps, store.slots[slot].num_rows, born), slot};
 }
@@ -335,8 +317,8 @@ void WriteSteps(Store& store, const Staged& staged, const Growing& growing, int6
 
 int64_t Grow(Store& store, const Staged* staged, Growing* growing, int64_t count,
              int64_t most_steps, double timeout_s) {
-  const Held held(store, timeout_s);
-  if (held.refusal() != 0) return count;
+  const Held held(store.mutex, store.holder, timeout_s);
+  if (RefusalOf(held) != 0) return count;
   int64_t left = 0;
   for (int64_t i = 0; i < count; ++i) {
     Growing& one = growing[i];

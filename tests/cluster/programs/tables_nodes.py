@@ -1,5 +1,7 @@
 """Draw from shards of very unequal mass, and from a table that the ranks of all nodes fill.
 
+Both have an opaque column, whose values are in the batches of every node.
+
 The last argument names a JSON file: `data`, `batches`, `out`. Rank 0 writes what all ranks have drawn.
 """
 
@@ -14,7 +16,7 @@ import numpy as np
 import torch.distributed as dist
 from gear_support import SCHEMA, trajectory
 
-from deepspeed_gear import Replay
+from deepspeed_gear import Column, Replay, Schema
 
 BATCH = 60
 NUM_ADDED = 12  # trajectories of each rank
@@ -29,14 +31,17 @@ def gathered(value: Any) -> list[Any]:
 def unequal(data: str, batches: int) -> list[int]:
     """Return how often each trajectory was drawn."""
     sampler = {"kind": "prioritized", "unit": "trajectory", "alpha": 1.0, "beta": 0.4}
-    with Replay({"data": data, "sampler": sampler, "batch_size": BATCH, "seed": 11}) as replay:
+    section = {"data": data, "sampler": sampler, "batch_size": BATCH, "seed": 11}
+    with Replay({**section, "fields": {"task": {}, "metadata": {}}}) as replay:
         count = len(replay.datasets["main"])
         ids = np.arange(count)
         replay.sample()
         replay.set_priorities(ids.tolist(), (10.0 ** (ids * 4 // count - 2) * (1 + ids % 3)).tolist())
         drawn = np.zeros(count, np.int64)
         for _ in range(batches):
-            np.add.at(drawn, replay.sample().trajectory_id.numpy(), 1)
+            batch = replay.sample()
+            np.add.at(drawn, batch.trajectory_id.numpy(), 1)
+            assert batch.opaque("metadata") == [{"number": key} for key in batch.trajectory_id.tolist()]
     return np.sum(gathered(drawn), axis=0).tolist()
 
 
@@ -44,15 +49,17 @@ def filled() -> dict[str, Any]:
     """Let every rank add trajectories; return what is drawn and in which order."""
     rank, found = dist.get_rank(), {}
     table = {"capacity_steps": 3000, "capacity_trajectories": 90, "max_length": 30}
-    fields = {"code": {"length": 3}, "task": {}, "observation": {"offset": -1, "length": 2}}
+    fields = {"code": {"length": 3}, "task": {}, "observation": {"offset": -1, "length": 2}, "name": {}}
+    schema = Schema([*SCHEMA, Column("name", "bytes", rows="1", max_bytes=20)])
     for kind in ("uniform", "fifo", "lifo"):
         sampler = {"kind": kind, "unit": "trajectory" if kind == "uniform" else "step"}
         section = {"tables": {"main": table}, "sampler": sampler, "fields": fields, "batch_size": BATCH}
-        with Replay(section, schemas={"main": SCHEMA}) as replay:
+        with Replay(section, schemas={"main": schema}) as replay:
             mine = {}
             for index in range(NUM_ADDED):
                 name = 100 * rank + index
-                mine[replay.add(trajectory(name, 5 + index))] = name
+                values = {**trajectory(name, 5 + index), "name": b"\xff%d" % name}
+                mine[replay.add(values)] = name
             names = {key: name for part in gathered(mine) for key, name in part.items()}
             assert len(names) == NUM_ADDED * dist.get_world_size()
             dist.barrier()
@@ -67,6 +74,8 @@ def filled() -> dict[str, Any]:
                 ):
                     assert code[0] // 1000 == names[key], (code, key)
                     assert mask[0]
+                ids = batch.trajectory_id.tolist()
+                assert batch.opaque("name") == [b"\xff%d" % names[key] for key in ids]
                 seen += np.stack([batch.sample_number, batch.trajectory_id, batch.anchor], axis=1).tolist()
                 removed = [key for key in mine if key % 7 == 0]
                 replay.remove(removed)

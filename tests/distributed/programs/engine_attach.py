@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +132,27 @@ def evaluating(gear: dict[str, Any], out: str) -> None:
 def reporting(gear: dict[str, Any], out: str) -> None:
     monitor = {"enabled": True, "output_path": out, "job_name": "csv"}
     monitors = {"csv_monitor": monitor, "tensorboard": {**monitor, "job_name": "tensorboard"}}
-    engine = plain(ds_config({**gear, "prefetch": 1}, 3, **monitors), deepspeed_gear.initialize)[0]
+    config = ds_config({**gear, "prefetch": 1}, 3, **monitors, steps_per_print=2)
+    engine, lines = plain(config, deepspeed_gear.initialize)[0], Lines()
+    logging.getLogger("deepspeed_gear").addHandler(lines)
     train(engine, 4)
+    logging.getLogger("deepspeed_gear").removeHandler(lines)
+    starts = ["gear: step 2: ", "gear: step 4: "] if rank() == 0 else []
+    assert [text[: len(starts[0])] for text in lines.texts] == starts, lines.texts
+    assert all(" samples/s, " in text for text in lines.texts)
+    assert engine.gear.progress().num_samples == 4 * BATCH, "of both ranks, and the log's periods are its own"
     engine.destroy()
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
 
 
 def main(wanted: dict[str, Any]) -> None:

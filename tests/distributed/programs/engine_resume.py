@@ -34,7 +34,7 @@ def config_of(name: str, wanted: dict[str, Any]) -> dict[str, Any]:
     gear = wanted["gear"][name]
     if name != "universal":
         return ds_config(gear, ACCUMULATION, zero_optimization={"stage": 0})
-    # The optimizer of the other stages has no universal form.
+    # Stage 0 has no universal form.
     options: dict[str, Any] = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
     if wanted["action"] != "save":
         options["checkpoint"] = {"load_universal": True}

@@ -20,6 +20,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from engine_parts import BATCH, task
+from page_support import page_code
 from replay_support import topology_of
 from torch import nn
 
@@ -69,39 +70,6 @@ def first_layer(both: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, 
     return observation.flatten(1) / 1e4, codes
 
 
-class Mpu:
-    """A model-parallel unit in Megatron's manner: tensor ranks beside each other."""
-
-    def __init__(self, tensor: int) -> None:
-        world, self._tensor = dist.get_world_size(), tensor
-        of_tensor = [list(range(at, at + tensor)) for at in range(0, world, tensor)]
-        of_data = [list(range(at, world, tensor)) for at in range(tensor)]
-        self._groups = [self._mine(groups) for groups in (of_tensor, of_data)]
-
-    @staticmethod
-    def _mine(all_ranks: list[list[int]]) -> Any:
-        groups = [(ranks, dist.new_group(ranks)) for ranks in all_ranks]
-        return next(group for ranks, group in groups if dist.get_rank() in ranks)
-
-    def get_model_parallel_group(self) -> Any:
-        return self._groups[0]
-
-    def get_data_parallel_group(self) -> Any:
-        return self._groups[1]
-
-    def get_model_parallel_rank(self) -> int:
-        return int(dist.get_rank() % self._tensor)
-
-    def get_model_parallel_world_size(self) -> int:
-        return self._tensor
-
-    def get_data_parallel_rank(self) -> int:
-        return int(dist.get_rank() // self._tensor)
-
-    def get_data_parallel_world_size(self) -> int:
-        return int(dist.get_world_size() // self._tensor)
-
-
 class Losses:
     """The loss of a pipeline; keeps what the priorities are made of."""
 
@@ -136,7 +104,9 @@ def made(mode: str, config: dict[str, Any], losses: Losses) -> Any:
     elif kind == "hpz":
         config["zero_optimization"] = {"stage": 3, "zero_hpz_partition_size": one}
     elif kind == "megatron":
-        options["mpu"] = Mpu(one)
+        page: dict[str, Any] = {}
+        exec(page_code("megatron-mpu.md", "class Mpu"), page)
+        options["mpu"] = page["Mpu"](one)
     elif kind == "tensor":
         config["tensor_parallel"] = {"autotp_size": one, "partition_config": SPLIT}
     elif kind == "tp_model_init":

@@ -10,12 +10,14 @@ import sys
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 from gear_support import ROOT, prefix, shared_files, wait_until
 from process_support import environment
 from torch import nn
 
 from deepspeed_gear import Replay
+from deepspeed_gear.actors.actor_process import EpisodeReturns, _steps
 from deepspeed_gear.actors.policy_board import PolicyBoard
 from deepspeed_gear.actors.start_actors import start_actors
 from deepspeed_gear.errors import ConfigError, PeerError
@@ -71,6 +73,29 @@ def test_every_autoreset_mode_gives_the_same_trajectories(mode: str, count: int)
         for episodes in episodes_of(replay).values():
             assert sorted(episodes) == episodes  # of two environments side by side
             assert set(episodes) == set(range(max(episodes) + 1))
+
+
+@pytest.mark.parametrize(
+    ("mode", "prefix"),
+    [("next_step", ""), ("same_step", ""), ("same_step", "observation."), ("disabled", "seen.")],
+)
+def test_parts_of_observations_are_columns(mode: str, prefix: str) -> None:
+    """They have the names of the environment's, or these after a common prefix."""
+    one = {"dtype": "float32", "role": "observation", "rows": "T+1"}
+    observations = {f"{prefix}episode": one, f"{prefix}at.0": one}
+    config = config_of({**observations, **{n: c for n, c in COLUMNS.items() if n != "observation"}})
+    autoreset = {"autoreset_mode": gymnasium.vector.AutoresetMode[mode.upper()]}
+    envs = gymnasium.vector.SyncVectorEnv([policies.CountingParts] * 2, **autoreset)
+    with Replay(config) as replay:
+        act = lambda observation: np.zeros(2, np.int64)  # noqa: E731
+        steps = _steps(replay.writer(), envs, act, EpisodeReturns(2), 0)
+        while len(replay) < 8:
+            next(steps)
+        for trajectory in replay.read(range(8)):
+            episode, count = int(trajectory[f"{prefix}episode"][0]), len(trajectory["reward"])
+            assert count == episode % 3 + 1
+            assert trajectory[f"{prefix}episode"].tolist() == [episode] * (count + 1)
+            assert trajectory[f"{prefix}at.0"].tolist() == list(range(count + 1))
 
 
 def episodes_of(replay: Replay) -> dict[int, list[int]]:

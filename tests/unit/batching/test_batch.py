@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gear_support import SCHEMA, config_of, trajectory, write_dataset
@@ -16,7 +18,8 @@ from torch.utils import _pytree as pytree
 
 from deepspeed_gear import Batch, Column, Replay, Schema
 from deepspeed_gear.batching.batch import BatchSamples
-from deepspeed_gear.errors import ConfigError, StaleBatchError
+from deepspeed_gear.config.field_checks import SAMPLE_NAMES
+from deepspeed_gear.errors import ConfigError, DataError, FieldError, GearError, ShapeError, StaleBatchError
 
 
 def make(num_samples: int = 3) -> Batch:
@@ -154,9 +157,225 @@ def test_a_transform_may_set_fields() -> None:
 
 def test_repr_is_short() -> None:
     assert repr(make()) == (
-        "Batch(3 samples; observation.image: float32[3, 2, 2], observation.state: float32[3, 2], "
+        "Batch(3 samples on cpu; observation.image: float32[3, 2, 2], observation.state: float32[3, 2], "
         "reward: float32[3])"
     )
+
+
+# ---- parts ---------------------------------------------------------------------------------------
+
+PARTS: dict[str, tuple[Any, list[int]]] = {
+    "a slice": (slice(1, 3), [1, 2]),
+    "every second": (slice(None, None, 2), [0, 2, 4]),
+    "the last": (slice(-2, None), [3, 4]),
+    "none": (slice(3, 3), []),
+    "beyond the end": (slice(4, 99), [4]),
+    "a mask": (torch.tensor([True, False, False, True, True]), [0, 3, 4]),
+    "an empty mask": (torch.zeros(5, dtype=torch.bool), []),
+    "a mask as an array": (np.array([False, True, False, False, True]), [1, 4]),
+    "indices": (torch.tensor([4, 0, 0, -1]), [4, 0, 0, 4]),
+    "indices as a list": ([2, -5], [2, 0]),
+    "indices of bytes": (torch.tensor([3, 3], dtype=torch.uint8), [3, 3]),
+}
+
+
+def known_of(batch: Batch) -> dict[str, torch.Tensor]:
+    """Return every part of a batch by name."""
+    masks = {f"mask.{name}": mask for name, mask in batch.mask.items()}
+    learns = {f"learns.{name}": batch.learns(name) for name in batch.mask}
+    more = {name: batch.part(name) for name in SAMPLE_NAMES}
+    own = {"handle": batch.handle, "source": batch.source, "num_steps": batch.num_steps}
+    host = {"host_records": batch.host_records, "reported": batch.reported}
+    return {**batch, **masks, **learns, **more, **own, **host}
+
+
+def full() -> Batch:
+    """A batch of five samples with all that may be known of them."""
+    plain, count = make(5), 5
+    samples = BatchSamples(
+        plain.host_records,
+        plain.valid,
+        step_items=False,
+        total=100,
+        epoch=torch.arange(count),
+        is_weight=torch.rand(count),
+        source=torch.arange(count) % 2,
+        probability=torch.rand(count, dtype=torch.float64),
+        goal_step=torch.arange(count) - 1,
+        origin=torch.arange(count) << 32 | 7,
+        first_index=3,
+        index_step=4,
+    )
+    return Batch({**plain}, plain.mask, samples)
+
+
+@pytest.mark.parametrize("made", [make, full])
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_take_everything_along(made: Callable[..., Batch], name: str) -> None:
+    key, chosen = PARTS[name]
+    batch = made(5) if made is make else made()
+    part = batch[key]
+    assert part.num_samples == len(chosen)
+    wanted = known_of(batch)
+    for of, tensor in known_of(part).items():
+        assert torch.equal(tensor, wanted[of][chosen]), of
+    again = pickle.loads(pickle.dumps(part.clone()))
+    leaves, structure = pytree.tree_flatten(part)
+    for same in (again, pytree.tree_unflatten(leaves, structure), copy.copy(part), part[:], part.to("meta")):
+        assert same.sample_index.shape == (len(chosen),)
+        if same.device.type != "meta":
+            assert torch.equal(same.sample_index, wanted["sample_index"][chosen])
+    assert part.mask["observation.image"] is part.mask["observation.state"]
+    if isinstance(key, slice):
+        assert part["reward"].untyped_storage().data_ptr() == batch["reward"].untyped_storage().data_ptr()
+    assert part.host_records.is_contiguous()  # as the priority log takes them
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "text"),
+    [
+        (
+            torch.ones(4, dtype=torch.bool),
+            ShapeError,
+            r"the mask of samples must have shape \[5\], got \[4\]",
+        ),
+        (torch.ones(2, 2, dtype=torch.int64), ShapeError, r"indices of samples must have shape \[n\]"),
+        (torch.tensor(1), ShapeError, r"must have shape \[n\], got \[\]; write batch\[i:i \+ 1\]"),
+        (torch.tensor([0, 5]), ShapeError, r"an index of samples must be in \[-5, 5\), got 5"),
+        ([-6], ShapeError, r"must be in \[-5, 5\), got -6"),
+        (torch.ones(5), DataError, "must be a slice, a mask of bools, or integers"),
+        (slice(None, None, -1), ShapeError, "slice of integers with a step of at least 1"),
+        (slice("a", None), ShapeError, "slice of integers"),
+        (3, FieldError, r"field 3 must be in the batch; write batch\[3:4\] for a sample; it has observation"),
+    ],
+)
+def test_parts_that_are_refused(key: Any, kind: type[GearError], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        make(5)[key]
+
+
+def test_minibatches_visit_each_sample_once_an_epoch() -> None:
+    batch = make(11)
+    parts = list(batch.minibatches(4, epochs=3))
+    assert [part.num_samples for part in parts] == [4, 4, 3] * 3
+    orders = [torch.cat([p.sample_number for p in parts[i : i + 3]]).tolist() for i in (0, 3, 6)]
+    assert all(sorted(order) == batch.sample_number.tolist() for order in orders)
+    assert len({tuple(order) for order in [*orders, batch.sample_number.tolist()]}) == 4
+    assert all(bool((p["observation.image"][:, 0, 0] == (p.sample_number - 7) / 2).all()) for p in parts)
+
+    def order(of: Batch, **options: Any) -> list[int]:
+        return [n for part in of.minibatches(4, **options) for n in part.sample_number.tolist()]
+
+    assert order(batch) == orders[0] == order(batch.clone())
+    assert order(batch, seed=1) != orders[0]
+    later = make(11)
+    later.host_records[:, 7] += 88  # of the next global batch
+    assert [n - 88 for n in order(later)] != orders[0]
+    assert list(make(1)[:0].minibatches(4)) == []
+    for bad in ({"size": 0}, {"size": 4, "epochs": 0}, {"size": 4, "seed": -1}):
+        with pytest.raises(ConfigError, match="must be an integer of at least"):
+            batch.minibatches(**bad)
+
+
+def test_orders_of_minibatches_are_uniform() -> None:
+    """All 4! orders of four samples are equally likely: 720 draws, chi-square."""
+    batch = make(4)
+    orders = [tuple(part.sample_index.tolist()) for part in batch.minibatches(4, epochs=720)]
+    counts = np.unique(np.array(orders), axis=0, return_counts=True)[1]
+    assert len(counts) == 24
+    assert ((counts - 30) ** 2 / 30).sum() < 49.7  # 0.999 of 23 degrees of freedom
+
+
+@pytest.mark.parametrize("made", [make, full])
+def test_cat(made: Callable[..., Batch]) -> None:
+    whole = made(5) if made is make else made()
+    joined = Batch.cat([whole[3:], whole[:1], whole[[2]]])
+    wanted = known_of(whole)
+    for of, tensor in known_of(joined).items():
+        assert torch.equal(tensor, wanted[of][[3, 4, 0, 2]]), of
+    assert joined.mask["observation.image"] is joined.mask["observation.state"]
+    mixed = Batch.cat([make(2), full()[:2]])
+    assert mixed.source.tolist() == [0, 0, 0, 1]
+    assert mixed.goal_step.tolist() == [-1, -1, -1, 0]
+    assert mixed.handle[:, 0].tolist() == [0, 0, 0, 1]
+    assert mixed.reported[:, 1].tolist() == [1, 9, 7, 1 << 32 | 7]
+
+
+def test_what_cannot_be_joined() -> None:
+    batch = make(3)
+    other = batch.clone()
+    other["reward"] = other["reward"].double()
+    with pytest.raises(ShapeError, match=r"field 'reward' of batch 1 must be as in batch 0: \('float32'"):
+        Batch.cat([batch, other])
+    more = batch.clone()
+    more["more"] = torch.zeros(3)
+    with pytest.raises(ShapeError, match=r"field 'more' of batch 2 must be as in batch 0: missing, got"):
+        Batch.cat([batch, batch, more])
+    for bad in ([], batch, None, [batch, 3]):
+        with pytest.raises(DataError, match=r"batches must be a list of at least one batch.*Batch.cat"):
+            Batch.cat(bad)  # type: ignore[arg-type]
+
+
+def test_parts_live_as_long_as_their_memory(replay: Replay) -> None:
+    with replay:
+        batch = replay.sample()
+        views = {"a slice": batch[:2], "a slice of a slice": batch[1:][:2]}
+        copies = [batch[[0, 1]], batch[batch.valid], Batch.cat([batch[:2], batch[2:]])]
+        codes = [part["code"].clone() for part in copies]
+        visits = batch.minibatches(2)
+        first = next(visits)["code"].clone()
+        for _ in range(2):
+            replay.sample()
+        for name, part in views.items():
+            assert repr(part) == "Batch(overwritten)", name
+        assert [part["code"].tolist() for part in copies] == [code.tolist() for code in codes]
+        assert copies[2].sample_number.tolist() == [0, 1, 2, 3]
+        with pytest.raises(StaleBatchError):
+            next(visits)
+        assert len(first) == 2
+        for probe in ("_repr_html_", "_ipython_display_", "__rich_repr__", "awehflow"):
+            assert not hasattr(batch, probe)
+
+
+def test_parts_pass_through_the_compiler(replay: Replay) -> None:
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def loss(batch: Batch) -> torch.Tensor:
+        part = batch[1:3]
+        return (
+            part["observation"].sum()
+            + part.is_weight.sum()
+            + part.mask["code"].sum()
+            + part.sample_index.sum()
+        )
+
+    with replay:
+        for _ in range(3):
+            batch = replay.sample()
+            part = batch[1:3]
+            wanted = part["observation"].sum() + 2 + part.mask["code"].sum() + 3
+            assert loss(batch) == wanted
+    assert counter.frame_count == 1
+
+
+def test_the_page(checkout: Path) -> None:
+    page = (checkout / "docs" / "how-to" / "batches.md").read_text(encoding="utf-8")
+    window = {"offset": -2, "length": 5}
+    fields = {"observation": window, "reward": window, "code": {}}
+    sampler = {"kind": "prioritized", "unit": "step"}
+    seen: list[int] = []
+    with Replay(config_of(batch_size=8, fields=fields, sampler=sampler), schemas={"main": SCHEMA}) as replay:
+        replay.add(trajectory(0, 9))
+        known: dict[str, Any] = {"replay": replay, "torch": torch, "Batch": Batch}
+        known["update"] = lambda observation, *_: seen.append(len(observation))
+        for program in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+            exec(program, known)
+        assert repr(known["batch"]) in page
+        assert known["both"].num_samples == 6
+        assert known["early"].num_samples == int((known["batch"].anchor < 5).sum())
+    assert seen == [4, 4] * 3
+    assert known["condition"].dtype == torch.bfloat16
 
 
 # ---- the ring ------------------------------------------------------------------------------------
@@ -235,6 +454,10 @@ ACCESSES: dict[str, Callable[[Replay, Batch], Any]] = {
     "in": lambda _, batch: "code" in batch,
     "length": lambda _, batch: len(batch),
     "comparison": lambda _, batch: batch == batch,
+    "a slice": lambda _, batch: batch[:2],
+    "indices": lambda _, batch: batch[[0]],
+    "minibatches": lambda _, batch: next(batch.minibatches(2)),
+    "cat": lambda _, batch: Batch.cat([batch, batch]),
     "a pytree": lambda _, batch: pytree.tree_leaves(batch),
     "pickle": lambda _, batch: pickle.dumps(batch),
     "a shallow copy": lambda _, batch: copy.copy(batch),
@@ -287,6 +510,8 @@ TRANSFORMS: dict[str, tuple[Callable[[Batch], Batch], bool]] = {
     "a clone": (lambda batch: batch.clone(), False),
     "another dtype": (lambda batch: batch.map(lambda tensor: tensor.double()), False),
     "a part": (lambda batch: batch.map(lambda tensor: tensor[:2]), True),
+    "a slice": (lambda batch: batch[:2], True),
+    "a mask": (lambda batch: batch[batch.valid], False),
     "the same tensors": (lambda batch: batch.map(lambda tensor: tensor), True),
     "a copy of the object": (copy.copy, True),
     "a copy": (lambda batch: pickle.loads(pickle.dumps(batch)), False),

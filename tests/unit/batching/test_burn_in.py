@@ -59,6 +59,7 @@ def test_against_a_loop(backend: str, burn_in: int) -> None:
     with replay_of(backend=backend, burn_in=burn_in) as replay:
         for _ in range(4):
             batch = replay.sample()
+            part = batch[[3, 1]]
             halved = pytree.tree_map(lambda tensor: tensor[:16], batch)
             for name, field in FIELDS.items():
                 if name == "state":
@@ -71,6 +72,7 @@ def test_against_a_loop(backend: str, burn_in: int) -> None:
                 ]
                 assert batch.learns(name).tolist() == wanted, name
                 assert halved.learns(name).tolist() == wanted[:16]
+                assert part.learns(name).tolist() == [wanted[3], wanted[1]]
                 assert torch.equal(batch.part(f"learns.{name}"), batch.clone().learns(name))
             assert batch.learns("late").all(1).any()
             assert (batch.learns("code").sum(1) > 0).all()

@@ -7,7 +7,7 @@ import ast
 import json
 import os
 import re
-import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,14 +15,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from process_support import free_port
+import torch
+from process_support import environment, free_port, run_ranks
 
+import deepspeed_gear
 from deepspeed_gear.cli import init
 from deepspeed_gear.cli.main import main
 from deepspeed_gear.config import check_against, parse
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_writer import DatasetWriter
-from deepspeed_gear.errors import DataError
+from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.schema import Column, Schema
 
 REWARD = Column("reward", "float32", (), "reward")
@@ -97,18 +99,37 @@ def run_init(*arguments: str) -> int:
     return init.run(parser.parse_args(arguments))
 
 
+def check_errors(script: str, gear: dict[str, Any]) -> None:
+    """Run the script's model and errors on a batch, without an engine."""
+    wanted = ("OBSERVATIONS", "model", "flat", "step_errors")
+    parts = [
+        node
+        for node in ast.parse(script).body
+        if isinstance(node, ast.FunctionDef | ast.Assign)
+        and (node.name if isinstance(node, ast.FunctionDef) else ast.unparse(node.targets[0])) in wanted
+    ]
+    known: dict[str, Any] = {"torch": torch, "nn": torch.nn, "deepspeed_gear": deepspeed_gear}
+    exec(compile(ast.Module(parts, []), "train.py", "exec"), known)
+    known["engine"] = known["model"]
+    with deepspeed_gear.Replay(gear) as replay:
+        error, real = known["step_errors"](replay.sample())
+        assert error.shape == real.shape == (4, 8)
+        assert (error >= 0).all()
+        error.sum().backward()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_config_fits_the_data(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     dataset = make_dataset(tmp_path / "data", kind)
     assert run_init(str(tmp_path / "data"), "--out", str(tmp_path / "out")) == 0
-    assert f"deepspeed --num_gpus 1 {tmp_path / 'out' / 'train.py'}" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith(f" {tmp_path / 'out' / 'train.py'}\n")
     written = json.loads((tmp_path / "out" / "gear_config.json").read_text())
     fields = check_against(parse(written["gear"]), {"main": dataset.schema})
     assert Path(written["gear"]["data"]["path"]) == dataset.path.resolve()
     assert {field.column.role for field in fields if field.column} >= {"observation", "action"}
     assert not any(field.column.name == "next_observation" for field in fields if field.column)
     assert all(field.length == 8 for field in fields)
-    ast.parse((tmp_path / "out" / "train.py").read_text())
+    check_errors((tmp_path / "out" / "train.py").read_text(), {**written["gear"], "batch_size": 4})
 
 
 def test_observations_and_actions_by_type(tmp_path: Path) -> None:
@@ -168,25 +189,113 @@ def test_refuses_what_it_cannot_serve(tmp_path: Path) -> None:
         run_init(str(tmp_path / "good"), "--out", str(tmp_path / "file" / "inner"))
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("continuous", 2), ("mixed", 1)])
-def test_script_trains_under_the_launcher(tmp_path: Path, kind: str, ranks: int) -> None:
-    launcher = Path(sys.executable).with_name("deepspeed")
-    command = [str(launcher) if launcher.exists() else shutil.which("deepspeed") or "deepspeed"]
-    make_dataset(tmp_path / "data", kind)
-    run_init(str(tmp_path / "data"), "--out", str(tmp_path))
-    port = free_port()
-    command += ["--num_gpus", str(ranks), "--master_port", str(port), "train.py", "--steps", "51"]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
+@pytest.mark.parametrize(
+    ("settings", "gpus", "wanted"),
+    [
+        (
+            {"DS_ACCELERATOR": "cpu"},
+            8,
+            "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 3 train.py",
+        ),
+        ({}, 8, "deepspeed --num_gpus 8 train.py"),
+        ({}, 0, "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 3 train.py"),
+        ({"hostfile": "node0 slots=8\nnode1 slots=8\n"}, 8, "deepspeed --hostfile hosts train.py"),
+    ],
+)
+def test_launch_line(
+    settings: dict[str, str],
+    gpus: int,
+    wanted: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """For the GPUs or the cores of this machine, or the hosts of a file."""
+    make_dataset(tmp_path / "data", "discrete")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DS_ACCELERATOR", settings.get("DS_ACCELERATOR", "cuda"))
+    monkeypatch.setattr(init.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 5})
+    options = []
+    if "hostfile" in settings:
+        Path("hosts").write_text(settings["hostfile"])
+        options = ["--hostfile", "hosts"]
+    assert run_init("data", *options) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"train with: {wanted}"
+    assert f"    {wanted}\n" in Path("train.py").read_text()
+
+
+def test_a_hostfile_is_checked_first(tmp_path: Path) -> None:
+    make_dataset(tmp_path / "data", "discrete")
+    (tmp_path / "hosts").write_text("node0\n")
+    with pytest.raises(ConfigError, match="line 1 must be 'HOST slots=NUMBER'"):
+        run_init(str(tmp_path / "data"), "--out", str(tmp_path), "--hostfile", str(tmp_path / "hosts"))
+    assert not (tmp_path / "train.py").exists()
+
+
+def test_what_is_held_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The data set's split, or one that this command chooses; nothing where all parts would be empty."""
+    few = make_dataset(tmp_path / "few", "discrete", (3, 4))
+    split, name = init.held_out_split(few)
+    assert name in (None, "eval")
+    assert (name is None) == (split == {})
+    one = make_dataset(tmp_path / "one", "discrete", (3,))
+    assert init.held_out_split(one) == ({}, None)
+    assert run_init(str(tmp_path / "one"), "--out", str(tmp_path)) == 0
+    assert "note: no trajectory can be held out" in capsys.readouterr().out
+    assert "HELD_OUT = None  #" in (tmp_path / "train.py").read_text()
+    many = make_dataset(tmp_path / "many", "discrete", (3,) * 40)
+    assert init.held_out_split(many) == ({"eval": 0.1}, "eval")
+    assert run_init(str(tmp_path / "many"), "--out", str(tmp_path), "--force") == 0
+    assert "note: 10% of the trajectories are held out" in capsys.readouterr().out
+
+
+def steps_of(output: str) -> dict[int, str]:
+    """Return the printed loss of each printed step."""
+    return {int(step): loss for step, loss in re.findall(r"step (\d+) of \d+, loss ([\d.]+\d)", output)}
+
+
+def test_the_script_trains_and_continues_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Killed under the launcher after a save; started again, it repeats the steps after that save."""
+    make_dataset(tmp_path / "data", "mixed")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    run_init("data")
+    line = capsys.readouterr().out.splitlines()[-1].removeprefix("train with: ")
+    ports = [free_port(), free_port()]
+    line = line.replace("--num_gpus", f"--master_port {ports[0]} --num_gpus")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    process = subprocess.Popen(
+        ["bash", "-c", f"exec env {line} --print-every 5 --save-every 20"],
+        env=environment(PATH=path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
-    result = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    for left in Path("/dev/shm").glob(f"deepspeed_*_{port}_*"):
+    assert process.stdout is not None
+    output = ""
+    for text in process.stdout:
+        output += text
+        if "step 40 of 2000" in text:
+            break
+    os.killpg(process.pid, signal.SIGKILL)
+    output += process.communicate()[0]
+    losses = steps_of(output)
+    assert {5, 10, 35, 40} <= losses.keys(), output
+    assert float(losses[40]) < float(losses[5])
+    (tmp_path / "checkpoints" / "latest").write_text("global_step20")  # the kill may come after other saves
+    options = ["--steps", "43", "--print-every", "5", "--save-every", "20"]
+    continued = run_ranks(tmp_path / "train.py", 2, *options, MASTER_PORT=str(ports[1]))[0]
+    for left in (left for port in ports for left in Path("/dev/shm").glob(f"deepspeed_*_{port}_*")):
         left.unlink()  # DeepSpeed's own buffers, which it leaves there
-    output = result.stdout + result.stderr
-    assert result.returncode == 0, output
-    losses = {int(step): float(loss) for step, loss in re.findall(r"step (\d+) loss (\S+)", output)}
-    assert sorted(losses) == [0, 50], output
-    assert losses[50] < 0.5 * losses[0]
+    assert "continuing after step 20\n" in continued
+    again = steps_of(continued)
+    assert list(again) == [25, 30, 35, 40, 43]
+    assert [again[step] for step in (25, 30, 35, 40)] == [losses[step] for step in (25, 30, 35, 40)]
+    errors = dict(re.findall(r"step (\d+), held-out error ([\d.]+)", output + continued))
+    assert {"20", "40", "43"} <= errors.keys()
+    assert float(errors["43"]) < float(errors["20"])
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "global_step43"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from deepspeed_gear.cli import inspect
+from deepspeed_gear.cli import inspect, plot
+from deepspeed_gear.cli.figures import bin_edges, new_figure, save
 from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.data.dataset_statistics import compute_statistics
 from deepspeed_gear.data.dataset_writer import DatasetWriter
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.schema import Column, Schema
@@ -63,7 +66,7 @@ def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines["trajectories"] == ["4"]
     assert lines["steps"] == ["10"]
     assert lines["bytes"] == [f"{dataset.num_bytes:,}"]
-    assert lines["length"] == ["1", "1.3", "2.5", "3.7", "4", "2.5", "1.118"]
+    assert lines["length"] == ["1", "1", "2", "4", "4", "2.5", "1.118"]
     assert lines["return"][:4] == ["float64", "[]", "1", "32"]
     assert lines["observation"] == ["float32", "[2]", "T+1", "112", "1", "2", "-1", "3"]
     assert lines["image"][:6] == ["uint8", "[10,", "10]", "T", "1,400", lines["image"][5]]
@@ -110,7 +113,41 @@ def test_plot(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--plot .*a.txt must be writable, got .*ends in .png"):
         run(str(tmp_path / "set"), "--plot", str(tmp_path / "a.txt"))
     with pytest.raises(ConfigError, match="No such file or directory"):
-        run(str(tmp_path / "set"), "--plot", str(tmp_path / "nowhere" / "a.png"))
+        save(new_figure(1, 1), tmp_path / "nowhere" / "a.png")
+
+
+@pytest.mark.parametrize(
+    ("values", "edges"),
+    [
+        ([1, 2, 2, 7], [0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5]),
+        ([-3.0], [-3.5, -2.5]),
+        ([0, 100], np.arange(-0.5, 110, 11)),  # 10 bins of 11 integers each
+        ([0.5, 0.5], [0.475, 0.525]),
+        ([1 + 2**-52, 1], [0.95, 1.05]),
+        ([0.0, 0.9], np.linspace(0, 0.9, 11)),
+        ([2.0**60, 2.0**60 + 256], [0.95 * 2.0**60, 1.05 * 2.0**60]),
+    ],
+)
+def test_bins_of_a_histogram(values: list[float], edges: Sequence[float]) -> None:
+    found = bin_edges(np.array(values, np.float64), 10)
+    assert found.tolist() == pytest.approx(list(edges))
+    assert np.histogram(values, found)[0].sum() == len(values)
+
+
+def test_axes_of_constant_values() -> None:
+    """One value stands in the middle, with the same numbers on the axis as in the table."""
+    pytest.importorskip("matplotlib")
+    axes = new_figure(4, 4).subplots(1, 3)
+    plot._histogram(axes[0], np.full(20, 1000), "steps")
+    assert axes[0].get_xlim() == (989.5, 1010.5)
+    column = Column("x", "float32", (3,))
+    for axis, value, limits in ((axes[1], 0.3, (0, 0.6)), (axes[2], 0.0, (-1, 1))):
+        rows = np.full((8, 3), value)
+        axis_statistics = compute_statistics(
+            Schema([column]), {"x": rows.astype(np.float32)}, np.array([0]), np.array([8]), {}
+        )["x"]
+        plot._elements(axis, column, axis_statistics)
+        assert axis.get_ylim() == pytest.approx(limits)
 
 
 def test_a_data_set_without_returns_or_finite_values(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -14,19 +15,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gear_support import SCHEMA, config_of, shared_files, trajectory
+from gear_support import SCHEMA, config_of, shared_files, trajectory, write_dataset
 from process_support import environment
 from replay_support import streams_of
 from snapshot_support import into_shards
 
-from deepspeed_gear import Replay
+from deepspeed_gear import DeviceReplay, Replay
 from deepspeed_gear.cli import inspect
 from deepspeed_gear.cli.inspect_distribution import Distribution, histogram, of_living, of_saved, saved_tables
 from deepspeed_gear.errors import CheckpointError, ConfigError, StoreError
-from deepspeed_gear.store.live_stores import living_stores
+from deepspeed_gear.store.live_stores import LiveStore, living_stores
 
 LENGTHS = (1, 2, 5, 9, 14, 3)
-SAMPLERS = {
+SAMPLERS: dict[str, dict[str, Any]] = {
     "steps": {"kind": "prioritized", "unit": "step", "alpha": 0.5},
     "trajectories": {"kind": "prioritized", "alpha": 0.7},
     "uniform": {"unit": "step", "anchors": {"every": 2}},
@@ -40,19 +41,23 @@ from gear_support import SCHEMA, trajectory
 from replay_support import streams_of
 from deepspeed_gear import Replay
 
-replay = Replay(json.loads(sys.argv[1]), schemas={"main": SCHEMA})
-for number, steps in enumerate(json.loads(sys.argv[2])):
-    replay.add(trajectory(number, steps))
+sections, lengths = map(json.loads, sys.argv[1:])
+replays = {name: Replay(section, schemas={"main": SCHEMA}) for name, section in sections.items()}
+for replay in replays.values():
+    for number, steps in enumerate(lengths):
+        replay.add(trajectory(number, steps))
 torch.manual_seed(0)
 for line in sys.stdin:
+    replay = replays[line.strip()]
     batch = replay.sample()
-    if "prioritized" in sys.argv[1]:
+    has_priorities = replay.config.sampler.kind == "prioritized"
+    if has_priorities:
         replay.update_priorities(batch, 0.1 + 8 * torch.rand(16))
         replay.sample()
     masses = streams_of(replay)["train"].masses
     found = {"draws": replay.statistics()["drawn"]["main"]["draws"]}
     found["masses"] = masses.leaves[masses.leaves > 0].tolist()
-    if "prioritized" in sys.argv[1]:
+    if has_priorities:
         found["priorities"] = masses.values[masses.leaves > 0].tolist()
     print(json.dumps(found), flush=True)
 """
@@ -69,27 +74,33 @@ def run(*arguments: str) -> int:
 
 
 class Other:
-    """A process that holds a store, and takes a step when it is asked to."""
+    """A process that holds a store for each sampler, in runs of these names, and steps when asked to."""
 
-    def __init__(self, name: str) -> None:
-        arguments = [sys.executable, "-c", PROGRAM, json.dumps(section_of(name)), json.dumps(LENGTHS)]
+    def __init__(self, *names: str) -> None:
+        prefix = config_of()["shared_memory"]["prefix"]
+        sections = {name: section_of(name, shared_memory={"prefix": prefix, "run": name}) for name in names}
+        arguments = [sys.executable, "-c", PROGRAM, json.dumps(sections), json.dumps(LENGTHS)]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(arguments, env=environment(), stdin=pipe, stdout=pipe, text=True)
 
-    def step(self) -> dict[str, Any]:
+    def step(self, name: str) -> dict[str, Any]:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        print("step", file=self.process.stdin, flush=True)
+        print(name, file=self.process.stdin, flush=True)
         found: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return found
+
+    def store(self, name: str) -> LiveStore:
+        (found,) = (store for store in living_stores(self.process.pid) if store.run.name == name)
         return found
 
     def end(self) -> None:
         self.process.communicate(timeout=60)
 
 
-@pytest.fixture(params=SAMPLERS)
-def other(request: pytest.FixtureRequest) -> Iterator[Other]:
-    made = Other(request.param)
+@pytest.fixture(scope="module")
+def other() -> Iterator[Other]:
+    made = Other(*SAMPLERS)
     yield made
     made.end()
     assert made.process.returncode == 0
@@ -106,38 +117,41 @@ def check(found: Distribution, known: dict[str, Any]) -> None:
     assert counted == pytest.approx(known["draws"])
 
 
-def test_a_living_store(other: Other, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_living_store(name: str, other: Other, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two looks at one run, which goes on between them, and nothing of it is writable."""
-    known = other.step()
+    known = other.step(name)
     pid = other.process.pid
     assert shared_files(config_of()["shared_memory"]["prefix"]) == []  # it has no name any more
-    (store,) = living_stores(pid)
+    store = other.store(name)
     assert store.processes == (pid,)
     assert all(not view.flags.writeable for view in store.views.values())
     found = of_living(store)
     assert found is not None
     assert (found.table, found.num_trajectories, found.num_steps) == ("main", 6, sum(LENGTHS))
     check(found, known)
-    known = other.step()
+    known = other.step(name)
     again = of_living(store)
     assert again is not None
     check(again, known)
-    assert run("--living", str(pid), "--plot", str(tmp_path / "a.png")) == 0
+    plot = ["--plot", str(tmp_path / "a.png")] if name == "steps" else []
+    assert run("--living", str(pid), *plot) == 0
     text = capsys.readouterr().out
     assert f"table main of process {pid}:" in text
     assert f"  steps         {sum(LENGTHS)}\n" in text
-    assert (tmp_path / "a.png").stat().st_size > 10_000
+    assert f"  sampler       {SAMPLERS[name].get('kind', 'uniform')}, unit " in text
+    assert not plot or (tmp_path / "a.png").stat().st_size > 10_000
     assert run("--living", str(pid), "--json") == 0
-    stores = [s for s in json.loads(capsys.readouterr().out)["stores"] if s["processes"] == [pid]]
-    assert stores[0]["table"] == "main"
-    assert stores[0]["distribution"] == again.summary()
-    other.step()
+    (shown,) = (s for s in json.loads(capsys.readouterr().out)["stores"] if s["run"]["name"] == name)
+    assert (shown["processes"], shown["table"]) == ([pid], "main")
+    assert shown["distribution"] == again.summary()
+    other.step(name)
 
 
 def test_a_process_that_has_ended(tmp_path: Path) -> None:
     other = Other("steps")
-    other.step()
-    (store,) = living_stores(other.process.pid)
+    other.step("steps")
+    store = other.store("steps")
     other.process.kill()
     other.end()
     assert of_living(store) is not None  # a look outlives the run: it is a map of its own
@@ -194,9 +208,122 @@ def test_a_saved_store(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[
         run(str(tmp_path / "tag"))
 
 
+def test_a_checkpoint_of_a_position_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Uniform samples of a data set: nothing but the position is saved, and the output says so."""
+    write_dataset(tmp_path / "data", [5, 9, 7, 4, 4], {"eval": 0.4})
+    options = {"batch_size": 4, "sampler": {"kind": "epoch", "unit": "step"}, "fields": {"code": {}}}
+    gear = tmp_path / "run" / "global_step7" / "gear"
+    with Replay(config_of(tmp_path / "data", **options)) as replay:
+        for _ in range(7):
+            replay.sample()
+        list(replay.iterator("eval"))
+        items, fingerprint = replay.statistics()["steps"], replay.fingerprint["main"]
+        items -= sum(batch.valid.sum().item() for batch in replay.iterator("eval"))
+        replay.save(gear)
+    (tmp_path / "run" / "latest").write_text("global_step7\n")
+    epoch, used = divmod(28, items)
+    known = {"epoch": epoch, "epoch_samples": used, "epoch_items": items}
+    for folder in (gear, gear.parent, tmp_path / "run"):
+        assert run(str(folder)) == 0
+        text = f"7 global batches, 28 samples of table main; epoch {epoch}: {used} of {items} items"
+        assert capsys.readouterr().out.splitlines() == [
+            f"position in {gear}, without tables: data sets hold their contents",
+            f"  used          {text}",
+            "  passes        2 over eval",
+            f"  data set      main: {fingerprint}",
+        ]
+    assert run(str(tmp_path / "run"), "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "position": {
+            "train": {"main": {"global_batches": 7, "samples": 28, **known}},
+            "passes": {"eval": 2},
+            "data": {"main": fingerprint},
+        },
+        "tables": [],
+    }
+    with pytest.raises(CheckpointError, match=r"gear must hold a table of a store to be plotted"):
+        run(str(gear), "--plot", str(tmp_path / "a.png"))
+    with pytest.raises(ConfigError, match="--verify must be of a data set"):
+        run(str(gear), "--verify")
+    (tmp_path / "run" / "latest").write_text("global_step8")
+    with pytest.raises(CheckpointError, match=r"latest must name a folder beside it, got 'global_step8'"):
+        run(str(tmp_path / "run"))
+    position = gear / "position.json"
+    position.write_text(position.read_text().replace('"eval": 2', '"eval": 3'))
+    with pytest.raises(CheckpointError, match=r"position.json must be as it was saved"):
+        run(str(gear))
+
+
+def test_a_checkpoint_of_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    section = config_of(batch_size=4, fields={"code": {}})
+    section["tables"]["main"] = {
+        "capacity_steps": 64,
+        "max_length": 8,
+        "remove": "fifo",
+        "placement": "device",
+    }
+    with DeviceReplay(section, "cpu", schemas={"main": SCHEMA}) as replay:
+        replay.save(tmp_path / "gear")
+    assert run(str(tmp_path / "gear")) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"position in {tmp_path / 'gear'}",
+        "  used          0 global batches, 0 samples of table main",
+        f"table main in {tmp_path / 'gear' / 'main'}",
+        "  replicas      1, each with a table in its device's memory",
+    ]
+    assert run(str(tmp_path), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["tables"] == [{"table": "main", "replicas": 1}]
+
+
+OWN_SAMPLER = """
+from deepspeed_gear.config import DrawingOptions
+from deepspeed_gear.sampling.samplers.base import Sampler, SamplerSpec
+
+class Mine(Sampler):
+    Options = DrawingOptions
+
+    def spec(self, scope):
+        return SamplerSpec(scope.admitted)
+
+    def sample(self, draw):
+        return draw.random()
+"""
+
+
+@pytest.mark.parametrize(
+    ("sampler", "wanted"),
+    [
+        (
+            {"kind": "mixture", "shares": {"main": 1.0}, "of": SAMPLERS["steps"]},
+            "mixture of prioritized, unit step",
+        ),
+        ({"kind": "own_sampler:Mine"}, "own_sampler:Mine, unit trajectory"),
+        (SAMPLERS["length"], "length, unit trajectory"),
+    ],
+)
+def test_the_sampler_has_its_name_in_the_config(
+    sampler: dict[str, Any],
+    wanted: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "own_sampler.py").write_text(OWN_SAMPLER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with Replay(
+        config_of(sampler=sampler, batch_size=4, fields={"code": {}}), schemas={"main": SCHEMA}
+    ) as replay:
+        replay.add(trajectory(0, 5))
+        replay.sample()
+        replay.save(tmp_path / "gear")
+        assert run("--living", str(os.getpid())) == 0
+        assert run(str(tmp_path / "gear")) == 0
+    assert capsys.readouterr().out.count(f"  sampler       {wanted}\n") == 2
+
+
 def test_summary() -> None:
     masses = np.array([1.0] * 90 + [11.0] * 10)
-    found = Distribution("t", "random", "step", 3, 100, masses, None, np.array([0, 0, 1, 5], np.int32))
+    found = Distribution("t", "uniform", "step", 3, 100, masses, None, np.array([0, 0, 1, 5], np.int32))
     summary = found.summary()
     assert summary["share_of_top"] == {"0.01": 0.055, "0.1": 0.55}
     assert summary["effective"] == pytest.approx(200**2 / (90 + 1210) / 100)

@@ -145,7 +145,7 @@ WRONG: list[tuple[Any, str]] = [
     (_with("fields", "action", "as", "float"), f"gear.fields.action.as must be {DTYPES}, got 'float'"),
     (
         _with("fields", "action", "offset", "n_stp"),
-        "gear.fields.action.offset must be an integer in (-2^31, 2^31) or \"n_step\", got 'n_stp'",
+        "gear.fields.action.offset must be an integer in (-2^31, 2^31), \"n_step\" or null, got 'n_stp'",
     ),
     (_with("backend", "gpu"), 'gear.backend must be "auto", "reference", "cpu" or "cuda", got \'gpu\''),
     (
@@ -187,7 +187,8 @@ WRONG: list[tuple[Any, str]] = [
             **_TWO,
             "sampler": {"kind": "mixture", "shares": {"a": 1}, "of": {"kind": "length", "unit": "step"}},
         },
-        'gear.sampler.of.unit must be "trajectory" where gear.sampler.of.kind is "length", got \'step\'; '
+        'gear.sampler.of.unit must be "trajectory" or "group" where gear.sampler.of.kind is "length", '
+        "got 'step'; "
         'uniform steps have the same effect: "kind": "uniform", "unit": "step"',
     ),
     (
@@ -283,7 +284,8 @@ WRONG: list[tuple[Any, str]] = [
     (_with("sampler", "table", "demo"), "gear.sampler.table must be a table, got 'demo'; known are main"),
     (
         _with("sampler", "kind", "length"),
-        'gear.sampler.unit must be "trajectory" where gear.sampler.kind is "length", got \'step\'; '
+        'gear.sampler.unit must be "trajectory" or "group" where gear.sampler.kind is "length", '
+        "got 'step'; "
         'uniform steps have the same effect: "kind": "uniform", "unit": "step"',
     ),
     (

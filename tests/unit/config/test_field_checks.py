@@ -84,7 +84,7 @@ def test_dtypes() -> None:
     assert one(column="pixels", scale=0.5).dtype == "float32"
     assert one(column="pixels", normalize="min_max").dtype == "float32"
     assert one(column="pixels", **{"as": "engine"}).dtype == "engine"
-    assert one(column="pixels", **{"as": "int16"}).dtype == "int16"
+    assert one(column="pixels", **{"as": "int32"}).dtype == "int32"
     assert one(column="token", normalize="mean_std", **{"as": "engine"}).dtype == "engine"
     assert one(column="terminated", **{"as": "float32"}).dtype == "float32"
     assert one(column="return", **{"as": "float32"}).dtype == "float32"
@@ -236,6 +236,15 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"fields": {"pixels": {"as": "int16", "scale": 0.1}}},
         "gear.fields.pixels.as must be a float type where the field is normalised or "
         "scaled, got 'int16'; use float32",
+    ),
+    (
+        {"fields": {"pixels": {"as": "int16"}}},
+        "gear.fields.pixels.as must be uint8, int32, int64 or a float type, got 'int16'; use int32",
+    ),
+    (
+        {"fields": {"return_to_go": {"as": "engine"}}},
+        "gear.fields.return_to_go.as must not be \"engine\" for a derived float32, got 'engine'; "
+        "rewards, returns, flags and derived fields keep their precision; convert them in the model",
     ),
     (
         {"fields": {"terminated": {"pad": 2}}},

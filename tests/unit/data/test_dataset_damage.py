@@ -74,7 +74,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "an edited schema": (
         lambda p: edit(p / MANIFEST, schema={"columns": [{"name": "x", "dtype": "f4"}]}),
         '/schema.json must hold a valid schema, got "column x: dtype must be one of bool, uint8, int8, '
-        f"int16, int32, int64, float16, bfloat16, float32, float64, got 'f4'\"; {REMAKE}",
+        f"int16, int32, int64, float16, bfloat16, float32, float64, bytes, json, got 'f4'\"; {REMAKE}",
     ),
     "an edited fingerprint": (
         lambda p: edit(p / MANIFEST, fingerprint="0"),

@@ -136,7 +136,7 @@ def test_allow_nan_takes_them_bit_for_bit(backend: str) -> None:
             replay.add({**{dtype: [1.0] for dtype in FLOATING}, "float16": [70000.0]})
         vector.reset()
         ended = np.ones(1, bool)
-        assert vector.step(terminated=ended, **{d: [np.nan] for d in FLOATING}) == [number + 1]
+        assert vector.step(terminated=ended, **{d: [np.nan] for d in FLOATING}) == [(0, number + 1, 1)]
 
 
 def test_only_floating_columns_allow_nan() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gear_support import config_of, lengths_of, write_dataset
+from gear_support import STEP, config_of, lengths_of, write_dataset
 from ring_cases import PRIORITIZED, SAMPLERS, WINDOWS, assert_same, on_device
 from torch import Tensor
 
@@ -75,6 +75,25 @@ def test_a_pass_over_a_split_is_that_of_shared_memory(data: Path, sampler: str) 
         assert_same(device.sample(), host.sample())
         with pytest.raises(ConfigError, match="must be one of train, eval"):
             device.iterator("test")
+
+
+def test_normalize_gives_the_bits_of_a_batch(data: Path) -> None:
+    fields = {"observation": {"normalize": "mean_std"}, "code": {"scale": 0.5}}
+    section = config_of(data, sampler=PRIORITIZED, fields=fields, batch_size=8)
+    with DeviceReplay(on_device(section), "cpu") as replay:
+        batch = replay.sample()
+        assert repr(batch).startswith("Batch(8 samples on cpu; observation: float32[8, 3]")
+        code = batch.trajectory_id * STEP + batch.anchor
+        rows = torch.stack([code, code + 0.25, -code], 1)
+        assert replay.normalize("observation", rows).equal(batch["observation"])
+        assert replay.normalize("code", code).equal(batch["code"])
+        part = batch[batch.trajectory_id > 3]
+        for name in ("is_weight", "probability", "valid", "sample_index"):
+            assert getattr(part, name).equal(getattr(batch, name)[batch.trajectory_id > 3]), name
+        with pytest.raises(
+            DataError, match=r"no clone or part, got 'Batch'; report the priorities of the whole"
+        ):
+            replay.update_priorities(part, torch.ones(part.num_samples))
 
 
 def test_only_batches_of_the_training_stream_have_priorities(data: Path) -> None:

@@ -70,6 +70,9 @@ def test_a_position_continues_with_the_content_that_is_there() -> None:
         for batch in expected:
             assert_same(replay.sample(), batch)
         assert len(replay) == 6
+        progress = replay.progress()
+        assert progress.num_samples == (3 + 2 + 2) * replay.batch_info.global_batch
+        assert progress.wait_share is None
         with pytest.raises(CheckpointError, match=r"the state must have the entry 'samples'"):
             replay.load_state_dict({name: value for name, value in position.items() if name != "samples"})
 

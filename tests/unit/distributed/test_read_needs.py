@@ -15,6 +15,7 @@ from deepspeed_gear.config import check_against, parse
 from deepspeed_gear.distributed.read_needs import grid, needs_of, readers_of, shards_of
 from deepspeed_gear.distributed.topology import AXES, RankCoordinates, Topology, check_grid
 from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.schema import Column, Schema
 
 FIELDS = {
     "observation": {"offset": -5, "length": 6, "normalize": "mean_std"},
@@ -50,6 +51,17 @@ def test_stages_read_their_ends() -> None:
     assert last["observation"].normalize is None, "nothing is read that could be normalised"
     assert not first["n_step"]
     assert not last["n_step"]
+
+
+def test_opaque_values_are_no_fields_of_ends() -> None:
+    schema = Schema([*SCHEMA, Column("note", "json", rows="1", max_bytes=9)])
+    section = {"tables": {"main": {"capacity_steps": 9}}, "fields": {**FIELDS, "note": {}}}
+    config = parse({**section, "pipeline": ENDS, "n_step": {"n": 2, "gamma": 0.9}})
+    fields = check_against(config, {"main": schema}, True)
+    whole = needs_of(RankCoordinates(sequence_rank=1, sequence_world=2), config, fields)
+    assert [field.name for field in whole.opaque] == ["note"]
+    assert [field.name for field in whole.fields] == list(FIELDS)
+    assert not needs_of(RankCoordinates(pipe_world=2), config, fields).opaque
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from remote_support import (
 
 from deepspeed_gear import Column, RemoteWriter, Replay, Schema, SendOptions, TrajectoryWriter
 from deepspeed_gear.cli import main
+from deepspeed_gear.data.trajectory_checks import check_trajectory
 from deepspeed_gear.errors import (
     ConfigError,
     DataError,
@@ -244,6 +245,50 @@ def test_the_gateway_refuses_what_a_writer_has_not_checked(monkeypatch: pytest.M
         with pytest.raises(DataError, match=r"trajectory 0: .*half must be finite, got 'inf at step 7'"):
             writer.flush()
         assert len(replay) == 0
+
+
+def test_opaque_values_arrive_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    more = [Column("raw", "bytes", rows="1", max_bytes=6), Column("note", "json", rows="1", max_bytes=20)]
+    schema = Schema([*SCHEMA, *more])
+    other = Schema([*SCHEMA, Column("raw", "bytes", rows="1", max_bytes=7), more[1]])
+    with served(section(), schema) as (replay, gateway):
+        with pytest.raises(SchemaError, match="column raw has max_bytes 7, the table 6"):
+            connect(gateway.url, schema=other)
+        with connect(gateway.url) as writer:
+            with pytest.raises(DataError, match="raw must have at most max_bytes = 6 bytes, got 7"):
+                writer.add({**trajectory(0, 3), "raw": bytes(7), "note": None})
+            writer.add({**trajectory(0, 3), "raw": b"\x00a", "note": {"a": [1]}})
+            writer.flush()
+            assert replay.read([0])[0]["raw"] == b"\x00a"
+            assert replay.read([0])[0]["note"] == {"a": [1]}
+            with monkeypatch.context() as patch:  # a writer that sends what is no row
+                patch.setattr("deepspeed_gear.data.opaque_rows._checked", lambda row, *_: row)
+                arrays, _ = check_trajectory(
+                    "it", schema, {**trajectory(1, 3), "raw": np.full(10, 9, np.uint8), "note": 1}
+                )
+            writer._outbox.put(arrays, 1000)
+            with pytest.raises(
+                DataError, match=r"trajectory 1: .*raw must hold a value of at most max_bytes"
+            ):
+                writer.flush()
+            assert len(replay) == 1
+
+
+def test_columns_come_nested_and_late_ones_with_the_rest() -> None:
+    """What a remote writer leaves out of a late column cannot be filled, and is not stored as zeros."""
+    more = [Column("score.human", "float32", rows="1", late=True), Column("parts.left", "int64")]
+    with served(section(), Schema([*SCHEMA, *more])) as (replay, gateway), connect(gateway.url) as writer:
+        flat = {**trajectory(0, 3), "parts.left": np.arange(3), "score.human": 1.5}
+        with pytest.raises(
+            DataError, match=r"column score.human must be in every .*; a remote writer cannot"
+        ):
+            writer.add({name: value for name, value in flat.items() if name != "score.human"})
+        writer.add(flat)
+        writer.add({**trajectory(0, 3), "parts": {"left": np.arange(3)}, "score": {"human": 1.5}})
+        writer.flush()
+        one, other = stored(replay)
+        assert {n: a.tobytes() for n, a in one.items()} == {n: a.tobytes() for n, a in other.items()}
+        assert one["score.human"] == 1.5
 
 
 def test_a_full_table_is_an_error_of_the_writer() -> None:

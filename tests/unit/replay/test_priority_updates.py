@@ -115,6 +115,37 @@ def test_all_priorities_zero_is_an_error_that_new_ones_mend(replays: Any, prefet
     assert replay.sample().trajectory_id.tolist() == [1] * 8
 
 
+# ---- parts of batches ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_reports_of_parts_are_those_of_the_whole(replays: Any, steps: bool) -> None:
+    """Slices with gaps, masks, indices, parts joined again and minibatches."""
+    fields = {name: FIELDS[name] for name in ("code", "reward")}
+    whole, parts = replays(fields=fields), replays(fields=fields)
+    for turn in range(4):
+        batch, same = whole.sample(), parts.sample()
+        assert batch == same
+        values = torch.rand((8, 4) if steps else 8) + 0.1
+        whole.update_priorities(batch, values)
+        late = same.sample_index % 2 == 1
+        chosen = {
+            0: [same[:3], same[3:]],
+            1: [same[::2], same[late]],
+            2: [same[[7, 6, 5, 4]], Batch.cat([same[2:4], same[:2]])],
+            3: list(same.minibatches(3)),
+        }[turn]
+        for part in chosen:
+            parts.update_priorities(part, values[part.sample_index])
+    whole.sample()
+    parts.sample()
+    assert torch.equal(everything(whole), everything(parts))
+    assert parts.statistics()["priorities_applied"] == whole.statistics()["priorities_applied"] == 32
+    with pytest.raises(ShapeError, match=r"priorities must have shape \[3\], or \[3, T\], got \[8\]"):
+        parts.update_priorities(parts.sample()[:3], torch.ones(8))
+    parts.update_priorities(parts.sample()[:0], torch.ones(0))
+
+
 # ---- [B, T] --------------------------------------------------------------------------------------
 
 REDUCE: dict[str, Callable[[np.ndarray], float]] = {

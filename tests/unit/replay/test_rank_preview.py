@@ -87,6 +87,45 @@ def test_stages_and_traffic(data: Path) -> None:
     assert (found.traffic == wanted).all()
 
 
+def test_a_thousand_ranks_fit_one_screen(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Equal ranks and nodes share lines; --full adds a line for each rank and each two nodes."""
+    path, options = tmp_path / "gear.json", ["--pp", "4", "--dp", "64", "--tp", "4", "--nodes", "128"]
+    path.write_text(json.dumps({**section(data), "micro_batch_size": 1}))
+    shown = []
+    for more in ([], ["--full"], ["--json"]):
+        assert main(["preview", str(path), *options, *more]) == 0
+        shown.append(capsys.readouterr().out)
+    lines, full, known = shown[0].splitlines(), shown[1].splitlines(), json.loads(shown[2])
+    assert len(lines) < 30
+    assert max(map(len, lines)) < 120
+    others = set(full) - set(lines)
+    assert [line for line in full if line and line not in others] == [line for line in lines if line]
+    traffic, ranks = np.array(known["traffic"]), known["ranks"]
+    assert "ranks 0-255 (256): pipe 0 of 4, data 0-63 of 64, tensor 0-3 of 4" in lines
+    assert "ranks 256-767 (512): pipe 1-2 of 4, data 0-63 of 64, tensor 0-3 of 4" in lines
+    padding = [rank["padding"] for rank in ranks[:256]]
+    text = f"{ranks[0]['bytes']:,} bytes a micro batch; padding {min(padding):.1%} to {max(padding):.1%}"
+    assert any(text in line for line in lines)
+    cells = next(line.split() for line in lines if line.startswith("0-31 "))
+    most = int(traffic[:32].sum(1).argmax())
+    assert cells[1:5] == [
+        "8",
+        f"{8 * ranks[0]['bytes']:,}",
+        f"{ranks[0]['bytes']:,}",
+        f"{traffic[:32].sum():,}",
+    ]
+    assert cells[5:8] == [f"{traffic[most].sum():,}", "(node", f"{most})"]
+    assert any(
+        f"between all nodes: {traffic.sum():,} bytes, at most {traffic.max():,} from" in x for x in lines
+    )
+    each = [line.split()[:2] for line in full if line[:1].isdigit() and "data" in line]
+    assert each == [[str(rank["rank"]), str(rank["node"])] for rank in ranks]
+    for a, b in np.argwhere(traffic).tolist():
+        assert f"node {a} -> node {b}  {traffic[a, b]:,} bytes" in full
+
+
 @pytest.mark.parametrize(
     ("sizes", "wanted"),
     [
@@ -108,7 +147,7 @@ def test_sizes_of_a_ds_config(
     assert main(["preview", str(path), "--dp", "2", "--nodes", "2"]) == 0
     text = capsys.readouterr().out
     assert f"digest {shown['digests'][0]}" in text
-    assert "Rows between nodes" in text
+    assert "Rows between all nodes" in text
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from replay_support import FIELDS, LENGTHS, offline, online, same, split, take
 from deepspeed_gear import Replay
 from deepspeed_gear.errors import ConfigError, DataError, StoreError, StoreFullError
 from deepspeed_gear.replay.builder import ReplayParts
+from deepspeed_gear.replay.progress import Progress, ProgressMeter, Totals
 
 # ---- configs -------------------------------------------------------------------------------------
 
@@ -208,6 +209,33 @@ def test_metrics(data: Path) -> None:
     assert 0 < found["padding"] < 0.5
     assert found["store_bytes"] >= 40 * 64
     assert set(found) >= {"huge_bytes", "payload_bytes", "bytes", "epoch"}
+
+
+def test_a_meter_measures_from_reading_to_reading() -> None:
+    times = iter([10.0, 14.0, 14.5, 14.5])
+    meter = ProgressMeter(Totals(100, 1.0, None), lambda: next(times))
+    first = meter.read(Totals(48100, 1.5, 2.25))
+    assert first == Progress(48000, 4.0, 0.5, 2.25)
+    assert (first.samples_per_s, first.wait_share) == (12000.0, 0.125)
+    assert str(first) == "12,000 samples/s, 12.5% of the time waiting for data, policy lag 2.2"
+    second = meter.read(Totals(48101, None, None))
+    assert second == Progress(1, 0.5, None, None)
+    assert str(second) == "2 samples/s"
+    assert str(meter.read(Totals(48101, 1.5, None))) == "0 samples/s"
+
+
+def test_progress_is_that_since_the_last_call(data: Path) -> None:
+    with offline(data, gradient_accumulation_steps=4) as replay:
+        take(replay, 5)
+        found = replay.progress()
+        assert found.num_samples == 5 * 4
+        assert 0 < found.wait_s == replay.metrics.wait_s < found.elapsed_s
+        assert found.lag is None
+        take(replay, 1)
+        assert replay.progress().num_samples == 4
+        assert replay.progress().num_samples == 0
+    with pytest.raises(StoreError, match="must be open"):
+        replay.progress()
 
 
 def test_closing_tells_what_ends_it(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

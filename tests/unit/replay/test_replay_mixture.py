@@ -72,6 +72,20 @@ def test_priorities_go_to_the_tables_they_are_of() -> None:
             replay.priorities([0], [0])
 
 
+def test_reports_of_parts_go_to_the_tables_they_are_of() -> None:
+    with filled(section({"kind": "prioritized", "unit": "step"})) as replay:
+        batch = replay.sample()
+        values = 1 + batch.source + batch.trajectory_id.float()
+        for part in (batch[batch.source == 1], Batch.cat([batch[2:4], batch[:2]])):
+            replay.update_priorities(part, values[part.sample_index])
+        replay.sample()
+        for table, name in enumerate("ab"):
+            mine = batch[batch.source == table]
+            found = replay.priorities(mine.trajectory_id, mine.anchor, name)
+            assert (found == values[batch.source == table]).all()
+        assert replay.statistics()["priorities_applied"] == 16
+
+
 def test_a_bad_priority_of_one_table_changes_none() -> None:
     with filled(section({"kind": "prioritized", "unit": "step"})) as replay:
         batch = replay.sample()

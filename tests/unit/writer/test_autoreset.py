@@ -24,6 +24,11 @@ COLUMNS = {
     "terminated": {"dtype": "bool", "role": "terminated"},
     "truncated": {"dtype": "bool", "role": "truncated"},
 }
+NESTED = {  # the same observation, in the parts of an environment with nested spaces
+    "observation.cart": {"dtype": "float32", "shape": [2], "role": "observation", "rows": "T+1"},
+    "observation.pole.0": {"dtype": "float32", "shape": [1], "role": "observation", "rows": "T+1"},
+    "observation.pole.1.speed": {"dtype": "float32", "shape": [1], "role": "observation", "rows": "T+1"},
+}
 NUM_STEPS = 120
 
 
@@ -45,8 +50,25 @@ def make() -> gymnasium.Env[Any, Any]:
     return TimeLimit(gymnasium.make("CartPole-v1").unwrapped, 15)
 
 
-def policy(observation: np.ndarray) -> np.ndarray:
+class Nested(gymnasium.ObservationWrapper[Any, Any, Any]):
+    """The environment with a Dict space, in which there is a Tuple space."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        super().__init__(env)
+        box = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+        pole = gymnasium.spaces.Tuple([box, gymnasium.spaces.Dict({"speed": box})])
+        cart = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+        self.observation_space = gymnasium.spaces.Dict({"cart": cart, "pole": pole})
+
+    def observation(self, observation: np.ndarray) -> dict[str, Any]:
+        return {"cart": observation[:2], "pole": (observation[2:3], {"speed": observation[3:]})}
+
+
+def policy(observation: Any) -> np.ndarray:
     """Act on what is seen, so that an action beside another observation would be found out."""
+    if isinstance(observation, dict):
+        pole, more = observation["pole"]
+        observation = np.concatenate([observation["cart"], pole, more["speed"]], 1)
     return (np.abs(observation * 1e4).astype(np.int64).sum(1) % 5 > 1).astype(np.int64)
 
 
@@ -73,6 +95,9 @@ def by_hand(seed: int, num_steps: int) -> list[dict[str, np.ndarray]]:
 def check_stored(replay: Replay, wanted: list[dict[str, np.ndarray]]) -> None:
     """Compare what is stored with what was recorded, in whatever order environments ended."""
     found = [{k: v.numpy() for k, v in t.items()} for t in replay.read(list(range(len(replay))))]
+    for one in found:
+        if "observation" not in one:
+            one["observation"] = np.concatenate([one[name] for name in NESTED], 1)
     assert len(found) == len(wanted) > 4
     for by in (found, wanted):
         by.sort(key=lambda trajectory: trajectory["observation"].tobytes())
@@ -89,10 +114,12 @@ def test_one_environment_that_the_program_resets() -> None:
         check_stored(replay, by_hand(0, NUM_STEPS))
 
 
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_many_environments_in_every_mode(mode: AutoresetMode) -> None:
-    envs = SyncVectorEnv([make] * 3, autoreset_mode=mode)
-    with replay_of() as replay:
+def test_many_environments_in_every_mode(mode: AutoresetMode, nested: bool) -> None:
+    envs = SyncVectorEnv([(lambda: Nested(make())) if nested else make] * 3, autoreset_mode=mode)
+    columns = {**NESTED, **{n: c for n, c in COLUMNS.items() if n != "observation"}} if nested else COLUMNS
+    with replay_of(schema={"columns": columns}) as replay:
         loops()["act_in_many"](replay, envs, policy, NUM_STEPS)
         wanted = [by_hand(seed, NUM_STEPS) for seed in range(3)]
         if mode == AutoresetMode.NEXT_STEP:  # its resets take steps too
@@ -155,7 +182,7 @@ def test_a_step_before_the_first_reset_is_refused(mode: Any) -> None:
             vector.step(**rows(1, 1))
         vector.reset(observation=np.zeros((2, 4), np.float32))
         vector.step(**rows(1, 1))
-        assert vector.step(**rows(2, -1), final={"observation": rows(3, 3)["observation"]}) == [0]
+        assert vector.step(**rows(2, -1), final={"observation": rows(3, 3)["observation"]}) == [(1, 0, 2)]
         take: Callable[[], Any] = lambda: vector.step(**rows(1, 1))  # noqa: E731
         if mode == "disabled":
             with pytest.raises(DataError, match=r"got 'environments \[1\]'; call reset .* is \"disabled\""):

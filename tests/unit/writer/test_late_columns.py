@@ -11,7 +11,14 @@ import pytest
 from process_support import exit_status, in_child
 
 from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
-from deepspeed_gear.errors import ConfigError, DataError, NotReadyError, SchemaError, StoreError
+from deepspeed_gear.errors import (
+    ConfigError,
+    DataError,
+    NotReadyError,
+    SchemaError,
+    StoreError,
+    StoreFullError,
+)
 
 SCHEMA = Schema(
     [
@@ -142,6 +149,70 @@ def test_what_is_late_is_in_a_checkpoint(tmp_path: Any) -> None:
         assert drawn(found) == {1, 2}
 
 
+# ---- completed trajectories ----------------------------------------------------------------------
+
+
+def states(*values: float) -> dict[str, Any]:
+    return {"observation": np.repeat(np.array(values, np.float32)[:, None], 2, 1)}
+
+
+@pytest.mark.parametrize("publish", [False, True])
+def test_every_trajectory_that_ends_is_returned(publish: bool) -> None:
+    with replay(max_length=3, capacity_steps=120, capacity_trajectories=20) as found:
+        vector, completed = found.vector_writer(2, autoreset="disabled"), []
+        assert vector.reset(**states(0, 0)) == []
+        for step in range(1, 6):
+            ended = np.array([False, step == 2])
+            rows = {"which": np.arange(2) + 10 * step, "version": np.zeros(2, np.int64), "terminated": ended}
+            completed.append(vector.step(**states(step, step), **rows, publish=publish))
+            if step == 2:
+                assert vector.reset(ended, **states(2, 0)) == []
+        # Published ids are in the order of the first steps, others in that of the ends.
+        cut, ended, last = (0, 2, 3) if publish else (1, 0, 2)
+        ended = 1 if publish else 0
+        assert completed == [[], [(1, ended, 2)], [], [(0, cut, 3)], []]
+        dropped = vector.reset(np.array([True, False]), **states(0, 0))
+        assert dropped == ([(0, last, 2)] if publish else [])
+        closed = vector.close()
+        assert closed == ([(1, 2, 3)] if publish else [])
+        assert vector.close() == []
+        every = [*completed[1], *completed[3], *dropped, *closed]
+        assert len(every) == len(found)
+        for done in every:
+            found.fill(done.trajectory_id, advantage=np.full(done.num_steps, done.env, np.float32))
+        batch = found.sample()
+        assert (batch["which"] % 10 == batch["advantage"]).all()
+
+
+def test_a_trajectory_that_is_completed_before_an_error_is_returned_later() -> None:
+    """Nothing is lost where the table has no room for the second of two."""
+    with replay(capacity_steps=10, capacity_trajectories=1, max_length=5) as found:
+        vector = found.vector_writer(2, autoreset="next_step")
+        vector.reset(**states(0, 0))
+        rows = {"which": np.arange(2), "version": np.zeros(2, np.int64), "terminated": np.ones(2, bool)}
+        with pytest.raises(StoreFullError):
+            vector.step(**states(1, 1), **rows)
+        assert vector.reset(**states(0, 0)) == [(0, 0, 1)]
+
+
+def test_one_trajectory_says_how_it_was_completed() -> None:
+    with replay(max_length=5) as found:
+        writer = found.writer()
+        step = {"which": 1, "version": 0}
+        for publish in (False, True):
+            with writer.trajectory() as opened:
+                opened.append(observation=[0.0, 0.0], **step)
+                opened.append(observation=[1.0, 1.0], publish=publish)
+                assert opened.completed is None
+            assert opened.completed == (0, int(publish), 1)
+        for publish in (False, True):
+            with writer.trajectory() as opened:
+                opened.append(observation=[0.0, 0.0], **step)
+                opened.append(observation=[1.0, 1.0], **step, publish=publish)
+                opened.discard()
+            assert opened.completed == ((0, 2, 1) if publish else None)
+
+
 # ---- ages ----------------------------------------------------------------------------------------
 
 
@@ -151,6 +222,8 @@ def test_versions_that_are_too_old_go() -> None:
             found.add(trajectory(number, steps=3 + number, version=number))  # its last steps are newer
         found.set_policy_version(3)
         assert drawn(found) == {1, 2, 3}
+        wanted = float(np.mean([3 - int(number) for number in found.sample()["which"]]))
+        assert found.progress().lag == found.take_metrics()["lag"] == wanted
         found.set_policy_version(2)  # never falls
         assert drawn(found) == {1, 2, 3}
         found.set_policy_version(5)

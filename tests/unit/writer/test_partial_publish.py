@@ -189,7 +189,7 @@ def test_many_environments(autoreset: Any) -> None:
         final = {"observation": last["observation"]} if autoreset == "same_step" else None
         added = vector.step(**last, final=final, publish=True)
         assert len(added) == 1
-        stored = found.read(added)[0]
+        stored = found.read([added[0].trajectory_id])[0]
         assert stored["which"].tolist() == [100, 101, 102, 103, 104]
         assert stored["terminated"].tolist() == [False] * 4 + [True]
         assert stored["task"].item() == 1

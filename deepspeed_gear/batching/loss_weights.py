@@ -1,0 +1,45 @@
+"""Loss weights: the factor of each token that makes the summed loss the intended mean.
+
+With x the loss of a token, m its loss mask, and sums over the batch of one optimizer step, of all ranks:
+
+- token:     sum(m x) / sum(m)                               DAPO; verl's "token-mean"
+- sequence:  1/S sum over s of (sum(m x) / sum(m) in s)      GRPO; verl's "seq-mean-token-mean"
+- group:     1/G sum over g of (sum(m x) / sum(m) in g)      the mean over prompts
+- constant:  1/S sum over s of (sum(m x) in s) / c           Dr. GRPO; verl's "seq-mean-token-sum-norm"
+
+Weights are quotients of integers that are counted over the whole batch. So they do not depend on ranks or
+packs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from deepspeed_gear.config.pack_options import ConstantConfig, LossConfig
+
+
+def loss_weights(
+    options: LossConfig, counts: np.ndarray, sequences: np.ndarray, groups: np.ndarray
+) -> np.ndarray:
+    """Return the weight of every token of the loss mask, by trajectory.
+
+    Args:
+        options: The normalisation.
+        counts: Tokens of the loss mask of each trajectory. [n], int64.
+        sequences: The sequence that it belongs to, any integers. [n], int64.
+        groups: The group that it belongs to, any integers. [n], int64.
+    Returns:
+        [n], float64; 0 for a trajectory without such tokens.
+    """
+    if options.normalize == "token":
+        total = int(counts.sum())
+        return np.where(counts > 0, 1.0 / max(total, 1), 0.0)
+    _, owner = np.unique(groups if options.normalize == "group" else sequences, return_inverse=True)
+    owner = owner.reshape(-1)
+    tokens = np.bincount(owner, counts).astype(np.int64)  # exact: counts are below 2^53
+    units = len(tokens) if options.count_masked else int((tokens > 0).sum())
+    if isinstance(options.normalize, ConstantConfig):
+        shares = np.full(len(counts), 1.0 / (max(units, 1) * options.normalize.constant))
+    else:
+        shares = 1.0 / (max(units, 1) * np.maximum(tokens, 1)[owner].astype(np.float64))
+    return np.where(counts > 0, shares, 0.0)

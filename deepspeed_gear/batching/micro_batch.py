@@ -1,0 +1,360 @@
+"""Micro batch of packed trajectories: the fields of one pack, its sequences, and its part of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from deepspeed_gear.errors import ConfigError, FieldError, ShapeError
+
+Attention = Literal["sdpa", "flash_attention_2", "flash_attention_3", "mask"]
+ATTENTIONS = ("sdpa", "flash_attention_2", "flash_attention_3", "mask")
+PADDING = -1  # the sequence of places that belong to no trajectory
+
+
+@dataclass(frozen=True)
+class PackShape:
+    """Where the trajectories of a pack stand, and which part of it a rank has.
+
+    Args:
+        lengths: Steps of each trajectory, in the order of the pack. [S], int64.
+        rows: N, padding included.
+        first, end: The places of this rank: all, or the slice of a sequence rank.
+    """
+
+    lengths: np.ndarray
+    rows: int
+    first: int
+    end: int
+
+    @property
+    def starts(self) -> np.ndarray:
+        """The first place of each trajectory. [S], int64."""
+        return np.asarray(np.cumsum(self.lengths) - self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Places of trajectories, padding excluded."""
+        return int(self.lengths.sum())
+
+    @cached_property
+    def bounds(self) -> np.ndarray:
+        """The first place of each sequence, padding being one of its own, and N. [sequences + 1], int32."""
+        ends = np.cumsum(self.lengths)
+        last = [self.rows] if not len(ends) or ends[-1] < self.rows else []
+        return np.concatenate([[0], ends, last]).astype(np.int32)
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """Places of this rank in each sequence, one after the other. [sequences], int64."""
+        inside: np.ndarray = np.minimum(np.maximum(self.bounds, self.first), self.end).astype(np.int64)
+        return np.asarray(inside[1:] - inside[:-1])
+
+    def spread(self, values: np.ndarray) -> np.ndarray:
+        """Return each trajectory's value at this rank's places of it, 0 elsewhere. [S] -> [end - first]."""
+        found = np.zeros(self.end - self.first, values.dtype)
+        own = values.repeat(self.sizes[: len(values)])
+        found[: len(own)] = own
+        return found
+
+    def owners(self) -> np.ndarray:
+        """Return the trajectory of each of this rank's places, PADDING elsewhere. [end - first], int64."""
+        numbers: np.ndarray = np.arange(len(self.sizes))
+        numbers[len(self.lengths) :] = PADDING
+        return np.asarray(numbers.repeat(self.sizes))
+
+    def positions(self) -> np.ndarray:
+        """Return the place of each of this rank's places in its sequence. [end - first], int64."""
+        begins = self.bounds[:-1].astype(np.int64).repeat(self.sizes)
+        return np.asarray(np.arange(self.first, self.end) - begins)
+
+
+@dataclass(frozen=True)
+class PackLoss:
+    """The part of a pack in the loss of its optimizer step.
+
+    Args:
+        mask: Which places count. [rows of this rank], bool.
+        weights: Of each place, without the divisor; 0 where the mask is False. [rows of this rank], float32.
+        share: Part of the step's loss tokens that this rank's places have.
+        divisor: What the framework divides the sum of all ranks' gradients by.
+        reduce: Returns the sum of a tensor over the ranks that share this pack's sequences, with gradients;
+            None: there is one.
+    """
+
+    mask: torch.Tensor
+    weights: torch.Tensor
+    share: float
+    divisor: float
+    reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+@dataclass
+class PackSources:
+    """What a micro batch reports back to its rollout batch.
+
+    Args:
+        index: Trajectories of the pack, as indices into the rollout batch. [S], int64.
+        fill: Takes columns of this rank's places: `MicroBatch.fill`; None: it does not take any.
+    """
+
+    index: torch.Tensor
+    fill: Callable[[MicroBatch, Mapping[str, torch.Tensor]], None] | None = None
+    opaque: dict[str, list[Any]] = field(default_factory=dict)
+
+
+class MicroBatch(Mapping[str, torch.Tensor]):
+    """One pack of whole trajectories, `[1, N]`: the fields, the sequences and the loss weights.
+
+    `micro["tokens"]` is [1, N, *shape] for a column with a row per step, [S, *shape] for one with a row per
+    trajectory. In a table with a token column all other per-step fields stand where the token is predicted:
+    place i holds the value of token i + 1, and the last place of a sequence padding, which has the weight 0.
+    Without one, place i holds step i.
+
+    A sequence rank has its slice of the places, N / P of them; `cu_seqlens` and `max_seqlen` are of the whole
+    pack.
+
+    Args:
+        tensors: The fields.
+        targets: The token that each place predicts, 0 where it predicts none; None: there are no tokens.
+        shape: Of the pack.
+        loss: Its part of the loss.
+        sources: Where it comes from.
+        per_trajectory: `trajectory_id`, `group` and `is_weight` of its trajectories. [S] each.
+        device: Of its tensors.
+    """
+
+    def __init__(
+        self,
+        tensors: dict[str, torch.Tensor],
+        targets: torch.Tensor | None,
+        shape: PackShape,
+        loss: PackLoss,
+        sources: PackSources,
+        per_trajectory: Mapping[str, torch.Tensor],
+        token: str | None,
+        device: torch.device,
+    ) -> None:
+        self._tensors, self._shape, self._loss, self._sources = tensors, shape, loss, sources
+        self._device, self._token = device, token
+        self.targets = targets
+        self.trajectory_id, self.group = per_trajectory["trajectory_id"], per_trajectory["group"]
+        self.is_weight = per_trajectory["is_weight"]
+
+    # ---- fields ----------------------------------------------------------------------------------
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Return a field.
+
+        Raises:
+            FieldError: There is no such field.
+        """
+        try:
+            return self._tensors[name]
+        except (KeyError, TypeError):
+            has = f"it has {', '.join(self._tensors)}"
+            raise FieldError(f"field {name!r}", "must be in the micro batch", None, has) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        """Return the number of fields; the number of trajectories is `num_trajectories`."""
+        return len(self._tensors)
+
+    def __repr__(self) -> str:
+        names = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in self._tensors.items())
+        return (
+            f"MicroBatch({self.num_trajectories} trajectories, {self.num_tokens} of {self._shape.rows} places"
+            f": {names})"
+        )
+
+    @property
+    def index(self) -> torch.Tensor:
+        """Its trajectories as indices into the rollout batch. [S], int64, in host memory."""
+        return self._sources.index
+
+    def opaque(self, name: str) -> list[Any]:
+        """Return the opaque values of its trajectories, such as byte strings.
+
+        Raises:
+            FieldError: There is no such field.
+        """
+        if name not in self._sources.opaque:
+            has = f"there are: {', '.join(self._sources.opaque) or 'none'}"
+            raise FieldError(f"opaque field {name!r}", "must be in the micro batch", None, has)
+        return self._sources.opaque[name]
+
+    # ---- sequences -------------------------------------------------------------------------------
+
+    @property
+    def num_trajectories(self) -> int:
+        return len(self._shape.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Places of trajectories in the whole pack, padding excluded."""
+        return self._shape.num_tokens
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Steps of each trajectory. [S], int64, in host memory."""
+        return torch.from_numpy(self._shape.lengths)
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor:
+        """Where each sequence of the whole pack begins, padding being one of its own, and N. int32."""
+        return torch.from_numpy(self._shape.bounds).to(self._device)
+
+    @property
+    def max_seqlen(self) -> int:
+        """Places of the longest sequence of the whole pack, padding being one of its own."""
+        return int(np.diff(self._shape.bounds).max())
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """The place of each token in its sequence. [1, N], int64."""
+        return torch.from_numpy(self._shape.positions()).to(self._device)[None]
+
+    @property
+    def sequence(self) -> torch.Tensor:
+        """Which of the trajectories each place belongs to, -1 for padding. [1, N], int64."""
+        return torch.from_numpy(self._shape.owners()).to(self._device)[None]
+
+    @property
+    def block_mask(self) -> torch.Tensor:
+        """Which places each place attends to: its own sequence up to itself. [1, 1, N, N], bool.
+
+        Of a whole pack; N * N bytes, for models without kernels for packed sequences.
+        """
+        whole = PackShape(self._shape.lengths, self._shape.rows, 0, self._shape.rows)
+        owner = torch.from_numpy(whole.owners()).to(self._device)
+        return ((owner[:, None] == owner[None, :]).tril())[None, None]
+
+    def model_inputs(self, attention: str = "sdpa") -> dict[str, Any]:
+        """Return the keyword arguments of a causal language model of transformers 5.
+
+        Without a cache, since with one the model takes the pack for a single sequence. "sdpa" (and "eager"):
+        the model finds the sequences by their positions, so no mask is given.
+
+        Args:
+            attention: The model's: "sdpa", "flash_attention_2", "flash_attention_3", or "mask" for a mask
+                [1, 1, N, N].
+        Raises:
+            ConfigError: There is no such attention, or the table has no column of the role token.
+        """
+        if attention not in ATTENTIONS:
+            raise ConfigError("attention", f"must be one of {', '.join(ATTENTIONS)}", attention)
+        if self._token is None or self._token not in self._tensors:
+            rule = 'must have a field of a column with the role "token"'
+            raise ConfigError("gear.fields", rule, None, "give the column of token ids that role")
+        found = {
+            "input_ids": self._tensors[self._token],
+            "position_ids": self.position_ids,
+            "use_cache": False,
+        }
+        if attention.startswith("flash"):
+            bounds, longest = self.cu_seqlens, self.max_seqlen
+            found |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+            found |= {"max_length_q": longest, "max_length_k": longest}
+        elif attention == "mask":
+            found["attention_mask"] = self.block_mask
+        return found
+
+    # ---- loss ------------------------------------------------------------------------------------
+
+    @property
+    def loss_mask(self) -> torch.Tensor:
+        """Which places count in the loss: those that predict a token of the loss mask. [1, N], bool."""
+        return self._loss.mask[None]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The loss weight of each place, with the framework's divisor. [1, N], float32."""
+        return self._loss.weights[None] * self._loss.divisor
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return this micro batch's part of the loss, for `backward`.
+
+        Summed over all micro batches and ranks, and divided by what the framework divides by, it is the mean
+        that `gear.loss.normalize` names.
+
+        Args:
+            values: Of each place; where the mask is False they may be NaN or infinite. [1, N] or [N].
+        Returns:
+            [], float32.
+        Raises:
+            ShapeError: Another shape.
+        """
+        mask, weights = self._loss.mask, self._loss.weights
+        flat = self._flat("values", values)
+        # Selected before they are multiplied: 0 * NaN is NaN, also in the gradient.
+        kept = torch.where(mask, flat, torch.zeros((), dtype=flat.dtype, device=flat.device)).float()
+        return (kept * weights).sum() * self._loss.divisor
+
+    @property
+    def fraction(self) -> float:
+        """The weight of a term that is no mean of tokens, such as an auxiliary loss of experts.
+
+        Its part of the optimizer step's loss tokens, with the framework's divisor: over all micro batches and
+        ranks the weights of such terms sum to 1.
+        """
+        return self._loss.share * self._loss.divisor
+
+    def per_sequence(self, values: torch.Tensor, how: Literal["mean", "sum"] = "mean") -> torch.Tensor:
+        """Return the mean or the sum over each sequence's loss tokens, at every place of it.
+
+        GSPO: `ratio = torch.exp(micro.per_sequence(logp - micro["old_logp"], "mean"))`.
+
+        Args:
+            values: Of each place; ignored where the mask is False. [1, N] or [N].
+            how: "mean" or "sum".
+        Returns:
+            Of the shape of `values`, float32; 0 at padding and in sequences without loss tokens.
+        Raises:
+            ShapeError: Another shape.
+        """
+        if how not in ("mean", "sum"):
+            raise ConfigError("how", "must be mean or sum", how)
+        flat, mask = self._flat("values", values), self._loss.mask
+        owner = torch.from_numpy(self._shape.owners()).to(flat.device)
+        owner = torch.where(owner == PADDING, self.num_trajectories, owner)
+        kept = torch.where(mask, flat, torch.zeros((), dtype=flat.dtype, device=flat.device)).float()
+        sums = kept.new_zeros(self.num_trajectories + 1).index_add(0, owner, kept)
+        counts = kept.new_zeros(self.num_trajectories + 1).index_add(0, owner, mask.float())
+        if self._loss.reduce is not None:  # the sequence continues on other ranks
+            sums, counts = self._loss.reduce(sums), self._loss.reduce(counts)
+        if how == "mean":
+            sums = sums / counts.clamp(min=1)
+        sums = torch.cat([sums[:-1], sums.new_zeros(1)])
+        return sums[owner].view(values.shape)
+
+    def fill(self, **columns: torch.Tensor) -> None:
+        """Give per-step columns of this micro batch to its rollout batch, as `Rollout.forward` asks.
+
+        Args:
+            **columns: Where the token is predicted, as the other fields. [1, N] or [N].
+        Raises:
+            ShapeError: Another shape.
+            FieldError: The micro batch is not one of `Rollout.forward`, or a column is not one that it names.
+        """
+        if self._sources.fill is None:
+            rule = "must be filled in micro batches of Rollout.forward"
+            raise FieldError(
+                f"columns {', '.join(columns)}", rule, None, "for example rollout.forward('old_logp')"
+            )
+        self._sources.fill(self, {name: self._flat(name, values) for name, values in columns.items()})
+
+    def _flat(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        rows = self._loss.mask.numel()
+        if not isinstance(values, torch.Tensor) or values.numel() != rows or values.dim() not in (1, 2):
+            got = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+            raise ShapeError(
+                name, f"must have shape [1, {rows}] or [{rows}]", got, "one value for each place"
+            )
+        return values.reshape(-1)

@@ -1,0 +1,131 @@
+"""Packing plan: which trajectory goes into which micro batch of which rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from deepspeed_gear.errors import ConfigError, DataError, ShapeError
+from deepspeed_gear.ops import Ops
+from deepspeed_gear.ops.constants import MOST_PACK_TOKENS, MOST_PACK_WIDTH, MOST_TOTAL_BITS
+
+
+@dataclass(frozen=True)
+class PackBudget:
+    """What a pack may hold, and what a trajectory in it costs.
+
+    A trajectory of l tokens costs linear * l + quadratic * l * l, in any unit: with the hidden size h of a
+    transformer, 6 h and 1 are in proportion to the operations of its layers.
+    """
+
+    tokens: int  #: N of a micro batch is at most this, padding included
+    linear: int = 1
+    quadratic: int = 0
+    multiple: int = 1  #: N is a multiple of it
+
+    def __post_init__(self) -> None:
+        """Check the ranges.
+
+        Raises:
+            ConfigError: A value lies outside its range.
+        """
+        end = 1 << MOST_TOTAL_BITS
+        ranges = {
+            "tokens": (self.tokens, 1, MOST_PACK_TOKENS),
+            "linear": (self.linear, 0, end - 1),
+            "quadratic": (self.quadratic, 0, end - 1),
+            "multiple": (self.multiple, 1, self.tokens),
+        }
+        for name, (value, least, most) in ranges.items():
+            if not least <= value <= most:
+                raise ConfigError(f"PackBudget.{name}", f"must be in [{least}, {most}]", value)
+        if self.linear + self.quadratic == 0:
+            raise ConfigError(
+                "PackBudget", "must have a cost: linear and quadratic are 0", [0, 0], "use 1, 0"
+            )
+
+    @property
+    def room(self) -> int:
+        """Tokens of trajectories that fit into a pack: the budget, down to a multiple."""
+        return self.tokens // self.multiple * self.multiple
+
+
+@dataclass(frozen=True)
+class PackingPlan:
+    """Packs of whole trajectories: the same number for every rank.
+
+    Micro steps are ordered by cost, the costliest first.
+    """
+
+    num_micro: int  #: K: micro batches of every rank
+    width: int  #: ranks that it was made for
+    micro: torch.Tensor  #: micro step of each trajectory, in [0, K). [n], int64
+    rank: torch.Tensor  #: rank of each trajectory, in [0, width). [n], int64
+
+    def packs(self, rank: int) -> list[torch.Tensor]:
+        """Return the trajectories of each micro batch of a rank, ascending.
+
+        A pack is empty only if there are fewer trajectories than packs.
+
+        Args:
+            rank: In [0, width).
+        Returns:
+            K tensors. [n], int64.
+        """
+        return list(self._by_pack[rank * self.num_micro : (rank + 1) * self.num_micro])
+
+    @cached_property
+    def _by_pack(self) -> tuple[torch.Tensor, ...]:
+        pack = self.rank * self.num_micro + self.micro
+        sizes = torch.bincount(pack, minlength=self.width * self.num_micro).tolist()
+        return torch.split(torch.argsort(pack, stable=True), sizes) if sizes else ()
+
+
+def plan_packs(lengths: torch.Tensor, budget: PackBudget, width: int, ops: Ops) -> PackingPlan:
+    """Plan the packs of a batch: a pure function, so every rank computes the same plan.
+
+    The number K of micro batches of a rank is the smallest that is found: the smallest that the tokens need,
+    unless the trajectories are too long to fill the packs. What the costliest rank of each micro step costs,
+    summed, is kept close to the mean over the ranks, and so are the costs of ranks over all micro steps.
+
+    Args:
+        lengths: Of the trajectories, in tokens. [n], int64.
+        budget: Of a pack.
+        width: Ranks, in [1, 2^20].
+        ops: Of the host.
+    Returns:
+        A plan of which no pack exceeds the budget. None is empty if n >= K * width. K is 0 if n is 0.
+    Raises:
+        ShapeError: `lengths` is not [n], int64, or `width` lies outside its range.
+        DataError: A length is below 1 or above the budget, or all costs together are 2^62 or more.
+    Cost: docs/design/0012-packed-batches.md; 1 ms for 4,096 trajectories and 64 ranks.
+    """
+    if lengths.dtype != torch.int64 or lengths.dim() != 1 or lengths.device.type != "cpu":
+        given = f"{lengths.dtype} {list(lengths.shape)} on {lengths.device}"
+        raise ShapeError("lengths", "must be int64, [n], in host memory", given)
+    if not 1 <= width <= MOST_PACK_WIDTH:
+        raise ShapeError("width", f"must be in [1, {MOST_PACK_WIDTH}]", width)
+    if len(lengths):
+        _check_values(lengths, budget)
+    micro, rank = torch.empty_like(lengths), torch.empty_like(lengths)
+    num_micro = torch.empty(1, dtype=torch.int64)
+    lengths = lengths.contiguous()
+    ops.plan_packs_(micro, rank, num_micro, lengths, budget.room, budget.linear, budget.quadratic, width)
+    return PackingPlan(int(num_micro), width, micro, rank)
+
+
+def _check_values(lengths: torch.Tensor, budget: PackBudget) -> None:
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    if shortest < 1:
+        i = int(lengths.argmin())
+        raise DataError(f"trajectory {i}", "must have at least 1 token to be packed", shortest)
+    if longest > budget.room:
+        i, rule = int(lengths.argmax()), f"must have at most {budget.room} tokens, the budget of a pack"
+        raise DataError(f"trajectory {i}", rule, longest, "raise gear.pack.tokens or truncate when writing")
+    most = len(lengths) * (budget.linear + budget.quadratic * longest) * longest
+    if most >= 1 << MOST_TOTAL_BITS:
+        cost = sum(budget.linear * n + budget.quadratic * n * n for n in lengths.tolist())
+        if cost >= 1 << MOST_TOTAL_BITS:
+            raise DataError("the cost of a batch", "must be below 2^62", cost, "divide gear.pack.cost")

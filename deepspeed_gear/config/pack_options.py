@@ -1,0 +1,136 @@
+"""The options of packed batches: `gear.pack`, `gear.batch`, `gear.rollout` and `gear.loss`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Le, Lt
+from pydantic import Field, field_validator, model_validator
+
+from deepspeed_gear.config.types import Count, Flag, GearModel, Int, Positive, Steps, Words, refuse
+
+MOST_COST = 1 << 32  # of either factor; the costs of a batch are summed in 62 bits
+
+
+class PackPadConfig(GearModel):
+    """How far a micro batch is padded at its end."""
+
+    to: Literal["multiple", "step", "budget"] = Field(
+        default="multiple",
+        description=(
+            '"multiple": to the next multiple; "step": to the same length on all ranks in each micro step, '
+            'which DeepSpeed\'s experts need; "budget": to `gear.pack.tokens`, for compiled models.'
+        ),
+    )
+    multiple: Annotated[Int, Ge(1), Le(1 << 20)] = Field(
+        default=128, description="The length of every micro batch is a multiple of it."
+    )
+
+
+class PackConfig(GearModel):
+    """Packed micro batches: whole trajectories one after the other, without padding between them."""
+
+    tokens: Steps = Field(description="Most steps of a micro batch, its padding included.")
+    cost: Annotated[list[Annotated[Int, Ge(0), Lt(MOST_COST)]], Words("two whole numbers [c1, c2]")] = Field(
+        default=[1, 0],
+        description=(
+            "What a trajectory of l steps costs to train, c1 * l + c2 * l * l: micro batches are balanced by "
+            "it. A transformer of hidden size h: [6 * h, 1]."
+        ),
+    )
+    pad: PackPadConfig = Field(default=PackPadConfig(), description="Padding at the end of a micro batch.")
+    plan_width: Count | None = Field(
+        default=None,
+        description=(
+            "Number of ranks that packs are planned for, a multiple of the replicas: packs are then the same "
+            "on any such number of replicas. null: the number of replicas."
+        ),
+    )
+    too_long: Literal["refuse", "truncate"] = Field(
+        default="refuse",
+        description=(
+            'Trajectories longer than `tokens`: "refuse" asks for a `max_length` of the table, so that a '
+            'writer gets the error; "truncate" trains their first steps.'
+        ),
+    )
+
+    @field_validator("cost")
+    @classmethod
+    def _two(cls, cost: list[int]) -> list[int]:
+        if len(cost) != 2 or not any(cost):
+            raise refuse("must be two whole numbers [c1, c2], not both 0")
+        return cost
+
+
+class BatchSizeConfig(GearModel):
+    """The size of a batch, in one unit."""
+
+    groups: Count | None = Field(default=None, description='Groups; with `"unit": "group"` of the sampler.')
+    trajectories: Count | None = Field(
+        default=None, description='Trajectories; with `"unit": "trajectory"` of the sampler.'
+    )
+
+    @model_validator(mode="after")
+    def _one_unit(self) -> Any:
+        if (self.groups is None) == (self.trajectories is None):
+            raise refuse("must have one of groups and trajectories")
+        return self
+
+    @property
+    def unit(self) -> Literal["groups", "trajectories"]:
+        return "trajectories" if self.groups is None else "groups"
+
+    @property
+    def size(self) -> int:
+        """In its unit."""
+        found: int = getattr(self, self.unit)
+        return found
+
+
+class RolloutConfig(BatchSizeConfig):
+    """A rollout batch: selected once, trained for several optimizer steps."""
+
+    minibatches: Count = Field(
+        default=1, description="Optimizer steps of an epoch: the items are divided among them."
+    )
+    epochs: Count = Field(default=1, description="How often every item of the rollout batch is trained.")
+    partial: Literal["spread", "drop"] = Field(
+        default="spread",
+        description=(
+            'Where the items do not divide by the minibatches: "spread" makes some of them one item larger, '
+            '"drop" leaves the last items of the shuffled order out of the epoch.'
+        ),
+    )
+    shuffle: Flag = Field(default=True, description="Shuffle the items before each epoch, by the seed.")
+
+
+class ConstantConfig(GearModel):
+    """The sum of each sequence divided by a constant."""
+
+    constant: Positive = Field(description="What the sum over a sequence is divided by.")
+
+
+class LossConfig(GearModel):
+    """Of what the summed loss of all ranks and micro batches is the mean."""
+
+    normalize: Annotated[
+        Literal["token", "sequence", "group"] | ConstantConfig,
+        Words('"token"', '"sequence"', '"group"', '{"constant": c}'),
+    ] = Field(
+        default="token",
+        description=(
+            'Over the optimizer step\'s batch: "token", the mean over tokens (DAPO); "sequence", the mean '
+            'over sequences of the mean over their tokens (GRPO); "group", the mean over groups of the mean '
+            'over their tokens; {"constant": c}, the mean over sequences of their sum / c (Dr. GRPO).'
+        ),
+    )
+    count_masked: Flag = Field(
+        default=False,
+        description=(
+            "Whether sequences and groups count that have no token of the loss mask, such as overlong ones."
+        ),
+    )
+    by: Literal["trajectory", "member"] = Field(
+        default="trajectory",
+        description="What a sequence is: a trajectory, or all trajectories of one member of a group.",
+    )

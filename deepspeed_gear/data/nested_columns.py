@@ -1,0 +1,68 @@
+"""Nested columns: mappings and tuples of values, such as gymnasium's observations, by dotted column names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import Any
+
+import numpy as np
+
+import deepspeed_gear.arguments as arguments
+from deepspeed_gear.errors import DataError
+
+
+def flatten(name: str, given: Mapping[str, Any], names: Set[str]) -> Mapping[str, Any]:
+    """Return nested columns by their dotted names: `Batch.tree` reversed.
+
+    A value under a name that is no column is divided if it is a mapping, a tuple (parts `0`, `1`, ...), or a
+    list or array of such objects, one a row, or None for a row without one: `{"observation": {"a": x, "b":
+    (y, z)}}` is `observation.a`, `observation.b.0` and `observation.b.1`. Values of columns stay as they are,
+    and so do values that cannot be divided.
+
+    Args:
+        name: Of what is given, for error texts.
+        given: Name -> value.
+        names: Names of the columns.
+    Returns:
+        Name -> value; `given` itself if all its names are columns.
+    Raises:
+        DataError: A key is no string, a column is given twice, or a row lacks a part that the first one has.
+    """
+    if isinstance(given, dict) and given.keys() <= names:
+        return given
+    flat: dict[str, Any] = {}
+    if not isinstance(given, dict):
+        arguments.mapping(name, given, "column -> rows")
+    _divide(flat, name, "", given, names)
+    return flat
+
+
+def _divide(flat: dict[str, Any], name: str, prefix: str, given: Mapping[Any, Any], names: Set[str]) -> None:
+    """Put values into `flat`, under their dotted names."""
+    for key, value in given.items():
+        if not isinstance(key, str):
+            owner = f"{name}: column {prefix[:-1]}" if prefix else name
+            raise DataError(owner, "must have strings as keys", key)
+        column = prefix + key
+        parts = {} if column in names else _parts(column, value)
+        if parts:
+            _divide(flat, name, f"{column}.", parts, names)
+        elif column in flat:
+            raise DataError(f"{name}: column {column}", "must be given once", None, "by its name, or nested")
+        else:
+            flat[column] = value
+
+
+def _parts(column: str, value: Any) -> Mapping[Any, Any]:
+    """Return the parts of a value, by key or index; nothing if it has none."""
+    if isinstance(value, tuple):
+        return {str(index): part for index, part in enumerate(value)}
+    if isinstance(value, list) or (isinstance(value, np.ndarray) and value.dtype == object):
+        rows = [None if row is None else _parts(column, row) for row in value]
+        keys = next((row for row in rows if row is not None), {}).keys()
+        for row in rows:
+            if row is not None and row.keys() != keys:
+                odd = next(iter(row.keys() ^ keys))
+                raise DataError(f"column {column}.{odd}", "must be in every row or in none")
+        return {key: [None if row is None else row[key] for row in rows] for key in keys}
+    return value if isinstance(value, (dict, Mapping)) else {}

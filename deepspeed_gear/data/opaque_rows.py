@@ -1,0 +1,132 @@
+"""Opaque values: byte strings and JSON, as rows of fixed size.
+
+A row is [4 + max_bytes], uint8: the length of the content as a little-endian integer of 4 bytes, the
+content, and zeros. The content of JSON is its UTF-8 text with sorted keys and without spaces, so equal values
+are equal bytes. A row of zeros, as a late column has before it is filled, is b"", and None of a JSON column.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+from deepspeed_gear.errors import DataError
+from deepspeed_gear.schema import LENGTH_BYTES, Column
+
+
+def encode(value: Any, column: Column, name: str) -> np.ndarray:
+    """Return a value as a row.
+
+    Args:
+        value: Of a bytes column: bytes, bytearray, memoryview, or a str, which is stored as UTF-8. Of a JSON
+            column: None, bool, int, finite float, str, and lists and dicts (with strings as keys) of these;
+            tuples are stored as lists. Or a row, as other parts of the package pass it on.
+        column: The column.
+        name: Of the column and its table, for error texts.
+    Returns:
+        [4 + max_bytes], uint8.
+    Raises:
+        DataError: It is of another type, or longer than the column's `max_bytes`.
+    """
+    if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.shape == column.shape:
+        return _checked(value, column, name)
+    content = _json_text(value, name) if column.dtype == "json" else _byte_string(value, name)
+    if len(content) > column.max_bytes:
+        rule, remedy = f"must have at most max_bytes = {column.max_bytes} bytes", "raise it, or store less"
+        raise DataError(name, rule, len(content), remedy)
+    row = np.zeros(column.shape, np.uint8)
+    row[:LENGTH_BYTES] = np.frombuffer(len(content).to_bytes(LENGTH_BYTES, "little"), np.uint8)
+    row[LENGTH_BYTES : LENGTH_BYTES + len(content)] = np.frombuffer(content, np.uint8)
+    return row
+
+
+def encode_rows(value: Any, column: Column, name: str, num_rows: int) -> np.ndarray:
+    """Return a sequence of values, or an array of rows, as rows.
+
+    Args:
+        value: List, tuple or array of `num_rows` values.
+        column: The column.
+        name: As in `encode`.
+        num_rows: n.
+    Returns:
+        [n, 4 + max_bytes], uint8.
+    Raises:
+        DataError: It is no such sequence, or as `encode`.
+    """
+    is_sequence = isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim > 0)
+    if not is_sequence or len(value) != num_rows:
+        found = len(value) if is_sequence else type(value).__name__
+        raise DataError(name, f"must be a list of {num_rows} values", found)
+    rows = np.zeros((num_rows, *column.shape), np.uint8)
+    for index, one in enumerate(value):
+        rows[index] = encode(one, column, name)
+    return rows
+
+
+def decode(row: np.ndarray, column: Column, name: str) -> Any:
+    """Return the value of a row: bytes, or the JSON value.
+
+    Args:
+        row: [4 + max_bytes], uint8.
+        column: The column.
+        name: As in `encode`.
+    Raises:
+        DataError: The row is none of this column.
+    """
+    length = int.from_bytes(row[:LENGTH_BYTES].tobytes(), "little")
+    if length > column.max_bytes:
+        rule = f"must hold a value of at most max_bytes = {column.max_bytes} bytes"
+        raise DataError(name, rule, length, "the row is not one that was written to this column")
+    content = row[LENGTH_BYTES : LENGTH_BYTES + length].tobytes()
+    if column.dtype == "bytes":
+        return content
+    try:
+        return json.loads(content) if content else None
+    except ValueError as error:
+        raise DataError(name, "must hold JSON", None, str(error)) from error
+
+
+def _checked(row: np.ndarray, column: Column, name: str) -> np.ndarray:
+    """Return a row, if it is one of this column: a remote writer is not trusted."""
+    decode(row, column, name)
+    length = int.from_bytes(row[:LENGTH_BYTES].tobytes(), "little")
+    if row[LENGTH_BYTES + length :].any():
+        raise DataError(name, "must have zeros after its value")
+    return row
+
+
+def _byte_string(value: Any, name: str) -> bytes:
+    if isinstance(value, str):
+        try:
+            return value.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(name, "must be a str that UTF-8 can hold", None, str(error)) from error
+    if not isinstance(value, (bytes, bytearray, memoryview)):
+        raise DataError(name, "must be bytes or a str", type(value).__name__, "convert arrays by tobytes()")
+    return bytes(value)
+
+
+def _json_text(value: Any, name: str) -> bytes:
+    try:
+        _check_keys(value, name)
+        text = json.dumps(value, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, DataError):
+            raise
+        remedy = f"{error}; convert arrays and tensors by tolist()"
+        raise DataError(name, "must be a JSON value", type(value).__name__, remedy) from error
+
+
+def _check_keys(value: Any, name: str) -> None:
+    """Raise if a key is no string: JSON would make it one."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise DataError(name, "must have strings as keys", key)
+            _check_keys(inner, name)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            _check_keys(inner, name)

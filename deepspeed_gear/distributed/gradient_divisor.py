@@ -1,0 +1,293 @@
+"""Gradient divisor: by what a framework divides the sum of all ranks' gradients.
+
+Losses l_1 .. l_n are those of the ranks that have one of their own: replicas times sequence ranks (the tensor
+ranks of a replica share one). The weights are updated by the gradient of (l_1 + ... + l_n) / divisor: losses
+that are multiplied by the divisor before `backward` are summed.
+
+Sources: what DeepSpeed 0.19.8 and torch 2.13 do, measured by tests/distributed/test_gradient_divisor.py; the
+table is in docs/design/0013-gradient-divisor.md. In their files: `runtime/engine.py` (allreduce_bucket),
+`runtime/zero/stage_1_and_2.py` (average_tensor, gradient_reduction_w_predivide), `runtime/zero/stage3.py`
+(__avg_scatter_grads, __avg_scatter_contiguous_grads), `nn/parallel/distributed.py`,
+`distributed/fsdp/_init_utils.py`, `distributed/fsdp/_fully_shard/_fsdp_collectives.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from deepspeed_gear.errors import ConfigError
+
+if TYPE_CHECKING:
+    from deepspeed_gear.distributed.deepspeed_compat import GradientSettings
+
+ZERO_OPTIMIZERS = "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer"
+AVERAGING_HOOKS = "allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"  # of torch's default_hooks
+
+
+def gradient_divisor(model: Any) -> float:
+    """Return by what the framework of a model divides the sum of all ranks' gradients.
+
+    Not collective. It holds as long as groups, hooks and divide factors stay as they are. The gradients of a
+    plain module are summed by the program (`all_reduce` with SUM), so its divisor is 1.
+
+    Args:
+        model: A DeepSpeed engine, a module in DistributedDataParallel or FSDP (1 or 2), or a plain module.
+    Raises:
+        ConfigError: There is no one divisor for all parameters, or it is not known.
+    """
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    if "deepspeed" in sys.modules:
+        from deepspeed_gear.distributed import deepspeed_compat
+
+        if deepspeed_compat.is_engine(model):
+            return engine_divisor(deepspeed_compat.gradient_settings(model))
+    if not isinstance(model, nn.Module):
+        remedy = "give a DeepSpeed engine or a torch module"
+        raise ConfigError("model", "must be of a framework that is supported", type(model).__name__, remedy)
+    return _module_divisor(model)
+
+
+# ---- DeepSpeed -------------------------------------------------------------------------------------
+
+
+def engine_divisor(settings: GradientSettings) -> float:
+    """Return the divisor of an engine with these settings.
+
+    Raises:
+        ConfigError: Its parameters have several, or it depends on the loss scale.
+    """
+    _check_exact(settings)
+    found = {_divisor_in(settings, size) * settings.losses / size for size in settings.group_sizes}
+    if settings.stage == 3 and not settings.fits_bucket:
+        scattered = (_scattered(settings, size) * settings.losses / size for size in settings.group_sizes)
+        found.update(scattered)
+    if len(found) > 1:
+        rule = "must divide the gradients of all parameters by one number: parameters beyond it are averaged"
+        raise ConfigError(
+            "zero_optimization.reduce_bucket_size",
+            f"{rule} over sequence ranks, others are not",
+            sorted(found),
+            'leave "reduce_scatter" true, or raise it above the largest parameter',
+        )
+    return found.pop() * settings.accumulation
+
+
+def _divisor_in(settings: GradientSettings, size: int) -> float:
+    """Return what the sum over a process group of `size` ranks is divided by."""
+    by_replicas, predivide = size / settings.sequence, settings.predivide
+    if not settings.averages:
+        return 1.0
+    if settings.stage == 3:
+        if settings.reduce_scatter or not settings.contiguous:
+            return _scattered(settings, size)
+        return by_replicas * (predivide if settings.postscales and predivide == size else 1.0)
+    by_zero = settings.stage > 0 and settings.optimizer != "BF16_Optimizer"
+    if by_zero and not settings.reduce_scatter and settings.postscales and predivide == size:
+        return predivide  # it is not multiplied again
+    return by_replicas
+
+
+def _scattered(settings: GradientSettings, size: int) -> float:
+    """ZeRO-3's reduce-scatter divides by the group, so it averages over sequence ranks too."""
+    return size * (settings.predivide if settings.postscales and settings.predivide == size else 1.0)
+
+
+def _check_exact(settings: GradientSettings) -> None:
+    """Raise where gradients have no divisor, or are not reduced over all ranks.
+
+    Raises:
+        ConfigError: Likewise.
+    """
+    if settings.is_pipeline:
+        rule = "must not be a pipeline: its schedule has a fixed number of micro batches"
+        raise ConfigError("engine", rule, "PipelineEngine", "use tensor, sequence or data parallelism")
+    if settings.is_compiled:
+        rule = "must be false: compiled graphs reduce gradients by themselves"
+        raise ConfigError("compile.deepcompile", rule, True, "leave it out")
+    if not settings.is_reduced:
+        rule = "must leave the reduction of gradients to DeepSpeed"
+        raise ConfigError("optimizer", rule, settings.optimizer, "use one that is not a 1-bit optimizer")
+    known = settings.stage == 0 or settings.optimizer in ZERO_OPTIMIZERS
+    if settings.is_zenflow or not known:
+        value = "zenflow" if settings.is_zenflow else settings.optimizer
+        remedy = "give an optimizer, and leave zenflow, super_offload and MiCS out"
+        raise ConfigError("zero_optimization", "must use ZeRO's own optimizers", value, remedy)
+    if settings.is_quantized:
+        rule = "must be false: gradients would be rounded to 4 bits"
+        raise ConfigError("zero_optimization.zero_quantized_gradients", rule, True, "leave it out")
+    if settings.is_fp16 and settings.stage == 0:
+        rule = "must be 1 or more with fp16: without ZeRO, DeepSpeed divides gradients by the loss scale"
+        rule += " and does not multiply the loss by it"
+        raise ConfigError("zero_optimization.stage", rule, 0, "set it to 1")
+    if settings.has_sparse and settings.stage == 0 and settings.postscales and settings.predivide != 1.0:
+        rule = "must be 1 with sparse embeddings, whose gradients it multiplies"
+        raise ConfigError("gradient_predivide_factor", rule, settings.predivide, "leave it out")
+    if settings.sequence > 1:
+        _check_sequence(settings)
+    if any(size % settings.losses for size in settings.group_sizes):
+        rule = f"must be reduced over the {settings.losses} ranks that have losses of their own"
+        remedy = "give initialize the mpu that the model was built for"
+        raise ConfigError("gradients", rule, f"{list(settings.group_sizes)} ranks", remedy)
+
+
+def _check_sequence(settings: GradientSettings) -> None:
+    if settings.has_experts:
+        rule = "must not have experts with sequence parallelism, whose ranks DeepSpeed takes for tensor ranks"
+        raise ConfigError("model", rule, "MoE layers", "use one of both")
+    if settings.optimizer == "BF16_Optimizer":
+        rule = "must be 2 or 3 with bf16 weights, float32 sums and sequence parallelism: DeepSpeed's gradient"
+        raise ConfigError("zero_optimization.stage", f"{rule} norm fails", settings.stage, "set it to 2")
+    if settings.stage < 3 and max(settings.group_sizes) < settings.losses:
+        rule = "must be used with ZeRO-3: with others DeepSpeed does not reduce gradients over sequence ranks"
+        raise ConfigError("mesh_param", rule, f"stage {settings.stage}", "give mpu=parallel_state_sp instead")
+
+
+def check_accumulation(settings: GradientSettings, pad: str) -> list[str]:
+    """Check what a step of a variable number of micro batches needs of an engine.
+
+    Args:
+        settings: Of the engine.
+        pad: `gear.pack.pad.to`.
+    Returns:
+        Defaults of DeepSpeed that change the result, for the log.
+    Raises:
+        ConfigError: A setting would change the loss, or lose gradients.
+    """
+    if settings.is_managed:
+        rule = "must be false with gear.pack: the number of micro batches differs from step to step"
+        remedy = 'add "managed_gradient_accumulation": false to the DeepSpeed config'
+        raise ConfigError("managed_gradient_accumulation", rule, True, remedy)
+    if settings.accumulation != 1:
+        rule = "must be 1 with gear.pack: every loss would be divided by it"
+        raise ConfigError("gradient_accumulation_steps", rule, settings.accumulation, "set it to 1")
+    if settings.weights != "float32" and "grad_accum_dtype" not in settings.given:
+        short = {"bfloat16": "bf16", "float16": "fp16"}.get(settings.weights, settings.weights)
+        rule = "must be given with gear.pack: the gradients of all micro batches of a step are summed in it"
+        remedy = f'give "fp32" (ZeRO 1 to 3), or "{short}", which rounds after each micro batch'
+        raise ConfigError("data_types.grad_accum_dtype", rule, None, remedy)
+    if settings.has_experts and pad == "multiple":
+        rule = 'must be "step" or "budget" with MoE layers: their ranks exchange equal numbers of tokens'
+        raise ConfigError("gear.pack.pad.to", rule, pad, 'set it to "step"')
+    return list(_defaults(settings))
+
+
+def _defaults(settings: GradientSettings) -> Iterator[str]:
+    if settings.clipping > 0 and "gradient_clipping" not in settings.given:
+        yield f"gradient_clipping is {settings.clipping}, DeepSpeed's default; 0 turns it off"
+    if settings.sums != "float32":
+        yield f"gradients are summed in {settings.sums} (data_types.grad_accum_dtype)"
+    if settings.messages != "float32" and "communication_data_type" not in settings.given:
+        yield (
+            f"gradients are sent in {settings.messages}, the default for these weights; "
+            '"communication_data_type": "fp32" sends them unrounded'
+        )
+
+
+# ---- torch -----------------------------------------------------------------------------------------
+
+
+def _module_divisor(module: nn.Module) -> float:
+    if isinstance(module, DistributedDataParallel):
+        return _ddp_divisor(module)
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
+        return _fsdp_divisor(module, fsdp.FullyShardedDataParallel.fsdp_modules(module))
+    if fsdp is not None and isinstance(module, getattr(fsdp, "FSDPModule", ())):
+        return _fully_shard_divisor(module)
+    wrapped = [name for name, part in module.named_modules() if _is_wrapped(part, fsdp)]
+    if wrapped:
+        remedy = "wrap the whole module, or give the part that is trained"
+        raise ConfigError("model", "must be wrapped as a whole", f"only {', '.join(wrapped)}", remedy)
+    return 1.0
+
+
+def _is_wrapped(module: nn.Module, fsdp: Any) -> bool:
+    replicated = sys.modules.get("torch.distributed._composable.replicate")
+    kinds = [(fsdp, "FullyShardedDataParallel"), (fsdp, "FSDPModule"), (replicated, "DDP")]
+    known = tuple(getattr(source, name) for source, name in kinds if hasattr(source, name))
+    return isinstance(module, (DistributedDataParallel, *known))
+
+
+def _ddp_divisor(module: DistributedDataParallel) -> float:
+    """Its reducer divides by the ranks of its group; so do torch's averaging hooks."""
+    for hook, _ in getattr(module, "_comm_hooks", ()):
+        is_torchs = getattr(hook, "__module__", "").endswith("ddp_comm_hooks.default_hooks")
+        if not is_torchs or hook.__name__ not in AVERAGING_HOOKS:
+            _refuse_hook("DistributedDataParallel", getattr(hook, "__name__", repr(hook)))
+    ignored: set[str] = getattr(module, "parameters_to_ignore", set())
+    trained = [name for name, one in module.module.named_parameters() if one.requires_grad]
+    _check_reduced([name for name in trained if name in ignored])
+    return float(dist.get_world_size(module.process_group))
+
+
+def _fsdp_divisor(module: Any, parts: list[Any]) -> float:
+    """FSDP 1 divides before and after its reduction, by two factors."""
+    found = set()
+    for part in parts:
+        if part._comm_hook is not None:
+            _refuse_hook("FSDP", getattr(part._comm_hook, "__name__", repr(part._comm_hook)))
+        found.add(part._gradient_predivide_factor * part._gradient_postdivide_factor)
+    ignored = {id(parameter) for parameter in module._ignored_params}
+    _check_reduced(
+        [name for name, one in module.named_parameters() if one.requires_grad and id(one) in ignored]
+    )
+    return _only(found)
+
+
+def _fully_shard_divisor(module: nn.Module) -> float:
+    """FSDP 2 divides by `set_gradient_divide_factor`, or the ranks of its mesh."""
+    found: set[float] = set()
+    for part in module.modules():
+        state_of: Any = getattr(part, "_get_fsdp_state", lambda: None)
+        state = state_of()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # older versions have one
+            group = getattr(state, "_fsdp_param_group", None)
+            groups = [] if group is None else [group]
+        found.update(_group_divisor(group) for group in groups)
+    own = [name for name, one in module.named_parameters() if one.requires_grad and not _is_sharded(one)]
+    _check_reduced(own)
+    return _only(found)
+
+
+def _group_divisor(group: Any) -> float:
+    if not hasattr(group, "gradient_divide_factor"):
+        rule = "must have set_gradient_divide_factor for FSDP 2"
+        raise ConfigError("torch", rule, torch.__version__, "update it")
+    if group._all_reduce_hook is not None:
+        _refuse_hook("FSDP", "set_all_reduce_hook")
+    if group.gradient_divide_factor is not None:
+        return float(group.gradient_divide_factor)
+    mesh = group.mesh_info
+    return float(getattr(mesh, "shard_mesh_size", 1) * getattr(mesh, "replicate_mesh_size", 1))
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(parameter, DTensor)
+
+
+def _refuse_hook(framework: str, name: str) -> None:
+    rule = f"must be without a communication hook, except torch's {', '.join(AVERAGING_HOOKS)} of DDP"
+    raise ConfigError(framework, rule, name, "its division of gradients is not known")
+
+
+def _check_reduced(names: list[str]) -> None:
+    if names:
+        rule = "must all be reduced over the ranks"
+        raise ConfigError("trained parameters", rule, f"not {', '.join(names)}", "freeze these, or wrap them")
+
+
+def _only(found: set[float]) -> float:
+    if len(found) != 1:
+        rule = "must be divided by one number in all parts of the model"
+        raise ConfigError("gradients", rule, sorted(found), "wrap all parts with the same mesh and factor")
+    return float(found.pop())

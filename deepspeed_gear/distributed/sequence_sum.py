@@ -1,0 +1,65 @@
+"""The sum of a tensor over the ranks that share a sequence, with gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_gear.distributed.control_plane import lane
+from deepspeed_gear.distributed.topology import Topology
+
+
+def sequence_sum(
+    topology: Topology, device: torch.device, timeout_s: float, group: Any
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return the sum over the ranks that share this rank's sequences; None: there are no others. Collective.
+
+    Args:
+        topology: Of all ranks.
+        device: Of the tensors.
+        timeout_s: Longest wait for another rank.
+        group: The process group whose ranks the topology counts; None for all.
+    """
+    place = topology.place
+    if place.sequence_world == 1:
+        return None
+    mine = (place.data_rank, place.tensor_rank, place.pipe_rank)
+    members = [
+        rank
+        for rank, other in enumerate(topology.places)
+        if (other.data_rank, other.tensor_rank, other.pipe_rank) == mine
+    ]
+    known = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    ranks = tuple(known[rank] for rank in members)
+    made = lane(ranks, "sequence", timeout_s, "nccl" if device.type == "cuda" else "gloo")
+
+    return _sum_over(made)
+
+
+def _sum_over(group: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def total(values: torch.Tensor) -> torch.Tensor:
+        found = values.clone()
+        dist.all_reduce(found, group=group)
+        return found
+
+    class Sum(torch.autograd.Function):
+        """The losses of all ranks depend on the sum: the gradient of a part is the sum of their gradients."""
+
+        @staticmethod
+        def forward(context: Any, values: torch.Tensor) -> torch.Tensor:
+            del context
+            return total(values)
+
+        @staticmethod
+        def backward(context: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            del context
+            return total(gradients[0])
+
+    def apply(values: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = Sum.apply(values)  # type: ignore[no-untyped-call]
+        return found
+
+    return apply

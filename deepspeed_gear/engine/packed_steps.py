@@ -1,0 +1,137 @@
+"""Packed steps: an engine's optimizer steps of a variable number of micro batches (`gear.pack`)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from deepspeed_gear.config.pack_options import PackConfig
+from deepspeed_gear.distributed import deepspeed_compat
+from deepspeed_gear.distributed.gradient_divisor import check_accumulation, engine_divisor
+from deepspeed_gear.errors import ConfigError, StoreError
+from deepspeed_gear.replay import TRAIN, Replay
+from deepspeed_gear.replay.train_step import TrainStep
+
+
+def check_engine(engine: Any, pack: PackConfig) -> tuple[float, list[str]]:
+    """Check that an engine trains packed batches exactly.
+
+    Returns:
+        Its gradient divisor, and DeepSpeed's defaults that round or clip gradients, for the log.
+    Raises:
+        ConfigError: A setting of the engine does not suit packed batches.
+    """
+    settings = deepspeed_compat.gradient_settings(engine)
+    return engine_divisor(settings), check_accumulation(settings, pack.pad.to)
+
+
+class PackedSteps:
+    """Keeps an engine's optimizer steps and its train steps together.
+
+    A train step's gradients are those of one optimizer step: the next train step must not begin before
+    `engine.step()`, and `engine.step()` must not run before all micro batches went through `backward`.
+    Afterwards `global_samples` counts the trajectories of the step; those of a step that was skipped for an
+    overflow are not counted, and are not sampled again for it.
+
+    Args:
+        engine: Without managed gradient accumulation.
+        skipped: Called after a step that was skipped.
+    """
+
+    def __init__(self, engine: Any, skipped: Callable[[], None]) -> None:
+        self._engine, self._skipped = engine, skipped
+        self._step: TrainStep | None = None  # begun, and not followed by `engine.step()`
+
+    def begin(self, step: TrainStep) -> None:
+        """Begin a train step.
+
+        Raises:
+            StoreError: `backward` was called in the one before, and `engine.step()` was not.
+        """
+        if self._step is not None and deepspeed_compat.pending_backwards(self._engine):
+            raise StoreError(
+                f"train step {step.number}",
+                f"must not begin before engine.step() was called for train step {self._step.number}",
+                None,
+                "call engine.step() after the loop over a step's micro batches",
+            )
+        self._step = step
+
+    def check_complete(self) -> None:
+        """Raise if gradients of the train step are missing.
+
+        Raises:
+            StoreError: `backward` was called for some of its micro batches only.
+        """
+        step, done = self._step, deepspeed_compat.pending_backwards(self._engine)
+        if step is not None and done < len(step):
+            raise StoreError(
+                f"train step {step.number}",
+                f"must have called engine.backward() for all {len(step)} micro batches before engine.step()",
+                done,
+                "a micro batch without loss tokens has the loss micro.sum(...) of 0",
+            )
+
+    def end(self, samples_before: int) -> None:
+        """Count what was trained.
+
+        Args:
+            samples_before: The engine's `global_samples` before its optimizer step.
+        """
+        step, self._step = self._step, None
+        if step is None:  # gradients of other data: DeepSpeed's count stays
+            return
+        is_applied = bool(self._engine.was_step_applied())
+        self._engine.global_samples = samples_before + (step.num_trajectories if is_applied else 0)
+        if not is_applied:
+            self._skipped()
+
+
+def attach_packed(engine: Any, replay: Replay, owns: bool) -> None:
+    """Give an engine `gear_step` and `gear_rollout`, and check its optimizer steps.
+
+    Args:
+        engine: `check_engine` has accepted it.
+        replay: Of the engine; it has a `gear.pack`.
+        owns: Whether the engine is the one that the replay was made for, which counts skipped steps.
+    """
+    steps = PackedSteps(engine, replay.count_skipped_step if owns else lambda: None)
+    original_step, original_update = engine.step, getattr(engine, deepspeed_compat.STEPPING)
+
+    @functools.wraps(original_step)
+    def step(*arguments: Any, **options: Any) -> Any:
+        steps.check_complete()
+        return original_step(*arguments, **options)
+
+    @functools.wraps(original_update)
+    def update(*arguments: Any, **options: Any) -> Any:
+        # Inside `step`, before it reports `global_samples` to monitors.
+        before = engine.global_samples
+        result = original_update(*arguments, **options)
+        steps.end(before)
+        return result
+
+    def iterator(stream: str = TRAIN) -> Iterator[Any]:
+        return _endless(replay) if stream == TRAIN else replay.iterator(stream)
+
+    engine.step = step
+    setattr(engine, deepspeed_compat.STEPPING, update)
+    engine.gear_step, engine.gear_rollout = replay.step, replay.rollout
+    engine.gear_sample, engine.gear_iterator = _refuse_sample, iterator
+    replay.observe_steps(steps.begin)
+
+
+def _endless(replay: Replay) -> Iterator[Any]:
+    while True:
+        yield replay.step()
+
+
+def _refuse_sample() -> None:
+    """Stand-in for `gear_sample`.
+
+    Raises:
+        ConfigError: Always.
+    """
+    remedy = "call engine.gear_step(), or engine.gear_rollout() for several optimizer steps"
+    raise ConfigError("engine.gear_sample", "must not be called with gear.pack", None, remedy)

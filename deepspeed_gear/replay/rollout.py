@@ -1,0 +1,310 @@
+"""Rollout batch: selected once, trained for several optimizer steps, consumed as a whole."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from deepspeed_gear.batching.advantages import group_advantages
+from deepspeed_gear.batching.micro_batch import MicroBatch
+from deepspeed_gear.config.pack_options import RolloutConfig
+from deepspeed_gear.errors import ConfigError, FieldError, ShapeError, StoreError
+from deepspeed_gear.ops import Ops
+from deepspeed_gear.ops.records import Resolution
+from deepspeed_gear.replay.rollout_data import RolloutData
+from deepspeed_gear.replay.train_step import Sum, TrainStep, check_filled, forward_packs
+
+EPSILON = 1e-8
+
+
+@dataclass(frozen=True)
+class RolloutHooks:
+    """What a rollout batch calls.
+
+    Args:
+        divisor: Returns what the framework divides the sum of all ranks' gradients by.
+        agree: Passes the batch barrier of the ranks after an action: an error of one rank is raised on all.
+        sum_: Returns the sum of a tensor over all ranks. Collective.
+        begun, ended: Called before and after the micro batches of each step.
+        finished: Called once, when the rollout batch was consumed.
+    """
+
+    divisor: Callable[[], float]
+    agree: Callable[[Callable[[], None]], None]
+    sum_: Sum
+    begun: Callable[[TrainStep], None]
+    ended: Callable[[TrainStep], None]
+    finished: Callable[[], None]
+
+
+class Rollout:
+    """A rollout batch on this rank: an iterable of its optimizer steps. Methods are collective.
+
+    Args:
+        data: Its trajectories.
+        size: Minibatches and epochs.
+        keys: Seed and 32-bit stream key of the shuffled orders.
+        number: Of the rollout batch.
+        ops: Of the host.
+        hooks: What it calls.
+        first_step: Steps that were trained before, in a run that is resumed.
+    """
+
+    def __init__(
+        self,
+        data: RolloutData,
+        size: RolloutConfig,
+        keys: tuple[int, int],
+        number: int,
+        ops: Ops,
+        hooks: RolloutHooks,
+        first_step: int = 0,
+    ) -> None:
+        self._data, self._size, self._keys, self._ops, self._hooks = data, size, keys, ops, hooks
+        self.number, self.steps_done = number, first_step
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return (
+            f"Rollout({self.number}: {self.num_items} items, {self.num_trajectories} trajectories, "
+            f"{self.num_tokens} tokens, {self.steps_done} of {len(self)} steps done)"
+        )
+
+    # ---- contents --------------------------------------------------------------------------------
+
+    @property
+    def num_items(self) -> int:
+        """Items of the batch: groups, or trajectories."""
+        return self._data.num_items
+
+    @property
+    def num_trajectories(self) -> int:
+        return len(self._data.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Steps of its trajectories."""
+        return self._data.num_tokens
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Steps of each trajectory. [n], int64."""
+        return torch.from_numpy(self._data.lengths.copy())
+
+    @property
+    def group(self) -> torch.Tensor:
+        """Item of each trajectory: those of one group have one number. [n], int64."""
+        return torch.from_numpy(self._data.item.copy())
+
+    @property
+    def trajectory_id(self) -> torch.Tensor:
+        """[n], int64."""
+        return self._data.records[:, Resolution.ID].clone()
+
+    def values(self, name: str) -> torch.Tensor:
+        """Return a per-trajectory column of all trajectories of the batch. [n, *shape].
+
+        Raises:
+            ConfigError: There is no such column.
+        """
+        return torch.from_numpy(self._data.values(name))
+
+    # ---- columns of this rollout batch -------------------------------------------------------------
+
+    def forward(self, *names: str, tokens: int | None = None) -> Iterator[MicroBatch]:
+        """Yield micro batches of the whole batch, each of which the program fills with columns. Collective.
+
+        `for micro in rollout.forward("old_logp"): micro.fill(old_logp=logp(micro))`. After the last one the
+        columns are in the micro batches of every step on every rank, and stay for this rollout batch.
+        Columns that are there already, as in a run that is resumed, are not asked for again.
+
+        Args:
+            *names: The columns.
+            tokens: Most steps of a micro batch; None: `gear.pack.tokens`. Without gradients more of them fit.
+        Raises:
+            FieldError: A name is a field of the config.
+            StoreError: A micro batch was not filled.
+            PeerError: Another rank failed.
+        """
+        self._check_open()
+        missing = [name for name in names if name not in self._data.columns]
+        for name in missing:
+            self._data.check_name(name)
+        if not missing:
+            return
+        if tokens is not None and tokens < int(self._data.lengths.max(initial=1)):
+            longest = int(self._data.lengths.max())
+            raise ConfigError("tokens", f"must hold the longest trajectory ({longest} steps)", tokens)
+        made = {name: torch.zeros(self.num_tokens) for name in missing}
+        filled: Counter[str] = Counter()
+
+        def fill(micro: MicroBatch, columns: Mapping[str, torch.Tensor]) -> None:
+            for name, values in columns.items():
+                if name not in made:
+                    rule = f"must be one of those that forward names ({', '.join(missing)})"
+                    raise FieldError(f"column {name!r}", rule)
+                self._data.write(made[name], micro, values)
+                filled[name] += 1
+
+        count = 0
+        for micro in forward_packs(self._data, tokens, self._hooks.divisor(), fill, self._ops):
+            count += 1
+            yield micro
+        self._hooks.agree(lambda: check_filled(filled, count, missing))
+        for name, values in made.items():
+            if self._data.settings.place.tensor_rank != 0:
+                values.zero_()
+            self._data.columns[name] = self._hooks.sum_(values)
+
+    def set(self, name: str, values: torch.Tensor | np.ndarray) -> None:
+        """Set a column of this rollout batch from values of every trajectory, the same on every rank.
+
+        Args:
+            name: Of the column in micro batches, [1, N].
+            values: [n], or one for each place: [num_tokens], trajectory by trajectory, at predicting places.
+        Raises:
+            FieldError: A field of the config has the name.
+            ShapeError: Another shape.
+        """
+        self._check_open()
+        array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+        if array.shape not in ((self.num_trajectories,), (self.num_tokens,)):
+            rule = f"must have shape [{self.num_trajectories}] or [{self.num_tokens}]"
+            raise ShapeError(name, rule, list(array.shape))
+        self._data.set_column(name, array)
+
+    @property
+    def columns(self) -> Mapping[str, torch.Tensor]:
+        """The columns of this rollout batch. [num_tokens] each, float32, trajectory by trajectory."""
+        return self._data.columns
+
+    def column(self, name: str) -> torch.Tensor:
+        """Return a column of this rollout batch. [num_tokens], float32, trajectory by trajectory.
+
+        Raises:
+            FieldError: It was not filled or set.
+        """
+        if name not in self._data.columns:
+            has = f"there are: {', '.join(self._data.columns) or 'none'}"
+            raise FieldError(f"column {name!r}", "must be filled or set before", None, has)
+        return self._data.columns[name].clone()
+
+    def advantages(
+        self,
+        kind: str = "grpo",
+        reward: str = "reward",
+        name: str = "advantage",
+        group: str | None = None,
+        member: str | None = None,
+    ) -> torch.Tensor:
+        """Set and return each trajectory's advantage against its group.
+
+        Args:
+            kind: "grpo", "dr_grpo" or "rloo": see `batching/advantages.py`.
+            reward: The per-trajectory column of rewards.
+            name: Of the column in micro batches, the same at all places of a trajectory.
+            group: The per-trajectory column of integers that names the group; None: items are groups.
+            member: That of its members; None: those of the table's groups, or each trajectory is one.
+        Returns:
+            [n], float64.
+        Raises:
+            ConfigError: There is no such column or estimator.
+        """
+        self._check_open()
+        data = self._data
+        groups = data.item if group is None else data.values(group).astype(np.int64)
+        members = data.member if member is None else data.values(member).astype(np.int64)
+        found = group_advantages(kind, data.values(reward), groups, members)
+        data.set_column(name, found)
+        return torch.from_numpy(found)
+
+    def whiten(self, name: str, over: str = "token") -> None:
+        """Shift and scale a column of this rollout batch to mean 0 and deviation 1 over the whole batch.
+
+        Args:
+            name: Of a column that was filled or set.
+            over: "token": mean and deviation over all loss tokens; "sequence": over trajectories with loss
+                tokens, each by the mean of its loss tokens.
+        Raises:
+            FieldError: There is no such column.
+            ConfigError: `over` is another word.
+        """
+        self._check_open()
+        if over not in ("token", "sequence"):
+            raise ConfigError("over", "must be token or sequence", over)
+        values = self.column(name).double().numpy()
+        counted, data = values[self._data.mask], self._data
+        if over == "sequence" and len(data.lengths):
+            sums = np.add.reduceat(np.where(data.mask, values, 0.0), data.starts)
+            has = data.counts > 0
+            counted = sums[has] / data.counts[has]
+        if len(counted):
+            deviation = np.sqrt(np.var(counted, ddof=min(1, len(counted) - 1)) + EPSILON)
+            values = (values - counted.mean()) / deviation
+        data.columns[name] = torch.from_numpy(values.astype(np.float32))
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Return the number of optimizer steps of the whole batch, the same on every rank."""
+        return self._size.epochs * self._minibatches
+
+    @property
+    def _minibatches(self) -> int:
+        return min(self._size.minibatches, max(self.num_items, 1))
+
+    def __iter__(self) -> Iterator[TrainStep]:
+        """Yield the steps that are left. Where the loop ends early, the next rollout batch begins."""
+        while self.steps_done < len(self) and not self._is_closed:
+            step = self._step(self.steps_done)
+            yield step
+            if self.steps_done == step.number:  # skipped, or not all of its micro batches were used
+                self.steps_done += 1
+        self.close()
+
+    def _step(self, number: int) -> TrainStep:
+        def ended(step: TrainStep) -> None:
+            self.steps_done = step.number + 1
+            self._hooks.ended(step)
+
+        self._check_open()
+        items = self._items_of(number)
+        chosen = np.zeros(self.num_items, bool)
+        chosen[items] = True
+        index = np.nonzero(chosen[self._data.item])[0]
+        hooks = self._hooks
+        return TrainStep(self._data, index, number, hooks.divisor, self._ops, hooks.sum_, hooks.begun, ended)
+
+    def _items_of(self, number: int) -> np.ndarray:
+        """Return the items of a step: a part of its epoch's order."""
+        epoch, minibatch = divmod(number, self._minibatches)
+        count, parts = self.num_items, self._minibatches
+        order = torch.arange(count)
+        if self._size.shuffle and count:
+            seed, key = self._keys
+            turn = self.number * self._size.epochs + epoch
+            self._ops.permute_(order, seed, key, turn, 0, count)
+        if self._size.partial == "drop":
+            size = count // parts
+            return order[minibatch * size : (minibatch + 1) * size].numpy()
+        bounds = [count * part // parts for part in range(parts + 1)]
+        return order[bounds[minibatch] : bounds[minibatch + 1]].numpy()
+
+    def close(self) -> None:
+        """End the batch: its rows may be evicted, and the next one is selected next. Safe to call twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._hooks.finished()
+
+    def abandon(self) -> None:
+        """End the batch without consuming it, as where another position was loaded."""
+        self._is_closed = True
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            rule = "must not be used after the next one was requested, or it was consumed"
+            raise StoreError(f"rollout batch {self.number}", rule)

@@ -1,0 +1,369 @@
+"""The trajectories of a rollout batch: their records, lengths and loss tokens, and the packs made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from deepspeed_gear.batching.micro_batch import PADDING, MicroBatch, PackLoss, PackShape, PackSources
+from deepspeed_gear.batching.pack_gather import PackGatherer, flags_of
+from deepspeed_gear.batching.packing_plan import PackBudget
+from deepspeed_gear.config import ResolvedField
+from deepspeed_gear.config.pack_checks import room
+from deepspeed_gear.config.pack_options import LossConfig, PackConfig
+from deepspeed_gear.distributed.topology import RankCoordinates
+from deepspeed_gear.errors import ConfigError, FieldError
+from deepspeed_gear.ops import Ops
+from deepspeed_gear.ops.gather_spec import GatherSpec, lower
+from deepspeed_gear.ops.records import Resolution, Source
+from deepspeed_gear.schema import Column, Schema
+
+TARGETS, FLAGS = "\0targets", "\0flags"  # fields of the gatherers that are none of a micro batch
+Fill = Callable[[MicroBatch, Mapping[str, torch.Tensor]], None]
+
+
+@dataclass(frozen=True)
+class PackSettings:
+    """How this rank's packs are made. Pure.
+
+    Args:
+        pack: Budget, cost and padding.
+        loss: The normalisation.
+        place: Of this rank.
+        device: Of the micro batches.
+        schema: Of the tables, which all have the fields of a pack.
+        fields: Of a pack.
+        opaque: Its opaque fields.
+        member: The column that tells the members of a group apart; None: each trajectory is one.
+        reduce: Returns the sum of a tensor over the ranks that share a sequence, with gradients; None: there
+            is one.
+    """
+
+    pack: PackConfig
+    loss: LossConfig
+    place: RankCoordinates
+    device: torch.device
+    schema: Schema
+    fields: tuple[ResolvedField, ...]
+    opaque: tuple[ResolvedField, ...] = ()
+    member: str | None = None
+    reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    @property
+    def token(self) -> str | None:
+        """The name of the field with the tokens; None: there is none."""
+        for field in self.fields:
+            if field.column is not None and field.column.role == "token":
+                return field.name
+        return None
+
+    @property
+    def flags(self) -> str | None:
+        """The column of the loss mask; None: every step counts."""
+        column = self.schema.role("loss_mask")
+        return None if column is None else column.name
+
+    @property
+    def predicts(self) -> bool:
+        """Whether columns stand where the token is predicted."""
+        return self.schema.role("token") is not None
+
+    @property
+    def width(self) -> int:
+        """Ranks that packs are planned for."""
+        return self.pack.plan_width or self.place.data_world
+
+    def budget(self, tokens: int | None = None) -> PackBudget:
+        """Return the budget of a pack; `tokens`: of another size."""
+        pack = self.pack if tokens is None else self.pack.model_copy(update={"tokens": tokens})
+        linear, quadratic = pack.cost
+        return PackBudget(room(pack), linear, quadratic, pack.pad.multiple)
+
+    def gathered(self) -> list[ResolvedField]:
+        """Return the fields that packs are gathered with: those of a micro batch, targets and flags."""
+        found = [self._named(field) for field in self.fields]
+        token, flags = self.schema.role("token"), self.schema.role("loss_mask")
+        if token is not None:
+            found.append(ResolvedField(TARGETS, token, offset=1, dtype="int64"))
+        if flags is not None:
+            found.append(ResolvedField(FLAGS, flags, offset=int(self.predicts), dtype=flags.dtype))
+        return found
+
+    def _named(self, field: ResolvedField) -> ResolvedField:
+        """Return the field; tokens are int64, which every embedding takes."""
+        is_token = field.column is not None and field.column.role == "token"
+        unchanged = is_token and field.column is not None and field.dtype == field.column.dtype
+        return replace(field, dtype="int64") if unchanged else field
+
+
+@dataclass(frozen=True)
+class TablePart:
+    """The trajectories of a rollout batch that come from one table.
+
+    Args:
+        gatherer: Of the table.
+        records: Their resolutions. [n, 8], int64, contiguous.
+        weights: Their PER weights. [n], float32.
+        column: Returns a column's rows.
+        opaque: Returns an opaque column's values of trajectories.
+    """
+
+    gatherer: PackGatherer
+    records: torch.Tensor
+    weights: torch.Tensor
+    column: Callable[[str], torch.Tensor]
+    opaque: Callable[[Column, torch.Tensor], list[Any]]
+
+
+class RolloutData:
+    """The trajectories of a rollout batch, in the order of the selection, table by table.
+
+    Args:
+        parts: By table.
+        settings: How packs are made.
+        ops: Of the host.
+    """
+
+    def __init__(self, parts: Sequence[TablePart], settings: PackSettings, ops: Ops) -> None:
+        self.settings, self._ops = settings, ops
+        most = room(settings.pack)
+        self.parts = [replace(part, records=_clipped(part.records, most)) for part in parts]
+        self.records = torch.cat([part.records for part in self.parts])
+        self._is_weight = torch.cat([part.weights for part in self.parts])
+        self.source = np.repeat(np.arange(len(parts)), [len(part.records) for part in self.parts])
+        self._row = np.concatenate([np.arange(len(part.records)) for part in self.parts])
+        self.lengths: np.ndarray = self.records[:, Resolution.NUM_STEPS].numpy()
+        self.starts = np.cumsum(self.lengths) - self.lengths
+        #: Item of each trajectory: those of one group have one number, in the order of the selection.
+        self.item = _items(self.records[:, Resolution.SAMPLE_NUMBER].numpy(), self.source)
+        #: Columns of this rollout batch only, at predicting places. [num_tokens] each.
+        self.columns: dict[str, torch.Tensor] = {}
+
+    @property
+    def num_items(self) -> int:
+        return int(self.item[-1]) + 1 if len(self.item) else 0
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    @cached_property
+    def mask(self) -> np.ndarray:
+        """Which steps count in the loss, at predicting places, one trajectory after the other. [tokens]."""
+        settings = self.settings
+        if settings.flags is not None:
+            offset, name = int(settings.predicts), settings.flags
+            found = [flags_of(self._ops, part.column(name), part.records, offset) for part in self.parts]
+            return np.concatenate(found)
+        mask = np.ones(self.num_tokens, bool)
+        if settings.predicts:
+            mask[self.starts + self.lengths - 1] = False
+        return mask
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """Loss tokens of each trajectory. [n], int64."""
+        if not len(self.lengths):
+            return np.zeros(0, np.int64)
+        return np.add.reduceat(self.mask.astype(np.int64), self.starts)
+
+    @cached_property
+    def member(self) -> np.ndarray:
+        """The member of its group that each trajectory belongs to. [n], int64."""
+        if self.settings.member is None:
+            return np.arange(len(self.lengths))
+        return self.values(self.settings.member).astype(np.int64)
+
+    @cached_property
+    def sequence(self) -> np.ndarray:
+        """The sequence of each trajectory for the loss: itself, or its member. [n], int64."""
+        if self.settings.loss.by == "trajectory":
+            return np.arange(len(self.lengths))
+        pairs = np.stack([self.item, self.member], axis=1)
+        return np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
+
+    def values(self, name: str) -> np.ndarray:
+        """Return a per-trajectory column's stored values. [n, *shape].
+
+        Raises:
+            ConfigError: There is no such column, or it has a row per step.
+        """
+        schema = self.settings.schema
+        if name not in schema or schema[name].rows != "1":
+            known = ", ".join(column.name for column in schema.trajectory_columns) or "none"
+            rule = "must be a column with one value per trajectory"
+            raise ConfigError(f"column {name!r}", rule, None, f"there are: {known}")
+        found = [part.column(name)[part.records[:, Resolution.SLOT]] for part in self.parts]
+        values = torch.cat(found)
+        return np.asarray((values.float() if values.dtype == torch.bfloat16 else values).numpy())
+
+    # ---- packs -----------------------------------------------------------------------------------
+
+    def pack(
+        self,
+        index: np.ndarray,
+        rows: int,
+        weights: np.ndarray,
+        loss_tokens: int,
+        divisor: float,
+        fill: Fill | None = None,
+    ) -> MicroBatch:
+        """Gather this rank's part of a pack.
+
+        Args:
+            index: Its trajectories. [S], int64.
+            rows: N.
+            weights: The loss weight of the tokens of every trajectory of the batch. [n], float64.
+            loss_tokens: Of the whole optimizer step.
+            divisor: What the framework divides by.
+            fill: Takes columns that are filled.
+        """
+        settings, place = self.settings, self.settings.place
+        part = rows // place.sequence_world
+        first = place.sequence_rank * part
+        shape = PackShape(self.lengths[index], rows, first, first + part)
+        tensors, per_trajectory = self._gather(index, shape)
+        mask, device = self._mask_of(tensors, shape), settings.device
+        token_weights = torch.from_numpy(shape.spread(weights[index].astype(np.float32))) * mask
+        share = int(mask.sum()) / max(loss_tokens, 1)
+        targets = tensors.pop(TARGETS, None)
+        tensors.pop(FLAGS, None)
+        tensors.update(self._own_columns(index, shape))
+        made = {name: tensor.to(device, non_blocking=True)[None] for name, tensor in tensors.items()}
+        for name, tensor in per_trajectory.items():
+            made[name] = tensor.to(device, non_blocking=True)
+        which = torch.from_numpy(index)
+        known = {
+            "trajectory_id": self.records[which, Resolution.ID].to(device),
+            "group": torch.from_numpy(self.item[index]).to(device),
+            "is_weight": self._is_weight[which].to(device),
+        }
+        return MicroBatch(
+            made,
+            None if targets is None else targets.to(device)[None],
+            shape,
+            PackLoss(mask.to(device), token_weights.to(device), share, divisor, settings.reduce),
+            PackSources(which, fill, self._opaque(index)),
+            known,
+            settings.token,
+            device,
+        )
+
+    def _gather(
+        self, index: np.ndarray, shape: PackShape
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Gather the per-step and the per-trajectory fields of a pack from the tables."""
+        outs = self.parts[0].gatherer.outputs(shape.end - shape.first)
+        places, sources = torch.from_numpy(shape.starts), self.source[index]
+        whole: dict[str, torch.Tensor] = {}
+        for number, part in enumerate(self.parts):
+            own = torch.from_numpy(np.nonzero(sources == number)[0])
+            if not own.numel():
+                continue
+            records = part.records[torch.from_numpy(self._row[index])[own]]
+            part.gatherer.gather(outs, records, places[own], shape.first)
+            for name, values in part.gatherer.per_trajectory(records).items():
+                if name not in whole:
+                    whole[name] = values.new_zeros(len(index), *values.shape[1:])
+                whole[name][own] = values
+        if not len(index):
+            whole = self.parts[0].gatherer.per_trajectory(self.records[:0])
+        end = min(max(shape.num_tokens - shape.first, 0), shape.end - shape.first)
+        self.parts[0].gatherer.finish(outs, end)
+        return outs, whole
+
+    def _opaque(self, index: np.ndarray) -> dict[str, list[Any]]:
+        """Return the opaque fields of trajectories, as lists."""
+        found: dict[str, list[Any]] = {}
+        for field in self.settings.opaque:
+            assert field.column is not None
+            values: list[Any] = [None] * len(index)
+            for number, part in enumerate(self.parts):
+                own = np.nonzero(self.source[index] == number)[0]
+                records = part.records[torch.from_numpy(self._row[index[own]])]
+                for place, value in zip(own.tolist(), part.opaque(field.column, records), strict=True):
+                    values[place] = value
+            found[field.name] = values
+        return found
+
+    def _mask_of(self, tensors: Mapping[str, torch.Tensor], shape: PackShape) -> torch.Tensor:
+        """Return which places of this rank count in the loss. [rows], bool."""
+        if FLAGS in tensors:
+            return tensors[FLAGS] != 0  # padding is 0
+        counted = shape.spread(np.ones(len(shape.lengths), bool))
+        if self.settings.predicts:
+            last = np.cumsum(shape.lengths) - 1 - shape.first
+            counted[last[(last >= 0) & (last < len(counted))]] = False
+        return torch.from_numpy(counted)
+
+    def _own_columns(self, index: np.ndarray, shape: PackShape) -> dict[str, torch.Tensor]:
+        """Gather the columns of this rollout batch only."""
+        if not self.columns:
+            return {}
+        rows, names = shape.end - shape.first, list(self.columns)
+        buffers = [self.columns[name] for name in names]
+        outs = [torch.zeros(rows, dtype=buffer.dtype) for buffer in buffers]
+        if len(index):
+            records = self.records[torch.from_numpy(index)]
+            records[:, Resolution.FIRST_ROW] = torch.from_numpy(self.starts[index])
+            none = [torch.empty(0)] * len(names)
+            spec, pads = lower([GatherSpec(Source.STEPS)] * len(names)), [0.0] * len(names)
+            places = torch.from_numpy(shape.starts)
+            self._ops.pack_(outs, buffers, none, none, records, places, spec, pads, shape.first, rows)
+        return dict(zip(names, outs, strict=True))
+
+    # ---- columns of this rollout batch -------------------------------------------------------------
+
+    def set_column(self, name: str, values: np.ndarray) -> None:
+        """Set a column of this rollout batch: a value for each trajectory, or for each place.
+
+        Args:
+            name: Its name in micro batches.
+            values: [n], or [num_tokens].
+        Raises:
+            FieldError: Another field has the name.
+        """
+        self.check_name(name)
+        per_place = np.repeat(values, self.lengths) if len(values) == len(self.lengths) else values
+        self.columns[name] = torch.from_numpy(np.ascontiguousarray(per_place, np.float32))
+
+    def check_name(self, name: str) -> None:
+        """Raise if a field of the config has a name."""
+        if name in [field.name for field in self.settings.fields]:
+            rule = "must not be named like a field of gear.fields"
+            raise FieldError(f"column {name!r}", rule, None, "choose another name, or leave the field out")
+
+    def write(self, column: torch.Tensor, micro: MicroBatch, values: torch.Tensor) -> None:
+        """Write values of this rank's places of a pack, [rows of this rank], to a column, [num_tokens]."""
+        place = self.settings.place
+        index = micro.index.numpy()
+        rows = micro.loss_mask.numel()
+        first = place.sequence_rank * rows
+        shape = PackShape(self.lengths[index], rows * place.sequence_world, first, first + rows)
+        owners = shape.owners()
+        is_real = owners != PADDING
+        to = self.starts[index][owners[is_real]] + shape.positions()[is_real]
+        given = values.detach().to("cpu", torch.float32)[torch.from_numpy(is_real)]
+        column[torch.from_numpy(to)] = given
+
+
+def _clipped(records: torch.Tensor, most: int) -> torch.Tensor:
+    """Return records of at most so many steps; their first steps are trained."""
+    if records.size(0) and int(records[:, Resolution.NUM_STEPS].max()) > most:
+        records = records.clone()
+        records[:, Resolution.NUM_STEPS].clamp_(max=most)
+    return records
+
+
+def _items(numbers: np.ndarray, source: np.ndarray) -> np.ndarray:
+    """Return the index of each trajectory's item: equal neighbours of one table are one. [n], int64."""
+    if not len(numbers):
+        return np.zeros(0, np.int64)
+    is_first = np.ones(len(numbers), bool)
+    is_first[1:] = (numbers[1:] != numbers[:-1]) | (source[1:] != source[:-1])
+    return np.cumsum(is_first) - 1

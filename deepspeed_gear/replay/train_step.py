@@ -1,0 +1,208 @@
+"""Train step: the packed micro batches of one optimizer step on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from deepspeed_gear.batching.loss_weights import loss_weights
+from deepspeed_gear.batching.micro_batch import MicroBatch
+from deepspeed_gear.batching.packing_plan import PackBudget, PackingPlan, plan_packs
+from deepspeed_gear.errors import ShapeError, StoreError
+from deepspeed_gear.ops import Ops
+from deepspeed_gear.replay.rollout_data import Fill, RolloutData
+
+Sum = Callable[[torch.Tensor], torch.Tensor]
+
+
+class PackSequence:
+    """The packs of some trajectories of a rollout batch on this rank: the same number on every rank.
+
+    Args:
+        data: The rollout batch.
+        index: The trajectories. [n], int64.
+        budget: Of a pack.
+        ops: Of the host.
+    """
+
+    def __init__(self, data: RolloutData, index: np.ndarray, budget: PackBudget, ops: Ops) -> None:
+        settings = data.settings
+        self._data, self.index, self._budget = data, index, budget
+        lengths = torch.from_numpy(np.ascontiguousarray(data.lengths[index]))
+        self.plan: PackingPlan = plan_packs(lengths, budget, settings.width, ops)
+        per_rank = settings.width // settings.place.data_world
+        first = settings.place.data_rank * per_rank
+        packs = [self.plan.packs(rank) for rank in range(settings.width)]
+        #: The trajectories of each of this rank's packs, and N of each.
+        self.packs: list[np.ndarray] = []
+        self.rows: list[int] = []
+        for micro in range(self.plan.num_micro):
+            wanted = [self._rows_of(packs[rank][micro].numpy()) for rank in range(settings.width)]
+            for rank in range(first, first + per_rank):
+                self.packs.append(index[packs[rank][micro].numpy()])
+                self.rows.append(self._padded(wanted[rank], max(wanted)))
+
+    def _rows_of(self, members: np.ndarray) -> int:
+        """Return N of a pack that is padded to the next multiple; of one without trajectories, the least."""
+        multiple = self._data.settings.pack.pad.multiple
+        tokens = int(self._data.lengths[self.index[members]].sum())
+        return max(-(-tokens // multiple), 1) * multiple
+
+    def _padded(self, own: int, most: int) -> int:
+        to = self._data.settings.pack.pad.to
+        return {"multiple": own, "step": most, "budget": self._budget.tokens}[to]
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    @property
+    def imbalance(self) -> float:
+        """Cost of the slowest rank in each micro step, summed, / the mean over ranks, minus 1."""
+        lengths = self._data.lengths[self.index].astype(np.float64)
+        costs = self._budget.linear * lengths + self._budget.quadratic * lengths * lengths
+        total, plan = costs.sum(), self.plan
+        bins = (plan.micro * plan.width + plan.rank).numpy()
+        of_pack = np.bincount(bins, costs, plan.num_micro * plan.width).reshape(plan.num_micro, plan.width)
+        return float(of_pack.max(axis=1).sum() * plan.width / total - 1) if total else 0.0
+
+    @property
+    def fill_fraction(self) -> float:
+        """Part of this rank's places that hold a trajectory's step."""
+        tokens = sum(int(self._data.lengths[pack].sum()) for pack in self.packs)
+        return tokens / max(sum(self.rows), 1)
+
+
+class TrainStep:
+    """One optimizer step: an iterable of this rank's micro batches. Iterated once.
+
+    Args:
+        data: The rollout batch.
+        index: The step's trajectories. [n], int64.
+        number: Of the step in its rollout batch.
+        divisor: Returns what the framework divides the sum of all ranks' gradients by.
+        ops: Of the host.
+        sum_: Returns the sum of a tensor over all ranks. Collective.
+        begun: Called before the first micro batch.
+        ended: Called after the last micro batch was used.
+    """
+
+    def __init__(
+        self,
+        data: RolloutData,
+        index: np.ndarray,
+        number: int,
+        divisor: Callable[[], float],
+        ops: Ops,
+        sum_: Sum,
+        begun: Callable[[TrainStep], None],
+        ended: Callable[[TrainStep], None],
+    ) -> None:
+        self._data, self._divisor, self._sum = data, divisor, sum_
+        self._begun, self._ended = begun, ended
+        self.number, self.index = number, index
+        self.packs = PackSequence(data, index, data.settings.budget(), ops)
+        loss, counts = data.settings.loss, data.counts[index]
+        #: Loss tokens of the step, all ranks together.
+        self.loss_tokens = int(counts.sum())
+        weights = loss_weights(loss, counts, data.sequence[index], data.item[index])
+        self._weights = np.zeros(len(data.lengths))
+        # A trajectory may be in the batch several times, but each of its samples is another index.
+        self._weights[index] = weights
+        self._is_used = False
+
+    def __len__(self) -> int:
+        """Return the number of micro batches, the same on every rank."""
+        return len(self.packs)
+
+    def __repr__(self) -> str:
+        return (
+            f"TrainStep({self.number}: {self.num_trajectories} trajectories, {self.num_tokens} tokens, "
+            f"{len(self)} micro batches)"
+        )
+
+    @property
+    def num_trajectories(self) -> int:
+        """Trajectories of the step, all ranks together."""
+        return len(self.index)
+
+    @property
+    def num_tokens(self) -> int:
+        """Steps of the step's trajectories, all ranks together."""
+        return int(self._data.lengths[self.index].sum())
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        """Yield this rank's micro batches.
+
+        Raises:
+            StoreError: They were used already.
+            PeerError: Another rank failed, died or ended.
+        """
+        if self._is_used:
+            raise StoreError(f"train step {self.number}", "must be iterated once", None, "take the next step")
+        self._is_used = True
+        self._begun(self)
+        divisor = self._divisor()
+        for index, rows in zip(self.packs.packs, self.packs.rows, strict=True):
+            yield self._data.pack(index, rows, self._weights, self.loss_tokens, divisor)
+        self._ended(self)
+
+    def mean(self, **values: Sequence[torch.Tensor]) -> dict[str, float]:
+        """Return means over the step as its loss is normalised, of all ranks. Collective: one all-reduce.
+
+        `step.mean(kl=kls, clip=clips)` after the loop, where `kls` has `micro.sum(kl)` of each micro batch.
+
+        Args:
+            **values: Of each micro batch in their order: `micro.sum(x)`, []. The same names on every rank.
+        Raises:
+            ShapeError: Not one number for each micro batch.
+        """
+        sums = torch.zeros(len(values), dtype=torch.float64)
+        for number, (name, given) in enumerate(values.items()):
+            if len(given) != len(self) or any(value.numel() != 1 for value in given):
+                rule = f"must have a number for each of the {len(self)} micro batches"
+                shapes = [list(value.shape) for value in given]
+                raise ShapeError(name, rule, shapes, f"collect micro.sum({name}) in the loop")
+            sums[number] = sum(float(value.detach()) for value in given)
+        place = self._data.settings.place
+        if place.tensor_rank != 0:
+            sums.zero_()
+        total = self._sum(sums) / self._divisor()
+        return dict(zip(values, total.tolist(), strict=True))
+
+
+def forward_packs(
+    data: RolloutData, tokens: int | None, divisor: float, fill: Fill, ops: Ops
+) -> Iterator[MicroBatch]:
+    """Yield this rank's micro batches of the whole rollout batch, for values that are computed once.
+
+    Args:
+        data: The rollout batch.
+        tokens: Of a micro batch; None: `gear.pack.tokens`.
+        divisor: As in training.
+        fill: Takes what they are filled with.
+        ops: Of the host.
+    """
+    index = np.arange(len(data.lengths))
+    packs = PackSequence(data, index, data.settings.budget(tokens), ops)
+    loss = data.settings.loss
+    weights = loss_weights(loss, data.counts, data.sequence, data.item)
+    for chosen, rows in zip(packs.packs, packs.rows, strict=True):
+        yield data.pack(chosen, rows, weights, int(data.counts.sum()), divisor, fill)
+
+
+def check_filled(filled: Mapping[str, int], count: int, names: Sequence[str]) -> None:
+    """Raise unless every micro batch was filled.
+
+    Raises:
+        StoreError: One was not.
+    """
+    for name in names:
+        if filled.get(name, 0) != count:
+            raise StoreError(
+                f"rollout.forward: column {name!r}",
+                f"must be filled in each of the {count} micro batches",
+                filled.get(name, 0),
+                f"call micro.fill({name}=...) in the loop",
+            )

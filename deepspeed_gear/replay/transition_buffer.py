@@ -1,0 +1,336 @@
+"""TransitionBuffer: a replay of single transitions with the calls of CleanRL and Stable-Baselines3."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+import deepspeed_gear.arguments as arguments
+from deepspeed_gear.batching.batch import Batch
+from deepspeed_gear.data.trajectory_checks import as_stored
+from deepspeed_gear.errors import ConfigError, DataError, StoreError
+from deepspeed_gear.replay.replay import Replay
+from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.writer.autoreset import Autoreset, resolve
+
+LOG = logging.getLogger("deepspeed_gear")
+LONGEST = 128  # steps of a trajectory, where the table has no max_length: rows for it are reserved and freed
+MARGIN = 32  # one of so many transitions is held besides: free rows may be scattered
+FIRST_CHECK = 256  # gaps before the log may have a warning
+MOST_GAPS = 1 / 8  # of the transitions, without a warning
+
+
+class TransitionSamples(NamedTuple):
+    """Sampled transitions, by the names of Stable-Baselines3.
+
+    [B, *shape] each, and [B, 1] for a column without a shape. The tensors are those of `batch`, and are
+    overwritten with it: see Batch.
+
+    Args:
+        observations: Before the actions.
+        actions: The actions.
+        next_observations: After the actions; with `n_step`, after its last step.
+        dones: 1 where the episode terminated, 0 elsewhere: also where it was truncated. float32.
+        rewards: The rewards; with `n_step`, the n-step returns. float32.
+        discounts: With `n_step`, of the value of the next observation: gamma^k, 0 where `dones` is 1. None
+            without it. float32.
+        batch: The batch, with its own names, ids and weights.
+    """
+
+    observations: torch.Tensor
+    actions: torch.Tensor
+    next_observations: torch.Tensor
+    dones: torch.Tensor
+    rewards: torch.Tensor
+    discounts: torch.Tensor | None
+    batch: Batch
+
+
+class _Rows(NamedTuple):
+    """The form of one argument of `add`: a row of a column for each environment."""
+
+    argument: str
+    column: Column
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]  # [N, *shape]
+    others: tuple[tuple[int, ...], ...]  # shapes that are admitted too
+
+    @classmethod
+    def of(cls, argument: str, column: Column, num_envs: int) -> _Rows:
+        others = [column.shape] if num_envs == 1 else []
+        if not column.shape:
+            others.append((num_envs, 1))
+        return cls(argument, column, column.numpy_dtype, (num_envs, *column.shape), tuple(others))
+
+    def read(self, value: Any) -> np.ndarray:
+        """Return a value as rows of the stored dtype. [N, *shape].
+
+        Raises:
+            DataError: It has another shape, or cannot be converted.
+        """
+        rows = value if isinstance(value, np.ndarray) else self._array(value)
+        if rows.shape != self.shape:
+            if rows.shape not in self.others:
+                remedy = "give the spaces of one environment: single_observation_space, single_action_space"
+                raise DataError(
+                    self.argument, f"must have shape {list(self.shape)}", list(rows.shape), remedy
+                )
+            rows = rows.reshape(self.shape)
+        if rows.dtype == self.dtype:
+            return rows
+        if rows.dtype.kind == "f" and self.column.is_floating:
+            return rows.astype(self.dtype)  # the writer refuses what overflows
+        return as_stored(rows, self.column, "the transition", len(rows))
+
+    def _array(self, value: Any) -> np.ndarray:
+        if self.argument == "truncated" and isinstance(value, (Mapping, list)) and not _are_flags(value):
+            remedy = "give the environment's truncations, in the place of infos"
+            raise DataError(self.argument, "must be a flag of each environment", type(value).__name__, remedy)
+        return arguments.array(self.argument, value)
+
+
+def _are_flags(value: Any) -> bool:
+    return isinstance(value, list) and not any(isinstance(flag, Mapping) for flag in value)
+
+
+class TransitionBuffer:
+    """Stores transitions of one or many environments, and samples them one by one; each observation once.
+
+    The next observation of a transition is the stored observation of the next one; only the last one of a
+    trajectory is stored besides. So the transitions of an environment are added in order. Where an
+    observation is not the next observation of the transition before it, as after a reset by the program, a
+    trajectory ends and another begins.
+
+    One process and one thread. A transition can be sampled as soon as it is added. `replay` saves, loads,
+    takes priorities and has statistics.
+
+    Args:
+        buffer_size: Transitions: at least so many are held, where a trajectory has 16 on average. Whole
+            trajectories are evicted, the oldest first, when rows are needed, so up to 1/32 of `buffer_size`
+            and (N + 1) * max_length more are held.
+        observation_space: Of one environment: Box, Discrete, MultiDiscrete or MultiBinary.
+        action_space: Likewise.
+        device: Of the samples.
+        n_envs: N; or the environment, whose number and autoreset mode are read.
+        autoreset: As `Replay.vector_writer`; with a number it must be given. With "next_step" the step that
+            resets an environment is no transition and is left out; with "same_step" `next_obs` holds the last
+            observation where an episode was truncated.
+        table: More options of the table, such as `max_length`, the steps of the longest trajectory: 128 by
+            default, or `buffer_size` / (N + 1) if that is less. A longer episode is stored in parts, at whose
+            ends only n-step returns and longer windows end.
+        **options: More options of the `gear` section: `batch_size` (256 by default), `seed`, `sampler`,
+            `n_step`, `fields`, ...
+    Raises:
+        ConfigError, DataError, SchemaError: An option, a space or the autoreset mode does not suit.
+        StoreError, BuildError: As `Replay`.
+    """
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: Any,
+        action_space: Any,
+        device: torch.device | str = "cpu",
+        n_envs: Any = 1,
+        autoreset: Autoreset | None = None,
+        table: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        buffer_size = arguments.count("buffer_size", buffer_size)
+        self.num_envs, mode = resolve(n_envs, autoreset)
+        columns = [
+            _column("observation", observation_space, "T+1"),
+            _column("action", action_space, "T"),
+            Column("reward", "float32", (), "reward"),
+            Column("terminated", "bool", (), "terminated"),
+            Column("truncated", "bool"),  # the environment's own: the store would mark other ends too
+        ]
+        self._forms = [_Rows.of(column.name, column, self.num_envs) for column in columns]
+        self._next_form = self._forms[0]._replace(argument="next_obs")
+        section = _section(buffer_size, self.num_envs, table or {}, options)
+        self.replay = Replay(section, schemas={"main": Schema(columns)}, device=device)
+        # "same_step" is "disabled" here: an episode's first observation comes with its first transition.
+        self._resets_itself = mode == "next_step"
+        self._writer = self.replay.vector_writer(
+            self.num_envs, "next_step" if self._resets_itself else "disabled"
+        )
+        self._last: bytes | None = None  # the next observations of the last transitions; None: begin anew
+        self._ended: np.ndarray | None = None  # which environments have ended with these, if any; [N], bool
+        self._num_gaps = 0
+
+    # ---- adding ----------------------------------------------------------------------------------
+
+    def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, terminated: Any, truncated: Any) -> None:
+        """Add a transition of every environment.
+
+        Args:
+            obs: Observations that were acted on. [N, *shape]; all arguments also without N if N is 1.
+            next_obs: Observations that followed; where an episode ends, its last one. [N, *shape].
+            action: Actions. [N, *shape], also [N, 1] where they have no shape.
+            reward: [N].
+            terminated: Which episodes have ended by themselves. [N], bool.
+            truncated: Which episodes were cut off; their next observation still has a value. [N], bool.
+        Raises:
+            DataError: An argument does not fit its space, or is not finite: nothing was added.
+            StoreFullError, NotReadyError: As `VectorWriter.step`; the next transitions begin trajectories.
+        """
+        observation, *others = self._forms
+        before, after = observation.read(obs), self._next_form.read(next_obs)
+        done_by: dict[str, Any] = {
+            form.column.name: form.read(value)
+            for form, value in zip(others, (action, reward, terminated, truncated), strict=True)
+        }
+        seen = before.tobytes()
+        if self._ended is not None or seen != self._last:
+            self._begin(before)
+            self._last, self._ended = seen, None
+        try:
+            added = self._writer.step(publish=True, observation=after, **done_by)
+        except StoreError:
+            self._last = None
+            raise
+        self._last = after.tobytes()
+        if added and not self._resets_itself:
+            self._ended = done_by["terminated"] | done_by["truncated"]
+
+    def _begin(self, observations: np.ndarray) -> None:
+        """Begin trajectories where episodes have ended, or where observations do not follow the last ones."""
+        begins = np.ones(self.num_envs, bool)
+        if self._last is not None:
+            last = np.frombuffer(self._last, observations.dtype).reshape(observations.shape)
+            begins = (observations != last).reshape(self.num_envs, -1).any(axis=1)
+            gaps = begins
+            if self._ended is not None:
+                gaps, begins = begins & ~self._ended, begins | self._ended
+            self._note_gaps(int(gaps.sum()))
+        if begins.any():
+            self._writer.reset(begins, observation=observations)
+
+    def _note_gaps(self, num_gaps: int) -> None:
+        """Log a warning, once, if transitions are added out of order: a gap stores an observation twice."""
+        before, added = self._num_gaps, self._writer.num_steps
+        self._num_gaps += num_gaps
+        if before < FIRST_CHECK <= self._num_gaps and self._num_gaps > MOST_GAPS * added:
+            LOG.warning(
+                "gear: TransitionBuffer: obs should be the next_obs of the environment's transition before "
+                "it, unless an episode begins, got %d others in %d transitions; each begins a trajectory, "
+                "and fewer transitions are held: add them in order, with obs as the policy gets them",
+                self._num_gaps,
+                added,
+            )
+
+    # ---- sampling --------------------------------------------------------------------------------
+
+    def sample(self, batch_size: int | None = None) -> TransitionSamples:
+        """Return a batch of transitions.
+
+        Args:
+            batch_size: B, as it was given to the constructor: the batches of a buffer have one size.
+        Raises:
+            ConfigError: Another size.
+            StoreError, NotReadyError: As `Replay.sample`.
+        """
+        size = self.replay.batch_info.micro
+        if batch_size is not None and batch_size != size:
+            remedy = "give batch_size to TransitionBuffer"
+            raise ConfigError("batch_size", f"must be {size}, the buffer's", batch_size, remedy)
+        batch = self.replay.sample()
+        if self.replay.config.n_step is None:
+            reward, done, discounts = batch["reward"], batch["terminated"], None
+        else:
+            reward, discount = batch["return_n"], batch["discount"]
+            done, discounts = (discount == 0).float(), discount.unsqueeze(1)
+        return TransitionSamples(
+            _with_shape(batch["observation"]),
+            _with_shape(batch["action"]),
+            _with_shape(batch["next_observation"]),
+            done.unsqueeze(1),
+            reward.unsqueeze(1),
+            discounts,
+            batch,
+        )
+
+    # ---- state -----------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Return the number of transitions that the buffer holds."""
+        return self.replay.num_steps
+
+    def __repr__(self) -> str:
+        return f"TransitionBuffer({len(self)} transitions, {self.num_envs} environments, {self.replay!r})"
+
+    def close(self) -> None:
+        """Close the replay; safe to call twice."""
+        self.replay.close()
+
+    def __enter__(self) -> TransitionBuffer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _with_shape(tensor: torch.Tensor) -> torch.Tensor:
+    """Return [B, 1] for [B], any other tensor as it is."""
+    return tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
+
+
+def _column(role: str, space: Any, rows: Any) -> Column:
+    """Return the column of a space.
+
+    Raises:
+        ConfigError: A value of the space is more than one array.
+        SchemaError: It has a dtype that no column has.
+    """
+    shape, dtype = getattr(space, "shape", None), getattr(space, "dtype", None)
+    if shape is None or dtype is None:
+        remedy = "give a Replay a column for each part, and write with its vector_writer"
+        rule = "must be Box, Discrete, MultiDiscrete or MultiBinary"
+        raise ConfigError(f"{role}_space", rule, type(space).__name__, remedy)
+    return Column(role, np.dtype(dtype).name, tuple(shape), role, rows)
+
+
+def _section(
+    buffer_size: int, num_envs: int, table: Mapping[str, Any], options: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the `gear` section of a buffer.
+
+    Rows for the longest trajectory of each environment are reserved while it grows. These come on top of
+    `buffer_size`, and those that an eviction may free in excess.
+
+    Raises:
+        ConfigError: An option is the buffer's own.
+    """
+    for name in ("tables", "data"):
+        if name in options:
+            raise ConfigError(
+                name, "must be left out", None, "the buffer has one table: give its options in table"
+            )
+    default = max(1, min(LONGEST, buffer_size // (num_envs + 1)))
+    longest = arguments.count(
+        "table.max_length", arguments.mapping("table", table).get("max_length", default)
+    )
+    capacity = buffer_size + buffer_size // MARGIN + (num_envs + 1) * longest
+    next_offset = "n_step" if options.get("n_step") is not None else 1
+    return {
+        "batch_size": 256,
+        **options,
+        "tables": {"main": {"capacity_steps": capacity, "remove": "fifo", **table, "max_length": longest}},
+        "sampler": {
+            "kind": "uniform",
+            "unit": "step",
+            **arguments.mapping("sampler", options.get("sampler", {})),
+        },
+        "fields": {
+            "observation": {},
+            "action": {},
+            "reward": {},
+            "terminated": {"as": "float32"},
+            "next_observation": {"column": "observation", "offset": next_offset},
+            **arguments.mapping("fields", options.get("fields", {})),
+        },
+    }

@@ -1,0 +1,124 @@
+"""Specification of a table's groups: which trajectories belong together, and when a group is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import numpy as np
+
+
+class SlotGroup:
+    """Words of a slot in a table of groups. Of the leader of a complete group also those from FIRST on."""
+
+    LEADER: Final = 0  # slot of the group's leader, plus 1; 0: the group is not complete; or REJECTED
+    LEAVING: Final = 1  # 1: its group is being evicted
+    TIME: Final = 2  # of its commit, in nanoseconds of the monotonic clock
+    NEXT: Final = 3  # slot of the group's next trajectory, plus 1; 0: it is the last one
+    FIRST: Final = 4  # slot of the group's first trajectory, plus 1
+    COUNT: Final = 5  # trajectories
+    STEPS: Final = 6  # of all of them
+    NUMBER: Final = 7  # complete groups ever, up to this one
+    NUM_WORDS: Final = 8
+    REJECTED: Final = -1  # a data set's group that fails a condition
+
+
+class GroupCount:
+    """Words of the groups of a table."""
+
+    SEEN: Final = 0  # the table's Control.CHANGED up to which groups are formed
+    DUE: Final = 1  # monotonic nanoseconds at which a group may be complete without all of its members
+    HELD: Final = 2  # complete groups
+    INSERTED: Final = 3  # complete groups ever
+    REJECTED: Final = 4  # groups ever that failed a condition
+    OVERSIZED: Final = 5  # groups ever that had too many trajectories
+    LATE: Final = 6  # trajectories ever that were evicted since their group was complete without them
+    NUM_WORDS: Final = 16
+
+
+def _std(values: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    centred = values - np.repeat(np.add.reduceat(values, begins) / counts, counts)
+    # The second pass removes what rounding left in the mean: equal values have the deviation 0.
+    centred -= np.repeat(np.add.reduceat(centred, begins) / counts, counts)
+    variance = np.add.reduceat(centred * centred, begins) / np.maximum(counts - 1, 1)
+    return np.asarray(np.sqrt(variance))
+
+
+STATISTICS: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]] = {
+    "std": _std,
+    "mean": lambda values, begins, counts: np.add.reduceat(values, begins) / counts,
+    "min": lambda values, begins, _: np.minimum.reduceat(values, begins),
+    "max": lambda values, begins, _: np.maximum.reduceat(values, begins),
+    "sum": lambda values, begins, _: np.add.reduceat(values, begins),
+}
+
+
+@dataclass(frozen=True)
+class GroupCondition:
+    """Bounds of a statistic of a per-trajectory column over the members of a group.
+
+    Args:
+        column: The column; of a member of several trajectories the last one's value counts.
+        statistic: A key of `STATISTICS`; "std" is divided by the number of members - 1.
+        minimum, maximum: Bounds, inclusive; None: no bound.
+    """
+
+    column: str
+    statistic: str
+    minimum: float | None = None
+    maximum: float | None = None
+
+    def holds(self, values: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Return which groups pass; one with a NaN does not. [groups], bool.
+
+        Args:
+            values: Of the members, group by group. [n].
+            begins: Index of each group's first member. [groups], int64.
+            counts: Members of each group, at least 1. [groups], int64.
+        """
+        with np.errstate(invalid="ignore", over="ignore"):
+            found = STATISTICS[self.statistic](values.astype(np.float64), begins, counts)
+            passes = ~np.isnan(found)
+            if self.minimum is not None:
+                passes &= found >= self.minimum
+            if self.maximum is not None:
+                passes &= found <= self.maximum
+        return np.asarray(passes)
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """Groups of a table's trajectories.
+
+    Args:
+        column: Per-trajectory column of integers; the trajectories of a group have one value.
+        size: Members of a group.
+        member: Per-trajectory column of integers that tells the members of a group apart; None: each
+            trajectory is a member.
+        late: Late columns that a trajectory must have.
+        after_s: Seconds after its latest commit at which a group with `min_size` members is complete; None:
+            never.
+        min_size: See `after_s`.
+        where: Conditions; a group that fails one is evicted when it is complete.
+        max_trajectories: Most trajectories of a group.
+    """
+
+    column: str
+    size: int
+    member: str | None = None
+    late: tuple[str, ...] = ()
+    after_s: float | None = None
+    min_size: int = 0
+    where: tuple[GroupCondition, ...] = ()
+    max_trajectories: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the specification as JSON-able values."""
+        return {**asdict(self), "late": list(self.late), "where": [asdict(one) for one in self.where]}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> GroupSpec:
+        """Return the specification that `to_json` was called on."""
+        where = tuple(GroupCondition(**one) for one in values["where"])
+        return cls(**{**values, "late": tuple(values["late"]), "where": where})

@@ -1,0 +1,445 @@
+"""Groups of a table: which are complete, what their trajectories are, and their eviction as a whole.
+
+A complete group is represented by its leader, the trajectory with the highest id at the moment when the group
+became complete: a stream gives it the mass of the group and its other trajectories none. Words of the slots
+record the leader and the order of a group's trajectories. Any process brings them up to date (`update`) from
+the table's log of changes, and logs the leaders of new groups, so that all streams give them their masses.
+
+Order of writes, so that a process may die at any instruction: the words of a group, the leader in those of
+its other trajectories, and last in those of the leader (the commit point). A group that is evicted is marked
+before the first of its trajectories is retired. `recover` finishes what was begun.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final
+
+import numpy as np
+
+from deepspeed_gear.data.trajectory_checks import as_numbers
+from deepspeed_gear.errors import DataError
+from deepspeed_gear.ops.records import Slot, SlotState
+from deepspeed_gear.schema import Schema
+from deepspeed_gear.store.group_spec import GroupCount, GroupSpec, SlotGroup
+from deepspeed_gear.store.records import Control, SlotRetention
+from deepspeed_gear.store.row_allocator import RowAllocator
+from deepspeed_gear.store.slot_sets import distinct
+
+NEVER: Final = 1 << 62
+SAVED_WORDS: Final = 2  # of a slot in a checkpoint: position of its leader, plus 1, and SlotGroup.NUMBER
+
+
+class TableGroups:
+    """The groups of a table. Every method requires the table's lock.
+
+    Args:
+        name: Of the table.
+        spec: Of its groups.
+        schema: Of the table.
+        views: The regions of the store.
+        columns: The table's columns.
+        extents: Its lists of extents; None: it is a data set, whose groups never change.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        spec: GroupSpec,
+        schema: Schema,
+        views: Mapping[str, np.ndarray],
+        columns: Mapping[str, np.ndarray],
+        extents: RowAllocator | None,
+    ) -> None:
+        self.spec, self._name, self._extents = spec, name, extents
+        self.words: np.ndarray = views["groups"]
+        self.counts: np.ndarray = views["group_counts"]
+        self._count_words: memoryview = self.counts.data
+        self._slots: np.ndarray = views["slots"]
+        self._control: memoryview = views["control"].data
+        self._present: np.ndarray | None = None
+        self._late = 0
+        if extents is not None and spec.late:
+            self._present = views["retention"][:, SlotRetention.PRESENT]
+            self._late = schema.late_bits(spec.late)
+        self._numbers: np.ndarray = columns[spec.column]
+        self._members = None if spec.member is None else columns[spec.member]
+        self._conditions = [(one, columns[one.column], schema[one.column]) for one in spec.where]
+        self._is_kept = False
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def numbers(self, slots: np.ndarray) -> np.ndarray:
+        """Return the group's number of each slot. [n] -> [n], int64."""
+        return np.asarray(self._numbers[slots].astype(np.int64))
+
+    def is_complete(self, slots: np.ndarray) -> np.ndarray:
+        """Return which slots belong to a complete group. [n] -> [n], bool."""
+        return np.asarray(self.words[slots, SlotGroup.LEADER] > 0)
+
+    def is_leader(self, slots: np.ndarray) -> np.ndarray:
+        """Return which slots lead a complete group. [n] -> [n], bool."""
+        return np.asarray(self.words[slots, SlotGroup.LEADER] == slots + 1)
+
+    def items(self, slots: np.ndarray) -> np.ndarray:
+        """Return each slot's leader, which represents it in trees; without one itself. [n] -> [n], int64."""
+        leaders = self.words[slots, SlotGroup.LEADER]
+        return np.where(leaders > 0, leaders - 1, slots)
+
+    def steps(self, leaders: np.ndarray) -> np.ndarray:
+        """Return the steps of all trajectories of each leader's group. [n] -> [n], int64."""
+        return np.asarray(self.words[leaders, SlotGroup.STEPS])
+
+    def trajectories(self, leaders: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the slots of groups, group by group, by member and then by id.
+
+        Args:
+            leaders: Slots of leaders; they may repeat. [n], int64.
+        Returns:
+            The slots, and for each the index of its leader. [m] each, int64.
+        Cost: a pass over the leaders for each trajectory of the largest group.
+        """
+        counts = self.words[leaders, SlotGroup.COUNT]
+        begins = np.cumsum(counts) - counts
+        found = np.empty(int(counts.sum()), np.int64)
+        at = self.words[leaders, SlotGroup.FIRST] - 1
+        left = np.arange(len(leaders))
+        for index in range(int(counts.max(initial=0))):
+            going_on = counts[left] > index
+            left, at = left[going_on], at[going_on]
+            found[begins[left] + index] = at
+            at = self.words[at, SlotGroup.NEXT] - 1
+        return found, np.repeat(np.arange(len(leaders)), counts)
+
+    def whole(self, slots: np.ndarray) -> np.ndarray:
+        """Return the committed slots of the groups of slots, complete or not. [n] -> [m], int64."""
+        return self._of_numbers(distinct(self.numbers(slots)))[0]
+
+    def highest(self, slots: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """Return for each slot the highest value among the given ones of its group. [n], [n] -> [n]."""
+        numbers = self.numbers(slots)
+        order = np.argsort(numbers, kind="stable")
+        begins = _begins(numbers[order])
+        found = np.empty_like(values)
+        found[order] = np.repeat(np.maximum.reduceat(values[order], begins), _sizes(begins, len(order)))
+        return found
+
+    @property
+    def num_incomplete(self) -> int:
+        """Groups in the table that are not complete. Cost: one pass over the slots."""
+        return len(distinct(self.numbers(self._incomplete())))
+
+    @property
+    def statistics(self) -> dict[str, int]:
+        """Return how many groups are held, and how many were left out."""
+        words = self._count_words
+        return {
+            "complete": words[GroupCount.HELD],
+            "incomplete": self.num_incomplete,
+            "rejected": words[GroupCount.REJECTED],
+            "oversized": words[GroupCount.OVERSIZED],
+            "late": words[GroupCount.LATE],
+        }
+
+    def counted(self) -> tuple[int, int, int]:
+        """Return the groups held, ever complete, and those that additions under way may complete at most."""
+        self.update()
+        words = self._count_words
+        return words[GroupCount.HELD], words[GroupCount.INSERTED], self._control[Control.PENDING]
+
+    def _incomplete(self) -> np.ndarray:
+        is_held = self._slots[:, Slot.STATE] == SlotState.COMMITTED
+        return np.nonzero(is_held & (self.words[:, SlotGroup.LEADER] == 0))[0]
+
+    def _of_numbers(self, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the committed slots of groups, and for each the index of its group.
+
+        Args:
+            wanted: Numbers of groups, ascending, at least one. [n], int64.
+        """
+        slots = np.nonzero(self._slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
+        numbers = self.numbers(slots)
+        at = np.minimum(np.searchsorted(wanted, numbers), len(wanted) - 1)
+        is_in = wanted[at] == numbers
+        return slots[is_in], at[is_in]
+
+    # ---- adding ----------------------------------------------------------------------------------
+
+    def check_room(self, slot: int) -> None:
+        """Raise if the group of a written slot cannot have one more trajectory.
+
+        Raises:
+            DataError: It has `max_trajectories`.
+        """
+        if self.spec.member is None:  # what comes after `size` is late
+            return
+        number, most = self.numbers(np.array([slot])), self.spec.max_trajectories
+        count = len(self._of_numbers(number)[0])
+        if count >= most:
+            rule = f"must have at most group.max_trajectories = {most} trajectories"
+            name = f"table {self._name}: group {int(number[0])} of column {self.spec.column}"
+            raise DataError(name, rule, count + 1, "raise it; remove() of one trajectory evicts the group")
+
+    def begin(self, slot: int) -> None:
+        """Reset the words of a reserved slot, before its commit."""
+        self.words[slot] = 0
+        self.words[slot, SlotGroup.TIME] = time.monotonic_ns()
+
+    # ---- forming ---------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> bool:
+        """Whether `update` may change something, now or as time goes on."""
+        seen = self._count_words[GroupCount.SEEN]
+        return bool(seen != self._control[Control.CHANGED] or self.waits_for_time)
+
+    @property
+    def waits_for_time(self) -> bool:
+        """Whether a group will be complete without more of its members as time goes on, as of `update`."""
+        return bool(self._count_words[GroupCount.DUE] != NEVER)
+
+    def update(self) -> None:
+        """Form the groups that are complete; evict those that fail a condition, and late trajectories.
+
+        Cost: where something was committed or filled since, a pass over the slots and a sort of the
+        trajectories of these groups.
+        """
+        words, changed, now = self._count_words, self._control[Control.CHANGED], time.monotonic_ns()
+        seen, is_due = words[GroupCount.SEEN], now >= words[GroupCount.DUE]
+        if self._is_kept or (seen == changed and not is_due):
+            return
+        log = None if is_due else self._extents
+        self._evaluate(None if log is None else log.changed_since(seen), now)
+        words[GroupCount.SEEN] = self._control[Control.CHANGED]
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Bring the groups up to date, and form none until the end: for a save of the table."""
+        self.update()
+        self._is_kept = True
+        try:
+            yield
+        finally:
+            self._is_kept = False
+
+    def _evaluate(self, changed: np.ndarray | None, now: int) -> None:
+        """Form groups with trajectories among changed slots; None: among all slots."""
+        if changed is None:
+            self._count_words[GroupCount.DUE] = NEVER
+            waiting = self._incomplete()
+        else:
+            is_held = self._slots[changed, Slot.STATE] == SlotState.COMMITTED
+            waiting = changed[is_held & (self.words[changed, SlotGroup.LEADER] == 0)]
+        if not len(waiting):
+            return
+        wanted = distinct(self.numbers(waiting))
+        slots, group = self._of_numbers(wanted)
+        has_leader = self.words[slots, SlotGroup.LEADER] != 0
+        is_formed = np.zeros(len(wanted), bool)
+        is_formed[group[has_leader]] = True
+        self._drop_late(slots[is_formed[group] & ~has_leader])
+        self._form(slots[~is_formed[group]], now)
+
+    def _form(self, slots: np.ndarray, now: int) -> None:
+        """Form those groups of slots that are complete; none of the slots has a leader. [n], int64."""
+        if not len(slots):
+            return
+        ids = self._slots[slots, Slot.ID]
+        numbers, members = self.numbers(slots), self._members_of(slots)
+        order = np.lexsort((ids, members, numbers))
+        slots, ids, numbers, members = slots[order], ids[order], numbers[order], members[order]
+        of_member, of_group = _begins(numbers, members), _begins(numbers)  # first trajectories
+        first = np.searchsorted(of_member, of_group)  # first member of each group
+        is_ready = np.logical_and.reduceat(self._is_ready(slots), of_member)
+        num_ready = np.add.reduceat(is_ready.astype(np.int64), first)
+        latest = np.maximum.reduceat(self.words[slots, SlotGroup.TIME], of_group)
+        is_complete = (num_ready >= self.spec.size) | self._in_time(num_ready, latest, now)
+
+        group = np.repeat(np.arange(len(first)), _sizes(first, len(of_member)))  # of each member
+        order = np.lexsort((ids[of_member], ~is_ready, group))  # those that are ready, as they came, first
+        rank = np.empty(len(order), np.int64)
+        rank[order] = np.arange(len(order)) - first[group[order]]
+        is_in = np.repeat(
+            is_complete[group] & is_ready & (rank < self.spec.size), _sizes(of_member, len(slots))
+        )
+        of_complete = np.repeat(is_complete, _sizes(of_group, len(slots)))
+        self._drop_late(slots[of_complete & ~is_in])
+        if is_in.any():
+            self._accept(slots[is_in], numbers[is_in], members[is_in])
+
+    def _members_of(self, slots: np.ndarray) -> np.ndarray:
+        """Return the member of each slot: without a column of members its id. [n], int64."""
+        if self._members is None:
+            return np.asarray(self._slots[slots, Slot.ID])
+        return np.asarray(self._members[slots].astype(np.int64))
+
+    def _is_ready(self, slots: np.ndarray) -> np.ndarray:
+        if self._present is None:
+            return np.ones(len(slots), bool)
+        return np.asarray(self._present[slots] & self._late == self._late)
+
+    def _in_time(self, num_ready: np.ndarray, latest: np.ndarray, now: int) -> np.ndarray:
+        """Return which groups are complete without all members; note when others will be. [groups], bool."""
+        after_s = self.spec.after_s
+        if after_s is None:
+            return np.zeros(len(num_ready), bool)
+        due, enough = latest + int(after_s * 1e9), num_ready >= self.spec.min_size
+        waits = enough & (num_ready < self.spec.size) & (due > now)
+        words = self._count_words
+        words[GroupCount.DUE] = min(words[GroupCount.DUE], int(due[waits].min(initial=NEVER)))
+        return np.asarray(enough & (due <= now))
+
+    def _accept(self, slots: np.ndarray, numbers: np.ndarray, members: np.ndarray) -> None:
+        """Form complete groups, or evict those that fail a condition.
+
+        Args:
+            slots: Their trajectories, by group, member and id. [n], int64.
+            numbers: Of their groups. [n], int64.
+            members: Of their members. [n], int64.
+        """
+        begins = _begins(numbers)
+        counts = _sizes(begins, len(slots))
+        is_small = counts <= self.spec.max_trajectories
+        passes = self._holds(slots, _begins(numbers, members), begins)
+        self.counts[GroupCount.OVERSIZED] += np.count_nonzero(~is_small)
+        self.counts[GroupCount.REJECTED] += np.count_nonzero(is_small & ~passes)
+        stays = np.repeat(is_small & passes, counts)
+        self._reject(slots[~stays])
+        if not stays.any():
+            return
+        leaders = self._link(slots[stays], numbers[stays])
+        self.counts[[GroupCount.HELD, GroupCount.INSERTED]] += len(leaders)
+        if self._extents is not None:
+            for leader in leaders.tolist():
+                self._extents.note(leader)
+
+    def _holds(self, slots: np.ndarray, of_member: np.ndarray, of_group: np.ndarray) -> np.ndarray:
+        """Return which groups pass all conditions. [groups], bool."""
+        passes = np.ones(len(of_group), bool)
+        last = slots[np.append(of_member[1:], len(slots)) - 1]  # of each member
+        first = np.searchsorted(of_member, of_group)
+        for condition, values, column in self._conditions:
+            sizes = _sizes(first, len(of_member))
+            passes &= condition.holds(as_numbers(values[last], column), first, sizes)
+        return passes
+
+    def _link(self, slots: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        """Write the words of groups; return their leaders. [groups], int64.
+
+        Args:
+            slots: Their trajectories, group by group, in order. [n], int64.
+            groups: What tells the groups apart. [n], int64.
+        """
+        begins = _begins(groups)
+        ends, counts = np.append(begins[1:], len(slots)), _sizes(begins, len(slots))
+        index = np.repeat(np.arange(len(begins)), counts)
+        leaders = slots[np.lexsort((self._slots[slots, Slot.ID], index))[ends - 1]]
+        following = np.append(slots[1:] + 1, 0)
+        following[ends - 1] = 0
+        words = self.words
+        words[slots, SlotGroup.NEXT] = following
+        words[leaders, SlotGroup.FIRST], words[leaders, SlotGroup.COUNT] = slots[begins] + 1, counts
+        words[leaders, SlotGroup.STEPS] = np.add.reduceat(self._slots[slots, Slot.NUM_STEPS], begins)
+        words[leaders, SlotGroup.NUMBER] = self.counts[GroupCount.INSERTED] + 1 + np.arange(len(leaders))
+        others = slots != leaders[index]
+        words[slots[others], SlotGroup.LEADER] = leaders[index[others]] + 1
+        words[leaders, SlotGroup.LEADER] = leaders + 1  # the commit points
+        return np.asarray(leaders)
+
+    # ---- evicting --------------------------------------------------------------------------------
+
+    def evict(self, slots: np.ndarray) -> np.ndarray:
+        """Evict the whole groups of committed slots. Returns the evicted slots. [n] -> [m], int64."""
+        members = self.whole(slots) if len(slots) else slots
+        self._evict(members)
+        return members
+
+    def _evict(self, members: np.ndarray) -> None:
+        """Evict whole groups. [n], int64."""
+        assert self._extents is not None
+        self.words[members, SlotGroup.LEAVING] = 1
+        self.counts[GroupCount.HELD] -= np.count_nonzero(self.is_leader(members))
+        for slot in members.tolist():
+            self._extents.retire(slot)
+
+    def _reject(self, slots: np.ndarray) -> None:
+        if self._extents is None:
+            self.words[slots, SlotGroup.LEADER] = SlotGroup.REJECTED
+        else:
+            self._evict(slots)
+
+    def _drop_late(self, slots: np.ndarray) -> None:
+        """Evict trajectories whose group is complete without them; those of a data set are left out."""
+        self.counts[GroupCount.LATE] += len(slots)
+        if self._extents is not None:
+            for slot in slots.tolist():
+                self._extents.retire(slot)
+
+    # ---- repair and content ----------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Finish evictions and groups that a dead process has begun; count the groups again."""
+        words, is_held = self.words, self._slots[:, Slot.STATE] == SlotState.COMMITTED
+        leaving = np.nonzero(is_held & (words[:, SlotGroup.LEAVING] != 0))[0]
+        if len(leaving):
+            self.evict(leaving)
+            is_held = self._slots[:, Slot.STATE] == SlotState.COMMITTED
+        known = np.nonzero(is_held & (words[:, SlotGroup.LEADER] > 0))[0]
+        leaders = words[known, SlotGroup.LEADER] - 1
+        words[known[~self.is_leader(leaders)], SlotGroup.LEADER] = 0
+        self._count()
+        self._count_words[GroupCount.DUE] = 0
+        self.update()
+
+    def _count(self) -> None:
+        slots = np.nonzero(self._slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
+        leaders = slots[self.is_leader(slots)]
+        self.counts[GroupCount.HELD] = len(leaders)
+        newest = self.words[leaders, SlotGroup.NUMBER].max(initial=0)
+        self.counts[GroupCount.INSERTED] = max(self.counts[GroupCount.INSERTED], newest)
+
+    def export(self, slots: np.ndarray) -> np.ndarray:
+        """Return what a checkpoint holds of groups. [n], ascending slots -> [n, SAVED_WORDS], int64."""
+        leaders = self.words[slots, SlotGroup.LEADER] - 1
+        at = np.minimum(np.searchsorted(slots, leaders), max(len(slots) - 1, 0))
+        is_saved = (leaders >= 0) & (slots[at] == leaders) if len(slots) else np.zeros(0, bool)
+        return np.stack([np.where(is_saved, at + 1, 0), self.words[slots, SlotGroup.NUMBER]], axis=1)
+
+    def restore(self, saved: np.ndarray, counts: np.ndarray) -> None:
+        """Restore what `export` and `counts` were; the table's first slots are already restored.
+
+        Args:
+            saved: Of the first n slots. [n, SAVED_WORDS], int64.
+            counts: The words of `GroupCount`. [16], int64.
+        """
+        self.words[:] = 0
+        self.words[:, SlotGroup.TIME] = time.monotonic_ns()
+        slots = np.nonzero(saved[:, 0])[0]
+        if len(slots):
+            groups, ids = saved[slots, 0], self._slots[slots, Slot.ID]
+            order = np.lexsort((ids, self._members_of(slots), groups))
+            leaders = self._link(slots[order], groups[order])
+            self.words[leaders, SlotGroup.NUMBER] = saved[leaders, 1]
+        self.counts[:] = counts
+        self._count()
+        # Streams are restored after this: what has changed since is formed before their next selection.
+        self._count_words[GroupCount.SEEN], self._count_words[GroupCount.DUE] = (
+            self._control[Control.CHANGED],
+            0,
+        )
+
+
+def _begins(*keys: np.ndarray) -> np.ndarray:
+    """Return where runs of equal keys begin. [n] each, n > 0 -> [m], int64."""
+    differ = np.zeros(len(keys[0]), bool)
+    differ[0] = True
+    for key in keys:
+        differ[1:] |= key[1:] != key[:-1]
+    return np.nonzero(differ)[0]
+
+
+def _sizes(begins: np.ndarray, end: int) -> np.ndarray:
+    """Return the lengths of runs from where they begin. [m] -> [m], int64."""
+    return np.diff(np.append(begins, end))

@@ -1,0 +1,196 @@
+"""Teach a tiny language model addition with GRPO: rollouts in the training processes, packed batches.
+
+    python examples/grpo.py --seed 0
+
+starts two ranks; so does `deepspeed --num_gpus 2 examples/grpo.py`. The last line is the result as JSON.
+
+A prompt is "34+58=", a response the digits of the sum from the last to the first, "290." A supervised warm
+start brings the model to about 30% right answers. Then, in every iteration, each rank samples 8 responses to
+each of its prompts and adds them to the table; `engine.gear_rollout()` selects all groups once, for both
+ranks, and packs them. Responses are sampled by the policy that is stored with them as `logp`; what has
+changed since is corrected by a truncated importance weight.
+
+Sources: Shao et al., "DeepSeekMath", 2024 (GRPO); Yu et al., "DAPO", 2025 (the upper clip, the mean over
+tokens); Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025 (truncated
+weights).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import quiet_start
+from grpo_model import EOS, Adder, Problems, sample
+from launched import is_rank, launch
+from torch import Tensor
+
+import deepspeed_gear
+from deepspeed_gear import MicroBatch
+
+RANKS = 2
+PROMPTS, RESPONSES = 64, 8  # of an iteration, all ranks together; of each prompt
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+MOST_WEIGHT = 2.0  # of the importance of a token that another policy has sampled
+WARM_EVERY, WARM_BATCH = 5, 256
+GOAL, TEST_SEED, TESTS = 0.85, 7, 1000
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", default="configs/grpo.json", help="a ds_config with a gear section")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, prompts, samples and replay")
+    parser.add_argument("--iterations", type=int, default=500, help="rollout batches at most")
+    parser.add_argument("--evaluate-every", type=int, default=10, metavar="ITERATIONS")
+    parser.add_argument("--warm-accuracy", type=float, default=0.3, help="where the warm start ends")
+    parser.add_argument("--out", type=Path, help="folder of the curve and the result")
+    parser.add_argument("--local_rank", type=int, default=-1, help="given by the launcher")
+    return parser.parse_args()
+
+
+def accuracy(model: Adder, problems: Problems, seed: int, count: int = TESTS) -> float:
+    """Return the part of sampled responses to new prompts that are right."""
+    prompts, words = problems.draw(count, seed), torch.Generator().manual_seed(seed)
+    responses, _ = sample(model, prompts, words)
+    return float(problems.rewards(prompts, responses).mean())
+
+
+def warm_start(model: Adder, problems: Problems, seed: int, wanted: float) -> None:
+    """Train on right answers, the same on every rank, until an accuracy is reached."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(10_000):
+        tokens, mask = problems.solved(problems.draw(WARM_BATCH, seed * 10_000 + step))
+        logits = model(tokens[:, :-1])
+        losses = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        (losses * mask[:, 1:].flatten()).sum().div(mask[:, 1:].sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        is_due = step % WARM_EVERY == WARM_EVERY - 1
+        if is_due and accuracy(model, problems, seed + 1, count=500) >= wanted:
+            return
+    raise RuntimeError("the warm start has not reached its accuracy")
+
+
+def add_rollouts(engine: Any, problems: Problems, iteration: int, seed: int) -> float:
+    """Sample responses to this rank's prompts and add them to the table; return their mean reward."""
+    replay, rank, world = engine.gear, dist.get_rank(), dist.get_world_size()
+    first = iteration * PROMPTS
+    numbers = np.arange(first, first + PROMPTS)[rank::world].repeat(RESPONSES)
+    prompts = problems.draw(PROMPTS, seed * 100_000 + iteration)[rank::world].repeat_interleave(RESPONSES, 0)
+    words = torch.Generator().manual_seed(seed * 1_000_000 + iteration * world + rank)
+    responses, logp = sample(engine.module, prompts, words)
+    rewards = problems.rewards(prompts, responses)
+    for number, prompt, response, own, reward in zip(numbers, prompts, responses, logp, rewards, strict=True):
+        length = int((response == EOS).nonzero()[0]) + 1 if (response == EOS).any() else len(response)
+        tokens = torch.cat([prompt, response[:length]])
+        replay.add(
+            {
+                "tokens": tokens.to(torch.uint8).numpy(),
+                "loss_mask": np.arange(len(tokens)) >= len(prompt),
+                "logp": torch.cat([torch.zeros(len(prompt)), own[:length]]).numpy(),
+                "reward": np.float32(reward),
+                "prompt_id": np.int64(number),
+            }
+        )
+    return float(rewards.mean())
+
+
+def log_probabilities(engine: Any, micro: MicroBatch) -> Tensor:
+    """Return the log-probability of the token that each place predicts. [1, N]."""
+    logits = engine(micro["tokens"], micro.position_ids, micro.block_mask)
+    return -F.cross_entropy(logits[0], micro.targets[0], reduction="none")[None]
+
+
+def policy_loss(logp: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Return the clipped loss of each place, and where it was clipped. [1, N] both."""
+    ratio, advantage = torch.exp(logp - micro["old_logp"]), micro["advantage"]
+    clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+    gain = torch.minimum(ratio * advantage, clipped * advantage)
+    sampled = torch.exp(micro["old_logp"] - micro["logp"]).clamp(max=MOST_WEIGHT)
+    return -sampled * gain, (ratio * advantage > clipped * advantage).float()
+
+
+def train(engine: Any) -> dict[str, float]:
+    """Train one rollout batch; return means of its last step."""
+    rollout = engine.gear_rollout()
+    with torch.no_grad():
+        for micro in rollout.forward("old_logp", tokens=2048):
+            micro.fill(old_logp=log_probabilities(engine, micro))
+    rollout.advantages("grpo")
+    for step in rollout:
+        losses, clips = [], []
+        for micro in step:
+            loss, clipped = policy_loss(log_probabilities(engine, micro), micro)
+            losses.append(micro.sum(loss))
+            clips.append(micro.sum(clipped))
+            engine.backward(losses[-1])
+        engine.step()
+    return step.mean(loss=losses, clipped=clips)
+
+
+def main() -> None:
+    args = arguments()
+    config = json.loads(Path(args.config).read_text())
+    config["gear"]["seed"] = args.seed
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(1)
+    begin, problems, model = time.perf_counter(), Problems(), Adder()
+    warm_start(model, problems, args.seed, args.warm_accuracy)
+    warm_s = time.perf_counter() - begin
+    with quiet_start():
+        engine, *_ = deepspeed_gear.initialize(
+            model=model, model_parameters=model.parameters(), config=config
+        )
+    before = accuracy(engine.module, problems, TEST_SEED)
+    curve, is_first = [(0, time.perf_counter() - begin, before)], dist.get_rank() == 0
+    for iteration in range(1, args.iterations + 1):
+        reward = add_rollouts(engine, problems, iteration, args.seed)
+        means = train(engine)
+        if iteration % args.evaluate_every == 0 or iteration == args.iterations:
+            curve.append(
+                (iteration, time.perf_counter() - begin, accuracy(engine.module, problems, TEST_SEED))
+            )
+            if is_first:
+                text = f"iteration {iteration}: accuracy {curve[-1][2]:.3f}, reward {reward:.3f}"
+                print(f"{text}, clipped {means['clipped']:.3f}, {curve[-1][1]:.0f} s", file=sys.stderr)
+            if curve[-1][2] >= GOAL:
+                break
+    if is_first:
+        report(args, engine, curve, warm_s)
+    engine.destroy()
+    dist.destroy_process_group()
+
+
+def report(
+    args: argparse.Namespace, engine: Any, curve: list[tuple[int, float, float]], warm_s: float
+) -> None:
+    """Print the result as JSON, and save it."""
+    metrics = engine.gear.take_metrics()
+    result = {
+        "accuracy_before": round(curve[0][2], 3),
+        "accuracy_after": round(curve[-1][2], 3),
+        "iterations": curve[-1][0],
+        "seconds": round(curve[-1][1], 1),
+        "warm_start_s": round(warm_s, 1),
+        "seed": args.seed,
+        "ranks": dist.get_world_size(),
+        "fill": round(metrics["step_fill"], 3),
+    }
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "result.json").write_text(json.dumps({**result, "curve": curve}, indent=1))
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main() if is_rank() else launch(__file__, RANKS))

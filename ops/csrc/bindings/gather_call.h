@@ -1,0 +1,65 @@
+// `gather_` into tensors that stay the same: reading its lists from Python takes as long as
+// gathering a small batch.
+#pragma once
+#include <pybind11/pybind11.h>
+
+#include <utility>
+#include <vector>
+
+#include "bindings/direct.h"
+#include "bindings/ops.h"
+#include "bindings/store.h"
+
+namespace gear::python {
+
+struct GatherCall {
+  std::vector<at::Tensor> outs, masks;
+  at::Tensor counters;
+  std::vector<at::Tensor> columns, shifts, gains, overwritten;
+  std::vector<int64_t> spec;
+  std::vector<double> pad_values;
+  int64_t threads;
+};
+
+inline std::vector<at::Tensor> TensorsOf(const py::handle& list) {
+  std::vector<at::Tensor> tensors;
+  ForEach(list.ptr(), [&](PyObject* item) { tensors.push_back(direct::AsTensor(item)); });
+  return tensors;
+}
+
+inline GatherCall MakeGatherCall(const py::object& outs, const py::object& masks,
+                                 const py::object& counters, const py::object& columns,
+                                 const py::object& shifts, const py::object& gains,
+                                 std::vector<int64_t> spec, std::vector<double> pad_values,
+                                 int64_t threads, const py::object& overwritten) {
+  return {
+      TensorsOf(outs),       TensorsOf(masks), direct::AsTensor(counters.ptr()), TensorsOf(columns),
+      TensorsOf(shifts),     TensorsOf(gains), TensorsOf(overwritten),           std::move(spec),
+      std::move(pad_values), threads};
+}
+
+// gather_into(call, resolutions, n_steps): increments the versions of what it overwrites, so that a
+// backward pass that has saved old values raises.
+inline PyObject* GatherInto(PyObject* const* given, Py_ssize_t count) {
+  direct::CheckCount(count, 3);
+  auto& call = *direct::AddressOf<GatherCall>(given[0]);
+  const at::Tensor& resolutions = direct::AsTensor(given[1]);
+  std::optional<at::Tensor> n_steps;
+  if (given[2] != Py_None) n_steps = direct::AsTensor(given[2]);
+  for (const at::Tensor& tensor : call.overwritten) tensor.unsafeGetTensorImpl()->bump_version();
+  const WithoutLock unlocked;
+  Gather(call.outs, call.masks, call.counters, call.columns, call.shifts, call.gains, resolutions,
+         n_steps, call.spec, call.pad_values, call.threads, std::nullopt);
+  Py_RETURN_NONE;
+}
+
+inline void BindGatherCall(py::module_& module) {
+  py::class_<GatherCall>(module, "GatherCall", py::module_local())
+      .def(py::init(&MakeGatherCall), py::kw_only(), py::arg("outs"), py::arg("masks"),
+           py::arg("counters"), py::arg("columns"), py::arg("shifts"), py::arg("gains"),
+           py::arg("spec"), py::arg("pad_values"), py::arg("threads"), py::arg("overwritten"))
+      .def_property_readonly("address",
+                             [](GatherCall& call) { return reinterpret_cast<uintptr_t>(&call); });
+}
+
+}  // namespace gear::python

@@ -1,0 +1,147 @@
+// Rows of a column, copied or converted, and padding: on the host.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "common/convert.h"
+#include "gather/gather.h"
+
+namespace gear::cpu {
+
+// (x - shift) * gain over whole rows; shift and gain repeat every `period` elements.
+template <typename From, typename To>
+void Convert(const From* from, To* to, int64_t count, const Field& field) {
+  using C = std::conditional_t<NeedsDouble<From>::value || NeedsDouble<To>::value, double, float>;
+  const C* shift = static_cast<const C*>(field.shift);
+  const C* gain = static_cast<const C*>(field.gain);
+  if (shift == nullptr && gain == nullptr) {
+    for (int64_t i = 0; i < count; ++i) to[i] = Store<To, C>::From(Load<C>(from[i]));
+  } else if (field.period == 1) {
+    const C s = shift ? shift[0] : C{0}, g = gain ? gain[0] : C{1};
+    for (int64_t i = 0; i < count; ++i) to[i] = Store<To, C>::From((Load<C>(from[i]) - s) * g);
+  } else {
+    for (int64_t done = 0; done < count; done += field.period) {
+      const int64_t n = Min(field.period, count - done);
+      for (int64_t i = 0; i < n; ++i)
+        to[done + i] = Store<To, C>::From((Load<C>(from[done + i]) - shift[i]) * gain[i]);
+    }
+  }
+}
+
+template <typename To>
+void FillValue(To* to, int64_t count, double value) {
+  const To x = Store<To, double>::From(value);
+  for (int64_t i = 0; i < count; ++i) to[i] = x;
+}
+
+// Copies whole rows unchanged.
+template <typename Unit>
+struct CopyRows {
+  static void Run(const void* from, void* to, int64_t rows, const Field& field) {
+    std::memcpy(to, from, static_cast<size_t>(rows * field.elements * field.to_bytes));
+  }
+};
+
+template <typename From, typename To>
+struct ConvertRows {
+  static void Run(const void* from, void* to, int64_t rows, const Field& field) {
+    Convert(static_cast<const From*>(from), static_cast<To*>(to), rows * field.elements, field);
+  }
+};
+
+// Fills `count` rows at `to` with padding.
+template <typename To, typename Rows>
+void PadRows(const Field& field, const char* edge, char* to, int64_t count) {
+  const int64_t row_bytes = field.elements * field.to_bytes;
+  if (field.pad == kPadEdge) {
+    for (int64_t i = 0; i < count; ++i) Rows::Run(edge, to + i * row_bytes, 1, field);
+  } else if (field.pad_value == 0) {
+    std::memset(to, 0, static_cast<size_t>(count * row_bytes));
+  } else {
+    FillValue(reinterpret_cast<To*>(to), count * field.elements, field.pad_value);
+  }
+}
+
+inline bool IsCopy(const Field& field) {
+  return !IsComputed(field.source) && field.from == field.to && field.shift == nullptr &&
+         field.gain == nullptr;
+}
+
+// The function of a field whose elements are copied: `Of<To, CopyRows<To>>::kFunction`.
+template <template <typename, typename> class Of, typename Function>
+Function CopyFunctionFor(const Field& field) {
+  switch (field.from) {
+    case kBool:
+    case kUint8:
+      return Of<uint8_t, CopyRows<uint8_t>>::kFunction;
+    case kInt8:
+      return Of<int8_t, CopyRows<int8_t>>::kFunction;
+    case kInt16:
+      return Of<int16_t, CopyRows<int16_t>>::kFunction;
+    case kInt32:
+      return Of<int32_t, CopyRows<int32_t>>::kFunction;
+    case kInt64:
+      return Of<int64_t, CopyRows<int64_t>>::kFunction;
+    case kFloat16:
+      return Of<Half, CopyRows<Half>>::kFunction;
+    case kBfloat16:
+      return Of<Bfloat, CopyRows<Bfloat>>::kFunction;
+    case kFloat32:
+      return Of<float, CopyRows<float>>::kFunction;
+    case kFloat64:
+      return Of<double, CopyRows<double>>::kFunction;
+  }
+  return nullptr;
+}
+
+template <template <typename, typename> class Of, typename Function, typename From>
+Function ConvertFunctionFrom(int64_t to) {
+  switch (to) {
+    case kFloat16:
+      return Of<Half, ConvertRows<From, Half>>::kFunction;
+    case kBfloat16:
+      return Of<Bfloat, ConvertRows<From, Bfloat>>::kFunction;
+    case kFloat32:
+      return Of<float, ConvertRows<From, float>>::kFunction;
+    case kFloat64:
+      return Of<double, ConvertRows<From, double>>::kFunction;
+  }
+  if constexpr (std::is_integral_v<From> && sizeof(From) <= 4) {
+    if (to == kInt64) return Of<int64_t, ConvertRows<From, int64_t>>::kFunction;
+    if (to == kInt32 && sizeof(From) <= 2)
+      return Of<int32_t, ConvertRows<From, int32_t>>::kFunction;
+  }
+  return nullptr;
+}
+
+// The function of a field by the types of its elements: copied, or converted
+// (`Of<To, ConvertRows<From, To>>::kFunction`). Null: there is no conversion.
+template <template <typename, typename> class Of, typename Function>
+Function FunctionForTypes(const Field& field) {
+  if (IsCopy(field)) return CopyFunctionFor<Of, Function>(field);
+  switch (field.from) {
+    case kBool:
+    case kUint8:
+      return ConvertFunctionFrom<Of, Function, uint8_t>(field.to);
+    case kInt8:
+      return ConvertFunctionFrom<Of, Function, int8_t>(field.to);
+    case kInt16:
+      return ConvertFunctionFrom<Of, Function, int16_t>(field.to);
+    case kInt32:
+      return ConvertFunctionFrom<Of, Function, int32_t>(field.to);
+    case kInt64:
+      return ConvertFunctionFrom<Of, Function, int64_t>(field.to);
+    case kFloat16:
+      return ConvertFunctionFrom<Of, Function, Half>(field.to);
+    case kBfloat16:
+      return ConvertFunctionFrom<Of, Function, Bfloat>(field.to);
+    case kFloat32:
+      return ConvertFunctionFrom<Of, Function, float>(field.to);
+    case kFloat64:
+      return ConvertFunctionFrom<Of, Function, double>(field.to);
+  }
+  return nullptr;
+}
+
+}  // namespace gear::cpu

@@ -1,0 +1,237 @@
+#include "select/stream.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "common/prefetch.h"
+#include "common/tree.h"
+#include "select/select.h"
+#include "store/held.h"
+#include "store/store.h"
+
+namespace gear::cpu {
+namespace {
+
+constexpr int kMostTotalBits = 62;
+
+// Keeps the order of writes: a process may die between any two of them.
+void Write(int64_t& word, int64_t value) { __atomic_store_n(&word, value, __ATOMIC_RELEASE); }
+
+int64_t* HeadOf(const Stream& stream, int64_t key) {
+  return stream.heads + key % stream.depth * kSelectionWords;
+}
+
+bool HaveReached(const int64_t* words, int64_t count, int64_t key) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (__atomic_load_n(&words[i], __ATOMIC_ACQUIRE) < key) return false;
+  }
+  return true;
+}
+
+// Whether every process has released what the ring entry of a global batch holds.
+bool IsReleased(const Stream& stream, int64_t key) {
+  const int64_t held = HeadOf(stream, key)[kKey];
+  return held == kNothing || HaveReached(stream.consumed, stream.num_peers, held + 1);
+}
+
+bool HasChanges(const Stream& stream) {
+  return stream.has_priorities || stream.changes[kNumQueued] != 0 ||
+         stream.changes[kSeen] != stream.control[kChanged];
+}
+
+uint64_t TotalOf(const Stream& stream) {
+  const TreeShape shape = ShapeOfTree(stream.num_items);
+  const uint64_t* top = stream.sums + shape.offset[shape.levels - 1];
+  uint64_t total = 0;
+  for (int i = 0; i < kFanOut; ++i) total += top[i];
+  return total;
+}
+
+// Whether the changes of slots that precede a selection can be applied here.
+bool CanApply(const Stream& stream, int64_t alpha) {
+  const int64_t* changes = stream.changes;
+  if (changes[kNumQueued] != 0 || changes[kApplying] != 0) return false;
+  if (stream.has_priorities && alpha != changes[kAlpha]) return false;
+  const int64_t changed = stream.control[kChanged];
+  if (changes[kSeen] == changed) return true;
+  return stream.plain_unit >= 0 && stream.log != nullptr &&
+         changed - changes[kSeen] <= stream.log_size;
+}
+
+bool ApplySlots(Stream& stream) {
+  const int64_t seen = stream.changes[kSeen], changed = stream.control[kChanged];
+  if (seen == changed) return true;
+  if (!stream.has_priorities) {
+    SlotMasses(stream.sums, stream.slots, stream.num_slots, stream.log, stream.log_size, seen,
+               changed, stream.rule, stream.plain_unit);
+  } else {
+    const StreamPriorities& given = stream.priorities;
+    const int64_t initial = given.initial < 0 ? given.counts[kHighestPriority] : given.initial;
+    const MassScale scale{static_cast<uint64_t>(stream.changes[kAlpha]),
+                          static_cast<int>(given.most_bits)};
+    Write(stream.changes[kApplying], -1 - changed);
+    const int64_t done = SlotPriorities(
+        given.target, given.known, stream.slots, stream.log, stream.log_size, seen, changed,
+        stream.rule, stream.plain_unit, static_cast<uint32_t>(initial), scale, given.counts);
+    if (done != changed) return false;  // the op raises the error
+    Write(stream.changes[kApplying], 0);
+  }
+  Write(stream.changes[kSeen], changed);
+  return true;
+}
+
+// Collects the updates that a selection applies, process by process; notes where their logs end.
+void TakeReports(Stream& stream, int64_t key) {
+  const StreamPriorities& given = stream.priorities;
+  const int64_t until = key - given.lag;
+  stream.reports.clear();
+  for (int64_t peer = 0; peer < given.num_peers; ++peer) {
+    int64_t* ends = given.ends + peer * kLogEndWords;
+    const Report* log = given.logs + peer * given.log_size;
+    int64_t at = ends[kLogHead];
+    for (; at < ends[kLogTail] && log[at % given.log_size].batch < until; ++at)
+      stream.reports.push_back(log[at % given.log_size]);
+    ends[kLogNext] = at;
+  }
+}
+
+// Removes the taken updates from all logs or none: a part, applied again, would override others.
+void DropReports(const StreamPriorities& given) {
+  Write(given.ends[kLogTaking], 1);
+  for (int64_t peer = 0; peer < given.num_peers; ++peer) {
+    int64_t* ends = given.ends + peer * kLogEndWords;
+    Write(ends[kLogHead], ends[kLogNext]);
+  }
+  Write(given.ends[kLogTaking], 0);
+}
+
+bool ApplyReports(Stream& stream, int64_t key) {
+  const StreamPriorities& given = stream.priorities;
+  int64_t* window = given.window + key % given.window_size * 2;
+  TakeReports(stream, key);
+  const auto count = static_cast<int64_t>(stream.reports.size());
+  if (count == 0) {
+    window[0] = window[1] = 0;
+    return true;
+  }
+  std::vector<Report> sorted;
+  const Report* reports = InOrder(stream.reports.data(), count, &sorted);
+  const Updates updates{reinterpret_cast<const int64_t*>(reports),
+                        sizeof(Report) / sizeof(int64_t)};
+  stream.items.resize(static_cast<size_t>(count));
+  const int64_t found = ItemsOf(stream.slots, stream.num_slots, given.unit, updates, count,
+                                given.target.num_items, stream.items.data());
+  if (found != count) return false;  // the op raises the error
+  const int64_t applied = given.counts[kApplied], clamped = given.counts[kClamped];
+  const MassScale scale{static_cast<uint64_t>(stream.changes[kAlpha]),
+                        static_cast<int>(given.most_bits)};
+  Prioritize(given.target, updates, stream.items.data(), count, scale, given.counts);
+  window[0] = given.counts[kApplied] - applied;
+  window[1] = given.counts[kClamped] - clamped;
+  DropReports(given);
+  return true;
+}
+
+// Draws and resolves the samples of a global batch. False: a row is no step of its slot.
+bool DrawSamples(Stream& stream, int64_t key, int64_t first, uint64_t total) {
+  int64_t* coordinates = stream.coordinates.data();
+  Resolution* ring = stream.ring + key % stream.depth * stream.batch;
+  Draw(stream.seed, stream.key, first, total, stream.batch, coordinates);
+  if (stream.has_priorities && stream.priorities.known.row_slots != nullptr)
+    return ResolveRows(stream.sums, stream.slots, stream.num_slots,
+                       stream.priorities.known.row_slots, stream.num_items, coordinates,
+                       stream.batch, first, ring) == stream.batch;
+  Resolve(stream.sums, stream.slots, stream.num_slots, coordinates, stream.batch, stream.rule,
+          stream.unit, stream.seed, stream.key, first, ring);
+  return true;
+}
+
+uint64_t LeastMass(const StreamPriorities& given) {
+  const TreeShape shape = ShapeOfTree(given.target.num_items);
+  const uint64_t* nodes = given.target.sums;  // of a tree of one level: its leaves
+  int64_t count = given.target.num_items;
+  if (given.target.minima != nullptr) {
+    nodes = given.target.minima + MinimaOffset(shape, shape.levels - 1);
+    count = kFanOut;
+  }
+  uint64_t least = 0;
+  for (int64_t i = 0; i < count; ++i)
+    if (IsLess(nodes[i], least)) least = nodes[i];
+  return least;
+}
+
+void Weigh(const Stream& stream, const Resolution* samples, int64_t beta, int64_t* head) {
+  const StreamPriorities& given = stream.priorities;
+  head[kDivisor] = 1;
+  head[kExponent] = beta;
+  if (given.normalize == kByBatch) {
+    int64_t least = samples[0].mass;
+    for (int64_t i = 1; i < stream.batch; ++i) least = Min(least, samples[i].mass);
+    head[kNumerator] = least;
+  } else if (given.normalize == kByTable) {
+    head[kNumerator] = static_cast<int64_t>(LeastMass(given));
+  } else {
+    head[kNumerator] = head[kTotal];
+    head[kDivisor] = given.counts[kDrawable];
+  }
+}
+
+// Draws for the next selection, so that ranks that sample concurrently do not wait for each other.
+void DrawAhead(Stream& stream, int64_t key) {
+  int64_t* position = stream.position;
+  if (position[kKey] != key || position[kAhead] == key || HasChanges(stream)) return;
+  if (!IsReleased(stream, key)) return;
+  const uint64_t total = TotalOf(stream);
+  Write(HeadOf(stream, key)[kKey], kNothing);
+  if (total == 0) return;
+  DrawSamples(stream, key, position[kSamples], total);
+  Write(position[kAhead], key);
+}
+
+bool SelectHeld(Stream& stream, int64_t key, int64_t alpha, int64_t beta) {
+  int64_t* position = stream.position;
+  int64_t* head = HeadOf(stream, key);
+  if (position[kRecovered] != stream.control[kRecoveries]) return false;
+  if (head[kKey] == key) return true;
+  if (position[kKey] != key || head[kKey] > key || !IsReleased(stream, key)) return false;
+  const bool by_priority = stream.has_priorities;
+  if (by_priority && !HaveReached(stream.priorities.asked, stream.priorities.num_peers,
+                                  key - stream.priorities.lag))
+    return false;
+  if (!CanApply(stream, alpha)) return false;
+  const bool is_drawn = position[kAhead] == key && !HasChanges(stream);
+  int64_t after[kNumSet];
+  std::copy_n(position, kNumSet, after);
+  Write(head[kKey], kNothing);
+  if (!ApplySlots(stream) || (by_priority && !ApplyReports(stream, key))) return false;
+  const uint64_t total = TotalOf(stream);
+  if (total == 0 || total >> kMostTotalBits != 0) return false;
+  Resolution* samples = stream.ring + key % stream.depth * stream.batch;
+  if (!is_drawn && !DrawSamples(stream, key, after[kSamples], total)) return false;
+  if (stream.last_drawn != nullptr) {
+    for (int64_t i = 0; i < stream.batch; ++i) stream.last_drawn[samples[i].slot] = key;
+  }
+  after[kTotal] = static_cast<int64_t>(total);
+  after[kFillers] = 0;
+  after[kSelected] = stream.batch;
+  after[kSamples] += stream.batch;
+  if (by_priority) Weigh(stream, samples, beta, after);
+  std::copy_n(after + 1, kNumSet - 1, head + 1);
+  Write(head[kKey], key);  // the commit point
+  std::copy_n(after + 1, kNumSet - 1, position + 1);
+  Write(position[kDone], 0);
+  Write(position[kKey], key + 1);
+  return true;
+}
+
+}  // namespace
+
+bool Select(Stream& stream, int64_t key, int64_t alpha, int64_t beta) {
+  const Held held(stream.mutex, stream.holder, stream.timeout_s);
+  if (held.refused() != Refused::kNo || !SelectHeld(stream, key, alpha, beta)) return false;
+  const bool is_turn = stream.num_peers > 1 && (key + 1) % stream.num_peers == stream.peer;
+  if (is_turn) DrawAhead(stream, key + 1);
+  return true;
+}
+
+}  // namespace gear::cpu

@@ -1,0 +1,208 @@
+"""Engines that train packed batches: weights, counts, skipped steps, and what is refused. Two ranks.
+
+The last argument is a gear section of packed batches without sizes. Each rank adds responses of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+from engine_parts import task
+from rollout_support import responses
+from torch import Tensor, nn
+
+import deepspeed_gear
+from deepspeed_gear import MicroBatch
+from deepspeed_gear.errors import ConfigError, GearError, PeerError, StoreError
+
+COUNT = 20  # responses of a rank
+EPSILON = torch.finfo(torch.float32).eps
+
+
+class Scores(nn.Module):
+    """A score for each token, from its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(1000, 4), nn.Linear(4, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.tanh(self.head(self.embed(tokens)))[..., 0]
+
+
+def engine_of(gear: dict[str, Any] | None, **options: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "managed_gradient_accumulation": False,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gear": gear,
+        **options,
+    }
+    config = {name: value for name, value in config.items() if value is not None}
+    model = Scores()
+    make = deepspeed.initialize if gear is None else deepspeed_gear.initialize
+    return make(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def fill(engine: Any) -> None:
+    for response in responses(COUNT, seed=dist.get_rank()):
+        engine.gear.add(response)
+    dist.barrier()
+
+
+def wanted(model: Scores) -> dict[str, Tensor]:
+    """Return the gradient of the mean over all loss tokens of all ranks' responses, in one process."""
+    sums, count = torch.zeros(()), 0
+    for rank in range(dist.get_world_size()):
+        for response in responses(COUNT, seed=rank):
+            scores = model(torch.from_numpy(response["tokens"].astype(np.int64)))
+            counted = torch.from_numpy(response["loss_mask"])[1:]  # where they are predicted
+            sums, count = sums + scores[:-1][counted].sum(), count + int(counted.sum())
+    (sums / count).backward()
+    return {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+
+
+def refused(kind: type[GearError], text: str, action: Callable[[], Any]) -> None:
+    """Run an action that every rank must refuse, with its own error or that of another rank."""
+    found = ""
+    try:
+        action()
+    except (kind, PeerError) as error:
+        found = str(error)
+    assert text in found, f"{found!r} has no {text!r}"
+
+
+def train(engine: Any, step: Any, factor: float = 1.0) -> None:
+    for micro in step:
+        engine.backward(micro.sum(scores_of(engine, micro)) * factor)
+    engine.step()
+
+
+def scores_of(engine: Any, micro: MicroBatch) -> Tensor:
+    return engine(micro["tokens"])
+
+
+def one_step(gear: dict[str, Any]) -> None:
+    """One step over all responses changes the weights by the gradient of the mean."""
+    whole = dist.get_world_size() * COUNT
+    engine = engine_of({**gear, "batch": {"trajectories": whole}}, zero_optimization={"stage": 2})
+    refused(ConfigError, "engine.gear_sample must not be called with gear.pack", engine.gear_sample)
+    fill(engine)
+    before = {name: one.detach().clone() for name, one in engine.module.named_parameters()}
+    step = engine.gear_step()
+    assert len(step) > 2
+    train(engine, step)
+    for name, gradient in wanted(Scores()).items():
+        change = before[name] - engine.module.get_parameter(name).detach()
+        bound = EPSILON * (before[name].abs().max() + 8 * gradient.abs().max())  # of weights and of sums
+        assert bound < 1e-2 * gradient.abs().max()
+        assert (change - gradient).abs().max() <= bound, name
+    assert engine.global_samples == whole
+    assert engine.gear.statistics()["skipped_steps"] == 0
+    engine.destroy()
+
+
+def several_steps(gear: dict[str, Any]) -> None:
+    """Steps of a rollout batch: their order, their counts, and one that overflows."""
+    options = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    size = {"trajectories": 24, "minibatches": 3}
+    engine = engine_of({**gear, "rollout": size}, zero_optimization={"stage": 1}, **options)
+    fill(engine)
+    trained = 0
+    for step in engine.gear_rollout():
+        is_bad = step.number == 1
+        train(engine, step, float("nan") if is_bad else 1.0)
+        assert engine.was_step_applied() != is_bad
+        trained += 0 if is_bad else step.num_trajectories
+        assert engine.global_samples == trained
+    assert trained == 16
+    metrics = engine.gear.take_metrics()
+    assert (metrics["steps"], metrics["skipped_steps"]) == (3, 1)
+
+    steps = iter(engine.gear_rollout())
+    for micro in next(steps):
+        engine.backward(micro.sum(scores_of(engine, micro)))
+    later = next(steps)
+    dist.barrier()  # a failure is raised on all ranks, also on one that has not left the barrier before
+    refused(StoreError, "must not begin before engine.step() was called", lambda: next(iter(later)))
+    engine.step()
+    for step in steps:
+        micros = iter(step)
+        next(micros)
+        refused(StoreError, f"for all {len(step)} micro batches", engine.step)
+        break
+    engine.destroy()
+
+
+def two_engines(gear: dict[str, Any]) -> None:
+    """A critic trains the steps of an actor's replay; both count what they have trained."""
+    whole = dist.get_world_size() * COUNT
+    actor = engine_of({**gear, "batch": {"trajectories": whole}}, zero_optimization={"stage": 1})
+    critic = engine_of(None, zero_optimization={"stage": 3})
+    deepspeed_gear.attach(critic, replay=actor.gear)
+    fill(actor)
+    for micro in actor.gear_step():
+        for engine in (actor, critic):
+            engine.backward(micro.sum(scores_of(engine, micro)))
+    actor.step()
+    assert (actor.global_samples, critic.global_samples) == (whole, 0)
+    critic.step()
+    assert critic.global_samples == whole
+    critic.destroy()
+    actor.destroy()
+
+
+def refusals(gear: dict[str, Any]) -> None:
+    """Settings of DeepSpeed that packed batches do not suit."""
+    batch, bf16 = {**gear, "batch": {"trajectories": 8}}, {"bf16": {"enabled": True}}
+    for name, options in (
+        ("managed_gradient_accumulation", {"managed_gradient_accumulation": True}),
+        ("gradient_accumulation_steps", {"gradient_accumulation_steps": 2}),
+        ("data_types.grad_accum_dtype", {"zero_optimization": {"stage": 2}, **bf16}),
+    ):
+        refused(ConfigError, f"{name} must be", lambda options=options: engine_of(batch, **options))
+
+
+class Kept(logging.Handler):
+    """Keeps the lines of gear's log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def defaults(gear: dict[str, Any]) -> None:
+    """DeepSpeed's defaults that change gradients are logged on the first rank."""
+    kept = Kept()
+    logging.getLogger("deepspeed_gear").addHandler(kept)
+    engine = engine_of({**gear, "batch": {"trajectories": 8}}, gradient_clipping=None)
+    noted = any("gradient_clipping is 1.0, DeepSpeed's default" in line for line in kept.lines)
+    assert noted == (dist.get_rank() == 0), kept.lines
+    assert not any("train_batch_size" in line for line in kept.lines), kept.lines
+    engine.destroy()
+
+
+if __name__ == "__main__":
+    deepspeed.init_distributed()
+    given = task()
+    one_step(given)
+    several_steps(given)
+    two_engines(given)
+    refusals(given)
+    defaults(given)
+    dist.destroy_process_group()

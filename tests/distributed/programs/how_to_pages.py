@@ -1,0 +1,107 @@
+"""Run the code of how-to pages as it is printed, and write what the model of each rank gets.
+
+The last argument is a task: `out`; `runs`: steps and ds_config of train.py of change-ranks.md, by name;
+`trainers`: the same of the programs of hugging-face.md, by a text in each. These run up to half of the steps,
+and then from there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from engine_parts import Model, task
+from page_support import page_code
+
+from deepspeed_gear import Batch
+
+RANK = os.environ["RANK"]
+
+
+class NamedModel(Model):
+    """As Model, for a Trainer: named tensors in, a dict with the loss out. Keeps the codes that it gets."""
+
+    def __init__(self, codes: list[int]) -> None:
+        super().__init__(12)
+        self._codes = codes
+
+    def forward(self, observation: torch.Tensor, action: torch.Tensor) -> dict[str, torch.Tensor]:
+        self._codes += action[:, 0].long().tolist()
+        return {"loss": super().forward({"observation": observation, "action": action})}
+
+
+def run(code: str, name: str, arguments: list[str], **helpers: Any) -> None:
+    """Run a program of a page; `my_task` is the module from which it imports its helpers."""
+    sys.modules["my_task"] = my_task = ModuleType("my_task")
+    my_task.__dict__.update(helpers)
+    sys.argv = [name, *arguments]
+    exec(compile(code, name, "exec"), {"__name__": "__main__"})
+
+
+def train(name: str, config: dict[str, Any], steps: int, out: Path) -> None:
+    """Run train.py, or continue it; write samples and losses."""
+    samples, losses = [], []
+
+    def loss_of(engine: Any, batch: Batch) -> Any:
+        loss = engine(batch)
+        known = batch.sample_number, batch.trajectory_id, batch.anchor
+        samples.extend(zip(*(tensor.tolist() for tensor in known), strict=True))
+        losses.append(float(loss))
+        if engine.gear.config.sampler.kind == "prioritized":
+            engine.gear_update_priorities(batch, ((batch.trajectory_id * 31 + batch.anchor) % 17 + 1).float())
+        return loss
+
+    file = out / f"{name}.config.{RANK}.json"
+    file.write_text(json.dumps(config))
+    code = page_code("change-ranks.md", "load_universal")
+    arguments = [str(file), str(out / name), str(steps)]
+    run(code, "train.py", arguments, loss_of=loss_of, make_model=lambda: Model(12))
+    (out / f"{name}.{steps}.{RANK}.json").write_text(json.dumps({"samples": samples, "losses": losses}))
+
+
+def use_gloo() -> None:
+    """Give accelerate a backend for DeepSpeed's ranks on CPUs, where it has none."""
+    from accelerate import PartialState
+
+    original = PartialState.__init__
+
+    def with_gloo(self: Any, cpu: bool = False, **options: Any) -> None:
+        original(self, cpu, **{"backend": "gloo", **options})
+
+    PartialState.__init__ = with_gloo
+
+
+def with_trainer(mark: str, config: dict[str, Any], steps: int, out: Path) -> None:
+    """Run a program of hugging-face.md in its own folder, in two parts; write the codes of its batches."""
+    from accelerate.state import AcceleratorState
+
+    folder, codes = out / mark, []
+    folder.mkdir(exist_ok=True)
+    os.chdir(folder)
+    (folder / "ds_config.json").write_text(json.dumps(config))
+    make_model: Callable[[], NamedModel] = lambda: NamedModel(codes)  # noqa: E731
+    for until in (steps // 2, steps):
+        AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
+        arguments = [str(until), str(steps // 2)]
+        run(page_code("hugging-face.md", mark), f"{mark}.py", arguments, make_model=make_model)
+    (out / f"{mark}.{RANK}.json").write_text(json.dumps(codes))
+
+
+def main(out: Path, runs: dict[str, Any], trainers: dict[str, Any]) -> None:
+    for name, (steps, config) in runs.items():
+        train(name, config, steps, out)
+    if trainers:
+        use_gloo()
+    for mark, (steps, config) in trainers.items():
+        with_trainer(mark, config, steps, out)
+
+
+if __name__ == "__main__":
+    wanted = task()
+    main(Path(wanted["out"]), wanted["runs"], wanted["trainers"])

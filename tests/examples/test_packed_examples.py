@@ -1,0 +1,41 @@
+"""Short forms of the examples of packed batches, as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gear_support import ROOT, prefix, shared_files
+from process_support import environment
+
+
+def result_of(program: str, *arguments: str) -> dict[str, Any]:
+    """Run an example; its last line is its result."""
+    command = [sys.executable, str(ROOT / "examples" / program), *arguments]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, cwd=ROOT, timeout=240)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_grpo_trains_whole_groups_on_two_ranks(tmp_path: Path) -> None:
+    config = json.loads((ROOT / "configs" / "grpo.json").read_text())
+    config["gear"]["shared_memory"] = {"prefix": prefix()}
+    (tmp_path / "grpo.json").write_text(json.dumps(config))
+    options = ["--iterations", "3", "--evaluate-every", "3", "--out", str(tmp_path), "--seed", "3"]
+    found = result_of("grpo.py", "--config", str(tmp_path / "grpo.json"), "--warm-accuracy", "0.02", *options)
+    assert (found["ranks"], found["iterations"], found["seed"]) == (2, 3, 3)
+    assert found["fill"] > 0.9
+    assert len(json.loads((tmp_path / "result.json").read_text())["curve"]) == 2
+    assert shared_files(prefix()) == []
+
+
+def test_packed_and_padded_episodes_train_the_same_model() -> None:
+    found = result_of("packed_sequences.py", "--steps", "3")
+    assert found["packed"]["losses"] == pytest.approx(found["padded"]["losses"], rel=1e-5)
+    assert found["packed"]["losses"][-1] < found["packed"]["losses"][0]
+    assert found["padded"]["fill"] < 0.5 < 0.9 < found["packed"]["fill"]

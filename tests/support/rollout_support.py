@@ -1,0 +1,86 @@
+"""Language-model trajectories, and rollout batches of them as any rank of any world sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from gear_support import prefix
+
+from deepspeed_gear import Replay
+from deepspeed_gear.distributed.topology import RankCoordinates
+from deepspeed_gear.replay.rollout import Rollout, RolloutHooks
+from deepspeed_gear.replay.rollout_data import RolloutData
+
+COLUMNS = {
+    "tokens": {"dtype": "int32", "role": "token"},
+    "loss_mask": {"dtype": "bool", "role": "loss_mask"},
+    "logp": {"dtype": "float32"},
+    "reward": {"dtype": "float32", "rows": "1"},
+    "prompt": {"dtype": "int64", "rows": "1"},
+}
+MOST = 60
+
+
+def responses(count: int, seed: int = 0, most: int = MOST) -> list[dict[str, Any]]:
+    """Return trajectories of tokens: prompts of any length, of two tokens at least in all."""
+    words, found = np.random.default_rng(seed), []
+    for number in range(count):
+        length = int(words.integers(2, most + 1))
+        prompt = int(words.integers(0, length + 1))
+        found.append(
+            {
+                "tokens": words.integers(1, 1000, length).astype(np.int32),
+                "loss_mask": np.arange(length) >= prompt,
+                "logp": -words.random(length, dtype=np.float32),
+                "reward": np.float32(words.integers(0, 3)),
+                "prompt": np.int64(number // 4),
+            }
+        )
+    return found
+
+
+def section(**options: Any) -> dict[str, Any]:
+    """Return a gear section of packed batches."""
+    table = {"capacity_steps": 9000, "max_length": MOST, "schema": {"columns": COLUMNS}}
+    return {
+        "tables": {"responses": table},
+        "sampler": {"kind": "fifo"},
+        "pack": {"tokens": 128, "pad": {"multiple": 16}},
+        "rollout": {"trajectories": 24},
+        "shared_memory": {"prefix": prefix()},
+        **options,
+    }
+
+
+def filled(config: Mapping[str, Any], count: int = 40) -> tuple[Replay, dict[int, dict[str, Any]]]:
+    """Return a Replay with responses, and these by id."""
+    replay = Replay(config)
+    return replay, {replay.add(response): response for response in responses(count)}
+
+
+def seen_by(rollout: Rollout, place: RankCoordinates) -> Rollout:
+    """Return a rollout batch as the rank with other coordinates sees it, without collectives."""
+    data = rollout._data
+    there = RolloutData(data.parts, replace(data.settings, place=place), rollout._ops)
+    there.columns = dict(data.columns)
+    divisor = float(place.data_world)
+    hooks = RolloutHooks(
+        divisor=lambda: divisor,
+        agree=lambda action: action(),
+        sum_=lambda tensor: tensor,
+        begun=lambda step: None,
+        ended=lambda step: None,
+        finished=lambda: None,
+    )
+    return Rollout(there, rollout._size, rollout._keys, rollout.number, rollout._ops, hooks)
+
+
+def ranks_of(world: int, sequence: int = 1) -> list[RankCoordinates]:
+    return [
+        RankCoordinates(data_rank=d, data_world=world, sequence_rank=s, sequence_world=sequence)
+        for d in range(world)
+        for s in range(sequence)
+    ]

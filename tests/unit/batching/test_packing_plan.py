@@ -1,0 +1,113 @@
+"""Packing plans: arguments, and the balance of batches like those of language models."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from deepspeed_gear.batching.packing_plan import PackBudget, plan_packs
+from deepspeed_gear.errors import ConfigError, DataError, ShapeError
+from deepspeed_gear.ops import load_backend
+
+OPS = load_backend("cpu").on_host()
+
+
+def test_packs_are_ascending_and_the_same_number() -> None:
+    lengths = torch.tensor([9, 1, 4, 5, 5, 5])
+    plan = plan_packs(lengths, PackBudget(10), 2, OPS)
+    assert (plan.num_micro, plan.width) == (2, 2)
+    packs = [[pack.tolist() for pack in plan.packs(rank)] for rank in range(2)]
+    assert all(pack == sorted(pack) for of_rank in packs for pack in of_rank)
+    costs = [[int(lengths[pack].sum()) for pack in of_rank] for of_rank in packs]
+    assert sum(map(max, *costs)) == 15, "9 and 5 + 4 tokens, then 1 + 5 and 5; or as good"
+
+
+@pytest.mark.parametrize(("lengths", "num_micro"), [([], 0), ([3], 1), ([9, 9, 9], 1), ([9] * 9, 2)])
+def test_fewer_trajectories_than_packs(lengths: list[int], num_micro: int) -> None:
+    plan = plan_packs(torch.tensor(lengths, dtype=torch.int64), PackBudget(10), 8, OPS)
+    sizes = [[len(pack) for pack in plan.packs(rank)] for rank in range(8)]
+    assert [len(of_rank) for of_rank in sizes] == [num_micro] * 8
+    assert sorted(itertools.chain(*sizes), reverse=True)[: len(lengths)] == [1] * len(lengths)
+
+
+def test_lengths_may_be_a_view() -> None:
+    lengths = torch.tensor([[5, 99], [7, 99], [2, 99]])[:, 0]
+    assert plan_packs(lengths, PackBudget(7), 1, OPS).num_micro == 2
+
+
+def test_padding_counts() -> None:
+    lengths = torch.full((8,), 100)
+    assert plan_packs(lengths, PackBudget(400), 1, OPS).num_micro == 2
+    assert plan_packs(lengths, PackBudget(400, multiple=128), 1, OPS).num_micro == 3
+    with pytest.raises(DataError, match="at most 384 tokens, the budget of a pack"):
+        plan_packs(torch.tensor([385]), PackBudget(400, multiple=128), 1, OPS)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "text"),
+    [
+        (torch.tensor([4, 11]), "trajectory 1 must have at most 10 tokens"),
+        (torch.tensor([4, 0]), "trajectory 1 must have at least 1 token"),
+        (torch.tensor([-4, 3]), "trajectory 0 must have at least 1 token"),
+    ],
+)
+def test_wrong_lengths(lengths: torch.Tensor, text: str) -> None:
+    with pytest.raises(DataError, match=text):
+        plan_packs(lengths, PackBudget(10), 2, OPS)
+
+
+def test_costs_must_be_below_2_to_62() -> None:
+    lengths = torch.full((3,), 1 << 30)
+    assert plan_packs(lengths, PackBudget(1 << 30, 0, 1), 2, OPS).num_micro == 2
+    with pytest.raises(DataError, match="must be below 2\\^62"):
+        plan_packs(torch.full((4,), 1 << 30), PackBudget(1 << 30, 0, 1), 2, OPS)
+
+
+@pytest.mark.parametrize(
+    "lengths", [torch.tensor([1.0]), torch.ones(2, 2).long(), torch.ones(3, dtype=torch.int32)]
+)
+def test_wrong_tensors(lengths: torch.Tensor) -> None:
+    with pytest.raises(ShapeError, match="lengths must be int64"):
+        plan_packs(lengths, PackBudget(10), 2, OPS)
+
+
+@pytest.mark.parametrize("width", [0, (1 << 20) + 1])
+def test_wrong_width(width: int) -> None:
+    with pytest.raises(ShapeError, match="width must be in"):
+        plan_packs(torch.tensor([1]), PackBudget(10), width, OPS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((0,), "tokens must be in"),
+        ((1 << 31,), "tokens must be in"),
+        ((8, -1), "linear must be in"),
+        ((8, 1, 1 << 62), "quadratic must be in"),
+        ((8, 0, 0), "must have a cost"),
+        ((8, 1, 0, 0), "multiple must be in"),
+        ((8, 1, 0, 9), "multiple must be in"),
+    ],
+)
+def test_wrong_budgets(arguments: tuple[int, ...], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        PackBudget(*arguments)
+
+
+@pytest.mark.parametrize(("count", "width", "most"), [(1024, 8, 0.002), (4096, 64, 0.005)])
+@pytest.mark.parametrize("seed", range(3))
+def test_language_models(count: int, width: int, most: float, seed: int) -> None:
+    """As few packs as the tokens need, and micro steps in which all ranks have the same to do."""
+    random = np.random.default_rng(seed)
+    prompts = random.integers(100, 600, count // 8).repeat(8)
+    lengths = np.minimum(prompts + np.exp(random.normal(7.6, 0.9, count)).astype(int) + 1, 12288)
+    plan = plan_packs(torch.from_numpy(lengths), PackBudget(16384, 24576, 1), width, OPS)
+    assert plan.num_micro == -(-int(lengths.sum()) // (16384 * width))
+    costs = 24576 * lengths + lengths * lengths
+    pack = (plan.micro * width + plan.rank).numpy()
+    of_pack = np.bincount(pack, costs, plan.num_micro * width).reshape(plan.num_micro, width)
+    assert of_pack.max(1).sum() * width / costs.sum() - 1 <= most
+    assert of_pack.sum(0).max() * width / costs.sum() - 1 <= most / 10, "of a rank over all micro steps"

@@ -1,0 +1,176 @@
+"""Optimizer steps of packed batches, with an engine and a replay that only count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from deepspeed_gear.engine.packed_steps import attach_packed
+from deepspeed_gear.errors import ConfigError, StoreError
+
+
+class Step:
+    """A train step: an iterable of numbers."""
+
+    def __init__(self, number: int, micro: int, observers: list[Callable[[Any], None]]) -> None:
+        self.number, self.micro, self.observers = number, micro, observers
+        self.num_trajectories = 100 + number
+
+    def __len__(self) -> int:
+        return self.micro
+
+    def __iter__(self) -> Any:
+        for begun in self.observers:
+            begun(self)
+        yield from range(self.micro)
+
+
+class Source:
+    """A replay with packed batches of 1, 2, 3, ... micro batches."""
+
+    def __init__(self) -> None:
+        self.number, self.skipped, self.observers = 0, 0, cast(list[Callable[[Any], None]], [])
+
+    def step(self) -> Step:
+        self.number += 1
+        return Step(self.number, self.number, self.observers)
+
+    def rollout(self) -> list[Step]:
+        return [self.step(), self.step()]
+
+    def iterator(self, stream: str) -> Any:
+        return iter([stream])
+
+    def observe_steps(self, begun: Callable[[Any], None]) -> None:
+        self.observers.append(begun)
+
+    def count_skipped_step(self) -> None:
+        self.skipped += 1
+
+
+class Engine:
+    """Counts as DeepSpeed does: `global_samples` by backwards."""
+
+    def __init__(self) -> None:
+        self._unmanaged_backward_count, self.global_samples, self.overflows = 0, 0, False
+        self.seen: list[int] = []  # global_samples where monitors read it
+
+    def backward(self) -> None:
+        self._unmanaged_backward_count += 1
+
+    def step(self) -> None:
+        self._take_model_step(None)
+        self.seen.append(self.global_samples)
+
+    def _take_model_step(self, lr_kwargs: Any) -> None:
+        self.global_samples += 8 * self._unmanaged_backward_count
+        self._unmanaged_backward_count = 0
+
+    def was_step_applied(self) -> bool:
+        return not self.overflows
+
+
+def attached(source: Source | None = None, owns: bool = True) -> tuple[Any, Source]:
+    engine, source = Engine(), source or Source()
+    attach_packed(engine, cast(Any, source), owns)
+    return engine, source
+
+
+def train(engine: Any, step: Any) -> None:
+    for _ in step:
+        engine.backward()
+    engine.step()
+
+
+def test_samples_are_the_trajectories_that_were_trained() -> None:
+    engine, _ = attached()
+    train(engine, engine.gear_step())
+    for step in engine.gear_rollout():
+        train(engine, step)
+    assert engine.seen == [101, 203, 306], "before monitors read it"
+    engine.backward()
+    engine.step()  # other data
+    assert engine.global_samples == 306 + 8
+
+
+def test_a_skipped_step_is_counted_and_its_samples_are_not() -> None:
+    engine, source = attached()
+    engine.overflows = True
+    train(engine, engine.gear_step())
+    assert (engine.global_samples, source.skipped) == (0, 1)
+    engine.overflows = False
+    train(engine, engine.gear_step())
+    assert (engine.global_samples, source.skipped) == (102, 1)
+
+
+def test_the_next_step_must_not_begin_before_the_optimizer_step() -> None:
+    engine, _ = attached()
+    for _ in engine.gear_step():
+        engine.backward()
+    later = engine.gear_step()
+    with pytest.raises(
+        StoreError, match=r"train step 2 must not begin before engine.step\(\) was called for"
+    ):
+        next(iter(later))
+    engine.step()
+    train(engine, later)
+    assert engine.global_samples == 101 + 102
+
+
+def test_a_step_without_gradients_may_be_left() -> None:
+    engine, _ = attached()
+    assert list(engine.gear_step()) == [0]
+    train(engine, engine.gear_step())
+    assert engine.global_samples == 102
+
+
+def test_every_micro_batch_must_have_its_gradients() -> None:
+    engine, _ = attached()
+    engine.gear_step()
+    for micro in engine.gear_step():
+        if micro == 0:
+            engine.backward()
+    with pytest.raises(
+        StoreError, match=r"train step 2 must have called .* for all 2 micro batches .*, got 1"
+    ):
+        engine.step()
+    engine.backward()
+    engine.step()
+    assert engine.global_samples == 102
+
+
+def test_two_engines_share_a_replay() -> None:
+    actor, source = attached()
+    critic, _ = attached(source, owns=False)
+    critic.overflows = True
+    for _ in actor.gear_step():
+        actor.backward()
+        critic.backward()
+    actor.step()
+    critic.step()
+    assert (actor.global_samples, critic.global_samples, source.skipped) == (101, 0, 0)
+    train(critic, critic.gear_step())  # the actor is left as it is
+    train(actor, actor.gear_step())
+    assert actor.global_samples == 101 + 103
+
+
+def test_windows_are_not_sampled_and_iterators_give_steps() -> None:
+    engine, _ = attached()
+    with pytest.raises(
+        ConfigError, match=r"engine.gear_sample must not be called with gear.pack; call engine.g"
+    ):
+        engine.gear_sample()
+    steps = engine.gear_iterator()
+    assert [next(steps).number, next(steps).number] == [1, 2]
+    assert list(engine.gear_iterator("eval")) == ["eval"]
+
+
+def test_what_is_bound_is_the_instance_only() -> None:
+    engine, _ = attached()
+    assert {"step", "_take_model_step", "gear_step", "gear_rollout"} <= engine.__dict__.keys()
+    other = Engine()
+    other.backward()
+    other.step()
+    assert other.global_samples == 8

@@ -1,0 +1,347 @@
+"""The normalizer: the bits of a batch for values of the store, their reverse, files, refusals, the page."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gear_support import config_of
+
+from deepspeed_gear import Column, Dataset, DatasetWriter, Normalizer, Replay, Schema
+from deepspeed_gear.data.trajectory_checks import as_numbers, as_stored
+from deepspeed_gear.errors import CheckpointError, ConfigError, DataError, FieldError, ShapeError
+
+SCHEMA = Schema(
+    [
+        Column("observation", "float32", (3,), "observation", "T+1"),
+        Column("pixels", "uint8", (2, 2), "observation", "T+1"),
+        Column("force", "float64", (2,)),
+        Column("half", "float16", (2,)),
+        Column("brain", "bfloat16", (2,)),
+        Column("token", "int64", (), "action"),
+        Column("reward", "float32", (), "reward"),
+        Column("terminated", "bool", (), "terminated"),
+        Column("return", "float64", (), "return", "1"),
+    ]
+)
+FIELDS: dict[str, dict[str, Any]] = {
+    "observation": {"normalize": "mean_std"},
+    "window": {"column": "observation", "offset": -1, "length": 4, "normalize": "min_max", "scale": 3.0},
+    "pixels": {"scale": 1 / 255, "as": "float16"},
+    "raw": {"column": "pixels"},
+    "wide": {"column": "pixels", "as": "int32"},
+    "force": {"normalize": "mean_std"},
+    "force32": {"column": "force", "as": "float32", "normalize": "min_max"},
+    "half": {"normalize": "mean_std", "as": "engine"},
+    "brain": {"normalize": "min_max"},
+    "token": {},
+    "tokens": {"column": "token", "normalize": "mean_std"},
+    "reward": {"scale": 0.1},
+    "terminated": {"as": "float32"},
+    "return": {"scale": 0.001, "as": "float32"},
+    "return_to_go": {"scale": 0.01},
+    "timestep": {},
+}
+CONSTANT = 2  # element of the observations
+
+
+def rows_of(number: int, steps: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(number)
+    observation = random.normal(5, 3, (steps + 1, 3)).astype(np.float32)
+    observation[:, CONSTANT] = 7.3
+    reward = random.normal(size=steps).astype(np.float32)
+    return {
+        "observation": observation,
+        "pixels": random.integers(0, 256, (steps + 1, 2, 2), np.uint8),
+        "force": random.normal(-1, 1e-3, (steps, 2)),
+        "half": random.normal(size=(steps, 2)).astype(np.float16),
+        "brain": random.normal(size=(steps, 2)).astype(np.float32),
+        "token": random.integers(-(2**40), 2**40, steps),
+        "reward": reward,
+        "terminated": np.arange(steps) == steps - 1,
+        "return": reward.sum(dtype=np.float64),
+    }
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("normalizer") / "data"
+    with DatasetWriter(path, SCHEMA, split={"eval": 0.25}) as writer:
+        for number in range(16):
+            writer.add(rows_of(number, 3 + number))
+    return path
+
+
+def section(data: Path, **options: Any) -> dict[str, Any]:
+    given = {"batch_size": 32, "fields": FIELDS, "sampler": {"kind": "uniform", "unit": "step"}, **options}
+    return config_of(data, **given)
+
+
+def stored(dataset: Dataset, name: str, batch: Any) -> np.ndarray:
+    """Return what the data set holds at the samples' anchors. [B, *shape]."""
+    column = SCHEMA[FIELDS[name].get("column", name)]
+    rows = [dataset.trajectory(i)[column.name] for i in batch.trajectory_id.tolist()]
+    at = batch.anchor.tolist()
+    return np.stack([r if column.rows == "1" else r[t] for r, t in zip(rows, at, strict=True)])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_values_of_the_store_become_the_bits_of_a_batch(data: Path, backend: str) -> None:
+    given = section(data, backend=backend, n_step={"n": 2, "gamma": 0.9})
+    with Replay(given, engine_dtype=torch.bfloat16) as replay:
+        batch, dataset = replay.sample(), Dataset.open(data)
+        for name in sorted({*FIELDS} - {"window", "return_to_go", "timestep"}):
+            values = stored(dataset, name, batch)
+            got = replay.normalize(name, values)
+            assert isinstance(got, np.ndarray)
+            assert got.tobytes() == _array(batch[name]).tobytes(), name
+            numbers = torch.from_numpy(as_numbers(values, SCHEMA[FIELDS[name].get("column", name)]))
+            given_tensor = replay.normalize(name, numbers)
+            assert given_tensor.dtype == batch[name].dtype
+            assert given_tensor.equal(batch[name]), name
+        steps = torch.stack([torch.from_numpy(stored(dataset, "observation", batch))] * 4, 1)
+        assert replay.normalize("window", steps)[:, 1].equal(batch["window"][:, 1])
+        rewards = [dataset.trajectory(i)["reward"][t:] for i, t in _places(batch)]
+        to_go = np.array([np.float32(sum(r[::-1].astype(np.float64))) for r in rewards])
+        assert replay.normalize("return_to_go", to_go).tobytes() == _array(batch["return_to_go"]).tobytes()
+        assert batch["half"].dtype == torch.bfloat16  # what losses are computed from keeps 32 bits
+        exact = {
+            name: batch[name].dtype for name in ("reward", "return", "return_to_go", "return_n", "discount")
+        }
+        assert exact == dict.fromkeys(exact, torch.float32)
+
+
+def _places(batch: Any) -> list[tuple[int, int]]:
+    return list(zip(batch.trajectory_id.tolist(), batch.anchor.tolist(), strict=True))
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def test_what_an_environment_returns_is_rounded_as_by_a_writer(data: Path) -> None:
+    """The double of an observation is not stored; what the column holds of it is."""
+    normalizer = Normalizer.from_config(section(data))
+    double = rows_of(3, 5)["observation"].astype(np.float64) * 1.0000000123
+    double[0] = 1 + 2.0**-11 + 2.0**-30  # of float16 the larger neighbour; by way of float32 the smaller one
+    for name in ("observation", "half", "brain"):
+        column = SCHEMA[name]
+        given = double[:, : column.shape[0]]
+        kept = as_stored(given, column, "main", len(given))
+        wanted = normalizer.normalize(name, kept)
+        assert (normalizer.normalize(name, given) == wanted).all(), name
+        assert (normalizer.normalize(name, given.tolist()) == wanted).all(), name
+
+
+def test_denormalize_reverses(data: Path) -> None:
+    normalizer = Normalizer.from_config(section(data))
+    given = {c.name: rows_of(9, 20)[c.name] for c in SCHEMA}
+    for name in sorted({*FIELDS} - {"return_to_go", "timestep"}):
+        column = SCHEMA[FIELDS[name].get("column", name)]
+        values = torch.from_numpy(np.asarray(given[column.name]))
+        there = normalizer.normalize(name, values)
+        back = normalizer.denormalize(name, there)
+        exact = not (normalizer.fields[name].gain is not None)
+        floats = column.is_floating or normalizer.fields[name].dtype.is_floating_point
+        assert back.is_floating_point() == floats, name
+        if column.is_floating:
+            assert back.dtype == normalizer.fields[name].stored
+        if exact:
+            assert back.double().equal(values.to(normalizer.fields[name].stored).double()), name
+        else:
+            eps = max(torch.finfo(t.dtype).eps for t in (there, back))
+            assert (back.double() - values.double()).abs().max() <= 8 * eps * values.abs().max(), name
+    assert normalizer.denormalize("return_to_go", normalizer.normalize("return_to_go", 250.0)) == 250.0
+
+
+def test_a_constant_element_becomes_zero_and_keeps_its_distances(data: Path) -> None:
+    normalizer = Normalizer.from_config(section(data))
+    value = np.float32(7.3)
+    seen = normalizer.normalize("observation", [[0, 0, value], [0, 0, value + 2]])
+    assert np.abs(seen[0, CONSTANT]) < 1e-6
+    assert seen[1, CONSTANT] == pytest.approx(2, abs=1e-6)
+    assert normalizer.normalize("window", [0, 0, value + 2])[CONSTANT] == pytest.approx(6, abs=1e-5)
+    assert normalizer.denormalize("observation", [0, 0, 0.0])[CONSTANT] == pytest.approx(7.3)
+
+
+def test_statistics_are_those_of_the_training_split_of_the_config(data: Path) -> None:
+    own = Normalizer.from_config(section(data))
+    other = section(data)
+    other["data"] = {"path": str(data), "split": {"test": 0.5}}
+    changed = Normalizer.from_config(other)
+    wanted = Dataset.open(data).statistics_for({"test": 0.5})["observation"]
+    shift = changed.fields["observation"].shift
+    assert shift is not None
+    assert shift.tolist() == wanted.mean.astype(np.float32).tolist()
+    assert shift.tolist() != own.fields["observation"].shift.tolist()  # type: ignore[union-attr]
+    with Replay(other) as replay:
+        assert replay.normalizer.fields["observation"].shift.equal(shift)  # type: ignore[union-attr]
+
+
+def test_a_mixture_uses_the_first_table_with_a_data_set(data: Path) -> None:
+    online = {"capacity_steps": 200}
+    sampler = {"kind": "mixture", "shares": {"online": 0.5, "main": 0.5}, "of": {"unit": "step"}}
+    tables = {"online": online, "main": {"data": str(data)}}
+    given = config_of(
+        batch_size=8, sampler=sampler, tables=tables, fields={"observation": FIELDS["observation"]}
+    )
+    with Replay(given, schemas={"online": SCHEMA}) as replay:
+        replay.add(rows_of(50, 6), "online")
+        batch = replay.sample()
+        own = batch.source == 0
+        values = rows_of(50, 6)["observation"][batch.anchor[own]]
+        assert (replay.normalize("observation", values) == batch["observation"][own].numpy()).all()
+    mean = Dataset.open(data).statistics["observation"].mean.astype(np.float32)
+    assert replay.normalizer.fields["observation"].shift.tolist() == mean.tolist()  # type: ignore[union-attr]
+
+
+def test_any_leading_dimensions_forms_and_gradients(data: Path) -> None:
+    normalizer = Normalizer.from_config(section(data, n_step={"n": 3, "gamma": 0.9}))
+    row = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    one = normalizer.normalize("observation", row)
+    one.sum().backward()
+    assert row.grad is not None
+    assert row.grad.equal(normalizer.fields["observation"].gain)
+    for shape in ((3,), (4, 3), (2, 4, 3), (0, 3)):
+        many = normalizer.normalize("observation", row.detach().expand(shape))
+        assert many.shape == shape
+        assert many.equal(one.detach().expand(shape))
+    assert normalizer.denormalize("observation", one).requires_grad
+    assert isinstance(normalizer.normalize("reward", 1), np.ndarray)
+    assert normalizer.normalize("reward", 1) == np.float32(0.1)
+    assert normalizer.normalize("brain", np.zeros((5, 2))).dtype == np.float32
+    bits = torch.ones(2, dtype=torch.bfloat16)
+    as_stored = bits.view(torch.int16).numpy().view(np.uint16)
+    assert (normalizer.normalize("brain", as_stored) == normalizer.normalize("brain", [1.0, 1.0])).all()
+    for name in ("return_n", "discount", "timestep", "token"):
+        assert normalizer.normalize(name, 1) == normalizer.denormalize(name, 1) == 1
+    assert normalizer.normalize("tokens", np.array([7], np.uint32)) == normalizer.normalize("tokens", [7])
+    again = pickle.loads(pickle.dumps(normalizer))
+    assert again.normalize("observation", row).equal(one)
+    assert repr(again) == repr(normalizer)
+    assert "pixels: uint8 -> float16 (x - shift) * gain, raw: uint8, wide: uint8 -> int32" in repr(again)
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def equal(a: Normalizer, b: Normalizer) -> bool:
+    def facts(one: Normalizer) -> str:
+        return json.dumps({name: conversion.to_json() for name, conversion in one.fields.items()})
+
+    return facts(a) == facts(b)
+
+
+def test_a_checkpoint_holds_it_without_data_set_or_engine(data: Path, tmp_path: Path) -> None:
+    here = shutil.copytree(data, tmp_path / "data")
+    with Replay(section(here), engine_dtype=torch.bfloat16) as replay:
+        replay.save(tmp_path / "save")
+        tag = tmp_path / "engine" / "global_step5"
+        replay.save(tag / "gear")  # as an engine does
+    (tmp_path / "engine" / "latest").write_text("global_step5")
+    shutil.rmtree(here)
+    for folder in (tmp_path / "save", tag, tag / "gear", tmp_path / "engine"):
+        found = Normalizer.load(folder)
+        assert equal(found, replay.normalizer)  # usable after the replay is closed
+    assert found.fields["half"].dtype == torch.bfloat16
+    values = rows_of(2, 8)["observation"]
+    assert (found.normalize("observation", values) == replay.normalize("observation", values)).all()
+    path = tmp_path / "save" / "normalizer.json"
+    path.write_text(path.read_text().replace('"float16"', '"float32"', 1))
+    with pytest.raises(CheckpointError, match=r"normalizer\.json must be as it was saved; take another"):
+        Normalizer.load(tmp_path / "save")
+    path.write_text("{")
+    with pytest.raises(CheckpointError, match=r"normalizer\.json must be readable"):
+        Normalizer.load(tmp_path / "save")
+    with pytest.raises(CheckpointError, match=r"must hold normalizer.json; give the folder of a save"):
+        Normalizer.load(tmp_path)
+
+
+def test_from_config_is_that_of_the_replay(data: Path, tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(
+        json.dumps({"train_batch_size": 8, "gear": section(tmp_path / "elsewhere", batch_size=None)})
+    )
+    with Replay(section(data)) as replay:
+        made = Normalizer.from_config(section(data))
+        assert equal(made, replay.normalizer)
+        assert equal(Normalizer.from_config(file, Dataset.open(data)), made)
+    with pytest.raises(DataError, match="elsewhere must be the folder of a data set"):
+        Normalizer.from_config(file)
+    online = config_of(fields={"reward": {"scale": 2.0}})
+    assert Normalizer.from_config(online, schemas={"main": SCHEMA}).normalize("reward", 3.0) == 6
+    with pytest.raises(ConfigError, match="dataset must be given where the config names one data set, got"):
+        Normalizer.from_config(online, Dataset.open(data), {"main": SCHEMA})
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def test_refusals_name_the_field(data: Path) -> None:
+    normalizer = Normalizer.from_config(section(data))
+    with pytest.raises(
+        FieldError, match="field 'observations' must be a field of the batch; it has observat"
+    ):
+        normalizer.normalize("observations", [1.0])
+    with pytest.raises(
+        ShapeError, match=r"observation must have shape \[\.\.\., 3\], got \[2\]; give the col"
+    ):
+        normalizer.normalize("observation", [1.0, 2.0])
+    with pytest.raises(ShapeError, match=r"pixels must have shape \[\.\.\., 2, 2\], got \[2\]"):
+        normalizer.denormalize("pixels", np.zeros(2))
+    with pytest.raises(
+        DataError, match=r"token must be integers, as the field is int64, got 'torch.float64'"
+    ):
+        normalizer.normalize("token", [1.5])
+    with pytest.raises(DataError, match="raw must hold values that uint8 can hold"):
+        normalizer.normalize("raw", np.full((2, 2), 256))
+    with pytest.raises(DataError, match="observation must hold real numbers"):
+        normalizer.normalize("observation", torch.ones(3, dtype=torch.complex64))
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+
+def test_the_page(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (checkout / "docs" / "how-to" / "normalisation.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    columns = [
+        Column("observation", "float32", (11,), "observation", "T+1"),
+        Column("action", "float32", (3,), "action"),
+        Column("reward", "float32", (), "reward"),
+    ]
+    random = np.random.default_rng(0)
+    with DatasetWriter("data/hopper", Schema(columns)) as writer:
+        for steps in (20, 30):
+            action = random.uniform(-2, 2, (steps, 3))
+            observation = random.normal(3, 2, (steps + 1, 11))
+            writer.add({"observation": observation, "action": action, "reward": np.ones(steps)})
+    gear = {**json.loads("{" + block + "}"), "batch_size": 4, "shared_memory": config_of()["shared_memory"]}
+    Path("ds_config.json").write_text(json.dumps({"gear": gear}))
+    taken: list[np.ndarray] = []
+    reset = lambda seed: (random.normal(3, 2, (5, 11)), {})  # noqa: E731
+    with Replay("ds_config.json") as replay:
+        known: dict[str, Any] = {
+            "replay": replay,
+            "torch": torch,
+            "envs": SimpleNamespace(reset=reset, step=taken.append),
+            "policy": lambda seen, goal: torch.full((5, 3), goal / 3.6),
+        }
+        for program in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+            exec(program, known)
+        assert equal(known["normalizer"], replay.normalizer)
+        highest = replay.datasets["main"].statistics["action"].max
+    assert math.isclose(known["goal"], 3.6, rel_tol=1e-6)
+    assert known["seen"].shape == (5, 11)
+    assert known["seen"].dtype == np.float32
+    assert np.allclose(taken[0], highest)

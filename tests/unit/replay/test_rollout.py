@@ -1,0 +1,510 @@
+"""Rollout batches: what packs hold, loss weights on any number of ranks, columns, steps, errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rollout_support import filled, ranks_of, responses, section, seen_by
+
+from deepspeed_gear import Replay
+from deepspeed_gear.batching.advantages import group_advantages
+from deepspeed_gear.batching.loss_weights import loss_weights
+from deepspeed_gear.batching.micro_batch import MicroBatch
+from deepspeed_gear.config.pack_options import LossConfig
+from deepspeed_gear.errors import CheckpointError, ConfigError, FieldError, ShapeError, StoreError
+from deepspeed_gear.replay.rollout import Rollout
+
+NORMALIZE: list[Any] = ["token", "sequence", {"constant": 100.0}]
+
+
+@pytest.fixture
+def rolled() -> Any:
+    replay, stored = filled(section())
+    with replay:
+        yield replay.rollout(), stored
+
+
+def micros(rollout: Rollout) -> list[MicroBatch]:
+    return [micro for step in rollout for micro in step]
+
+
+# ---- packs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sequence", [1, 2])
+@pytest.mark.parametrize("pad", ["multiple", "step", "budget"])
+def test_packs_hold_whole_trajectories(sequence: int, pad: str) -> None:
+    replay, stored = filled(section(pack={"tokens": 128, "pad": {"to": pad, "multiple": 16}}))
+    with replay:
+        rollout, rows, ids = replay.rollout(), {}, []
+        for place in ranks_of(3, sequence):
+            for number, micro in enumerate(micros(seen_by(rollout, place))):
+                rows.setdefault(number, []).append(micro["tokens"].numel())
+                assert micro["tokens"].numel() * sequence % 16 == 0
+                assert micro["tokens"].numel() * sequence <= 128
+                assert micro.cu_seqlens.dtype == torch.int32
+                assert int(micro.cu_seqlens[-1]) == micro["tokens"].numel() * sequence
+                assert micro.max_seqlen == int(micro.cu_seqlens.diff().max())
+                if place.sequence_rank == 0:
+                    ids += micro.trajectory_id.tolist()
+                check_fields(micro, stored, place.sequence_rank * micro["tokens"].numel())
+        assert sorted(ids) == sorted(rollout.trajectory_id.tolist())
+        assert len({len(found) for found in rows.values()}) == 1
+        if pad == "step":
+            assert all(len(set(found)) == 1 for found in rows.values())
+        if pad == "budget":
+            assert {n * sequence for found in rows.values() for n in found} == {128}
+
+
+def check_fields(micro: MicroBatch, stored: dict[int, Any], first: int) -> None:
+    """Compare every place with the trajectory that it belongs to."""
+    owner, position = micro.sequence[0], micro.position_ids[0]
+    bounds = micro.cu_seqlens.tolist()
+    for place in range(len(owner)):
+        which = int(np.searchsorted(bounds, first + place, side="right")) - 1
+        assert position[place] == first + place - bounds[which]
+        if owner[place] < 0:
+            assert which == micro.num_trajectories
+            assert not micro.loss_mask[0, place]
+            assert micro["tokens"][0, place] == micro.targets[0, place] == micro["logp"][0, place] == 0
+            continue
+        assert owner[place] == which
+        held, t = stored[int(micro.trajectory_id[which])], int(position[place])
+        ends = t + 1 == len(held["tokens"])
+        assert micro["tokens"][0, place] == held["tokens"][t]
+        assert micro.targets[0, place] == (0 if ends else held["tokens"][t + 1])
+        assert micro["logp"][0, place] == (0 if ends else held["logp"][t + 1])
+        assert micro.loss_mask[0, place] == (not ends and held["loss_mask"][t + 1])
+    for which, number in enumerate(micro.trajectory_id.tolist()):
+        assert micro["reward"][which] == stored[number]["reward"]
+        assert micro.lengths[which] == len(stored[number]["tokens"])
+
+
+def test_columns_stand_as_the_config_says() -> None:
+    fields = {"tokens": {"as": "int32"}, "value": {"column": "logp", "offset": 0, "scale": 2.0}}
+    replay, stored = filled(section(fields=fields))
+    with replay:
+        for micro in micros(replay.rollout()):
+            assert micro["tokens"].dtype == torch.int64
+            for which, number in enumerate(micro.trajectory_id.tolist()):
+                own = micro["value"][micro.sequence == which]
+                assert torch.equal(own, torch.from_numpy(stored[number]["logp"]) * 2)
+
+
+def test_without_tokens_steps_stand_at_their_places() -> None:
+    columns = {"state": {"dtype": "float32", "shape": [2], "rows": "T+1"}, "action": {"dtype": "int64"}}
+    table = {"capacity_steps": 900, "max_length": 60, "schema": {"columns": columns}}
+    fields = {"state": {}, "next": {"column": "state", "offset": 1}, "action": {}, "timestep": {}}
+    config = section(tables={"responses": table}, fields=fields, rollout={"trajectories": 5})
+    with Replay(config) as replay:
+        lengths = [3, 60, 1, 7, 20]
+        for length in lengths:
+            state = np.arange((length + 1) * 2, dtype=np.float32).reshape(-1, 2)
+            replay.add({"state": state, "action": np.arange(length)})
+        for micro in micros(replay.rollout()):
+            assert micro.targets is None
+            real = micro.sequence >= 0
+            assert torch.equal(micro.loss_mask, real)
+            assert torch.equal(micro["action"][real], micro.position_ids[real])
+            assert torch.equal(micro["timestep"][real], micro.position_ids[real])
+            assert torch.equal(micro["next"][real], micro["state"][real] + 2)
+            with pytest.raises(ConfigError, match='role "token"'):
+                micro.model_inputs()
+
+
+def test_opaque_values_are_lists() -> None:
+    columns = {
+        "tokens": {"dtype": "int32", "role": "token"},
+        "prompt": {"dtype": "bytes", "rows": "1", "max_bytes": 20},
+        "origin": {"dtype": "json", "rows": "1", "max_bytes": 40},
+    }
+    table = {"capacity_steps": 900, "max_length": 60, "schema": {"columns": columns}}
+    fields = {"tokens": {}, "prompt": {}, "origin": {}}
+    with Replay(section(tables={"responses": table}, fields=fields, rollout={"trajectories": 9})) as replay:
+        for number in range(9):
+            replay.add(
+                {
+                    "tokens": np.arange(5 * number + 1, dtype=np.int32),
+                    "prompt": b"p" * number,
+                    "origin": {"number": number},
+                }
+            )
+        seen = 0
+        for micro in micros(replay.rollout()):
+            for number, prompt, origin in zip(
+                micro.trajectory_id.tolist(), micro.opaque("prompt"), micro.opaque("origin"), strict=True
+            ):
+                assert (prompt, origin) == (b"p" * number, {"number": number})
+                seen += 1
+            assert "prompt" not in micro
+            with pytest.raises(FieldError, match="there are: prompt, origin"):
+                micro.opaque("tokens")
+        assert seen == 9
+
+
+def test_long_trajectories_are_refused_or_truncated() -> None:
+    with pytest.raises(ConfigError, match="max_length must be at most 48"):
+        Replay(section(pack={"tokens": 50, "pad": {"multiple": 16}}))
+    pack = {"tokens": 48, "pad": {"multiple": 16}, "too_long": "truncate"}
+    replay, stored = filled(section(pack=pack))
+    with replay:
+        rollout = replay.rollout()
+        assert int(rollout.lengths.max()) == 48
+        for micro in micros(rollout):
+            for which, number in enumerate(micro.trajectory_id.tolist()):
+                own = micro.sequence == which
+                length = min(48, len(stored[number]["tokens"]))
+                assert micro["tokens"][own].tolist() == stored[number]["tokens"][:length].tolist()
+                assert not micro.loss_mask[own][-1]
+                assert (
+                    micro.targets[own][-1]
+                    == (0 if length == len(stored[number]["tokens"]) else stored[number]["tokens"][length])
+                    or micro.targets[own][-1] == 0
+                )
+
+
+def test_fewer_trajectories_than_ranks_leave_packs_of_padding() -> None:
+    replay, _ = filled(section(rollout={"trajectories": 3}))
+    with replay:
+        rollout, counts, total = replay.rollout(), [], 0.0
+        for place in ranks_of(5):
+            for micro in micros(seen_by(rollout, place)):
+                counts.append(micro.num_trajectories)
+                total += float(micro.sum(torch.ones_like(micro["logp"]))) / 5
+                assert micro.num_trajectories or (micro["tokens"].shape == (1, 16) and micro.max_seqlen == 16)
+        assert sum(counts) == 3
+        assert 0 in counts
+        assert total == pytest.approx(1)
+
+
+# ---- weights ---------------------------------------------------------------------------------------
+
+
+def mean_of(values: list[np.ndarray], normalize: Any, count_masked: bool) -> float:
+    """The intended mean, from the loss tokens' values of each sequence."""
+    counted = [v for v in values if len(v) or count_masked]
+    if normalize == "token":
+        return float(np.concatenate(values).mean())
+    if normalize == "sequence":
+        return sum(v.mean() for v in values if len(v)) / len(counted)
+    return sum(v.sum() for v in values) / normalize["constant"] / len(counted)
+
+
+@pytest.mark.parametrize("count_masked", [False, True])
+@pytest.mark.parametrize("normalize", NORMALIZE, ids=str)
+def test_sums_are_the_intended_mean_on_any_ranks(normalize: Any, count_masked: bool) -> None:
+    loss = {"normalize": normalize, "count_masked": count_masked}
+    replay, stored = filled(section(loss=loss, rollout={"trajectories": 21, "minibatches": 2}))
+    with replay:
+        rollout = replay.rollout()
+        items = [set(rollout._items_of(step).tolist()) for step in range(2)]
+        ids = rollout.trajectory_id.tolist()
+        for world, sequence in ((1, 1), (2, 1), (3, 2)):
+            sums, shares = np.zeros(2), np.zeros(2)
+            for place in ranks_of(world, sequence):
+                for step in seen_by(rollout, place):
+                    for micro in step:
+                        values = torch.where(micro.loss_mask, micro["logp"], torch.nan)
+                        sums[step.number] += float(micro.sum(values)) / world
+                        shares[step.number] += micro.fraction / world
+            for step in range(2):
+                own = [stored[ids[item]] for item in items[step]]
+                values = [one["logp"][1:][one["loss_mask"][1:]] for one in own]
+                assert sums[step] == pytest.approx(mean_of(values, normalize, count_masked), rel=1e-6)
+                assert shares[step] == pytest.approx(1)
+
+
+def test_weights_by_group_and_by_member() -> None:
+    counts = np.array([4, 0, 2, 6, 0, 1])
+    groups, members = np.array([0, 0, 0, 1, 2, 3]), np.array([0, 1, 1, 2, 3, 4])
+    by_group = loss_weights(LossConfig(normalize="group"), counts, members, groups)
+    assert by_group.tolist() == pytest.approx([1 / 18, 0, 1 / 18, 1 / 18, 0, 1 / 3])
+    by_member = loss_weights(LossConfig(normalize="sequence"), counts, members, groups)
+    assert by_member.tolist() == pytest.approx([1 / 16, 0, 1 / 8, 1 / 24, 0, 1 / 4])
+    counted = loss_weights(LossConfig(normalize="group", count_masked=True), counts, members, groups)
+    assert counted.tolist() == pytest.approx((by_group * 3 / 4).tolist())
+    none = loss_weights(LossConfig(normalize="token"), counts * 0, members, groups)
+    assert none.tolist() == [0] * 6
+
+
+def test_sum_masks_before_it_multiplies(rolled: Any) -> None:
+    micro = micros(rolled[0])[0]
+    values = torch.where(micro.loss_mask, 1.0, torch.nan).requires_grad_()
+    micro.sum(values * values).backward()
+    assert bool(torch.isfinite(values.grad[micro.loss_mask]).all())
+    half = micro.sum(torch.ones_like(values, dtype=torch.bfloat16))
+    assert half.dtype == torch.float32
+    assert float(half) == pytest.approx(float(micro.weight.sum()))
+    with pytest.raises(ShapeError, match="must have shape"):
+        micro.sum(torch.ones(3))
+
+
+@pytest.mark.parametrize("how", ["mean", "sum"])
+def test_per_sequence(rolled: Any, how: Any) -> None:
+    for micro in micros(rolled[0]):
+        found = micro.per_sequence(torch.where(micro.loss_mask, micro["logp"], torch.nan), how)
+        for which in range(micro.num_trajectories):
+            own = micro.sequence == which
+            values = micro["logp"][own & micro.loss_mask]
+            wanted = values.sum() / (max(len(values), 1) if how == "mean" else 1)
+            assert torch.allclose(found[own], wanted)
+        assert not found[micro.sequence < 0].any()
+
+
+# ---- columns and steps -----------------------------------------------------------------------------
+
+
+def test_filled_columns_are_in_every_step(rolled: Any) -> None:
+    rollout = rolled[0]
+    for micro in rollout.forward("old_logp", tokens=256):
+        assert "old_logp" not in micro
+        micro.fill(old_logp=micro["logp"].double() * 2)
+    assert list(rollout.forward("old_logp")) == []  # fixed for this rollout batch
+    rollout.set("ones", torch.ones(rollout.num_trajectories))
+    for micro in micros(rollout):
+        assert torch.equal(micro["old_logp"], micro["logp"] * 2)
+        assert torch.equal(micro["ones"], (micro.sequence >= 0).float())
+
+
+def test_advantages_of_groups_that_a_column_names(rolled: Any) -> None:
+    rollout = rolled[0]
+    found = rollout.advantages("dr_grpo", group="prompt").numpy()
+    rewards, prompts = rollout.values("reward").numpy(), rollout.values("prompt").numpy()
+    for prompt in set(prompts.tolist()):
+        own = prompts == prompt
+        assert found[own] == pytest.approx(rewards[own] - rewards[own].mean(), abs=1e-6)
+
+
+def test_whitened_columns_have_mean_0_and_deviation_1(rolled: Any) -> None:
+    rollout = rolled[0]
+    found = rollout.advantages("dr_grpo")
+    assert found.shape == (rollout.num_trajectories,)
+    rollout.set("a", np.arange(rollout.num_tokens, dtype=np.float32))
+    rollout.whiten("a", over="token")
+    counted = rollout.column("a").numpy()[rollout._data.mask]
+    assert counted.mean() == pytest.approx(0, abs=1e-6)
+    assert counted.std(ddof=1) == pytest.approx(1, abs=1e-6)
+    rollout.set("b", np.arange(rollout.num_trajectories, dtype=np.float32))
+    rollout.whiten("b", over="sequence")
+    has = rollout._data.counts > 0
+    values = rollout.column("b").numpy()[rollout._data.starts][has]
+    assert (values.mean(), values.std(ddof=1)) == pytest.approx((0, 1), abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
+def test_advantages_are_against_the_group(kind: str) -> None:
+    rewards = np.array([1.0, 3.0, 5.0, 2.0, 2.0, 9.0, 4.0])
+    groups, members = np.array([7, 7, 7, 8, 8, 9, 7]), np.array([0, 1, 2, 0, 1, 0, 2])
+    found = group_advantages(kind, rewards, groups, members)
+    own = np.array([1.0, 3.0, 4.0])  # of the member with two trajectories the last one
+    wanted = {
+        "grpo": (own - own.mean()) / (own.std(ddof=1) + 1e-6),
+        "dr_grpo": own - own.mean(),
+        "rloo": np.array([own[i] - np.delete(own, i).mean() for i in range(3)]),
+    }[kind]
+    assert found[[0, 1, 2]] == pytest.approx(wanted)
+    assert found[6] == found[2]
+    assert found[[3, 4, 5]].tolist() == [0, 0, 0]
+    with pytest.raises(ConfigError, match="must be one of grpo, dr_grpo, rloo"):
+        group_advantages("gae", rewards, groups, members)
+
+
+@pytest.mark.parametrize(("partial", "sizes"), [("spread", [7, 8, 8]), ("drop", [7, 7, 7])])
+def test_every_epoch_shuffles_the_items(partial: str, sizes: list[int]) -> None:
+    rollout = {"trajectories": 23, "minibatches": 3, "epochs": 2, "partial": partial}
+    replay, _ = filled(section(rollout=rollout))
+    with replay:
+        found, again = replay.rollout(), []
+        assert len(found) == 6
+        steps = list(found)
+        assert [step.num_trajectories for step in steps[:3]] == sizes
+        for epoch in (steps[:3], steps[3:]):
+            trained = [i for step in epoch for i in step.index.tolist()]
+            assert len(set(trained)) == len(trained) == sum(sizes)
+            again.append([step.index.tolist() for step in epoch])
+        assert again[0] != again[1]
+
+
+def test_plan_width_gives_the_same_packs_on_any_ranks() -> None:
+    pack = {"tokens": 128, "pad": {"multiple": 16}, "plan_width": 4}
+    replay, _ = filled(section(pack=pack))
+    with replay:
+        rollout, packs = replay.rollout(), []
+        for world in (1, 2, 4):
+            every = [micros(seen_by(rollout, place)) for place in ranks_of(world)]
+            assert len({len(found) for found in every}) == 1
+            packs.append(sorted(micro.trajectory_id.tolist() for found in every for micro in found))
+        assert packs[0] == packs[1] == packs[2]
+
+
+def test_means_of_metrics(rolled: Any) -> None:
+    (step,) = rolled[0]
+    values, ones = [], []
+    for micro in step:
+        values.append(micro.sum(micro["logp"]))
+        ones.append(micro.sum(torch.ones_like(micro["logp"])))
+    found = step.mean(logp=values, one=ones)
+    assert found["one"] == pytest.approx(1)
+    assert found["logp"] == pytest.approx(float(sum(values)))
+    with pytest.raises(ShapeError, match="a number for each of the"):
+        step.mean(logp=values[1:])
+
+
+def test_rollouts_follow_each_other() -> None:
+    config = section(batch={"trajectories": 10}, sampler={"kind": "epoch"})
+    del config["rollout"]
+    replay, _ = filled(config)
+    with replay:
+        seen = [micro.trajectory_id.tolist() for _ in range(4) for micro in replay.step()]
+        assert sorted(i for ids in seen for i in ids) == list(range(40))
+        metrics = replay.take_metrics()
+        assert metrics["steps"] == 4
+        assert metrics["step_trajectories"] == 10
+        assert 0.5 < metrics["step_fill"] <= 1
+        first = replay.rollout()
+        replay.rollout()
+        with pytest.raises(StoreError, match="after the next one was requested"):
+            next(iter(first.forward("x")))
+
+
+def trained(rollout: Rollout) -> list[list[tuple[Any, ...]]]:
+    """What each of the steps that are left trains."""
+    return [
+        [(m.trajectory_id.tolist(), m["old"].tolist(), m["advantage"].tolist()) for m in step]
+        for step in rollout
+    ]
+
+
+@pytest.mark.parametrize("steps_done", [0, 1, 3])
+@pytest.mark.parametrize("kind", ["fifo", "uniform", "epoch"])
+def test_a_rollout_is_resumed_between_minibatches(kind: str, steps_done: int, tmp_path: Path) -> None:
+    size = {"trajectories": 12, "minibatches": 2, "epochs": 2}
+    config = section(sampler={"kind": kind}, rollout=size)
+    replay, _ = filled(config)
+    with replay:
+        list(replay.rollout())
+        rollout = replay.rollout()
+        for micro in rollout.forward("old"):
+            micro.fill(old=micro["logp"] * torch.rand(1))
+        rollout.advantages("dr_grpo")
+        steps = iter(rollout)
+        for _ in range(steps_done):
+            list(next(steps))
+        position = replay.state_dict()
+        replay.save(tmp_path)
+        replay.add(responses(1)[0])
+        wanted = trained(rollout), replay.rollout().trajectory_id.tolist()
+        with pytest.raises(CheckpointError, match="must be loaded from the folder of its save"):
+            replay.load_state_dict(position)
+    with Replay(config) as other:
+        other.load(tmp_path)
+        other.add(responses(1)[0])
+        resumed = other.rollout()
+        assert resumed.steps_done == steps_done
+        assert list(resumed.forward("old")) == []
+        assert (trained(resumed), other.rollout().trajectory_id.tolist()) == wanted
+        other.save(tmp_path / "between")
+        assert not list((tmp_path / "between").glob("rollout.*"))
+    longer, text = section(sampler={"kind": kind}, rollout={**size, "epochs": 3}), "size of this config"
+    with Replay(longer) as other, pytest.raises(CheckpointError, match=text):
+        other.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"pack": None}, "gear.rollout must not be given without gear.pack"),
+        ({"rollout": None}, "gear.batch or gear.rollout, one of them, must be given"),
+        ({"batch": {"trajectories": 4}}, "one of them, must be given with gear.pack, got 'both'"),
+        ({"rollout": {"groups": 4}}, "gear.rollout must be in trajectories where"),
+        ({"rollout": {"trajectories": 4, "groups": 4}}, "must have one of groups and trajectories"),
+        ({"rollout": {"trajectories": 2, "minibatches": 3}}, "minibatches must be at most"),
+        ({"sampler": {"unit": "step"}}, "gear.sampler.unit must be"),
+        ({"prefetch": 1}, "gear.prefetch must not be given with gear.pack"),
+        ({"batch_size": 4}, "gear.batch_size must not be given with gear.pack"),
+        ({"fields": {"logp": {"length": 3}}}, "gear.fields.logp.length must not be given with gear.pack"),
+        ({"loss": {"normalize": "group"}}, 'where gear.sampler.unit is not "group"'),
+        ({"pack": {"tokens": 64, "cost": [0, 0]}}, "gear.pack.cost must be two whole numbers"),
+        (
+            {"pack": {"tokens": 64, "plan_width": 3, "pad": {"multiple": 65}}},
+            "must be at least gear.pack.pad",
+        ),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Replay(section(**options))
+    assert text in str(caught.value)
+
+
+def test_wrong_calls_are_refused(rolled: Any) -> None:
+    rollout = rolled[0]
+    with pytest.raises(FieldError, match="must not be named like a field"):
+        next(iter(rollout.forward("logp")))
+    with pytest.raises(StoreError, match="'x' must be filled in each of the"):
+        list(rollout.forward("x"))
+    first = next(iter(rollout.forward("x")))
+    with pytest.raises(FieldError, match="must be one of those that forward names"):
+        first.fill(y=first["logp"])
+    with pytest.raises(FieldError, match="filled or set before"):
+        rollout.whiten("x")
+    with pytest.raises(ConfigError, match="one value per trajectory"):
+        rollout.advantages(reward="logp")
+    with pytest.raises(ConfigError, match="must hold the longest trajectory"):
+        next(iter(rollout.forward("x", tokens=20)))
+    (step,) = rollout
+    micro = next(iter(step))
+    with pytest.raises(FieldError, match=r"must be filled in micro batches of Rollout\.forward"):
+        micro.fill(x=micro["logp"])
+    with pytest.raises(StoreError, match="must be iterated once"):
+        next(iter(step))
+    with pytest.raises(ConfigError, match="attention must be one of"):
+        micro.model_inputs("none")
+
+
+def test_other_batches_are_refused() -> None:
+    replay, _ = filled(section())
+    with replay:
+        with pytest.raises(ConfigError, match=r"gear\.pack must not be given for sample\(\)"):
+            replay.sample()
+        with pytest.raises(ConfigError, match=r"gear\.batch must be given for steps"):
+            replay.step()
+    config = {key: value for key, value in section().items() if key not in ("pack", "rollout")}
+    with Replay({**config, "batch_size": 4}) as plain:
+        for response in responses(4):
+            plain.add(response)
+        with pytest.raises(ConfigError, match=r"gear\.pack must be given for packed batches"):
+            plain.rollout()
+
+
+# ---- transformers ----------------------------------------------------------------------------------
+
+
+def test_a_model_of_transformers_sees_the_sequences_apart(rolled: Any) -> None:
+    """With its default cache it would take the pack for one sequence."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(vocab_size=1000, num_key_value_heads=2, **sizes)
+    ).eval()
+    micro = max(micros(rolled[0]), key=lambda one: one.num_trajectories)
+    assert micro.num_trajectories > 1
+    with torch.no_grad():
+        for attention in ("sdpa", "mask"):
+            packed = model(**micro.model_inputs(attention)).logits
+            for which in range(micro.num_trajectories):
+                own = micro.sequence == which
+                alone = model(input_ids=micro["tokens"][own][None], use_cache=False).logits
+                assert torch.allclose(packed[own], alone[0], atol=2e-6)
+        trapped = model(input_ids=micro["tokens"], position_ids=micro.position_ids).logits
+        assert not torch.allclose(trapped, packed, atol=1e-3)
+    flash = micro.model_inputs("flash_attention_2")
+    assert flash["cu_seq_lens_q"].dtype == flash["cu_seq_lens_k"].dtype == torch.int32
+    assert type(flash["max_length_q"]) is type(flash["max_length_k"]) is int
+    assert "attention_mask" not in flash
+    assert flash["use_cache"] is False

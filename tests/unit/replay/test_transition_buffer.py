@@ -1,0 +1,312 @@
+"""TransitionBuffer: it samples what the environments have done, and stores each observation once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gear_support import prefix
+
+from deepspeed_gear import ConfigError, DataError, TransitionBuffer
+
+gymnasium = pytest.importorskip("gymnasium", reason="its environments are recorded")
+SPACE = gymnasium.spaces.Box(-1e6, 1e6, (3,), np.float32)
+ACTIONS = gymnasium.spaces.Discrete(5)
+SMALL = {"timeout_s": 20.0, "shared_memory": {"prefix": prefix()}}
+Key = tuple[Any, ...]
+
+
+class Recorder(gymnasium.Env[Any, Any]):
+    """Ends its episodes after 1 to 40 steps, in either way, and records each transition."""
+
+    observation_space, action_space = SPACE, ACTIONS
+
+    def __init__(self, number: int) -> None:
+        self.number, self.episode, self.random = number, -1, np.random.default_rng(number)
+        self.record: list[Key] = []
+
+    def _observe(self) -> np.ndarray:
+        return np.array([self.number, self.episode, self.at], np.float32)
+
+    def reset(self, **options: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        self.episode, self.at, self.length = self.episode + 1, 0, int(self.random.integers(1, 41))
+        return self._observe(), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        before, reward = self._observe(), float(self.random.integers(100)) / 4
+        self.at += 1
+        ends, is_failure = self.at >= self.length, self.episode % 2 == 0
+        flags = ends and is_failure, ends and not is_failure
+        self.record.append(key(before, self._observe(), action, reward, *flags))
+        return self._observe(), reward, *flags, {}
+
+
+def key(before: Any, after: Any, action: Any, reward: Any, terminated: Any, truncated: Any) -> Key:
+    ends = bool(terminated), bool(truncated)
+    return (*np.ravel(before).tolist(), *np.ravel(after).tolist(), int(action), float(reward), *ends)
+
+
+def buffer(size: int = 20_000, **options: Any) -> TransitionBuffer:
+    return TransitionBuffer(
+        size, SPACE, ACTIONS, **{**SMALL, "fields": {"truncated": {}}, "batch_size": 512, **options}
+    )
+
+
+def sampled(buffer: TransitionBuffer, batches: int) -> set[Key]:
+    found = set()
+    for _ in range(batches):
+        data = buffer.sample(512)
+        assert data.dones.shape == data.rewards.shape == data.actions.shape == (512, 1)
+        ones = (one[:, 0] for one in (data.actions, data.rewards, data.dones))
+        rows = data.observations, data.next_observations, *ones, data.batch["truncated"]
+        lists = [one.tolist() for one in rows]
+        found |= {key(*row) for row in zip(*lists, strict=True)}
+    return found
+
+
+def act_in_one(buffer: TransitionBuffer, env: Recorder, steps: int, resets: int = 0) -> None:
+    """Act without an axis of environments; the program also resets every `resets` steps."""
+    observation, _ = env.reset()
+    for step in range(1, steps + 1):
+        action = ACTIONS.sample()
+        following, *done, _ = env.step(action)
+        buffer.add(observation, following, action, *done)
+        observation = following
+        if any(done[1:]) or (resets and step % resets == 0):
+            observation, _ = env.reset()
+
+
+@pytest.mark.parametrize("mode", ["next_step", "same_step", "disabled", "single"])
+def test_sampled_transitions_are_those_of_the_environments(mode: str) -> None:
+    if mode == "single":
+        env = Recorder(0)
+        with buffer(n_envs=env) as held:
+            act_in_one(held, env, 300)
+            assert len(held) == 300
+            assert sampled(held, 10) == set(env.record)
+        return
+    modes = gymnasium.vector.AutoresetMode
+    envs = gymnasium.vector.SyncVectorEnv(
+        [lambda i=i: Recorder(i) for i in range(3)], autoreset_mode=modes[mode.upper()]
+    )
+    with buffer(n_envs=envs) as held:
+        observation, _ = envs.reset()
+        for _ in range(150):
+            action = envs.action_space.sample()
+            following, reward, terminated, truncated, infos = envs.step(action)
+            ended, after = terminated | truncated, following.copy()
+            for i in np.flatnonzero(ended) if mode == "same_step" else ():
+                after[i] = infos["final_obs"][i]
+            held.add(observation, after, action, reward, terminated, truncated)
+            observation = following
+            if mode == "disabled" and ended.any():
+                observation, _ = envs.reset(options={"reset_mask": ended})
+        record = {one for env in envs.envs for one in env.record}
+        assert len(held) == sum(len(env.record) for env in envs.envs) == len(record)
+        assert sampled(held, 12) == record
+
+
+def test_a_reset_by_the_program_begins_a_trajectory_and_loses_nothing() -> None:
+    env = Recorder(0)
+    with buffer(autoreset="disabled") as held:
+        act_in_one(held, env, 200, resets=7)
+        assert sampled(held, 10) == set(env.record)
+        assert len(held.replay) > sum(1 for one in env.record if one[-1] or one[-2])
+
+
+def test_next_step_leaves_out_the_resetting_step_only() -> None:
+    """Also where the program resets after an end: the transition after it is one."""
+    with buffer(autoreset="next_step") as held:
+        row = np.zeros(3, np.float32)
+        held.add(row, row + 1, 0, 1.0, False, True)
+        held.add(row + 1, row + 2, 0, 0.0, False, False)  # resets
+        held.add(row + 2, row + 3, 0, 2.0, True, False)
+        held.add(row + 7, row + 8, 0, 3.0, False, False)  # after a reset by the program
+        assert len(held) == 3
+        assert {(one[0], one[3], one[7]) for one in sampled(held, 1)} == {(0, 1, 1), (2, 3, 2), (7, 8, 3)}
+
+
+def test_after_a_termination_the_next_observation_may_be_of_the_next_episode() -> None:
+    """CleanRL's programs replace it by the last one only where an episode was truncated."""
+    with buffer(autoreset="same_step") as held:
+        row = np.zeros(3, np.float32)
+        held.add(row, row + 1, 0, 1.0, True, False)
+        held.add(row + 1, row + 2, 0, 2.0, False, False)
+        assert len(held.replay) == 2
+        assert {(one[0], one[3], one[7], one[8]) for one in sampled(held, 1)} == {(0, 1, 1, 1), (1, 2, 2, 0)}
+
+
+@pytest.mark.parametrize("num_envs", [1, 6])
+def test_it_holds_its_size_and_evicts_the_oldest(num_envs: int) -> None:
+    size, random = 600, np.random.default_rng(1)
+    with buffer(size, n_envs=num_envs, autoreset="same_step") as held:
+        longest = held.replay.config.tables["main"].max_length
+        assert longest == min(128, size // (num_envs + 1))
+        left, most = random.integers(10, 60, num_envs), size + size // 32 + (num_envs + 1) * longest
+        at, number = np.zeros((num_envs, 3), np.float32), 0
+        for _ in range(4 * size // num_envs):
+            left -= 1
+            ends = left == 0
+            number += num_envs
+            held.add(at, at + 1, [0] * num_envs, np.arange(number - num_envs, number), ends, ~ends & False)
+            at, left = np.where(ends[:, None], at + 5, at + 1), np.where(ends, 40, left)
+            assert min(number, size) <= len(held) <= most
+        oldest = min(one[7] for one in sampled(held, 4))
+        assert number - most - longest * num_envs <= oldest <= number - size
+
+
+def test_observations_take_about_half_of_the_bytes_of_two_rings() -> None:
+    size, frame = 50_000, gymnasium.spaces.Box(0, 255, (8, 8), np.uint8)
+    with TransitionBuffer(size, frame, ACTIONS, autoreset="disabled", **SMALL) as held:
+        stored = held.replay.store().columns["observation"]
+        assert size < len(stored) < 1.12 * size  # for all but what short episodes need: a row in 16
+        assert stored.nbytes < 0.56 * (2 * size * 64)
+
+
+def test_a_long_episode_is_stored_in_parts_that_are_not_marked() -> None:
+    with buffer(autoreset="disabled", table={"max_length": 10}) as held:
+        for step in range(95):
+            row = np.full(3, step, np.float32)
+            held.add(row, row + 1, 0, 0.0, False, False)
+        assert len(held) == 95
+        assert len(held.replay) == 10
+        found = sampled(held, 4)
+        assert {one[0] for one in found} == set(range(95))
+        assert all(one[3] == one[0] + 1 and not one[-1] for one in found)
+
+
+def test_n_step_returns_have_discounts() -> None:
+    options = {"n_step": {"n": 3, "gamma": 0.5}, "batch_size": 64}
+    with buffer(autoreset="disabled", **options) as held:
+        for step in range(5):
+            row = np.full(3, step, np.float32)
+            held.add(row, row + 1, 0, 1.0, step == 4, False)
+        data = held.sample()
+    first = data.observations[:, 0]
+    after = (first + 3).clamp(max=5)
+    assert torch.equal(data.next_observations[:, 0], after)
+    assert torch.equal(data.dones[:, 0], (first >= 2).float())
+    assert data.discounts is not None
+    assert torch.equal(data.discounts[:, 0], torch.where(first >= 2, 0.0, 0.125))
+    assert torch.equal(data.rewards[:, 0], 2 - 0.5 ** (after - first - 1))
+
+
+def test_priorities_are_reported_by_the_batch() -> None:
+    sampler = {"kind": "prioritized", "alpha": 1.0, "beta": 0.0}
+    with buffer(autoreset="disabled", sampler=sampler) as held:
+        for step in range(10):
+            row = np.full(3, step, np.float32)
+            held.add(row, row + 1, 0, 0.0, False, False)
+        data = held.sample()
+        held.replay.update_priorities(data.batch, (data.observations[:, 0] == 4).float())
+        assert {one[0] for one in sampled(held, 1)} == {4}
+
+
+SPACES: list[Callable[[], Any]] = [
+    lambda: gymnasium.spaces.Discrete(6),
+    lambda: gymnasium.spaces.MultiDiscrete([3, 4]),
+    lambda: gymnasium.spaces.MultiBinary(4),
+    lambda: gymnasium.spaces.Box(-1, 1, (2, 2), np.float64),
+]
+
+
+def test_every_plain_space() -> None:
+    for make in SPACES:
+        space = make()
+        with TransitionBuffer(100, space, space, n_envs=2, autoreset="disabled", **SMALL) as held:
+            before, after, action = (np.stack([space.sample(), space.sample()]) for _ in range(3))
+            held.add(before, after, action, [1, 2], [True, False], [False, True])
+            data = held.sample()
+            narrow = [
+                rows.astype("float32" if rows.dtype.kind == "f" else "int8") for rows in (before, after)
+            ]
+            held.add(narrow[0], after, action, [3.0, 4.0], *[np.zeros(2, bool)] * 2)
+            held.add(narrow[1], before, action, [5.0, 6.0], *[np.zeros(2, bool)] * 2)
+            assert len(held) == 6
+            assert len(held.replay) == (6 if space.dtype == np.float64 else 4)  # float32 is another value
+        which = data.rewards[:, 0].long() - 1
+        assert set(which.tolist()) == {0, 1}
+        found = data.observations, data.next_observations, data.actions
+        for tensor, given in zip(found, (before, after, action), strict=True):
+            rows = torch.from_numpy(given)[which]
+            assert torch.equal(tensor, rows if rows.dim() > 1 else rows[:, None])
+
+
+def test_a_saved_buffer_goes_on(tmp_path: Path) -> None:
+    env = Recorder(0)
+    with buffer(autoreset="disabled") as saved:
+        act_in_one(saved, env, 100)
+        saved.replay.save(tmp_path)
+        with buffer(autoreset="disabled") as loaded:
+            act_in_one(loaded, Recorder(9), 10)
+            loaded.replay.load(tmp_path)
+            assert len(loaded) == 100
+            assert torch.equal(loaded.sample().observations, saved.sample().observations)
+            act_in_one(loaded, env, 50)
+            assert sampled(loaded, 8) == set(env.record)
+
+
+# ---- errors ----------------------------------------------------------------------------------------
+
+
+def test_a_refused_transition_changes_nothing() -> None:
+    """Neither at an end of the trajectory nor after it."""
+    with buffer(autoreset="disabled") as held:
+        row = np.zeros(3, np.float32)
+        good = (row, row + 1, 0, 1.0, False, False)
+        held.add(*good)
+        wrong = [
+            (row + 1, row[:2], 0, 1.0, False, False),
+            (row + 1, row + np.nan, 0, 1.0, False, False),
+            (row + 1, row, 0.5, 1.0, False, False),
+            (row + 1, row, 0, np.inf, False, False),
+            (row + 1, row, 0, 1.0, 1, False),
+            (row + 9, row + np.nan, 0, 1.0, False, False),  # another trajectory
+        ]
+        for given in wrong:
+            with pytest.raises(DataError):
+                held.add(*given)
+        held.add(row + 1, row + 2, 0, 2.0, False, False)
+        held.add(row + 2, row + 3, 0, 3.0, False, False)
+        assert {(one[0], one[3], one[7]) for one in sampled(held, 1)} == {(0, 1, 1), (1, 2, 2), (2, 3, 3)}
+
+
+def test_infos_in_the_place_of_truncations_are_refused() -> None:
+    row = np.zeros(3, np.float32)
+    with buffer(autoreset="disabled") as held:
+        for infos in ({}, [{}]):
+            with pytest.raises(DataError, match="truncations, in the place of infos"):
+                held.add(row, row, 0, 1.0, False, infos)
+
+
+def test_another_batch_size_is_refused() -> None:
+    with buffer(autoreset="disabled") as held, pytest.raises(ConfigError, match=r"must be 512.*got 256"):
+        held.sample(256)
+
+
+def test_wrong_options_are_named() -> None:
+    given = {"buffer_size": 100, "observation_space": SPACE, "action_space": ACTIONS, **SMALL}
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"autoreset": None}, "autoreset must be given"),
+        ({"handle_timeout_termination": False}, "is not an option"),
+        ({"tables": {}}, "tables must be left out"),
+        ({"observation_space": gymnasium.spaces.Dict(x=SPACE)}, "got 'Dict'"),
+        ({"buffer_size": 0}, "at least 1"),
+    ]
+    for options, text in wrong:
+        with pytest.raises((ConfigError, DataError), match=text):
+            TransitionBuffer(**{"autoreset": "disabled", **given, **options})
+
+
+def test_transitions_out_of_order_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with buffer(autoreset="disabled") as held, caplog.at_level(logging.WARNING, "deepspeed_gear"):
+        for step in range(600):
+            row = np.full(3, step, np.float32)
+            held.add(row, row + 0.5, 0, 0.0, False, False)
+        assert len(held) == 600
+    assert sum("should be the next_obs" in record.message for record in caplog.records) == 1

@@ -1,0 +1,395 @@
+"""Groups as items: every sampler draws whole ones; late members, conditions, limits, mixtures, statistics."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from group_support import (
+    COLUMNS,
+    GROUP,
+    add,
+    add_groups,
+    check_groups,
+    drawn,
+    section,
+    stored,
+    take,
+    train,
+    trained,
+)
+from scipy.stats import chisquare
+
+from deepspeed_gear import DataError, DatasetWriter, NotReadyError, Replay, Schema, StoreError
+from deepspeed_gear.ops.records import Resolution
+from deepspeed_gear.sampling.exclusions import exclusions_of
+from deepspeed_gear.store.stream_records import Head
+
+MEMBERS = {**GROUP, "member": "sample", "max_trajectories": 8}
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "uniform": {"kind": "uniform"},
+    "stratified": {"kind": "uniform", "stratified": True},
+    "length": {"kind": "length"},
+    "weighted": {"kind": "weighted", "weight": "weight"},
+    "prioritized": {"kind": "prioritized"},
+    "of_table": {"kind": "prioritized", "normalize": "table"},
+    "top_k": {"kind": "top_k"},
+    "epoch": {"kind": "epoch"},
+    "fifo": {"kind": "fifo"},
+    "lifo": {"kind": "lifo"},
+    "recent": {"kind": "recent", "newest": 6},
+}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_every_sampler_draws_whole_groups(name: str, backend: str) -> None:
+    """Groups of members with one or two trajectories, in the order of the members, whatever came first."""
+    with Replay(section(MEMBERS, SAMPLERS[name], backend=backend)) as replay:
+        wanted: dict[int, list[tuple[int, int]]] = {}
+        words = np.random.default_rng(0)
+        for prompt in range(8):
+            samples = [int(m) for m in words.permutation([0, 1, 2, *words.integers(0, 2, prompt % 3)])]
+            for sample in samples:
+                number = add(replay, prompt, sample, steps=int(words.integers(1, 9)))
+                wanted.setdefault(prompt, []).append((sample, number))
+            if len(set(samples[:-1])) < 3 or prompt % 3 == 0:
+                continue
+        add(replay, 99, 0)  # incomplete
+        found = [ids for key in range(4) for ids in take(train(replay), key)]
+        whole = [[number for _, number in sorted(members)] for members in wanted.values()]
+        assert all(ids in whole for ids in found)
+        in_age = sorted(whole, key=max)
+        if name == "fifo":
+            assert found[:4] == in_age[:4]
+        elif name == "lifo":
+            assert found[:4] == in_age[:-5:-1]
+        elif name == "recent":
+            assert all(ids in in_age[-6:] for ids in found)
+        elif name == "epoch":
+            assert sorted(found) == sorted([*whole, *whole])
+        elif name == "top_k":
+            assert sorted(found[:4]) == sorted(in_age[:4])
+        check_groups(replay)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "masses"),
+    [
+        ({"kind": "uniform"}, lambda n: 1),
+        ({"kind": "length"}, lambda n: n + 2 + n % 3),
+        ({"kind": "weighted", "weight": "weight"}, lambda n: 1 + n),
+        ({"kind": "prioritized", "alpha": 1.0}, lambda n: 1 + n % 4),
+    ],
+)
+def test_frequencies_follow_the_masses_of_groups(sampler: dict[str, Any], masses: Any) -> None:
+    """A group of n trajectories is as likely as its own mass says, not as those of its trajectories."""
+    group = {**MEMBERS, "size": 2, "max_trajectories": 4}
+    with Replay(section(group, sampler, batch={"groups": 500})) as replay:
+        firsts = []
+        for prompt in range(12):  # prompt + 2 + prompt % 3 steps
+            firsts.append(add(replay, prompt, 0, steps=prompt + 1, weight=1.0 + prompt))
+            for _ in range(1 + prompt % 3):
+                add(replay, prompt, 1, steps=1, weight=1.0 + prompt)
+        stream, first = train(replay), 0
+        if sampler["kind"] == "prioritized":
+            take(stream, 0)
+            # A group is named by any of its trajectories: here by the first one, which is not its leader.
+            assert replay.set_priorities(firsts, [1.0 + prompt % 4 for prompt in range(12)]) == 12
+            first = 1
+        counts = np.zeros(12)
+        for key in range(first, first + 8):
+            for ids in take(stream, key):
+                counts[replay.read(ids[:1])[0]["prompt"]] += 1
+        if sampler["kind"] == "prioritized":
+            assert replay.priorities(firsts).tolist() == [1.0 + prompt % 4 for prompt in range(12)]
+        expected = np.array([masses(prompt) for prompt in range(12)], float)
+    assert chisquare(counts, expected / expected.sum() * counts.sum()).pvalue > 1e-3
+
+
+def test_the_words_of_a_selection() -> None:
+    with Replay(section(MEMBERS, {"kind": "length"}, batch={"groups": 3})) as replay:
+        for prompt in range(4):
+            for sample in (2, 0, 1, 0):
+                add(replay, prompt, sample, steps=prompt + 1)
+        selection = train(replay).get(0)
+        records = selection.resolutions[: selection.head[Head.COUNT]]
+        assert selection.head[Head.COUNT] == 12
+        assert selection.head[Head.SAMPLES] == 3
+        assert records[:, Resolution.SAMPLE_NUMBER].tolist() == [i for i in range(3) for _ in range(4)]
+        assert (records[:, Resolution.MASS] == 4 * records[:, Resolution.NUM_STEPS]).all()
+        assert not records[:, Resolution.ANCHOR].any()
+        assert selection.head[Head.TOTAL] == 4 * (1 + 2 + 3 + 4)
+        for row in records.tolist():
+            tokens = replay.read([row[Resolution.ID]])[0]["tokens"]
+            assert len(tokens) == row[Resolution.NUM_STEPS]
+
+
+def test_members_by_age_and_late_ones() -> None:
+    """The first members that are ready are in; a trajectory that comes later is evicted and counted."""
+    with Replay(section({**MEMBERS, "needs": ["reward"]}, batch={"groups": 1})) as replay:
+        ids = {sample: add(replay, 7, sample) for sample in (4, 3, 2, 1, 0)}
+        for sample in (4, 1, 0):
+            replay.fill(ids[sample], reward=1.0)
+        assert take(train(replay), 0) == [[ids[0], ids[1], ids[4]]]
+        assert replay.statistics()["groups"]["main"]["late"] == 2
+        with pytest.raises(StoreError, match="must be stored"):
+            replay.fill(ids[3], reward=1.0)
+        late = add(replay, 7, 5)
+        assert late in stored(replay)
+        assert replay.statistics()["groups"]["main"]["late"] == 3
+        assert late not in stored(replay)
+
+
+def test_a_full_group_refuses_more_trajectories() -> None:
+    with Replay(section({**MEMBERS, "max_trajectories": 3, "needs": ["reward"]})) as replay:
+        for sample in range(3):
+            add(replay, 1, sample)
+        rows = replay.statistics()["steps"]
+        with pytest.raises(DataError, match=r"group 1 of column prompt must have at most .* = 3 traj"):
+            add(replay, 1, 0)
+        assert replay.statistics()["steps"] == rows
+        add(replay, 2, 0)
+        check_groups(replay)
+
+
+@pytest.mark.parametrize(
+    ("statistic", "bounds", "passing"),
+    [
+        ("std", {"min": 1e-6}, [1, 2, 3]),
+        ("std", {"max": 0.1}, [0]),
+        ("mean", {"min": 0.3, "max": 0.34}, [1]),
+        ("min", {"min": 0.5}, [3]),
+        ("max", {"max": 0.5}, [0]),
+        ("sum", {"min": 1.5}, [2, 3]),
+    ],
+)
+def test_groups_that_fail_a_condition_leave(statistic: str, bounds: Any, passing: list[int]) -> None:
+    rewards = [[0.1, 0.1, 0.1], [0.0, 0.0, 1.0], [0.0, 1.0, 1.0], [1.0, 0.5, 1.0]]
+    group = {**GROUP, "where": {"reward": {statistic: bounds}}}
+    with Replay(section(group, batch={"groups": len(passing)})) as replay:
+        groups = add_groups(replay, range(4))
+        for number, ids in groups.items():
+            for reward, one in zip(rewards[number], ids, strict=True):
+                replay.fill(one, reward=reward)
+        assert take(train(replay), 0) == [groups[number] for number in passing]
+        assert replay.statistics()["groups"]["main"]["rejected"] == 4 - len(passing)
+        assert replay.take_metrics()["groups_rejected"] == 4 - len(passing)
+        assert stored(replay) == {one for number in passing for one in groups[number]}
+
+
+def test_a_member_counts_once_by_its_last_trajectory() -> None:
+    group = {**MEMBERS, "where": {"reward": {"std": {"max": 0.0}}}}
+    with Replay(section(group, batch={"groups": 1})) as replay:
+        for sample, reward in ((0, 5.0), (0, 1.0), (1, 1.0), (2, 7.0), (2, 1.0)):
+            replay.fill(add(replay, 3, sample), reward=reward)
+        assert len(take(train(replay), 0)[0]) == 5
+
+
+# ---- stragglers --------------------------------------------------------------------------------------
+
+
+def test_stragglers() -> None:
+    """A group with enough members is complete some time after its latest one; the others are then late."""
+    group = {**MEMBERS, "needs": ["reward"], "after_s": 0.3, "min_size": 2}
+    with Replay(section(group, batch={"groups": 1})) as replay:
+        ids = [add(replay, 1, sample) for sample in range(2)]
+        alone = add(replay, 2, 0)
+        for one in (*ids, alone):
+            replay.fill(one, reward=0.0)
+        waiting = add(replay, 1, 2)  # without its reward
+        assert not replay.can_sample()
+        assert replay.missing_groups() == 1
+        time.sleep(0.2)
+        add(replay, 2, 1)
+        assert not replay.can_sample()
+        time.sleep(0.15)
+        assert take(train(replay), 0) == [ids]
+        assert waiting not in stored(replay)
+        assert replay.statistics()["groups"]["main"] == {
+            "complete": 1,
+            "incomplete": 1,
+            "rejected": 0,
+            "oversized": 0,
+            "late": 1,
+        }
+        check_groups(replay)
+
+
+def test_a_sampler_waits_for_stragglers() -> None:
+    """No process adds, but time completes a group: the selection waits for it."""
+    group = {**GROUP, "after_s": 0.2, "min_size": 1}
+    with Replay(section(group, batch={"groups": 1})) as replay:
+        begin, number = time.monotonic(), add(replay, 1)
+        assert trained(replay) == [[number]]
+        assert time.monotonic() - begin >= 0.2
+        replay.remove([number])
+        with pytest.raises(StoreError, match="add trajectories first"):
+            replay.rollout()
+
+
+# ---- limits ------------------------------------------------------------------------------------------
+
+
+def test_an_empty_table_names_what_is_missing() -> None:
+    with Replay(section({**GROUP, "needs": ["reward"]})) as replay:
+        first = add_groups(replay, [1])[1]
+        replay.fill(first[0], reward=1.0)
+        add(replay, 2)
+        with pytest.raises((StoreError, NotReadyError), match="without the late column reward"):
+            train(replay).get(0)
+        for one in first[1:]:
+            replay.fill(one, reward=1.0)
+        replay.fill(add(replay, 3), reward=0.0)
+        replay.can_sample()
+        with train(replay).table.lock:
+            found = {one.reason: one.trajectories for one in exclusions_of(train(replay).masses)}
+        assert found == {"without the late column reward": 1, "of incomplete groups": 1}
+
+
+def test_a_queue_of_groups() -> None:
+    """Complete groups that wait are at most those of the queue; each is drawn once, and leaves whole."""
+    rate = {"queue": 4, "timeout_s": 1.0}
+    config = section(GROUP, batch={"groups": 2}, rate_limiter=rate, timeout_s=1.0)
+    with Replay(config) as replay:
+        assert replay.missing_groups() == 2
+        groups = add_groups(replay, range(3))
+        assert replay.missing_groups() == 0
+        other = [add(replay, 3, 0), add(replay, 3, 1)]
+        other.append(add(replay, 3, 2))  # the fourth group
+        with pytest.raises(NotReadyError, match="rate limiter"):
+            add(replay, 4)
+        assert trained(replay) == [groups[0], groups[1]]
+        assert not stored(replay) & {*groups[0], *groups[1]}
+        assert [t["prompt"].item() for t in replay.read(groups[1])] == [1, 1, 1]
+        add(replay, 4)
+        assert replay.missing_groups() == 0
+        assert trained(replay) == [groups[2], other]
+        assert replay.missing_groups() == 2
+        with pytest.raises(NotReadyError):
+            replay.rollout()
+        check_groups(replay)
+
+
+def test_the_rate_limiter_counts_groups() -> None:
+    rate = {"min_size": 3, "samples_per_insert": 1.0}
+    with Replay(section(GROUP, {"kind": "uniform"}, batch={"groups": 2}, rate_limiter=rate)) as replay:
+        add_groups(replay, range(2))
+        assert not replay.can_sample()
+        assert replay.missing_groups() == 1
+        add_groups(replay, [2])
+        assert replay.missing_groups() == 0
+        assert replay.can_sample()
+
+
+@pytest.mark.parametrize("kind", ["uniform", "fifo"])
+def test_groups_leave_whole_after_their_last_draw(kind: str) -> None:
+    with Replay(section(GROUP, {"kind": kind}, batch={"groups": 3}, max_times_sampled=2)) as replay:
+        groups = add_groups(replay, range(6))
+        counts = dict.fromkeys(range(6), 0)
+        for key in range(4):
+            for ids in trained(replay):
+                number = next(n for n, known in groups.items() if known == ids)
+                counts[number] += 1
+            gone = {one for number, count in counts.items() if count == 2 for one in groups[number]}
+            assert stored(replay) == {one for ids in groups.values() for one in ids} - gone
+            assert replay.missing_groups() == max(3 - (12 - 3 * (key + 1)), 0)
+            check_groups(replay)
+        assert set(counts.values()) == {2}
+
+
+def test_old_groups_leave_whole() -> None:
+    with Replay(section(GROUP, batch={"groups": 1}, max_age=2)) as replay:
+        groups = add_groups(replay, [0])
+        add(replay, 5, 0)
+        take(train(replay), 0)
+        newer = add_groups(replay, [1])
+        add(replay, 5, 1)
+        take(train(replay), 1)
+        take(train(replay), 2)
+        assert take(train(replay), 3) == [newer[1]]
+        assert not stored(replay) & set(groups[0])
+        assert stored(replay) == set(newer[1])  # the incomplete group had an old member
+        assert replay.statistics()["stale"]["main"]["trajectories"] == 5
+
+
+# ---- other tables ------------------------------------------------------------------------------------
+
+
+def write_groups(path: Path, count: int, size: int = 3) -> Path:
+    columns = {name: column for name, column in COLUMNS.items() if name != "reward"}
+    with DatasetWriter(path, Schema.from_json({"columns": columns})) as writer:
+        for number in range(count):
+            for sample in range(size):
+                tokens = np.full(2 + number, number, np.int32)
+                writer.add({"tokens": tokens, "prompt": number, "sample": sample, "weight": float(sample)})
+    return path
+
+
+@pytest.mark.parametrize("load", ["mmap", "memory"])
+def test_groups_of_a_data_set(tmp_path: Path, load: str) -> None:
+    """A group of equal weights fails the condition, and one that lacks a member is incomplete."""
+    path = write_groups(tmp_path / "set", 5)
+    config = section(GROUP, {"kind": "epoch"}, batch={"groups": 5})
+    config["tables"] = {"main": {"data": {"path": str(path), "load": load}, "group": dict(GROUP)}}
+    with Replay(config) as replay:
+        assert sorted(take(train(replay), 0)) == [[3 * n, 3 * n + 1, 3 * n + 2] for n in range(5)]
+        with pytest.raises(StoreError, match="read-only"):
+            replay.missing_groups()
+    config["tables"]["main"]["group"]["size"] = 2
+    config["tables"]["main"]["group"]["where"] = {"weight": {"std": {"min": 1.0}}}
+    wrong = pytest.raises(StoreError, match=r"10 trajectories .* of groups outside of group.where")
+    with Replay(config) as replay, wrong:
+        train(replay).get(0)
+
+
+def test_fresh_and_replayed_groups(tmp_path: Path) -> None:
+    """A mixture of a table that is added to and a data set: whole groups of both, in their shares."""
+    path = write_groups(tmp_path / "set", 6, size=2)
+    config = section(GROUP, batch={"groups": 8})
+    config["tables"]["old"] = {"data": str(path), "group": {"column": "prompt", "size": 2}}
+    config["sampler"] = {"kind": "mixture", "shares": {"main": 0.75, "old": 0.25}, "of": {"unit": "group"}}
+    with Replay(config) as replay:
+        assert replay.missing_groups("main") == 6
+        groups = add_groups(replay, range(7), table="main")
+        for key in range(3):
+            fresh, old = (take(train(replay, name), key) for name in ("main", "old"))
+            assert len(fresh) == 6
+            assert len(old) == 2
+            assert all(ids in groups.values() for ids in fresh)
+            assert all(ids[1] == ids[0] + 1 and ids[0] % 2 == 0 for ids in old)
+
+
+def test_rollouts_of_groups() -> None:
+    """`Replay.rollout` trains every trajectory of each group, and advantages compare the members of one."""
+    config = section(MEMBERS, batch={"groups": 4})
+    config["fields"]["reward"] = {}
+    with Replay(config) as replay:
+        for prompt in range(4):
+            for sample in (0, 1, 1, 2):
+                replay.fill(add(replay, prompt, sample), reward=float(sample))
+        rollout = replay.rollout()
+        assert rollout.num_items == 4
+        assert rollout.num_trajectories == 16
+        found = rollout.advantages("dr_grpo", reward="reward").reshape(4, 4)
+        assert torch.equal(found, torch.tensor([[-1.0, 0.0, 0.0, 1.0]]).expand(4, 4).to(found.dtype))
+        seen = [n for micro in next(iter(rollout)) for n in micro.trajectory_id.tolist()]
+        assert sorted(seen) == sorted(stored(replay))
+
+
+def test_drawn_groups_keep_their_rows_until_they_are_released() -> None:
+    config = section(GROUP, batch={"groups": 2}, remove="fifo", timeout_s=1.0)
+    config["tables"]["main"].update(capacity_trajectories=9, capacity_steps=27, max_length=3)
+    with Replay(config) as replay:
+        groups = add_groups(replay, range(3))
+        selection = train(replay).get(0)
+        assert drawn(selection) == [groups[0], groups[1]]
+        with pytest.raises(NotReadyError, match="no selection reads"):
+            add_groups(replay, range(3, 5))
+        train(replay).release(0)
+        add_groups(replay, [5])
+        check_groups(replay)
