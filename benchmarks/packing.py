@@ -1,4 +1,4 @@
-"""Packing plans: micro batches, balance and time, of this planner and of other systems.
+"""Packing: plans of this planner and of other systems, and the time of a micro batch (packing_micro.py).
 
     pip download --no-deps -d wheels verl==0.9.1 openrlhf==0.11.2 areal==1.0.4 trl==1.16.0
     python benchmarks/packing.py --wheels wheels --json F [--quick]
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from support import ROOT
 from support.report import Disturbance, document, print_table, write_json
+from packing_micro import measure_micro
 from packing_peers import Peer, Plan, load_peers
 
 from deepspeed_gear.batching.packing_plan import PackBudget, plan_packs
@@ -274,6 +275,11 @@ def main() -> None:
     columns = ("workload", "n", "width", "figure", "judged", "bound", "holds")
     judged = [row for row in rows if row["what"] == "bound"]
     print_table(columns, [[row[column] for column in columns] for row in judged])
+    print()
+    rows += measure_micro(options.quick)
+    micro = [row for row in rows if row["what"] == "micro"]
+    columns = ("case", "micro_batches", "limit_us", "op_us", "op_ratio", "bound", "micro_us", "over_us")
+    print_table(columns, [[row.get(column) for column in columns] for row in micro])
     if options.json is not None:
         write_json(options.json, document(disturbance, rows))
 

@@ -118,7 +118,7 @@ import torch
 
 names = "deepspeed numpy pydantic h5py tqdm pytest hypothesis"
 names += " pytest_timeout" if sys.argv[2] == "gpu" else \
-    " gymnasium imageio mujoco matplotlib tensorboard minari grpc pyarrow scipy tensordict ruff mypy"
+    " gymnasium imageio mujoco matplotlib tensorboard minari grpc pyarrow scipy tensordict transformers accelerate ruff mypy"
 missing = [name for name in names.split() if importlib.util.find_spec(name) is None]
 ours = importlib.util.find_spec("deepspeed_gear")
 here = ours is not None and os.path.realpath(ours.origin or "") == os.path.realpath(

@@ -26,3 +26,9 @@ void CopyBatches(int64_t num_columns, const char* const* columns, const int64_t*
     wall_ns[b] = Now(CLOCK_MONOTONIC) - wall;
   }
 }
+
+// Copies `count` pieces of any size, one after the other.
+void CopyPieces(int64_t count, const uint64_t* from, const uint64_t* to, const int64_t* bytes) {
+  for (int64_t i = 0; i < count; ++i)
+    memcpy((char*)(uintptr_t)to[i], (const char*)(uintptr_t)from[i], (size_t)bytes[i]);
+}

@@ -1,0 +1,199 @@
+"""What a packed micro batch costs: the op against a loop of memcpy, and everything around the op.
+
+The rows are those of the micro batches of real steps, in a table larger than the caches. `limit` copies the
+same rows of the same columns by memcpy, a piece for each trajectory and column, into one buffer that is used
+again. `op` is `pack_` into such buffers; "converted" fields are those that no memcpy could make: tokens as
+int64, targets one place further. `micro` is the next micro batch of a step as a program takes it, from the
+packing plan's list to its tensors; `over_us` is `micro` less the op.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+import torch
+from support.limit import library
+
+from deepspeed_gear import Replay
+from deepspeed_gear.ops.records import Resolution
+from deepspeed_gear.replay.rollout_data import RolloutData
+
+TOKENS, STEPS, TURNS = 16384, 8, 5
+GATHER_BOUND, OVER_BOUND_US = 1.15, 200.0
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A table and the fields of its packs.
+
+    Args:
+        name: In the results.
+        columns: Of the schema.
+        fields: Of `gear.fields`.
+        longest: Steps of a trajectory at most.
+        made: Returns a trajectory of so many steps.
+    """
+
+    name: str
+    columns: dict[str, dict[str, Any]]
+    fields: Sequence[str]
+    longest: int
+    made: Callable[[np.random.Generator, int], dict[str, Any]]
+
+
+def _response(random: np.random.Generator, length: int) -> dict[str, Any]:
+    return {
+        "tokens": random.integers(0, 150_000, length).astype(np.int32),
+        "loss_mask": np.arange(length) >= min(300, length // 2),
+        "logp": -random.random(length, np.float32),
+        "value": random.random(length, np.float32),
+        "reward": np.float32(random.random()),
+    }
+
+
+def _episode(random: np.random.Generator, length: int) -> dict[str, Any]:
+    return {
+        "observation": random.standard_normal((length, 11), np.float32),
+        "action": random.standard_normal((length, 3), np.float32),
+        "reward": random.standard_normal(length, np.float32),
+    }
+
+
+CASES = (
+    Case(
+        "tokens, log-probabilities, values",
+        {
+            "tokens": {"dtype": "int32", "role": "token"},
+            "loss_mask": {"dtype": "bool", "role": "loss_mask"},
+            "logp": {"dtype": "float32"},
+            "value": {"dtype": "float32"},
+            "reward": {"dtype": "float32", "rows": "1"},
+        },
+        ("tokens", "logp", "value", "reward"),
+        12288,
+        _response,
+    ),
+    Case(
+        "observations, actions, rewards",
+        {
+            "observation": {"dtype": "float32", "shape": [11], "role": "observation"},
+            "action": {"dtype": "float32", "shape": [3], "role": "action"},
+            "reward": {"dtype": "float32", "role": "reward"},
+        },
+        ("observation", "action", "reward"),
+        1000,
+        _episode,
+    ),
+)
+
+
+def measure_micro(quick: bool) -> list[Row]:
+    """Return a row for each case."""
+    return [_measure(case, quick) for case in CASES]
+
+
+def _measure(case: Case, quick: bool) -> Row:
+    random, count = np.random.default_rng(0), 64 if quick else 1200
+    mean = 7.6 if case.longest > 1000 else 6.0
+    lengths = np.minimum(np.exp(random.normal(mean, 0.9, count)).astype(int) + 2, case.longest)
+    if case.longest <= 1000 and not quick:
+        lengths = np.tile(lengths, 4)
+    table = {
+        "capacity_steps": int(lengths.sum()),
+        "capacity_trajectories": len(lengths),
+        "max_length": case.longest,
+        "schema": {"columns": case.columns},
+    }
+    config = {
+        "tables": {"main": table},
+        "sampler": {"kind": "epoch"},
+        "pack": {"tokens": TOKENS, "cost": [24576, 1], "pad": {"multiple": 128}},
+        "batch": {"trajectories": 16 if quick else 128},
+        "fields": {name: {} for name in case.fields},
+    }
+    with Replay(config) as replay:
+        for length in lengths.tolist():
+            replay.add(case.made(random, length))
+        micro: list[float] = []
+        around: list[float] = []
+        ops: list[float] = []
+        limits: list[float] = []
+        for _ in range(2 if quick else STEPS):
+            rollout = replay.rollout()
+            for step in rollout:
+                packs, times = step.packs, []
+                batches, begin = iter(step), perf_counter_ns()
+                for _batch in batches:
+                    times.append((perf_counter_ns() - begin) / 1e3)
+                    begin = perf_counter_ns()
+                for pack, rows, us in zip(packs.packs, packs.rows, times, strict=True):
+                    op, limit = _op_and_limit(rollout._data, pack, rows)
+                    micro.append(us)
+                    around.append(us - op)
+                    ops.append(op)
+                    limits.append(limit)
+    ratio = float(np.median(np.array(ops) / np.array(limits)))
+    over = float(np.median(around))
+    row = {
+        "what": "micro",
+        "case": case.name,
+        "micro_batches": len(micro),
+        "limit_us": float(np.median(limits)),
+        "op_us": float(np.median(ops)),
+        "op_ratio": ratio,
+        "micro_us": float(np.median(micro)),
+        "over_us": over,
+        "over_bound": OVER_BOUND_US,
+        "over_holds": over <= OVER_BOUND_US,
+    }
+    if "tokens" not in case.fields:  # else the op converts
+        row |= {"bound": GATHER_BOUND, "holds": ratio <= GATHER_BOUND}
+    return row
+
+
+def _op_and_limit(data: RolloutData, pack: np.ndarray, rows: int) -> tuple[float, float]:
+    """Return the microseconds of the op and of memcpy for a pack, the medians of some turns."""
+    part = data.parts[0]
+    gatherer, records = part.gatherer, part.records[torch.from_numpy(data._row[pack])].contiguous()
+    lengths = data.lengths[pack]
+    places = torch.from_numpy(np.cumsum(lengths) - lengths)
+    outs = gatherer.outputs(rows)
+    pieces = _pieces(data, records.numpy(), outs)
+    from_, to, sizes = (np.ascontiguousarray(values) for values in pieces)
+    pointers = [ctypes.c_void_p(values.ctypes.data) for values in (from_, to, sizes)]
+    copy, count = library("limit").CopyPieces, ctypes.c_int64(len(sizes))
+    spoil = np.empty(4 << 20, np.int64)  # 32 MB: rows come from memory in turn for both
+    times: list[list[float]] = [[], []]
+    for turn in range(TURNS):
+        for which in (turn % 2, 1 - turn % 2):
+            spoil += 1
+            begin = perf_counter_ns()
+            if which:
+                copy(count, *pointers)
+            else:
+                gatherer.gather(outs, records, places, 0)
+            times[which].append((perf_counter_ns() - begin) / 1e3)
+    return float(np.median(times[0])), float(np.median(times[1]))
+
+
+def _pieces(
+    data: RolloutData, records: np.ndarray, outs: dict[str, torch.Tensor]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the source, target and bytes of each piece that memcpy copies. [pieces] each."""
+    gatherer = data.parts[0].gatherer
+    found: list[list[np.ndarray]] = [[], [], []]
+    steps = records[:, Resolution.NUM_STEPS]
+    before = np.cumsum(steps) - steps
+    for field, column in zip(gatherer.fields, gatherer._columns, strict=True):
+        row_bytes = column[0].numel() * column.element_size()
+        found[0].append(column.data_ptr() + records[:, Resolution.FIRST_ROW] * row_bytes)
+        found[1].append(outs[field.name].data_ptr() + before * row_bytes)
+        found[2].append(steps * row_bytes)
+    first, second, third = (np.concatenate(values) for values in found)
+    return first.astype(np.uint64), second.astype(np.uint64), third.astype(np.int64)
