@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -74,13 +73,10 @@ class PackingPlan:
         Returns:
             K tensors. [n], int64.
         """
-        return list(self._by_pack[rank * self.num_micro : (rank + 1) * self.num_micro])
-
-    @cached_property
-    def _by_pack(self) -> tuple[torch.Tensor, ...]:
-        pack = self.rank * self.num_micro + self.micro
-        sizes = torch.bincount(pack, minlength=self.width * self.num_micro).tolist()
-        return torch.split(torch.argsort(pack, stable=True), sizes) if sizes else ()
+        own = torch.nonzero(self.rank == rank)[:, 0]
+        micro = self.micro[own]
+        sizes = torch.bincount(micro, minlength=self.num_micro).tolist()
+        return list(torch.split(own[torch.argsort(micro, stable=True)], sizes)) if sizes else []
 
 
 def plan_packs(lengths: torch.Tensor, budget: PackBudget, width: int, ops: Ops) -> PackingPlan:

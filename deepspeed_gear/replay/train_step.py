@@ -30,29 +30,33 @@ class PackSequence:
     def __init__(self, data: RolloutData, index: np.ndarray, budget: PackBudget, ops: Ops) -> None:
         settings = data.settings
         self._data, self.index, self._budget = data, index, budget
-        lengths = torch.from_numpy(np.ascontiguousarray(data.lengths[index]))
-        self.plan: PackingPlan = plan_packs(lengths, budget, settings.width, ops)
+        lengths = np.ascontiguousarray(data.lengths[index])
+        plan = plan_packs(torch.from_numpy(lengths), budget, settings.width, ops)
+        self.plan: PackingPlan = plan
         per_rank = settings.width // settings.place.data_world
-        first = settings.place.data_rank * per_rank
-        packs = [self.plan.packs(rank) for rank in range(settings.width)]
+        ranks = range(settings.place.data_rank * per_rank, (settings.place.data_rank + 1) * per_rank)
+        rows = self._rows(lengths)
+        packs = [plan.packs(rank) for rank in ranks]
         #: The trajectories of each of this rank's packs, and N of each.
-        self.packs: list[np.ndarray] = []
-        self.rows: list[int] = []
-        for micro in range(self.plan.num_micro):
-            wanted = [self._rows_of(packs[rank][micro].numpy()) for rank in range(settings.width)]
-            for rank in range(first, first + per_rank):
-                self.packs.append(index[packs[rank][micro].numpy()])
-                self.rows.append(self._padded(wanted[rank], max(wanted)))
+        self.packs = [index[own[micro].numpy()] for micro in range(plan.num_micro) for own in packs]
+        self.rows: list[int] = rows[:, ranks.start : ranks.stop].reshape(-1).tolist()
 
-    def _rows_of(self, members: np.ndarray) -> int:
-        """Return N of a pack that is padded to the next multiple; of one without trajectories, the least."""
-        multiple = self._data.settings.pack.pad.multiple
-        tokens = int(self._data.lengths[self.index[members]].sum())
-        return max(-(-tokens // multiple), 1) * multiple
+    def _rows(self, lengths: np.ndarray) -> np.ndarray:
+        """Return N of every rank's packs, padding included. [K, width], int64.
 
-    def _padded(self, own: int, most: int) -> int:
-        to = self._data.settings.pack.pad.to
-        return {"multiple": own, "step": most, "budget": self._budget.tokens}[to]
+        Args:
+            lengths: Of the trajectories. [n], int64.
+        """
+        plan, pad = self.plan, self._data.settings.pack.pad
+        if pad.to == "budget":
+            return np.full((plan.num_micro, plan.width), self._budget.tokens)
+        pack = (plan.micro * plan.width + plan.rank).numpy()
+        tokens = np.bincount(pack, lengths, plan.num_micro * plan.width).astype(np.int64)  # exact: below 2^53
+        rows = np.maximum(-(-tokens // pad.multiple), 1) * pad.multiple  # without trajectories the least
+        rows = rows.reshape(plan.num_micro, plan.width)
+        if pad.to == "step":
+            rows = np.broadcast_to(rows.max(axis=1, keepdims=True), rows.shape)
+        return np.asarray(rows)
 
     def __len__(self) -> int:
         return len(self.packs)

@@ -49,14 +49,16 @@ def ran(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"train_batch_size": BATCH, "train_micro_batch_size_per_gpu": MICRO}
     runs = {f"zero{stage}": ds_config(dataset, kind, stage, **sizes) for stage, kind in STAGES.items()}
     whole = {f"whole.{kind}": (STEPS, ds_config(dataset, kind, 0, **sizes)) for kind in UNITS}
-    trainers = {mark: (STEPS, ds_config(dataset, "uniform", 1, **sizes)) for mark, sizes in TRAINERS.items()}
+    for mark, own in TRAINERS.items():
+        (out / mark).mkdir()
+        (out / mark / "ds_config.json").write_text(json.dumps(ds_config(dataset, "uniform", 1, **own)))
     tasks: list[tuple[int, dict[str, Any]]] = [
         (1, {"runs": {name: (HALF, config) for name, config in runs.items()} | whole, "trainers": {}}),
         (
             2,
             {
                 "runs": {name: (STEPS, config) for name, config in runs.items()},
-                "trainers": trainers if HAS_TRAINERS else {},
+                "trainers": dict.fromkeys(TRAINERS, STEPS) if HAS_TRAINERS else {},
             },
         ),
     ]

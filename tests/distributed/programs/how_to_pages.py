@@ -77,14 +77,12 @@ def use_gloo() -> None:
     PartialState.__init__ = with_gloo
 
 
-def with_trainer(mark: str, config: dict[str, Any], steps: int, out: Path) -> None:
+def with_trainer(mark: str, steps: int, out: Path) -> None:
     """Run a program of hugging-face.md in its own folder, in two parts; write the codes of its batches."""
     from accelerate.state import AcceleratorState
 
-    folder, codes = out / mark, []
-    folder.mkdir(exist_ok=True)
-    os.chdir(folder)
-    (folder / "ds_config.json").write_text(json.dumps(config))
+    codes: list[int] = []
+    os.chdir(out / mark)  # has ds_config.json
     make_model: Callable[[], NamedModel] = lambda: NamedModel(codes)  # noqa: E731
     for until in (steps // 2, steps):
         AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
@@ -93,13 +91,13 @@ def with_trainer(mark: str, config: dict[str, Any], steps: int, out: Path) -> No
     (out / f"{mark}.{RANK}.json").write_text(json.dumps(codes))
 
 
-def main(out: Path, runs: dict[str, Any], trainers: dict[str, Any]) -> None:
+def main(out: Path, runs: dict[str, Any], trainers: dict[str, int]) -> None:
     for name, (steps, config) in runs.items():
         train(name, config, steps, out)
     if trainers:
         use_gloo()
-    for mark, (steps, config) in trainers.items():
-        with_trainer(mark, config, steps, out)
+    for mark, steps in trainers.items():
+        with_trainer(mark, steps, out)
 
 
 if __name__ == "__main__":
