@@ -21,11 +21,19 @@ import numpy as np
 import torch
 from support.report import Disturbance, document, print_table, write_json
 
-from deepspeed_gear import Column, Replay, Schema
+from deepspeed_gear import Column, Replay, Schema, TransitionBuffer
 
 LENGTH = 200  # steps of an episode
 BATCH = 256
 BLOCKS, BLOCK_STEPS = 30, 200
+BOUNDS_US = {  # of a step, by environments and elements of an observation
+    (1, 3, "gear"): 4.0,
+    (1, 3, "gear, published"): 8.0,
+    (8, 3, "gear, published"): 12.0,
+    (64, 3, "gear, published"): 64 / 0.7,  # 700,000 steps a second
+    (1, 84 * 84, "gear"): 25.0,
+    (1, 84 * 84, "gear, published"): 25.0,
+}
 Row = dict[str, Any]
 
 
@@ -83,6 +91,36 @@ class NumpyRing:
             ring[self._at] = np.array(given)
         self._at = (self._at + 1) % self._size
 
+    def sample(self) -> None:
+        rows = np.random.randint(0, self._at, BATCH), np.random.randint(0, self._steps.num_envs, BATCH)
+        for ring in self._rings:
+            torch.as_tensor(ring[rows])
+
+
+class Transitions:
+    """gear's TransitionBuffer, which takes what the NumPy ring takes; each step can be sampled at once."""
+
+    def __init__(self, steps: Steps, capacity: int) -> None:
+        from gymnasium.spaces import Box
+
+        rows = steps.observations[0]
+        space = Box(0, 255, rows.shape[1:], rows.dtype.type)
+        action = Box(0, 1, (1,), np.float32)
+        self._steps = steps
+        self._buffer = TransitionBuffer(
+            capacity, space, action, n_envs=steps.num_envs, batch_size=BATCH, autoreset="disabled"
+        )
+
+    def step(self) -> None:
+        before, after, truncated = self._steps.next()
+        self._buffer.add(before, after, self._steps.action, self._steps.reward, self._steps.no, truncated)
+
+    def sample(self) -> None:
+        self._buffer.sample()
+
+    def close(self) -> None:
+        self._buffer.close()
+
 
 class Cpprb:
     """cpprb's ReplayBuffer."""
@@ -101,6 +139,10 @@ class Cpprb:
         self._buffer.add(
             obs=before, next_obs=after, act=self._steps.action, rew=self._steps.reward, done=truncated
         )
+
+    def sample(self) -> None:
+        for rows in self._buffer.sample(BATCH).values():
+            torch.as_tensor(rows)
 
 
 class Gear:
@@ -166,46 +208,62 @@ def adds(case: str, steps: Callable[[], Steps], capacity: int, blocks: int, coun
         systems["cpprb"] = Cpprb(steps(), capacity)
     systems["gear"] = Gear(steps(), capacity, False, None)
     systems["gear, published"] = Gear(steps(), capacity, True, None)
+    if find_spec("gymnasium") is not None:
+        systems["gear, TransitionBuffer"] = Transitions(steps(), capacity)
     try:
         for system in systems.values():
             micros(system.step, 2 * LENGTH)
         times = np.array([[micros(s.step, count) for s in systems.values()] for _ in range(blocks)])
     finally:
-        for name in ("gear", "gear, published"):
-            systems[name].close()
-    num_envs = steps().num_envs
+        for name, system in systems.items():
+            if name.startswith("gear"):
+                system.close()
+    num_envs, elements = steps().num_envs, int(np.prod(steps().observations[0].shape[1:]))
     for name, column in zip(systems, times.T, strict=True):
         us = float(np.median(column))
         ratio = float(np.median(column / times[:, 0]))
-        yield {
-            "case": case,
-            "system": name,
-            "step_us": us,
-            "x_ring": ratio,
-            "steps_per_s": num_envs / us * 1e6,
-        }
+        row = {"case": case, "system": name, "step_us": us, "x_ring": ratio}
+        row["steps_per_s"] = num_envs / us * 1e6
+        bound = BOUNDS_US.get((num_envs, elements, name))
+        yield row if bound is None else {**row, "bound": bound, "holds": us <= bound}
 
 
 def beside(num_envs: int, blocks: int, count: int) -> Iterator[Row]:
     """Measure steps and batches of one process that does both in turns, as an off-policy algorithm does."""
+    made: dict[str, tuple[str, Callable[[], Any]]] = {}
     for sampler in ("uniform", "prioritized"):
+        case = f"{num_envs} environments and {sampler} batches of {BATCH}"
+        if sampler == "uniform":
+            made["numpy ring"] = case, lambda: NumpyRing(_few(num_envs), 100_000)
+            if find_spec("cpprb") is not None:
+                made["cpprb"] = case, lambda: Cpprb(_few(num_envs), 100_000)
+            if find_spec("gymnasium") is not None:
+                made["gear, TransitionBuffer"] = case, lambda: Transitions(_few(num_envs), 100_000)
         for publish in (False, True):
-            gear = Gear(Steps(num_envs, (3,), "float32"), 100_000, publish, sampler)
-            try:
-                micros(gear.step, 20 * LENGTH)
-                micros(gear.sample, 50)
-                step, sample = [], []
-                for _ in range(blocks * count // 10):
-                    step.append(micros(gear.step, 1))
-                    sample.append(micros(gear.sample, 1))
-            finally:
-                gear.close()
-            yield {
-                "case": f"{num_envs} environments and {sampler} batches of {BATCH}",
-                "system": "gear, published" if publish else "gear",
-                "step_us": float(np.median(step)),
-                "sample_us": float(np.median(sample)),
-            }
+            name = f"gear{', published' * publish}, {sampler}"
+            made[name] = case, lambda p=publish, s=sampler: Gear(_few(num_envs), 100_000, p, s)
+    for name, (case, make) in made.items():
+        system = make()
+        try:
+            micros(system.step, 20 * LENGTH)
+            micros(system.sample, 50)
+            step, sample = [], []
+            for _ in range(blocks * count // 10):
+                step.append(micros(system.step, 1))
+                sample.append(micros(system.sample, 1))
+        finally:
+            if name.startswith("gear"):
+                system.close()
+        yield {
+            "case": case,
+            "system": name,
+            "step_us": float(np.median(step)),
+            "sample_us": float(np.median(sample)),
+        }
+
+
+def _few(num_envs: int) -> Steps:
+    return Steps(num_envs, (3,), "float32")
 
 
 def run(quick: bool) -> list[Row]:
@@ -233,7 +291,7 @@ def main() -> None:
     options = parser.parse_args()
     disturbance = Disturbance()
     rows = run(options.quick)
-    columns = ("case", "system", "step_us", "x_ring", "steps_per_s", "sample_us")
+    columns = ("case", "system", "step_us", "x_ring", "steps_per_s", "sample_us", "bound", "holds")
     print_table(columns, [[row.get(column) for column in columns] for row in rows])
     if options.json is not None:
         write_json(options.json, document(disturbance, rows))

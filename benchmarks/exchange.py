@@ -25,7 +25,7 @@ from support.report import Disturbance, document, print_table, write_json
 from scale import run_one
 
 WORK = "exchange_ranks"
-LEAST_RATE, LEAST_SPEEDUP, MOST_WAIT = 0.7, 3.0, 0.05
+LEAST_RATE, LEAST_SPEEDUP, MOST_WAIT = 0.9, 3.0, 0.05
 ROWS_FACTOR, BYTES_A_SAMPLE, BYTES_A_STEP = 1.05, 64, 16 << 10
 LAUNCHES = 5  # a launch may have its threads on the cores in one way or another: the median of several
 SAME = 1.05  # of two numbers that are to be equal but for the draws

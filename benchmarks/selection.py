@@ -25,7 +25,7 @@ from select_growth import BATCH, microseconds, top_k_ms
 
 SIZES = (256, 4096)
 LIMIT_BOUND = {
-    ("prioritized", 256): 1.5,
+    ("prioritized", 256): 1.2,
     ("prioritized", 4096): 1.25,
     ("uniform", 256): 1.5,
     ("uniform", 4096): 1.5,

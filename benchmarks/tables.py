@@ -35,8 +35,9 @@ def _cell(value: Any, form: str) -> str:
 def _where(name: str) -> str:
     document = json.loads((RESULTS / f"{name}.json").read_text())
     machine, meanwhile, versions = document["machine"], document["disturbance"], document["versions"]
+    commit = document["commit"][:12] + document["commit"][40:]  # "+": with changes
     return (
-        f"`{document['command']}`, {document['date']}, commit {document['commit'][:12]}, {machine['cpu']}, "
+        f"`{document['command']}`, {document['date']}, commit {commit}, {machine['cpu']}, "
         f"{machine['cores']} cores, torch {versions['torch']}. Meanwhile other processes used "
         f"{meanwhile['other_cores']} cores."
     )
@@ -248,11 +249,35 @@ def adding(rows: Rows) -> str:
     """Return how long a step takes to be added."""
     case = [("case", "case", ""), ("system", "system", ""), ("us a step", "step_us", ".1f")]
     alone = [*case, ("x NumPy ring", "x_ring", ".2f"), ("steps/s", "steps_per_s", ",.0f")]
+    judged = [("bound, us", "bound", ".0f"), ("holds", "holds", "")]
     parts = {
-        "Steps alone:": _table([row for row in rows if "x_ring" in row], alone),
+        "Steps alone:": _table([row for row in rows if "x_ring" in row], [*alone, *judged]),
         "Steps and batches of one process, in turns:": _table(
             [row for row in rows if "sample_us" in row], [*case, ("us a batch", "sample_us", ".0f")]
         ),
+    }
+    return "\n\n".join(f"{title}\n\n{table}" for title, table in parts.items())
+
+
+def packing(rows: Rows) -> str:
+    """Return the plans of all planners, what is required of ours, and the time of a micro batch."""
+    of = {what: [row for row in rows if row["what"] == what] for what in {row["what"] for row in rows}}
+    for row in of["plan"]:
+        row["ks"], row["leasts"] = (", ".join(map(str, row.get(key) or ())) for key in ("k", "least"))
+        row["broken"] = row.get("error") or ", ".join(f"{row[k]} {k}" for k in ("over", "empty") if row[k])
+    case = [("workload", "workload", ""), ("N", "n", ",d"), ("ranks", "width", "d")]
+    plans = [*case, ("planner", "planner", ""), ("least K", "leasts", ""), ("K", "ks", "")]
+    plans += [("imbalance", "imbalance", ".2%"), ("fill", "fill", ".1%"), ("ms", "ms", ".2f")]
+    plans += [("ms of a rank", "rank_ms", ".2f"), ("packs that are", "broken", "")]
+    required = [*case, ("figure", "figure", ""), ("judged", "judged", ".4g"), ("bound", "bound", "g")]
+    micro = [("fields", "case", ""), ("memcpy us", "limit_us", ".0f"), ("op us", "op_us", ".0f")]
+    micro += [("op / memcpy", "op_ratio", ".2f"), ("bound", "bound", "g"), ("holds", "holds", "")]
+    micro += [("micro batch us", "micro_us", ".0f"), ("less the op us", "over_us", ".0f")]
+    micro += [("bound us", "over_bound", ".0f"), ("holds ", "over_holds", "")]
+    parts = {
+        "Plans, means of three seeds (least K: a lower bound of each seed):": _table(of["plan"], plans),
+        "What is required of this planner:": _table(of["bound"], [*required, ("holds", "holds", "")]),
+        "A micro batch of 16,384 tokens:": _table(of["micro"], micro),
     }
     return "\n\n".join(f"{title}\n\n{table}" for title, table in parts.items())
 
@@ -269,6 +294,7 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "exchange": ("exchange", exchange),
     "ingest": ("ingest", ingest),
     "adding": ("adding", adding),
+    "packing": ("packing", packing),
 }
 
 

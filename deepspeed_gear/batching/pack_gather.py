@@ -161,4 +161,5 @@ def flags_of(ops: Ops, column: torch.Tensor, records: torch.Tensor, offset: int)
     spec = lower([GatherSpec(SOURCES["T"], offset)])
     if out.numel():
         ops.pack_([out], [column], [none], [none], records, places, spec, [0.0], 0, out.numel())
-    return np.asarray(out.numpy() != 0)
+    flags = out.numpy()
+    return np.asarray(flags if flags.dtype == bool else flags != 0)

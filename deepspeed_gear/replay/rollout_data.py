@@ -170,7 +170,7 @@ class RolloutData:
         """Loss tokens of each trajectory. [n], int64."""
         if not len(self.lengths):
             return np.zeros(0, np.int64)
-        return np.add.reduceat(self.mask.astype(np.int64), self.starts)
+        return np.add.reduceat(self.mask, self.starts, dtype=np.int64)
 
     @cached_property
     def member(self) -> np.ndarray:
