@@ -6,13 +6,15 @@ starts two ranks; so does `deepspeed --num_gpus 2 examples/grpo.py`. The last li
 
 A prompt is "34+58=", a response the digits of the sum from the last to the first, "290." A supervised warm
 start brings the model to about 30% right answers. Then, in every iteration, each rank samples 8 responses to
-each of its prompts and adds them to the table; `engine.gear_rollout()` selects all groups once, for both
-ranks, and packs them. Responses are sampled by the policy that is stored with them as `logp`; what has
-changed since is corrected by a truncated importance weight.
+each of its prompts and adds them to the table, until a rollout batch of groups is there that have both right
+and wrong responses: the others teach nothing, and leave the table (`where` in the config). Then
+`engine.gear_rollout()` selects the groups once, for both ranks, and packs them. Groups that are left over
+are trained in the next iteration. Responses are stored with the `logp` of the policy that sampled them; what
+has changed since is corrected by a truncated importance weight.
 
 Sources: Shao et al., "DeepSeekMath", 2024 (GRPO); Yu et al., "DAPO", 2025 (the upper clip, the mean over
-tokens); Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025 (truncated
-weights).
+tokens, the choice of groups); Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+Training", 2025 (truncated weights).
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +41,7 @@ import deepspeed_gear
 from deepspeed_gear import MicroBatch
 
 RANKS = 2
-PROMPTS, RESPONSES = 64, 8  # of an iteration, all ranks together; of each prompt
+PROMPTS, RESPONSES = 64, 8  # of a round, all ranks together; of each prompt
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 MOST_WEIGHT = 2.0  # of the importance of a token that another policy has sampled
 WARM_EVERY, WARM_BATCH = 5, 256
@@ -81,13 +85,23 @@ def warm_start(model: Adder, problems: Problems, seed: int, wanted: float) -> No
     raise RuntimeError("the warm start has not reached its accuracy")
 
 
-def add_rollouts(engine: Any, problems: Problems, iteration: int, seed: int) -> float:
+def generate(engine: Any, problems: Problems, rounds: Iterator[int], seed: int) -> float:
+    """Add responses until a rollout batch is there; return the mean reward of the last round."""
+    while True:
+        reward = add_rollouts(engine, problems, next(rounds), seed)
+        dist.barrier()  # the answer is for the responses of all ranks
+        if engine.gear.can_sample():
+            return reward
+
+
+def add_rollouts(engine: Any, problems: Problems, round_number: int, seed: int) -> float:
     """Sample responses to this rank's prompts and add them to the table; return their mean reward."""
     replay, rank, world = engine.gear, dist.get_rank(), dist.get_world_size()
-    first = iteration * PROMPTS
+    first = round_number * PROMPTS
     numbers = np.arange(first, first + PROMPTS)[rank::world].repeat(RESPONSES)
-    prompts = problems.draw(PROMPTS, seed * 100_000 + iteration)[rank::world].repeat_interleave(RESPONSES, 0)
-    words = torch.Generator().manual_seed(seed * 1_000_000 + iteration * world + rank)
+    prompts = problems.draw(PROMPTS, seed * 100_000 + round_number)[rank::world]
+    prompts = prompts.repeat_interleave(RESPONSES, 0)
+    words = torch.Generator().manual_seed(seed * 1_000_000 + round_number * world + rank)
     responses, logp = sample(engine.module, prompts, words)
     rewards = problems.rewards(prompts, responses)
     for number, prompt, response, own, reward in zip(numbers, prompts, responses, logp, rewards, strict=True):
@@ -153,8 +167,9 @@ def main() -> None:
         )
     before = accuracy(engine.module, problems, TEST_SEED)
     curve, is_first = [(0, time.perf_counter() - begin, before)], dist.get_rank() == 0
+    rounds = count(1)
     for iteration in range(1, args.iterations + 1):
-        reward = add_rollouts(engine, problems, iteration, args.seed)
+        reward = generate(engine, problems, rounds, args.seed)
         means = train(engine)
         if iteration % args.evaluate_every == 0 or iteration == args.iterations:
             curve.append(
