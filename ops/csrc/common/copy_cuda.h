@@ -18,20 +18,29 @@ GEAR_HOST_DEVICE int TeamOf(int64_t bytes, int most) {
   return team;
 }
 
-inline constexpr int kInFlight = 4;  // loads of a lane under way at once
+// Copies `count` items by `load` and `store`, kInFlight of each lane at once: all their loads are
+// issued before the first store, which would wait for its own load and so hold back the others.
+// Items that do not exist are skipped one by one, so a lane with two items has both loads under
+// way.
+template <int kInFlight, typename Load, typename Store>
+__device__ void CopyItems(int64_t count, Lane lane, const Load& load, const Store& store) {
+  for (int64_t i = lane.index; i < count; i += kInFlight * lane.team) {
+    decltype(load(i)) parts[kInFlight] = {};
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k)
+      if (i + k * lane.team < count) parts[k] = load(i + k * lane.team);
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k)
+      if (i + k * lane.team < count) store(i + k * lane.team, parts[k]);
+  }
+}
 
 // Both aligned to 16 bytes. The rows are read once, so they are not kept in the caches.
 __device__ inline void CopyAligned(const uint4* __restrict__ from, uint4* __restrict__ to,
                                    int64_t count, Lane lane) {
-  int64_t i = lane.index;
-  for (; i + (kInFlight - 1) * lane.team < count; i += kInFlight * lane.team) {
-    uint4 parts[kInFlight];
-#pragma unroll
-    for (int k = 0; k < kInFlight; ++k) parts[k] = __ldcs(from + i + k * lane.team);
-#pragma unroll
-    for (int k = 0; k < kInFlight; ++k) to[i + k * lane.team] = parts[k];
-  }
-  for (; i < count; i += lane.team) to[i] = __ldcs(from + i);
+  CopyItems<4>(
+      count, lane, [&](int64_t i) { return __ldcs(from + i); },
+      [&](int64_t i, uint4 part) { to[i] = part; });
 }
 
 // The 16 bytes that begin `kWords` words and `bits` bits into two neighbouring vectors.
@@ -49,9 +58,12 @@ __device__ uint4 Join(uint4 low, uint4 high, unsigned bits) {
 template <int kWords>
 __device__ void CopyShifted(const uint4* __restrict__ from, unsigned bits, uint4* __restrict__ to,
                             int64_t count, Lane lane) {
-#pragma unroll 2
-  for (int64_t i = lane.index; i < count; i += lane.team)
-    to[i] = Join<kWords>(from[i], from[i + 1], bits);
+  struct Pair {
+    uint4 low, high;
+  };
+  CopyItems<2>(
+      count, lane, [&](int64_t i) { return Pair{from[i], from[i + 1]}; },
+      [&](int64_t i, Pair pair) { to[i] = Join<kWords>(pair.low, pair.high, bits); });
 }
 
 // `end`: of the memory that `from` points into. Nothing after it is read; bytes before `from`, down
@@ -59,14 +71,17 @@ __device__ void CopyShifted(const uint4* __restrict__ from, unsigned bits, uint4
 __device__ inline void CopyBytes(const char* from, const char* end, char* to, int64_t bytes,
                                  Lane lane) {
   const int64_t head = Min<int64_t>(bytes, (16 - (reinterpret_cast<uintptr_t>(to) & 15)) & 15);
-  for (int64_t i = lane.index; i < head; i += lane.team) to[i] = from[i];
-  from += head, to += head, bytes -= head;
-  const auto offset = static_cast<unsigned>(reinterpret_cast<uintptr_t>(from) & 15);
-  auto* target = reinterpret_cast<uint4*>(to);
-  const auto* source = reinterpret_cast<const uint4*>(from - offset);
+  const char* begin = from + head;
+  const auto offset = static_cast<unsigned>(reinterpret_cast<uintptr_t>(begin) & 15);
+  auto* target = reinterpret_cast<uint4*>(to + head);
+  const auto* source = reinterpret_cast<const uint4*>(begin - offset);
   const unsigned bits = (offset & 3) * 8;
-  int64_t vectors = bytes >> 4;
-  if (offset != 0) vectors = Clamp<int64_t>(((end - from + offset) >> 4) - 1, 0, vectors);
+  int64_t vectors = (bytes - head) >> 4;
+  if (offset != 0) vectors = Clamp<int64_t>(((end - begin + offset) >> 4) - 1, 0, vectors);
+  const auto place = [&](int64_t i) { return i < head ? i : i + (vectors << 4); };
+  CopyItems<4>(  // the bytes before and after the vectors
+      bytes - (vectors << 4), lane, [&](int64_t i) { return from[place(i)]; },
+      [&](int64_t i, char byte) { to[place(i)] = byte; });
   if (offset == 0)
     CopyAligned(source, target, vectors, lane);
   else if (offset < 4)
@@ -77,7 +92,6 @@ __device__ inline void CopyBytes(const char* from, const char* end, char* to, in
     CopyShifted<2>(source, bits, target, vectors, lane);
   else
     CopyShifted<3>(source, bits, target, vectors, lane);
-  for (int64_t i = (vectors << 4) + lane.index; i < bytes; i += lane.team) to[i] = from[i];
 }
 
 }  // namespace gear::cuda

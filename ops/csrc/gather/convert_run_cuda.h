@@ -43,7 +43,7 @@ __device__ inline uint4 LoadVector(const Source& source, int i) {
   return i >= source.first && i < source.whole ? __ldcs(source.vectors + i) : uint4{};
 }
 
-// As Join in copy.h, for an offset in bytes that is known only at run time.
+// As Join in copy_cuda.h, for an offset in bytes that is known only at run time.
 __device__ inline uint4 JoinAt(uint4 low, uint4 high, unsigned offset) {
   if (offset & 8) low = {low.z, low.w, high.x, high.y}, high = {high.z, high.w, 0, 0};
   if (offset & 4) low = {low.y, low.z, low.w, high.x}, high.x = high.y;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import shutil
 import subprocess
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
@@ -122,6 +123,39 @@ def test_the_flags_do_not_fuse_or_approximate(tmp_path: Path) -> None:
     assert re.search(r"mul(\.rn)?\.f32", ptx.read_text())
     assert "fma" not in ptx.read_text()
     assert "div.rn.f32" in ptx.read_text()
+
+
+# Loads and stores of 16 bytes, in the device's memory or through a pointer that does not say which.
+VECTOR_ACCESSES = {
+    "ptx": (r"ld(?:\.global[.\w]*)?\.v4\.\w+", r"st(?:\.global[.\w]*)?\.v4\.\w+"),
+    "cubin": (r"LDG?\.E[.\w]*\.128", r"STG?\.E[.\w]*\.128"),
+}
+
+
+def sass(cubin: Path) -> str:
+    """Disassemble; nvcc's own package has no disassembler."""
+    tool = shutil.which("cuobjdump", path=f"{HOME}/bin:{os.environ['PATH']}")
+    if tool is None:
+        pytest.skip("no cuobjdump found; the PTX is checked without it")
+    return subprocess.run([tool, "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
+
+
+@needs_nvcc
+@pytest.mark.parametrize("form", ["ptx", "cubin"])
+@pytest.mark.parametrize("kernel", ["gather/gather.cu", "ring/scatter.cu", "rows/rows.cu"])
+def test_copies_issue_all_loads_of_a_lane_before_its_first_store(
+    tmp_path: Path, kernel: str, form: str
+) -> None:
+    """Copies of 16 bytes a lane: a store waits for its load, and would hold back the loads after it."""
+    out = tmp_path / f"kernel.{form}"
+    flags = [flag for flag in builder_flags() if not flag.startswith("-gencode")]
+    nvcc(*flags, f"-I{CSRC}", "-arch=sm_90", f"-{form}", str(CSRC / kernel), "-o", str(out))
+    text = sass(out) if form == "cubin" else out.read_text()
+    load, store = VECTOR_ACCESSES[form]
+    found = re.finditer(rf"\b(?P<L>{load})\b|\b(?P<S>{store})\b", text)
+    accesses = "".join(str(match.lastgroup) for match in found)
+    assert "LLLLSSSS" in accesses  # equal alignments
+    assert not re.search("(?<!L)LS", accesses), accesses  # other alignments as well
 
 
 @pytest.mark.parametrize("binding", BINDINGS, ids=lambda file: file.stem)
