@@ -98,12 +98,13 @@ class _Products:
         self.begin().seconds()  # loads kernels
 
     def begin(self) -> _Products:
-        """Enqueue the products on the current stream of an idle device."""
+        """Enqueue the products on their device's current CUDA stream; the device is idle before."""
         torch.cuda.synchronize(self._device)
-        self._first.record()
+        stream = torch.cuda.current_stream(self._device)  # an event's default is that of the current device
+        self._first.record(stream)
         for _ in range(_MATMULS):
             torch.mm(self._matrix, self._matrix, out=self._out)
-        self._last.record()
+        self._last.record(stream)
         return self
 
     def seconds(self) -> float:
