@@ -180,8 +180,7 @@ class DeviceTransfer:
         most = self._options.register_bytes
         spans = {name: span_of(column) for name, column in columns.items()}
         wanted = plan(spans, memory_span(table.memory), None if most is None else max(most - used, 0))
-        with torch.cuda.device(self.lane.device):
-            registration = Registration(table.memory, wanted, CudaRuntime())
+        registration = Registration(table.memory, wanted, CudaRuntime(self.lane.device))
         self._registrations.append(registration)
         self._registered[table.spec.name] = registration.num_bytes
         self._left_out[table.spec.name] = registration.left_out

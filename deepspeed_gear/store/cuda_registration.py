@@ -7,6 +7,7 @@ its pages are. File maps are never registered: CUDA refuses maps that are read-o
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ from deepspeed_gear.store.table_spec import NOTE_BYTES
 MOST_CALL_BYTES = 1 << 30  # one call of 512 GiB fails on some drivers, and each holds the driver's lock
 PORTABLE_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 SUCCESS = 0
+NO_HOST_ADDRESSES = "the device does not read registered memory at the host's address"
+_CAN_USE_HOST_POINTER = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 IS_FILE = "it lies in a mapped file, which CUDA cannot register"
 OVER_BUDGET = "gear.transfer.register_bytes is used up"
 
@@ -139,6 +142,10 @@ def memory_span(memory: SharedMemory) -> Span:
 class Runtime(Protocol):
     """Calls that register memory. They return the runtime's error codes, 0 for success."""
 
+    def reads_host_addresses(self) -> bool:
+        """Return whether the device reads registered memory at the address that it has on the host."""
+        ...
+
     def register(self, begin: int, num_bytes: int) -> int: ...
 
     def unregister(self, begin: int) -> int: ...
@@ -150,13 +157,27 @@ class Runtime(Protocol):
 
 
 class CudaRuntime:
-    """CUDA's own calls. They register memory for the current device."""
+    """CUDA's own calls. They register memory for all devices.
 
-    def __init__(self) -> None:
+    Args:
+        device: The device that reads the memory. It is current while memory is registered, so torch takes
+            the memory for a tensor of this device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._calls: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
+    def reads_host_addresses(self) -> bool:
+        driver = ctypes.CDLL("libcuda.so.1")  # torch's runtime has no call for attributes
+        device, found = ctypes.c_int(), ctypes.c_int()
+        failed = driver.cuDeviceGet(ctypes.byref(device), self._device.index)
+        failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(found), _CAN_USE_HOST_POINTER, device)
+        return failed == SUCCESS and found.value != 0
+
     def register(self, begin: int, num_bytes: int) -> int:
-        return int(self._calls.cudaHostRegister(begin, num_bytes, PORTABLE_MAPPED))
+        with torch.cuda.device(self._device):
+            return int(self._calls.cudaHostRegister(begin, num_bytes, PORTABLE_MAPPED))
 
     def unregister(self, begin: int) -> int:
         return int(self._calls.cudaHostUnregister(begin))
@@ -164,7 +185,7 @@ class CudaRuntime:
     def clear_error(self) -> None:
         # Torch checks for an error after each launch, and clears it when it raises it.
         with contextlib.suppress(RuntimeError):
-            torch.ones((), device="cuda")
+            torch.ones((), device=self._device)
 
     def text(self, error: int) -> str:
         return str(self._calls.cudaGetErrorString(self._calls.cudaError(error)))
@@ -172,6 +193,9 @@ class CudaRuntime:
 
 class Registration:
     """The registered columns of one table in this process; `close` ends it.
+
+    Nothing is registered for a device that would read it at another address than the host, as columns are
+    addressed by the host's: a wrong address would end the process's CUDA context.
 
     Thread safety: none; made and closed by the main thread. Memory must stay mapped until it is closed.
 
@@ -184,10 +208,10 @@ class Registration:
     def __init__(self, memory: SharedMemory, wanted: RegistrationPlan, runtime: Runtime) -> None:
         self._runtime, self.calls = runtime, list[Span]()
         self.left_out = dict(wanted.left_out)
-        failed = ""
+        failed = "" if runtime.reads_host_addresses() else NO_HOST_ADDRESSES
         fcntl.flock(memory.fd, fcntl.LOCK_EX)  # the driver has one lock: ranks that wait for it stall others
         try:
-            for call in wanted.calls:
+            for call in wanted.calls if not failed else ():
                 failed = self._register(memory, call)
                 if failed:
                     break
@@ -257,10 +281,11 @@ def why_impossible() -> str:
         return f"torch {torch.__version__} is built without CUDA"
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
+    current = torch.device("cuda", torch.cuda.current_device())
     memory = SharedMemory.create(mmap.PAGESIZE, huge_pages=False)
     try:
         registration = Registration(
-            memory, plan({"page": memory_span(memory)}, memory_span(memory)), CudaRuntime()
+            memory, plan({"page": memory_span(memory)}, memory_span(memory)), CudaRuntime(current)
         )
         registration.close()
         return registration.left_out.get("page", "")
@@ -285,7 +310,7 @@ class _Alias:
 def as_device_tensor(column: torch.Tensor, device: torch.device) -> torch.Tensor:
     """View registered memory as a tensor of a device; the caller must not write to it.
 
-    The address is the same for host and device, as it is wherever both share one address space.
+    The address is the same for host and device: `Registration` registers nothing where it is not.
 
     Args:
         column: Of the host, contiguous, registered. [rows, *shape].

@@ -54,6 +54,7 @@ FIELDS = {
     "next_observation": {"column": "observation", "offset": "n_step"},
 }
 PRIORITIZED = {"kind": "prioritized", "alpha": 0.6, "beta": 0.4, "unit": "step"}
+HERE = torch.device("cuda", 0)
 SLEEP = 2_000_000_000  # cycles: about a second
 BATCHES = 12
 
@@ -338,9 +339,9 @@ def test_registered_memory_is_a_tensor_of_the_device(memory: SharedMemory, dtype
     data.copy_(torch.randint(0, 2, data.shape, dtype=torch.uint8))
     column = data[128 : 128 + 8000].view(dtype).view(-1, 4)
     wanted = plan({"column": span_of(column)}, memory_span(memory))
-    found = Registration(memory, wanted, CudaRuntime())
+    found = Registration(memory, wanted, CudaRuntime(HERE))
     assert found.left_out == {}
-    there = as_device_tensor(column, torch.device("cuda", torch.cuda.current_device()))
+    there = as_device_tensor(column, HERE)
     assert there.is_cuda
     assert there.dtype == dtype
     assert there.data_ptr() == column.data_ptr()
@@ -355,14 +356,14 @@ def test_registered_memory_is_a_tensor_of_the_device(memory: SharedMemory, dtype
 def test_a_failed_registration_leaves_no_error_behind(memory: SharedMemory) -> None:
     """No page is registered twice."""
     wanted = plan({"all": memory_span(memory)}, memory_span(memory))
-    first = Registration(memory, wanted, CudaRuntime())
-    second = Registration(memory, wanted, CudaRuntime())
+    first = Registration(memory, wanted, CudaRuntime(HERE))
+    second = Registration(memory, wanted, CudaRuntime(HERE))
     assert first.left_out == {}
     assert "failed" in second.left_out["all"]
     assert torch.ones(3, device="cuda").sum().item() == 3
     second.close()
     first.close()
-    third = Registration(memory, wanted, CudaRuntime())
+    third = Registration(memory, wanted, CudaRuntime(HERE))
     assert third.left_out == {}
     third.close()
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import subprocess
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +16,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepspeed_gear.ops import toolchain
 from deepspeed_gear.store.cuda_registration import (
     IS_FILE,
+    NO_HOST_ADDRESSES,
     OVER_BUDGET,
+    CudaRuntime,
     Registration,
     RegistrationPlan,
     Span,
@@ -33,9 +38,12 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 class LockedPages:
     """Registers memory as the kernel can without CUDA: locks it, and refuses what is not mapped."""
 
-    def __init__(self) -> None:
+    def __init__(self, shares_addresses: bool = True) -> None:
         self.locked: list[tuple[int, int]] = []
-        self.cleared = 0
+        self.cleared, self._shares_addresses = 0, shares_addresses
+
+    def reads_host_addresses(self) -> bool:
+        return self._shares_addresses
 
     def register(self, begin: int, num_bytes: int) -> int:
         if LIBC.mlock(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes)):
@@ -151,3 +159,57 @@ def test_a_failed_call_leaves_its_columns_out_and_no_error(memory: SharedMemory)
     assert runtime.locked == [(base, 8192)]
     found.close()
     assert runtime.locked == []
+
+
+def test_nothing_is_registered_for_a_device_with_other_addresses(memory: SharedMemory) -> None:
+    """A kernel that reads the host's address there would end the process's CUDA context."""
+    base = memory_span(memory).begin
+    columns = {"a": Span(base, base + 5000), "none": Span(0, 0), "file": Span(1, 9)}
+    runtime = LockedPages(shares_addresses=False)
+    found = Registration(memory, plan(columns, memory_span(memory)), runtime)
+    assert found.left_out == {"a": NO_HOST_ADDRESSES, "file": IS_FILE}
+    assert list(found.columns) == ["none"]
+    assert runtime.locked == []
+    assert found.num_bytes == 0
+    found.close()
+
+
+DRIVER = """
+#include <cuda.h>
+extern "C" CUresult cuDeviceGet(CUdevice* device, int ordinal) {
+  *device = ordinal + 40;
+  return ordinal < 3 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
+}
+extern "C" CUresult cuDeviceGetAttribute(int* found, CUdevice_attribute attribute, CUdevice device) {
+  if (attribute != CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM)
+    return CUDA_ERROR_INVALID_VALUE;
+  *found = device == 41;
+  return device == 42 ? CUDA_ERROR_UNKNOWN : CUDA_SUCCESS;
+}
+"""
+
+
+def test_the_driver_is_asked_whether_addresses_are_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the names of CUDA's own header: of devices 0 to 2 only 1 shares the host's addresses."""
+    home = toolchain.cuda_home()
+    if home is None or toolchain.missing_tools():
+        pytest.skip("needs the header of a CUDA toolkit and a C++ compiler")
+    source, library = tmp_path / "driver.cpp", tmp_path / "libcuda.so.1"
+    source.write_text(DRIVER)
+    command = [
+        *toolchain.compiler(),
+        "-shared",
+        "-fPIC",
+        f"-I{home}/include",
+        str(source),
+        "-o",
+        str(library),
+    ]
+    subprocess.run(command, check=True)
+    driver = ctypes.CDLL(str(library))
+    monkeypatch.setattr(ctypes, "CDLL", {"libcuda.so.1": driver}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: None)
+    found = [CudaRuntime(torch.device("cuda", i)).reads_host_addresses() for i in range(4)]
+    assert found == [False, True, False, False]
