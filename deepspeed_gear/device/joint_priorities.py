@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepspeed_gear.batching.transfer.cuda_streams import refuse_capture
+from deepspeed_gear.batching.transfer.cuda_streams import copied_together, refuse_capture
 from deepspeed_gear.device.device_batch import DeviceBatch
 from deepspeed_gear.device.replica_agreement import ReplicaAgreement
 from deepspeed_gear.device.ring_selection import RingSelection
@@ -51,9 +51,11 @@ class JointPriorities:
     def _take(self, batch: DeviceBatch, values: Tensor) -> None:
         if not self._peers.place.reports:
             return
-        words = torch.cat([batch.records[:, _SENT_WORDS], values.view(torch.int32).long()[:, None]], 1)
+        # A list as an index would be copied to the device, and waited for.
+        slot, *rest = (batch.records[:, word] for word in _SENT_WORDS)
         if batch.holders is not None:
-            words[:, 0] = batch.origin & _SLOT_MASK
+            slot = batch.origin & _SLOT_MASK
+        words = torch.stack([slot, *rest, values.view(torch.int32).long()], 1)
         self._waiting.append(_Reported(words, batch.holders))
 
     def apply(self) -> None:
@@ -89,13 +91,14 @@ class JointPriorities:
         if not holders:
             return words.repeat(replicas, 1), [len(words)] * replicas
         every = np.concatenate(holders)
-        order = torch.from_numpy(np.argsort(every, kind="stable"))
-        return words[order.to(words.device)], np.bincount(every, minlength=replicas).tolist()
+        (order,) = copied_together([torch.from_numpy(np.argsort(every, kind="stable"))], words.device)
+        return words[order], np.bincount(every, minlength=replicas).tolist()
 
     def _apply(self, words: Tensor) -> None:
         if len(words) == 0:
             return
         words = words[torch.sort(words[:, _SENT_WORDS.index(Resolution.SAMPLE_NUMBER)], stable=True).indices]
         records = torch.zeros(len(words), Resolution.NUM_WORDS, dtype=torch.int64, device=words.device)
-        records[:, _SENT_WORDS] = words[:, :-1]
+        for place, word in enumerate(_SENT_WORDS):
+            records[:, word] = words[:, place]
         self._selection.update_(records, words[:, -1].to(torch.int32).view(torch.float32))

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deepspeed_gear.batching.transfer.cuda_streams import copied_together
 from deepspeed_gear.device.device_row_exchange import STEPS, DeviceRowExchange, ReceivedRows, SentRows
 from deepspeed_gear.device.replica_agreement import ReplicaAgreement
 from deepspeed_gear.device.ring_selection import RingSelection
@@ -115,8 +116,11 @@ class JointSelection:
             PeerError: The replicas are at different batches.
         """
         table = self._table
-        top = table.minima[-FAN_OUT:] if len(table.minima) else table.sums[: table.num_items]
-        least = torch.where(top > 0, top, MOST).min()
+        least = torch.full((), MOST, dtype=torch.int64, device=table.device)
+        priorities = self._spec.priorities
+        if priorities is not None and priorities.normalize == "table":  # elsewhere it is not used
+            top = table.minima[-FAN_OUT:] if len(table.minima) else table.sums[: table.num_items]
+            least = torch.where(top > 0, top, least).min()
         drawable, highest = (
             table.state[RingState.COUNTS + word]
             for word in (UpdateCount.DRAWABLE, UpdateCount.HIGHEST_PRIORITY)
@@ -161,8 +165,11 @@ class JointSelection:
         points = torch.zeros(count, dtype=torch.int64)
         points[own] = self._points[: len(own)]
         every = torch.zeros(count, Resolution.NUM_WORDS, dtype=torch.int64, device=device)
-        self._own.resolve_(every, points.to(device), first)
-        mine = every[self._sent(_by_receiver(own, self._replicas))]
+        there, receivers = copied_together(
+            [points, torch.from_numpy(_by_receiver(own, self._replicas))], device
+        )
+        self._own.resolve_(every, there, first)
+        mine = every[receivers]
         return torch.cat([mine, self._rows.steps_of(mine)[:, None]], 1)
 
     def _exchange_samples(self, own: np.ndarray, found: Tensor, records: Tensor) -> int:
@@ -173,18 +180,19 @@ class JointSelection:
         places = np.argsort(self.holders, kind="stable")  # among the wanted ones, by sender
         receivers = _by_receiver(own, replicas) % replicas
         out, coming = (np.bincount(of, minlength=replicas).tolist() for of in (receivers, self.holders))
-        least = found[:, Resolution.MASS].min() if len(found) else torch.tensor(MOST, device=found.device)
+        away, come = (np.nonzero(of != self._replica)[0] for of in (receivers, self.holders[places]))
+        words = places, self.holders[places], away, receivers[away], come
+        there, senders, going, takers, arriving = copied_together(
+            [torch.from_numpy(np.ascontiguousarray(of)) for of in words], found.device
+        )
+        least = found[:, Resolution.MASS].min() if len(found) else found.new_full((), MOST)
         travelling = found.clone()
         travelling[:, Resolution.ID] = travelling[:, Resolution.ID] * replicas + self._replica
         got = self._peers.swap(travelling, out, coming)
-        there, senders = self._sent(places), self._sent(self.holders[places])
         records[there] = got[:, : Resolution.NUM_WORDS]
         self.origins[there] = senders << SHARD_BITS | got[:, Resolution.SLOT]
-        away, come = (np.nonzero(of != self._replica)[0] for of in (receivers, self.holders[places]))
-        sent = SentRows(found[self._sent(away)], self._sent(receivers[away]))
-        arriving = self._sent(come)
         taken = ReceivedRows(got[arriving], senders[arriving], there[arriving])
-        return self._rows.exchange(sent, records, taken, least)
+        return self._rows.exchange(SentRows(found[going], takers), records, taken, least)
 
     def _weigh(self, records: Tensor, weights: Tensor, parts: list[list[int]], least: int, key: int) -> None:
         assert self._spec.priorities is not None
@@ -198,9 +206,6 @@ class JointSelection:
             numerator, count = (least if normalize == "batch" else of_table), 1
         beta = int(self._spec.priorities.beta(key) * ONE_Q62)
         self._table.ops.importance_(weights, records, numerator, count, beta)
-
-    def _sent(self, words: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(words)).to(self._table.device, non_blocking=True)
 
 
 def _by_receiver(own: np.ndarray, replicas: int) -> np.ndarray:

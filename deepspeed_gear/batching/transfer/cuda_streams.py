@@ -116,7 +116,7 @@ class HostStream:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def bring(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return _copied_together(tensors, self)
+        return copied_together(tensors, self.device)
 
 
 class CudaStream:
@@ -159,7 +159,7 @@ class CudaStream:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def bring(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return _copied_together(tensors, self)
+        return copied_together(tensors, self.device)
 
 
 def allow_captures_elsewhere() -> None:
@@ -219,15 +219,15 @@ class Packing:
         return found
 
 
-def _copied_together(tensors: Sequence[torch.Tensor], lane: TransferStream) -> list[torch.Tensor]:
-    """Copy tensors to the transfer stream's device with one asynchronous copy.
+def copied_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Copy tensors of the host to a device by one asynchronous copy on the current stream.
 
     Torch's allocator of pinned memory reuses a block only when the copies from it are done.
     """
     packing = Packing([(tensor.shape, tensor.dtype) for tensor in tensors])
-    pinned = torch.empty(packing.num_bytes, dtype=torch.uint8, pin_memory=lane.device.type == "cuda")
+    pinned = torch.empty(packing.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     for view, tensor in zip(packing.views(pinned), tensors, strict=True):
         view.copy_(tensor)
-    there = torch.empty(packing.num_bytes, dtype=torch.uint8, device=lane.device)
+    there = torch.empty(packing.num_bytes, dtype=torch.uint8, device=device)
     there.copy_(pinned, non_blocking=True)
     return packing.views(there)

@@ -1,0 +1,205 @@
+"""No hot path of a table on a device waits for the device, but for the two waits of a joint selection."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import device_support
+import pytest
+import torch
+from device_stub import DEVICE, DeviceStub, held, on_device
+from gear_support import config_of, lengths_of, write_dataset
+from torch import Tensor
+
+from deepspeed_gear import DeviceReplay
+from deepspeed_gear.device import device_sharing
+from deepspeed_gear.distributed.topology import RankCoordinates, Topology
+from deepspeed_gear.replay import device_replay
+from deepspeed_gear.sampling.batch_info import BatchInfo
+
+REPLICAS, STEPS = 2, 4
+
+
+class Replicas:
+    """Replicas that are threads, each with a device of its own."""
+
+    def __init__(self) -> None:
+        self._here = threading.local()
+        self._barrier = threading.Barrier(REPLICAS, timeout=60)
+        self._given: list[Any] = [None] * REPLICAS
+
+    @property
+    def here(self) -> int:
+        return int(self._here.replica)
+
+    def run(self, body: Callable[[], None]) -> None:
+        """Run in every replica."""
+
+        def one(replica: int) -> None:
+            self._here.replica = replica
+            try:
+                body()
+            except BaseException:
+                self._barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(REPLICAS) as pool:
+            list(pool.map(one, range(REPLICAS)))
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Give every replica what each of them brings."""
+        self._barrier.wait()
+        self._given[self.here] = value
+        self._barrier.wait()
+        return list(self._given)
+
+
+class Agreement:
+    """Stands for ReplicaAgreement: NCCL between devices does not wait for them, and gloo not for a device."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self.place = RankCoordinates(replicas.here, REPLICAS)
+
+    def open(self) -> None:
+        pass
+
+    def abandon(self, error: Exception) -> None:
+        pass
+
+    def share_words(self, words: Sequence[int]) -> list[int]:
+        return [given[self.place.data_rank] for given in self._replicas.exchange(list(words))]
+
+    def swap(self, rows: Tensor, outgoing: Sequence[int], coming: Sequence[int]) -> Tensor:
+        parts = torch.split(held(rows), list(outgoing))
+        found = torch.cat([parts[self.place.data_rank] for parts in self._replicas.exchange(parts)])
+        assert len(found) == sum(coming)
+        return on_device(found)
+
+    share_rows = swap
+
+    def gather(self, words: Tensor) -> Tensor:
+        return on_device(torch.stack(self._replicas.exchange(held(words).clone())))
+
+
+@pytest.fixture
+def replicas(monkeypatch: pytest.MonkeyPatch) -> Replicas:
+    made, make_plan = Replicas(), device_replay.make_plan
+
+    def plan_of(*arguments: Any) -> Any:
+        plan = make_plan(*arguments)
+        places = tuple(RankCoordinates(replica, REPLICAS) for replica in range(REPLICAS))
+        topology = Topology(made.here, places, (0,) * REPLICAS)
+        info = BatchInfo(plan.info.micro // REPLICAS, plan.info.accumulation, REPLICAS)
+        return dataclasses.replace(plan, topology=topology, info=info)
+
+    monkeypatch.setattr(device_replay, "make_plan", plan_of)
+    monkeypatch.setattr(device_sharing, "ReplicaAgreement", lambda *_: Agreement(made))
+    return made
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_replay, "device_of", torch.device)
+    monkeypatch.setattr(device_replay, "ops_of", lambda config, ops, device: ops)
+
+
+def columns(turn: int) -> dict[str, Tensor]:
+    return {name: on_device(values) for name, values in device_support.columns(turn, "cpu").items()}
+
+
+def waits_of(section: dict[str, Any], first: int = 0) -> list[str]:
+    """Take steps of all that a training loop calls; return where they waited."""
+    with DeviceStub() as stub, DeviceReplay(section, DEVICE) as replay:
+        batches = [replay.new_batch() for _ in range(replay.batch_info.accumulation)]
+        added = [columns(first + turn) for turn in range(STEPS)]
+        lengths = on_device(torch.tensor([4, 0, 1, 2, 3, 4, 4, 4]))
+        stub.waits.clear()
+        for turn in range(STEPS):
+            if not replay.config.resolved_tables["main"].data:
+                replay.add_(added[turn], lengths if turn % 2 else None)
+                replay.fill_(batches[0].trajectory_id, {"frame": batches[0]["late"]})
+            for batch in batches:
+                replay.sample_(batch)
+                if replay.config.item_sampler.kind == "prioritized":
+                    values = batch["observation"].sum(2).abs() if turn % 2 else batch["reward"].abs()
+                    replay.update_priorities_(batch, values)
+            replay.sample()
+        assert stub.elements.get("min", 0) <= device_support.BATCH  # no scan of all items
+        return list(stub.waits)
+
+
+def section_of(sampler: str) -> dict[str, Any]:
+    section = device_support.section(sampler)
+    section["fields"] = {**device_support.FIELDS, "late": {"column": "frame", "length": device_support.STEPS}}
+    return section
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda there: there[0, 0].item(),
+        lambda there: bool(there.any()),
+        lambda there: there.tolist(),
+        lambda there: there.cpu(),
+        lambda there: there[there > 1],
+        lambda there: torch.nonzero(there),
+        lambda there: torch.equal(there, there),
+        lambda there: there[:, torch.tensor([0, 2])],
+        lambda there: there.copy_(torch.ones(2, 3)),
+        lambda there: torch.ones(3).to(DEVICE),
+        lambda there: torch.tensor([1, 2], device=DEVICE),
+    ],
+)
+def test_the_stub_notes_a_wait(wait: Callable[[Tensor], object]) -> None:
+    with DeviceStub() as stub:
+        there = on_device(torch.arange(6.0).view(2, 3))
+        there[0, 1] = 7.0
+        torch.where(there > 1, there, 0.0).sum(1)
+        there[torch.zeros(2, dtype=torch.int64, device=DEVICE)] += 1
+        torch.ones(2, 3, pin_memory=False).to(DEVICE, non_blocking=True)
+        assert stub.waits == []
+        wait(there)
+        assert len(stub.waits) == 1
+
+
+def test_the_stub_refuses_a_list_as_an_index() -> None:
+    with DeviceStub(), pytest.raises(AssertionError, match="uses a list"):
+        on_device(torch.zeros(2, 3))[:, [0, 2]].sum()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("sampler", device_support.SAMPLERS)
+def test_a_step_of_one_replica(sampler: str, accumulation: int) -> None:
+    assert waits_of({**section_of(sampler), "gradient_accumulation_steps": accumulation}) == []
+
+
+@pytest.mark.parametrize("sampler", device_support.SAMPLERS)
+def test_a_step_of_replicas_with_tables_of_their_own(sampler: str, replicas: Replicas) -> None:
+    """A selection reads all replicas' masses, and the sizes of the messages with rows."""
+
+    def step() -> None:
+        waits = waits_of(section_of(sampler), replicas.here * STEPS)
+        places = ["joint_selection.py", "device_row_exchange.py"]
+        found = [next((place for place in places if place in wait), wait) for wait in waits]
+        assert found == places * 2 * STEPS
+
+    replicas.run(step)
+
+
+@pytest.mark.parametrize("sampler", ["prioritized", "table"])
+def test_a_step_of_replicas_with_the_same_data_set(sampler: str, replicas: Replicas, tmp_path: Path) -> None:
+    data = write_dataset(tmp_path / "data", lengths_of(20))
+    fields = {"observation": {"length": 4}, "reward": {}}
+    section = config_of(sampler=device_support.SAMPLERS[sampler], fields=fields, batch_size=32)
+    section["tables"] = {"main": {"data": str(data), "placement": "device"}}
+
+    def step() -> None:
+        assert waits_of(section) == []
+
+    replicas.run(step)
