@@ -24,6 +24,13 @@ from . import jit, toolchain
 from .native_op import CXX_FLAGS, CpuOp, NativeOp, existing
 
 _CUDA_ARCHITECTURES = "8.0;9.0;10.0+PTX"
+#: Flags of DeepSpeed that begin so are left out: fast-math, and switches of half types.
+_DROPPED_FLAGS = ("--use_fast_math", "-D__CUDA_NO", "-U__CUDA_NO")
+_NVCC_FLAGS = ["--fmad=false", "-lineinfo"]
+#: What nvcc and the choice of architectures read from the environment.
+_NVCC_VARIABLES = ("TORCH_CUDA_ARCH_LIST", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
+#: Parts of the key that say how nvcc is run: unknown where there is none.
+_NVCC_PARTS = ("toolkit", "environment")
 
 
 class _DeepSpeedOp(NativeOp):
@@ -165,7 +172,8 @@ class GearCudaBuilder(_DeepSpeedOp, CUDAOpBuilder):
             return None
         if toolchain.hook_cuda_home() is not None:
             return super().finished()
-        return jit.built_like(self.NAME, {k: v for k, v in self.key_parts().items() if k != "toolkit"})
+        parts = {name: part for name, part in self.key_parts().items() if name not in _NVCC_PARTS}
+        return jit.built_like(self.NAME, parts)
 
     def jit_name(self) -> str:
         """Return the name of the JIT build; without a toolkit, of the one that can be loaded, if any."""
@@ -173,11 +181,17 @@ class GearCudaBuilder(_DeepSpeedOp, CUDAOpBuilder):
         return without or super().jit_name()
 
     def key_parts(self) -> dict[str, Any]:
-        """Return the CPU op's parts of the key, the CUDA compiler and the architectures of the devices."""
+        """Return the CPU op's parts of the key, and the CUDA compiler, its flags and the devices."""
         home = toolchain.cuda_home()
         nvcc = toolchain.nvcc_version(home)
         devices = sorted({torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())})
-        return {**super().key_parts(), "toolkit": f"{home} {nvcc}", "devices": devices}
+        return {
+            **super().key_parts(),
+            "nvcc_flags": {"added": _NVCC_FLAGS, "dropped": _DROPPED_FLAGS},  # DeepSpeed's: by its version
+            "devices": devices,
+            "toolkit": f"{home} {nvcc}",
+            "environment": {name: os.environ.get(name, "") for name in _NVCC_VARIABLES},
+        }
 
     def cxx_args(self) -> list[str]:
         """Return the flags of the host side, as the CPU op's."""
@@ -185,9 +199,8 @@ class GearCudaBuilder(_DeepSpeedOp, CUDAOpBuilder):
 
     def nvcc_args(self) -> list[str]:
         """Return DeepSpeed's flags without fast-math and switches of half types; no fused multiply-add."""
-        drop = ("--use_fast_math", "-D__CUDA_NO", "-U__CUDA_NO")
-        kept = [flag for flag in super().nvcc_args() if flag and not flag.startswith(drop)]
-        return [*kept, "--fmad=false", "-lineinfo"]
+        kept = [flag for flag in super().nvcc_args() if flag and not flag.startswith(_DROPPED_FLAGS)]
+        return [*kept, *_NVCC_FLAGS]
 
     def compute_capability_args(self, cross_compile_archs: str | None = None) -> list[str]:
         """Return flags of architectures that CUDA 13 still builds; DeepSpeed's defaults begin at 6.0."""

@@ -60,6 +60,7 @@ class NativeOp(ABC):
             **toolchain.abi(),
             "sources": self.source_digest(),
             "compiler": toolchain.compiler_version(),
+            "deepspeed": toolchain.deepspeed_version(),  # its builder adds flags
             "flags": self.jit_flags(),
             "cpu": toolchain.cpu_features(),
         }

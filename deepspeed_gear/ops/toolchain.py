@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -85,6 +86,14 @@ def _output(command: list[str]) -> list[str]:
 def compiler_version() -> str:
     """Return the C++ compiler and its version, or "" where there is none."""
     return next(iter(_output([*compiler(), "--version"])), "")
+
+
+def deepspeed_version() -> str:
+    """Return the version of the installed DeepSpeed without importing it, or "" where there is none."""
+    try:
+        return importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def nvcc_version(home: Path | None) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+import deepspeed
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ from deepspeed_gear.errors import BuildError
 from deepspeed_gear.ops import builder as builder_module
 from deepspeed_gear.ops import jit, toolchain
 from deepspeed_gear.ops.builder import GearBuilder, GearCudaBuilder
+from deepspeed_gear.ops.native_op import CpuOp
 
 BINDING = """
 #include <Python.h>
@@ -219,6 +221,9 @@ def test_without_a_toolkit_a_finished_build_is_taken_that_agrees_in_all_else(
         "__version__": (torch, "2.99.0+cu130"),
         "cpu_features": (toolchain, lambda: "x86_64 sse2"),
         "compiler_version": (toolchain, lambda: "c++ 99"),
+        "deepspeed_version": (toolchain, lambda: "0.99"),
+        "_NVCC_FLAGS": (builder_module, ["--fmad=true"]),
+        "_DROPPED_FLAGS": (builder_module, ()),
     }
     for what, (module, value) in others.items():
         with monkeypatch.context() as patch:
@@ -227,6 +232,36 @@ def test_without_a_toolkit_a_finished_build_is_taken_that_agrees_in_all_else(
             assert gpu.jit_name() != name
     library.write_text("half")
     assert gpu.finished() is None
+
+
+@pytest.mark.parametrize("variable", ["TORCH_CUDA_ARCH_LIST", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"])
+def test_what_nvcc_reads_from_the_environment_is_in_the_key_where_there_is_nvcc(
+    gpu: GearCudaBuilder, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "8.0")
+    name = gpu.jit_name()
+    library = jit.build_folder(name) / f"{name}.so"
+
+    def build() -> ModuleType:
+        library.write_text("no library")
+        return ModuleType(name)
+
+    jit.build_or_import(name, build, 9.0, gpu.key_parts())
+    monkeypatch.setenv(variable, "9.0")
+    assert gpu.jit_name() != name
+    assert gpu.finished() is None
+    monkeypatch.delenv(variable)
+    assert gpu.finished() is None
+    monkeypatch.setattr(toolchain, "cuda_home", lambda: None)
+    assert gpu.finished() == name
+
+
+def test_another_deepspeed_makes_another_build_of_the_cpu_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert toolchain.deepspeed_version() == deepspeed.__version__
+    name = GearBuilder().jit_name()
+    monkeypatch.setattr(toolchain, "deepspeed_version", lambda: "0.99")
+    assert GearBuilder().jit_name() != name
+    assert CpuOp().jit_name() == GearBuilder().jit_name()
 
 
 # The build
