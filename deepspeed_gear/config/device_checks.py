@@ -23,6 +23,7 @@ def check_device(config: GearOptions) -> None:
         at = f"gear.tables.{name}"
         if table.placement == "device":
             _check_table(table, at)
+            _check_n_step(config, table, at)
             if len(tables) > 1:
                 raise ConfigError(at, "must be the only table where it lies on devices", None, _ON_HOST)
         elif table.scope != "table":
@@ -51,6 +52,15 @@ def _check_table(table: TableConfig, at: str) -> None:
     for option, wrong in given.items():
         if wrong:
             raise ConfigError(f"{at}.{option}", "must not be given for a table on devices", wrong, _ON_HOST)
+
+
+def _check_n_step(config: GearOptions, table: TableConfig, at: str) -> None:
+    """Reject n-step returns that would all be of one step."""
+    n = 1 if config.n_step is None else config.n_step.n
+    if table.data is None and table.max_length == 1 and n > 1:
+        rule = f"must be at least 2 with gear.n_step.n {n}: a return ends with its trajectory"
+        remedy = f"set it to {n} or more and add pieces of that many steps, or set gear.n_step.n to 1"
+        raise ConfigError(f"{at}.max_length", rule, table.max_length, remedy)
 
 
 def _check_selection(config: GearOptions) -> None:

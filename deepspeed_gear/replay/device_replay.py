@@ -217,8 +217,14 @@ class DeviceReplay(ReplayBase):
             following: Rows of T+1 columns after the step. [E, *shape].
         Raises:
             SchemaError, ShapeError, DataError: As `add_`.
+            ConfigError: N-step returns are of more than a step, which no trajectory of one step has.
         """
-        self.add_(self.table.as_trajectories(columns, following))
+        trajectories = self.table.as_trajectories(columns, following)
+        n = 1 if self.config.n_step is None else self.config.n_step.n
+        if n > 1:
+            rule = "must be 1 where transitions are added one by one: a return ends with its trajectory"
+            raise ConfigError("gear.n_step.n", rule, n, "add pieces of that many steps or more with add_")
+        self.add_(trajectories)
 
     def fill_(self, ids: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Write columns of trajectories; those that this replica does not store are left out.

@@ -102,6 +102,10 @@ def test_a_save_does_not_destroy_the_one_before(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"table": {"max_length": None}}, "max_length must be given"),
+        (
+            {"table": {"max_length": 1}},
+            r"max_length must be at least 2 with gear.n_step.n 3: .*, got 1; set it",
+        ),
         ({"table": {"remove": "uniform"}}, 'remove must be "fifo"'),
         ({"table": {"writers": 2}}, "writers must not be given"),
         ({"table": {"max_age": 2}}, "max_age must not be given"),
@@ -116,6 +120,25 @@ def test_a_save_does_not_destroy_the_one_before(tmp_path: Path) -> None:
 def test_a_config_that_needs_the_host_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DeviceReplay(online(**change), "cpu")
+
+
+def test_transitions_are_refused_where_returns_are_of_several_steps() -> None:
+    """Each is a trajectory of its own, so all returns would be of one step."""
+    rows = trajectories(3, 1)
+    following = {"observation": rows["observation"][:, 1]}
+    now = {name: values if name == "task" else values[:, 0] for name, values in rows.items()}
+    with DeviceReplay(online(), "cpu") as replay:
+        with pytest.raises(ConfigError, match=r"gear.n_step.n must be 1 where .*, got 3; add pieces"):
+            replay.add_transitions_(now, following)
+        assert len(replay) == 0
+    for n_step, length in (({"n": 1, "gamma": 0.9}, 1), ({"n": 3, "gamma": 0.9}, 2)):
+        table = {"max_length": length, "capacity_trajectories": 60}
+        with DeviceReplay(online(table=table, n_step=n_step), "cpu") as replay:
+            if length == 1:
+                replay.add_transitions_(now, following)
+            else:
+                replay.add_(trajectories(3, 2))
+            assert int(replay.sample()["steps_n"].max()) == length
 
 
 @pytest.mark.parametrize(
