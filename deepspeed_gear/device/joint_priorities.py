@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepspeed_gear.batching.transfer.cuda_streams import copied_together, refuse_capture
 from deepspeed_gear.device.device_batch import DeviceBatch
-from deepspeed_gear.device.replica_agreement import ReplicaAgreement
+from deepspeed_gear.device.replica_agreement import ReplicaAgreement, by_replica
 from deepspeed_gear.device.ring_selection import RingSelection
 from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.records import Resolution
@@ -91,7 +91,7 @@ class JointPriorities:
         if not holders:
             return words.repeat(replicas, 1), [len(words)] * replicas
         every = np.concatenate(holders)
-        (order,) = copied_together([torch.from_numpy(np.argsort(every, kind="stable"))], words.device)
+        (order,) = copied_together([torch.from_numpy(by_replica(every))], words.device)
         return words[order], np.bincount(every, minlength=replicas).tolist()
 
     def _apply(self, words: Tensor) -> None:

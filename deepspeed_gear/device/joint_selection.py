@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deepspeed_gear.batching.transfer.cuda_streams import copied_together
 from deepspeed_gear.device.device_row_exchange import STEPS, DeviceRowExchange, ReceivedRows, SentRows
-from deepspeed_gear.device.replica_agreement import ReplicaAgreement
+from deepspeed_gear.device.replica_agreement import ReplicaAgreement, by_replica
 from deepspeed_gear.device.ring_selection import RingSelection
 from deepspeed_gear.distributed.node_messages import MOST
 from deepspeed_gear.errors import GearError, PeerError, StoreError
@@ -177,7 +177,7 @@ class JointSelection:
         owner, replicas = self._owner.numpy(), self._replicas
         wanted = np.arange(self._replica, len(owner), replicas)
         self.holders = owner[wanted]
-        places = np.argsort(self.holders, kind="stable")  # among the wanted ones, by sender
+        places = by_replica(self.holders)  # among the wanted ones, by sender
         receivers = _by_receiver(own, replicas) % replicas
         out, coming = (np.bincount(of, minlength=replicas).tolist() for of in (receivers, self.holders))
         away, come = (np.nonzero(of != self._replica)[0] for of in (receivers, self.holders[places]))
@@ -210,4 +210,4 @@ class JointSelection:
 
 def _by_receiver(own: np.ndarray, replicas: int) -> np.ndarray:
     """Return samples by the replica that trains on them, ascending in each. [n], int64."""
-    return own[np.argsort(own % replicas, kind="stable")]
+    return own[by_replica(own % replicas)]

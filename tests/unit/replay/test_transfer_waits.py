@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepspeed_gear import Replay
 from deepspeed_gear.batching.transfer.cuda_streams import Event, HostEvent, HostStream
-from deepspeed_gear.batching.transfer.methods import WAYS
+from deepspeed_gear.batching.transfer.methods import STAGED, WAYS
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.replay import async_priority_updates, batch_assembler, device_transfer
 
@@ -93,3 +93,5 @@ def test_sample_and_update(way: str, steps: bool) -> None:
             mask = batch.mask["reward"] if steps else None
             replay.update_priorities(batch, values.abs() + 0.5, mask)
             assert stub.waits == [], turn
+        # Samples are sorted by address on the device, where kernels read rows in their order.
+        assert stub.elements.get("sort", 0) == (0 if way == STAGED else 8)
