@@ -210,4 +210,5 @@ class JointSelection:
 
 def _by_receiver(own: np.ndarray, replicas: int) -> np.ndarray:
     """Return samples by the replica that trains on them, ascending in each. [n], int64."""
-    return own[by_replica(own % replicas)]
+    ordered: np.ndarray = own[by_replica(own % replicas)]
+    return ordered

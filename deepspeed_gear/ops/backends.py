@@ -94,7 +94,9 @@ def load_backend(name: str = "auto") -> Ops:
     if name in ("auto", "cpu"):
         from .load import load_native
 
-        return _native_ops("cpu", load_native())
+        # Where there is a GPU, "auto" loads the kernels too, once it is known that batches go there.
+        with_kernels = name == "auto" and torch.cuda.is_available()
+        return _native_ops("cpu", load_native(with_kernels=with_kernels))
     if name == "cuda":
         return _native_ops(name, _load_cuda())
     raise ConfigError("gear.backend", "must be auto, reference, cpu or cuda", name)

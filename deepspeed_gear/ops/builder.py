@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import subprocess
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -53,23 +54,34 @@ class _DeepSpeedOp(NativeOp):
             self.warning(f"{self.NAME}: {'; '.join(missing)}")  # type: ignore[attr-defined]
         return not missing
 
-    def load(self, verbose: bool = False, timeout_s: float = jit.BUILD_TIMEOUT_S) -> ModuleType:
+    def load(
+        self,
+        verbose: bool = False,
+        timeout_s: float = jit.BUILD_TIMEOUT_S,
+        beside: Callable[[], None] | None = None,
+    ) -> ModuleType:
         """Load the op: the process's own copy, else the prebuilt one, else one built just in time.
 
         Args:
             verbose: Show the compiler's output while it builds.
             timeout_s: How long to wait for another process that builds it.
+            beside: Called in the one process that builds it, before it compiles.
         Raises:
             BuildError: It cannot be built or loaded; names what is missing and the remedy.
         """
-        return jit.load_once(self.NAME, functools.partial(self._load, verbose, timeout_s))
+        return jit.load_once(self.NAME, functools.partial(self._load, verbose, timeout_s, beside))
 
-    def _load(self, verbose: bool, timeout_s: float) -> ModuleType:
+    def _load(self, verbose: bool, timeout_s: float, beside: Callable[[], None] | None) -> ModuleType:
         module = self.load_finished()
         if module is not None:
             return module
         self.require_tools()
-        build = functools.partial(self.jit_load, verbose)
+
+        def build() -> ModuleType:
+            if beside is not None:
+                beside()
+            return self.jit_load(verbose)
+
         return jit.build_or_import(self.jit_name(), build, timeout_s, self.key_parts())
 
     def jit_load(self, verbose: bool = False) -> ModuleType:

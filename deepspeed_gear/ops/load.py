@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import ModuleType
 
+from ..errors import BuildError
 from .jit import BUILD_TIMEOUT_S, load_once, loaded
 from .native_op import CpuOp
 
+#: Builds the kernels in a process of its own: two builds in one would share torch's and DeepSpeed's globals.
+_BUILD_KERNELS = [sys.executable, "-c", "from deepspeed_gear.ops.load import build_kernels; build_kernels()"]
+_building: list[subprocess.Popen[bytes]] = []  # kept, so that they are reaped
 
-def load_native(timeout_s: float = BUILD_TIMEOUT_S) -> ModuleType:
+
+def load_native(timeout_s: float = BUILD_TIMEOUT_S, with_kernels: bool = False) -> ModuleType:
     """Load the CPU op: prebuilt with the wheel where that fits this torch, else built just in time.
 
     Registers `torch.ops.gear.*` and returns the module with the plain C functions. The first call on a node
@@ -22,19 +30,42 @@ def load_native(timeout_s: float = BUILD_TIMEOUT_S) -> ModuleType:
 
     Args:
         timeout_s: How long to wait for another process that builds it.
+        with_kernels: The CUDA kernels will be loaded too: where this process builds the op, another one
+            builds them at the same time.
     Raises:
         BuildError: No compiler, a compile error, or a wait that was too long; names the remedy.
     """
-    return load_once(CpuOp.NAME, partial(_load_cpu, timeout_s))
+    return load_once(CpuOp.NAME, partial(_load_cpu, timeout_s, with_kernels))
 
 
-def _load_cpu(timeout_s: float) -> ModuleType:
+def _load_cpu(timeout_s: float, with_kernels: bool) -> ModuleType:
     module = CpuOp().load_finished()
     if module is not None:
         return module
     with _without_accelerator_warning():
         from .builder import GearBuilder
-    return GearBuilder().load(timeout_s=timeout_s)
+    return GearBuilder().load(timeout_s=timeout_s, beside=start_kernels if with_kernels else None)
+
+
+def start_kernels() -> None:
+    """Start the build of the kernels in another process. It holds their lock, so `load_native_cuda` waits.
+
+    Its failure is no error here: `load_native_cuda` then builds them itself, and names what is wrong.
+    """
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    null = subprocess.DEVNULL
+    with suppress(OSError):
+        _building.append(subprocess.Popen(_BUILD_KERNELS, env=env, stdin=null, stdout=null, stderr=null))
+
+
+def build_kernels() -> None:
+    """Build the kernels where they can be built, and are not; what goes wrong is left to who loads them."""
+    from .builder import GearCudaBuilder
+
+    builder = GearCudaBuilder()
+    if not builder.missing():
+        with suppress(BuildError):
+            builder.load()
 
 
 def load_native_cuda(timeout_s: float = BUILD_TIMEOUT_S) -> ModuleType:
@@ -51,7 +82,7 @@ def load_native_cuda(timeout_s: float = BUILD_TIMEOUT_S) -> ModuleType:
     builder = GearCudaBuilder()
     if loaded(builder.NAME) is None and builder.finished() is None:
         builder.require_tools()
-    load_native(timeout_s)
+    load_native(timeout_s, with_kernels=True)
     return builder.load(timeout_s=timeout_s)
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import deepspeed
 import pytest
@@ -19,7 +20,7 @@ import torch
 
 from deepspeed_gear.errors import BuildError
 from deepspeed_gear.ops import builder as builder_module
-from deepspeed_gear.ops import jit, toolchain
+from deepspeed_gear.ops import jit, load, load_backend, toolchain
 from deepspeed_gear.ops.builder import GearBuilder, GearCudaBuilder
 from deepspeed_gear.ops.native_op import CpuOp
 
@@ -282,6 +283,63 @@ def test_processes_that_start_together_build_once(workshop: Workshop) -> None:
     workshop.gate.touch()
     assert [finish(process) for process in processes] == ["answer 1"] * 3
     assert len(workshop.compilations()) == 2
+
+
+BESIDE = """
+import pathlib, sys
+from deepspeed_gear.ops import load
+from deepspeed_gear.ops.builder import GearBuilder
+builder = GearBuilder()
+builder.csrc = pathlib.Path(sys.argv[1])
+load._BUILD_KERNELS = sys.argv[2:]
+print("answer", builder.load(timeout_s=60, beside=load.start_kernels).answer())
+(process,) = load._building
+assert process.wait(60) == 0
+"""
+
+
+def test_the_kernels_are_built_beside_the_cpu_op(workshop: Workshop, tmp_path: Path) -> None:
+    """The first op's compiler waits for a file, which the second op's process writes when it is built."""
+    (tmp_path / "second").mkdir()
+    second = Workshop(tmp_path / "second", workshop.checkout)
+    second.answer(2)
+    opens_gate = f"{DRIVER}\npathlib.Path({str(workshop.gate)!r}).touch()\n"
+    other = ["env", "GATE=", sys.executable, "-c", opens_gate, str(second.csrc), "60"]
+    env = {**os.environ, **workshop.env, "PYTHONPATH": str(workshop.checkout), "GATE": str(workshop.gate)}
+    command = [sys.executable, "-c", BESIDE, str(workshop.csrc), *other]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "answer 1"
+    assert len(workshop.compilations()) == 4  # of both: a log is shared
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert "not enough values to unpack" in run.stderr  # a finished build starts nothing
+    assert len(workshop.compilations()) == 4
+
+
+@pytest.mark.parametrize(
+    ("backend", "has_gpu", "expected"), [("auto", True, True), ("auto", False, False), ("cpu", True, False)]
+)
+def test_the_kernels_are_built_where_they_will_be_used(
+    monkeypatch: pytest.MonkeyPatch, backend: str, has_gpu: bool, expected: bool
+) -> None:
+    module, beside = load.load_native(), []
+
+    def build(self: GearBuilder, **options: Any) -> ModuleType:
+        beside.append(options["beside"])
+        return module
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(jit, "_loaded", {})
+    monkeypatch.setattr(CpuOp, "load_finished", lambda self: None)
+    monkeypatch.setattr(GearBuilder, "load", build)
+    load_backend(backend)
+    assert beside == [load.start_kernels if expected else None]
+
+
+def test_building_kernels_where_they_cannot_be_built_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GearCudaBuilder, "missing", lambda self: {"no CUDA toolkit": "install it"})
+    monkeypatch.setattr(GearCudaBuilder, "load", lambda self: pytest.fail("it was built"))
+    load.build_kernels()
 
 
 def test_a_killed_build_does_not_block_the_next(workshop: Workshop) -> None:
