@@ -639,6 +639,8 @@ class Replay(ReplayBase):
                 writer.end_with_replay()
             for part in self._dependents:
                 part.close()
+            if self._rollouts is not None:
+                self._rollouts.abandon()  # a loop over its steps may still be there
             self._finalizer()
             self._drop()
 

@@ -29,7 +29,8 @@ class RolloutHooks:
         divisor: Returns what the framework divides the sum of all ranks' gradients by.
         agree: Passes the batch barrier of the ranks after an action: an error of one rank is raised on all.
         sum_: Returns the sum of a tensor over all ranks. Collective.
-        begun, ended: Called before and after the micro batches of each step.
+        begun, ended: Called before and after the micro batches of each step; an error of the first is raised
+            on all ranks.
         finished: Called once, when the rollout batch was consumed.
     """
 
@@ -110,7 +111,9 @@ class Rollout:
 
         Raises:
             ConfigError: There is no such column.
+            StoreError: The rollout batch has ended.
         """
+        self._check_open()
         return torch.from_numpy(self._data.values(name))
 
     # ---- columns of this rollout batch -------------------------------------------------------------
@@ -258,15 +261,35 @@ class Rollout:
         return min(self._size.minibatches, max(self.num_items, 1))
 
     def __iter__(self) -> Iterator[TrainStep]:
-        """Yield the steps that are left. Where the loop ends early, the next rollout batch begins."""
-        while self.steps_done < len(self) and not self._is_closed:
-            step = self._step(self.steps_done)
-            yield step
-            if self.steps_done == step.number:  # skipped, or not all of its micro batches were used
-                self.steps_done += 1
-        self.close()
+        """Yield the steps that are left. Where the loop ends early, the rollout batch ends too.
 
-    def _step(self, number: int) -> TrainStep:
+        Raises:
+            StoreError: The rollout batch has ended.
+        """
+        self._check_open()
+        try:
+            while self.steps_done < len(self):
+                step = self.step(self.steps_done)
+                yield step
+                if self.steps_done == step.number:  # skipped, or not all of its micro batches were used
+                    self.steps_done += 1
+        finally:  # also of a loop that is left
+            self.close()
+
+    def step(self, number: int) -> TrainStep:
+        """Return one of the steps, outside of an iteration.
+
+        Raises:
+            StoreError: The rollout batch has ended.
+        """
+
+        def begin(step: TrainStep) -> None:
+            self._check_open()
+            self._hooks.begun(step)
+
+        def begun(step: TrainStep) -> None:
+            self._hooks.agree(lambda: begin(step))
+
         def ended(step: TrainStep) -> None:
             self.steps_done = step.number + 1
             self._hooks.ended(step)
@@ -277,7 +300,7 @@ class Rollout:
         chosen[items] = True
         index = np.nonzero(chosen[self._data.item])[0]
         hooks = self._hooks
-        return TrainStep(self._data, index, number, hooks.divisor, self._ops, hooks.sum_, hooks.begun, ended)
+        return TrainStep(self._data, index, number, hooks.divisor, self._ops, hooks.sum_, begun, ended)
 
     def _items_of(self, number: int) -> np.ndarray:
         """Return the items of a step: a part of its epoch's order."""
@@ -306,5 +329,7 @@ class Rollout:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            rule = "must not be used after the next one was requested, or it was consumed"
-            raise StoreError(f"rollout batch {self.number}", rule)
+            rule = "must not be used after its loop has ended, or the next one was requested"
+            raise StoreError(
+                f"rollout batch {self.number}", rule, None, "use its steps inside the loop over it"
+            )

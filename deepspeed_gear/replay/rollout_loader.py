@@ -139,7 +139,7 @@ class RolloutLoader:
         if self._parts.plan.config.batch is None:
             remedy = 'give "batch" instead of "rollout", or iterate over rollout()'
             raise ConfigError("gear.batch", "must be given for steps without a rollout batch", None, remedy)
-        return next(iter(self.next()))
+        return self.next().step(0)
 
     def _agree(self, action: Callable[[], None]) -> None:
         barrier = self._parts.barrier
@@ -153,11 +153,8 @@ class RolloutLoader:
         self._observers.append(begun)
 
     def _begin_step(self, step: TrainStep) -> None:
-        def begin() -> None:
-            for begun in self._observers:
-                begun(step)
-
-        self._agree(begin)
+        for begun in self._observers:
+            begun(step)
 
     def _end_step(self, step: TrainStep) -> None:
         packs = step.packs
@@ -212,12 +209,16 @@ class RolloutLoader:
             rollout: The rollout batch after it that was being trained, as `in_progress`; None: none.
             columns: Its own columns.
         """
-        if self._current is not None:
-            self._current.abandon()
+        self.abandon()
         self._heads, self._position, self._current = None, at, None
         self._key = position.batches(at)
         self._first_step = 0 if rollout is None else int(rollout["steps_done"])
         self._first_columns = dict(columns)
+
+    def abandon(self) -> None:
+        """End the rollout batch that is being trained without consuming it."""
+        if self._current is not None:
+            self._current.abandon()
 
     def check_rollout(self, rollout: Mapping[str, Any] | None) -> None:
         """Raise unless a rollout batch whose training is under way has the size of this config.

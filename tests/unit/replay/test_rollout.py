@@ -342,8 +342,8 @@ def test_plan_width_gives_the_same_packs_on_any_ranks() -> None:
 
 
 def test_means_of_metrics(rolled: Any) -> None:
-    (step,) = rolled[0]
     values, ones = [], []
+    step = rolled[0].step(0)
     for micro in step:
         values.append(micro.sum(micro["logp"]))
         ones.append(micro.sum(torch.ones_like(micro["logp"])))
@@ -367,8 +367,50 @@ def test_rollouts_follow_each_other() -> None:
         assert 0.5 < metrics["step_fill"] <= 1
         first = replay.rollout()
         replay.rollout()
-        with pytest.raises(StoreError, match="after the next one was requested"):
+        with pytest.raises(StoreError, match="or the next one was requested"):
             next(iter(first.forward("x")))
+
+
+@pytest.mark.parametrize("after", ["between steps", "inside a step"])
+def test_a_loop_that_ends_early_ends_the_rollout_batch(after: str, tmp_path: Path) -> None:
+    size = {"trajectories": 12, "minibatches": 4}
+    config = section(rollout=size, sampler={"kind": "epoch"})
+    replay, _ = filled(config, count=24)
+    with replay:
+        rollout = replay.rollout()
+        first = rollout.trajectory_id.tolist()
+        for step in rollout:
+            if after == "between steps":
+                break
+            next(iter(step))
+            break
+        assert replay._loader.next_key == 1
+        assert replay.state_dict().get("rollout") is None
+        with pytest.raises(StoreError, match="rollout batch 0 must not be used after its loop has ended"):
+            next(iter(rollout))
+        with pytest.raises(StoreError, match="must not be used after its loop has ended"):
+            rollout.advantages()
+        replay.save(tmp_path)
+        second = replay.rollout().trajectory_id.tolist()
+        assert not set(first) & set(second)
+    with Replay(config) as other:
+        other.load(tmp_path)
+        assert other.rollout().trajectory_id.tolist() == second
+
+
+def test_a_step_is_not_used_after_the_loop(rolled: Any) -> None:
+    steps = list(rolled[0])
+    with pytest.raises(StoreError, match="use its steps inside the loop over it"):
+        next(iter(steps[0]))
+
+
+def test_a_loop_may_outlive_its_replay() -> None:
+    replay, _ = filled(section(rollout={"trajectories": 12, "minibatches": 4}))
+    with replay:
+        steps = iter(replay.rollout())
+        next(steps)
+    with pytest.raises(StoreError, match="must not be used"):
+        next(steps)
 
 
 def trained(rollout: Rollout) -> list[list[tuple[Any, ...]]]:
@@ -456,7 +498,7 @@ def test_wrong_calls_are_refused(rolled: Any) -> None:
         rollout.advantages(reward="logp")
     with pytest.raises(ConfigError, match="must hold the longest trajectory"):
         next(iter(rollout.forward("x", tokens=20)))
-    (step,) = rollout
+    step = rollout.step(0)
     micro = next(iter(step))
     with pytest.raises(FieldError, match=r"must be filled in micro batches of Rollout\.forward"):
         micro.fill(x=micro["logp"])

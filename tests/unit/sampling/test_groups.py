@@ -377,7 +377,7 @@ def test_rollouts_of_groups() -> None:
         assert rollout.num_trajectories == 16
         found = rollout.advantages("dr_grpo", reward="reward").reshape(4, 4)
         assert torch.equal(found, torch.tensor([[-1.0, 0.0, 0.0, 1.0]]).expand(4, 4).to(found.dtype))
-        seen = [n for micro in next(iter(rollout)) for n in micro.trajectory_id.tolist()]
+        seen = [n for step in rollout for micro in step for n in micro.trajectory_id.tolist()]
         assert sorted(seen) == sorted(stored(replay))
 
 
