@@ -323,7 +323,7 @@ class Replay(ReplayBase):
     def rollout(self) -> Rollout:
         """Select and return the next rollout batch, of packed batches; the one before it ends.
 
-        Its rows stay until it was iterated over, or the next one is requested.
+        Its rows stay until the loop over its steps has ended, or the next one is requested.
 
         Raises:
             ConfigError: There is no `gear.pack`.

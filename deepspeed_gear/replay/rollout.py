@@ -293,6 +293,8 @@ class Rollout:
         def ended(step: TrainStep) -> None:
             self.steps_done = step.number + 1
             self._hooks.ended(step)
+            if self.steps_done == len(self):  # a save in the body of the last step resumes after the batch
+                self.close()
 
         self._check_open()
         items = self._items_of(number)

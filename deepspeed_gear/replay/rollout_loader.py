@@ -161,8 +161,6 @@ class RolloutLoader:
         self._metrics.trained.add(
             step.num_trajectories, step.num_tokens, len(packs), packs.fill_fraction, packs.imbalance
         )
-        if self._parts.plan.config.batch is not None and self._current is not None:
-            self._current.close()
 
     def _finish(self, key: int, heads: list[list[int]]) -> None:
         self._heads, self._key = heads, key + 1

@@ -456,6 +456,21 @@ def test_a_rollout_is_resumed_between_minibatches(kind: str, steps_done: int, tm
         other.load(tmp_path)
 
 
+def test_a_save_in_the_last_step_resumes_after_the_rollout_batch(tmp_path: Path) -> None:
+    config = section(sampler={"kind": "epoch"}, rollout={"trajectories": 8, "minibatches": 2})
+    replay, _ = filled(config)
+    with replay:
+        for step in replay.rollout():
+            for micro in step:
+                assert micro.num_tokens
+            replay.save(tmp_path)  # of each step: the last one stays
+        wanted = replay.rollout().trajectory_id.tolist()
+    with Replay(config) as other:
+        other.load(tmp_path)
+        resumed = other.rollout()
+        assert (len(list(resumed)), resumed.trajectory_id.tolist()) == (2, wanted)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
