@@ -111,6 +111,7 @@ class Rollout:
 
         Raises:
             ConfigError: There is no such column.
+            DataError: It is late, and a trajectory does not have it yet.
             StoreError: The rollout batch has ended.
         """
         self._check_open()
@@ -216,13 +217,20 @@ class Rollout:
             [n], float64.
         Raises:
             ConfigError: There is no such column or estimator.
+            DataError: A column is late, and a trajectory does not have it yet.
+            PeerError: Another rank failed.
         """
         self._check_open()
-        data = self._data
-        groups = data.item if group is None else data.values(group).astype(np.int64)
-        members = data.member if member is None else data.values(member).astype(np.int64)
-        found = group_advantages(kind, data.values(reward), groups, members)
-        data.set_column(name, found)
+        data, found = self._data, np.zeros(0)
+
+        def compute() -> None:
+            nonlocal found
+            groups = data.item if group is None else data.values(group).astype(np.int64)
+            members = data.member if member is None else data.values(member).astype(np.int64)
+            found = group_advantages(kind, data.values(reward), groups, members)
+            data.set_column(name, found)
+
+        self._hooks.agree(compute)
         return torch.from_numpy(found)
 
     def whiten(self, name: str, over: str = "token") -> None:

@@ -11,17 +11,20 @@ import numpy as np
 import torch
 
 from deepspeed_gear.batching.micro_batch import PADDING, MicroBatch, PackLoss, PackShape, PackSources
+from deepspeed_gear.batching.opaque_values import read_opaque
 from deepspeed_gear.batching.pack_gather import PackGatherer, flags_of
 from deepspeed_gear.batching.packing_plan import PackBudget
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.pack_checks import room
 from deepspeed_gear.config.pack_options import LossConfig, PackConfig
 from deepspeed_gear.distributed.topology import RankCoordinates
-from deepspeed_gear.errors import ConfigError, FieldError
+from deepspeed_gear.errors import ConfigError, DataError, FieldError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.gather_spec import GatherSpec, lower
 from deepspeed_gear.ops.records import Resolution, Source
 from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.store.records import SlotRetention
+from deepspeed_gear.store.table import Table
 
 TARGETS, FLAGS = "\0targets", "\0flags"  # fields of the gatherers that are none of a micro batch
 Fill = Callable[[MicroBatch, Mapping[str, torch.Tensor]], None]
@@ -107,17 +110,43 @@ class TablePart:
 
     Args:
         gatherer: Of the table.
+        table: The table.
         records: Their resolutions. [n, 8], int64, contiguous.
         weights: Their PER weights. [n], float32.
-        column: Returns a column's rows.
-        opaque: Returns an opaque column's values of trajectories.
     """
 
     gatherer: PackGatherer
+    table: Table
     records: torch.Tensor
     weights: torch.Tensor
-    column: Callable[[str], torch.Tensor]
-    opaque: Callable[[Column, torch.Tensor], list[Any]]
+
+    def column(self, name: str) -> torch.Tensor:
+        """Return a column's rows."""
+        return self.table.gather_source(name)
+
+    def opaque(self, column: Column, records: torch.Tensor) -> list[Any]:
+        """Return an opaque column's values of trajectories."""
+        return read_opaque(self.table, column, records)
+
+    def check_filled(self, name: str) -> None:
+        """Raise if a late column is read of a trajectory that does not have it yet.
+
+        Raises:
+            DataError: One of the trajectories lacks it.
+        """
+        bits = self.table.schema.late_bits([name])
+        if not bits:
+            return
+        slots = self.records[:, Resolution.SLOT].numpy()
+        absent = self.table.views["retention"][slots, SlotRetention.PRESENT] & bits == 0
+        if absent.any():
+            raise DataError(
+                f"table {self.table.spec.name}: late column {name}",
+                "must be filled before it is read",
+                f"absent in {int(absent.sum())} of {len(slots)} trajectories",
+                "name it in gear.fields or in needs of the table's group: then only trajectories that have "
+                "it are sampled",
+            )
 
 
 class RolloutData:
@@ -154,8 +183,16 @@ class RolloutData:
 
     @cached_property
     def mask(self) -> np.ndarray:
-        """Which steps count in the loss, at predicting places, one trajectory after the other. [tokens]."""
+        """Which steps count in the loss, at predicting places, one trajectory after the other. [tokens].
+
+        Raises:
+            DataError: A late column of tokens or of the loss mask is absent in a trajectory.
+        """
         settings = self.settings
+        roles = settings.schema.role("token"), settings.schema.role("loss_mask")
+        for column in (one for one in roles if one is not None):
+            for part in self.parts:
+                part.check_filled(column.name)
         if settings.flags is not None:
             offset, name = int(settings.predicts), settings.flags
             found = [flags_of(self._ops, part.column(name), part.records, offset) for part in self.parts]
@@ -191,13 +228,16 @@ class RolloutData:
         """Return a per-trajectory column's stored values. [n, *shape].
 
         Raises:
-            ConfigError: There is no such column, or it has a row per step.
+            ConfigError: A table has no such column, or it has a row per step.
+            DataError: It is late, and a trajectory does not have it yet.
         """
-        schema = self.settings.schema
-        if name not in schema or schema[name].rows != "1":
-            known = ", ".join(column.name for column in schema.trajectory_columns) or "none"
-            rule = "must be a column with one value per trajectory"
-            raise ConfigError(f"column {name!r}", rule, None, f"there are: {known}")
+        for part in self.parts:
+            schema = part.table.schema
+            if name not in schema or schema[name].rows != "1":
+                known = ", ".join(column.name for column in schema.trajectory_columns) or "none"
+                rule = f"must be a column of table {part.table.spec.name} with one value per trajectory"
+                raise ConfigError(f"column {name!r}", rule, None, f"there are: {known}")
+            part.check_filled(name)
         found = [part.column(name)[part.records[:, Resolution.SLOT]] for part in self.parts]
         values = torch.cat(found)
         return np.asarray((values.float() if values.dtype == torch.bfloat16 else values).numpy())

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 
-from deepspeed_gear.batching.opaque_values import read_opaque
 from deepspeed_gear.batching.pack_gather import PackGatherer
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.distributed.sequence_sum import sequence_sum
@@ -101,12 +99,7 @@ class RolloutLoader:
                     stream.masses.give_up()
             raise
         parts = [
-            TablePart(
-                gatherer,
-                *self._read(stream, selection),
-                stream.table.gather_source,
-                partial(read_opaque, stream.table),
-            )
+            TablePart(gatherer, stream.table, *self._read(stream, selection))
             for stream, gatherer, selection in zip(self._streams, self._gatherers, found, strict=True)
         ]
         data = RolloutData(parts, self._settings, self._ops)

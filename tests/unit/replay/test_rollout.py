@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rollout_support import filled, ranks_of, responses, section, seen_by
+from rollout_support import COLUMNS, MOST, filled, ranks_of, responses, section, seen_by
 
 from deepspeed_gear import Replay
 from deepspeed_gear.batching.advantages import group_advantages
 from deepspeed_gear.batching.loss_weights import loss_weights
 from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.config.pack_options import LossConfig
-from deepspeed_gear.errors import CheckpointError, ConfigError, FieldError, ShapeError, StoreError
+from deepspeed_gear.errors import CheckpointError, ConfigError, DataError, FieldError, ShapeError, StoreError
 from deepspeed_gear.replay.rollout import Rollout
 
 NORMALIZE: list[Any] = ["token", "sequence", {"constant": 100.0}]
@@ -268,6 +268,19 @@ def test_filled_columns_are_in_every_step(rolled: Any) -> None:
     for micro in micros(rollout):
         assert torch.equal(micro["old_logp"], micro["logp"] * 2)
         assert torch.equal(micro["ones"], (micro.sequence >= 0).float())
+
+
+def test_a_late_loss_mask_that_is_absent_is_not_read_as_false() -> None:
+    columns = {**COLUMNS, "loss_mask": {**COLUMNS["loss_mask"], "late": True}}
+    table = {"capacity_steps": 900, "max_length": MOST, "schema": {"columns": columns}}
+    config = section(tables={"responses": table}, fields={"tokens": {}}, rollout={"trajectories": 2})
+    with Replay(config) as replay:
+        for response in responses(2):
+            mask = response.pop("loss_mask")
+            number = replay.add(response)
+        replay.fill(number, loss_mask=mask)
+        with pytest.raises(DataError, match=r"column loss_mask must be filled .*absent in 1 of 2"):
+            list(replay.rollout())
 
 
 def test_advantages_of_groups_that_a_column_names(rolled: Any) -> None:

@@ -381,6 +381,21 @@ def test_rollouts_of_groups() -> None:
         assert sorted(seen) == sorted(stored(replay))
 
 
+def test_late_columns_that_are_absent_are_not_read_as_zeros() -> None:
+    """A late column that neither fields nor needs name may be absent in a batch."""
+    with Replay(section(GROUP, batch={"groups": 2})) as replay:
+        groups = add_groups(replay, range(2))
+        for number in groups[0]:
+            replay.fill(number, reward=1.0)
+        rollout = replay.rollout()
+        for read in (rollout.advantages, lambda: rollout.values("reward")):
+            with pytest.raises(DataError, match=r"column reward must be filled .*absent in 3 of 6 tr"):
+                read()
+        for number in groups[1]:
+            replay.fill(number, reward=2.0)
+        assert rollout.values("reward").tolist() == [1, 1, 1, 2, 2, 2]
+
+
 def test_drawn_groups_keep_their_rows_until_they_are_released() -> None:
     config = section(GROUP, batch={"groups": 2}, remove="fifo", timeout_s=1.0)
     config["tables"]["main"].update(capacity_trajectories=9, capacity_steps=27, max_length=3)
