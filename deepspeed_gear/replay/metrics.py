@@ -38,11 +38,15 @@ class Trained:
         self.imbalance += imbalance
 
     def since(self, earlier: Trained) -> dict[str, float]:
-        """Return means per optimizer step since an earlier value, and the number of skipped steps in all."""
+        """Return means per optimizer step since an earlier value, their number, and that of all skipped ones."""
         steps = max(self.steps - earlier.steps, 1)
         names = ("trajectories", "tokens", "micro_batches", "fill", "imbalance")
         found = {f"step_{name}": (getattr(self, name) - getattr(earlier, name)) / steps for name in names}
-        return {**found, "steps": float(self.steps - earlier.steps), "skipped_steps": float(self.skipped)}
+        return {
+            **found,
+            "train_steps": float(self.steps - earlier.steps),
+            "skipped_steps": float(self.skipped),
+        }
 
 
 class Metrics:

@@ -129,7 +129,7 @@ def several_steps(gear: dict[str, Any]) -> None:
         assert engine.global_samples == trained
     assert trained == 16
     metrics = engine.gear.take_metrics()
-    assert (metrics["steps"], metrics["skipped_steps"]) == (3, 1)
+    assert (metrics["train_steps"], metrics["skipped_steps"]) == (3, 1)
 
     steps = iter(engine.gear_rollout())
     for micro in next(steps):

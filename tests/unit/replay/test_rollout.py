@@ -270,6 +270,15 @@ def test_filled_columns_are_in_every_step(rolled: Any) -> None:
         assert torch.equal(micro["ones"], (micro.sequence >= 0).float())
 
 
+def test_statistics_have_stored_and_trained_steps() -> None:
+    replay, stored = filled(section())
+    with replay:
+        list(replay.rollout().step(0))
+        statistics = replay.statistics()
+        assert statistics["steps"] == sum(len(one["tokens"]) for one in stored.values())
+        assert (statistics["train_steps"], statistics["step_trajectories"]) == (1, 24)
+
+
 def test_a_late_loss_mask_that_is_absent_is_not_read_as_false() -> None:
     columns = {**COLUMNS, "loss_mask": {**COLUMNS["loss_mask"], "late": True}}
     table = {"capacity_steps": 900, "max_length": MOST, "schema": {"columns": columns}}
@@ -375,7 +384,7 @@ def test_rollouts_follow_each_other() -> None:
         seen = [micro.trajectory_id.tolist() for _ in range(4) for micro in replay.step()]
         assert sorted(i for ids in seen for i in ids) == list(range(40))
         metrics = replay.take_metrics()
-        assert metrics["steps"] == 4
+        assert metrics["train_steps"] == 4
         assert metrics["step_trajectories"] == 10
         assert 0.5 < metrics["step_fill"] <= 1
         first = replay.rollout()
