@@ -38,7 +38,7 @@ class Trained:
         self.imbalance += imbalance
 
     def since(self, earlier: Trained) -> dict[str, float]:
-        """Return means per optimizer step since an earlier value, their number, and that of all skipped ones."""
+        """Return means per optimizer step since an earlier value, their number, and all skipped ones."""
         steps = max(self.steps - earlier.steps, 1)
         names = ("trajectories", "tokens", "micro_batches", "fill", "imbalance")
         found = {f"step_{name}": (getattr(self, name) - getattr(earlier, name)) / steps for name in names}
@@ -55,7 +55,7 @@ class Metrics:
     def __init__(self) -> None:
         self.num_batches, self.num_made, self.epoch = 0, 0, 0
         self.digest: tuple[int, int] | None = None  # the last verified global batch, and its digest
-        self.wait_s = 0.0  # in all calls of `sample`
+        self.wait_s = 0.0  # in all calls of `sample`, or for rollout batches and their packs
         self._sample_s = 0.0
         self._taken: list[float] = [0] * 7
         self.trained, self._trained = Trained(), Trained()
@@ -66,9 +66,13 @@ class Metrics:
         self.num_made += 1
 
     def waited(self, seconds: float, epoch: int) -> None:
-        """Count a call of `sample` and its duration."""
+        """Count a call of `sample`, or a rollout batch, and its duration."""
         self.num_batches += 1
         self.epoch = epoch
+        self.wait_s += seconds
+
+    def gathered(self, seconds: float) -> None:
+        """Count time in which packs of a rollout batch were gathered, or other ranks were waited for."""
         self.wait_s += seconds
 
     def skipped_step(self) -> None:

@@ -21,10 +21,11 @@ class Progress:
     """Progress of the training stream in a period; `str` is one line for a log.
 
     Args:
-        num_samples: Samples of all replicas together.
+        num_samples: Samples of all replicas together; of packed batches, trajectories that were trained.
         elapsed_s: Length of the period, with all that the program does in it.
-        wait_s: Time that this rank spent in `sample`: gathering, or waiting for a prefetch thread, for items
-            or for other ranks. None: the table lies in a device's memory, and `sample` waits for nothing.
+        wait_s: Time that this rank spent in `sample`, or on rollout batches and their packs: gathering, or
+            waiting for a prefetch thread, for items or for other ranks. None: the table lies in a device's
+            memory, and `sample` waits for nothing.
         lag: Mean policy lag of those samples of the newest global batch that this node stores. None: no table
             has versions, or there is no such sample.
     """

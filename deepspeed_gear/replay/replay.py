@@ -596,7 +596,10 @@ class Replay(ReplayBase):
         }
 
     def _totals(self) -> Totals:
-        samples = self.metrics.num_batches * self.batch_info.micro * self.batch_info.data_world
+        if self._rollouts is None:
+            samples = self.metrics.num_batches * self.batch_info.micro * self.batch_info.data_world
+        else:
+            samples = self.metrics.trained.trajectories
         return Totals(samples, self.metrics.wait_s, replay_statistics.policy_lag(self._parts.train))
 
     def statistics(self) -> dict[str, Any]:

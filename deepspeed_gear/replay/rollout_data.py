@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -156,10 +157,17 @@ class RolloutData:
         parts: By table.
         settings: How packs are made.
         ops: Of the host.
+        waited: Takes the seconds in which a pack was gathered, or other ranks were waited for.
     """
 
-    def __init__(self, parts: Sequence[TablePart], settings: PackSettings, ops: Ops) -> None:
-        self.settings, self._ops = settings, ops
+    def __init__(
+        self,
+        parts: Sequence[TablePart],
+        settings: PackSettings,
+        ops: Ops,
+        waited: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        self.settings, self._ops, self.waited = settings, ops, waited
         most = room(settings.pack)
         self.parts = [replace(part, records=_clipped(part.records, most)) for part in parts]
         self.records = torch.cat([part.records for part in self.parts])
@@ -263,7 +271,7 @@ class RolloutData:
             divisor: What the framework divides by.
             fill: Takes columns that are filled.
         """
-        settings, place = self.settings, self.settings.place
+        begin, settings, place = time.perf_counter(), self.settings, self.settings.place
         part = rows // place.sequence_world
         first = place.sequence_rank * part
         shape = PackShape(self.lengths[index], rows, first, first + part)
@@ -283,7 +291,7 @@ class RolloutData:
             "group": torch.from_numpy(self.item[index]).to(device),
             "is_weight": self._is_weight[which].to(device),
         }
-        return MicroBatch(
+        micro = MicroBatch(
             made,
             None if targets is None else targets.to(device)[None],
             shape,
@@ -293,6 +301,8 @@ class RolloutData:
             settings.token,
             device,
         )
+        self.waited(time.perf_counter() - begin)
+        return micro
 
     def _gather(
         self, index: np.ndarray, shape: PackShape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -83,7 +84,7 @@ class RolloutLoader:
         """
         if self._current is not None:
             self._current.close()
-        key = self._key
+        key, begin = self._key, time.perf_counter()
         found: list[Selection] = []
 
         def select() -> None:
@@ -102,7 +103,7 @@ class RolloutLoader:
             TablePart(gatherer, stream.table, *self._read(stream, selection))
             for stream, gatherer, selection in zip(self._streams, self._gatherers, found, strict=True)
         ]
-        data = RolloutData(parts, self._settings, self._ops)
+        data = RolloutData(parts, self._settings, self._ops, self._metrics.gathered)
         heads = [selection.head for selection in found]
         hooks = RolloutHooks(
             divisor=self._divisor,
@@ -115,6 +116,7 @@ class RolloutLoader:
         made = Rollout(data, self._size, self._keys, key, self._ops, hooks, self._first_step)
         data.columns.update(self._first_columns)
         self._first_step, self._first_columns, self._current = 0, {}, made
+        self._metrics.waited(time.perf_counter() - begin, heads[0][Head.EPOCH])
         return made
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -146,7 +147,9 @@ class TrainStep:
         if self._is_used:
             raise StoreError(f"train step {self.number}", "must be iterated once", None, "take the next step")
         self._is_used = True
+        begin = time.perf_counter()
         self._begun(self)
+        self._data.waited(time.perf_counter() - begin)
         divisor = self._divisor()
         for index, rows in zip(self.packs.packs, self.packs.rows, strict=True):
             yield self._data.pack(index, rows, self._weights, self.loss_tokens, divisor)

@@ -279,6 +279,22 @@ def test_statistics_have_stored_and_trained_steps() -> None:
         assert (statistics["train_steps"], statistics["step_trajectories"]) == (1, 24)
 
 
+def test_progress_counts_trained_trajectories_and_waits() -> None:
+    replay, _ = filled(section(rollout={"trajectories": 24, "minibatches": 4}))
+    with replay:
+        replay.progress()
+        rollout = replay.rollout()
+        selected = replay.progress()
+        assert (selected.num_samples, selected.wait_s > 0) == (0, True)
+        step = rollout.step(0)
+        list(step)
+        trained = replay.progress()
+        assert trained.num_samples == step.num_trajectories == 6
+        assert trained.samples_per_s > 0
+        assert 0 < trained.wait_share < 1
+        assert replay.statistics()["batches"] == 1
+
+
 def test_a_late_loss_mask_that_is_absent_is_not_read_as_false() -> None:
     columns = {**COLUMNS, "loss_mask": {**COLUMNS["loss_mask"], "late": True}}
     table = {"capacity_steps": 900, "max_length": MOST, "schema": {"columns": columns}}
