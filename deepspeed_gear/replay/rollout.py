@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -144,21 +143,21 @@ class Rollout:
             longest = int(self._data.lengths.max())
             raise ConfigError("tokens", f"must hold the longest trajectory ({longest} steps)", tokens)
         made = {name: torch.zeros(self.num_tokens) for name in missing}
-        filled: Counter[str] = Counter()
+        filled: dict[str, set[int]] = {name: set() for name in missing}  # numbers of micro batches
 
-        def fill(micro: MicroBatch, columns: Mapping[str, torch.Tensor]) -> None:
+        def fill(number: int, micro: MicroBatch, columns: Mapping[str, torch.Tensor]) -> None:
             for name, values in columns.items():
                 if name not in made:
                     rule = f"must be one of those that forward names ({', '.join(missing)})"
                     raise FieldError(f"column {name!r}", rule)
                 self._data.write(made[name], micro, values)
-                filled[name] += 1
+                filled[name].add(number)
 
         count = 0
         for micro in forward_packs(self._data, tokens, self._hooks.divisor(), fill, self._ops):
             count += 1
             yield micro
-        self._hooks.agree(lambda: check_filled(filled, count, missing))
+        self._hooks.agree(lambda: check_filled(filled, count))
         for name, values in made.items():
             if self._data.settings.place.tensor_rank != 0:
                 values.zero_()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,9 +14,10 @@ from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.batching.packing_plan import PackBudget, PackingPlan, plan_packs
 from deepspeed_gear.errors import ShapeError, StoreError
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.replay.rollout_data import Fill, RolloutData
+from deepspeed_gear.replay.rollout_data import RolloutData
 
 Sum = Callable[[torch.Tensor], torch.Tensor]
+NumberedFill = Callable[[int, MicroBatch, Mapping[str, torch.Tensor]], None]
 
 
 class PackSequence:
@@ -180,7 +182,7 @@ class TrainStep:
 
 
 def forward_packs(
-    data: RolloutData, tokens: int | None, divisor: float, fill: Fill, ops: Ops
+    data: RolloutData, tokens: int | None, divisor: float, fill: NumberedFill, ops: Ops
 ) -> Iterator[MicroBatch]:
     """Yield this rank's micro batches of the whole rollout batch, for values that are computed once.
 
@@ -188,28 +190,31 @@ def forward_packs(
         data: The rollout batch.
         tokens: Of a micro batch; None: `gear.pack.tokens`.
         divisor: As in training.
-        fill: Takes what they are filled with.
+        fill: Takes the number of a micro batch, and what it is filled with.
         ops: Of the host.
     """
     index = np.arange(len(data.lengths))
     packs = PackSequence(data, index, data.settings.budget(tokens), ops)
     loss = data.settings.loss
     weights = loss_weights(loss, data.counts, data.sequence, data.item)
-    for chosen, rows in zip(packs.packs, packs.rows, strict=True):
-        yield data.pack(chosen, rows, weights, int(data.counts.sum()), divisor, fill)
+    for number, (chosen, rows) in enumerate(zip(packs.packs, packs.rows, strict=True)):
+        yield data.pack(chosen, rows, weights, int(data.counts.sum()), divisor, partial(fill, number))
 
 
-def check_filled(filled: Mapping[str, int], count: int, names: Sequence[str]) -> None:
+def check_filled(filled: Mapping[str, Set[int]], count: int) -> None:
     """Raise unless every micro batch was filled.
 
+    Args:
+        filled: By column, the numbers of the micro batches that were.
+        count: Of the micro batches.
     Raises:
         StoreError: One was not.
     """
-    for name in names:
-        if filled.get(name, 0) != count:
+    for name, numbers in filled.items():
+        if len(numbers) != count:
             raise StoreError(
                 f"rollout.forward: column {name!r}",
                 f"must be filled in each of the {count} micro batches",
-                filled.get(name, 0),
+                len(numbers),
                 f"call micro.fill({name}=...) in the loop",
             )

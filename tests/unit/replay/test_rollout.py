@@ -295,6 +295,17 @@ def test_progress_counts_trained_trajectories_and_waits() -> None:
         assert replay.statistics()["batches"] == 1
 
 
+def test_every_micro_batch_of_a_forward_must_be_filled(rolled: Any) -> None:
+    def forward(times: list[int]) -> None:
+        for number, micro in enumerate(rolled[0].forward("x")):
+            for _ in range(times[min(number, 2)]):
+                micro.fill(x=micro["logp"])
+
+    with pytest.raises(StoreError, match=r"'x' must be filled in each of the \d+ micro batches, got \d"):
+        forward([2, 0, 1])  # as many fills as micro batches
+    forward([2, 2, 2])  # the last one counts
+
+
 def test_a_late_loss_mask_that_is_absent_is_not_read_as_false() -> None:
     columns = {**COLUMNS, "loss_mask": {**COLUMNS["loss_mask"], "late": True}}
     table = {"capacity_steps": 900, "max_length": MOST, "schema": {"columns": columns}}
