@@ -72,6 +72,7 @@ class RolloutLoader:
         self._position = position.start(self._tables)
         self._key = 0
         self._first_step = 0
+        self._first_tokens: int | None = None  # of the next rollout batch, in a run that is resumed in it
         self._first_columns: dict[str, torch.Tensor] = {}
         self._current: Rollout | None = None
         self._observers: list[Callable[[TrainStep], None]] = []
@@ -104,6 +105,7 @@ class RolloutLoader:
             for stream, gatherer, selection in zip(self._streams, self._gatherers, found, strict=True)
         ]
         data = RolloutData(parts, self._settings, self._ops, self._metrics.gathered)
+        self._agree(lambda: self._check_tokens(data))
         heads = [selection.head for selection in found]
         hooks = RolloutHooks(
             divisor=self._divisor,
@@ -115,9 +117,23 @@ class RolloutLoader:
         )
         made = Rollout(data, self._size, self._keys, key, self._ops, hooks, self._first_step)
         data.columns.update(self._first_columns)
-        self._first_step, self._first_columns, self._current = 0, {}, made
+        self._first_step, self._first_tokens, self._first_columns, self._current = 0, None, {}, made
         self._metrics.waited(time.perf_counter() - begin, heads[0][Head.EPOCH])
         return made
+
+    def _check_tokens(self, data: RolloutData) -> None:
+        """Raise unless a rollout batch that is resumed has the steps that it was saved with.
+
+        Raises:
+            CheckpointError: It has others.
+        """
+        if self._first_tokens not in (None, data.num_tokens):
+            raise CheckpointError(
+                f"rollout batch {self._key}",
+                f"must have the {self._first_tokens} steps with which it was saved",
+                data.num_tokens,
+                "load it with the gear.pack of its run: with too_long = truncate, tokens decides the lengths",
+            )
 
     @staticmethod
     def _read(stream: BatchStream, selection: Selection) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,11 +197,11 @@ class RolloutLoader:
 
     @property
     def in_progress(self) -> dict[str, Any] | None:
-        """Steps done, and columns, of the rollout batch that is being trained; None between two of them."""
+        """Steps done and sizes of the rollout batch that is being trained; None between two of them."""
         if self._current is None or self._current.number < self._key:
             return None
-        size = self._size.model_dump()
-        return {"steps_done": self._current.steps_done, "size": size}
+        current, size = self._current, self._size.model_dump()
+        return {"steps_done": current.steps_done, "num_tokens": current.num_tokens, "size": size}
 
     @property
     def columns(self) -> Mapping[str, torch.Tensor]:
@@ -206,6 +222,7 @@ class RolloutLoader:
         self._heads, self._position, self._current = None, at, None
         self._key = position.batches(at)
         self._first_step = 0 if rollout is None else int(rollout["steps_done"])
+        self._first_tokens = None if rollout is None else int(rollout["num_tokens"])
         self._first_columns = dict(columns)
 
     def abandon(self) -> None:

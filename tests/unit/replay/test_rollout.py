@@ -505,6 +505,25 @@ def test_a_rollout_is_resumed_between_minibatches(kind: str, steps_done: int, tm
         other.load(tmp_path)
 
 
+def test_a_rollout_is_not_resumed_with_other_lengths(tmp_path: Path) -> None:
+    """Truncated to another length, the columns would belong to other tokens."""
+    pack = {"tokens": 48, "pad": {"multiple": 16}, "too_long": "truncate"}
+    config = section(pack=pack, rollout={"trajectories": 12, "minibatches": 2})
+    replay, _ = filled(config)
+    with replay:
+        rollout = replay.rollout()
+        rollout.advantages("dr_grpo")
+        number = rollout.num_tokens
+        replay.save(tmp_path)
+    with Replay({**config, "pack": {**pack, "tokens": 32}}) as other:
+        other.load(tmp_path)
+        with pytest.raises(CheckpointError, match=f"must have the {number} steps with which it was saved"):
+            other.rollout()
+    with Replay({**config, "pack": {**pack, "plan_width": 3}}) as other:
+        other.load(tmp_path)
+        assert other.rollout().num_tokens == number
+
+
 def test_a_save_in_the_last_step_resumes_after_the_rollout_batch(tmp_path: Path) -> None:
     config = section(sampler={"kind": "epoch"}, rollout={"trajectories": 8, "minibatches": 2})
     replay, _ = filled(config)
