@@ -64,6 +64,9 @@ def check_against(
     for name in config.resolved_tables:
         _check_columns(config, name, schemas[name])
     found = [_check_table(config, schemas[table], statistics_available) for table in config.sampled_tables]
+    if config.pack is not None:
+        for table in config.sampled_tables[1:]:
+            _check_packed(config, config.sampled_tables[0], table, schemas)
     for table, resolved in zip(config.sampled_tables, found, strict=True):
         _check_same(config.sampled_tables[0], found[0], table, resolved)
     _check_pipeline(config, [field.name for field in found[0] if not field.is_opaque])
@@ -118,6 +121,25 @@ def _check_same(first: str, fields: list[ResolvedField], other: str, others: lis
     if len(fields) != len(others):
         rule = f"must be given where the columns of tables {first} and {other} differ"
         raise ConfigError("gear.fields", rule)
+
+
+def _check_packed(config: GearOptions, first: str, other: str, schemas: Mapping[str, Schema]) -> None:
+    """Reject tables of one packed batch that differ in tokens, loss masks or members of groups."""
+    remedy = "give the tables equal columns, or sample one of them"
+    for role in ("token", "loss_mask"):
+        columns = [schemas[table].role(role) for table in (first, other)]
+        known = ["none" if column is None else f"{column.name} ({column.dtype})" for column in columns]
+        if known[0] != known[1]:
+            rule = f"must have the column of the role {role} of table {first}, {known[0]}"
+            raise ConfigError(dotted("gear", "tables", other), rule, known[1], remedy)
+    groups = [config.resolved_tables[table].group for table in (first, other)]
+    members = ["none" if group is None or group.member is None else group.member for group in groups]
+    if members[0] != members[1]:
+        at, rule = (
+            dotted("gear", "tables", other, "group", "member"),
+            f"must be that of table {first} ({members[0]})",
+        )
+        raise ConfigError(at, rule, members[1], remedy)
 
 
 def _check_table(

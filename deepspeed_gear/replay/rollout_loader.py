@@ -105,7 +105,8 @@ class RolloutLoader:
             for stream, gatherer, selection in zip(self._streams, self._gatherers, found, strict=True)
         ]
         data = RolloutData(parts, self._settings, self._ops, self._metrics.gathered)
-        self._agree(lambda: self._check_tokens(data))
+        if self._first_tokens is not None:
+            self._agree(lambda: self._check_tokens(data))
         heads = [selection.head for selection in found]
         hooks = RolloutHooks(
             divisor=self._divisor,
@@ -127,7 +128,7 @@ class RolloutLoader:
         Raises:
             CheckpointError: It has others.
         """
-        if self._first_tokens not in (None, data.num_tokens):
+        if data.num_tokens != self._first_tokens:
             raise CheckpointError(
                 f"rollout batch {self._key}",
                 f"must have the {self._first_tokens} steps with which it was saved",

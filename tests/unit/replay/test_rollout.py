@@ -566,6 +566,30 @@ def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
     assert text in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("column", "changed", "text"),
+    [
+        (
+            "loss_mask",
+            None,
+            "must have the column of the role loss_mask of table a, loss_mask (bool), got 'none'",
+        ),
+        ("loss_mask", {"dtype": "uint8", "role": "loss_mask"}, "got 'loss_mask (uint8)'"),
+        ("tokens", {"dtype": "int32"}, "the role token of table a, tokens (int32), got 'none'"),
+    ],
+)
+def test_tables_of_a_mixture_have_equal_tokens_and_masks(column: str, changed: Any, text: str) -> None:
+    columns = {**COLUMNS, column: changed}
+    columns = {name: one for name, one in columns.items() if one is not None}
+    table = {"capacity_steps": 900, "max_length": MOST}
+    tables = {"a": {**table, "schema": {"columns": COLUMNS}}, "b": {**table, "schema": {"columns": columns}}}
+    mixture = {"kind": "mixture", "shares": {"a": 0.5, "b": 0.5}, "of": {"kind": "uniform"}}
+    with pytest.raises(ConfigError) as caught:
+        Replay(section(tables=tables, sampler=mixture, fields={"logp": {}}))
+    assert str(caught.value).startswith("gear.tables.b ")
+    assert text in str(caught.value)
+
+
 def test_wrong_calls_are_refused(rolled: Any) -> None:
     rollout = rolled[0]
     with pytest.raises(FieldError, match="must not be named like a field"):
