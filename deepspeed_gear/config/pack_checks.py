@@ -58,6 +58,7 @@ def check_pack(config: GearOptions) -> None:
             )
 
 
+SPLITS = 'evaluate on a data set of its own, with another Replay: "sampler": {"kind": "epoch"}'
 _WHOLE = "a pack holds every step of its trajectories"
 
 
@@ -88,6 +89,7 @@ def _check_others(config: GearOptions) -> None:
         ("batch_size", config.batch_size, None),
         ("micro_batch_size", config.micro_batch_size, None),
         ("gradient_accumulation_steps", config.gradient_accumulation_steps, 1),
+        ("verify_every", config.verify_every, 0),
     ):
         if value != default:
             remedy = "give the size as gear.batch or gear.rollout" if "batch" in option else "leave it out"
@@ -98,6 +100,11 @@ def _check_others(config: GearOptions) -> None:
         raise ConfigError("gear.sampler.unit", rule, sampler.unit, _WHOLE)
     if sampler.anchors != "all":
         raise ConfigError("gear.sampler.anchors", 'must be "all" with gear.pack', sampler.anchors, _WHOLE)
+    for name in config.sampled_tables:
+        data = config.resolved_tables[name].data
+        if data is not None and data.split:
+            at = "gear.data.split" if config.data is not None else f"gear.tables.{name}.data.split"
+            raise ConfigError(at, "must not be given with gear.pack", data.split, SPLITS)
     if config.on_device:
         at = f"gear.tables.{config.sampled_tables[0]}.placement"
         raise ConfigError(at, 'must be "host" with gear.pack', "device")

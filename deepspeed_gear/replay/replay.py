@@ -16,6 +16,7 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.checkpoint import checkpoint
 from deepspeed_gear.config import GearConfig
+from deepspeed_gear.config.pack_checks import SPLITS
 from deepspeed_gear.config.sampler_options import PriorityOptions
 from deepspeed_gear.distributed.gradient_divisor import gradient_divisor
 from deepspeed_gear.distributed.replay_plan import make_plan, refuse_device
@@ -141,6 +142,9 @@ class Replay(ReplayBase):
     @transform.setter
     def transform(self, transform: Transform | None) -> None:
         self._check_open()
+        if transform is not None and self._rollouts is not None:
+            remedy = "convert micro batches in the loop over them"
+            raise ConfigError("transform", "must not be set with gear.pack", None, remedy)
         self._parts.assembler.transform = (
             None if transform is None else arguments.function("transform", transform)
         )
@@ -428,9 +432,16 @@ class Replay(ReplayBase):
         return action() if status is None else status.agree(action, self._loader.take_digest)
 
     def _begin_pass(self, split: str) -> Iterator[Batch]:
+        self._refuse_splits()
         return self._passes.batches(split, self._check_open)
 
+    def _refuse_splits(self) -> None:
+        if self._rollouts is not None:
+            rule = "must not be given where splits are iterated over: their batches are windows"
+            raise ConfigError("gear.pack", rule, None, SPLITS)
+
     def _num_batches(self, split: str) -> int:
+        self._refuse_splits()
         return self._passes.num_batches(split)
 
     # ---- priorities ------------------------------------------------------------------------------

@@ -550,6 +550,11 @@ def test_a_save_in_the_last_step_resumes_after_the_rollout_batch(tmp_path: Path)
         ({"rollout": {"trajectories": 2, "minibatches": 3}}, "minibatches must be at most"),
         ({"sampler": {"unit": "step"}}, "gear.sampler.unit must be"),
         ({"prefetch": 1}, "gear.prefetch must not be given with gear.pack"),
+        ({"verify_every": 1}, "gear.verify_every must not be given with gear.pack"),
+        (
+            {"tables": {"old": {"data": {"path": "old", "split": {"eval": 0.1}}}}},
+            "gear.tables.old.data.split must not be given with gear.pack",
+        ),
         ({"batch_size": 4}, "gear.batch_size must not be given with gear.pack"),
         ({"fields": {"logp": {"length": 3}}}, "gear.fields.logp.length must not be given with gear.pack"),
         ({"loss": {"normalize": "group"}}, 'where gear.sampler.unit is not "group"'),
@@ -620,6 +625,11 @@ def test_other_batches_are_refused() -> None:
     with replay:
         with pytest.raises(ConfigError, match=r"gear\.pack must not be given for sample\(\)"):
             replay.sample()
+        for read in (replay.iterator, replay.num_batches):
+            with pytest.raises(ConfigError, match=r"gear\.pack must not be given where splits are"):
+                read("eval")
+        with pytest.raises(ConfigError, match=r"transform must not be set with gear\.pack"):
+            replay.transform = lambda batch, keys: batch
         with pytest.raises(ConfigError, match=r"gear\.batch must be given for steps"):
             replay.step()
     config = {key: value for key, value in section().items() if key not in ("pack", "rollout")}
