@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, Lt
@@ -69,6 +70,14 @@ class BatchSizeConfig(GearModel):
     trajectories: Count | None = Field(
         default=None, description='Trajectories; with `"unit": "trajectory"` of the sampler.'
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_tokens(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and "tokens" in given:
+            remedy = "lengths are known after the selection; gear.pack.tokens bounds each micro batch"
+            raise refuse("must be in groups or trajectories, not in tokens", remedy)
+        return given
 
     @model_validator(mode="after")
     def _one_unit(self) -> Any:

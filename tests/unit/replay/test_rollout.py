@@ -547,6 +547,11 @@ def test_a_save_in_the_last_step_resumes_after_the_rollout_batch(tmp_path: Path)
         ({"batch": {"trajectories": 4}}, "one of them, must be given with gear.pack, got 'both'"),
         ({"rollout": {"groups": 4}}, "gear.rollout must be in trajectories where"),
         ({"rollout": {"trajectories": 4, "groups": 4}}, "must have one of groups and trajectories"),
+        ({"rollout": {"tokens": 4000}}, "gear.rollout must be in groups or trajectories, not in tokens"),
+        (
+            {"rollout": None, "batch": {"trajectories": 4, "tokens": 9}},
+            "gear.batch must be in groups or trajectories, not in tokens",
+        ),
         ({"rollout": {"trajectories": 2, "minibatches": 3}}, "minibatches must be at most"),
         ({"sampler": {"unit": "step"}}, "gear.sampler.unit must be"),
         ({"prefetch": 1}, "gear.prefetch must not be given with gear.pack"),
