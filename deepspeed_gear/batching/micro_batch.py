@@ -85,6 +85,7 @@ class PackLoss:
         divisor: What the framework divides the sum of all ranks' gradients by.
         reduce: Returns the sum of a tensor over the ranks that share this pack's sequences, with gradients;
             None: there is one.
+        by: What a sequence of the loss is: a trajectory, or all those of one member of a group.
     """
 
     mask: torch.Tensor
@@ -92,6 +93,7 @@ class PackLoss:
     share: float
     divisor: float
     reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
+    by: Literal["trajectory", "member"] = "trajectory"
 
 
 @dataclass
@@ -307,7 +309,7 @@ class MicroBatch(Mapping[str, torch.Tensor]):
         return self._loss.share * self._loss.divisor
 
     def per_sequence(self, values: torch.Tensor, how: Literal["mean", "sum"] = "mean") -> torch.Tensor:
-        """Return the mean or the sum over each sequence's loss tokens, at every place of it.
+        """Return the mean or the sum over the loss tokens of each trajectory, at every place of it.
 
         GSPO: `ratio = torch.exp(micro.per_sequence(logp - micro["old_logp"], "mean"))`.
 
@@ -318,7 +320,12 @@ class MicroBatch(Mapping[str, torch.Tensor]):
             Of the shape of `values`, float32; 0 at padding and in sequences without loss tokens.
         Raises:
             ShapeError: Another shape.
+            ConfigError: `gear.loss.by` is "member": other trajectories of a member may be in other packs.
         """
+        if self._loss.by == "member":
+            rule = 'must be "trajectory" for micro.per_sequence()'
+            remedy = "a member's trajectories may be in several micro batches"
+            raise ConfigError("gear.loss.by", rule, self._loss.by, remedy)
         if how not in ("mean", "sum"):
             raise ConfigError("how", "must be mean or sum", how)
         flat, mask = self._flat("values", values), self._loss.mask

@@ -295,7 +295,9 @@ class RolloutData:
             made,
             None if targets is None else targets.to(device)[None],
             shape,
-            PackLoss(mask.to(device), token_weights.to(device), share, divisor, settings.reduce),
+            PackLoss(
+                mask.to(device), token_weights.to(device), share, divisor, settings.reduce, settings.loss.by
+            ),
             PackSources(which, fill, self._opaque(index)),
             known,
             settings.token,

@@ -24,7 +24,7 @@ from group_support import (
 )
 from scipy.stats import chisquare
 
-from deepspeed_gear import DataError, DatasetWriter, NotReadyError, Replay, Schema, StoreError
+from deepspeed_gear import ConfigError, DataError, DatasetWriter, NotReadyError, Replay, Schema, StoreError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.sampling.exclusions import exclusions_of
 from deepspeed_gear.store.stream_records import Head
@@ -379,6 +379,16 @@ def test_rollouts_of_groups() -> None:
         assert torch.equal(found, torch.tensor([[-1.0, 0.0, 0.0, 1.0]]).expand(4, 4).to(found.dtype))
         seen = [n for step in rollout for micro in step for n in micro.trajectory_id.tolist()]
         assert sorted(seen) == sorted(stored(replay))
+
+
+def test_members_of_several_trajectories_have_no_mean_in_a_pack() -> None:
+    config = section(MEMBERS, batch={"groups": 1}, loss={"normalize": "sequence", "by": "member"})
+    with Replay(config) as replay:
+        for sample in (0, 1, 1, 2):
+            add(replay, 0, sample)
+        micro = next(iter(replay.step()))
+        with pytest.raises(ConfigError, match=r'loss\.by must be "trajectory" for micro.per_sequence'):
+            micro.per_sequence(micro["tokens"].float())
 
 
 def test_late_columns_that_are_absent_are_not_read_as_zeros() -> None:
