@@ -20,7 +20,8 @@ class PackPadConfig(GearModel):
         default="multiple",
         description=(
             '"multiple": to the next multiple; "step": to the same length on all ranks in each micro step, '
-            'which DeepSpeed\'s experts need; "budget": to `gear.pack.tokens`, for compiled models.'
+            'which DeepSpeed\'s experts need; "budget": to `gear.pack.tokens`, down to a multiple, for '
+            "compiled models."
         ),
     )
     multiple: Annotated[Int, Ge(1), Le(1 << 20)] = Field(

@@ -51,8 +51,8 @@ class PackedSteps:
         """
         if self._step is not None and deepspeed_compat.pending_backwards(self._engine):
             raise StoreError(
-                f"train step {step.number}",
-                f"must not begin before engine.step() was called for train step {self._step.number}",
+                step.name,
+                f"must not begin before engine.step() was called for {self._step.name}",
                 None,
                 "call engine.step() after the loop over a step's micro batches",
             )
@@ -67,7 +67,7 @@ class PackedSteps:
         step, done = self._step, deepspeed_compat.pending_backwards(self._engine)
         if step is not None and done < len(step):
             raise StoreError(
-                f"train step {step.number}",
+                step.name,
                 f"must have called engine.backward() for all {len(step)} micro batches before engine.step()",
                 done,
                 "a micro batch without loss tokens has the loss micro.sum(...) of 0",

@@ -398,9 +398,11 @@ class Replay(ReplayBase):
         """Return how many groups this rank should generate before the next batch is selected. Collective.
 
         The groups of a batch less those that can be sampled, or that the rate limiter asks for, divided among
-        the replicas; the first ones have one more where it does not divide. With a limit of draws, groups
-        count as often as they can still be drawn. Groups that fail a condition leave the table when they are
-        complete, so ask again: `while not replay.can_sample(): generate(replay.missing_groups())`.
+        the replicas; the first ones have one more where it does not divide. The tensor and sequence ranks of
+        a replica get the same number, which they generate together: one of them adds the responses. With a
+        limit of draws, groups count as often as they can still be drawn. Groups that fail a condition leave
+        the table when they are complete, so ask again: `while not replay.can_sample():
+        generate(replay.missing_groups())`.
 
         Args:
             table: The table that they are added to; None: the only one that is sampled.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.advantages import group_advantages
 from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.config.pack_options import RolloutConfig
@@ -130,6 +131,7 @@ class Rollout:
             tokens: Most steps of a micro batch; None: `gear.pack.tokens`. Without gradients more of them fit.
         Raises:
             FieldError: A name is a field of the config.
+            ConfigError: `tokens` does not hold the longest trajectory.
             StoreError: A micro batch was not filled.
             PeerError: Another rank failed.
         """
@@ -139,9 +141,8 @@ class Rollout:
             self._data.check_name(name)
         if not missing:
             return
-        if tokens is not None and tokens < int(self._data.lengths.max(initial=1)):
-            longest = int(self._data.lengths.max())
-            raise ConfigError("tokens", f"must hold the longest trajectory ({longest} steps)", tokens)
+        if tokens is not None:
+            self._check_room(arguments.count("tokens", tokens))
         made = {name: torch.zeros(self.num_tokens) for name in missing}
         filled: dict[str, set[int]] = {name: set() for name in missing}  # numbers of micro batches
 
@@ -162,6 +163,19 @@ class Rollout:
             if self._data.settings.place.tensor_rank != 0:
                 values.zero_()
             self._data.columns[name] = self._hooks.sum_(values)
+
+    def _check_room(self, tokens: int) -> None:
+        """Raise unless micro batches of so many steps hold every trajectory.
+
+        Raises:
+            ConfigError: They do not, or a multiple of the padding does not fit.
+        """
+        multiple, longest = self._data.settings.pack.pad.multiple, int(self._data.lengths.max(initial=1))
+        if tokens // multiple * multiple < longest:
+            rule = f"must hold the longest trajectory ({longest} steps) in multiples of {multiple}"
+            raise ConfigError(
+                "rollout.forward: tokens", rule, tokens, f"at least {-(-longest // multiple) * multiple}"
+            )
 
     def set(self, name: str, values: torch.Tensor | np.ndarray) -> None:
         """Set a column of this rollout batch from values of every trajectory, the same on every rank.

@@ -158,6 +158,7 @@ class RolloutData:
         settings: How packs are made.
         ops: Of the host.
         waited: Takes the seconds in which a pack was gathered, or other ranks were waited for.
+        number: Of the rollout batch.
     """
 
     def __init__(
@@ -166,8 +167,9 @@ class RolloutData:
         settings: PackSettings,
         ops: Ops,
         waited: Callable[[float], None] = lambda seconds: None,
+        number: int = 0,
     ) -> None:
-        self.settings, self._ops, self.waited = settings, ops, waited
+        self.settings, self._ops, self.waited, self.number = settings, ops, waited, number
         most = room(settings.pack)
         self.parts = [replace(part, records=_clipped(part.records, most)) for part in parts]
         self.records = torch.cat([part.records for part in self.parts])

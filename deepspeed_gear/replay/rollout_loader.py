@@ -104,7 +104,7 @@ class RolloutLoader:
             TablePart(gatherer, stream.table, *self._read(stream, selection))
             for stream, gatherer, selection in zip(self._streams, self._gatherers, found, strict=True)
         ]
-        data = RolloutData(parts, self._settings, self._ops, self._metrics.gathered)
+        data = RolloutData(parts, self._settings, self._ops, self._metrics.gathered, key)
         if self._first_tokens is not None:
             self._agree(lambda: self._check_tokens(data))
         heads = [selection.head for selection in found]

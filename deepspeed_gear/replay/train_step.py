@@ -125,9 +125,14 @@ class TrainStep:
 
     def __repr__(self) -> str:
         return (
-            f"TrainStep({self.number}: {self.num_trajectories} trajectories, {self.num_tokens} tokens, "
-            f"{len(self)} micro batches)"
+            f"TrainStep({self.number} of rollout batch {self._data.number}: {self.num_trajectories} "
+            f"trajectories, {self.num_tokens} tokens, {len(self)} micro batches)"
         )
+
+    @property
+    def name(self) -> str:
+        """Its name in errors: the number, and that of the rollout batch (of `gear_step` each is one)."""
+        return f"train step {self.number} of rollout batch {self._data.number}"
 
     @property
     def num_trajectories(self) -> int:
@@ -147,7 +152,7 @@ class TrainStep:
             PeerError: Another rank failed, died or ended.
         """
         if self._is_used:
-            raise StoreError(f"train step {self.number}", "must be iterated once", None, "take the next step")
+            raise StoreError(self.name, "must be iterated once", None, "take the next step")
         self._is_used = True
         begin = time.perf_counter()
         self._begun(self)
@@ -158,7 +163,9 @@ class TrainStep:
         self._ended(self)
 
     def mean(self, **values: Sequence[torch.Tensor]) -> dict[str, float]:
-        """Return means over the step as its loss is normalised, of all ranks. Collective: one all-reduce.
+        """Return means over the step as its loss is normalised, of all ranks.
+
+        Collective: one all-reduce, and one copy from a device.
 
         `step.mean(kl=kls, clip=clips)` after the loop, where `kls` has `micro.sum(kl)` of each micro batch.
 
@@ -167,15 +174,18 @@ class TrainStep:
         Raises:
             ShapeError: Not one number for each micro batch.
         """
-        sums = torch.zeros(len(values), dtype=torch.float64)
-        for number, (name, given) in enumerate(values.items()):
+        every: list[torch.Tensor] = []
+        for name, given in values.items():
             if len(given) != len(self) or any(value.numel() != 1 for value in given):
                 rule = f"must have a number for each of the {len(self)} micro batches"
                 shapes = [list(value.shape) for value in given]
                 raise ShapeError(name, rule, shapes, f"collect micro.sum({name}) in the loop")
-            sums[number] = sum(float(value.detach()) for value in given)
-        place = self._data.settings.place
-        if place.tensor_rank != 0:
+            every += [value.detach().reshape(()) for value in given]
+        sums = torch.zeros(len(values), dtype=torch.float64)
+        if every:  # together, so that a device is waited for once
+            stacked = torch.stack([value.to(every[0].device, torch.float64) for value in every])
+            sums = stacked.cpu().view(len(values), len(self)).sum(1)
+        if self._data.settings.place.tensor_rank != 0:
             sums.zero_()
         total = self._sum(sums) / self._divisor()
         return dict(zip(values, total.tolist(), strict=True))

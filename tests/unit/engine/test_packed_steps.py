@@ -16,7 +16,7 @@ class Step:
 
     def __init__(self, number: int, micro: int, observers: list[Callable[[Any], None]]) -> None:
         self.number, self.micro, self.observers = number, micro, observers
-        self.num_trajectories = 100 + number
+        self.num_trajectories, self.name = 100 + number, f"train step {number}"
 
     def __len__(self) -> int:
         return self.micro

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from rollout_support import COLUMNS, MOST, filled, ranks_of, responses, section, seen_by
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_gear import Replay
 from deepspeed_gear.batching.advantages import group_advantages
@@ -26,6 +27,16 @@ def rolled() -> Any:
     replay, stored = filled(section())
     with replay:
         yield replay.rollout(), stored
+
+
+class Reads(TorchDispatchMode):
+    """Counts the values that are read one by one."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
 
 
 def micros(rollout: Rollout) -> list[MicroBatch]:
@@ -397,7 +408,11 @@ def test_means_of_metrics(rolled: Any) -> None:
         values.append(micro.sum(micro["logp"]))
         ones.append(micro.sum(torch.ones_like(micro["logp"])))
     found = step.mean(logp=values, one=ones)
+    assert len(ones) > 1
     assert found["one"] == pytest.approx(1)
+    with Reads() as reads:
+        step.mean(logp=values, one=ones)
+    assert reads.count == 0  # no value by itself: each would wait for a device
     assert found["logp"] == pytest.approx(float(sum(values)))
     with pytest.raises(ShapeError, match="a number for each of the"):
         step.mean(logp=values[1:])
@@ -613,13 +628,18 @@ def test_wrong_calls_are_refused(rolled: Any) -> None:
         rollout.whiten("x")
     with pytest.raises(ConfigError, match="one value per trajectory"):
         rollout.advantages(reward="logp")
-    with pytest.raises(ConfigError, match="must hold the longest trajectory"):
-        next(iter(rollout.forward("x", tokens=20)))
+    longest = int(rollout.lengths.max())
+    assert longest % 16
+    for tokens in (20, longest):
+        with pytest.raises(ConfigError, match=r"forward: tokens must hold the longest .* in multiples of 16"):
+            next(iter(rollout.forward("x", tokens=tokens)))
+    with pytest.raises(ConfigError, match="tokens must be an integer"):
+        next(iter(rollout.forward("x", tokens=0)))
     step = rollout.step(0)
     micro = next(iter(step))
     with pytest.raises(FieldError, match=r"must be filled in micro batches of Rollout\.forward"):
         micro.fill(x=micro["logp"])
-    with pytest.raises(StoreError, match="must be iterated once"):
+    with pytest.raises(StoreError, match="train step 0 of rollout batch 0 must be iterated once"):
         next(iter(step))
     with pytest.raises(ConfigError, match="attention must be one of"):
         micro.model_inputs("none")
