@@ -102,10 +102,14 @@ class PackSources:
 
     Args:
         index: Trajectories of the pack, as indices into the rollout batch. [S], int64.
+        records: Their resolutions, in host memory. [S, 8], int64.
+        table: Which of the sampled tables each comes from, in host memory. [S], int64.
         fill: Takes columns of this rank's places: `MicroBatch.fill`; None: it does not take any.
     """
 
     index: torch.Tensor
+    records: torch.Tensor
+    table: torch.Tensor
     fill: Callable[[MicroBatch, Mapping[str, torch.Tensor]], None] | None = None
     opaque: dict[str, list[Any]] = field(default_factory=dict)
 
@@ -180,6 +184,16 @@ class MicroBatch(Mapping[str, torch.Tensor]):
     def index(self) -> torch.Tensor:
         """Its trajectories as indices into the rollout batch. [S], int64, in host memory."""
         return self._sources.index
+
+    @property
+    def reported(self) -> torch.Tensor:
+        """Resolutions of its trajectories for priority updates. [S, 8], int64, in host memory."""
+        return self._sources.records
+
+    @property
+    def host_source(self) -> torch.Tensor:
+        """Which of the sampled tables each trajectory comes from. [S], int64, in host memory."""
+        return self._sources.table
 
     def opaque(self, name: str) -> list[Any]:
         """Return the opaque values of its trajectories, such as byte strings.

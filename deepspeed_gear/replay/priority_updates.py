@@ -9,6 +9,7 @@ import torch
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
+from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.batching.priority_reduction import (
     float32_on_device,
     mask_of,
@@ -20,7 +21,7 @@ from deepspeed_gear.batching.priority_reduction import (
 from deepspeed_gear.batching.transfer.cuda_streams import refuse_capture
 from deepspeed_gear.config.sampler_options import PriorityOptions
 from deepspeed_gear.data.splits import split_of
-from deepspeed_gear.errors import DataError, ShapeError
+from deepspeed_gear.errors import ConfigError, DataError, ShapeError
 from deepspeed_gear.ops.constants import ANY_SLOT, SHARD_BITS
 from deepspeed_gear.ops.records import LogEntry, Resolution, Slot
 from deepspeed_gear.replay.async_priority_updates import AsyncPriorityUpdates, UpdatePart
@@ -29,15 +30,15 @@ from deepspeed_gear.sampling.priority_masses import PriorityMasses
 
 
 def as_given(
-    batch: Batch | None, priorities: object, mask: object
+    batch: Batch | MicroBatch | None, priorities: object, mask: object
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return priorities and mask as tensors, after checks of the arguments.
 
     Raises:
         DataError: One is of a wrong type.
     """
-    if not isinstance(batch, Batch):
-        rule = "must be from this replay's sample or iterator"
+    if not isinstance(batch, (Batch, MicroBatch)):
+        rule = "must be from this replay's sample or iterator, or a micro batch of packs"
         raise DataError("batch", rule, type(batch).__name__)
     counts = None if mask is None else arguments.tensor("mask", mask)
     if counts is not None and counts.dtype != torch.bool:
@@ -45,10 +46,30 @@ def as_given(
     return arguments.tensor("priorities", priorities), counts
 
 
+def check_packed(unit: str, micro: MicroBatch, priorities: torch.Tensor, mask: torch.Tensor | None) -> None:
+    """Check that priorities are those of a micro batch's trajectories, and trajectories are items.
+
+    Raises:
+        ConfigError: Items are groups, of which a micro batch may have a part.
+        ShapeError: They are not one for each trajectory.
+    """
+    if unit == "group":
+        rule = 'must be "trajectory" for priorities of a micro batch, which may hold a part of a group'
+        remedy = (
+            "report those of whole groups, each by one of its trajectories: set_priorities(ids, priorities)"
+        )
+        raise ConfigError("gear.sampler.unit", rule, unit, remedy)
+    if priorities.shape != (micro.num_trajectories,):
+        rule = f"must have shape [{micro.num_trajectories}], one for each trajectory"
+        raise ShapeError("priorities", rule, list(priorities.shape))
+    if mask is not None:
+        raise ShapeError("mask", "must not be given with a micro batch of packs", list(mask.shape))
+
+
 def report(
     tables: Sequence[PriorityMasses],
     sampler: PriorityOptions,
-    batch: Batch,
+    batch: Batch | MicroBatch,
     priorities: torch.Tensor,
     mask: torch.Tensor | None,
     late: AsyncPriorityUpdates,
@@ -68,7 +89,7 @@ def report(
         _report_later(tables, sampler, batch, values, mask, late)
         return
     late.drain()
-    if values.dim() == 2:
+    if values.dim() == 2 and isinstance(batch, Batch):
         values = reduce_steps(values, mask_of(batch, values, mask), sampler.reduce, sampler.eta)
     _check_size(values, batch, priorities)
     parts, rounded = _parts(tables, batch), as_float32(values)
@@ -83,7 +104,7 @@ def report(
 def _report_later(
     tables: Sequence[PriorityMasses],
     sampler: PriorityOptions,
-    batch: Batch,
+    batch: Batch | MicroBatch,
     values: torch.Tensor,
     mask: torch.Tensor | None,
     late: AsyncPriorityUpdates,
@@ -92,7 +113,7 @@ def _report_later(
     rule = "cannot be captured where the table is in host memory"
     refuse_capture("update_priorities", rule, "call it after the graph")
     given, faults = values, values.new_zeros(2, dtype=torch.float32)
-    if values.dim() == 2:
+    if values.dim() == 2 and isinstance(batch, Batch):
         chosen, differ = mask_unseen(batch, values, mask)
         none_counts = ~chosen.any(1)
         empty = torch.where(
@@ -104,9 +125,10 @@ def _report_later(
     late.take(_parts(tables, batch), float32_on_device(values), faults, _check_late)
 
 
-def _check_size(values: torch.Tensor, batch: Batch, given: torch.Tensor) -> None:
-    if values.dim() != 1 or values.numel() != batch.num_samples:
-        rule = f"must have shape [{batch.num_samples}], or [{batch.num_samples}, T]"
+def _check_size(values: torch.Tensor, batch: Batch | MicroBatch, given: torch.Tensor) -> None:
+    count = batch.num_samples if isinstance(batch, Batch) else batch.num_trajectories
+    if values.dim() != 1 or values.numel() != count:
+        rule = f"must have shape [{count}], or [{count}, T]"
         raise ShapeError("priorities", rule, list(given.shape))
 
 
@@ -124,7 +146,7 @@ def _check_late(values: torch.Tensor, faults: torch.Tensor) -> None:
     check_priorities(values.numpy())
 
 
-def _parts(tables: Sequence[PriorityMasses], batch: Batch) -> list[UpdatePart]:
+def _parts(tables: Sequence[PriorityMasses], batch: Batch | MicroBatch) -> list[UpdatePart]:
     """Divide a batch's samples among the tables.
 
     Raises:

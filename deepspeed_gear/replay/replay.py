@@ -14,6 +14,7 @@ import torch
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
+from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.checkpoint import checkpoint
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.config.pack_checks import SPLITS
@@ -450,7 +451,7 @@ class Replay(ReplayBase):
 
     def update_priorities(
         self,
-        batch: Batch | None,
+        batch: Batch | MicroBatch | None,
         priorities: torch.Tensor | np.ndarray | Sequence[Any],
         mask: torch.Tensor | np.ndarray | Sequence[Any] | None = None,
     ) -> None:
@@ -465,13 +466,14 @@ class Replay(ReplayBase):
         selections that need them wait until then. Errors in them are raised by a later call of this Replay.
 
         Args:
-            batch: From `sample`; may be None on a rank that reports nothing.
-            priorities: [B], or [B, T] to be reduced over a window by `sampler.reduce`; of any real
-                dtype and any device, finite, at least 0; lists and NumPy arrays are accepted.
+            batch: From `sample`, or a micro batch of packs; may be None on a rank that reports nothing.
+            priorities: [B], or [B, T] to be reduced over a window by `sampler.reduce`; of packs one for each
+                trajectory, [S]. Of any real dtype and any device, finite, at least 0; lists and NumPy arrays
+                are accepted.
             mask: Which steps count. None: the batch's mask of this shape without burn-in (`batch.learns`), or
                 every step. [B, T], bool.
         Raises:
-            ConfigError: The sampler has no priorities.
+            ConfigError: The sampler has no priorities, or the batch is a micro batch and items are groups.
             DataError: A priority is negative, infinite or NaN; nothing has changed.
             ShapeError: A wrong shape.
             StoreError: More updates wait than the priority log holds.
@@ -481,6 +483,10 @@ class Replay(ReplayBase):
         if not self._place.reports:
             return
         priorities, mask = priority_updates.as_given(batch, priorities, mask)
+        options = self.config.item_sampler
+        assert isinstance(options, PriorityOptions)  # as the sampler has priorities
+        if isinstance(batch, MicroBatch):
+            priority_updates.check_packed(options.unit, batch, priorities, mask)
         if priorities.dim() == 2 and self._place.sequence_world > 1:
             rule = "must have shape [B] where ranks share the time axis"
             raise ShapeError(
@@ -488,8 +494,6 @@ class Replay(ReplayBase):
             )
         assert batch is not None  # as_given has checked it
         self._late_updates.check()
-        options = self.config.item_sampler
-        assert isinstance(options, PriorityOptions)  # as the sampler has priorities
         priority_updates.report(masses, options, batch, priorities, mask, self._late_updates)
 
     def set_priorities(

@@ -300,7 +300,9 @@ class RolloutData:
             PackLoss(
                 mask.to(device), token_weights.to(device), share, divisor, settings.reduce, settings.loss.by
             ),
-            PackSources(which, fill, self._opaque(index)),
+            PackSources(
+                which, self.records[which], torch.from_numpy(self.source[index]), fill, self._opaque(index)
+            ),
             known,
             settings.token,
             device,

@@ -187,6 +187,7 @@ def test_fewer_trajectories_than_ranks_leave_packs_of_padding() -> None:
                 counts.append(micro.num_trajectories)
                 total += float(micro.sum(torch.ones_like(micro["logp"]))) / 5
                 assert micro.num_trajectories or (micro["tokens"].shape == (1, 16) and micro.max_seqlen == 16)
+                assert micro.reported.shape == (micro.num_trajectories, 8)
         assert sum(counts) == 3
         assert 0 in counts
         assert total == pytest.approx(1)
@@ -475,6 +476,41 @@ def test_a_loop_may_outlive_its_replay() -> None:
         next(steps)
     with pytest.raises(StoreError, match="must not be used"):
         next(steps)
+
+
+@pytest.mark.parametrize("tables", [1, 2])
+def test_priorities_of_a_micro_batch(tables: int) -> None:
+    """One for each trajectory; the next selection applies them."""
+    table = section()["tables"]["responses"]
+    names = ["one", "two"][:tables]
+    sampler: dict[str, Any] = {"kind": "prioritized", "alpha": 1.0}
+    if tables == 2:
+        sampler = {"kind": "mixture", "shares": {"one": 0.5, "two": 0.5}, "of": sampler}
+    config = section(tables=dict.fromkeys(names, table), sampler=sampler, rollout={"trajectories": 12})
+    with Replay(config) as replay:
+        for response in responses(20):
+            for name in names:
+                replay.add(response, name)
+        wanted: dict[tuple[str, int], float] = {}
+        rollout = replay.rollout()
+        padding = micros(seen_by(rollout, ranks_of(40)[-1]))[0]
+        assert not padding.num_trajectories
+        replay.update_priorities(padding, torch.zeros(0))
+        for step in rollout:
+            for micro in step:
+                own = 1.0 + micro.index.double()
+                replay.update_priorities(micro, own)
+                for source, number, one in zip(
+                    micro.host_source.tolist(), micro.trajectory_id.tolist(), own.tolist(), strict=True
+                ):
+                    wanted[names[source], number] = max(one, wanted.get((names[source], number), 0.0))
+                with pytest.raises(ShapeError, match="one for each trajectory"):
+                    replay.update_priorities(micro, own[:, None])
+        assert len({name for name, _ in wanted}) == tables
+        replay.rollout()
+        for name in names:
+            ids = [number for one, number in wanted if one == name]
+            assert replay.priorities(ids, table=name).tolist() == [wanted[name, number] for number in ids]
 
 
 def trained(rollout: Rollout) -> list[list[tuple[Any, ...]]]:

@@ -391,6 +391,15 @@ def test_members_of_several_trajectories_have_no_mean_in_a_pack() -> None:
             micro.per_sequence(micro["tokens"].float())
 
 
+def test_priorities_of_a_micro_batch_are_none_of_groups() -> None:
+    with Replay(section(GROUP, {"kind": "prioritized"}, batch={"groups": 1})) as replay:
+        (ids,) = add_groups(replay, [4]).values()
+        micro = next(iter(replay.step()))
+        with pytest.raises(ConfigError, match=r"set_priorities\(ids, priorities\)"):
+            replay.update_priorities(micro, torch.ones(3))
+        assert replay.set_priorities(ids[:1], [2.0]) == 1
+
+
 def test_late_columns_that_are_absent_are_not_read_as_zeros() -> None:
     """A late column that neither fields nor needs name may be absent in a batch."""
     with Replay(section(GROUP, batch={"groups": 2})) as replay:
