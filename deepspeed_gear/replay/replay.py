@@ -23,13 +23,20 @@ from deepspeed_gear.distributed.gradient_divisor import gradient_divisor
 from deepspeed_gear.distributed.replay_plan import make_plan, refuse_device
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, ShapeError, StoreError
-from deepspeed_gear.replay import priority_updates, replay_statistics, table_edits
+from deepspeed_gear.replay import (
+    clamp_warnings,
+    late_warnings,
+    priority_updates,
+    replay_statistics,
+    table_edits,
+)
 from deepspeed_gear.replay.batch_assembler import Transform
 from deepspeed_gear.replay.batch_loader import BatchLoader
 from deepspeed_gear.replay.builder import build
 from deepspeed_gear.replay.can_sample import Readiness
-from deepspeed_gear.replay.clamp_warnings import warnings_of
+from deepspeed_gear.replay.clamp_warnings import ClampWarning
 from deepspeed_gear.replay.evaluation import Evaluation
+from deepspeed_gear.replay.late_warnings import LateWarning
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.progress import Totals
 from deepspeed_gear.replay.replay_base import ReplayBase
@@ -119,9 +126,12 @@ class Replay(ReplayBase):
             divisor = partial(getattr, self, "gradient_divisor")
             self._loader = RolloutLoader(parts, self.metrics, engine_dtype, to, divisor)
             self._rollouts = self._loader
-        self._warnings = (
-            warnings_of(parts.train) if plan.topology.leads_node else []
-        )  # each for its own store
+        self._warnings: list[ClampWarning | LateWarning] = []
+        if plan.topology.leads_node:  # each for its own store
+            self._warnings = [
+                *clamp_warnings.warnings_of(parts.train),
+                *late_warnings.warnings_of(parts.train),
+            ]
         self._questions = Readiness(parts, self._loader)
         self._finalizer = weakref.finalize(self, parts.resources.release)
 

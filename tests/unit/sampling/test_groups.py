@@ -145,6 +145,24 @@ def test_members_by_age_and_late_ones() -> None:
         assert late not in stored(replay)
 
 
+def test_a_number_that_is_used_again_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """New responses under the number of a stored group are late: the log says so."""
+    with Replay(section(GROUP, {"kind": "uniform"}, batch={"groups": 1})) as replay:
+        for number in range(3):
+            add_groups(replay, [7, 8 + number])
+            replay.rollout()
+        lines = [one.getMessage() for one in caplog.records if "were dropped" in one.getMessage()]
+        assert len(lines) == 1
+        assert lines[0].startswith("gear: table main: 3 trajectories came when their group was complete")
+        assert "column prompt tells groups apart" in lines[0]
+    with Replay(section({**GROUP, "after_s": 9.0, "min_size": 1}, batch={"groups": 1})) as replay:
+        caplog.clear()
+        add_groups(replay, [7], size=4)
+        replay.rollout()
+        assert replay.statistics()["groups"]["main"]["late"] == 1
+        assert not caplog.records
+
+
 def test_a_full_group_refuses_more_trajectories() -> None:
     with Replay(section({**MEMBERS, "max_trajectories": 3, "needs": ["reward"]})) as replay:
         for sample in range(3):
