@@ -3,7 +3,8 @@
     for seed in 0 1 2; do python examples/grpo.py --seed $seed --out runs/grpo-$seed; done
     python docs/figures/grpo.py runs/grpo-*
 
-The result of each run is kept in docs/figures/grpo.json, from which the figure is drawn again without folders.
+The result of each run is kept in docs/figures/grpo.json, from which the figure is drawn again without
+folders.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def main() -> None:
         axes.axvspan(0, run["warm_start_s"], color=line.get_color(), alpha=0.08, linewidth=0)
     for level in (BEFORE, AFTER):
         axes.axhline(level, color="grey", linewidth=0.8, linestyle=":")
-    axes.set(xlabel="seconds, the supervised warm start (shaded) included", ylabel="right answers", ylim=(0, 1))
+    axes.set(
+        xlabel="seconds, the supervised warm start (shaded) included", ylabel="right answers", ylim=(0, 1)
+    )
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     axes.set_xlim(left=0)
     axes.legend(frameon=False, loc="lower right")
