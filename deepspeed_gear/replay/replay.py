@@ -342,6 +342,7 @@ class Replay(ReplayBase):
 
         Raises:
             ConfigError: There is no `gear.pack`.
+            CheckpointError: A run was resumed in a rollout batch, and its trajectories have other lengths.
             StoreError: As `sample`, like the others.
             PeerError: Another rank failed, died or ended.
             NotReadyError: Too few items are there in time.

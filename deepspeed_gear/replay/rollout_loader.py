@@ -81,7 +81,7 @@ class RolloutLoader:
         """Select and return the next rollout batch; the one before it is consumed.
 
         Raises:
-            PeerError, StoreError, NotReadyError: As `Replay.rollout`.
+            PeerError, StoreError, NotReadyError, CheckpointError: As `Replay.rollout`.
         """
         if self._current is not None:
             self._current.close()

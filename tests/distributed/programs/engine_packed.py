@@ -146,6 +146,28 @@ def several_steps(gear: dict[str, Any]) -> None:
     engine.destroy()
 
 
+def a_loop_that_ends_early(gear: dict[str, Any]) -> None:
+    """It ends the rollout batch on all ranks; an absent column of one is an error on both."""
+    size = {"trajectories": 12, "minibatches": 3}
+    sampler = {"kind": "epoch"}
+    engine = engine_of({**gear, "rollout": size, "sampler": sampler}, zero_optimization={"stage": 1})
+    fill(engine)
+    first = engine.gear_rollout()
+    for step in first:
+        train(engine, step)
+        break
+    refused(StoreError, "must not be used after its loop has ended", first.advantages)
+    second = engine.gear_rollout()
+    assert not set(first.trajectory_id.tolist()) & set(second.trajectory_id.tolist())
+    name = "reward" if dist.get_rank() else "other"  # of one rank: the other gets its error
+    refused(ConfigError, "column 'other' must be a column of table", lambda: second.advantages(reward=name))
+    second.advantages("dr_grpo")
+    assert sum(step.num_trajectories for step in second) == 12
+    progress = engine.gear.progress()
+    assert progress.num_samples == 4, progress  # of the step that was trained
+    engine.destroy()
+
+
 def two_engines(gear: dict[str, Any]) -> None:
     """A critic trains the steps of an actor's replay; both count what they have trained."""
     whole = dist.get_world_size() * COUNT
@@ -202,6 +224,7 @@ if __name__ == "__main__":
     given = task()
     one_step(given)
     several_steps(given)
+    a_loop_that_ends_early(given)
     two_engines(given)
     refusals(given)
     defaults(given)

@@ -269,6 +269,19 @@ def test_an_empty_table_names_what_is_missing() -> None:
         assert found == {"without the late column reward": 1, "of incomplete groups": 1}
 
 
+def test_a_loop_that_ends_early_asks_for_the_next_groups() -> None:
+    config = section(GROUP, rollout={"groups": 2, "minibatches": 2}, max_times_sampled=1)
+    del config["batch"]
+    with Replay(config) as replay:
+        add_groups(replay, range(2))
+        for _ in replay.rollout():
+            break
+        assert not replay.can_sample()
+        assert replay.missing_groups() == 2
+        groups = add_groups(replay, range(2, 4))
+        assert trained(replay) == list(groups.values())
+
+
 def test_a_queue_of_groups() -> None:
     """Complete groups that wait are at most those of the queue; each is drawn once, and leaves whole."""
     rate = {"queue": 4, "timeout_s": 1.0}
