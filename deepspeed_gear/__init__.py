@@ -141,5 +141,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List also the names that are imported on first use."""
-    return sorted({*globals(), *__all__})
+    """Return the public names, imported or not: what completion shows."""
+    return sorted(__all__)

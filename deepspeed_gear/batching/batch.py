@@ -18,7 +18,12 @@ from deepspeed_gear.config.field_checks import LEARNS, MASK, SAMPLE_NAMES
 from deepspeed_gear.errors import DataError, FieldError, ShapeError, StaleBatchError
 from deepspeed_gear.ops.philox import philox
 from deepspeed_gear.ops.records import RandomPurpose, Resolution
+from deepspeed_gear.public_names import public_names
 
+# Names that other modules of this package use, and no program.
+INTERNAL = frozenset(
+    "arrival arrives every_tensor host_records host_source lifetime reported with_probability".split()
+)
 Samples = slice | torch.Tensor | np.ndarray | list[Any]  # which samples of a batch
 
 
@@ -476,6 +481,10 @@ class Batch(Mapping[str, torch.Tensor]):
     def __repr__(self) -> str:
         fields = ", ".join(f"{n}: {str(t.dtype)[6:]}{list(t.shape)}" for n, t in self._tensors.items())
         return f"Batch({self.num_samples} samples on {self.device}; {fields})"
+
+    def __dir__(self) -> list[str]:
+        """Return the public names: what completion shows."""
+        return public_names(super().__dir__(), INTERNAL)
 
 
 class OverwrittenBatch(Batch):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.errors import ConfigError, FieldError, ShapeError
+from deepspeed_gear.public_names import public_names
 
 Attention = Literal["sdpa", "flash_attention_2", "flash_attention_3", "mask"]
 ATTENTIONS = ("sdpa", "flash_attention_2", "flash_attention_3", "mask")
@@ -179,6 +180,10 @@ class MicroBatch(Mapping[str, torch.Tensor]):
             f"MicroBatch({self.num_trajectories} trajectories, {self.num_tokens} of {self._shape.rows} places"
             f": {names})"
         )
+
+    def __dir__(self) -> list[str]:
+        """Return the public names: what completion shows."""
+        return public_names(super().__dir__())
 
     @property
     def index(self) -> torch.Tensor:

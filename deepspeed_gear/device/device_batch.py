@@ -13,6 +13,12 @@ from deepspeed_gear.batching.batch import Batch, BatchSamples
 from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.batching.gather import Buffers
 from deepspeed_gear.ops.records import Resolution
+from deepspeed_gear.public_names import public_names
+
+# Names that other modules of this package use, and no program.
+INTERNAL = frozenset(
+    "again buffers hold holders importance micro of_pass origin owner place records written".split()
+)
 
 
 class DeviceBatch(Batch):
@@ -111,3 +117,7 @@ class DeviceBatch(Batch):
     def importance(self) -> Tensor | None:
         """Tensor that the PER weights are written to; None: they are all 1."""
         return self._is_weight
+
+    def __dir__(self) -> list[str]:
+        """Return the public names: what completion shows."""
+        return public_names(super().__dir__(), INTERNAL)

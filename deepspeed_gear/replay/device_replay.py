@@ -296,6 +296,10 @@ class DeviceReplay(ReplayBase):
 
     # ---- state -----------------------------------------------------------------------------------
 
+    def _contents(self) -> str:
+        """As of every replay; nothing on a GPU: a `repr` must not wait for it, nor break a capture."""
+        return "" if self.device.type == "cuda" else super()._contents()
+
     @property
     def num_steps(self) -> int:
         """Number of stored steps. Waits for the device."""

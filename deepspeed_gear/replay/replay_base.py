@@ -15,6 +15,7 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.distributed.replay_plan import ReplayPlan
 from deepspeed_gear.errors import StoreError
+from deepspeed_gear.public_names import public_names
 from deepspeed_gear.replay.batch_assembler import Transform
 from deepspeed_gear.replay.normalizer import Normalizer
 from deepspeed_gear.replay.progress import Progress, ProgressMeter, Totals
@@ -22,6 +23,8 @@ from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.store.process_bound import ProcessBound
 
 Self = TypeVar("Self", bound="ReplayBase")
+# Names that other modules of this package use, and no program.
+INTERNAL = frozenset({"close_with", "count_skipped_step", "metrics", "observe_steps"})
 
 
 class ReplayBase(ProcessBound, ABC):
@@ -47,13 +50,17 @@ class ReplayBase(ProcessBound, ABC):
     def __repr__(self) -> str:
         kind, info = self.config.sampler.kind, self.batch_info
         sizes = f"batches of {info.micro}" + (f" of {info.global_batch}" if info.num_micro > 1 else "")
-        end = ", closed" if self._closed else ""
+        end = ", closed" if self._closed else self._contents()
         name = type(self).__name__
         return f"{name}({', '.join(self.config.sampled_tables)}: {kind}, {sizes}, on {self.device}{end})"
 
+    def _contents(self) -> str:
+        """Return what `repr` shows of the stores of this node."""
+        return f", {len(self):,} trajectories, {self.num_steps:,} steps"
+
     def __dir__(self) -> list[str]:
         """Return the public names: what completion shows."""
-        return sorted(name for name in super().__dir__() if not name.startswith("_"))
+        return public_names(super().__dir__(), INTERNAL)
 
     # ---- ranks -----------------------------------------------------------------------------------
 

@@ -15,10 +15,12 @@ from deepspeed_gear.config.pack_options import RolloutConfig
 from deepspeed_gear.errors import ConfigError, FieldError, ShapeError, StoreError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Resolution
+from deepspeed_gear.public_names import public_names
 from deepspeed_gear.replay.rollout_data import RolloutData
 from deepspeed_gear.replay.train_step import Sum, TrainStep, check_filled, forward_packs
 
 EPSILON = 1e-8
+INTERNAL = frozenset({"abandon"})  # used by other modules of this package, and by no program
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,10 @@ class Rollout:
             f"Rollout({self.number}: {self.num_items} items, {self.num_trajectories} trajectories, "
             f"{self.num_tokens} tokens, {self.steps_done} of {len(self)} steps done)"
         )
+
+    def __dir__(self) -> list[str]:
+        """Return the public names: what completion shows."""
+        return public_names(super().__dir__(), INTERNAL)
 
     # ---- contents --------------------------------------------------------------------------------
 

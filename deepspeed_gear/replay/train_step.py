@@ -14,10 +14,12 @@ from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.batching.packing_plan import PackBudget, PackingPlan, plan_packs
 from deepspeed_gear.errors import ShapeError, StoreError
 from deepspeed_gear.ops import Ops
+from deepspeed_gear.public_names import public_names
 from deepspeed_gear.replay.rollout_data import RolloutData
 
 Sum = Callable[[torch.Tensor], torch.Tensor]
 NumberedFill = Callable[[int, MicroBatch, Mapping[str, torch.Tensor]], None]
+INTERNAL = frozenset({"packs"})  # used by other modules of this package, and by no program
 
 
 class PackSequence:
@@ -128,6 +130,10 @@ class TrainStep:
             f"TrainStep({self.number} of rollout batch {self._data.number}: {self.num_trajectories} "
             f"trajectories, {self.num_tokens} tokens, {len(self)} micro batches)"
         )
+
+    def __dir__(self) -> list[str]:
+        """Return the public names: what completion shows."""
+        return public_names(super().__dir__(), INTERNAL)
 
     @property
     def name(self) -> str:

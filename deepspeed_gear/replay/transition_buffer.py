@@ -13,6 +13,7 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.data.trajectory_checks import as_stored
 from deepspeed_gear.errors import ConfigError, DataError, StoreError
+from deepspeed_gear.public_names import public_names
 from deepspeed_gear.replay.replay import Replay
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
@@ -261,7 +262,11 @@ class TransitionBuffer:
         return self.replay.num_steps
 
     def __repr__(self) -> str:
-        return f"TransitionBuffer({len(self)} transitions, {self.num_envs} environments, {self.replay!r})"
+        return f"TransitionBuffer({self.num_envs} environments, {self.replay!r})"
+
+    def __dir__(self) -> list[str]:
+        """Return the public names: what completion shows."""
+        return public_names(super().__dir__())
 
     def close(self) -> None:
         """Close the replay; safe to call twice."""

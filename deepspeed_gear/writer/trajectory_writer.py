@@ -13,6 +13,7 @@ import numpy as np
 
 from deepspeed_gear.context import Context
 from deepspeed_gear.errors import StoreError
+from deepspeed_gear.public_names import public_names
 from deepspeed_gear.sampling.mass_rules import check_weights
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.pins import SelectionPins
@@ -27,6 +28,10 @@ from deepspeed_gear.writer.partial_publish import Publisher
 from deepspeed_gear.writer.vector_writer import VectorWriter
 
 Grows = TypeVar("Grows", OpenTrajectory, VectorWriter)
+# Names that other modules of this package use, and no program.
+INTERNAL = frozenset(
+    "check_goes_on check_while_waiting close_with end_with_replay publisher run_goes_on store_name".split()
+)
 _CHECK_S = 0.5  # how often a writer checks that the run goes on
 
 
@@ -123,6 +128,14 @@ class TrajectoryWriter(ProcessBound):
         context = Context(timeout_s=found.timeout_s, check=watch.check)
         inserter = Inserter(found.table, SelectionPins(found.table), context, found.max_length, checks)
         return cls(found.table, inserter, watch)
+
+    def __repr__(self) -> str:
+        end = "" if self._open else ", closed"
+        return f"TrajectoryWriter({self.table}: {self.num_added:,} trajectories added{end})"
+
+    def __dir__(self) -> list[str]:
+        """Return the public names: what completion shows."""
+        return public_names(super().__dir__(), INTERNAL)
 
     @property
     def schema(self) -> Schema:

@@ -15,6 +15,7 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import as_stored, check_finite
 from deepspeed_gear.errors import DataError
+from deepspeed_gear.public_names import public_names
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.native_handle import address, form_of
 from deepspeed_gear.store.process_bound import ProcessBound
@@ -30,6 +31,7 @@ from deepspeed_gear.writer.partial_publish import (
 from deepspeed_gear.writer.staged_rows import Staging
 
 _FIRST_LENGTH = 256
+INTERNAL = frozenset({"watch_versions"})  # used by other modules of this package, and by no program
 
 
 class VectorWriter(ProcessBound):
@@ -99,6 +101,16 @@ class VectorWriter(ProcessBound):
         own = Staging.private(schema.step_columns, num_envs, length, native) if staging is None else staging
         self._next = own.first.copy()  # row of each environment's next state
         self._use(own, native if staging is None else None)
+
+    def __repr__(self) -> str:
+        return (
+            f'{type(self).__name__}({self.num_envs} environments, "{self.autoreset}", '
+            f"{self.num_steps:,} steps, {self.num_trajectories:,} trajectories added)"
+        )
+
+    def __dir__(self) -> list[str]:
+        """Return the public names: what completion shows."""
+        return public_names(super().__dir__(), INTERNAL)
 
     def watch_versions(self, column: str, notify: Callable[[object, np.ndarray], None]) -> None:
         """Report the policy versions of open trajectories whenever some begin or end.
