@@ -16,7 +16,7 @@ from deepspeed_gear.errors import StoreFullError
 
 Read = Callable[[str], str | None]
 _REMEDY = (
-    "lower the table's capacity, use load: map for a data set, or raise the limit (docker run --memory, "
+    "lower the table's capacity, use load: mmap for a data set, or raise the limit (docker run --memory, "
     "systemd MemoryMax, Slurm --mem)"
 )
 

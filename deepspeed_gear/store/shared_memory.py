@@ -334,7 +334,7 @@ def _full(num_bytes: int, error: OSError) -> StoreFullError:
         str(SHM),
         f"must have {num_bytes} bytes free",
         f"{free.f_bavail * free.f_frsize} bytes ({error.strerror})",
-        "lower the table's capacity, use load: map, enlarge /dev/shm, or run `gear clean`",
+        "lower the table's capacity, use load: mmap, enlarge /dev/shm, or run `gear clean`",
     )
 
 

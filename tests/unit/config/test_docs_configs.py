@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -13,7 +13,19 @@ import torch
 from gear_support import config_of
 
 from deepspeed_gear import Column, DeviceReplay, Replay, Schema
+from deepspeed_gear.config.table_options import DataConfig
 from deepspeed_gear.errors import ShapeError
+
+LOAD = re.compile(r"(?:use |`)load: (\w+)")
+
+
+def test_remedies_and_pages_name_options_that_exist(checkout: Path) -> None:
+    """`load: X` in prose and error texts."""
+    known = get_args(DataConfig.model_fields["load"].annotation)
+    files = [*(checkout / "deepspeed_gear").rglob("*.py"), *(checkout / "docs").rglob("*.md")]
+    found = {(file.name, word) for file in files for word in LOAD.findall(file.read_text())}
+    assert {word for _, word in found} == set(known), found
+
 
 SCHEMA = Schema(
     [
