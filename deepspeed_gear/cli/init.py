@@ -121,6 +121,8 @@ while engine.global_steps < args.steps:
             report(f"step {step}, held-out error {held_out_error():.4f}")
         engine.save_checkpoint(str(args.checkpoints))
 
+if any(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*")):
+    report("DeepSpeed leaves 66 MiB of each rank in /dev/shm; remove them after the run: gear clean")
 engine.destroy()
 dist.destroy_process_group()
 ''')
@@ -205,16 +207,21 @@ def run(args: argparse.Namespace) -> int:
         print(f"note: {share}, for which each start computes statistics: gear ingest --split stores them")
     elif held_out is None:
         print("note: no trajectory can be held out, and nothing is evaluated")
+    if args.hostfile is not None:
+        print(
+            "note: DeepSpeed does not send this shell's variables to the hosts: those without a GPU need "
+            "DS_ACCELERATOR=cpu and OMP_NUM_THREADS=1 in a file .deepspeed_env, here or in your home"
+        )
     print(f"train with: {shlex.join([*launch, str(args.out / SCRIPT_FILE)])}")
     return 0
 
 
 def launcher(hostfile: str | None) -> list[str]:
     """Return the words of the command before the script: for this machine, or for the hosts of a file."""
+    if hostfile is not None:  # DeepSpeed sends no variables of the shell; those hosts may have other devices
+        return ["deepspeed", "--hostfile", hostfile]
     num_gpus = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else torch.cuda.device_count()
     settings = [] if num_gpus else ["DS_ACCELERATOR=cpu", "OMP_NUM_THREADS=1"]
-    if hostfile is not None:
-        return [*settings, "deepspeed", "--hostfile", hostfile]
     num_ranks = num_gpus or min(_MOST_CPU_RANKS, len(os.sched_getaffinity(0)))
     return [*settings, "deepspeed", "--num_gpus", str(num_ranks)]
 

@@ -200,6 +200,7 @@ def test_refuses_what_it_cannot_serve(tmp_path: Path) -> None:
         ({}, 8, "deepspeed --num_gpus 8 train.py"),
         ({}, 0, "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 3 train.py"),
         ({"hostfile": "node0 slots=8\nnode1 slots=8\n"}, 8, "deepspeed --hostfile hosts train.py"),
+        ({"hostfile": "node0 slots=8\nnode1 slots=8\n"}, 0, "deepspeed --hostfile hosts train.py"),
     ],
 )
 def test_launch_line(
@@ -221,7 +222,9 @@ def test_launch_line(
         Path("hosts").write_text(settings["hostfile"])
         options = ["--hostfile", "hosts"]
     assert run_init("data", *options) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"train with: {wanted}"
+    *notes, command = capsys.readouterr().out.splitlines()
+    assert command == f"train with: {wanted}"
+    assert any(".deepspeed_env" in note for note in notes) == ("hostfile" in settings)
     assert f"    {wanted}\n" in Path("train.py").read_text()
 
 
@@ -292,6 +295,7 @@ def test_the_script_trains_and_continues_after_a_kill(
     for left in (left for port in ports for left in Path("/dev/shm").glob(f"deepspeed_*_{port}_*")):
         left.unlink()  # DeepSpeed's own buffers, which it leaves there
     assert "continuing after step 20\n" in continued
+    assert continued.endswith("remove them after the run: gear clean\n")
     again = steps_of(continued)
     assert list(again) == [25, 30, 35, 40, 43]
     assert [again[step] for step in (25, 30, 35, 40)] == [losses[step] for step in (25, 30, 35, 40)]
