@@ -168,3 +168,18 @@ def device(name: str, value: object) -> torch.device:
         return found
     except (TypeError, RuntimeError, ValueError) as error:
         raise ConfigError(name, "must be a device", repr(value)[:80], 'write "cpu" or "cuda:0"') from error
+
+
+def usable_device(name: str, value: object) -> torch.device:
+    """Return a device on which this process can make tensors.
+
+    Raises:
+        ConfigError: It is none, or torch cannot use it here.
+    """
+    found = device(name, value)
+    try:
+        torch.empty(0, device=found)
+    except (AssertionError, RuntimeError, NotImplementedError) as error:
+        rule = "must be a device that torch can use here"
+        raise ConfigError(name, rule, str(found), str(error).splitlines()[0]) from error
+    return found

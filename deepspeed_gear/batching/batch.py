@@ -122,7 +122,7 @@ class Batch(Mapping[str, torch.Tensor]):
         Raises:
             FieldError: There is no such field.
             ShapeError: A mask or index does not fit the batch.
-            DataError: A mask or index is of another dtype.
+            DataError: A mask or index is of another dtype, or B values are of uint8, which could be either.
         Cost: of a slice, none but the object; else a copy. Indices on a GPU are read by the host.
         """
         try:
@@ -449,10 +449,13 @@ class Batch(Mapping[str, torch.Tensor]):
         """Return the batch on a device; itself if it is already there.
 
         Raises:
-            ConfigError: There is no such device.
+            ConfigError: There is no such device, or torch cannot use it here.
         """
         there = arguments.device("device", device)
-        return self if self.device == there else self.map(lambda tensor: tensor.to(there))
+        if self.device == there:
+            return self
+        arguments.usable_device("device", there)
+        return self.map(lambda tensor: tensor.to(there))
 
     def tree(self) -> dict[str, Any]:
         """Return nested dictionaries: field `observation.image` is `["observation"]["image"]`."""
@@ -598,6 +601,8 @@ def _taker(key: Samples, num_samples: int) -> Callable[[torch.Tensor], torch.Ten
     """
     if isinstance(key, slice):
         return _slicer(key)
+    if isinstance(key, list) and not key:  # an array of it would be of float64
+        key = torch.empty(0, dtype=torch.int64)
     index = _index_of(arguments.tensor("the samples", key), num_samples)
     there = {index.device: index}
 
@@ -625,6 +630,12 @@ def _index_of(key: torch.Tensor, num_samples: int) -> torch.Tensor:
         return key.nonzero()[:, 0]
     if key.is_floating_point():
         raise DataError("the samples", "must be a slice, a mask of bools, or integers", str(key.dtype))
+    if key.dtype == torch.uint8 and key.shape == (num_samples,):
+        rule, given = (
+            "must be a mask of bools, or indices of int64",
+            f"{num_samples} of uint8, for a mask or indices",
+        )
+        raise DataError("the samples", rule, given, "convert them to bool or to int64")
     if key.dim() != 1:
         remedy = "write batch[i:i + 1] for one sample"
         raise ShapeError("the indices of samples", "must have shape [n]", list(key.shape), remedy)

@@ -157,7 +157,7 @@ CALLS: dict[str, Call] = {
     "load": (lambda s, bad: s.replay.load(bad, s.replay.state_dict()), {"a string"}),
     "load state": (lambda s, bad: s.replay.load(s.folder, bad), set()),
     "load_state_dict": (lambda s, bad: s.replay.load_state_dict(bad), set()),
-    "batch[]": (lambda s, bad: s.batch[bad], set()),
+    "batch[]": (lambda s, bad: s.batch[bad], {"a list"}),  # an empty one
     "batch.minibatches": (lambda s, bad: s.batch.minibatches(bad), set()),
     "batch.minibatches epochs": (lambda s, bad: s.batch.minibatches(2, bad), set()),
     "Batch.cat": (lambda s, bad: Batch.cat(bad), set()),

@@ -176,6 +176,7 @@ PARTS: dict[str, tuple[Any, list[int]]] = {
     "indices": (torch.tensor([4, 0, 0, -1]), [4, 0, 0, 4]),
     "indices as a list": ([2, -5], [2, 0]),
     "indices of bytes": (torch.tensor([3, 3], dtype=torch.uint8), [3, 3]),
+    "an empty list": ([], []),
 }
 
 
@@ -244,6 +245,17 @@ def test_parts_take_everything_along(made: Callable[..., Batch], name: str) -> N
         (torch.tensor([0, 5]), ShapeError, r"an index of samples must be in \[-5, 5\), got 5"),
         ([-6], ShapeError, r"must be in \[-5, 5\), got -6"),
         (torch.ones(5), DataError, "must be a slice, a mask of bools, or integers"),
+        (
+            torch.tensor([1, 0, 1, 0, 0], dtype=torch.uint8),
+            DataError,
+            "mask of bools, or indices of int64, got",
+        ),
+        (
+            np.ones(5, np.uint8),
+            DataError,
+            "5 of uint8, for a mask or indices'; convert them to bool or to int64",
+        ),
+        ([[]], DataError, "must be a slice, a mask of bools, or integers"),
         (slice(None, None, -1), ShapeError, "slice of integers with a step of at least 1"),
         (slice("a", None), ShapeError, "slice of integers"),
         (3, FieldError, r"field 3 must be in the batch; write batch\[3:4\] for a sample; it has observation"),
@@ -252,6 +264,13 @@ def test_parts_take_everything_along(made: Callable[..., Batch], name: str) -> N
 def test_parts_that_are_refused(key: Any, kind: type[GearError], text: str) -> None:
     with pytest.raises(kind, match=text):
         make(5)[key]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+def test_a_device_that_torch_cannot_use_is_refused() -> None:
+    with pytest.raises(ConfigError, match="device must be a device that torch can use here, got 'cuda'; "):
+        make(3).to("cuda")
+    assert make(3).to("cpu").device.type == "cpu"
 
 
 def test_minibatches_visit_each_sample_once_an_epoch() -> None:
