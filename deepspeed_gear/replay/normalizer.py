@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from deepspeed_gear.config import GearConfig, ResolvedField, parse
 from deepspeed_gear.config.field_checks import DERIVED
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
+from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.distributed import config_resolution
 from deepspeed_gear.errors import CheckpointError, ConfigError, DataError, FieldError, ShapeError
 from deepspeed_gear.ops.reference.convert import arithmetic_dtype, widen
@@ -150,7 +151,7 @@ class Normalizer:
     def from_config(
         cls,
         config: Mapping[str, Any] | GearConfig | str | Path,
-        dataset: Dataset | None = None,
+        dataset: Dataset | str | Path | None = None,
         schemas: Mapping[str, Schema] | None = None,
         *,
         engine_dtype: torch.dtype = torch.float32,
@@ -160,7 +161,8 @@ class Normalizer:
         Args:
             config: The `gear` section: a mapping, a GearConfig, or the path of a JSON file (a whole ds_config
                 or the section alone).
-            dataset: In place of the data set that the config names; None: that one is opened.
+            dataset: In place of the data set that the config names, or its folder; None: the config's is
+                opened.
             schemas: Schemas of the tables that have a capacity and no schema in the config.
             engine_dtype: The dtype of `"as": "engine"`.
         Raises:
@@ -168,7 +170,9 @@ class Normalizer:
         Cost: the statistics are read; of another split than the data set's own they are computed in one pass
             over the data.
         """
-        arguments.one_of("dataset", dataset, (Dataset, type(None)), "a Dataset")
+        if isinstance(dataset, (str, Path)):
+            dataset = Dataset.open(dataset)
+        arguments.one_of("dataset", dataset, (Dataset, type(None)), "a Dataset or a path")
         arguments.one_of("engine_dtype", engine_dtype, torch.dtype, "a torch.dtype")
         for name, schema in arguments.mapping("schemas", schemas or {}, "table -> Schema").items():
             arguments.one_of(f"schemas: {name}", schema, Schema, "a Schema")
@@ -196,17 +200,23 @@ class Normalizer:
         float32). Gradients pass through.
 
         Args:
-            name: A field of the batch: "observation", "observation.camera", "return_to_go" ...
-            values: A tensor, array, number or nested list. [..., *shape of the column's row].
+            name: A field of the batch: "observation", "observation.camera", "return_to_go" ... With nested
+                values, the first part of the names of several.
+            values: A tensor, array, number or nested list. [..., *shape of the column's row]. Or nested, as
+                writers take them: {"camera": x, "joints": (y, z)} are "observation.camera",
+                "observation.joints.0" and "observation.joints.1".
         Returns:
             Of the same shape and of the field's dtype: a tensor on the device of a given tensor, else an
-            array (float32 for bfloat16, which NumPy lacks).
+            array (float32 for bfloat16, which NumPy lacks). Of nested values: dictionaries, as of
+            `Batch.tree`.
         Raises:
             FieldError: There is no such field.
             ShapeError: The last dimensions are not those of the column's row.
             DataError: They are no real numbers, or a field of integers cannot hold them.
         Cost: no wait for a device, except to check integers of another dtype in a field of integers.
         """
+        if self._are_nested(name, values):
+            return self._of_parts(name, values, self.normalize)
         given, conversion = self._prepare(name, values)
         return self._as_given(values, conversion.apply(name, given))
 
@@ -222,13 +232,36 @@ class Normalizer:
         Raises:
             FieldError, ShapeError, DataError: As `normalize`.
         """
+        if self._are_nested(name, values):
+            return self._of_parts(name, values, self.denormalize)
         given, conversion = self._prepare(name, values)
         return self._as_given(values, conversion.revert(name, given))
+
+    def _are_nested(self, name: str, values: Any) -> bool:
+        """Return whether values are those of several fields, whose names begin with `name`."""
+        return isinstance(values, (Mapping, tuple)) and name not in self.fields and bool(self._parts(name))
+
+    def _parts(self, name: str) -> list[str]:
+        """Return the fields whose names begin with `name` and a dot."""
+        return [field for field in self.fields if isinstance(name, str) and field.startswith(f"{name}.")]
+
+    def _of_parts(self, name: str, values: Any, convert: Callable[[str, Any], Any]) -> dict[str, Any]:
+        """Convert each part of nested values; return them in nested dictionaries."""
+        root: dict[str, Any] = {}
+        for field, part in flatten("values", {name: values}, self.fields.keys()).items():
+            *path, leaf = field.removeprefix(f"{name}.").split(".")
+            node = root
+            for key in path:
+                node = node.setdefault(key, {})
+            node[leaf] = convert(field, part)
+        return root
 
     def _prepare(self, name: str, values: Any) -> tuple[torch.Tensor, FieldConversion]:
         """Return values as a tensor, and the field's conversion on its device, after checks."""
         if not isinstance(name, str) or name not in self.fields:
-            has = f"it has {', '.join(self.fields)}"
+            parts, has = self._parts(name), f"it has {', '.join(self.fields)}"
+            if parts:
+                has = f"give its parts as a mapping, or name one: {', '.join(parts)}"
             raise FieldError(f"field {name!r}", "must be a field of the batch", None, has)
         conversion = self.fields[name]
         given = _as_tensor(name, values, conversion.stored)

@@ -231,6 +231,33 @@ def test_any_leading_dimensions_forms_and_gradients(data: Path) -> None:
     assert "pixels: uint8 -> float16 (x - shift) * gain, raw: uint8, wide: uint8 -> int32" in repr(again)
 
 
+def test_nested_values_go_in_as_writers_take_them() -> None:
+    shapes = {"a": (2,), "b.0": (), "b.1": (3,)}
+    columns = [Column(f"observation.{name}", "float32", shape) for name, shape in shapes.items()]
+    fields = {column.name: {"scale": 2.0 + at} for at, column in enumerate(columns)}
+    normalizer = Normalizer.from_config(config_of(fields=fields), schemas={"main": Schema(columns)})
+    a, b, c = np.ones((4, 2)), torch.arange(4.0), np.full((4, 3), 3)
+    seen = normalizer.normalize("observation", {"a": a, "b": (b, c)})
+    assert seen.keys() == {"a", "b"}  # as of `batch.tree()["observation"]`
+    assert seen["b"].keys() == {"0", "1"}
+    assert seen["a"].tolist() == normalizer.normalize("observation.a", a).tolist() == (2 * a).tolist()
+    assert seen["b"]["0"].equal(3 * b)
+    assert seen["b"]["1"].tolist() == (4.0 * c).tolist()
+    back = normalizer.denormalize("observation", seen)
+    assert back["a"].tolist() == a.tolist()
+    assert back["b"]["0"].equal(b)
+    assert normalizer.normalize("observation.b", (b, c))["0"].equal(3 * b)
+    with pytest.raises(FieldError, match=r"field 'observation.c' must be a field of the batch; it has obs"):
+        normalizer.normalize("observation", {"c": a})
+    parts = r"give its parts as a mapping, or name one: observation.a, observation.b.0, observation.b.1"
+    with pytest.raises(FieldError, match=rf"field 'observation' must be a field of the batch; {parts}"):
+        normalizer.normalize("observation", a)
+    with pytest.raises(FieldError, match="field 'action' must be a field of the batch; it has obs"):
+        normalizer.normalize("action", {"a": a})
+    with pytest.raises(ShapeError, match=r"observation.a must have shape \[\.\.\., 2\]"):
+        normalizer.normalize("observation", {"a": b})
+
+
 # ---- files ---------------------------------------------------------------------------------------
 
 
@@ -274,7 +301,8 @@ def test_from_config_is_that_of_the_replay(data: Path, tmp_path: Path) -> None:
     with Replay(section(data)) as replay:
         made = Normalizer.from_config(section(data))
         assert equal(made, replay.normalizer)
-        assert equal(Normalizer.from_config(file, Dataset.open(data)), made)
+        for dataset in (Dataset.open(data), str(data), Path(data)):
+            assert equal(Normalizer.from_config(file, dataset), made)
     with pytest.raises(DataError, match="elsewhere must be the folder of a data set"):
         Normalizer.from_config(file)
     online = config_of(fields={"reward": {"scale": 2.0}})
