@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
-from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from deepspeed_gear.data.dataset import Dataset
@@ -67,7 +67,15 @@ def run(args: argparse.Namespace) -> int:
         inspect_living(args.living or None, args.json, args.plot)
         return 0
     from deepspeed_gear.data.dataset import Dataset
+    from deepspeed_gear.data.dataset_files import SCHEMA_FILE
 
+    if folder.is_dir() and not (folder / SCHEMA_FILE).exists():
+        rule = "must be the folder of a data set or of a checkpoint"
+        remedy = (
+            f"it has neither {SCHEMA_FILE} nor a position or table; gear ingest makes a data set, "
+            "engine.save_checkpoint or Replay.save a checkpoint"
+        )
+        raise DataError(str(folder), rule, None, remedy)
     dataset = Dataset.open(args.dest)
     if args.verify:
         dataset.verify()

@@ -161,3 +161,11 @@ def test_a_data_set_without_returns_or_finite_values(
     assert lines["x"] == ["float32", "[]", "T", "12", "-", "-", "-", "-"]
     assert "return" not in lines
     assert json.dumps(inspect.summarize(Dataset.open(tmp_path / "set")), allow_nan=False)
+
+
+def test_a_folder_without_files_of_gear_is_neither(tmp_path: Path) -> None:
+    (tmp_path / "model.pt").write_text("")
+    with pytest.raises(DataError, match="must be the folder of a data set or of a checkpoint; it has neith"):
+        run(str(tmp_path))
+    with pytest.raises(DataError, match="must be the folder of a data set; make one with gear ingest"):
+        run(str(tmp_path / "none"))

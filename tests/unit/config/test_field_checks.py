@@ -87,6 +87,10 @@ def test_dtypes() -> None:
     assert one(column="pixels", **{"as": "int32"}).dtype == "int32"
     assert one(column="token", normalize="mean_std", **{"as": "engine"}).dtype == "engine"
     assert one(column="terminated", **{"as": "float32"}).dtype == "float32"
+    for half in ("float16", "bfloat16"):  # which hold 0 and 1; docs/how-to/batches.md says so
+        assert one(column="terminated", **{"as": half}).dtype == half
+        with pytest.raises(ConfigError, match="must keep the precision of the float32 column reward"):
+            one(column="reward", **{"as": half})
     assert one(column="return", **{"as": "float32"}).dtype == "float32"
     assert one(derived="timestep", column=None, **{"as": "int64"}).dtype == "int64"
     assert one(derived="position", column=None, length=2, **{"as": "int64"}).dtype == "int64"
