@@ -85,9 +85,9 @@ class VectorWriter(ProcessBound):
         self.num_steps = self.num_trajectories = 0
         self._values = {c.name: np.zeros((num_envs, *c.shape), c.numpy_dtype) for c in self._once}
         self._column_names = frozenset({*schema.names, *self._names.values()})
-        # With the names that nest them: no native step takes a step in which one of them is given.
-        parts = [column.name.split(".") for column in self._once]
-        self._once_names = {".".join(part[: at + 1]) for part in parts for at in range(len(part))}
+        states, once = [c.name for c in self._state], [c.name for c in self._once]
+        self._reset_names, self._final_names = frozenset([*states, *once]), frozenset(states)
+        self._step_names = self._reset_names.union([c.name for c in self._done_by], self._names.values())
         self._completed: list[CompletedTrajectory] = []  # not returned yet
         self._waits = np.ones(num_envs, bool)  # for its first observation
         self._any_waits, self._room = True, 0
@@ -174,6 +174,20 @@ class VectorWriter(ProcessBound):
         except KeyError as error:
             raise DataError(f"column {error.args[0]}", f"must be in every {what}") from None
 
+    def _refuse_others(self, call: str, given: Mapping[str, Any], names: frozenset[str]) -> None:
+        """Raise if a name is none that a call takes.
+
+        Raises:
+            DataError: It would be ignored.
+        """
+        if given.keys() <= names:
+            return
+        name = min(given.keys() - names)
+        remedy = f"it takes {', '.join(sorted(names))}"
+        if name in self._schema.names and self._schema[name].late:
+            remedy = "the column is late: write it by fill, when the trajectory was added"
+        raise DataError(f"{call}: column {name}", f"must be a column that {call} takes", None, remedy)
+
     # ---- steps -----------------------------------------------------------------------------------
 
     def reset(self, mask: np.ndarray | None = None, **columns: Any) -> list[CompletedTrajectory]:
@@ -187,12 +201,14 @@ class VectorWriter(ProcessBound):
         Returns:
             The trajectories of published steps that end here.
         Raises:
-            DataError: A column is missing, does not fit, or is not finite and must be; nothing has changed.
+            DataError: A column is missing or unknown, does not fit, or is not finite and must be; nothing has
+                changed.
         """
         which = np.ones(self.num_envs, bool) if mask is None else arguments.array("mask", mask).astype(bool)
         if which.shape != (self.num_envs,):
             raise DataError("mask", f"must have shape [{self.num_envs}]", list(which.shape))
         given = flatten("reset", columns, self._column_names)
+        self._refuse_others("reset", given, self._reset_names)
         once = self._values_in(given, which, self.num_envs, which)
         state, first = self._pick(self._state, given, "reset"), self._staging.first
         self._state_rows.put(state, np.where(which, first, -1))
@@ -228,8 +244,9 @@ class VectorWriter(ProcessBound):
         Returns:
             The trajectories that were added: they ended with this step, or had `max_length` steps before it.
         Raises:
-            DataError: A column is missing, does not fit, or is not finite and must be; or `reset` was not
-                called first: nothing has changed, and the step may be appended again. Or errors of `add`.
+            DataError: A column is missing or unknown, does not fit, or is not finite and must be; or `reset`
+                was not called first: nothing has changed, and the step may be appended again. Or errors of
+                `add`.
             StoreFullError, NotReadyError: The step is appended, but not published; the next one tries again.
         """
         events = self._take_plain(columns) if envs is None else -1
@@ -251,6 +268,7 @@ class VectorWriter(ProcessBound):
             if events >= 0:
                 return
         envs = None if envs is None else self._numbers(envs)
+        self._refuse_others("step", columns, self._step_names)
         which: Any = slice(None) if envs is None else envs
         waits = self._waits[which]
         if self._any_waits:
@@ -289,10 +307,9 @@ class VectorWriter(ProcessBound):
 
         Returns:
             0, or more where episodes begin or end: see `_follow`; -1 if it is not plain (columns to convert
-            or to refuse, values per trajectory, no free rows): nothing has changed.
+            or to refuse, names of other columns, no free rows): nothing has changed.
         """
-        plain = self._room > 0 and self._notify is None and self._once_names.isdisjoint(columns)
-        if self._native_steps is None or not plain:
+        if self._native_steps is None or self._room <= 0 or self._notify is not None:
             return -1
         events: int = self._vector_step(self._steps_address, columns)
         if events >= 0:
@@ -392,7 +409,9 @@ class VectorWriter(ProcessBound):
             DataError: One is missing, does not fit, or is not finite and must be.
         """
         rows = {}
-        final = None if final is None else flatten("final", final, self._column_names)
+        if final is not None:
+            final = flatten("final", final, self._column_names)
+            self._refuse_others("final", final, self._final_names)
         for column in self._state:
             if final is None or column.name not in final:
                 remedy = (

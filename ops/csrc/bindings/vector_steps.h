@@ -4,6 +4,7 @@
 #pragma once
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -21,7 +22,12 @@ struct VectorSteps {
     bool is_state;  // of the state that a step leads to; else of what was done
   };
   std::vector<Column> columns;
-  py::str terminated, truncated;  // given in every step also where the schema has no such columns
+  // Given in every step also where the schema has no such columns.
+  struct End {
+    py::str name;
+    bool is_column;
+  };
+  End terminated, truncated;
   int64_t num_envs;
   int64_t* next;         // row of each environment's next state
   const int64_t* first;  // row of each environment's first state
@@ -48,10 +54,12 @@ struct VectorSteps {
   }
 
   // Reads a flag of each environment; false: it is not [num_envs] bool, or not given and needed.
-  bool ReadFlags(PyObject* given, const py::str& name, bool needed,
-                 std::vector<bool>* flags) const {
-    PyObject* values = PyDict_GetItemWithError(given, name.ptr());
+  // Adds one to `num_others` if it was given and is no column.
+  bool ReadFlags(PyObject* given, const End& end, bool needed, std::vector<bool>* flags,
+                 size_t* num_others) const {
+    PyObject* values = PyDict_GetItemWithError(given, end.name.ptr());
     if (values == nullptr) return !needed && PyErr_Occurred() == nullptr;
+    if (!end.is_column) ++*num_others;
     const Buffer buffer(values);
     if (!buffer.held() || KindOf(buffer.view().format) != 'b') return false;
     if (buffer.view().ndim != 1 || buffer.view().shape[0] != num_envs) return false;
@@ -68,8 +76,12 @@ struct VectorSteps {
   int64_t Take(PyObject* given) {
     const auto count = static_cast<size_t>(num_envs);
     std::vector<bool> ended(count, false);
-    if (!ReadFlags(given, terminated, true, &ended) || !ReadFlags(given, truncated, false, &ended))
+    size_t num_others = 0;
+    if (!ReadFlags(given, terminated, true, &ended, &num_others) ||
+        !ReadFlags(given, truncated, false, &ended, &num_others))
       return kLeft;
+    // All columns must be given, so another number is another name: Python takes or refuses it.
+    if (static_cast<size_t>(PyDict_GET_SIZE(given)) != columns.size() + num_others) return kLeft;
     int64_t events = 0;
     for (size_t i = 0; i < count; ++i) {
       rows[i] = next[i] - 1;
@@ -125,8 +137,14 @@ inline VectorSteps MakeVectorSteps(
   VectorSteps made;
   for (const auto& [name, base, form, is_state] : columns)
     made.columns.push_back({name, At<char>(base), form, is_state});
-  made.terminated = ends.first;
-  made.truncated = ends.second;
+  const auto end = [&made](const py::str& name) {
+    const auto& all = made.columns;
+    return VectorSteps::End{name, std::any_of(all.begin(), all.end(), [&name](const auto& column) {
+                              return column.name.equal(name);
+                            })};
+  };
+  made.terminated = end(ends.first);
+  made.truncated = end(ends.second);
   made.num_envs = num_envs;
   made.next = At<int64_t>(next);
   made.first = At<const int64_t>(first);

@@ -1,0 +1,107 @@
+"""Names that `reset` and `step` of a VectorWriter do not take are refused: nothing is ignored silently."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from gear_support import prefix
+
+from deepspeed_gear import DataError, Replay, VectorWriter
+
+COLUMNS = {
+    "observation.a": {"dtype": "float32", "role": "observation", "rows": "T+1"},
+    "observation.b": {"dtype": "float32", "shape": [2], "role": "observation", "rows": "T+1"},
+    "action": {"dtype": "float32", "role": "action"},
+    "task.id": {"dtype": "int64", "rows": "1"},
+    "advantage": {"dtype": "float32", "late": True},
+}
+STATE = "observation.a, observation.b"
+STEP = f"it takes action, {STATE}, task.id, terminated, truncated"
+
+
+@pytest.fixture(params=["auto", "reference"])
+def replay(request: pytest.FixtureRequest) -> Iterator[Replay]:
+    table = {"capacity_steps": 100, "schema": {"columns": COLUMNS}}
+    options = {"backend": request.param, "shared_memory": {"prefix": prefix()}}
+    with Replay({"batch_size": 2, "tables": {"main": table}, **options}) as made:
+        yield made
+
+
+def state(**parts: Any) -> dict[str, Any]:
+    return {"observation": {"a": np.zeros(2, np.float32), "b": np.zeros((2, 2), np.float32), **parts}}
+
+
+def flat() -> dict[str, Any]:
+    """Return a step that a native call takes."""
+    return {
+        "observation.a": np.zeros(2, np.float32),
+        "observation.b": np.zeros((2, 2), np.float32),
+        "action": np.ones(2, np.float32),
+        "terminated": np.zeros(2, bool),
+    }
+
+
+def begun(replay: Replay, autoreset: Any = "disabled") -> VectorWriter:
+    steps = replay.vector_writer(2, autoreset)
+    steps.reset(**state(), task={"id": [4, 5]})
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("more", "name", "remedy"),
+    [
+        ({"speed": np.zeros(2, np.float32)}, "speed", STEP),
+        ({"task": {"id": [1, 2], "name": [0, 0]}}, "task.name", STEP),
+        ({"task": 3}, "task", STEP),
+        (state(c=[0, 0]), "observation.c", STEP),
+        ({"advantage": [0, 0]}, "advantage", "the column is late: write it by fill, when the trajectory was"),
+    ],
+)
+def test_a_step_with_another_name(replay: Replay, more: dict[str, Any], name: str, remedy: str) -> None:
+    steps = begun(replay)
+    plain = flat()
+    if "observation" in more:
+        plain = {key: value for key, value in plain.items() if "." not in key}
+    for given in (plain, {key: np.asarray(value).tolist() for key, value in plain.items()}):
+        with pytest.raises(
+            DataError, match=f"step: column {name} must be a column that step takes; {remedy}"
+        ):
+            steps.step(**given, **more)
+    assert (steps.num_steps, len(replay)) == (0, 0)
+    steps.step(**flat())
+    steps.step(**{**flat(), "terminated": np.ones(2, bool)}, truncated=np.zeros(2, bool))
+    assert (steps.num_steps, len(replay), replay.num_steps) == (4, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [({"speed": [0, 0]}, "speed"), ({"action": [0, 0]}, "action"), ({"terminated": [0, 0]}, "terminated")],
+)
+def test_a_reset_with_another_name(replay: Replay, more: dict[str, Any], name: str) -> None:
+    steps = begun(replay)
+    steps.step(**flat())
+    rule = f"reset: column {name} must be a column that reset takes; it takes {STATE}, task.id"
+    with pytest.raises(DataError, match=rule):
+        steps.reset(**state(), **more)
+    with pytest.raises(DataError, match=r"reset: column observation.c must be a column that reset takes"):
+        steps.reset(**state(c=[0, 0]))
+    steps.step(**{**flat(), "terminated": np.ones(2, bool)})
+    assert replay.num_steps == 4, "nothing has changed"
+
+
+def test_a_last_state_with_another_name(replay: Replay) -> None:
+    steps, last = begun(replay, "same_step"), {**flat(), "terminated": np.ones(2, bool)}
+    rule = f"final: column action must be a column that final takes; it takes {STATE}"
+    with pytest.raises(DataError, match=rule):
+        steps.step(**last, final={**state(), "action": [0, 0]})
+    assert [done.num_steps for done in steps.step(**last, final=state())] == [1, 1]
+
+
+def test_a_misspelt_name_is_the_one_that_is_named(replay: Replay) -> None:
+    given = flat()
+    given["actoin"] = given.pop("action")
+    with pytest.raises(DataError, match="step: column actoin must be a column that step takes"):
+        begun(replay).step(**given)
