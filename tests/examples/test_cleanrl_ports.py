@@ -1,0 +1,95 @@
+"""DQN, SAC and TD3 with TransitionBuffer: this project's programs, and those of a checkout of CleanRL."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cleanrl_ports import MOST_LINES, PAGE, PORT, PROGRAMS, num_changed, port
+from gear_support import ROOT
+from process_support import environment
+
+pytest.importorskip("gymnasium", reason="the programs act in its environments")
+FOLDER = os.environ.get("GEAR_CLEANRL")
+STEPS = 400
+
+
+def run(program: Path, *options: str, cwd: Path) -> str:
+    """Run a program; return what it printed."""
+    done = subprocess.run(
+        [sys.executable, str(program), *options],
+        env=environment(),
+        cwd=cwd,
+        timeout=240,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("program", ["dqn", "sac", "td3"])
+def test_the_projects_own_programs_run(program: str, tmp_path: Path) -> None:
+    options = ["--steps", str(STEPS), "--random-steps", str(STEPS - 50)]
+    result = json.loads(run(ROOT / "examples" / f"{program}.py", *options, cwd=tmp_path).splitlines()[-1])
+    results = [result["plain"], result["gear"]] if program == "td3" else [result]
+    assert all(math.isfinite(one["return"]) for one in results)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tyro") is None, reason="CleanRL needs tyro: pip install tyro")
+@pytest.mark.skipif(not FOLDER, reason="GEAR_CLEANRL names no checkout of CleanRL")
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_port_of_cleanrl_changes_at_most_5_lines_and_runs(program: str, tmp_path: Path) -> None:
+    before = (Path(str(FOLDER)) / "cleanrl" / f"{program}.py").read_text()
+    after = port(before)
+    assert num_changed(before, after) <= MOST_LINES
+    ported = tmp_path / f"{program}.py"
+    ported.write_text(after)
+    options = ["--total-timesteps", str(STEPS), "--learning-starts", "150", "--buffer-size", "2000"]
+    options += ["--batch-size", "32"] + ([] if program == "dqn" else ["--env-id", "Pendulum-v1"])
+    printed = run(ROOT / "tests/examples/programs/run_cleanrl.py", str(ported), *options, cwd=tmp_path)
+    assert "SPS:" in printed, "it has learnt"
+
+
+# ---- the port itself -------------------------------------------------------------------------------
+
+# In the form of CleanRL's programs, with a buffer of its own.
+RING = """
+from cleanrl_utils.buffers import ReplayBuffer
+
+def main(args, envs, device):
+    rb = ReplayBuffer(
+        args.buffer_size,
+        device,
+        handle_timeout_termination=False,
+    )
+    rb.add(obs, real_next_obs, actions, rewards, terminations, infos)
+"""
+
+
+def test_a_port_changes_what_the_page_says() -> None:
+    after = port(RING)
+    assert num_changed(RING, after) == MOST_LINES == len(PORT)
+    assert 'device,\n        batch_size=args.batch_size,\n        autoreset="same_step",\n' in after
+    rows = re.findall(r"^\|(.*)\| `(.*)` \|$", PAGE.read_text(), re.M)
+    shown = [new for _, new in rows if "rb.add" not in new]
+    assert shown == [new.rstrip(",\n") for _, new in PORT[:-1]]
+    assert [new for _, new in rows if "rb.add" in new] == ["rb.add(..., terminations, truncations)"]
+
+
+def test_another_program_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'ReplayBuffer\(' is in 0 lines"):
+        port(RING.replace("ReplayBuffer(", "Ring("))
+
+
+def test_lines_are_counted() -> None:
+    assert num_changed("a\nb\nc\n", "a\nb\nc\n") == 0
+    assert num_changed("a\nb\nc\n", "a\nB\nc\n") == 1
+    assert num_changed("a\nb\nc\n", "a\nc\nd\ne\n") == 3
