@@ -1,20 +1,34 @@
-"""torchrun --max-restarts: a rank that dies once costs only what came after the latest checkpoint."""
+"""torchrun: a rank or a node that is lost costs only what came after the latest checkpoint."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import pytest
 from gear_support import config_of
 from process_support import PROGRAMS, environment, free_port
 
 from deepspeed_gear import Replay
 
 STEPS, SAVED, DIES_AT, BATCH = 8, 4, 5, 12
+
+# torchrun with its modules loaded. The second agent joins when the first has opened the rendezvous.
+AGENT = """
+import socket, sys, time
+from torch.distributed import run
+name, port = sys.argv[1], int(sys.argv[2])
+while name == "second" and socket.socket().connect_ex(("127.0.0.1", port)) != 0:
+    time.sleep(0.05)
+run.main(sys.argv[3:])
+"""
 
 
 def test_after_a_restart_come_the_batches_of_an_uninterrupted_run(dataset: Path, tmp_path: Path) -> None:
@@ -39,15 +53,60 @@ def test_after_a_restart_come_the_batches_of_an_uninterrupted_run(dataset: Path,
     assert all(second[step] == wanted[step] for step in second)
 
 
+@pytest.mark.timeout(300)
+def test_the_page_continues_on_the_ranks_that_are_left(dataset: Path, tmp_path: Path) -> None:
+    """Two agents of a rank each; the second is killed with its rank. The first converts, and goes on."""
+    sampler = {"kind": "prioritized", "unit": "step"}
+    gear = config_of(dataset, fields={"observation": {"length": 4}, "action": {}}, sampler=sampler, seed=3)
+    gear = {**gear, "timeout_s": 20.0}
+    config = {
+        "train_batch_size": BATCH,
+        "train_micro_batch_size_per_gpu": BATCH // 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": 1},
+        "gear": gear,
+    }
+    file, port = tmp_path / "ds_config.json", free_port()
+    file.write_text(json.dumps(config))
+    command = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "gear"]
+    # How long the first waits for the second, at the start and after its end.
+    command += ["--rdzv-conf", "last_call_timeout=6,keep_alive_interval=1"]
+    command += [str(PROGRAMS / "elastic_page.py"), str(file), str(tmp_path), str(STEPS)]
+    with contextlib.ExitStack() as stack:
+        agents = []
+        for name in ("first", "second"):
+            log = stack.enter_context((tmp_path / f"{name}.log").open("w"))
+            env = environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", AGENT=name)
+            start = [sys.executable, "-c", AGENT, name, str(port), *command]
+            agent = subprocess.Popen(start, env=env, stdout=log, stderr=log, start_new_session=True)
+            stack.callback(end, agent)
+            agents.append(agent)
+        status = agents[0].wait(timeout=200)
+    assert status == 0, (tmp_path / "first.log").read_text()
+    assert agents[1].returncode == -signal.SIGKILL
+    wanted, first, second = uninterrupted(gear), seen(tmp_path, 0), seen(tmp_path, 1)
+    assert sorted(first) == list(range(3)), "it was lost in the fourth step"
+    assert sorted(second) == list(range(3, STEPS))
+    assert all(batches[step] == wanted[step] for batches in (first, second) for step in batches)
+
+
+def end(agent: subprocess.Popen[bytes]) -> None:
+    """Kill an agent, if it is still there; its ranks end with it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(agent.pid, signal.SIGKILL)
+    agent.wait()
+
+
 def seen(folder: Path, attempt: int) -> dict[int, list[Any]]:
-    """Return the global batch of each step that both ranks have ended."""
-    batches, ranks = defaultdict(list), defaultdict(int)
-    for rank in range(2):
-        for line in (folder / f"seen-{attempt}.{rank}").read_text().splitlines():
+    """Return the global batch of each step of which all ranks have seen their parts."""
+    batches = defaultdict(list)
+    for file in folder.glob(f"seen-{attempt}.*"):
+        for line in file.read_text().splitlines():
             step, samples = json.loads(line)
             batches[step] += samples
-            ranks[step] += 1
-    return {step: sorted(batches[step]) for step in batches if ranks[step] == 2}
+    return {step: sorted(samples) for step, samples in batches.items() if len(samples) == BATCH}
 
 
 def uninterrupted(gear: dict[str, Any]) -> dict[int, list[Any]]:
