@@ -1,0 +1,101 @@
+"""What examples/hopper.py prints as launch/quickstart.sh starts it: progress, no noise, a closing summary."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gear_support import ROOT, SHM, prefix
+from hopper_support import hopper_data
+from process_support import environment, free_port
+
+pytest.importorskip("mujoco", reason="the example evaluates in MuJoCo")
+pytest.importorskip("gymnasium", reason="likewise")
+STEPS, EVERY, BATCH = 50, 25, 16
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hopper")
+
+
+@pytest.fixture(scope="module")
+def ran(out: Path) -> subprocess.CompletedProcess[str]:
+    """A short run on two ranks, with small batches."""
+    config = json.loads((ROOT / "configs" / "hopper.json").read_text())
+    config["train_batch_size"] = BATCH
+    config["tensorboard"]["output_path"] = str(out / "tensorboard")
+    config["gear"]["data"]["path"] = str(hopper_data(out))
+    config["gear"]["shared_memory"] = {"prefix": prefix()}
+    (out / "config.json").write_text(json.dumps(config))
+    port = free_port()
+    command = [str(Path(sys.executable).parent / "deepspeed"), *launch_options(), "--master_port", str(port)]
+    command += ["examples/hopper.py", "--config", str(out / "config.json"), "--out", str(out / "run")]
+    command += ["--steps", str(STEPS), "--evaluate-every", str(EVERY)]
+    try:
+        done = subprocess.run(
+            command, env=environment(), cwd=ROOT, timeout=240, capture_output=True, text=True
+        )
+    finally:
+        for left in SHM.glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+            left.unlink(missing_ok=True)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def launch_options() -> list[str]:
+    """Return the options that the quickstart gives to DeepSpeed's launcher, for two ranks."""
+    script = (ROOT / "launch" / "quickstart.sh").read_text()
+    (line,) = re.findall(r'^deepspeed (.*) --num_gpus "\$ranks"', script, re.M)
+    return [*line.split(), "--num_gpus", "2"]
+
+
+def lines_of(ran: subprocess.CompletedProcess[str]) -> list[str]:
+    """Return the lines of stderr without those of a build of the native op, which only a first run has."""
+    return [line for line in ran.stderr.splitlines() if not line.startswith("gear: b")]
+
+
+def test_progress_and_a_summary_are_all_that_it_writes(
+    ran: subprocess.CompletedProcess[str], out: Path
+) -> None:
+    number, run = r"-?\d+", re.escape(str(out / "run"))
+    wanted = [
+        rf"\[.*\] \[INFO\] gear: global batch {BATCH} = micro batch {BATCH // 2} x accumulation 1 x data 2",
+        rf"step 0: return {number}",
+        rf"step {EVERY} of {STEPS}: return {number}",
+        rf"return \(mean of 5 episodes, asked for 3600\): {number} before training, {number} after \d+ s; "
+        r"mean of the data set: 3728",
+        r"behaviour: untrained, the hopper falls after \d+ of 1000 steps; trained, it falls after \d+",
+        rf"curves: {run}/curves\.png",
+        rf"checkpoint: {run}/checkpoint/global_step{STEPS}",
+    ]
+    lines = lines_of(ran)
+    assert len(lines) == len(wanted), ran.stderr
+    for line, pattern in zip(lines, wanted, strict=True):
+        assert re.fullmatch(pattern, line), line
+
+
+def test_no_number_is_nan_and_no_line_comes_twice(ran: subprocess.CompletedProcess[str]) -> None:
+    lines = [*lines_of(ran), *ran.stdout.splitlines()]
+    assert not [line for line in lines if re.search(r"\bnan\b|\binf\b", line, re.I)]
+    assert not [line for line in lines if "warning" in line.lower()]
+    assert len(set(lines)) == len(lines)
+
+
+def test_what_it_names_is_there_and_the_result_ends_stdout(
+    ran: subprocess.CompletedProcess[str], out: Path
+) -> None:
+    paths = [line.split(": ", 1)[1] for line in lines_of(ran)[-2:]]
+    assert Path(paths[0]).read_bytes().startswith(b"\x89PNG")
+    assert (Path(paths[1]) / "gear" / "position.json").is_file()
+    result: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    assert (result["steps"], result["ranks"], result["checkpoint"]) == (STEPS, 2, f"global_step{STEPS}")
+    assert math.isfinite(result["return_after"])
+    curves = json.loads((out / "run" / "result.json").read_text())["curves"]
+    assert [step for step, _ in curves["return"]] == [0, EVERY, STEPS]
