@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from deepspeed_gear import Replay
 
 pytestmark = pytest.mark.timeout(600)  # of two launches, each with a limit of its own
 BATCH, MICRO, HALF, STEPS = 12, 3, 3, 6
+LOOP = 250  # steps of the loop of statistics.md
 UNITS = {"prioritized": "step", "uniform": "step", "epoch": "trajectory"}
 STAGES = {0: "uniform", 1: "prioritized", 3: "epoch"}  # the samplers of their runs
 TRAINERS = {  # where they get the sizes from
@@ -59,6 +61,7 @@ def ran(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             {
                 "runs": {name: (STEPS, config) for name, config in runs.items()},
                 "trainers": dict.fromkeys(TRAINERS, STEPS) if HAS_TRAINERS else {},
+                "progress": [LOOP, ds_config(dataset, "uniform", 0, **sizes)],
             },
         ),
     ]
@@ -106,6 +109,15 @@ def test_a_trainer_resumes_at_the_next_sample(mark: str, ran: Path, dataset: Pat
     found = [json.loads((ran / f"{mark}.{rank}.json").read_text()) for rank in range(2)]
     batches = np.concatenate([np.reshape(part, (STEPS, BATCH // 2)) for part in found], axis=1)
     assert (np.sort(batches) == np.sort(codes)).all()
+
+
+def test_the_loop_of_the_page_on_progress(ran: Path) -> None:
+    """It prints on rank 0 after every 100 steps; the text is what `str` of a Progress has."""
+    lines = (ran / "progress.0").read_text().splitlines()
+    known = r"[\d,.]+ samples/s, \d+(\.\d+)?% of the time waiting for data"
+    assert [line.split(":")[0] for line in lines] == ["step 100", "step 200"]
+    assert all(re.fullmatch(rf"step \d+: {known}", line) for line in lines), lines
+    assert (ran / "progress.1").read_text() == ""
 
 
 def test_another_global_batch_continues_without_a_gap(dataset: Path) -> None:

@@ -2,11 +2,13 @@
 
 The last argument is a task: `out`; `runs`: steps and ds_config of train.py of change-ranks.md, by name;
 `trainers`: the same of the programs of hugging-face.md, by a text in each. These run up to half of the steps,
-and then from there.
+and then from there. `progress`: those of the loop of statistics.md.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import sys
@@ -19,6 +21,7 @@ import torch
 from engine_parts import Model, task
 from page_support import page_code
 
+import deepspeed_gear
 from deepspeed_gear import Batch
 
 RANK = os.environ["RANK"]
@@ -91,9 +94,23 @@ def with_trainer(mark: str, steps: int, out: Path) -> None:
     (out / f"{mark}.{RANK}.json").write_text(json.dumps(codes))
 
 
-def main(out: Path, runs: dict[str, Any], trainers: dict[str, int]) -> None:
+def with_progress(config: dict[str, Any], steps: int, out: Path) -> None:
+    """Run the loop of statistics.md; write what rank 0 prints."""
+    known: dict[str, Any] = {}
+    exec(page_code("statistics.md", "engine.gear.progress()"), known)
+    model = Model(12)
+    engine, *_ = deepspeed_gear.initialize(model=model, model_parameters=model.parameters(), config=config)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        known["train"](engine, lambda engine, batch: engine(batch), steps)
+    (out / f"progress.{RANK}").write_text(printed.getvalue())
+    engine.destroy()
+
+
+def main(out: Path, runs: dict[str, Any], trainers: dict[str, int], progress: list[Any] | None) -> None:
     for name, (steps, config) in runs.items():
         train(name, config, steps, out)
+    if progress is not None:
+        with_progress(progress[1], progress[0], out)
     if trainers:
         use_gloo()
     for mark, steps in trainers.items():
@@ -102,4 +119,4 @@ def main(out: Path, runs: dict[str, Any], trainers: dict[str, int]) -> None:
 
 if __name__ == "__main__":
     wanted = task()
-    main(Path(wanted["out"]), wanted["runs"], wanted["trainers"])
+    main(Path(wanted["out"]), wanted["runs"], wanted["trainers"], wanted.get("progress"))
