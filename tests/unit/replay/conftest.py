@@ -19,8 +19,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    threads = threading.active_count()
+    before = set(threading.enumerate())
     yield
     gc.collect()
     assert shared_files(prefix()) == []
-    assert threading.active_count() <= threads  # others may have ended meanwhile
+    assert [thread.name for thread in threading.enumerate() if thread not in before] == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Device:
     def __init__(self) -> None:
         self.given: list[HostEvent] = []
         self.taken: list[int] = []  # memory of the host
+        self.timers: list[threading.Timer] = []
 
     def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, HostEvent]:
         self.given.append(HostEvent())
@@ -47,6 +48,11 @@ class Device:
     def finish(self) -> None:
         for event in self.given:
             event.finish()
+
+    def later(self, delay_s: float, finish: Callable[[], None]) -> None:
+        """Finish after a while; the fixture waits for it."""
+        self.timers.append(threading.Timer(delay_s, finish))
+        self.timers[-1].start()
 
 
 def there(values: torch.Tensor) -> torch.Tensor:
@@ -74,6 +80,8 @@ def device() -> Iterator[Device]:
     device = Device()
     yield device
     device.finish()
+    for timer in device.timers:
+        timer.join()
     wait_until(lambda: not device.taken, "the memory of all values is given back", 10.0)
 
 
@@ -87,7 +95,7 @@ def test_late_reports_give_the_batches_of_early_ones(data: Path, device: Device,
             assert torch.equal(batch.is_weight, expected.is_weight)
             early.update_priorities(expected, priorities(expected))
             late.update_priorities(batch, there(priorities(batch)))
-            threading.Timer(0.01, device.given[-1].finish).start()
+            device.later(0.01, device.given[-1].finish)
         device.finish()
 
 
@@ -116,7 +124,7 @@ def test_closing_waits_for_the_device(data: Path, device: Device) -> None:
     batch = replay.sample()
     replay.update_priorities(batch, there(priorities(batch)))
     begin = time.monotonic()
-    threading.Timer(0.2, device.finish).start()
+    device.later(0.2, device.finish)
     replay.close()
     assert time.monotonic() - begin >= 0.19
 
@@ -126,7 +134,7 @@ def test_the_selection_that_needs_a_report_waits_for_it(data: Path, device: Devi
         batch = replay.sample()
         replay.update_priorities(batch, there(priorities(batch)))
         begin = time.monotonic()
-        threading.Timer(0.2, device.finish).start()
+        device.later(0.2, device.finish)
         replay.sample()
         assert time.monotonic() - begin >= 0.19
 
@@ -135,7 +143,7 @@ def test_a_device_may_take_longer_than_the_timeout(data: Path, device: Device) -
     with made(data, device, timeout_s=0.5) as replay:
         batch = replay.sample()
         replay.update_priorities(batch, there(priorities(batch)))
-        threading.Timer(1.2, device.finish).start()
+        device.later(1.2, device.finish)
         replay.sample()
 
 
@@ -169,7 +177,7 @@ def test_more_than_the_log_holds_is_refused_at_once(data: Path, device: Device) 
 def test_a_checkpoint_waits_for_what_was_reported(tmp_path: Path, data: Path, device: Device) -> None:
     with made(data, device) as replay, made(data) as other:
         replay.update_priorities(batch := replay.sample(), there(priorities(batch)))
-        threading.Timer(0.2, device.finish).start()
+        device.later(0.2, device.finish)
         state = replay.save(tmp_path / "saved")
         other.load(tmp_path / "saved", state)
         assert torch.equal(other.sample().trajectory_id, replay.sample().trajectory_id)
