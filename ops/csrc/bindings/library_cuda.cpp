@@ -25,7 +25,7 @@
 namespace gear {
 namespace {
 
-void Draw(at::Tensor coordinates, int64_t seed, int64_t stream, int64_t first, int64_t total) {
+void Draw(at::Tensor& coordinates, int64_t seed, int64_t stream, int64_t first, int64_t total) {
   CheckTensor(coordinates, "coordinates", at::kLong);
   TORCH_CHECK(total > 0, "gear: total must be positive, got ", total);
   const OnDevice device(coordinates);
@@ -34,7 +34,7 @@ void Draw(at::Tensor coordinates, int64_t seed, int64_t stream, int64_t first, i
              coordinates.mutable_data_ptr<int64_t>(), device.stream());
 }
 
-void Permute(at::Tensor coordinates, int64_t seed, int64_t stream, int64_t epoch, int64_t first,
+void Permute(at::Tensor& coordinates, int64_t seed, int64_t stream, int64_t epoch, int64_t first,
              int64_t size) {
   CheckTensor(coordinates, "coordinates", at::kLong);
   CheckIndices(coordinates, first, size);
@@ -44,13 +44,13 @@ void Permute(at::Tensor coordinates, int64_t seed, int64_t stream, int64_t epoch
                 coordinates.mutable_data_ptr<int64_t>(), device.stream());
 }
 
-void TreeBuild(at::Tensor sums, int64_t num_items) {
+void TreeBuild(at::Tensor& sums, int64_t num_items) {
   CheckTree(sums, num_items);
   const OnDevice device(sums);
   cuda::TreeBuild(Unsigned(sums), num_items, device.stream());
 }
 
-void TreeUpdate(at::Tensor sums, int64_t num_items, const at::Tensor& items,
+void TreeUpdate(at::Tensor& sums, int64_t num_items, const at::Tensor& items,
                 const at::Tensor& masses) {
   CheckTree(sums, num_items);
   CheckTensor(items, "items", at::kLong);
@@ -65,7 +65,7 @@ void TreeUpdate(at::Tensor sums, int64_t num_items, const at::Tensor& items,
                    scratch.mutable_data_ptr<int64_t>(), device.stream());
 }
 
-void SlotMasses(at::Tensor sums, const at::Tensor& slots, const at::Tensor& log, int64_t first,
+void SlotMasses(at::Tensor& sums, const at::Tensor& slots, const at::Tensor& log, int64_t first,
                 int64_t last, at::IntArrayRef rule, int64_t unit) {
   CheckSlotMasses(sums, slots, log, first, last, rule);
   CheckDevice(slots, sums, "slots");
@@ -76,7 +76,7 @@ void SlotMasses(at::Tensor sums, const at::Tensor& slots, const at::Tensor& log,
                    AnchorRule{rule[0], rule[1], rule[2], rule[3], rule[4]}, unit, device.stream());
 }
 
-void Resolve(at::Tensor resolutions, const at::Tensor& sums, const at::Tensor& slots,
+void Resolve(at::Tensor& resolutions, const at::Tensor& sums, const at::Tensor& slots,
              const at::Tensor& coordinates, at::IntArrayRef rule, int64_t unit, int64_t seed,
              int64_t stream, int64_t first) {
   CheckResolve(resolutions, sums, slots, coordinates, rule);
@@ -93,7 +93,7 @@ void Resolve(at::Tensor resolutions, const at::Tensor& sums, const at::Tensor& s
                 device.stream());
 }
 
-void ResolveRows(at::Tensor resolutions, const at::Tensor& sums, const at::Tensor& slots,
+void ResolveRows(at::Tensor& resolutions, const at::Tensor& sums, const at::Tensor& slots,
                  const at::Tensor& row_slots, const at::Tensor& coordinates, int64_t first) {
   CheckResolveRows(resolutions, sums, slots, row_slots, coordinates);
   CheckDevice(sums, resolutions, "sums");
@@ -107,7 +107,7 @@ void ResolveRows(at::Tensor resolutions, const at::Tensor& sums, const at::Tenso
       reinterpret_cast<Resolution*>(resolutions.mutable_data_ptr<int64_t>()), device.stream());
 }
 
-void MassOf(at::Tensor masses, const at::Tensor& priorities, int64_t alpha, int64_t most_bits) {
+void MassOf(at::Tensor& masses, const at::Tensor& priorities, int64_t alpha, int64_t most_bits) {
   const MassScale scale = ScaleOf(alpha, most_bits);
   CheckMass(masses, priorities);
   CheckDevice(priorities, masses, "priorities");
@@ -116,8 +116,8 @@ void MassOf(at::Tensor masses, const at::Tensor& priorities, int64_t alpha, int6
                masses.mutable_data_ptr<int64_t>(), device.stream());
 }
 
-void Importance(at::Tensor weights, const at::Tensor& resolutions, int64_t numerator, int64_t count,
-                int64_t beta) {
+void Importance(at::Tensor& weights, const at::Tensor& resolutions, int64_t numerator,
+                int64_t count, int64_t beta) {
   CheckImportance(weights, resolutions, numerator, count, beta);
   CheckDevice(resolutions, weights, "resolutions");
   const OnDevice device(weights);
@@ -126,14 +126,14 @@ void Importance(at::Tensor weights, const at::Tensor& resolutions, int64_t numer
                    weights.mutable_data_ptr<float>(), device.stream());
 }
 
-void MinimaBuild(at::Tensor minima, const at::Tensor& sums, int64_t num_items) {
+void MinimaBuild(at::Tensor& minima, const at::Tensor& sums, int64_t num_items) {
   CheckMinima(minima, sums, num_items);
   CheckDevice(sums, minima, "sums");
   const OnDevice device(minima);
   cuda::MinimaBuild(Unsigned(sums), num_items, Unsigned(minima), device.stream());
 }
 
-void MinimaUpdate(at::Tensor minima, const at::Tensor& sums, int64_t num_items,
+void MinimaUpdate(at::Tensor& minima, const at::Tensor& sums, int64_t num_items,
                   const at::Tensor& items) {
   CheckMinima(minima, sums, num_items);
   CheckTensor(items, "items", at::kLong);
@@ -144,7 +144,7 @@ void MinimaUpdate(at::Tensor minima, const at::Tensor& sums, int64_t num_items,
                      Unsigned(minima), device.stream());
 }
 
-void TopK(at::Tensor items, const at::Tensor& priorities, const at::Tensor& sums) {
+void TopK(at::Tensor& items, const at::Tensor& priorities, const at::Tensor& sums) {
   CheckTopK(items, priorities, sums);
   CheckDevice(priorities, items, "priorities");
   CheckDevice(sums, items, "sums");
@@ -156,7 +156,7 @@ void TopK(at::Tensor items, const at::Tensor& priorities, const at::Tensor& sums
              device.stream());
 }
 
-void AppendReports(at::Tensor log, const at::Tensor& resolutions, const at::Tensor& priorities,
+void AppendReports(at::Tensor& log, const at::Tensor& resolutions, const at::Tensor& priorities,
                    int64_t tail, int64_t batch) {
   CheckReport(log, resolutions, priorities, tail);
   CheckDevice(resolutions, log, "resolutions");
@@ -167,7 +167,7 @@ void AppendReports(at::Tensor log, const at::Tensor& resolutions, const at::Tens
                       priorities.numel(), tail, batch, device.stream());
 }
 
-void Prioritize(at::Tensor sums, at::Tensor minima, at::Tensor priorities, at::Tensor counts,
+void Prioritize(at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities, at::Tensor& counts,
                 const at::Tensor& slots, const at::Tensor& updates, int64_t alpha, int64_t unit,
                 int64_t most_bits) {
   const MassScale scale = ScaleOf(alpha, most_bits);
@@ -185,7 +185,7 @@ void Prioritize(at::Tensor sums, at::Tensor minima, at::Tensor priorities, at::T
                    device.stream());
 }
 
-void SuffixSum(at::Tensor out, const at::Tensor& reward, const at::Tensor& extents) {
+void SuffixSum(at::Tensor& out, const at::Tensor& reward, const at::Tensor& extents) {
   CheckTensor(out, "out", at::kFloat);
   CheckRecords(extents, "extents", 2);
   CheckReward(reward, out.numel());
@@ -196,7 +196,7 @@ void SuffixSum(at::Tensor out, const at::Tensor& reward, const at::Tensor& exten
                   extents.size(0), out.numel(), out.mutable_data_ptr<float>(), device.stream());
 }
 
-void NStepReturn(at::Tensor returns, at::Tensor discount, at::Tensor steps,
+void NStepReturn(at::Tensor& returns, at::Tensor& discount, at::Tensor& steps,
                  const at::Tensor& reward, const at::Tensor& terminated,
                  const std::optional<at::Tensor>& truncated, const at::Tensor& powers,
                  const at::Tensor& resolutions, int64_t n) {
@@ -212,7 +212,7 @@ void NStepReturn(at::Tensor returns, at::Tensor discount, at::Tensor steps,
                     steps.mutable_data_ptr<int64_t>(), device.stream());
 }
 
-void Gather(at::TensorList outs, at::TensorList masks, at::Tensor counters, at::TensorList columns,
+void Gather(at::TensorList outs, at::TensorList masks, at::Tensor& counters, at::TensorList columns,
             at::TensorList shifts, at::TensorList gains, const at::Tensor& resolutions,
             const std::optional<at::Tensor>& n_steps, at::IntArrayRef spec,
             at::ArrayRef<double> pad_values, int64_t threads,
@@ -267,7 +267,7 @@ c10::SmallVector<cuda::Bytes, 16> ColumnsOf(at::TensorList tensors, const cpu::R
   return columns;
 }
 
-void EncodeRows(at::Tensor message, at::Tensor sizes, at::TensorList stored,
+void EncodeRows(at::Tensor& message, at::Tensor& sizes, at::TensorList stored,
                 const at::Tensor& samples, const at::Tensor& windows, const at::Tensor& members,
                 const at::Tensor& columns, const at::Tensor& heads, const at::Tensor& slots) {
   CheckRecords(slots, "slots", kSlotWords);
@@ -284,7 +284,7 @@ void EncodeRows(at::Tensor message, at::Tensor sizes, at::TensorList stored,
                    device.stream());
 }
 
-void DecodeRows(at::TensorList arrivals, at::Tensor ring, at::Tensor sizes, at::Tensor needed,
+void DecodeRows(at::TensorList arrivals, at::Tensor& ring, at::Tensor& sizes, at::Tensor& needed,
                 at::TensorList messages, const at::Tensor& which, const at::Tensor& samples,
                 const at::Tensor& windows, const at::Tensor& members, const at::Tensor& columns,
                 const at::Tensor& heads, at::IntArrayRef room) {
@@ -311,7 +311,7 @@ void DecodeRows(at::TensorList arrivals, at::Tensor ring, at::Tensor sizes, at::
 }
 
 // The columns are host memory registered with CUDA; the pieces are not used after the call.
-void CopyPieces(at::Tensor out, at::TensorList columns, const at::Tensor& pieces) {
+void CopyPieces(at::Tensor& out, at::TensorList columns, const at::Tensor& pieces) {
   const std::vector<Piece> found = PiecesOf(out, columns, pieces);
   std::vector<const void*> from;
   std::vector<void*> to;

@@ -14,8 +14,8 @@ void CheckDevices(const at::Tensor& state, std::initializer_list<at::Tensor> oth
   for (const at::Tensor& other : others) CheckDevice(other, state, "every tensor of a ring");
 }
 
-void RingAdd(at::Tensor state, at::Tensor slots, at::Tensor begins, at::Tensor sums,
-             at::Tensor minima, at::Tensor priorities, at::Tensor row_slots, at::Tensor placed,
+void RingAdd(at::Tensor& state, at::Tensor& slots, at::Tensor& begins, at::Tensor& sums,
+             at::Tensor& minima, at::Tensor& priorities, at::Tensor& row_slots, at::Tensor& placed,
              const at::Tensor& lengths, at::IntArrayRef rule, at::IntArrayRef shape, int64_t unit,
              int64_t alpha, int64_t initial, int64_t most_bits) {
   const RingShape ring_shape = ShapeOfRing(shape);
@@ -36,7 +36,7 @@ void RingAdd(at::Tensor state, at::Tensor slots, at::Tensor begins, at::Tensor s
                 device.stream());
 }
 
-void RingSelect(at::Tensor state, at::Tensor resolutions, at::Tensor weights,
+void RingSelect(at::Tensor& state, at::Tensor& resolutions, at::Tensor& weights,
                 const at::Tensor& slots, const at::Tensor& sums, const at::Tensor& minima,
                 const at::Tensor& row_slots, const at::Tensor& betas, at::IntArrayRef rule,
                 at::IntArrayRef shape, at::IntArrayRef draw, int64_t unit) {
@@ -60,7 +60,7 @@ void RingSelect(at::Tensor state, at::Tensor resolutions, at::Tensor weights,
                    device.stream());
 }
 
-void RingUpdate(at::Tensor state, at::Tensor sums, at::Tensor minima, at::Tensor priorities,
+void RingUpdate(at::Tensor& state, at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities,
                 const at::Tensor& slots, const at::Tensor& resolutions, const at::Tensor& values,
                 at::IntArrayRef shape, int64_t unit, int64_t alpha, int64_t most_bits) {
   const RingShape ring_shape = ShapeOfRing(shape);

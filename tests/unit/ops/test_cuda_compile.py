@@ -8,11 +8,13 @@ import re
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from op_cases import ON_DEVICE
 from torch.torch_version import TorchVersion
 from torch.utils.cpp_extension import include_paths
 
@@ -158,23 +160,44 @@ def test_copies_issue_all_loads_of_a_lane_before_its_first_store(
     assert not re.search("(?<!L)LS", accesses), accesses  # other alignments as well
 
 
-@pytest.mark.parametrize("binding", BINDINGS, ids=lambda file: file.stem)
-def test_the_bindings_of_the_kernels_compile_with_this_torch(binding: Path) -> None:
-    """Also with a CPU build of torch, which lacks the headers of c10/cuda."""
-    if toolchain.missing_tools():
-        pytest.skip(", ".join(toolchain.missing_tools()))
+def compile_binding(binding: Path, target: Path) -> None:
     system = [f"-isystem{path}" for path in [*include_paths("cpu"), sysconfig.get_path("include")]]
     standard = "c++17" if TorchVersion(torch.__version__) < "2.14" else "c++20"  # 2.15's headers want it
-    flags = [
-        "-fsyntax-only",
-        f"-std={standard}",
-        "-Wall",
-        "-DTORCH_EXTENSION_NAME=gear_cuda",
-        f"-I{CSRC}",
-        *system,
-    ]
-    run = subprocess.run([*toolchain.compiler(), *flags, str(binding)], capture_output=True, text=True)
+    flags = [f"-std={standard}", "-O0", "-fPIC", "-Wall", "-DTORCH_EXTENSION_NAME=gear_cuda", f"-I{CSRC}"]
+    command = [*toolchain.compiler(), *flags, *system, "-c", str(binding), "-o", str(target)]
+    run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+LOAD_BINDINGS = """
+import os, pathlib, sys, torch
+from deepspeed_gear.ops import jit
+from deepspeed_gear.ops.backends import OP_NAMES
+from deepspeed_gear.ops.load import load_native
+load_native()
+sys.setdlopenflags(os.RTLD_LAZY)  # the kernels are missing
+jit.import_file("gear_cuda", pathlib.Path(sys.argv[1]))
+has = torch._C._dispatch_has_kernel_for_dispatch_key
+print(*sorted(op for op in OP_NAMES if has(f"gear::{op}", "CUDA")))
+"""
+
+
+def test_the_bindings_of_the_kernels_register_beside_the_cpu_op(
+    tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    """Also with a CPU build of torch, without headers of c10/cuda; torch aborts if signatures differ."""
+    if toolchain.missing_tools():
+        pytest.skip(", ".join(toolchain.missing_tools()))
+    objects = {binding: tmp_path / f"{binding.stem}.o" for binding in BINDINGS}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_binding, objects, objects.values()))
+    library = tmp_path / "libbindings.so"
+    flags = ["-shared", "-Wl,-z,lazy", "-o", str(library), *map(str, objects.values())]
+    torch_libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-lc10", "-ltorch_cpu"]
+    subprocess.run([*toolchain.compiler(), *flags, *torch_libraries], check=True)
+    run = run_python("-c", LOAD_BINDINGS, str(library))
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == sorted([*ON_DEVICE, "copy_pieces_"])
 
 
 def test_no_source_names_torch_or_has_another_ones_stem() -> None:
