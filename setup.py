@@ -1,4 +1,7 @@
-"""Put ops/csrc into the wheel and, with DS_BUILD_GEAR=1, the CPU op built for the torch of this environment.
+"""Put ops/csrc into the wheel, and native ops that are built for the torch of this environment.
+
+DS_BUILD_GEAR=1 adds the CPU op, DS_BUILD_GEAR_CUDA=1 the CUDA kernels for the architectures of
+TORCH_CUDA_ARCH_LIST ("8.0;9.0;10.0+PTX"): nvcc is needed, a GPU is not.
 
 Everything else is in pyproject.toml.
 """
@@ -11,6 +14,7 @@ import shutil
 import site
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,29 +50,84 @@ class BuildPy(build_py):
         return [(file, base / file.relative_to(CSRC)) for file in files]
 
 
-def native_op() -> dict[str, Any]:
-    """Describe the prebuilt CPU op to setuptools: the just-in-time build's builder, portable flags."""
+def environment_of(variable: str) -> None:
+    """Make torch and DeepSpeed of the environment that is installed into importable, or end."""
     # pip's isolated build environment hides the packages of the environment that it installs into; torch's
     # headers must be that one's, so it is looked up again, behind the build environment's own packages.
     site.addsitedir(sysconfig.get_path("purelib"))
     sys.path.insert(0, str(ROOT))
     try:
-        from torch.utils.cpp_extension import BuildExtension
-
-        from deepspeed_gear.ops import toolchain
-        from deepspeed_gear.ops.builder import GearBuilder
+        from deepspeed_gear.ops import builder, toolchain  # noqa: F401
     except ImportError as error:
         sys.exit(
-            f"DS_BUILD_GEAR=1 builds against the torch and DeepSpeed that are installed, but: {error}. "
+            f"{variable}=1 builds against the torch and DeepSpeed that are installed, but: {error}. "
             "Install them first; with other installers than pip, build with --no-build-isolation."
         )
-    builder = GearBuilder()
-    missing = builder.missing()
+    missing = toolchain.missing_tools()
     if missing:
-        sys.exit(f"DS_BUILD_GEAR=1: {', '.join(missing)}; {' and '.join(missing.values())}, or leave it out.")
+        sys.exit(f"{variable}=1: {', '.join(missing)}; {' and '.join(missing.values())}, or leave it out.")
+
+
+def cpu_extension() -> Any:
+    """Describe the prebuilt CPU op: the just-in-time build's builder, portable flags."""
+    from deepspeed_gear.ops.builder import GearBuilder
+
+    return GearBuilder().builder()
+
+
+def cuda_extension() -> Any:
+    """Describe the bindings of the kernels; `BuildNative` adds the kernels, which only nvcc compiles.
+
+    torch may be built without CUDA: the bindings use its headers of the host alone. The runtime is static,
+    with hidden names, so that it is not mixed with the one that torch has loaded.
+    """
+    from torch.utils.cpp_extension import CppExtension
+
+    from deepspeed_gear.errors import GearError
+    from deepspeed_gear.ops import cross_compile
+    from deepspeed_gear.ops.builder import GearCudaBuilder
+    from deepspeed_gear.ops.native_op import CXX_FLAGS
+
+    try:
+        runtime = cross_compile.static_runtime()
+    except GearError as error:
+        sys.exit(f"DS_BUILD_GEAR_CUDA=1: {error}")
+    builder = GearCudaBuilder()
+    return CppExtension(
+        builder.absolute_name(),
+        builder.bindings(),
+        include_dirs=builder.include_paths(),
+        extra_compile_args={"cxx": [*CXX_FLAGS, "-mtune=generic"]},
+        extra_objects=[str(runtime)],
+        # libtorch.so needs libtorch_cuda.so where torch has CUDA; a function of it is looked up lazily.
+        extra_link_args=[
+            f"-Wl,--exclude-libs,{runtime.name}",
+            "-Wl,-z,lazy",
+            "-Wl,--no-as-needed",
+            "-ltorch",
+            "-lrt",
+            "-ldl",
+            "-lpthread",
+        ],
+    )
+
+
+def native_ops(wanted: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+    """Describe prebuilt ops to setuptools, by the variables that ask for them."""
+    environment_of(next(iter(wanted)))
+    from torch.utils.cpp_extension import BuildExtension
+
+    from deepspeed_gear.ops import cross_compile, toolchain
+    from deepspeed_gear.ops.builder import GearBuilder, GearCudaBuilder
+
+    builders = {op.absolute_name(): op for op in (GearBuilder(), GearCudaBuilder())}
+    extensions = [describe() for describe in wanted.values()]
+    for extension in extensions:
+        # setuptools wants paths below the project.
+        extension.sources = [os.path.relpath(source, ROOT) for source in extension.sources]
 
     class BuildNative(BuildExtension):
-        """Records beside the op what it was built for."""
+        """Compiles kernels, and records beside each op what it was built for."""
 
         def run(self) -> None:
             with toolchain.ninja_on_path():
@@ -79,24 +138,40 @@ def native_op() -> dict[str, Any]:
             self._record(Path(self.get_finalized_command("build_py").get_package_dir("deepspeed_gear.ops")))
 
         def build_extensions(self) -> None:
+            for extension in self.extensions:
+                if extension.name == GearCudaBuilder().absolute_name():
+                    extension.extra_objects[:0] = self._kernels()
             super().build_extensions()
-            self._record(Path(self.get_ext_fullpath(builder.absolute_name())).parent)
+            self._record(Path(self.get_ext_fullpath(extensions[0].name)).parent)
 
         def get_outputs(self) -> list[str]:
-            return [
-                *super().get_outputs(),
-                str(Path(self.build_lib, "deepspeed_gear", "ops", "gear_op.json")),
-            ]
+            folder = Path(self.build_lib, "deepspeed_gear", "ops")
+            records = [str(folder / self._record_name(extension.name)) for extension in extensions]
+            return [*super().get_outputs(), *records]
+
+        def _kernels(self) -> list[str]:
+            flags = cross_compile.nvcc_flags()
+            parts = {"flags": flags, "sources": GearCudaBuilder().source_digest()}
+            return cross_compile.compile_kernels(
+                Path(self.build_temp, f"kernels-{toolchain.short_key(parts)}"), flags
+            )
 
         def _record(self, folder: Path) -> None:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "gear_op.json").write_text(json.dumps(builder.prebuilt_record(), indent=1) + "\n")
+            for extension in extensions:
+                record = builders[extension.name].prebuilt_record()
+                if extension.name == GearCudaBuilder().absolute_name():
+                    record["architectures"] = os.environ["TORCH_CUDA_ARCH_LIST"]
+                (folder / self._record_name(extension.name)).write_text(json.dumps(record, indent=1) + "\n")
 
-    extension = builder.builder()
-    # setuptools wants paths below the project.
-    extension.sources = [os.path.relpath(source, ROOT) for source in extension.sources]
-    return {"ext_modules": [extension], "cmdclass": {"build_py": BuildPy, "build_ext": BuildNative}}
+        @staticmethod
+        def _record_name(extension: str) -> str:
+            return f"{extension.rpartition('.')[2]}.json"
+
+    return {"ext_modules": extensions, "cmdclass": {"build_py": BuildPy, "build_ext": BuildNative}}
 
 
 os.chdir(ROOT)
-setup(**(native_op() if os.environ.get("DS_BUILD_GEAR") == "1" else {"cmdclass": {"build_py": BuildPy}}))
+OPS = {"DS_BUILD_GEAR": cpu_extension, "DS_BUILD_GEAR_CUDA": cuda_extension}
+WANTED = {variable: describe for variable, describe in OPS.items() if os.environ.get(variable) == "1"}
+setup(**(native_ops(WANTED) if WANTED else {"cmdclass": {"build_py": BuildPy}}))

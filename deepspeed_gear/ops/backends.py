@@ -10,9 +10,9 @@ from types import ModuleType
 
 import torch
 
-from deepspeed_gear.ops import jit, reference
+from deepspeed_gear.ops import cuda_op, jit, reference
 
-from ..errors import BuildError, ConfigError
+from ..errors import ConfigError
 
 Op = Callable[..., None]
 
@@ -134,14 +134,10 @@ def _mutate_only(*_: object) -> None:
 
 
 def _load_cuda() -> ModuleType:
-    if not torch.cuda.is_available():
-        raise BuildError(
-            "gear.backend",
-            "is cuda, which needs a CUDA build of torch and a GPU that it sees",
-            f"torch {torch.__version__}, CUDA {torch.version.cuda}",
-            'set gear.backend to "cpu": the store, selection and collection run in host memory',
-        )
     from .load import load_native, load_native_cuda
 
+    if cuda_op.CudaOp().prebuilt()[0] is not None:  # first: the error then tells that they load
+        load_native_cuda()
+    cuda_op.require_device()
     load_native_cuda()
     return load_native()

@@ -22,7 +22,8 @@ from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 
 from ..errors import BuildError
 from . import jit, toolchain
-from .native_op import CXX_FLAGS, CpuOp, NativeOp, existing
+from .cuda_op import CudaOp
+from .native_op import CXX_FLAGS, CpuOp, NativeOp
 
 _CUDA_ARCHITECTURES = "8.0;9.0;10.0+PTX"
 #: Flags of DeepSpeed that begin so are left out: fast-math, and switches of half types.
@@ -119,21 +120,10 @@ class GearBuilder(_DeepSpeedOp, CpuOp, CPUOpBuilder):
         return self.jit_flags() if self.jit_mode else [*CXX_FLAGS, "-mtune=generic"]
 
 
-class GearCudaBuilder(_DeepSpeedOp, CUDAOpBuilder):
-    """Builds the CUDA kernels of those ops that run on the device, and registers them beside the CPU op's."""
+class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
+    """Builds the CUDA kernels, and registers them beside the CPU op's."""
 
     BUILD_VAR = "DS_BUILD_GEAR_CUDA"
-    NAME = "gear_cuda"
-
-    def sources(self) -> list[str]:
-        """List the bindings for CUDA, and the kernels of every op."""
-        return existing(
-            [
-                self.csrc / "bindings" / "library_cuda.cpp",
-                *sorted((self.csrc / "bindings").glob("library_cuda_*.cpp")),
-                *sorted(self.csrc.glob("*/*.cu")),
-            ]
-        )
 
     def missing(self) -> dict[str, str]:
         """List what the CPU op lacks, and a CUDA torch, a device, and a toolkit of torch's major version.
@@ -171,9 +161,8 @@ class GearCudaBuilder(_DeepSpeedOp, CUDAOpBuilder):
         missing = self.missing()
         if missing:
             remedy = f'{" and ".join(missing.values())}, or set gear.backend to "cpu"'
-            raise BuildError(
-                "the CUDA kernels of gear", f"cannot be built: {', '.join(missing)}", remedy=remedy
-            )
+            rule = f"are {self.prebuilt()[1]}, and cannot be built: {', '.join(missing)}"
+            raise BuildError("the CUDA kernels of gear", rule, remedy=remedy)
 
     def finished(self) -> str | None:
         """Return the name of a finished build; where there is no toolkit, of one that agrees in all else.

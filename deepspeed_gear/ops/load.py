@@ -12,6 +12,7 @@ from functools import partial
 from types import ModuleType
 
 from ..errors import BuildError
+from .cuda_op import CudaOp
 from .jit import BUILD_TIMEOUT_S, load_once, loaded
 from .native_op import CpuOp
 
@@ -71,12 +72,18 @@ def build_kernels() -> None:
 def load_native_cuda(timeout_s: float = BUILD_TIMEOUT_S) -> ModuleType:
     """Load the CUDA kernels, after the CPU op whose schemas they implement.
 
+    Those of a wheel are loaded also where there is no driver; DeepSpeed is imported only for others.
+
     Args:
         timeout_s: How long to wait for another process that builds them.
     Raises:
-        BuildError: torch has no CUDA, there is no device, or no finished build and no toolkit, or they do not
-            compile.
+        BuildError: They are not prebuilt, and torch has no CUDA, there is no device, or no finished build and
+            no toolkit, or they do not compile.
     """
+    op = CudaOp()
+    if loaded(op.NAME) is None and op.prebuilt()[0] is not None:
+        load_native(timeout_s)
+        return load_once(op.NAME, partial(_load_prebuilt, op))
     with _without_accelerator_warning():
         from .builder import GearCudaBuilder
     builder = GearCudaBuilder()
@@ -84,6 +91,12 @@ def load_native_cuda(timeout_s: float = BUILD_TIMEOUT_S) -> ModuleType:
         builder.require_tools()
     load_native(timeout_s, with_kernels=True)
     return builder.load(timeout_s=timeout_s)
+
+
+def _load_prebuilt(op: CudaOp) -> ModuleType:
+    module = op.load_finished()
+    assert module is not None, "it is prebuilt"
+    return module
 
 
 @contextmanager

@@ -139,7 +139,8 @@ class NativeOp(ABC):
 
     def prebuilt_record(self) -> dict[str, str]:
         """Return the record beside a prebuilt op, which must be equal where it is loaded."""
-        return {**toolchain.abi(), "sources": self.source_digest()}
+        versions = {**toolchain.abi(), "torch": toolchain.release(str(torch.__version__))}
+        return {**versions, "sources": self.source_digest()}
 
 
 class CpuOp(NativeOp):

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -157,6 +158,15 @@ def digest_of(csrc: Path, files: Iterable[Path]) -> str:
 def abi() -> dict[str, str]:
     """Return the versions that a built op must share with the process that loads it."""
     return {"torch": str(torch.__version__), "python": str(sysconfig.get_config_var("SOABI"))}
+
+
+def release(version: str) -> str:
+    """Return the release of torch that a version is a build of.
+
+    PyTorch builds "2.13.0+cpu" and "2.13.0+cu130" from one source with one compiler, so an op that is built
+    with one of them fits the other. Labels of others say nothing of the kind, and stay.
+    """
+    return re.sub(r"^([\d.]+)\+(cpu|cu\d+)$", r"\1", version)
 
 
 def short_key(parts: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -14,6 +15,9 @@ import pytest
 import torch
 
 from deepspeed_gear.ops import toolchain
+from deepspeed_gear.ops.builder import GearCudaBuilder
+from deepspeed_gear.ops.cuda_op import CudaOp, covers
+from deepspeed_gear.ops.load import load_native
 
 SHOW = (
     "import deepspeed_gear, torch\nfrom deepspeed_gear.ops.load import load_native\n"
@@ -28,7 +32,7 @@ def source(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Path:
     copy = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "README.md"):
         shutil.copy(checkout / name, copy)
-    leave_out = shutil.ignore_patterns("__pycache__", "*.so", "gear_op.json")
+    leave_out = shutil.ignore_patterns("__pycache__", "*.so", "gear_*op.json")
     for name in ("deepspeed_gear", "ops"):
         shutil.copytree(checkout / name, copy / name, ignore=leave_out)
     return copy
@@ -36,6 +40,7 @@ def source(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Path:
 
 def build_wheel(source: Path, target: Path, **env: str) -> Path:
     """Build without a network: in this environment, with what it has."""
+    shutil.rmtree(source / "build", ignore_errors=True)  # it holds the ops of the wheel before
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
     command += ["-w", str(target), str(source)]
     run = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True)
@@ -123,8 +128,9 @@ def test_a_prebuilt_op_of_another_torch_gives_way_to_the_jit_build(
 ) -> None:
     environment.install(native_wheel)
     record = next(environment.folder.rglob("gear_op.json"))
-    assert torch.__version__ in record.read_text()
-    record.write_text(record.read_text().replace(torch.__version__, "2.4.99"))
+    found = json.loads(record.read_text())
+    assert found["torch"] == toolchain.release(torch.__version__)
+    record.write_text(json.dumps({**found, "torch": "2.4.99"}))
     package, op, _ = environment.output(SHOW).splitlines()
     assert not op.startswith(str(Path(package).parent))
 
@@ -159,3 +165,111 @@ def test_a_prebuilt_wheel_is_for_this_python_only(native_wheel: Path) -> None:
     names = zipfile.ZipFile(native_wheel).namelist()
     assert f"deepspeed_gear/ops/gear_op{sysconfig.get_config_var('EXT_SUFFIX')}" in names
     assert "deepspeed_gear/ops/gear_op.json" in names
+
+
+# ---- the kernels -----------------------------------------------------------------------------------
+
+ARCHITECTURES = "8.0;9.0;10.0+PTX" if os.environ.get("GEAR_LONG_TESTS") == "1" else "9.0+PTX"
+LOAD_KERNELS = """
+import shutil, sys
+import torch
+from deepspeed_gear.errors import GearError
+from deepspeed_gear.ops import load_backend
+assert shutil.which("nvcc") is None
+try:
+    load_backend("cuda")
+except GearError as error:
+    print(error.name, error.rule, error.value, error.remedy, sep="\\n")
+print(torch._C._dispatch_has_kernel_for_dispatch_key("gear::ring_add_", "CUDA"), "deepspeed" in sys.modules)
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel_wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel with the kernels, compiled without a GPU; the torch here may be built without CUDA."""
+    if toolchain.missing_tools() or toolchain.cuda_home() is None:
+        pytest.skip(", ".join([*toolchain.missing_tools(), "no nvcc"]))
+    target = tmp_path_factory.mktemp("kernels")
+    return build_wheel(source, target, DS_BUILD_GEAR_CUDA="1", TORCH_CUDA_ARCH_LIST=ARCHITECTURES)
+
+
+@pytest.fixture(scope="module")
+def kernel_folder(kernel_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the wheel is installed into, as into an image."""
+    folder = tmp_path_factory.mktemp("installed")
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target"]
+    subprocess.run([*command, str(folder), str(kernel_wheel)], check=True, capture_output=True)
+    return folder
+
+
+def only_a_compiler(folder: Path) -> str:
+    """A PATH with the C++ compiler, whose version is part of the CPU op's key, and nothing else."""
+    folder.mkdir()
+    compiler = toolchain.compiler()[0]
+    (folder / Path(compiler).name).symlink_to(str(shutil.which(compiler)))
+    return str(folder)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_prebuilt_kernels_load_without_nvcc_up_to_the_missing_driver(
+    kernel_folder: Path, tmp_path: Path
+) -> None:
+    load_native()  # builds the CPU op, which the wheel does not hold
+    env = {k: v for k, v in os.environ.items() if k not in ("CUDA_HOME", "CUDA_PATH")}
+    env |= {"PATH": only_a_compiler(tmp_path / "bin"), "PYTHONPATH": str(kernel_folder)}
+    run = subprocess.run(
+        [sys.executable, "-c", LOAD_KERNELS], env=env, cwd="/", capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    name, rule, value, remedy, loaded = run.stdout.splitlines()
+    assert name == "gear.backend"
+    assert "there is no driver (libcuda.so.1: " in rule
+    assert f"kernels loaded from {kernel_folder}/deepspeed_gear/ops/gear_cuda_op" in value
+    assert "install NVIDIA's driver" in remedy
+    assert loaded == "True False"
+
+
+def test_a_wheel_of_kernels_records_what_they_are_for(kernel_wheel: Path) -> None:
+    files = zipfile.ZipFile(kernel_wheel)
+    record = json.loads(files.read("deepspeed_gear/ops/gear_cuda_op.json"))
+    assert record["architectures"] == ARCHITECTURES
+    assert record["sources"] == GearCudaBuilder().source_digest()
+    assert "deepspeed_gear/ops/gear_op.json" not in files.namelist()
+
+
+def test_kernels_of_other_architectures_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = CudaOp()
+    monkeypatch.setattr("deepspeed_gear.ops.native_op.__file__", str(tmp_path / "native_op.py"))
+    (tmp_path / "gear_cuda_op.so").touch()
+    record = {**op.prebuilt_record(), "architectures": "9.0"}
+    (tmp_path / "gear_cuda_op.json").write_text(json.dumps(record))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for capability, fits in (((9, 0), True), ((8, 0), False), ((10, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        path, why = op.prebuilt()
+        assert (path is not None) == fits
+        assert fits or why == f"prebuilt for the architectures 9.0, not for {capability[0]}.{capability[1]}"
+
+
+@pytest.mark.parametrize(
+    ("architectures", "device", "fits"),
+    [
+        ("8.0", (8, 0), True),
+        ("8.0", (8, 6), True),
+        ("8.6", (8, 0), False),
+        ("8.0", (9, 0), False),
+        ("8.0;9.0+PTX", (12, 0), True),
+        ("8.0+PTX;9.0", (10, 0), True),
+        ("9.0+PTX", (8, 0), False),
+    ],
+)
+def test_which_devices_kernels_run_on(architectures: str, device: tuple[int, int], fits: bool) -> None:
+    assert covers(architectures, device) == fits
+
+
+def test_builds_of_one_release_of_torch_fit_each_other() -> None:
+    assert toolchain.release("2.13.0+cpu") == toolchain.release("2.13.0+cu130") == "2.13.0"
+    for other in ("2.13.0a0+git1234", "2.11.0a0+eb65b36914.nv25.10", "2.13.0+cpu.cxx11.abi"):
+        assert toolchain.release(other) == other
