@@ -1,7 +1,9 @@
 """What replay costs on one GPU, every figure against a ceiling that is measured in the same run.
 
-    python benchmarks/gpu.py --json F                all figures; exit code 2 where torch sees no CUDA device
-    python benchmarks/gpu.py --device cpu --smoke    the same code with tiny sizes; its numbers mean nothing
+    python benchmarks/gpu.py --json F                         all; exit code 2 where torch sees no CUDA device
+    python benchmarks/gpu.py --figures gather steps           some of them
+    python benchmarks/gpu.py --figures host --tables small    of tables in host memory, the small one
+    python benchmarks/gpu.py --device cpu --smoke             tiny sizes; the numbers mean nothing
 
 The GPU page says what the figures are. A figure that fails is a row with its error, and the exit code is 1; a
 bound that is not met is only told.
@@ -13,7 +15,8 @@ import argparse
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -32,17 +35,28 @@ BLOCKS, BLOCK_S = 9, 0.05
 Figure = Callable[[], Iterator[Row]]
 
 
-def figures(clock: Clock, is_smoke: bool) -> dict[str, Figure]:
-    """Return all figures by name."""
+FIGURES = ("gather", "selection", "steps", "host", "replay", "examples", "hopper")
+
+
+def figures(clock: Clock, is_smoke: bool, tables: Sequence[str] = gpu_host_table.TABLES) -> dict[str, Figure]:
+    """Return all figures by name.
+
+    Args:
+        clock: Of the device.
+        is_smoke: Whether sizes are tiny.
+        tables: Names of those in host memory.
+    """
     device = gpu_device_table.SMOKE if is_smoke else gpu_device_table.Sizes()
     host = gpu_host_table.SMOKE if is_smoke else gpu_host_table.Sizes()
+    sizes = zip(gpu_host_table.TABLES, host.tables, strict=True)
+    host = replace(host, tables=tuple(size for name, size in sizes if name in tables))
     return {
         "gather": lambda: gpu_device_table.gathers(clock, device),
-        "draw, update": lambda: gpu_device_table.selection(clock, device),
-        "sample and update": lambda: gpu_device_table.steps(clock, device),
-        "host table": lambda: gpu_host_table.collections(clock, host),
-        "replay from host memory": lambda: gpu_replay.replays(clock, host),
-        "example": lambda: gpu_programs.turns(clock.device, is_smoke),
+        "selection": lambda: gpu_device_table.selection(clock, device),
+        "steps": lambda: gpu_device_table.steps(clock, device),
+        "host": lambda: gpu_host_table.collections(clock, host),
+        "replay": lambda: gpu_replay.replays(clock, host),
+        "examples": lambda: gpu_programs.turns(clock.device, is_smoke),
         "hopper": lambda: gpu_hopper.waits(clock.device, is_smoke),
     }
 
@@ -108,6 +122,14 @@ def main() -> None:
     parser.add_argument(
         "--smoke", "--quick", action="store_true", dest="is_smoke", help="tiny sizes, to see that it runs"
     )
+    parser.add_argument("--figures", nargs="+", choices=FIGURES, default=FIGURES, help="which ones; all")
+    parser.add_argument(
+        "--tables",
+        nargs="+",
+        choices=gpu_host_table.TABLES,
+        default=gpu_host_table.TABLES,
+        help="tables in host memory of the figures host and replay: 1 GiB, 12 GiB; both",
+    )
     options = parser.parse_args()
     device = torch.device(options.device)
     if device.type == "cpu" and not options.is_smoke:
@@ -122,10 +144,13 @@ def main() -> None:
             sys.exit(2)
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
+        # As a Replay's: the copy engine takes many pieces at once on streams other than the default one.
+        torch.cuda.set_stream(torch.cuda.Stream(device))
     disturbance, rows = Disturbance(), list[dict[str, Any]]()
     clock = Clock(device, 2 if options.is_smoke else BLOCKS, 0.0 if options.is_smoke else BLOCK_S)
-    for name, figure in figures(clock, options.is_smoke).items():
-        for row in measured(name, figure):
+    known = figures(clock, options.is_smoke, options.tables)
+    for name in dict.fromkeys(options.figures):
+        for row in measured(name, known[name]):
             rows.append(row)
             if options.json is not None:  # what is there stays there, whatever comes
                 extra = {"device": card(device), "smoke": options.is_smoke}

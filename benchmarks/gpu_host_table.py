@@ -1,6 +1,8 @@
-"""Figures of memory of the host that the device reads, by the ops: by kernels, and by the copy engine.
+"""Figures of memory of the host that the device reads: by kernels, and by the copy engine.
 
-What a Replay makes of them is in gpu_replay.py.
+Launches and calls are those of a Replay: its number of blocks, samples in order of their rows, pieces in one
+call of `copy_pieces_`. A kernel over the whole device stands beside them. What a Replay makes of them is in
+gpu_replay.py.
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ import torch
 from gpu_clock import Clock, Row, Run, median_us, rows_against
 from torch import Tensor
 
+from deepspeed_gear.batching.transfer.copy_engine import CopyPiece
+from deepspeed_gear.batching.transfer.device_gather import _DIRECT_BLOCKS
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.records import Pad, Resolution, Source
 
 KERNEL_READ = "sequential read of the mapped table by a kernel"
 PINNED_COPY = "copy of as many bytes in one piece"
-ZERO_COPY, SORTED, ENGINE = "kernel, mapped memory", "kernel, samples by address", "copy engine, by piece"
+ZERO_COPY, WHOLE, ENGINE = "zero-copy", "zero-copy, blocks of the whole device", "copy engine"
+TABLES = ("small", "large")  # names of `Sizes.tables`
 MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 NONE = torch.empty(0)
 
@@ -102,11 +107,12 @@ def _check(error: Any) -> None:
 
 @dataclass
 class Ways:
-    """Ways to gather a batch, and the rows that each gathers."""
+    """Ways to gather a batch, the rows that each gathers, and why others are left out."""
 
     runs: dict[str, Run]
     out: dict[str, Tensor]
     numbers: dict[str, Tensor]  # of the rows, in host memory
+    left_out: dict[str, str]
 
 
 def ways(table: MappedTable, row_bytes: int, clock: Clock, sizes: Sizes) -> Ways:
@@ -118,31 +124,47 @@ def ways(table: MappedTable, row_bytes: int, clock: Clock, sizes: Sizes) -> Ways
         clock: Of the device.
         sizes: Of the batches.
     """
-    device = clock.device
+    device, is_cuda = clock.device, clock.is_cuda
     ops = load_backend("cuda" if clock.is_cuda else "cpu")
     elements, random = row_bytes // 8, np.random.default_rng(row_bytes)
     column = table.mapped.view(torch.int64).view(-1, elements)
     counts = {ZERO_COPY: max(1, sizes.batch_bytes // row_bytes)}
-    counts |= {SORTED: counts[ZERO_COPY], ENGINE: max(1, min(sizes.most_pieces, counts[ZERO_COPY]))}
+    counts |= {WHOLE: counts[ZERO_COPY], ENGINE: max(1, min(sizes.most_pieces, counts[ZERO_COPY]))}
     numbers = {name: torch.from_numpy(random.integers(0, len(column), n)) for name, n in counts.items()}
-    numbers[SORTED] = numbers[ZERO_COPY]
+    numbers[WHOLE] = numbers[ZERO_COPY]
+    blocks = {ZERO_COPY: _DIRECT_BLOCKS if is_cuda else 1, WHOLE: 1}  # 1: as many as fit
     out = {name: torch.zeros(n, 1, elements, dtype=torch.int64, device=device) for name, n in counts.items()}
     counters, none = torch.zeros(3, dtype=torch.int64, device=device), NONE.to(device)
     spec = [Source.STEPS, 0, 1, 0, 0, Pad.VALUE, elements, -1, 0, 1]
 
     def kernel(name: str) -> Run:
-        records = _records(numbers[name]).to(device)
-        order = numbers[name].argsort().to(device) if name == SORTED else None  # of equal batches
-        rest = counters, [column], [none], [none], records, None, spec, [0.0], 1, order
+        records, order = _records(numbers[name]).to(device), numbers[name].argsort().to(device)
+        rest = counters, [column], [none], [none], records, None, spec, [0.0], blocks[name], order
         return lambda: ops.gather_([out[name]], [], *rest)
 
-    def engine() -> None:
-        source = table.host.view(torch.int64).view(-1, 1, elements)
-        for piece, row in enumerate(numbers[ENGINE].tolist()):
-            out[ENGINE][piece].copy_(source[row], non_blocking=True)
+    pieces = _pieces(numbers[ENGINE], row_bytes)
+    copied, source = out[ENGINE].view(torch.uint8).view(-1), [column]
 
-    runs = {ZERO_COPY: kernel(ZERO_COPY), SORTED: kernel(SORTED), ENGINE: clock.graph(engine)}
-    return Ways(runs, out, numbers)
+    def engine() -> None:
+        ops.copy_pieces_(copied, source, pieces)
+
+    runs = {ZERO_COPY: kernel(ZERO_COPY), WHOLE: kernel(WHOLE), ENGINE: engine}
+    left_out = {}
+    try:
+        engine()
+    except RuntimeError as error:  # a driver older than CUDA 12.8
+        del runs[ENGINE]
+        left_out[ENGINE] = str(error)
+    return Ways(runs, out, numbers, left_out)
+
+
+def _pieces(rows: Tensor, row_bytes: int) -> Tensor:
+    """Return a piece for each row, one behind the other in the batch; in host memory. [B, 4]."""
+    pieces = torch.zeros(len(rows), 4, dtype=torch.int64)
+    pieces[:, CopyPiece.SOURCE] = rows * row_bytes
+    pieces[:, CopyPiece.TARGET] = torch.arange(len(rows)) * row_bytes
+    pieces[:, CopyPiece.NUM_BYTES] = row_bytes
+    return pieces
 
 
 def _records(rows: Tensor) -> Tensor:
@@ -189,9 +211,11 @@ def _collections_of(clock: Clock, sizes: Sizes, table: MappedTable, row_bytes: i
 
     times = clock.compare({**found.runs, "read": read, "copy": copy})
     of_all = {"read": len(slices) * part, "copy": len(slices) * part}
-    num_bytes = {**of_all, **{name: out.numel() * 8 for name, out in found.out.items()}}
+    num_bytes = {**of_all, **{name: found.out[name].numel() * 8 for name in found.runs}}
     speeds = {name: num_bytes[name] / median_us(seconds) / 1e3 for name, seconds in times.items()}
     case = f"table of {len(table.host) >> 20} MiB, rows of {row_bytes} B"
+    for name, why in found.left_out.items():
+        yield Row("host table", f"{case}: left out, {why}", name, None)
     for name in found.runs:
         scaled = {key: times[key] / num_bytes[key] * num_bytes[name] for key in (name, "read", "copy")}
         against = {name: scaled[name], KERNEL_READ: scaled["read"], PINNED_COPY: scaled["copy"]}
@@ -221,7 +245,7 @@ def _beside(clock: Clock, sizes: Sizes, table: MappedTable) -> Iterator[Row]:
     alone = clock.compare({"step": step})["step"]
     for row_bytes in sizes.rows[-2:]:
         found = ways(table, row_bytes, clock, sizes)
-        for name in (ZERO_COPY, ENGINE):
+        for name in (way for way in (ZERO_COPY, ENGINE) if way in found.runs):
             own = median_us(clock.compare({name: found.runs[name]})[name])
             count = max(1, math.ceil(1.5 * median_us(alone) / own))
             pairs = [

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,9 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
+
+from deepspeed_gear.batching.transfer import device_gather
+from deepspeed_gear.ops import load_backend
 
 LONG = pytest.mark.skipif(os.environ.get("GEAR_LONG_TESTS") != "1", reason="long: GEAR_LONG_TESTS=1")
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -230,6 +234,45 @@ def test_gpu_runs_without_a_gpu(run_python: Run, tmp_path: Path) -> None:
     assert all(row["way"] in row["seconds"] for row in chosen)
     turns = [row for row in rows if row["figure"] == "example"]
     assert [row["program"] for row in turns] == ["td3_device.py"]
+
+
+def test_gpu_takes_some_figures_of_some_tables(run_python: Run, tmp_path: Path) -> None:
+    chosen = ("--figures", "steps", "host", "--tables", "large")
+    rows = rows_of(run_python, tmp_path / "gpu.json", "gpu", "--device", "cpu", *chosen)
+    assert {row["figure"] for row in rows} == {"sample and update", "host table", "training step beside"}
+    assert {row["case"].split(",")[0] for row in rows if row["figure"] != "sample and update"} == {
+        "table of 2 MiB"
+    }
+
+
+def test_gpu_measures_host_memory_as_a_replay_reads_it(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks, order and copies are those of the product: `DeviceGatherer`, `copy_pieces_`."""
+    host, clock = load("gpu_host_table"), load("gpu_clock")
+    calls: dict[str, list[Any]] = {"gather_": [], "copy_pieces_": []}
+    ops = load_backend("cpu")
+
+    def noting(name: str) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            calls[name].append(arguments)
+            getattr(ops, name)(*arguments)
+
+        return call
+
+    noted = replace(ops, **{name: noting(name) for name in calls})
+    monkeypatch.setattr(host, "load_backend", lambda _: noted)
+    timed = clock.Clock(torch.device("cpu"), 2, 0.0)
+    with host.MappedTable(1 << 20, timed.device) as table:
+        timed.is_cuda = True  # only decides the number of blocks here
+        ways = host.ways(table, 4096, timed, host.SMOKE)
+        calls["copy_pieces_"].clear()  # of the try whether the driver has it
+        for name in (host.ZERO_COPY, host.WHOLE, host.ENGINE):
+            ways.runs[name]()
+    blocks, orders = ([call[at] for call in calls["gather_"]] for at in (-2, -1))
+    assert blocks == [device_gather._DIRECT_BLOCKS, 1]
+    for order in orders:
+        assert torch.equal(ways.numbers[host.ZERO_COPY][order], ways.numbers[host.ZERO_COPY].sort().values)
+    assert len(calls["copy_pieces_"]) == 1
+    assert len(calls["copy_pieces_"][0][2]) == len(ways.numbers[host.ENGINE])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
