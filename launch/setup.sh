@@ -2,10 +2,7 @@
 # Makes this checkout ready to run: a virtual environment with everything in it. It can be repeated at any time: an
 # existing environment is reused, a torch that imports is never replaced, and a second run needs no network.
 #
-#   launch/setup.sh [--for-gpu [PYTHON]]
-#
-#   --for-gpu        only what launch/test_gpu.sh needs, with the examples' packages if pip finds them. With PYTHON: a
-#                    new environment uses the packages of that interpreter, its torch above all, and changes none
+#   launch/setup.sh
 #
 #   VIRTUAL_ENV      an active environment is used instead of .venv
 #   PYTHON           the interpreter that makes .venv (default: the first python >= 3.10 on the PATH)
@@ -13,10 +10,7 @@
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="${VIRTUAL_ENV:-$root/.venv}"
-extras=dev,examples machine=''
-if [ "${1:-}" = --for-gpu ]; then extras=gpu machine="${2:-}"; fi
 stamp="$venv/.gear-setup"
-[ "$extras" != gpu ] || stamp="$stamp-gpu"
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 die() { say "error: $*"; exit 1; }
@@ -24,7 +18,6 @@ die() { say "error: $*"; exit 1; }
 # System packages, only those that are missing and only where this user may install them.
 install_system() {
   local as_root=()
-  [ "$extras" != gpu ] || [ -z "${PIP_NO_INDEX:-}" ] || die "missing: $*; install them with this system's package manager"
   if [ "$(id -u)" -ne 0 ]; then
     sudo -n true 2>/dev/null || die "missing: $*; install with: sudo apt-get install $*"
     as_root=(sudo -n)
@@ -62,20 +55,6 @@ make_venv() {
   "$base" -m venv "$venv" || die "could not make $venv"
 }
 
-# An environment of the same interpreter that finds the machine's packages after its own. "--system-site-packages"
-# would find only those of the base interpreter, where the machine's is a virtual environment itself.
-make_venv_over() {
-  local pip=()
-  if "$machine" -m pip --version >/dev/null 2>&1; then pip=(--without-pip); fi
-  say "making $venv over the packages of $machine"
-  "$machine" -m venv ${pip[@]+"${pip[@]}"} "$venv" || die "could not make $venv with $machine"
-  (cd / && "$machine" -c 'import os, sys
-for folder in sys.path:
-    if os.path.basename(folder) in ("site-packages", "dist-packages"):
-        print(f"import site; site.addsitedir({folder!r})")') \
-    >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/machine.pth"
-}
-
 # The just-in-time build of the native op: a C++ compiler and Python's headers (ninja comes from pip).
 need_compiler() {
   local missing=() cxx="${CXX:-c++}"
@@ -109,7 +88,7 @@ wanted_stamp() { cat "$root/pyproject.toml" "$root/setup.py" "${BASH_SOURCE[0]}"
 
 # True if everything can be imported and deepspeed_gear is this checkout's. From /, so that no folder shadows it.
 all_there() {
-  (cd / && "$python" - "$root" "$extras" <<'PYTHON'
+  (cd / && "$python" - "$root" <<'PYTHON'
 import importlib.util
 import os
 import sys
@@ -117,8 +96,7 @@ import sys
 import torch
 
 names = "deepspeed numpy pydantic h5py tqdm pytest hypothesis"
-names += " pytest_timeout" if sys.argv[2] == "gpu" else \
-    " gymnasium imageio mujoco matplotlib tensorboard minari grpc pyarrow scipy tensordict transformers accelerate ruff mypy"
+names += " gymnasium imageio mujoco matplotlib tensorboard minari grpc pyarrow scipy tensordict transformers accelerate ruff mypy"
 missing = [name for name in names.split() if importlib.util.find_spec(name) is None]
 ours = importlib.util.find_spec("deepspeed_gear")
 here = ours is not None and os.path.realpath(ours.origin or "") == os.path.realpath(
@@ -126,13 +104,6 @@ here = ours is not None and os.path.realpath(ours.origin or "") == os.path.realp
 sys.exit(bool(missing) or not here)
 PYTHON
   ) >/dev/null 2>&1
-}
-
-# pip fetches the build's requirements into an isolated environment unless this option is given.
-build_options() {
-  [ "$extras" = gpu ] || return 0
-  "$python" -c 'import sys, setuptools; sys.exit(int(setuptools.__version__.split(".")[0]) < 77)' 2>/dev/null || return 0
-  printf '%s' --no-build-isolation
 }
 
 install_all() {
@@ -150,22 +121,14 @@ sys.exit(tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 4))' ||
   pin="$(mktemp)"
   printf 'torch==%s\n' "$version" >"$pin"
   say "installing deepspeed_gear and what it needs, beside torch $version"
-  if [ "$extras" = gpu ] && install_with gpu,examples; then :
-  elif install_with "$extras"; then
-    [ "$extras" != gpu ] || say "pip finds not all that the examples need: the Hopper job and they are left out"
-  else
+  if ! "$python" -m pip install -q --constraint "$pin" -e "${root}[dev,examples]"; then
     rm -f "$pin"
     die "pip could not install the dependencies"
   fi
   rm -f "$pin"
 }
 
-# shellcheck disable=SC2046  # none, or one option
-install_with() { "$python" -m pip install -q --constraint "$pin" $(build_options) -e "$root[$1]"; }
-
-if [ ! -x "$venv/bin/python" ]; then
-  if [ -n "$machine" ]; then make_venv_over; else make_venv; fi
-fi
+[ -x "$venv/bin/python" ] || make_venv
 python="$venv/bin/python"
 "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip -q || die "$venv has no pip"
 need_compiler

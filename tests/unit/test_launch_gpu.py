@@ -1,23 +1,41 @@
-"""What launch/test_gpu.sh asks of a machine before it installs anything, and the wheels that it needs."""
+"""launch/test_gpu.sh: the Python that it takes, its wheels, its stages, and a dry run of each of them."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import sysconfig
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
-import torch
 
 from deepspeed_gear.ops import toolchain
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def stages(checkout: Path) -> ModuleType:
+    """The module of the stages, which is a script."""
+    spec = importlib.util.spec_from_file_location("gpu_stages", checkout / "launch" / "gpu_stages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_stages"] = module  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- packages --------------------------------------------------------------------------------------
 
 
 def names_of(requirements: list[str]) -> set[str]:
@@ -26,25 +44,40 @@ def names_of(requirements: list[str]) -> set[str]:
     return {re.split(r"[ <>=!~\[;]", line)[0].lower().replace("_", "-") for line in plain}
 
 
-def test_the_documented_wheels_are_all_that_is_installed(checkout: Path) -> None:
+def test_what_is_needed_is_documented_and_installed(checkout: Path, stages: ModuleType) -> None:
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11 has it")
-    project = tomllib.loads((checkout / "pyproject.toml").read_text())
-    needed = project["project"]["dependencies"] + project["project"]["optional-dependencies"]["gpu"]
-    needed += project["build-system"]["requires"] + importlib.metadata.requires("deepspeed")
+    project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]
+    needed = project["dependencies"] + project["optional-dependencies"]["gpu"]
+    names = names_of(needed + importlib.metadata.requires("deepspeed")) - {"torch"} | {"setuptools"}
     text = (checkout / "docs" / "how-to" / "gpu.md").read_text()
     command = re.search(r"^pip wheel .*?\n```$", text, re.MULTILINE | re.DOTALL)
     assert command is not None
-    assert names_of(needed) - {"torch"} <= set(command[0].split())
+    assert names <= set(command[0].split())
+    assert names == {stages.PIP_NAMES.get(name, name) for name in (*stages.PACKAGES, *stages.ALONE)}
+
+
+def test_missing_packages_go_into_the_cache(
+    stages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = stages.Machine({}, None, tmp_path, tmp_path)
+    assert stages.packages(here) == []
+    monkeypatch.setattr(stages, "is_there", lambda name: name not in ("cpuinfo", "deepspeed"))
+    ((step,),) = stages.packages(here)
+    with_needs, alone = step.command[-1].split(" && ")
+    assert with_needs.endswith(f"--target {tmp_path}/packages py-cpuinfo")
+    assert alone.endswith(f"--target {tmp_path}/packages --no-deps deepspeed")
+
+
+# ---- the Python that runs them ---------------------------------------------------------------------
 
 
 @pytest.fixture
 def run(checkout: Path, tmp_path: Path) -> Run:
-    """Run the script where these programs are, each the body of a shell script; it ends as it sets up."""
+    """Run the script where these programs are, each the body of a shell script."""
     (tmp_path / "launch").mkdir()
     shutil.copy(checkout / "launch" / "test_gpu.sh", tmp_path / "launch")
-    (tmp_path / "launch" / "setup.sh").write_text('echo "setup: $*, over ${VIRTUAL_ENV:-.venv}"; exit 7\n')
 
-    def start(programs: dict[str, str], **env: str) -> subprocess.CompletedProcess[str]:
+    def start(programs: dict[str, str], *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         for name, body in programs.items():
             file = tmp_path / name
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +85,7 @@ def run(checkout: Path, tmp_path: Path) -> Run:
             file.chmod(0o755)
         for name in ("bash", "dirname", "sh"):
             (tmp_path / "bin" / name).symlink_to(str(shutil.which(name)))
-        command = [str(tmp_path / "bin" / "bash"), str(tmp_path / "launch" / "test_gpu.sh")]
+        command = [str(tmp_path / "bin" / "bash"), str(tmp_path / "launch" / "test_gpu.sh"), *arguments]
         return subprocess.run(
             command, env={"PATH": str(tmp_path / "bin"), **env}, capture_output=True, text=True, timeout=60
         )
@@ -60,58 +93,191 @@ def run(checkout: Path, tmp_path: Path) -> Run:
     return start
 
 
+SEES, BLIND = 'echo "$0 $*"', 'test "$1" != -c'  # a torch that sees a device, or one that fails to
+
+
 def test_no_device_is_told_at_once(run: Run) -> None:
-    found = run({"bin/nvidia-smi": "exit 9", "bin/python3": "exit 1", "bin/nvcc": "exit 0"})
+    found = run({"bin/python3": BLIND, ".venv/bin/python": BLIND}, "A")
     assert found.returncode == 1
     assert "error: no CUDA device" in found.stderr
     assert found.stdout == ""
 
 
-def test_no_compiler_is_told_at_once(run: Run, tmp_path: Path) -> None:
-    found = run({"bin/nvidia-smi": "exit 0", "bin/python3": "exit 0"}, CUDA_HOME=str(tmp_path / "cuda"))
-    assert found.returncode == 1
-    assert f"error: CUDA_HOME is {tmp_path}/cuda, which has no bin/nvcc" in found.stderr
-    assert found.stdout == ""
+def test_a_torch_that_sees_a_device_runs_the_stages(run: Run, tmp_path: Path) -> None:
+    found = run({"bin/python3": SEES, ".venv/bin/python": BLIND}, "A", "--out", "results")
+    assert found.returncode == 0
+    command = f"{tmp_path}/bin/python3 {tmp_path}/launch/gpu_stages.py A --out results"
+    assert found.stdout.splitlines()[-1] == command
 
 
-def test_a_torch_that_sees_a_device_is_used_and_not_changed(run: Run, tmp_path: Path) -> None:
-    found = run({"bin/python3": "exit 0", ".venv/bin/python": "exit 1", "bin/nvcc": "exit 0"})
-    assert found.returncode == 7
-    assert found.stdout == f"setup: --for-gpu {tmp_path}/bin/python3, over {tmp_path}/.venv-gpu\n"
-
-
-@pytest.mark.parametrize("smi", ["exit 0", "exit 9"])
-def test_the_environment_that_is_there_comes_first(run: Run, smi: str) -> None:
-    programs = {"bin/python3": "exit 0", ".venv/bin/python": "exit 0", "bin/nvcc": "exit 0"}
-    assert run({**programs, "bin/nvidia-smi": smi}).stdout == "setup: --for-gpu, over .venv\n"
-
-
-def test_without_any_torch_one_is_installed(run: Run) -> None:
-    found = run({"bin/nvidia-smi": "exit 0", "bin/python3": "exit 1", "bin/nvcc": "exit 0"})
-    assert found.stdout == "setup: --for-gpu, over .venv\n"
-
-
-def test_packages_of_the_machine_are_seen_and_not_changed(checkout: Path, tmp_path: Path) -> None:
-    """Without a network; here the machine is the environment of the tests."""
-    if toolchain.missing_tools():
-        pytest.skip(", ".join(toolchain.missing_tools()))
-    pytest.importorskip("setuptools", minversion="77", reason="the build's need is not there")
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(checkout / name, tmp_path)
-    for name in ("launch", "deepspeed_gear", "ops"):
-        shutil.copytree(checkout / name, tmp_path / name)
-    packages, venv = Path(sysconfig.get_path("purelib")), tmp_path / "over"
-    before = sorted(packages.iterdir())
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    env |= {"VIRTUAL_ENV": str(venv), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
-    command = ["bash", str(tmp_path / "launch" / "setup.sh"), "--for-gpu", sys.executable]
-    made = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
-    assert made.returncode == 0, made.stderr
-    assert sorted(packages.iterdir()) == before
-    program = "import deepspeed_gear, torch; print(deepspeed_gear.__file__, torch.__file__, sep='\\n')"
-    told = subprocess.run(
-        [str(venv / "bin" / "python"), "-c", program], env=env, cwd="/", capture_output=True, text=True
+def test_the_environment_that_is_there_comes_first(run: Run, tmp_path: Path) -> None:
+    found = run({"bin/python3": SEES, ".venv/bin/python": SEES, "other/bin/python": SEES}, "B")
+    assert found.stdout.splitlines()[-1].startswith(f"{tmp_path}/.venv/bin/python ")
+    (
+        (tmp_path / "bin" / "bash").unlink(),
+        (tmp_path / "bin" / "dirname").unlink(),
+        (tmp_path / "bin" / "sh").unlink(),
     )
-    ours, torchs = told.stdout.split()
-    assert Path(ours) == tmp_path / "deepspeed_gear" / "__init__.py"
-    assert Path(torchs) == Path(torch.__file__)
+    found = run({}, "B", VIRTUAL_ENV=str(tmp_path / "other"))
+    assert found.stdout.splitlines()[-1].startswith(f"{tmp_path}/other/bin/python ")
+
+
+def test_a_dry_run_takes_a_torch_that_sees_nothing(run: Run, tmp_path: Path) -> None:
+    blind = 'case "$2" in *cuda*) exit 1;; esac; echo "$0 $*"'
+    found = run({"bin/python3": blind}, "A", "--dry-run")
+    assert (
+        found.stdout.splitlines()[-1] == f"{tmp_path}/bin/python3 {tmp_path}/launch/gpu_stages.py A --dry-run"
+    )
+
+
+# ---- stages ----------------------------------------------------------------------------------------
+
+
+def record_of(out: Path, stage: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / f"stage-{stage}.json").read_text())
+    return found
+
+
+def test_a_step_that_fails_or_hangs_does_not_end_a_stage(
+    stages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = stages.Step
+    waves = [
+        [
+            step("good", ("echo", "fine"), 20, needs=()),
+            step("bad", ("sh", "-c", "echo why; exit 3"), 20, needs=()),
+        ],
+        [step("hangs", ("sh", "-c", "echo begun; sleep 60"), 1, needs=())],
+        [step("absent", ("no-such-program",), 20, needs=())],
+        [step("card", ("true",), 20, elsewhere="a test")],
+        [step("lane", ("false",), 20, dry=("echo", "CPU"))],
+    ]
+    monkeypatch.setitem(stages.STAGES, "A", lambda here: waves)
+    here = stages.Machine({"gpu": "there is no GPU"}, None, tmp_path, tmp_path)
+    assert stages.Stage("A", here, True).run() == 3
+    found = {one["name"]: one for one in record_of(tmp_path, "A")["steps"]}
+    assert {name: one["rc"] for name, one in found.items()} == {
+        "good": 0,
+        "bad": 3,
+        "hangs": 124,
+        "absent": 127,
+        "card": None,
+        "lane": 0,
+    }
+    assert (found["bad"]["tail"], found["hangs"]["tail"], found["lane"]["tail"]) == (
+        "why\n",
+        "begun\n",
+        "CPU\n",
+    )
+    assert found["hangs"]["timed_out"]
+    assert found["hangs"]["seconds"] < 15
+    assert found["good"]["command"] == ["echo", "fine"]
+    assert found["card"]["skipped"] == "there is no GPU; on a CPU: a test"
+
+
+def test_every_step_is_in_the_record_as_soon_as_it_has_ended(
+    stages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = tmp_path / "gate"
+    waves = [
+        [stages.Step("first", ("true",), 20, needs=())],
+        [stages.Step("second", ("sh", "-c", f"until test -e {gate}; do sleep 0.05; done"), 20, needs=())],
+    ]
+    monkeypatch.setitem(stages.STAGES, "A", lambda here: waves)
+    stage = stages.Stage("A", stages.Machine({}, None, tmp_path, tmp_path), False)
+    running = threading.Thread(target=stage.run)
+    running.start()
+    try:
+        for _ in range(1000):
+            if (tmp_path / "stage-A.json").exists():
+                break
+            running.join(0.02)
+        assert [one["name"] for one in record_of(tmp_path, "A")["steps"]] == ["first"]
+    finally:
+        gate.touch()
+        running.join()
+    assert [one["name"] for one in record_of(tmp_path, "A")["steps"]] == ["first", "second"]
+
+
+def test_a_stage_ends_in_time(stages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "STAGE_S", 2.0)
+    monkeypatch.setattr(stages, "LEAST_S", 1.0)
+    waves = [[stages.Step(name, ("sleep", "60"), 60, needs=())] for name in ("long", "late")]
+    monkeypatch.setitem(stages.STAGES, "A", lambda here: waves)
+    assert stages.Stage("A", stages.Machine({}, None, tmp_path, tmp_path), False).run() == 1
+    long, late = record_of(tmp_path, "A")["steps"]
+    assert (long["rc"], long["limit_s"]) == (124, 2)
+    assert late["skipped"] == "no time is left of the 2 s of a stage"
+
+
+@pytest.mark.parametrize("stage", "ABC")
+def test_a_stage_on_a_gpu_has_no_step_that_is_left_out(
+    stages: ModuleType, tmp_path: Path, stage: str
+) -> None:
+    here = stages.Machine({}, None, tmp_path, tmp_path)
+    run = stages.Stage(stage, here, False)
+    steps = [step for wave in stages.STAGES[stage](here) for step in wave]
+    assert all(run._command(step)[0] == step.command for step in steps)
+    names = [stages.file_name(step.name) for step in steps]
+    assert len(set(names)) == len(names)
+    for step in steps:
+        for file in (part for part in step.command if str(part).startswith(("tests/", "benchmarks/"))):
+            assert (stages.ROOT / file).exists(), file
+
+
+def test_shards_are_all_tests_once(run_python: Run) -> None:
+    def collected(shard: str | None) -> list[str]:
+        command = ("-m", "pytest", "--collect-only", "-q", "tests/unit/test_layering.py")
+        lines = run_python(*command, env={"GEAR_TEST_SHARD": shard}).stdout.splitlines()
+        return [line for line in lines if "::" in line]
+
+    parts = [collected(f"{number}/3") for number in (1, 2, 3)]
+    assert all(parts)
+    assert sorted(name for part in parts for name in part) == sorted(collected(None))
+
+
+@pytest.mark.timeout(700)  # the first one compiles all kernels
+def test_a_dry_run_of_every_stage(checkout: Path, tmp_path: Path) -> None:
+    """Builds stay in the checkout's cache, as those of the other tests do."""
+    command = [
+        "bash",
+        str(checkout / "launch" / "test_gpu.sh"),
+        "A",
+        "B",
+        "C",
+        "--dry-run",
+        "--out",
+        str(tmp_path),
+    ]
+    env = {**os.environ, "VIRTUAL_ENV": sys.prefix, "PYTHONPATH": str(checkout)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=680)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ran = {}
+    for stage in "ABC":
+        record = record_of(tmp_path, stage)
+        assert record["dry_run"]
+        assert record["seconds"] < 530
+        for step in record["steps"]:
+            if step["rc"] is None:
+                assert "this is a dry run" in step["skipped"] or "there is no nvcc" in step["skipped"]
+            ran[stage, step["name"]] = step["rc"]
+    lanes = [("A", "environment"), ("A", "build of the CPU op"), ("A", "ops against the reference")]
+    lanes += [("A", "figures of device tables"), ("A", "captured and compiled steps")]
+    lanes += [("B", "equivalence 1 of 8"), ("B", "ways and calibration")]
+    if toolchain.cuda_home() is not None:
+        lanes += [("A", "build of the ceilings"), ("A", "build of the kernels")]
+    assert {lane: ran[lane] for lane in lanes} == dict.fromkeys(lanes, 0)
+    assert ran["A", "ceilings"] is ran["B", "two ranks on one card"] is ran["C", "memcheck"] is None
+    assert json.loads((tmp_path / "figures-of-device-tables.json").read_text())["rows"]
+
+
+def test_the_ceilings_compile_and_tell_that_there_is_no_device(tmp_path: Path, checkout: Path) -> None:
+    home = toolchain.cuda_home()
+    if home is None:
+        pytest.skip("no nvcc found")
+    program, source = tmp_path / "ceilings", checkout / "benchmarks" / "gpu_ceilings.cu"
+    flags = ["-O0", "-std=c++17", "-arch=sm_80", "-cudart=static", "-Werror=all-warnings", "-Xcompiler=-Wall"]
+    subprocess.run([f"{home}/bin/nvcc", *flags, "-o", str(program), str(source)], check=True)
+    told = subprocess.run([str(program), "--quick"], capture_output=True, text=True, timeout=120)
+    first = json.loads(told.stdout.splitlines()[0])
+    assert (told.returncode, "no CUDA device" in first.get("error", "")) in ((2, True), (0, False))
