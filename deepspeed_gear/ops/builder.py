@@ -161,7 +161,7 @@ class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
         missing = self.missing()
         if missing:
             remedy = f'{" and ".join(missing.values())}, or set gear.backend to "cpu"'
-            rule = f"are {self.prebuilt()[1]}, and cannot be built: {', '.join(missing)}"
+            rule = f"are {self.fitting()[1]}, and cannot be built: {', '.join(missing)}"
             raise BuildError("the CUDA kernels of gear", rule, remedy=remedy)
 
     def finished(self) -> str | None:

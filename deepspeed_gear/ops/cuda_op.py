@@ -38,9 +38,16 @@ class CudaOp(NativeOp):
         """List the kernels, which nvcc compiles; they include nothing of torch."""
         return existing(sorted(self.csrc.glob("*/*.cu")))
 
-    def prebuilt(self) -> tuple[Path | None, str]:
-        """Find the kernels that were built with the wheel, where they are compiled for the devices here."""
-        found, why = super().prebuilt()
+    def fitting(self) -> tuple[Path | None, str]:
+        """Find the kernels that were built with the wheel, if they are compiled for the devices here.
+
+        Not part of `prebuilt`, because it initialises CUDA: a process that has done so must not fork, and
+        `register` asks for what is prebuilt where DeepSpeed is imported.
+
+        Returns:
+            As `prebuilt`.
+        """
+        found, why = self.prebuilt()
         if found is None:
             return None, why
         architectures = json.loads(found.with_name(f"{self.NAME}_op.json").read_text())["architectures"]
@@ -56,11 +63,12 @@ class CudaOp(NativeOp):
         The prebuilt ones load without a driver and with a torch that is built without CUDA, so that an image
         can be checked where it is made.
         """
-        prebuilt, _ = self.prebuilt()
-        if prebuilt is None:
-            return super().load_finished()
+        found, _ = self.fitting()
+        if found is None:
+            name = self.finished()
+            return None if name is None else jit.import_built(name)
         with _lazy_binding():
-            return jit.import_file(self.absolute_name(), prebuilt)
+            return jit.import_file(self.absolute_name(), found)
 
 
 def covers(architectures: str, device: tuple[int, int]) -> bool:

@@ -81,7 +81,7 @@ def load_native_cuda(timeout_s: float = BUILD_TIMEOUT_S) -> ModuleType:
             no toolkit, or they do not compile.
     """
     op = CudaOp()
-    if loaded(op.NAME) is None and op.prebuilt()[0] is not None:
+    if loaded(op.NAME) is None and op.fitting()[0] is not None:
         load_native(timeout_s)
         return load_once(op.NAME, partial(_load_prebuilt, op))
     with _without_accelerator_warning():

@@ -246,9 +246,11 @@ def test_kernels_of_other_architectures_are_left_alone(
     record = {**op.prebuilt_record(), "architectures": "9.0"}
     (tmp_path / "gear_cuda_op.json").write_text(json.dumps(record))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", None)
+    assert op.prebuilt()[0] is not None, "which does not initialise CUDA"
     for capability, fits in (((9, 0), True), ((8, 0), False), ((10, 0), False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        path, why = op.prebuilt()
+        path, why = op.fitting()
         assert (path is not None) == fits
         assert fits or why == f"prebuilt for the architectures 9.0, not for {capability[0]}.{capability[1]}"
 
