@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -208,6 +209,24 @@ def test_a_stage_ends_in_time(stages: ModuleType, tmp_path: Path, monkeypatch: p
     long, late = record_of(tmp_path, "A")["steps"]
     assert (long["rc"], long["limit_s"]) == (124, 2)
     assert late["skipped"] == "no time is left of the 2 s of a stage"
+
+
+def test_a_stage_that_is_ended_ends_its_steps(
+    stages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waves = [[stages.Step(name, ("sleep", "100"), 200, needs=()) for name in ("one", "two")]]
+    monkeypatch.setitem(stages.STAGES, "A", lambda here: waves)
+    stage = stages.Stage("A", stages.Machine({}, None, tmp_path, tmp_path), False)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    ender = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+    ender.start()
+    try:
+        with pytest.raises(SystemExit):
+            stage.run()
+    finally:
+        ender.join()
+        signal.signal(signal.SIGTERM, before)
+    assert [one["rc"] for one in record_of(tmp_path, "A")["steps"]] == [-signal.SIGTERM] * 2
 
 
 @pytest.mark.parametrize("stage", "ABC")
