@@ -173,7 +173,7 @@ def stage_a(here: Machine) -> list[Wave]:
     both = builds(here)[0]
     support = "tests/unit/test_gpu_support.py"
     return [
-        [Step("environment", ("bash", "-c", facts), 60, needs=()), build, *both],
+        [Step("environment", ("bash", "-c", facts), 150, needs=()), build, *both],
         [run],
         [
             pytest_step(
