@@ -359,11 +359,7 @@ class Stage:
             "stage": name,
             "dry_run": is_dry,
             "commit": commit(),
-            "machine": {
-                "host": platform.node(),
-                "cores": os.cpu_count(),
-                "python": platform.python_version(),
-            },
+            "machine": {"cores": os.cpu_count(), "python": platform.python_version()},
             "missing": dict(here.missing),
             "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "steps": [],
@@ -436,7 +432,8 @@ class Stage:
             self.record["seconds"] = round(time.monotonic() - self._begin, 1)
             target = self.here.out / f"stage-{self.name}.json"
             part = target.with_suffix(".part")
-            part.write_text(json.dumps(self.record, indent=1) + "\n")
+            text = json.dumps(self.record, indent=1).replace(str(ROOT), ".")  # the record may be published
+            part.write_text(text + "\n")
             part.replace(target)
             if found["rc"] is None:
                 told = f"skipped: {found['skipped']}"
