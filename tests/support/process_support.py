@@ -10,8 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -101,16 +101,18 @@ class Ranks:
 
     def wait(self, timeout_s: float = 120.0) -> list[tuple[int, str]]:
         """Return exit status and output of every rank; kill what is left after the timeout."""
-        until = time.monotonic() + timeout_s
-        results = []
-        for process in self.processes:
+
+        def result(process: subprocess.Popen[str]) -> tuple[int, str]:
             try:
-                output, _ = process.communicate(timeout=max(0.1, until - time.monotonic()))
+                output, _ = process.communicate(timeout=timeout_s)
             except subprocess.TimeoutExpired:
                 self.end(process)
                 output = process.communicate()[0] + "\n[killed: timed out]"
-            results.append((process.returncode, output))
-        return results
+            return process.returncode, output
+
+        # All at once: a rank whose pipe is full would block the others in a collective.
+        with ThreadPoolExecutor(len(self.processes)) as readers:
+            return list(readers.map(result, self.processes))
 
     def end(self, process: subprocess.Popen[str]) -> None:
         """Kill a rank."""
