@@ -95,9 +95,10 @@ def pack_preview(config: GearConfig, lengths: np.ndarray, replicas: int, sequenc
     bins = (plan.micro * width + plan.rank).numpy()
     size = plan.num_micro * width
     costs = budget.linear * packed.astype(np.float64) + budget.quadratic * packed.astype(np.float64) ** 2
-    of_pack = np.bincount(bins, costs, size).reshape(plan.num_micro, width)
     per_rank = width // replicas
-    of_rank = of_pack.reshape(plan.num_micro, replicas, per_rank).sum(axis=(0, 2))
+    # With a plan for more ranks, a rank trains several packs of it, one after the other.
+    of_pack = np.bincount(bins, costs, size).reshape(plan.num_micro, replicas, per_rank)
+    of_rank = of_pack.sum(axis=(0, 2))
     return PackPreview(
         trajectories=len(lengths),
         tokens=int(packed.sum()),
@@ -108,7 +109,7 @@ def pack_preview(config: GearConfig, lengths: np.ndarray, replicas: int, sequenc
         rows=int(
             _rows(np.bincount(bins, packed, size).astype(np.int64), plan.num_micro, width, config).sum()
         ),
-        step_imbalance=float(of_pack.max(axis=1).sum() * width / costs.sum() - 1),
+        step_imbalance=float(of_pack.max(axis=1).sum() * replicas / costs.sum() - 1),
         rank_imbalance=float(of_rank.max() * replicas / costs.sum() - 1),
     )
 

@@ -72,9 +72,11 @@ class PackSequence:
         lengths = self._data.lengths[self.index].astype(np.float64)
         costs = self._budget.linear * lengths + self._budget.quadratic * lengths * lengths
         total, plan = costs.sum(), self.plan
-        bins = (plan.micro * plan.width + plan.rank).numpy()
-        of_pack = np.bincount(bins, costs, plan.num_micro * plan.width).reshape(plan.num_micro, plan.width)
-        return float(of_pack.max(axis=1).sum() * plan.width / total - 1) if total else 0.0
+        bins, replicas = (plan.micro * plan.width + plan.rank).numpy(), self._data.settings.place.data_world
+        of_pack = np.bincount(bins, costs, plan.num_micro * plan.width)
+        # With a plan for more ranks, a rank trains several packs of it, one after the other.
+        slowest = of_pack.reshape(plan.num_micro, replicas, -1).max(axis=1).sum()
+        return float(slowest * replicas / total - 1) if total else 0.0
 
     @property
     def fill_fraction(self) -> float:
