@@ -22,6 +22,7 @@ COLUMNS = {
     "prompt": {"dtype": "int64", "rows": "1"},
 }
 MOST = 60
+COUNT = 40
 
 
 def responses(count: int, seed: int = 0, most: int = MOST) -> list[dict[str, Any]]:
@@ -55,7 +56,7 @@ def section(**options: Any) -> dict[str, Any]:
     }
 
 
-def filled(config: Mapping[str, Any], count: int = 40) -> tuple[Replay, dict[int, dict[str, Any]]]:
+def filled(config: Mapping[str, Any], count: int = COUNT) -> tuple[Replay, dict[int, dict[str, Any]]]:
     """Return a Replay with responses, and these by id."""
     replay = Replay(config)
     return replay, {replay.add(response): response for response in responses(count)}
