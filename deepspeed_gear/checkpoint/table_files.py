@@ -78,6 +78,7 @@ def _write(table: Table, streams: list[BatchStream], to: Path, batches: int, mor
         "schema": table.spec.schema.to_json(),
         "next_id": int(table.control[Control.NEXT_ID]),
         "inserted": table.control[[Control.INSERTED, Control.STEPS_INSERTED]].tolist(),
+        **({} if table.spec.group is None else {"group": table.spec.group.to_json()}),
         **{stream.spec.name: stream.spec.describe() for stream in streams if stream.spec.name == TRAIN},
         **more,
     }

@@ -5,18 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from deepspeed_gear.cli.value_distribution import LEVELS, distribution
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from deepspeed_gear.data.dataset import Dataset
-
-_LEVELS = (0.1, 0.5, 0.9)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,8 +99,8 @@ def summarize(dataset: Dataset) -> dict[str, Any]:
         "bytes": dataset.num_bytes,
         "split": _splits(dataset),
         "source": dataset.source,
-        "length": _distribution(dataset.lengths),
-        "return": None if returns is None else _distribution(dataset.columns[returns.name]),
+        "length": distribution(dataset.lengths),
+        "return": None if returns is None else distribution(dataset.columns[returns.name]),
         "columns": {},
     }
     for column in dataset.schema:
@@ -132,25 +130,6 @@ def _splits(dataset: Dataset) -> dict[str, dict[str, Any]]:
             "steps": int(dataset.lengths[part == i].sum()),
         }
         for i, name in enumerate(names)
-    }
-
-
-def _distribution(values: NDArray[Any]) -> dict[str, float | None]:
-    """Describe one value per trajectory, over all splits."""
-    numbers = np.asarray(values, dtype=np.float64)
-    numbers = numbers[np.isfinite(numbers)]
-    if not len(numbers):
-        return dict.fromkeys(("min", *map(str, _LEVELS), "max", "mean", "std"))
-    # Between two whole numbers lies no value of a column that has whole numbers only.
-    is_whole = bool((numbers == np.rint(numbers)).all())
-    method: Literal["inverted_cdf", "linear"] = "inverted_cdf" if is_whole else "linear"
-    quantiles = np.quantile(numbers, _LEVELS, method=method)
-    return {
-        "min": float(numbers.min()),
-        **{str(level): float(value) for level, value in zip(_LEVELS, quantiles, strict=True)},
-        "max": float(numbers.max()),
-        "mean": float(numbers.mean()),
-        "std": float(numbers.std()),
     }
 
 
@@ -187,8 +166,8 @@ def format_table(summary: dict[str, Any]) -> str:
     for source in summary["source"].get("sources", []):
         lines.append(f"  source        {source['name']} ({source['format']}, {source['episodes']} episodes)")
         lines += [f"                note: {note}" for note in source.get("notes", [])]
-    heads = ["", "min", *(f"{level:.0%}" for level in _LEVELS), "max", "mean", "std"]
-    keys = ["min", *map(str, _LEVELS), "max", "mean", "std"]
+    heads = ["", "min", *(f"{level:.0%}" for level in LEVELS), "max", "mean", "std"]
+    keys = ["min", *map(str, LEVELS), "max", "mean", "std"]
     found = [(name, summary[name]) for name in ("length", "return") if summary[name] is not None]
     lines += [
         "",

@@ -9,14 +9,17 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.checkpoint import save_folders
-from deepspeed_gear.checkpoint.table_files import check_rows, read_table
+from deepspeed_gear.checkpoint.table_files import SavedTable, check_rows, read_table
+from deepspeed_gear.cli.value_distribution import distribution
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.constants import MASS_BITS, ONE_Q62
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.sampling.anchors import AnchorRule
-from deepspeed_gear.sampling.exclusions import Exclusion, count_exclusions, rule_of_json
+from deepspeed_gear.sampling.exclusions import Exclusion, count_exclusions, count_waiting, rule_of_json
 from deepspeed_gear.schema import Schema
+from deepspeed_gear.store.group_forecast import forecast_groups
+from deepspeed_gear.store.group_spec import GroupCount, GroupSpec
 from deepspeed_gear.store.live_stores import LiveStore
 from deepspeed_gear.store.step_priorities import rows_of
 
@@ -40,6 +43,9 @@ class Distribution:
         priorities: Of the items. [n], float32; None without.
         draws: How often each item was drawn. [m], int32; None if not counted.
         excluded: What cannot be drawn, by reason; None where it is not counted.
+        waiting: Items that the next selection adds: they were written since the latest one.
+        lengths: Steps of each stored trajectory. [n], int64; None where only the data set records them.
+        groups: Numbers of groups, as `TableGroups.statistics`; None without groups.
     """
 
     table: str
@@ -51,6 +57,9 @@ class Distribution:
     priorities: np.ndarray | None
     draws: np.ndarray | None
     excluded: list[Exclusion] | None = None
+    waiting: int = 0
+    lengths: np.ndarray | None = None
+    groups: dict[str, int | None] | None = None
 
     def summary(self) -> dict[str, Any]:
         """Return the numbers that `gear inspect` prints; JSON-able."""
@@ -66,7 +75,10 @@ class Distribution:
             "unit": self.unit,
             "trajectories": self.num_trajectories,
             "steps": self.num_steps,
-            "drawable": len(self.masses),
+            "length": None if self.lengths is None else distribution(self.lengths),
+            "groups": self.groups,
+            "drawable": len(self.masses) + self.waiting,
+            "waiting": self.waiting,
             "effective": float(total**2 / (self.masses**2).sum() / len(falling)) if len(falling) else None,
             "share_of_top": shares,
             "priorities": None if self.priorities is None else _spread(self.priorities),
@@ -107,6 +119,7 @@ def of_living(store: LiveStore) -> Distribution | None:
     if TRAIN + "sums" not in views:
         return None
     known = store.layout.meaning.get("train") or {}
+    views, groups = _with_groups(store)
     slots = np.array(views["slots"])
     committed = slots[:, Slot.STATE] == SlotState.COMMITTED
     priorities = views.get(TRAIN + "priorities")
@@ -119,6 +132,7 @@ def of_living(store: LiveStore) -> Distribution | None:
             chosen = _admitted_rows(slots[chosen], known["anchors"])
         counted = np.array(draws[chosen])
     drawable = leaves > 0
+    excluded, waiting = _excluded(Schema.from_json(store.layout.meaning["schema"]), views, known)
     return Distribution(
         store.table,
         known.get("kind", ""),
@@ -128,21 +142,36 @@ def of_living(store: LiveStore) -> Distribution | None:
         leaves[drawable].astype(np.float64),
         None if priorities is None else np.array(priorities[drawable]),
         counted,
-        _excluded(store, known),
+        excluded,
+        waiting,
+        slots[committed, Slot.NUM_STEPS],
+        groups,
     )
 
 
-def _excluded(store: LiveStore, known: dict[str, Any]) -> list[Exclusion] | None:
-    """Count what the training stream of a running process's store cannot draw, by reason."""
+def _with_groups(store: LiveStore) -> tuple[dict[str, np.ndarray], dict[str, int | None] | None]:
+    """Return the regions of a store after its groups were formed on copies, and the numbers of groups."""
+    described = (store.layout.meaning.get("sizes") or {}).get("group")
+    if described is None:
+        return store.views, None
+    schema = Schema.from_json(store.layout.meaning["schema"])
+    views, counts = forecast_groups(store.table, GroupSpec.from_json(described), schema, store.views)
+    return views, {**counts}
+
+
+def _excluded(
+    schema: Schema, views: dict[str, np.ndarray], known: dict[str, Any]
+) -> tuple[list[Exclusion] | None, int]:
+    """Count what the training stream of a running process's store cannot draw, and what it draws next."""
     if not known:
-        return None
-    schema, views = Schema.from_json(store.layout.meaning["schema"]), store.views
+        return None, 0
 
     def values(name: str, slots: np.ndarray) -> np.ndarray:
         return as_numbers(views[f"column/{name}"][slots], schema[name])
 
     is_readable = all(f"column/{column.name}" in views for column in schema)  # else they are in files
-    return count_exclusions(rule_of_json(known), schema, TRAIN, views, values if is_readable else None)
+    arguments = rule_of_json(known), schema, TRAIN, views, values if is_readable else None
+    return count_exclusions(*arguments), count_waiting(*arguments)
 
 
 def _admitted_rows(records: np.ndarray, anchors: list[int]) -> np.ndarray:
@@ -203,8 +232,8 @@ def of_saved(folder: Path) -> Distribution:
     check_rows(found)
     known = found.manifests[0].get("train") or {}
     slots, content = found.whole.slots, found.whole.streams.get("train", {})
-    names = ("priorities", "leaves", "draws", "bases", "alpha")
-    priorities, leaves, draws, bases, alpha = map(content.get, names)
+    names = ("priorities", "leaves", "draws", "bases", "alpha", "queued")
+    priorities, leaves, draws, bases, alpha, queued = map(content.get, names)
     if priorities is not None:
         assert bases is not None
         assert alpha is not None
@@ -221,17 +250,45 @@ def of_saved(folder: Path) -> Distribution:
             counted = draws[drawable]
     else:
         raise CheckpointError(str(folder), "must be of a table that is sampled", None)
+    held, waiting = leaves if bases is None else bases, 0
+    if queued is not None and held is not None:
+        new = queued[(queued > 0) & (held == 0)]
+        waiting = int(new.sum() if priorities is not None and known["unit"] == "step" else len(new))
     committed = None if slots is None else slots[:, Slot.STATE] == SlotState.COMMITTED
+    lengths = None if slots is None or committed is None else slots[committed, Slot.NUM_STEPS]
     return Distribution(
         save_folders.table_in(folder),
         known.get("kind", ""),
         known.get("unit", ""),
         num_trajectories if committed is None else int(committed.sum()),
-        None if slots is None or committed is None else int(slots[committed, Slot.NUM_STEPS].sum()),
+        None if lengths is None else int(lengths.sum()),
         masses,
         None if priorities is None else priorities[drawable],
         counted,
+        None,
+        waiting,
+        lengths,
+        None if committed is None else _saved_groups(found, committed),
     )
+
+
+def _saved_groups(found: SavedTable, committed: np.ndarray) -> dict[str, int | None] | None:
+    """Count the groups of a saved table, as `TableGroups.statistics`; None without groups."""
+    words, counts = found.whole.groups, found.whole.group_counts
+    if words is None or counts is None:
+        return None
+    leaders, incomplete = words[committed, 0], None
+    spec = found.manifests[0].get("group")  # missing in saves of earlier versions
+    if spec is not None:
+        numbers = np.load(found.folders[0] / f"column.{spec['column']}.npy", mmap_mode="r")
+        incomplete = len(np.unique(numbers[committed][leaders == 0]))
+    return {
+        "complete": len(np.unique(leaders[leaders > 0])),
+        "incomplete": incomplete,
+        "rejected": int(counts[GroupCount.REJECTED]),
+        "oversized": int(counts[GroupCount.OVERSIZED]),
+        "late": int(counts[GroupCount.LATE]),
+    }
 
 
 def _counts_of_steps(

@@ -9,6 +9,7 @@ from typing import Any
 
 from deepspeed_gear.checkpoint import position, save_folders
 from deepspeed_gear.cli.inspect_distribution import Distribution, num_replicas, of_living, of_saved
+from deepspeed_gear.cli.value_distribution import LEVELS
 from deepspeed_gear.errors import CheckpointError, StoreError
 from deepspeed_gear.store.live_stores import living_stores
 
@@ -110,7 +111,18 @@ def _lines(summary: dict[str, Any] | None) -> list[str]:
     lines = [f"  sampler       {what}", f"  trajectories  {summary['trajectories']:,}"]
     if summary["steps"] is not None:
         lines.append(f"  steps         {summary['steps']:,}")
-    lines.append(f"  drawable      {summary['drawable']:,}")
+    if summary["length"] is not None and summary["trajectories"]:
+        length = summary["length"]
+        levels = ", ".join(f"{level:.0%} {length[str(level)]:,.0f}" for level in LEVELS)
+        ends = f"min {length['min']:,.0f}, {levels}, max {length['max']:,.0f}"
+        lines.append(f"  lengths       {ends}, mean {length['mean']:,.1f}")
+    if summary["groups"] is not None:
+        groups = {name: "not known" if n is None else f"{n:,}" for name, n in summary["groups"].items()}
+        lines.append("  groups        {complete} complete, {incomplete} incomplete".format(**groups))
+        ever = "{rejected} groups rejected, {oversized} too large, {late} late trajectories"
+        lines.append("  left out      " + ever.format(**groups))
+    waiting = f" ({summary['waiting']:,} added since the latest selection)" if summary["waiting"] else ""
+    lines.append(f"  drawable      {summary['drawable']:,}{waiting}")
     for one in summary["excluded"] or []:
         what = f"{one['trajectories']:,} trajectories ({one['steps']:,} steps) {one['reason']}"
         lines.append(f"  excluded      {what}; {one['remedy']}")

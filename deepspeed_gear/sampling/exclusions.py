@@ -61,6 +61,43 @@ def count_exclusions(
         the groups' own count the leaders.
     Cost: one pass over the slots; with priorities of steps one over the rows.
     """
+    found, left = _admitted(rule, schema, views, values)
+    _exclude_undrawable(found, rule, stream, views, left)
+    return found
+
+
+def count_waiting(
+    rule: MassRule, schema: Schema, stream: str, views: Mapping[str, np.ndarray], values: Values | None
+) -> int:
+    """Count the items that the next selection adds to those that a stream can draw.
+
+    Args:
+        rule: Masses of its trajectories.
+        schema: Of the table.
+        stream: Prefix of the names of the stream's regions.
+        views: The regions of the store; they are only read.
+        values: Gives a column's values of slots; None: columns cannot be read.
+    Returns:
+        Leaves of the tree that were written since the latest selection: steps where these have priorities,
+        else trajectories or groups.
+    """
+    _, left = _admitted(rule, schema, views, values)
+    slots, priorities = views["slots"], stream + "priorities"
+    if priorities in views:
+        left = left[views[stream + "generations"][left] != slots[left, Slot.GENERATION]]
+        if rule.unit == "step":
+            return int(rule.anchors.num_anchors(slots[left, Slot.NUM_STEPS]).sum())
+        return len(left)
+    is_new = views[stream + "sums"][left] == 0
+    if rule.window is not None:  # it may be outside
+        is_new &= views[stream + "queued"][left] > 0
+    return int(is_new.sum())
+
+
+def _admitted(
+    rule: MassRule, schema: Schema, views: Mapping[str, np.ndarray], values: Values | None
+) -> tuple[list[Exclusion], np.ndarray]:
+    """Return what the rule excludes, and the slots that it admits. [n], int64."""
     slots = views["slots"]
     found: list[Exclusion] = []
     reserved = slots[:, Slot.STATE] == SlotState.RESERVED
@@ -99,8 +136,7 @@ def count_exclusions(
             slots[left, Slot.ID], slots[left, Slot.NUM_STEPS], lambda name: values(name, left)
         )
         exclude(masses == 0, "of weight or mass 0", "give weights, or masses, above 0")
-    _exclude_undrawable(found, rule, stream, views, left)
-    return found
+    return found, left
 
 
 def _exclude_undrawable(
