@@ -61,10 +61,10 @@ def section(**table: Any) -> dict[str, Any]:
 
 @contextmanager
 def served(
-    config: dict[str, Any], schema: Schema = SCHEMA, **options: Any
+    config: dict[str, Any], schema: Schema | None = SCHEMA, **options: Any
 ) -> Iterator[tuple[Replay, Gateway]]:
-    """Run a table and its gateway in this process."""
-    with Replay(config, schemas={"main": schema}) as replay:
+    """Run a table and its gateway in this process; without a schema, the config has it."""
+    with Replay(config, schemas={} if schema is None else {"main": schema}) as replay:
         gateway = Gateway(TrajectoryWriter.attach(config), TOKEN, **options)
         over = threading.Event()
         thread = threading.Thread(target=gateway.run, args=(over.is_set,))

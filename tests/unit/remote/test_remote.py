@@ -17,6 +17,7 @@ import grpc
 import numpy as np
 import pytest
 from gear_support import shared_files, wait_until
+from group_support import section as group_section
 from process_support import environment
 from remote_support import (
     SCHEMA,
@@ -93,6 +94,48 @@ def test_every_trajectory_arrives_once_through_a_connection_that_is_cut(seed: in
             proxy.close()
         assert replay.tables["main"].num_steps == 100_000
         assert_same(stored(replay), range(400))
+
+
+def test_members_of_groups_come_from_several_writers() -> None:
+    """Two writers add members of the same 30 groups, one of them by a connection that is cut twice."""
+    group = {"column": "prompt", "size": 4}
+    limiter = {"queue": 10, "timeout_s": 20.0}
+    config = group_section(group, batch={"groups": 10}, writers=1, rate_limiter=limiter)
+
+    def write(port: int, samples: tuple[int, ...]) -> None:
+        with connect(f"grpc://127.0.0.1:{port}", sending=SendOptions(batch_bytes=512)) as writer:
+            for prompt in range(30):
+                for sample in samples:
+                    row = {"prompt": np.int64(prompt), "sample": np.int32(sample)}
+                    row |= {"weight": np.float32(1), "reward": np.float32(0)}
+                    writer.add({"tokens": np.full(2 + sample, prompt, np.int32), **row})
+            writer.flush()
+
+    with served(config, schema=None) as (replay, gateway):
+        proxy = Proxy(gateway.port, [2_000, 4_000])
+        try:
+            places = ((proxy.port, (0, 3)), (gateway.port, (1, 2)))
+            writers = [threading.Thread(target=write, args=place) for place in places]
+            for writer in writers:
+                writer.start()
+            seen: list[int] = []
+            while len(seen) < 30:
+                rollout = replay.rollout()  # waits for groups, and lets the writers go on
+                prompts, samples = rollout.values("prompt").numpy(), rollout.values("sample").numpy()
+                for item in range(rollout.num_items):
+                    own = (rollout.group == item).numpy()
+                    assert sorted(samples[own].tolist()) == [0, 1, 2, 3]
+                    assert (rollout.lengths.numpy()[own] == 2 + samples[own]).all()
+                    assert len(set(prompts[own].tolist())) == 1
+                    seen.append(int(prompts[own][0]))
+                list(rollout)
+            for writer in writers:
+                writer.join()
+            assert sorted(seen) == list(range(30))  # each group once, none in part
+            assert proxy.num_cuts == 2
+            assert replay.statistics()["groups"]["main"]["late"] == 0
+        finally:
+            proxy.close()
 
 
 def test_an_answer_that_is_lost_is_asked_for_again() -> None:
