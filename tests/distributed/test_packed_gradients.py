@@ -19,8 +19,8 @@ from process_support import run_ranks
 pytest.importorskip("transformers", reason="the model is transformers' Qwen2")
 
 CASES = ALL if os.environ.get("GEAR_LONG_TESTS") == "1" else SHORT
-# Of the largest gradient: float32 sums of about 700 tokens in another order, 3e-7 in all cases that were run.
-BOUND = 1e-6
+# Of the largest gradient: float32 sums of about 700 tokens in another order, 7e-7 at most in all long cases.
+BOUND = 2e-6
 
 pytestmark = pytest.mark.timeout(900)
 
