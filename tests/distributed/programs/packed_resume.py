@@ -8,6 +8,7 @@ one also the weights at the end and the trajectories of the next rollout batch.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from engine_packed import engine_of, fill, scores_of
 from engine_parts import task
 
 from deepspeed_gear.replay.rollout import Rollout
+from deepspeed_gear.replay.train_step import TrainStep
 
 COLUMNS = ("old", "advantage")
 
@@ -33,10 +35,10 @@ def train(engine: Any, step: Any) -> list[dict[str, Any]]:
     return packs
 
 
-def go_on(engine: Any, rollout: Rollout) -> dict[str, Any]:
+def go_on(engine: Any, rollout: Rollout, left: Iterator[TrainStep]) -> dict[str, Any]:
     """Train the steps that are left."""
     first = rollout.steps_done
-    steps = [train(engine, step) for step in rollout]
+    steps = [train(engine, step) for step in left]
     weights = [parameter.tolist() for parameter in engine.module.parameters()]
     following = engine.gear_rollout().trajectory_id.tolist()
     return {"first": first, "steps": steps, "weights": weights, "following": following}
@@ -48,16 +50,17 @@ def save(given: dict[str, Any], engine: Any) -> dict[str, Any]:
     for micro in rollout.forward("old"):
         micro.fill(old=scores_of(engine, micro).detach())
     rollout.advantages("dr_grpo", group="prompt")
-    train(engine, next(iter(rollout)))
+    steps = iter(rollout)
+    train(engine, next(steps))
     engine.save_checkpoint(given["checkpoints"])
-    return go_on(engine, rollout)
+    return go_on(engine, rollout, steps)
 
 
 def load(given: dict[str, Any], engine: Any) -> dict[str, Any]:
     assert engine.load_checkpoint(given["checkpoints"])[0] is not None
     rollout = engine.gear_rollout()
     assert list(rollout.forward("old")) == []  # it was filled before the save
-    return go_on(engine, rollout)
+    return go_on(engine, rollout, iter(rollout))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ def test_numbers_are_those_of_the_trained_packs(
         rollout = replay.rollout()
         found = pack_preview(parse(config), rollout.lengths.numpy(), replicas, sequence)
         places, costs = 0, []  # of all ranks; of each rank's micro batches
-        steps = [next(iter(seen_by(rollout, place))) for place in ranks_of(replicas, sequence)]
+        loops = [iter(seen_by(rollout, place)) for place in ranks_of(replicas, sequence)]  # kept open
+        steps = [next(loop) for loop in loops]
         imbalance = steps[0].packs.imbalance
         for number, step in enumerate(steps):
             assert len(step) == found.micro_batches
