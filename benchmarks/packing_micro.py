@@ -1,10 +1,11 @@
 """What a packed micro batch costs: the op against a loop of memcpy, and everything around the op.
 
-The rows are those of the micro batches of real steps, in a table larger than the caches. `limit` copies the
-same rows of the same columns by memcpy, a piece for each trajectory and column, into one buffer that is used
-again. `op` is `pack_` into such buffers; "converted" fields are those that no memcpy could make: tokens as
-int64, targets one place further. `micro` is the next micro batch of a step as a program takes it, from the
-packing plan's list to its tensors; `over_us` is `micro` less the op.
+The rows are those of the micro batches of real steps. `limit` copies the same rows of the same columns by
+memcpy, a piece for each trajectory and column, into buffers that are used again. `op` is `pack_` into the
+same buffers; both take turns over all packs, which are more than a core's caches hold. Tokens become int64
+and are written twice, as inputs and as targets, which no memcpy does. `micro` is the next micro batch of a
+step as a program takes it, from the packing plan's list to its tensors, which lie in new memory; `over_us` is
+`micro` less the op.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from deepspeed_gear import Replay
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.rollout_data import RolloutData
 
-TOKENS, STEPS, TURNS = 16384, 8, 5
+TOKENS, STEPS, TURNS = 16384, 8, 6
 GATHER_BOUND, OVER_BOUND_US = 1.15, 200.0
 Row = dict[str, Any]
 
@@ -121,25 +122,21 @@ def _measure(case: Case, quick: bool) -> Row:
         for length in lengths.tolist():
             replay.add(case.made(random, length))
         micro: list[float] = []
-        around: list[float] = []
-        ops: list[float] = []
-        limits: list[float] = []
+        packs: list[_Pack] = []
         for _ in range(2 if quick else STEPS):
             rollout = replay.rollout()
             for step in rollout:
-                packs, times = step.packs, []
-                batches, begin = iter(step), perf_counter_ns()
-                for _batch in batches:
-                    times.append((perf_counter_ns() - begin) / 1e3)
+                begin = perf_counter_ns()
+                for _batch in step:
+                    micro.append((perf_counter_ns() - begin) / 1e3)
                     begin = perf_counter_ns()
-                for pack, rows, us in zip(packs.packs, packs.rows, times, strict=True):
-                    op, limit = _op_and_limit(rollout._data, pack, rows)
-                    micro.append(us)
-                    around.append(us - op)
-                    ops.append(op)
-                    limits.append(limit)
-    ratio = float(np.median(np.array(ops) / np.array(limits)))
-    over = float(np.median(around))
+                packs += [
+                    _Pack(rollout._data, *pack)
+                    for pack in zip(step.packs.packs, step.packs.rows, strict=True)
+                ]
+        ops, limits = _ops_and_limits(packs)
+    ratio = float(np.median(ops / limits))
+    over = float(np.median(np.array(micro) - ops))
     row = {
         "what": "micro",
         "case": case.name,
@@ -157,29 +154,43 @@ def _measure(case: Case, quick: bool) -> Row:
     return row
 
 
-def _op_and_limit(data: RolloutData, pack: np.ndarray, rows: int) -> tuple[float, float]:
-    """Return the microseconds of the op and of memcpy for a pack, the medians of some turns."""
-    part = data.parts[0]
-    gatherer, records = part.gatherer, part.records[torch.from_numpy(data._row[pack])].contiguous()
-    lengths = data.lengths[pack]
-    places = torch.from_numpy(np.cumsum(lengths) - lengths)
-    outs = gatherer.outputs(rows)
-    pieces = _pieces(data, records.numpy(), outs)
-    from_, to, sizes = (np.ascontiguousarray(values) for values in pieces)
-    pointers = [ctypes.c_void_p(values.ctypes.data) for values in (from_, to, sizes)]
-    copy, count = library("limit").CopyPieces, ctypes.c_int64(len(sizes))
-    spoil = np.empty(4 << 20, np.int64)  # 32 MB: rows come from memory in turn for both
-    times: list[list[float]] = [[], []]
+class _Pack:
+    """A pack that is gathered again and again into the same buffers, by the op or by memcpy.
+
+    Args:
+        data: The rollout batch.
+        pack: Its trajectories. [S], int64.
+        rows: N.
+    """
+
+    def __init__(self, data: RolloutData, pack: np.ndarray, rows: int) -> None:
+        part, lengths = data.parts[0], data.lengths[pack]
+        self._gatherer, self.outs = part.gatherer, part.gatherer.outputs(rows)
+        self._records = part.records[torch.from_numpy(data._row[pack])].contiguous()
+        self._places = torch.from_numpy(np.cumsum(lengths) - lengths)
+        self._arrays = [np.ascontiguousarray(v) for v in _pieces(data, self._records.numpy(), self.outs)]
+        self._pointers = [ctypes.c_void_p(values.ctypes.data) for values in self._arrays]
+        self._count, self._copy = ctypes.c_int64(len(self._arrays[0])), library("limit").CopyPieces
+
+    def op(self) -> None:
+        self._gatherer.gather(self.outs, self._records, self._places, 0)
+
+    def limit(self) -> None:
+        self._copy(self._count, *self._pointers)
+
+
+def _ops_and_limits(packs: Sequence[_Pack]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the microseconds of op and memcpy of each pack, medians of turns over all packs. [packs]."""
+    times = np.empty((2, TURNS, len(packs)))
     for turn in range(TURNS):
         for which in (turn % 2, 1 - turn % 2):
-            spoil += 1
-            begin = perf_counter_ns()
-            if which:
-                copy(count, *pointers)
-            else:
-                gatherer.gather(outs, records, places, 0)
-            times[which].append((perf_counter_ns() - begin) / 1e3)
-    return float(np.median(times[0])), float(np.median(times[1]))
+            for number, pack in enumerate(packs):
+                run = pack.limit if which else pack.op
+                begin = perf_counter_ns()
+                run()
+                times[which, turn, number] = (perf_counter_ns() - begin) / 1e3
+    found: np.ndarray = np.median(times, axis=1)
+    return found[0], found[1]
 
 
 def _pieces(

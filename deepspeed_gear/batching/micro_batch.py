@@ -16,6 +16,7 @@ from deepspeed_gear.public_names import public_names
 Attention = Literal["sdpa", "flash_attention_2", "flash_attention_3", "mask"]
 ATTENTIONS = ("sdpa", "flash_attention_2", "flash_attention_3", "mask")
 PADDING = -1  # the sequence of places that belong to no trajectory
+INTERNAL = frozenset({"host_source", "reported"})  # used by other modules of this package, and by no program
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ class MicroBatch(Mapping[str, torch.Tensor]):
 
     def __dir__(self) -> list[str]:
         """Return the public names: what completion shows."""
-        return public_names(super().__dir__())
+        return public_names(super().__dir__(), INTERNAL)
 
     @property
     def index(self) -> torch.Tensor:

@@ -20,7 +20,7 @@ from deepspeed_gear.replay.rollout_data import RolloutData
 from deepspeed_gear.replay.train_step import Sum, TrainStep, check_filled, forward_packs
 
 EPSILON = 1e-8
-INTERNAL = frozenset({"abandon"})  # used by other modules of this package, and by no program
+INTERNAL = frozenset({"abandon", "step"})  # used by other modules of this package, and by no program
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from deepspeed_gear.replay.rollout_data import RolloutData
 
 Sum = Callable[[torch.Tensor], torch.Tensor]
 NumberedFill = Callable[[int, MicroBatch, Mapping[str, torch.Tensor]], None]
-INTERNAL = frozenset({"packs"})  # used by other modules of this package, and by no program
+INTERNAL = frozenset({"name", "packs"})  # used by other modules of this package, and by no program
 
 
 class PackSequence:

@@ -78,7 +78,8 @@ def test_a_rollout_batch_its_steps_and_its_micro_batches() -> None:
     with replay:
         rollout = replay.rollout()
         assert dir(rollout) == shown(ROLLOUT)
-        step = next(iter(rollout))
+        steps = iter(rollout)  # the batch ends with this loop
+        step = next(steps)
         assert dir(step) == shown(TRAIN_STEP)
         assert dir(next(iter(step))) == shown(MICRO_BATCH)
 
