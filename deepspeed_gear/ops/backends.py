@@ -136,7 +136,7 @@ def _mutate_only(*_: object) -> None:
 def _load_cuda() -> ModuleType:
     from .load import load_native, load_native_cuda
 
-    if cuda_op.CudaOp().fitting()[0] is not None:  # first: the error then tells that they load
+    if cuda_op.CudaOp().fitting()[0] is not None:  # first: the error is then of the driver
         load_native_cuda()
     cuda_op.require_device()
     load_native_cuda()

@@ -106,7 +106,7 @@ def require_device() -> None:
     """Check that the kernels can run.
 
     Raises:
-        BuildError: There is no driver, no CUDA in torch, or no device; tells whether kernels are loaded.
+        BuildError: There is no driver, no CUDA in torch, or no device; names whether kernels are loaded.
     """
     missing = missing_device()
     if missing:
