@@ -13,10 +13,10 @@ ruff check . || failed+=(ruff)
 mypy || failed+=(mypy)
 [ "${#failed[@]}" -eq 0 ] || printf 'test.sh: failed: %s; the tests run all the same\n' "${failed[*]}" >&2
 
-# Tests of ranks and nodes mostly wait, and those of one process mostly compute: two cores run both at once.
+# Tests of ranks and nodes mostly wait, and the others mostly compute: two cores run both at once, each for about as long.
 # The report of the others is printed after that of the ranks.
 slowest=(--durations=25 --durations-min=5)  # what to shorten first
-ranks=(tests/cluster tests/distributed tests/crash tests/examples)
+ranks=(tests/cluster tests/distributed)
 report="$(mktemp)"
 python -m pytest "${slowest[@]}" "${ranks[@]/#/--ignore=}" >"$report" 2>&1 </dev/null &
 others=$!

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, Lt
@@ -65,25 +64,27 @@ class PackConfig(GearModel):
 
 
 class BatchSizeConfig(GearModel):
-    """The size of a batch, in one unit."""
+    """The size of a batch: in its unit, and where tokens are given also in steps."""
 
     groups: Count | None = Field(default=None, description='Groups; with `"unit": "group"` of the sampler.')
     trajectories: Count | None = Field(
         default=None, description='Trajectories; with `"unit": "trajectory"` of the sampler.'
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _no_tokens(cls, given: Any) -> Any:
-        if isinstance(given, Mapping) and "tokens" in given:
-            remedy = "lengths are known after the selection; gear.pack.tokens bounds each micro batch"
-            raise refuse("must be in groups or trajectories, not in tokens", remedy)
-        return given
+    tokens: Steps | None = Field(
+        default=None,
+        description=(
+            "Most steps of a batch. The groups or trajectories are then selected at once, and a batch takes "
+            "those that fit, in their order, at least one: the others begin the next batch. null: a batch is "
+            "what is selected at once."
+        ),
+    )
 
     @model_validator(mode="after")
     def _one_unit(self) -> Any:
         if (self.groups is None) == (self.trajectories is None):
-            raise refuse("must have one of groups and trajectories")
+            remedy = "they are selected at once, and a batch has no more of them"
+            raise refuse("must have one of groups and trajectories", remedy if self.tokens else "")
         return self
 
     @property

@@ -110,6 +110,11 @@ class BatchLoader:
         return any(prefetcher.is_alive for prefetcher in self._prefetchers)
 
     @property
+    def holds_batch(self) -> bool:
+        """Whether the next global batch needs no selection: each is one."""
+        return False
+
+    @property
     def next_key(self) -> int:
         """The global batch of the next micro batch."""
         return self._start + self._used // self._info.accumulation

@@ -37,6 +37,8 @@ class Readiness:
         Raises:
             PeerError: A rank does not call in time.
         """
+        if self._loader.holds_batch:  # of selected items, the same on every rank
+            return True
         number = int(self._asked[self._peer])
         self._wait_for_slowest(number)
         if any(stream.state.joint_limiter is not None for stream in self._streams):
@@ -63,6 +65,8 @@ class Readiness:
         Raises:
             PeerError: A rank does not call in time.
         """
+        if self._loader.holds_batch:
+            return 0
         number, place = int(self._asked[self._peer]), self._parts.plan.topology.place
         self._wait_for_slowest(number)
         self._asked[self._peer] = number + 1

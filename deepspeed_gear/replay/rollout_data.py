@@ -179,7 +179,7 @@ class RolloutData:
         self.lengths: np.ndarray = self.records[:, Resolution.NUM_STEPS].numpy()
         self.starts = np.cumsum(self.lengths) - self.lengths
         #: Item of each trajectory: those of one group have one number, in the order of the selection.
-        self.item = _items(self.records[:, Resolution.SAMPLE_NUMBER].numpy(), self.source)
+        self.item = item_numbers(self.records[:, Resolution.SAMPLE_NUMBER].numpy(), self.source)
         #: Columns of this rollout batch only, at predicting places. [num_tokens] each.
         self.columns: dict[str, torch.Tensor] = {}
 
@@ -416,10 +416,17 @@ def _clipped(records: torch.Tensor, most: int) -> torch.Tensor:
     return records
 
 
-def _items(numbers: np.ndarray, source: np.ndarray) -> np.ndarray:
-    """Return the index of each trajectory's item: equal neighbours of one table are one. [n], int64."""
-    if not len(numbers):
-        return np.zeros(0, np.int64)
-    is_first = np.ones(len(numbers), bool)
-    is_first[1:] = (numbers[1:] != numbers[:-1]) | (source[1:] != source[:-1])
+def item_numbers(sample_numbers: np.ndarray, tables: np.ndarray | None = None) -> np.ndarray:
+    """Return the number of each trajectory's item, from 0.
+
+    Args:
+        sample_numbers: Of trajectories; those of one item are equal and neighbours. [n].
+        tables: Which table each is of; None: of one. [n].
+    Returns:
+        [n], int64.
+    """
+    is_first = np.ones(len(sample_numbers), bool)
+    is_first[1:] = sample_numbers[1:] != sample_numbers[:-1]
+    if tables is not None:
+        is_first[1:] |= tables[1:] != tables[:-1]
     return np.cumsum(is_first) - 1

@@ -10,12 +10,14 @@ import torch
 
 from deepspeed_gear.batching.pack_gather import PackGatherer
 from deepspeed_gear.checkpoint import position
+from deepspeed_gear.config.pack_checks import room
 from deepspeed_gear.distributed.sequence_sum import sequence_sum
 from deepspeed_gear.errors import CheckpointError, ConfigError, NotReadyError, StoreError
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.rollout import Rollout, RolloutHooks
 from deepspeed_gear.replay.rollout_data import PackSettings, RolloutData, TablePart
+from deepspeed_gear.replay.selection_queue import Records, SelectedItems, SelectionQueue
 from deepspeed_gear.replay.train_step import TrainStep
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.mass_rules import key_of
@@ -68,9 +70,10 @@ class RolloutLoader:
             PackGatherer(self._settings.gathered(), stream.table, statistics, engine_dtype)
             for stream in self._streams
         ]
-        self._heads: list[list[int]] | None = None  # of the last rollout batch that was consumed
-        self._position = position.start(self._tables)
-        self._key = 0
+        self._queue = self._new_queue()
+        self._position = position.start(self._tables)  # after the last selection that was consumed
+        self._key = 0  # of the next selection
+        self._number = 0  # of the next rollout batch
         self._first_step = 0
         self._first_tokens: int | None = None  # of the next rollout batch, in a run that is resumed in it
         self._first_columns: dict[str, torch.Tensor] = {}
@@ -85,7 +88,37 @@ class RolloutLoader:
         """
         if self._current is not None:
             self._current.close()
-        key, begin = self._key, time.perf_counter()
+        number, begin = self._number, time.perf_counter()
+        parts = [
+            TablePart(gatherer, stream.table, *of_table)
+            for stream, gatherer, of_table in zip(
+                self._streams, self._gatherers, self._queue.take(self._select), strict=True
+            )
+        ]
+        data = RolloutData(parts, self._settings, self._ops, self._metrics.gathered, number)
+        if self._first_tokens is not None:
+            self._agree(lambda: self._check_tokens(data))
+        hooks = RolloutHooks(
+            divisor=self._divisor,
+            agree=self._agree,
+            sum_=self._parts.plan.exchange.sum,
+            begun=self._begin_step,
+            ended=self._end_step,
+            finished=self._finish,
+        )
+        made = Rollout(data, self._size, self._keys, number, self._ops, hooks, self._first_step)
+        data.columns.update(self._first_columns)
+        self._first_step, self._first_tokens, self._first_columns, self._current = 0, None, {}, made
+        self._metrics.waited(time.perf_counter() - begin, self._epoch)
+        return made
+
+    def _select(self) -> SelectedItems:
+        """Make or read the next selection of every table.
+
+        Raises:
+            PeerError, StoreError, NotReadyError: As `Replay.rollout`.
+        """
+        key = self._key
         found: list[Selection] = []
 
         def select() -> None:
@@ -100,27 +133,14 @@ class RolloutLoader:
                 for stream in self._streams:  # so that new priorities can correct the old ones
                     stream.masses.give_up()
             raise
-        parts = [
-            TablePart(gatherer, stream.table, *self._read(stream, selection))
-            for stream, gatherer, selection in zip(self._streams, self._gatherers, found, strict=True)
-        ]
-        data = RolloutData(parts, self._settings, self._ops, self._metrics.gathered, key)
-        if self._first_tokens is not None:
-            self._agree(lambda: self._check_tokens(data))
+        self._key += 1
         heads = [selection.head for selection in found]
-        hooks = RolloutHooks(
-            divisor=self._divisor,
-            agree=self._agree,
-            sum_=self._parts.plan.exchange.sum,
-            begun=self._begin_step,
-            ended=self._end_step,
-            finished=lambda: self._finish(key, heads),
-        )
-        made = Rollout(data, self._size, self._keys, key, self._ops, hooks, self._first_step)
-        data.columns.update(self._first_columns)
-        self._first_step, self._first_tokens, self._first_columns, self._current = 0, None, {}, made
-        self._metrics.waited(time.perf_counter() - begin, heads[0][Head.EPOCH])
-        return made
+        self._epoch = heads[0][Head.EPOCH]
+        parts = [self._read(stream, one) for stream, one in zip(self._streams, found, strict=True)]
+        return SelectedItems(key, heads, parts, room(self._settings.pack))
+
+    def _new_queue(self, first_item: int = 0) -> SelectionQueue:
+        return SelectionQueue(self._size.size, self._size.tokens, first_item)
 
     def _check_tokens(self, data: RolloutData) -> None:
         """Raise unless a rollout batch that is resumed has the steps that it was saved with.
@@ -130,14 +150,14 @@ class RolloutLoader:
         """
         if data.num_tokens != self._first_tokens:
             raise CheckpointError(
-                f"rollout batch {self._key}",
+                f"rollout batch {self._number}",
                 f"must have the {self._first_tokens} steps with which it was saved",
                 data.num_tokens,
                 "load it with the gear.pack of its run: with too_long = truncate, tokens decides the lengths",
             )
 
     @staticmethod
-    def _read(stream: BatchStream, selection: Selection) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read(stream: BatchStream, selection: Selection) -> Records:
         """Return copies of the records of a selection, and their PER weights."""
         records = selection.resolutions[: selection.head[Head.COUNT]].clone()
         return records, stream.weights(selection.head, records)
@@ -174,10 +194,13 @@ class RolloutLoader:
             step.num_trajectories, step.num_tokens, len(packs), packs.fill_fraction, packs.imbalance
         )
 
-    def _finish(self, key: int, heads: list[list[int]]) -> None:
-        self._heads, self._key = heads, key + 1
-        for stream in self._streams:
-            stream.release(key)
+    def _finish(self) -> None:
+        self._number += 1
+        ended = self._queue.consume()
+        if ended is not None:
+            self._position = position.after(self._tables, ended.heads)
+            for stream in self._streams:
+                stream.release(ended.key)
 
     # ---- position --------------------------------------------------------------------------------
 
@@ -188,26 +211,44 @@ class RolloutLoader:
 
     @property
     def next_key(self) -> int:
-        """The number of the next rollout batch."""
+        """The number of the next selection."""
         return self._key
 
     @property
+    def holds_batch(self) -> bool:
+        """Whether the next rollout batch needs no further selection."""
+        return not self._is_under_way and self._queue.holds_batch
+
+    @property
+    def _is_under_way(self) -> bool:
+        return self._current is not None and self._current.number == self._number
+
+    @property
     def where(self) -> position.Position:
-        """The position after the last rollout batch that was consumed."""
-        return self._position if self._heads is None else position.after(self._tables, self._heads)
+        """The position after the last selection that was consumed: no item of it is left."""
+        return self._position
 
     @property
     def in_progress(self) -> dict[str, Any] | None:
-        """Steps done and sizes of the rollout batch that is being trained; None between two of them."""
-        if self._current is None or self._current.number < self._key:
+        """Which items of the next selection are consumed, and the steps done of the batch that is trained.
+
+        None between two rollout batches that are a selection each.
+        """
+        if not self._is_under_way and self._size.tokens is None:
             return None
-        current, size = self._current, self._size.model_dump()
-        return {"steps_done": current.steps_done, "num_tokens": current.num_tokens, "size": size}
+        current = self._current if self._is_under_way else None
+        return {
+            "number": self._number,
+            "first_item": self._queue.first_item,
+            "steps_done": 0 if current is None else current.steps_done,
+            "num_tokens": None if current is None else current.num_tokens,
+            "size": self._size.model_dump(),
+        }
 
     @property
     def columns(self) -> Mapping[str, torch.Tensor]:
         """The columns of the rollout batch that is being trained."""
-        return {} if self.in_progress is None or self._current is None else self._current.columns
+        return self._current.columns if self._current is not None and self._is_under_way else {}
 
     def go_on_at(
         self, at: position.Position, rollout: Mapping[str, Any] | None, columns: Mapping[str, torch.Tensor]
@@ -216,14 +257,16 @@ class RolloutLoader:
 
         Args:
             at: The position.
-            rollout: The rollout batch after it that was being trained, as `in_progress`; None: none.
+            rollout: The rollout batch after it, as `in_progress`; None: it begins with a selection.
             columns: Its own columns.
         """
         self.abandon()
-        self._heads, self._position, self._current = None, at, None
-        self._key = position.batches(at)
-        self._first_step = 0 if rollout is None else int(rollout["steps_done"])
-        self._first_tokens = None if rollout is None else int(rollout["num_tokens"])
+        known: dict[str, Any] = {"number": position.batches(at), "first_item": 0, "steps_done": 0}
+        known.update(rollout or {})
+        self._position, self._current = at, None
+        self._key, self._number = position.batches(at), known["number"]
+        self._queue = self._new_queue(known["first_item"])
+        self._first_step, self._first_tokens = known["steps_done"], known.get("num_tokens")
         self._first_columns = dict(columns)
 
     def abandon(self) -> None:

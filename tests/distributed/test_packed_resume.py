@@ -32,9 +32,12 @@ def in_plan_order(ranks: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def test_a_rollout_batch_goes_on_on_other_ranks(deepspeed_run: Callable[..., str], tmp_path: Path) -> None:
-    """Saved by two ranks after one of six steps: one and four ranks train the same packs and columns."""
+    """Saved by two ranks after one of six steps: one and four ranks train the same packs and columns.
+
+    The batch begins in the middle of a selection.
+    """
     pack = {"tokens": 128, "pad": {"multiple": 16}, "plan_width": WIDTH}
-    size = {"trajectories": 18, "minibatches": 3, "epochs": 2}
+    size = {"trajectories": 18, "tokens": 450, "minibatches": 3, "epochs": 2}
     gear = section(pack=pack, rollout=size, sampler={"kind": "epoch"}, timeout_s=60.0)
     task = {"gear": gear, "checkpoints": str(tmp_path / "checkpoints"), "out": str(tmp_path)}
     deepspeed_run("packed_resume.py", 2, {**task, "action": "save"})

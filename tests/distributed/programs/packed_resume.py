@@ -46,6 +46,8 @@ def go_on(engine: Any, rollout: Rollout, left: Iterator[TrainStep]) -> dict[str,
 
 def save(given: dict[str, Any], engine: Any) -> dict[str, Any]:
     fill(engine)
+    engine.gear_rollout().close()
+    assert engine.gear.state_dict()["rollout"]["first_item"] > 0
     rollout = engine.gear_rollout()
     for micro in rollout.forward("old"):
         micro.fill(old=scores_of(engine, micro).detach())
