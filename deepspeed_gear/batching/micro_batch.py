@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.errors import ConfigError, FieldError, ShapeError
+from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.public_names import public_names
 
 Attention = Literal["sdpa", "flash_attention_2", "flash_attention_3", "mask"]
@@ -34,12 +35,12 @@ class PackShape:
     first: int
     end: int
 
-    @property
+    @cached_property
     def starts(self) -> np.ndarray:
         """The first place of each trajectory. [S], int64."""
         return np.asarray(np.cumsum(self.lengths) - self.lengths)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Places of trajectories, padding excluded."""
         return int(self.lengths.sum())
@@ -106,12 +107,16 @@ class PackSources:
         index: Trajectories of the pack, as indices into the rollout batch. [S], int64.
         records: Their resolutions, in host memory. [S, 8], int64.
         table: Which of the sampled tables each comes from, in host memory. [S], int64.
+        item: Its item in the rollout batch, in host memory. [S], int64.
+        is_weight: Its PER weight, in host memory. [S], float32.
         fill: Takes columns of this rank's places: `MicroBatch.fill`; None: it does not take any.
     """
 
     index: torch.Tensor
     records: torch.Tensor
     table: torch.Tensor
+    item: torch.Tensor
+    is_weight: torch.Tensor
     fill: Callable[[MicroBatch, Mapping[str, torch.Tensor]], None] | None = None
     opaque: dict[str, list[Any]] = field(default_factory=dict)
 
@@ -133,7 +138,6 @@ class MicroBatch(Mapping[str, torch.Tensor]):
         shape: Of the pack.
         loss: Its part of the loss.
         sources: Where it comes from.
-        per_trajectory: `trajectory_id`, `group` and `is_weight` of its trajectories. [S] each.
         device: Of its tensors.
     """
 
@@ -144,15 +148,12 @@ class MicroBatch(Mapping[str, torch.Tensor]):
         shape: PackShape,
         loss: PackLoss,
         sources: PackSources,
-        per_trajectory: Mapping[str, torch.Tensor],
         token: str | None,
         device: torch.device,
     ) -> None:
         self._tensors, self._shape, self._loss, self._sources = tensors, shape, loss, sources
         self._device, self._token = device, token
         self.targets = targets
-        self.trajectory_id, self.group = per_trajectory["trajectory_id"], per_trajectory["group"]
-        self.is_weight = per_trajectory["is_weight"]
 
     # ---- fields ----------------------------------------------------------------------------------
 
@@ -190,6 +191,21 @@ class MicroBatch(Mapping[str, torch.Tensor]):
     def index(self) -> torch.Tensor:
         """Its trajectories as indices into the rollout batch. [S], int64, in host memory."""
         return self._sources.index
+
+    @cached_property
+    def trajectory_id(self) -> torch.Tensor:
+        """[S], int64."""
+        return self._sources.records[:, Resolution.ID].to(self._device, copy=True)
+
+    @cached_property
+    def group(self) -> torch.Tensor:
+        """The item of each trajectory: those of one group have one number. [S], int64."""
+        return self._sources.item.to(self._device)
+
+    @cached_property
+    def is_weight(self) -> torch.Tensor:
+        """The PER weight of each trajectory. [S], float32."""
+        return self._sources.is_weight.to(self._device)
 
     @property
     def reported(self) -> torch.Tensor:

@@ -93,7 +93,7 @@ class PackGatherer:
     def finish(self, outs: Mapping[str, torch.Tensor], end: int) -> None:
         """Pad the places from `end` on."""
         for field, pad in zip(self.fields, self._pads, strict=True):
-            outs[field.name][end:] = pad
+            outs[field.name][end:].fill_(pad)
 
     def gather(
         self, outs: Mapping[str, torch.Tensor], records: torch.Tensor, places: torch.Tensor, first: int

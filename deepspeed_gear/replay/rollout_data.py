@@ -277,22 +277,18 @@ class RolloutData:
         part = rows // place.sequence_world
         first = place.sequence_rank * part
         shape = PackShape(self.lengths[index], rows, first, first + part)
-        tensors, per_trajectory = self._gather(index, shape)
+        which = torch.from_numpy(index)
+        records = self.records[which]
+        tensors, per_trajectory = self._gather(index, records, shape)
         mask, device = self._mask_of(tensors, shape), settings.device
-        token_weights = torch.from_numpy(shape.spread(weights[index].astype(np.float32))) * mask
-        share = int(mask.sum()) / max(loss_tokens, 1)
+        token_weights = torch.from_numpy(shape.spread(weights[index].astype(np.float32))).mul_(mask)
+        share = int(np.count_nonzero(mask.numpy())) / max(loss_tokens, 1)
         targets = tensors.pop(TARGETS, None)
         tensors.pop(FLAGS, None)
         tensors.update(self._own_columns(index, shape))
         made = {name: tensor.to(device, non_blocking=True)[None] for name, tensor in tensors.items()}
         for name, tensor in per_trajectory.items():
             made[name] = tensor.to(device, non_blocking=True)
-        which = torch.from_numpy(index)
-        known = {
-            "trajectory_id": self.records[which, Resolution.ID].to(device),
-            "group": torch.from_numpy(self.item[index]).to(device),
-            "is_weight": self._is_weight[which].to(device),
-        }
         micro = MicroBatch(
             made,
             None if targets is None else targets.to(device)[None],
@@ -301,9 +297,14 @@ class RolloutData:
                 mask.to(device), token_weights.to(device), share, divisor, settings.reduce, settings.loss.by
             ),
             PackSources(
-                which, self.records[which], torch.from_numpy(self.source[index]), fill, self._opaque(index)
+                which,
+                records,
+                torch.from_numpy(self.source[index]),
+                torch.from_numpy(self.item[index]),
+                self._is_weight[which],
+                fill,
+                self._opaque(index),
             ),
-            known,
             settings.token,
             device,
         )
@@ -311,11 +312,25 @@ class RolloutData:
         return micro
 
     def _gather(
-        self, index: np.ndarray, shape: PackShape
+        self, index: np.ndarray, records: torch.Tensor, shape: PackShape
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Gather the per-step and the per-trajectory fields of a pack from the tables."""
-        outs = self.parts[0].gatherer.outputs(shape.end - shape.first)
-        places, sources = torch.from_numpy(shape.starts), self.source[index]
+        first = self.parts[0].gatherer
+        outs, places = first.outputs(shape.end - shape.first), torch.from_numpy(shape.starts)
+        if len(self.parts) == 1:
+            first.gather(outs, records, places, shape.first)
+            whole = first.per_trajectory(records)
+        else:
+            whole = self._gather_mixed(index, outs, places, shape)
+        end = min(max(shape.num_tokens - shape.first, 0), shape.end - shape.first)
+        first.finish(outs, end)
+        return outs, whole
+
+    def _gather_mixed(
+        self, index: np.ndarray, outs: dict[str, torch.Tensor], places: torch.Tensor, shape: PackShape
+    ) -> dict[str, torch.Tensor]:
+        """Gather the rows of a pack from several tables; return the per-trajectory fields."""
+        sources = self.source[index]
         whole: dict[str, torch.Tensor] = {}
         for number, part in enumerate(self.parts):
             own = torch.from_numpy(np.nonzero(sources == number)[0])
@@ -329,9 +344,7 @@ class RolloutData:
                 whole[name][own] = values
         if not len(index):
             whole = self.parts[0].gatherer.per_trajectory(self.records[:0])
-        end = min(max(shape.num_tokens - shape.first, 0), shape.end - shape.first)
-        self.parts[0].gatherer.finish(outs, end)
-        return outs, whole
+        return whole
 
     def _opaque(self, index: np.ndarray) -> dict[str, list[Any]]:
         """Return the opaque fields of trajectories, as lists."""
@@ -351,7 +364,8 @@ class RolloutData:
         """Return which places of this rank count in the loss. [rows], bool."""
         if FLAGS in tensors:
             return tensors[FLAGS] != 0  # padding is 0
-        counted = shape.spread(np.ones(len(shape.lengths), bool))
+        counted = np.zeros(shape.end - shape.first, bool)
+        counted[: max(shape.num_tokens - shape.first, 0)] = True
         if self.settings.predicts:
             last = np.cumsum(shape.lengths) - 1 - shape.first
             counted[last[(last >= 0) & (last < len(counted))]] = False
