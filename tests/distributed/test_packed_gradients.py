@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from packed_cases import ALL, BUDGETS, KINDS, LOSSES, SHORT
+from packed_cases import BUDGETS, KINDS, LOSSES, cases_of
 from process_support import run_ranks
 
 pytest.importorskip("transformers", reason="the model is transformers' Qwen2")
 
-CASES = ALL if os.environ.get("GEAR_LONG_TESTS") == "1" else SHORT
+EVERY = os.environ.get("GEAR_LONG_TESTS") == "1"
 # Of the largest gradient: float32 sums of about 700 tokens in another order, 7e-7 at most in all long cases.
 BOUND = 2e-6
 
@@ -34,7 +34,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[d
         if world not in known:
             known[world] = []  # a launch that fails is not repeated
             out: Path = tmp_path_factory.mktemp(f"world{world}")
-            task = {"kinds": KINDS[world], "cases": CASES, "out": str(out)}
+            task = {"cases": cases_of(world, EVERY), "out": str(out)}
             quiet = {"PYTHONWARNINGS": "ignore::FutureWarning"}  # of each of DeepSpeed's collectives
             run_ranks("packed_gradients.py", world, json.dumps(task), timeout_s=800.0, **quiet)
             known[world] = [json.loads((out / f"{rank}.json").read_text()) for rank in range(world)]
@@ -44,8 +44,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[d
 
 
 def test_every_loss_and_budget_is_among_the_cases() -> None:
-    assert {loss for loss, _ in CASES} == set(LOSSES)
-    assert {tokens for _, tokens in CASES} == set(BUDGETS)
+    for world in KINDS:
+        cases = [case for of_kind in cases_of(world, EVERY).values() for case in of_kind]
+        assert {loss for loss, _ in cases} == set(LOSSES)
+        assert {tokens for _, tokens in cases} == set(BUDGETS)
 
 
 @pytest.mark.parametrize(("world", "kind"), [(world, kind) for world in KINDS for kind in KINDS[world]])
@@ -57,7 +59,7 @@ def test_packed_steps_are_those_of_one_process(
     of_ranks = [found[kind] for found in of_ranks]
     assert {found["model"] for found in of_ranks} == {"Qwen2ForCausalLM"}
     by_case = zip(*(found["outcomes"] for found in of_ranks), strict=True)
-    for case, of_case in zip(CASES, by_case, strict=True):
+    for case, of_case in zip(cases_of(world, EVERY)[kind], by_case, strict=True):
         assert [(one["loss"], one["tokens"]) for one in of_case] == [case] * world
         assert all(one["deviation"] < BOUND for one in of_case), of_case
         counts = np.array([one["counts"] for one in of_case])  # [ranks, K]: equally many on each

@@ -28,3 +28,9 @@ KINDS = {
     2: [*STAGES, "ddp", "fsdp1", "fsdp2", *ULYSSES],
     4: [*STAGES, "ddp", "fsdp2", *ULYSSES],
 }
+
+
+def cases_of(world: int, every: bool) -> dict[str, list[tuple[str, int]]]:
+    """Return the cases of each kind: all, or every second one of `SHORT`, those of neighbours the others."""
+    kinds = KINDS[world]
+    return {kind: ALL if every else SHORT[number % 2 :: 2] for number, kind in enumerate(kinds)}

@@ -1,8 +1,9 @@
 """The gradient of packed micro batches of a tiny Qwen2 on many ranks, beside that of one process.
 
-The last argument is a task: `kinds`, `cases` as pairs of a loss and a budget (tests/support/packed_cases.py),
-`out`. The change of the weights by SGD with a rate of 1 is the gradient. The first rank computes the gradient
-of one process from one sequence at a time; every rank compares its weights with it.
+The last argument is a task: `cases` of each kind as pairs of a loss and a budget (see
+tests/support/packed_cases.py), `out`. The change of the weights by SGD with a rate of 1 is the gradient. The
+first rank computes the gradient of one process from one sequence at a time; every rank compares its weights
+with it.
 """
 
 from __future__ import annotations
@@ -314,12 +315,12 @@ def main() -> None:
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     reference = model_of()
-    for kind in task["kinds"]:
+    for kind, cases in task["cases"].items():
         began = time.perf_counter()
         trainer = (EngineTrainer if kind.startswith("zero") else ModuleTrainer)(kind)
         outcomes = [
             {"loss": loss, "tokens": tokens, **compare(trainer, reference, LOSSES[loss], tokens)}
-            for loss, tokens in task["cases"]
+            for loss, tokens in cases
         ]
         trainer.close()
         model, seconds = type(reference).__name__, time.perf_counter() - began
