@@ -12,7 +12,7 @@ import torch
 from deepspeed_gear.batching.loss_weights import loss_weights
 from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.batching.packing_plan import PackBudget, PackingPlan, plan_packs
-from deepspeed_gear.errors import ShapeError, StoreError
+from deepspeed_gear.errors import PeerError, ShapeError, StoreError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.public_names import public_names
 from deepspeed_gear.replay.rollout_data import RolloutData
@@ -181,22 +181,33 @@ class TrainStep:
             **values: Of each micro batch in their order: `micro.sum(x)`, []. The same names on every rank.
         Raises:
             ShapeError: Not one number for each micro batch.
+            PeerError: Another rank has raised it.
         """
-        every: list[torch.Tensor] = []
+        fault = self._fault_of(values)
+        sums = torch.zeros(len(values) + 1, dtype=torch.float64)  # the last: ranks with a fault
+        if fault is not None:
+            sums[-1] = 1
+        elif self._data.settings.place.tensor_rank == 0 and values:
+            every = [value.detach().reshape(()) for given in values.values() for value in given]
+            # Together, so that a device is waited for once.
+            stacked = torch.stack([value.to(every[0].device, torch.float64) for value in every])
+            sums[:-1] = stacked.cpu().view(len(values), len(self)).sum(1)
+        *total, faults = self._sum(sums).tolist()
+        if fault is not None:
+            raise fault
+        if faults:
+            rule = f"must have a number for each of the {len(self)} micro batches"
+            raise PeerError(f"{self.name}: {', '.join(values)}", rule, f"other numbers on {faults:.0f} ranks")
+        return {name: value / self._divisor() for name, value in zip(values, total, strict=True)}
+
+    def _fault_of(self, values: Mapping[str, Sequence[torch.Tensor]]) -> ShapeError | None:
+        """Return the error of values that are not one number for each micro batch."""
         for name, given in values.items():
             if len(given) != len(self) or any(value.numel() != 1 for value in given):
                 rule = f"must have a number for each of the {len(self)} micro batches"
                 shapes = [list(value.shape) for value in given]
-                raise ShapeError(name, rule, shapes, f"collect micro.sum({name}) in the loop")
-            every += [value.detach().reshape(()) for value in given]
-        sums = torch.zeros(len(values), dtype=torch.float64)
-        if every:  # together, so that a device is waited for once
-            stacked = torch.stack([value.to(every[0].device, torch.float64) for value in every])
-            sums = stacked.cpu().view(len(values), len(self)).sum(1)
-        if self._data.settings.place.tensor_rank != 0:
-            sums.zero_()
-        total = self._sum(sums) / self._divisor()
-        return dict(zip(values, total.tolist(), strict=True))
+                return ShapeError(name, rule, shapes, f"collect micro.sum({name}) in the loop")
+        return None
 
 
 def forward_packs(

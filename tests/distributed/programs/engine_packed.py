@@ -159,6 +159,7 @@ def a_loop_that_ends_early(gear: dict[str, Any]) -> None:
     refused(StoreError, "must not be used after its loop has ended", first.advantages)
     second = engine.gear_rollout()
     assert not set(first.trajectory_id.tolist()) & set(second.trajectory_id.tolist())
+    dist.barrier()  # a failure is raised on all ranks, also on one that has not left the barrier before
     name = "reward" if dist.get_rank() else "other"  # of one rank: the other gets its error
     refused(ConfigError, "column 'other' must be a column of table", lambda: second.advantages(reward=name))
     second.advantages("dr_grpo")

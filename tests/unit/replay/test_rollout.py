@@ -22,6 +22,7 @@ from deepspeed_gear.errors import (
     DataError,
     FieldError,
     NotReadyError,
+    PeerError,
     ShapeError,
     StoreError,
 )
@@ -425,6 +426,11 @@ def test_means_of_metrics(rolled: Any) -> None:
     assert found["logp"] == pytest.approx(float(sum(values)))
     with pytest.raises(ShapeError, match="a number for each of the"):
         step.mean(logp=values[1:])
+    step._sum = lambda sums: sums + torch.eye(len(sums), dtype=sums.dtype)[-1]  # another rank has a fault
+    with pytest.raises(
+        PeerError, match=r"logp must have a number for each of the .*, got 'other numbers on 1"
+    ):
+        step.mean(logp=values)
 
 
 def test_rollouts_follow_each_other() -> None:
