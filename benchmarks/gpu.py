@@ -102,10 +102,10 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
     columns = ("figure", "case", "what", "us", "gb_per_s", "ceiling_us", "fraction", "asked", "holds")
     good = [row for row in rows if "error" not in row]
     print_table(columns, [[row.get(column) for column in columns] for row in good])
-    turns = [row for row in good if "steps_per_s" in row]
+    turns = [row for row in good if "turns_per_s" in row]
     if turns:
         print()
-        columns = ("program", "compile", "cudagraphs", "steps_per_s", "return")
+        columns = ("program", "compile", "cudagraphs", "turns_per_s", "return")
         print_table(columns, [[row[column] for column in columns] for row in turns])
     for row in rows:
         if "error" in row:

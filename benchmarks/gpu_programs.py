@@ -15,9 +15,10 @@ import torch
 from support import ROOT
 from gpu_clock import Row
 
-PROGRAMS = ("td3_device.py", "sac_device.py")
+LEARNING, ROLLOUTS = ("--steps", "4000", "--random-steps", "500"), ("--steps", "6400")
+PROGRAMS = {"td3": LEARNING, "sac": LEARNING, "dqn": LEARNING, "c51": LEARNING, "ppo": ROLLOUTS}
+SMOKE = {"td3": ("--steps", "290", "--random-steps", "205")}
 FLAGS = ((), ("--compile",), ("--cudagraphs",), ("--compile", "--cudagraphs"))
-STEPS, SMOKE_STEPS = (4000, 500), (290, 205)  # turns, and random ones before them
 
 
 def missing(*packages: str) -> list[str]:
@@ -64,15 +65,14 @@ def turns(device: torch.device, is_smoke: bool) -> Iterator[Row]:
     On the CPU nothing is captured; the smoke form runs one example, and compiles nothing.
     """
     figure, absent = "example", missing("gymnasium")
-    steps, random_steps = SMOKE_STEPS if is_smoke else STEPS
-    for program in PROGRAMS[:1] if is_smoke else PROGRAMS:
+    for name, options in (SMOKE if is_smoke else PROGRAMS).items():
+        program = f"{name}_device.py"
         for flags in FLAGS[::2] if is_smoke else FLAGS:
-            case = " ".join((program, *flags)) + f", {steps} turns"
+            case = " ".join((program, *flags)) + f", {options[1]} turns"
             if absent:
                 yield Row(figure, f"{case}: left out, not installed: {', '.join(absent)}", "", None)
             elif device.type == "cuda" or "--cudagraphs" not in flags:
-                lengths = "--steps", str(steps), "--random-steps", str(random_steps)
-                result = result_of(program, "--device", str(device), *lengths, *flags)
-                known = ("steps_per_s", "return", "compile", "cudagraphs")
+                result = result_of(program, "--device", str(device), *options, *flags)
+                known = ("turns_per_s", "return", "compile", "cudagraphs")
                 more = {"program": program, **{name: result[name] for name in known}}
-                yield Row(figure, case, "a turn", 1e6 / result["steps_per_s"], more=more)
+                yield Row(figure, case, "a turn", 1e6 / result["turns_per_s"], more=more)

@@ -1,8 +1,8 @@
-"""The loop of td3_device.py and sac_device.py: environments on the host, everything else on one device.
+"""Parts of the *_device.py programs: environments in tensors of a device, capture, clock, command line.
 
-A turn is one action in every environment and one step of learning. The learner's step (add the newest
-transitions, draw, losses, optimizers, priorities) uses only fixed tensors of the device, so it can be
-compiled (`--compile`), captured in a CUDA graph (`--cudagraphs`), both, or neither.
+Environments run on the host; the table, the networks and the optimizers live on one device. What a program
+does there (act, learn) uses only fixed tensors and never waits, so that it can be compiled (`--compile`),
+captured in a CUDA graph (`--cudagraphs`), both, or neither.
 
 The style follows LeanRL (github.com/pytorch-labs/LeanRL), which is based on CleanRL.
 """
@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -22,86 +23,115 @@ import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import Tensor
 
-from deepspeed_gear import DeviceReplay
-
-OBSERVATION, ACTION, LARGEST = 3, 1, 2.0  # of Pendulum-v1
-CAPACITY, BATCH, BURN_IN = 100_000, 256, 20  # turns that are not timed: they compile and capture
 EPSILON = 1e-3  # added to priorities, so that an item without an error can be drawn again
-COLUMNS = {
-    "observation": {"dtype": "float32", "shape": [OBSERVATION], "role": "observation", "rows": "T+1"},
-    "action": {"dtype": "float32", "shape": [ACTION], "role": "action"},
-    "reward": {"dtype": "float32", "role": "reward"},
-    "terminated": {"dtype": "bool", "role": "terminated"},
-    "truncated": {"dtype": "bool", "role": "truncated"},
-}
+TEST_EPISODES, TEST_SEED = 20, 10_000
 SAMPLERS = {
     "uniform": {"kind": "uniform", "unit": "step"},
     "prioritized": {"kind": "prioritized", "unit": "step", "alpha": 0.6, "beta": 0.4},
 }
 
 
-def section(buffer: str, seed: int) -> dict[str, Any]:
-    """Return the `gear` section: a ring of transitions in the memory of the device."""
-    table = {"placement": "device", "remove": "fifo", "schema": {"columns": COLUMNS}}
-    table |= {"capacity_steps": CAPACITY, "max_length": 1, "capacity_trajectories": CAPACITY}
-    following = {"column": "observation", "offset": 1}
-    fields = {"next_observation": following, **{name: {} for name in COLUMNS if name != "truncated"}}
-    options = {"sampler": SAMPLERS[buffer], "fields": fields, "batch_size": BATCH}
-    return {"seed": seed, "tables": {"main": table}, **options}
-
-
-class Learner(Protocol):
-    """Interface of an algorithm to the loop. Its functions never wait and use only fixed tensors."""
-
-    action: Tensor  # the next action. [envs, 1]
-    updates: Sequence[Callable[[], None]]  # the kinds of a step of learning
-
-    def act(self) -> None:
-        """Write `action`."""
-        ...
-
-    def kind_of(self, turn: int) -> int:
-        """Return the index in `updates` of this turn's."""
-        ...
-
-
-class Feed:
-    """Outputs of the environments, in tensors of the device with fixed addresses.
+class Environments:
+    """Environments of one kind on the host, and their newest step in fixed tensors of the device.
 
     Attributes:
-        seen: Observation for the next action. [envs, 3].
-        row: Columns of the transition that is added next. [envs, ...] each.
-        following: The observation after it: of a truncated episode its own last one. [envs, 3].
+        seen: Observation that the next action is chosen by. [E, *observation], float32.
+        action: The next action, which the program writes. [E] int64, or [E, *action] float32.
+        row: Columns of the newest transition. [E, ...] each.
+        following: The observation after it: of an episode that ends its own last one. As `seen`.
+        returns: Of the episodes that ended, in their order.
+        num_actions: Of discrete actions; 0 for others.
+        largest: Bound of continuous actions.
     """
 
-    def __init__(self, envs: int, device: torch.device) -> None:
+    def __init__(self, name: str, num: int, seed: int, device: torch.device) -> None:
+        make = [lambda: gymnasium.make(name)] * num
+        self.name, self.num, self.device = name, num, device
+        self._envs = SyncVectorEnv(make, autoreset_mode=AutoresetMode.SAME_STEP)
+        actions, self.shape = self._envs.single_action_space, self._envs.single_observation_space.shape
+        self.num_actions = int(getattr(actions, "n", 0))
+        self.largest = 0.0 if self.num_actions else float(actions.high.max())
+        kind = torch.int64 if self.num_actions else torch.float32
+        self.action = torch.zeros(num, *actions.shape, dtype=kind, device=device)
+        flag, number = {"dtype": torch.bool}, {"dtype": torch.float32}
+        shapes = {"observation": (self.shape, number), "reward": ((), number)}
+        shapes |= {"terminated": ((), flag), "truncated": ((), flag)}
+        shapes |= {"following": (self.shape, number), "seen": (self.shape, number)}
         pin = device.type == "cuda"
-        shapes = {"seen": (OBSERVATION,), "observation": (OBSERVATION,), "following": (OBSERVATION,)}
-        shapes |= {"reward": (), "terminated": (), "truncated": ()}
-        self._host = {
-            name: torch.zeros(envs, *shape, dtype=self._dtype(name), pin_memory=pin)
-            for name, shape in shapes.items()
-        }
-        self._device = {name: values.to(device, copy=True) for name, values in self._host.items()}
-        self.seen, self.following = self._device["seen"], self._device["following"]
-        action = torch.zeros(envs, ACTION, device=device)
-        self.row = {"action": action, **{name: self._device[name] for name in COLUMNS if name != "action"}}
+        self._host = {n: torch.zeros(num, *shape, pin_memory=pin, **of) for n, (shape, of) in shapes.items()}
+        self._there = {n: values.to(device, copy=True) for n, values in self._host.items()}
+        self.seen, self.following = self._there["seen"], self._there["following"]
+        columns = ("observation", "reward", "terminated", "truncated")
+        self.row = {"action": torch.zeros_like(self.action), **{name: self._there[name] for name in columns}}
+        self.returns, self._totals = list[float](), np.zeros(num)
+        self._observation, _ = self._envs.reset(seed=seed)
+        self._write(seen=self._observation)
 
-    @staticmethod
-    def _dtype(name: str) -> torch.dtype:
-        return torch.bool if name in ("terminated", "truncated") else torch.float32
+    def act_at_random(self) -> None:
+        """Write a uniform `action`."""
+        if self.num_actions:
+            self.action.random_(0, self.num_actions)
+        else:
+            self.action.uniform_(-self.largest, self.largest)
 
-    def write(self, action: Tensor | None, **values: np.ndarray) -> None:
-        """Copy to the device, after the work queued there. The previous copies must be done."""
-        if action is not None:
-            self.row["action"].copy_(action)
-        for name, value in values.items():
-            self._host[name].copy_(torch.from_numpy(np.asarray(value)))
-            self._device[name].copy_(self._host[name], non_blocking=True)
+    def fetch(self) -> None:
+        """Copy `action` to the host, after the work queued on the device: the only wait of a turn."""
+        self._chosen = self.action.cpu().numpy()
+
+    def step(self) -> None:
+        """Step with the fetched action; write `row`, `following`, `seen` after the work queued there."""
+        before = self._observation
+        self._observation, reward, terminated, truncated, infos = self._envs.step(self._chosen)
+        following = self._observation.copy()
+        self._totals += reward
+        for env in np.nonzero(terminated | truncated)[0]:
+            following[env] = infos["final_obs"][env]
+            self.returns.append(float(self._totals[env]))
+            self._totals[env] = 0.0
+        self.row["action"].copy_(self.action)
+        ends = {"terminated": terminated, "truncated": truncated}
+        rows = {"observation": before, "following": following, "seen": self._observation}
+        self._write(reward=reward, **ends, **rows)
+
+    def _write(self, **values: np.ndarray) -> None:
+        for name, value in values.items():  # pinned memory: `fetch` has waited for the previous copies
+            self._host[name].copy_(torch.from_numpy(value))
+            self._there[name].copy_(self._host[name], non_blocking=True)
+
+    @torch.no_grad()
+    def evaluate(self, policy: Callable[[Tensor], Tensor]) -> float:
+        """Return the mean return of an episode each of other environments, without exploration."""
+        other = Environments(self.name, TEST_EPISODES, TEST_SEED, self.device)
+        total, goes_on = torch.zeros(TEST_EPISODES), torch.ones(TEST_EPISODES, dtype=torch.bool)
+        while bool(goes_on.any()):
+            other.action.copy_(policy(other.seen))
+            other.fetch()
+            other.step()
+            total += other.row["reward"].cpu() * goes_on
+            goes_on &= ~(other.row["terminated"] | other.row["truncated"]).cpu()
+        return round(float(total.mean()), 1)
+
+
+def transitions(envs: Environments, capacity: int, batch: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the `gear` section of a ring of transitions in the memory of the device."""
+    shape, kind = list(envs.action.shape[1:]), str(envs.action.dtype).removeprefix("torch.")
+    columns = {
+        "observation": {"dtype": "float32", "shape": list(envs.shape), "role": "observation", "rows": "T+1"},
+        "action": {"dtype": kind, "shape": shape, "role": "action"},
+        "reward": {"dtype": "float32", "role": "reward"},
+        "terminated": {"dtype": "bool", "role": "terminated"},
+        "truncated": {"dtype": "bool", "role": "truncated"},
+    }
+    table = {"placement": "device", "remove": "fifo", "schema": {"columns": columns}}
+    table |= {"capacity_steps": capacity, "max_length": 1, "capacity_trajectories": capacity}
+    following = {"column": "observation", "offset": 1}
+    fields = {"next_observation": following, **{name: {} for name in columns if name != "truncated"}}
+    options = {"sampler": SAMPLERS[args.buffer], "fields": fields, "batch_size": batch}
+    return {"seed": args.seed, "tables": {"main": table}, **options}
 
 
 class Captured:
-    """A function that is called repeatedly; on request a CUDA graph after three calls.
+    """A function that is called repeatedly; compiled on request, and a CUDA graph after three calls.
 
     The first calls run on a side stream, as a capture requires: they allocate all that is allocated once. The
     capture itself runs nothing, so it is replayed at once: every call is one call of the function.
@@ -133,84 +163,67 @@ class Captured:
         self._calls += 1
 
 
-def train(make: Callable[[DeviceReplay, Feed], Learner], args: argparse.Namespace) -> dict[str, Any]:
-    """Act and learn; return the mean return of the last ten episodes and the turns per second."""
-    torch.manual_seed(args.seed)
-    device = torch.device(args.device)
-    mode = AutoresetMode.SAME_STEP
-    envs = SyncVectorEnv([lambda: gymnasium.make("Pendulum-v1")] * args.envs, autoreset_mode=mode)
-    observation, _ = envs.reset(seed=args.seed)
-    returns, total = [], np.zeros(args.envs)
-    feed = Feed(args.envs, device)
-    feed.write(None, seen=observation)
-    begin, first_timed = time.perf_counter(), args.random_steps + BURN_IN
-    with DeviceReplay(section(args.buffer, args.seed), device) as replay:
-        learner = make(replay, feed)
-        how = args.compile, args.cudagraphs
-        act, updates = Captured(learner.act, *how), [Captured(update, *how) for update in learner.updates]
-        for turn in range(args.steps):
-            if turn == first_timed:
-                _wait(device)
-                begin = time.perf_counter()
-            is_random = turn < args.random_steps
-            if is_random:
-                learner.action.uniform_(-LARGEST, LARGEST)
-            else:
-                act()
-            action = learner.action.cpu().numpy()  # the only wait of the host in a turn
-            if is_random and turn > 0:
-                replay.add_transitions_(feed.row, {"observation": feed.following})
-            elif turn > 0:
-                updates[learner.kind_of(turn)]()  # the device learns while the host steps the environments
-            before = observation
-            observation, reward, terminated, truncated, infos = envs.step(action)
-            following = observation.copy()
-            total += reward
-            for env in np.nonzero(terminated | truncated)[0]:
-                following[env] = infos["final_obs"][env]
-                returns.append(total[env])
-                total[env] = 0.0
-            ends = {"terminated": terminated, "truncated": truncated}
-            rows = {"observation": before, "following": following, "seen": observation}
-            feed.write(learner.action, reward=reward, **ends, **rows)
-        _wait(device)
-        seconds, timed = time.perf_counter() - begin, args.steps - first_timed
-        replay.check()
-    return {
-        "return": round(float(np.mean(returns[-10:])), 1) if returns else None,
-        "steps_per_s": round(timed / seconds, 1) if timed > 0 else None,
-        "device": str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
-        "compile": args.compile,
-        "cudagraphs": args.cudagraphs,
-        "buffer": args.buffer,
-        "seed": args.seed,
-    }
+class Clock:
+    """Counts turns, each a step of all environments, and times those after the first ones.
+
+    Args:
+        first: Turns that are not timed: they act at random, compile and capture.
+    """
+
+    def __init__(self, device: torch.device, first: int) -> None:
+        self._is_cuda, self._first = device.type == "cuda", first
+        self.per_s: float | None = None
+
+    def turns(self, num: int) -> Iterator[int]:
+        """Count to `num`; set `per_s`, which is None if no turn was timed."""
+        begin = 0.0
+        for turn in range(num):
+            if turn == self._first:
+                begin = self._now()
+            yield turn
+        if num > self._first:
+            self.per_s = round((num - self._first) / (self._now() - begin), 1)
+
+    def _now(self) -> float:
+        if self._is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def result(args: argparse.Namespace, envs: Environments, clock: Clock, **numbers: float) -> dict[str, Any]:
+    """Return what a program prints: its numbers, the last episodes, turns per second, and its options.
+
+    Raises:
+        FloatingPointError: A number is NaN or infinite.
+    """
+    for name, value in numbers.items():
+        if not math.isfinite(value):
+            raise FloatingPointError(f"{name} must be finite, got {value}: the training has diverged")
+    device = "cpu" if envs.device.type == "cpu" else torch.cuda.get_device_name(envs.device)
+    last = round(float(np.mean(envs.returns[-10:])), 1) if envs.returns else None
+    options = {name: value for name, value in vars(args).items() if name not in ("device", "all")}
+    return {"return": last, **numbers, "turns_per_s": clock.per_s, **options, "device": device}
 
 
-def main(description: str | None, make: Callable[[DeviceReplay, Feed], Learner]) -> None:
-    """Read the command line, train, and print the result as JSON."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def arguments(description: str | None, steps: int, envs: int = 1) -> argparse.ArgumentParser:
+    """Return the options that all programs have, with a program's defaults."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=form)
     here = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument(
-        "--device", default=here, help="of the replay and of the networks (default here: %(default)s)"
-    )
+    parser.add_argument("--device", default=here, help="of table and networks (default here: %(default)s)")
     parser.add_argument("--compile", action="store_true", help="torch.compile acting and learning")
     parser.add_argument("--cudagraphs", action="store_true", help="capture both in CUDA graphs")
     parser.add_argument("--all", action="store_true", help="all combinations of the two, and a table")
-    parser.add_argument("--buffer", choices=list(SAMPLERS), default="uniform")
-    parser.add_argument("--steps", type=int, default=10_000, help="of each environment")
-    parser.add_argument("--random-steps", type=int, default=500, help="before learning begins")
-    parser.add_argument("--envs", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=steps, help="of each environment (%(default)s)")
+    parser.add_argument("--envs", type=int, default=envs, help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def run(parser: argparse.ArgumentParser, train: Callable[[argparse.Namespace], dict[str, Any]]) -> None:
+    """Read the command line, train, and print the result as JSON; with --all for all combinations."""
     args = parser.parse_args()
-    device = torch.device(args.device)
+    device = args.device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device must be cpu where torch sees no GPU, got {args.device}")
     if args.cudagraphs and device.type != "cuda":
@@ -220,17 +233,17 @@ def main(description: str | None, make: Callable[[DeviceReplay, Feed], Learner])
     elif device.index is not None:
         torch.cuda.set_device(device)  # streams and graphs are of the current device
     if not args.all:
-        print(json.dumps(train(make, args)), flush=True)
+        print(json.dumps(train(args)), flush=True)
         return
     graphs = (False, True) if device.type == "cuda" else (False,)
     results = []
-    print("compile  cudagraphs   steps/s   return", flush=True)
+    print("compile  cudagraphs   turns/s   return", flush=True)
     for args.cudagraphs in graphs:
         for args.compile in (False, True):
             torch._dynamo.reset()
-            results.append(result := train(make, args))
-            flags = f"{result['compile']!s:7}  {result['cudagraphs']!s:10}"
-            print(f"{flags}  {result['steps_per_s']!s:>8}  {result['return']!s:>7}", flush=True)
+            results.append(row := train(args))
+            flags = f"{row['compile']!s:7}  {row['cudagraphs']!s:10}"
+            print(f"{flags}  {row['turns_per_s']!s:>8}  {row['return']!s:>7}", flush=True)
     if device.type != "cuda":
         print("left out: --cudagraphs, which needs a CUDA device", file=sys.stderr)
     print(json.dumps(results), flush=True)

@@ -5,7 +5,7 @@
     python examples/sac_device.py --buffer prioritized      priorities are updated inside the same step
     python examples/sac_device.py --all                     all combinations, and a table of turns per second
 
-The last line is the result as JSON. The loop and the capture are in device_loop.py.
+The last line is the result as JSON. Environments and capture are in device_loop.py.
 
 Source: Haarnoja et al., "Soft Actor-Critic Algorithms and Applications", arXiv:1812.05905, with the
 temperature of its section 5.
@@ -13,20 +13,21 @@ temperature of its section 5.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from device_loop import ACTION, EPSILON, LARGEST, OBSERVATION, Feed, main
+from device_loop import EPSILON, SAMPLERS, Captured, Clock, Environments, arguments, result, run, transitions
 from torch import Tensor, nn
 
 from deepspeed_gear import DeviceReplay
 
 GAMMA, TARGET_STEP, LEARNING_RATE, HIDDEN = 0.99, 0.005, 1e-3, 256
+CAPACITY, BATCH = 100_000, 256
 LEAST_LOG_STD, MOST_LOG_STD = -5.0, 2.0
-ENTROPY = -float(ACTION)  # what the temperature aims at
 
 
 def network(inputs: int, outputs: int) -> nn.Sequential:
@@ -34,80 +35,98 @@ def network(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(HIDDEN, outputs))
 
 
-class SAC:
-    """An actor, two critics with targets and a temperature, which learn from a replay on their device."""
+def values_of(critics: Any, observation: Tensor, action: Tensor) -> list[Tensor]:
+    return [critic(torch.cat([observation, action], 1)).squeeze(1) for critic in critics]
 
-    def __init__(self, replay: DeviceReplay, feed: Feed) -> None:
-        self.replay, self.feed, self.batch = replay, feed, replay.new_batch()
-        device, is_cuda = replay.device, replay.device.type == "cuda"
-        self.action = torch.zeros(len(feed.seen), ACTION, device=device)
-        self.actor = network(OBSERVATION, 2 * ACTION).to(device)
-        self.critics = nn.ModuleList(network(OBSERVATION + ACTION, 1) for _ in range(2)).to(device)
-        self.targets = copy.deepcopy(self.critics)
-        self.log_temperature = torch.zeros((), device=device, requires_grad=True)
-        self.critic_optimizer, self.actor_optimizer, self.temperature_optimizer = (
-            torch.optim.Adam(parameters, LEARNING_RATE, capturable=is_cuda)
-            for parameters in (self.critics.parameters(), self.actor.parameters(), [self.log_temperature])
-        )
-        self.updates = (self.learn,)
 
-    def kind_of(self, turn: int) -> int:
-        return 0
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Act and learn; return the returns of the last episodes and of a test, and turns per second."""
+    torch.manual_seed(args.seed)
+    envs = Environments("Pendulum-v1", args.envs, args.seed, args.device)
+    inputs, outputs, largest = envs.shape[0], envs.action.shape[1], envs.largest
+    entropy = -float(outputs)  # what the temperature aims at
+    actor = network(inputs, 2 * outputs).to(args.device)
+    critics = nn.ModuleList(network(inputs + outputs, 1) for _ in range(2)).to(args.device)
+    targets = copy.deepcopy(critics)
+    log_temperature = torch.zeros((), device=args.device, requires_grad=True)
+    on_gpu = args.device.type == "cuda"
+    critic_optimizer, actor_optimizer, temperature_optimizer = (
+        torch.optim.Adam(parameters, LEARNING_RATE, capturable=on_gpu)
+        for parameters in (critics.parameters(), actor.parameters(), [log_temperature])
+    )
+    last_loss = torch.zeros((), device=args.device)
 
     @torch.no_grad()
-    def act(self) -> None:
-        self.action.copy_(self.draw(self.feed.seen)[0])
+    def act() -> None:
+        envs.action.copy_(draw(envs.seen)[0])
 
-    def draw(self, observation: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw actions and return them with their log densities. [B, 1] and [B]."""
-        mean, log_std = self.actor(observation).chunk(2, 1)
+    def draw(observation: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw actions and return them with their log densities. [B, A] and [B]."""
+        mean, log_std = actor(observation).chunk(2, 1)
         middle, reach = (MOST_LOG_STD + LEAST_LOG_STD) / 2, (MOST_LOG_STD - LEAST_LOG_STD) / 2
         log_std, noise = middle + reach * torch.tanh(log_std), torch.randn_like(mean)
         raw = mean + log_std.exp() * noise
         log_density = -noise.square() / 2 - log_std - math.log(2 * math.pi) / 2
-        squashed = 2 * (math.log(2) - raw - F.softplus(-2 * raw)) + math.log(LARGEST)  # log of tanh's slope
-        return torch.tanh(raw) * LARGEST, (log_density - squashed).sum(1)
-
-    def learn(self) -> None:
-        """Add the newest transitions, draw, step all networks, and report the errors as priorities."""
-        batch = self.batch
-        self.replay.add_transitions_(self.feed.row, {"observation": self.feed.following})
-        self.replay.sample_(batch)
-        critic_targets, weight = self.critic_targets(batch), batch.is_weight
-        errors = [
-            v - critic_targets for v in self.values(self.critics, batch["observation"], batch["action"])
-        ]
-        self.critic_optimizer.zero_grad()
-        sum((weight * error.square()).mean() for error in errors).backward()
-        self.critic_optimizer.step()
-        if batch.importance is not None:
-            self.replay.update_priorities_(batch, sum(e.detach().abs() for e in errors) / 2 + EPSILON)
-        self.learn_actor(batch["observation"])
-        with torch.no_grad():
-            slow, fast = list(self.targets.parameters()), list(self.critics.parameters())
-            torch._foreach_lerp_(slow, fast, TARGET_STEP)
-
-    def learn_actor(self, observation: Tensor) -> None:
-        action, log_density = self.draw(observation)
-        value = torch.stack(self.values(self.critics, observation, action)).amin(0)
-        self.actor_optimizer.zero_grad()
-        (self.log_temperature.detach().exp() * log_density - value).mean().backward()
-        self.actor_optimizer.step()
-        self.temperature_optimizer.zero_grad()
-        (-self.log_temperature.exp() * (log_density.detach() + ENTROPY).mean()).backward()
-        self.temperature_optimizer.step()
-
-    def values(self, critics: Any, observation: Tensor, action: Tensor) -> list[Tensor]:
-        return [critic(torch.cat([observation, action], 1)).squeeze(1) for critic in critics]
+        squashed = 2 * (math.log(2) - raw - F.softplus(-2 * raw)) + math.log(largest)  # log of tanh's slope
+        return torch.tanh(raw) * largest, (log_density - squashed).sum(1)
 
     @torch.no_grad()
-    def critic_targets(self, batch: Any) -> Tensor:
-        """Return the critics' targets: the smaller target value, and the entropy's part. [B]."""
-        action, log_density = self.draw(batch["next_observation"])
-        value = torch.stack(self.values(self.targets, batch["next_observation"], action)).amin(0)
-        soft = value - self.log_temperature.exp() * log_density
+    def critic_goals() -> Tensor:
+        """Return what the critics aim at: the smaller target value, and the entropy's part. [B]."""
+        action, log_density = draw(batch["next_observation"])
+        value = torch.stack(values_of(targets, batch["next_observation"], action)).amin(0)
+        soft = value - log_temperature.exp() * log_density
         return batch["reward"] + GAMMA * (1 - batch["terminated"].float()) * soft  # truncation bootstraps
+
+    def learn() -> None:
+        """Add the newest transitions, draw, step all networks, and report the errors as priorities."""
+        replay.add_transitions_(envs.row, {"observation": envs.following})
+        replay.sample_(batch)
+        goals = critic_goals()
+        errors = [value - goals for value in values_of(critics, batch["observation"], batch["action"])]
+        loss = torch.stack([batch.is_weight * error.square() for error in errors]).mean(1).sum()
+        critic_optimizer.zero_grad()
+        loss.backward()
+        critic_optimizer.step()
+        last_loss.copy_(loss.detach())
+        if batch.importance is not None:
+            replay.update_priorities_(batch, torch.stack(errors).detach().abs().mean(0) + EPSILON)
+        learn_actor(batch["observation"])
+        with torch.no_grad():
+            torch._foreach_lerp_(list(targets.parameters()), list(critics.parameters()), TARGET_STEP)
+
+    def learn_actor(observation: Tensor) -> None:
+        action, log_density = draw(observation)
+        value = torch.stack(values_of(critics, observation, action)).amin(0)
+        actor_optimizer.zero_grad()
+        (log_temperature.detach().exp() * log_density - value).mean().backward()
+        actor_optimizer.step()
+        temperature_optimizer.zero_grad()
+        (-log_temperature.exp() * (log_density.detach() + entropy).mean()).backward()
+        temperature_optimizer.step()
+
+    with DeviceReplay(transitions(envs, CAPACITY, BATCH, args), args.device) as replay:
+        batch = replay.new_batch()
+        act_, learn_ = (Captured(each, args.compile, args.cudagraphs) for each in (act, learn))
+        clock = Clock(args.device, args.random_steps + 20)
+        for turn in clock.turns(args.steps):
+            if turn < args.random_steps:
+                envs.act_at_random()
+            else:
+                act_()
+            envs.fetch()  # the only wait of the host in a turn
+            if turn > args.random_steps:
+                learn_()  # the device learns while the host steps the environments
+            elif turn > 0:
+                replay.add_transitions_(envs.row, {"observation": envs.following})
+            envs.step()
+        replay.check()
+        test = envs.evaluate(lambda seen: torch.tanh(actor(seen).chunk(2, 1)[0]) * largest)
+        return result(args, envs, clock, test=test, loss=last_loss.item(), held=replay.num_steps)
 
 
 if __name__ == "__main__":
-    main(__doc__, SAC)
+    parser = arguments(__doc__, steps=6000)
+    parser.add_argument("--random-steps", type=int, default=500, help="before learning begins")
+    parser.add_argument("--buffer", choices=list(SAMPLERS), default="uniform")
+    run(parser, train)

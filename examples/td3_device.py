@@ -5,100 +5,116 @@
     python examples/td3_device.py --buffer prioritized      priorities are updated inside the same step
     python examples/td3_device.py --all                     all combinations, and a table of turns per second
 
-The last line is the result as JSON. The loop and the capture are in device_loop.py.
+The last line is the result as JSON. Environments and capture are in device_loop.py.
 
 Source: Fujimoto et al., "Addressing Function Approximation Error in Actor-Critic Methods", ICML 2018.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 from typing import Any
 
 import torch
-from device_loop import ACTION, EPSILON, LARGEST, OBSERVATION, Feed, main
+from device_loop import EPSILON, SAMPLERS, Captured, Clock, Environments, arguments, result, run, transitions
 from torch import Tensor, nn
 
 from deepspeed_gear import DeviceReplay
 
 GAMMA, TARGET_STEP, LEARNING_RATE, HIDDEN = 0.99, 0.005, 1e-3, 256
-EXPLORATION, SMOOTHING, CLIP = (
-    0.1,
-    0.2,
-    0.5,
-)  # deviations of noise as parts of the largest action, and a limit
+CAPACITY, BATCH = 100_000, 256
+EXPLORATION, SMOOTHING, CLIP = 0.1, 0.2, 0.5  # deviations of noise and a limit, in largest actions
 DELAY = 2  # critic steps for each step of the actor
 
 
-def network(inputs: int, outputs: int) -> nn.Sequential:
+def network(inputs: int, outputs: int, *last: nn.Module) -> nn.Sequential:
     first, second = nn.Linear(inputs, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(HIDDEN, outputs))
+    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(HIDDEN, outputs), *last)
 
 
-class TD3:
-    """An actor, two critics and their targets, which learn from a replay on their device."""
+def values_of(critics: Any, observation: Tensor, action: Tensor) -> list[Tensor]:
+    return [critic(torch.cat([observation, action], 1)).squeeze(1) for critic in critics]
 
-    def __init__(self, replay: DeviceReplay, feed: Feed) -> None:
-        self.replay, self.feed, self.batch = replay, feed, replay.new_batch()
-        device, is_cuda = replay.device, replay.device.type == "cuda"
-        self.action = torch.zeros(len(feed.seen), ACTION, device=device)
-        self.actor = nn.Sequential(network(OBSERVATION, ACTION), nn.Tanh()).to(device)
-        self.critics = nn.ModuleList(network(OBSERVATION + ACTION, 1) for _ in range(2)).to(device)
-        self.targets = copy.deepcopy(nn.ModuleList([self.actor, self.critics]))
-        self.critic_optimizer, self.actor_optimizer = (
-            torch.optim.Adam(module.parameters(), LEARNING_RATE, capturable=is_cuda)
-            for module in (self.critics, self.actor)
-        )
-        self.updates = (self.learn_both, self.learn_critics)
 
-    def kind_of(self, turn: int) -> int:
-        return min(turn % DELAY, 1)
-
-    @torch.no_grad()
-    def act(self) -> None:
-        noise = torch.randn_like(self.action) * EXPLORATION * LARGEST
-        self.action.copy_((self.actor(self.feed.seen) * LARGEST + noise).clamp(-LARGEST, LARGEST))
-
-    def learn_critics(self) -> None:
-        """Add the newest transitions, draw, step the critics, and report the errors as priorities."""
-        batch = self.batch
-        self.replay.add_transitions_(self.feed.row, {"observation": self.feed.following})
-        self.replay.sample_(batch)
-        critic_targets, weight = self.critic_targets(batch), batch.is_weight
-        errors = [
-            v - critic_targets for v in self.values(self.critics, batch["observation"], batch["action"])
-        ]
-        self.critic_optimizer.zero_grad()
-        sum((weight * error.square()).mean() for error in errors).backward()
-        self.critic_optimizer.step()
-        if batch.importance is not None:
-            self.replay.update_priorities_(batch, sum(e.detach().abs() for e in errors) / 2 + EPSILON)
-
-    def learn_both(self) -> None:
-        """The same, and step the actor and the targets."""
-        self.learn_critics()
-        observation = self.batch["observation"]
-        self.actor_optimizer.zero_grad()
-        value = self.values(self.critics[:1], observation, self.actor(observation) * LARGEST)[0]
-        (-value.mean()).backward()
-        self.actor_optimizer.step()
-        with torch.no_grad():
-            slow, fast = self.targets.parameters(), [*self.actor.parameters(), *self.critics.parameters()]
-            torch._foreach_lerp_(list(slow), fast, TARGET_STEP)
-
-    def values(self, critics: Any, observation: Tensor, action: Tensor) -> list[Tensor]:
-        return [critic(torch.cat([observation, action], 1)).squeeze(1) for critic in critics]
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Act and learn; return the returns of the last episodes and of a test, and turns per second."""
+    torch.manual_seed(args.seed)
+    envs = Environments("Pendulum-v1", args.envs, args.seed, args.device)
+    inputs, outputs, largest = envs.shape[0], envs.action.shape[1], envs.largest
+    actor = network(inputs, outputs, nn.Tanh()).to(args.device)
+    critics = nn.ModuleList(network(inputs + outputs, 1) for _ in range(2)).to(args.device)
+    targets = copy.deepcopy(nn.ModuleList([actor, critics]))
+    on_gpu = args.device.type == "cuda"
+    critic_optimizer, actor_optimizer = (
+        torch.optim.Adam(module.parameters(), LEARNING_RATE, capturable=on_gpu) for module in (critics, actor)
+    )
+    last_loss = torch.zeros((), device=args.device)
 
     @torch.no_grad()
-    def critic_targets(self, batch: Any) -> Tensor:
-        """Return the critics' targets: the smaller target value of a smoothed action. [B]."""
-        actor, critics = self.targets
+    def act() -> None:
+        noise = torch.randn_like(envs.action) * EXPLORATION * largest
+        envs.action.copy_((actor(envs.seen) * largest + noise).clamp(-largest, largest))
+
+    @torch.no_grad()
+    def critic_goals() -> Tensor:
+        """Return what the critics aim at: the smaller target value of a smoothed action. [B]."""
+        target_actor, target_critics = targets
         following, noise = batch["next_observation"], torch.randn_like(batch["action"])
-        noise = (noise * SMOOTHING).clamp(-CLIP, CLIP) * LARGEST
-        action = (actor(following) * LARGEST + noise).clamp(-LARGEST, LARGEST)
-        value = torch.stack(self.values(critics, following, action)).amin(0)
+        noise = (noise * SMOOTHING).clamp(-CLIP, CLIP) * largest
+        action = (target_actor(following) * largest + noise).clamp(-largest, largest)
+        value = torch.stack(values_of(target_critics, following, action)).amin(0)
         return batch["reward"] + GAMMA * (1 - batch["terminated"].float()) * value  # truncation bootstraps
+
+    def learn_critics() -> None:
+        """Add the newest transitions, draw, step the critics, and report the errors as priorities."""
+        replay.add_transitions_(envs.row, {"observation": envs.following})
+        replay.sample_(batch)
+        goals = critic_goals()
+        errors = [value - goals for value in values_of(critics, batch["observation"], batch["action"])]
+        loss = torch.stack([batch.is_weight * error.square() for error in errors]).mean(1).sum()
+        critic_optimizer.zero_grad()
+        loss.backward()
+        critic_optimizer.step()
+        last_loss.copy_(loss.detach())
+        if batch.importance is not None:
+            replay.update_priorities_(batch, torch.stack(errors).detach().abs().mean(0) + EPSILON)
+
+    def learn_both() -> None:
+        """The same, and step the actor and the targets."""
+        learn_critics()
+        observation = batch["observation"]
+        value = values_of(critics[:1], observation, actor(observation) * largest)[0]
+        actor_optimizer.zero_grad()
+        (-value.mean()).backward()
+        actor_optimizer.step()
+        with torch.no_grad():
+            fast = [*actor.parameters(), *critics.parameters()]
+            torch._foreach_lerp_(list(targets.parameters()), fast, TARGET_STEP)
+
+    with DeviceReplay(transitions(envs, CAPACITY, BATCH, args), args.device) as replay:
+        batch = replay.new_batch()
+        how = args.compile, args.cudagraphs
+        act_, *learn_ = (Captured(each, *how) for each in (act, learn_both, learn_critics))  # a graph each
+        clock = Clock(args.device, args.random_steps + 20)
+        for turn in clock.turns(args.steps):
+            if turn < args.random_steps:
+                envs.act_at_random()
+            else:
+                act_()
+            envs.fetch()  # the only wait of the host in a turn
+            if turn > args.random_steps:
+                learn_[min(turn % DELAY, 1)]()  # the device learns while the host steps the environments
+            elif turn > 0:
+                replay.add_transitions_(envs.row, {"observation": envs.following})
+            envs.step()
+        replay.check()
+        numbers = {"test": envs.evaluate(lambda seen: actor(seen) * largest), "loss": last_loss.item()}
+        return result(args, envs, clock, **numbers, held=replay.num_steps)
 
 
 if __name__ == "__main__":
-    main(__doc__, TD3)
+    parser = arguments(__doc__, steps=8000)
+    parser.add_argument("--random-steps", type=int, default=1000, help="before learning begins")
+    parser.add_argument("--buffer", choices=list(SAMPLERS), default="uniform")
+    run(parser, train)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from typing import Any
@@ -14,6 +15,7 @@ from process_support import environment
 
 pytest.importorskip("gymnasium", reason="the examples act in its environments")
 SHORT = ("--device", "cpu", "--steps", "240", "--random-steps", "205", "--envs", "2", "--seed", "3")
+PRIORITIZED, UNIFORM = ("--buffer", "prioritized"), ("--buffer", "uniform")
 
 
 def started(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -22,20 +24,26 @@ def started(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("program", "buffer"), [("td3_device.py", "prioritized"), ("sac_device.py", "uniform")]
+    ("program", "options"),
+    [("td3", PRIORITIZED), ("dqn", (*UNIFORM, "--compile"))],
+    ids=["td3", "dqn compiled"],
 )
-def test_it_acts_and_learns(program: str, buffer: str) -> None:
-    run = started(program, *SHORT, "--buffer", buffer)
+def test_it_acts_and_learns(program: str, options: tuple[str, ...]) -> None:
+    run = started(f"{program}_device.py", *SHORT, *options)
     assert run.returncode == 0, run.stderr
     result: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    assert -2000 < result.pop("return") < 0  # of one episode in each environment
-    assert result.pop("steps_per_s") > 0
-    flags = {"compile": False, "cudagraphs": False}
-    assert result == {"device": "cpu", **flags, "buffer": buffer, "seed": 3}
+    low, high = (0, 501) if program == "dqn" else (-2000, 0)
+    assert low < result.pop("return") < high  # of one episode in each environment at least
+    assert low < result.pop("test") < high
+    assert math.isfinite(result.pop("loss"))
+    assert result.pop("turns_per_s") > 0
+    flags = {"compile": "--compile" in options, "cudagraphs": False, "buffer": options[1]}
+    sizes = {"steps": 240, "random_steps": 205, "envs": 2, "held": 2 * 239}
+    assert result == {"device": "cpu", "seed": 3, **flags, **sizes}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_graphs_without_a_gpu_are_refused() -> None:
-    run = started("td3_device.py", "--cudagraphs")
+    run = started("ppo_device.py", "--cudagraphs")
     assert run.returncode == 2
     assert "--cudagraphs needs a CUDA device" in run.stderr

@@ -13,23 +13,28 @@ import pytest
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
 LONG_S = 1100.0
 Run = Callable[..., subprocess.CompletedProcess[str]]
-SHORT = ("--device", "cuda", "--steps", "290", "--random-steps", "205")
+SHORT = ("--steps", "290", "--random-steps", "205")
+PROGRAMS = {
+    "td3": (*SHORT, "--buffer", "uniform"),
+    "sac": (*SHORT, "--buffer", "prioritized"),
+    "dqn": (*SHORT, "--buffer", "prioritized"),
+    "c51": SHORT,
+    "ppo": ("--steps", "768"),  # six roll-outs: a graph of three replays at least for each part
+}
 
 
 @pytest.mark.parametrize("flags", [(), ("--cudagraphs",), ("--compile", "--cudagraphs")], ids=" ".join)
-@pytest.mark.parametrize("buffer", ["uniform", "prioritized"])
-@pytest.mark.parametrize("algorithm", ["td3", "sac"])
-def test_an_example(
-    run_python: Run, checkout: Path, algorithm: str, buffer: str, flags: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("algorithm", PROGRAMS)
+def test_an_example(run_python: Run, checkout: Path, algorithm: str, flags: tuple[str, ...]) -> None:
     pytest.importorskip("gymnasium", reason="the examples act in its environments")
     program = f"examples/{algorithm}_device.py"
-    run = run_python(
-        program, *SHORT, "--buffer", buffer, *flags, env={"PYTHONPATH": str(checkout)}, timeout_s=LONG_S
-    )
+    options, environment = ("--device", "cuda", *PROGRAMS[algorithm]), {"PYTHONPATH": str(checkout)}
+    run = run_python(program, *options, *flags, env=environment, timeout_s=LONG_S)
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout.splitlines()[-1])
-    assert -2000 < result["return"] < 0
+    low, high = (-2000, 0) if algorithm in ("td3", "sac") else (0, 501)
+    assert low < result["return"] < high
+    assert result["held"] > 0
     assert (result["compile"], result["cudagraphs"]) == ("--compile" in flags, "--cudagraphs" in flags)
     assert result["device"] != "cpu"
 

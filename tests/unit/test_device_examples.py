@@ -1,10 +1,12 @@
-"""What the loop of the device examples adds to its replay is what the environments have done."""
+"""The *_device.py examples: what they add is what their environments do, and compiling changes nothing."""
 
 from __future__ import annotations
 
 import importlib
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,51 +17,67 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepspeed_gear import DeviceReplay
+
 gymnasium = pytest.importorskip("gymnasium", reason="the examples act in its environments")
-SEED, ENVS, TURNS = 5, 2, 450  # two episodes and a part of a third
-
-
-class Recorder:
-    """A learner that acts at random, adds, and remembers what it has added."""
-
-    def __init__(self, replay: Any, feed: Any) -> None:
-        self.replay, self.feed, self.added = replay, feed, list[dict[str, Tensor]]()
-        self.action, self.updates = torch.zeros(ENVS, 1), (self.add,)
-
-    def act(self) -> None:
-        self.action.uniform_(-2, 2)
-
-    def kind_of(self, turn: int) -> int:
-        return 0
-
-    def add(self) -> None:
-        self.replay.add_transitions_(self.feed.row, {"observation": self.feed.following})
-        row = {**self.feed.row, "following": self.feed.following}
-        self.added.append({name: values.clone() for name, values in row.items()})
+SEED, ENVS, CPU = 5, 2, torch.device("cpu")
+OPTIONS = {"device": CPU, "compile": False, "cudagraphs": False, "envs": ENVS, "seed": SEED}
+PROGRAMS = {  # options, and the steps that the table holds: with c51 those of complete pieces
+    "dqn_device": ({"steps": 60, "random_steps": 40, "buffer": "uniform"}, ENVS * 59),
+    "td3_device": ({"steps": 220, "random_steps": 205, "buffer": "uniform"}, ENVS * 219),
+    "sac_device": ({"steps": 220, "random_steps": 205, "buffer": "uniform"}, ENVS * 219),
+    "c51_device": ({"steps": 60, "random_steps": 40}, None),
+    "ppo_device": ({"steps": 256}, ENVS * 128),
+}
+Load = Callable[[str], ModuleType]
 
 
 @pytest.fixture
-def loop(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> ModuleType:
+def load(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> Load:
     monkeypatch.syspath_prepend(str(checkout / "examples"))
-    return importlib.import_module("device_loop")
+    monkeypatch.setattr(importlib.import_module("device_loop"), "TEST_EPISODES", 2)
+    return importlib.import_module
 
 
-def test_a_truncated_episode_keeps_its_own_last_observation(loop: ModuleType) -> None:
-    recorders: list[Recorder] = []
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_compiled_program_gives_the_numbers_of_a_plain_one(
+    load: Load, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Traced by dynamo and run as traced; draws are equal, and Adam's corrections are rounded otherwise."""
+    program, (options, held) = load(name), PROGRAMS[name]
+    plain = program.train(Namespace(**OPTIONS, **options))
+    assert np.isfinite([plain["loss"], plain["test"], plain["return"]]).all()
+    if held is not None:
+        assert plain["held"] == held
+    else:
+        assert ENVS * (59 - program.PIECE) <= plain["held"] < ENVS * 59
+    compiled, compiles = list[Any](), partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", lambda function: compiled.append(function) or compiles(function))
+    torch._dynamo.reset()
+    again = program.train(Namespace(**{**OPTIONS, **options, "compile": True}))
+    assert len(compiled) >= 2, "acting and learning"
+    assert (again["held"], again["return"]) == (plain["held"], plain["return"]), "of the same actions"
+    assert again["loss"] == pytest.approx(plain["loss"], rel=1e-3)
 
-    def make(replay: Any, feed: Any) -> Recorder:
-        recorders.append(Recorder(replay, feed))
-        return recorders[-1]
 
-    options = {"device": "cpu", "compile": False, "cudagraphs": False, "buffer": "prioritized"}
-    result = loop.train(make, Namespace(steps=TURNS, random_steps=0, envs=ENVS, seed=SEED, **options))
-    (recorder,) = recorders
-    assert len(recorder.added) == TURNS - 1
+def test_an_episode_keeps_its_own_last_observation(load: Load) -> None:
+    loop, num_turns = load("device_loop"), 450  # two episodes and a part of a third
+    torch.manual_seed(SEED)
+    envs, rows = loop.Environments("Pendulum-v1", ENVS, SEED, CPU), list[dict[str, Tensor]]()
+    assert torch.equal(envs.seen, torch.from_numpy(envs._observation))
+    for _ in range(num_turns):
+        envs.act_at_random()
+        envs.fetch()
+        envs.step()
+        row = {**envs.row, "following": envs.following}
+        rows.append({name: values.clone() for name, values in row.items()})
+    assert len(envs.returns) == 2 * ENVS
+    assert all(-2000 < each < 0 for each in envs.returns)
     for env in range(ENVS):
         own = gymnasium.make("Pendulum-v1")
         observation, _ = own.reset(seed=SEED + env)
         returns, total = [], 0.0
-        for row in recorder.added:
+        for row in rows:
             assert np.array_equal(row["observation"][env], observation)
             observation, reward, terminated, truncated, _ = own.step(row["action"][env].numpy())
             assert np.array_equal(row["following"][env], observation)
@@ -70,8 +88,92 @@ def test_a_truncated_episode_keeps_its_own_last_observation(loop: ModuleType) ->
                 observation, _ = own.reset()
                 returns.append(total)
                 total = 0.0
-        assert len(returns) == 2
-    assert -2000 < result["return"] < 0
+        assert returns == pytest.approx(envs.returns[env::ENVS])
+
+
+class Recorded:
+    """The rows that environments gave, turn by turn."""
+
+    def __init__(self, loop: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows, step = list[dict[str, Tensor]](), loop.Environments.step
+
+        def record(envs: Any) -> None:
+            step(envs)
+            if envs.num == ENVS and envs.num_actions:
+                row = {**envs.row, "following": envs.following}
+                self.rows.append({name: values.clone() for name, values in row.items()})
+
+        monkeypatch.setattr(loop.Environments, "step", record)
+
+
+def test_pieces_are_the_episodes(load: Load) -> None:
+    """Complete pieces in the table, laid one after the other, are what an environment has done."""
+    loop, program = load("device_loop"), load("c51_device")
+    torch.manual_seed(SEED)
+    envs = loop.Environments("CartPole-v1", ENVS, SEED, CPU)
+    pieces, done = program.Pieces(envs), [list[Any]() for _ in range(ENVS)]
+    added: list[tuple[Tensor, Tensor, Tensor]] = []
+    replay = MagicMock()
+    replay.add_ = lambda columns, lengths: added.append(
+        (columns["observation"].clone(), columns["terminated"].clone(), lengths.clone())
+    )
+    for _ in range(120):
+        envs.act_at_random()
+        envs.fetch()
+        envs.step()
+        pieces.extend_(replay)
+        for env in range(ENVS):
+            ends = bool(envs.row["terminated"][env])
+            done[env].append((envs.row["observation"][env].clone(), envs.following[env].clone(), ends))
+    for env in range(ENVS):
+        found = [
+            (observation[env, t], observation[env, t + 1], bool(terminated[env, t]))
+            for observation, terminated, lengths in added
+            for t in range(int(lengths[env]))
+        ]
+        assert 120 - program.PIECE < len(found) <= 120
+        for (now, then, ends), (own_now, own_then, own_ends) in zip(found, done[env], strict=False):
+            assert torch.equal(now, own_now)
+            assert torch.equal(then, own_then)
+            assert ends == own_ends
+    lengths = torch.stack([lengths for _, _, lengths in added])
+    assert int(lengths.max()) == program.PIECE, "a full piece"
+    assert ((lengths > 0) & (lengths < program.PIECE)).any(), "the end of an episode"
+
+
+def test_advantages_end_with_an_episode(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against equation 16 of the paper, from the values and the environments' rows alone."""
+    program, rollouts = load("ppo_device"), list[dict[str, Tensor]]()
+    recorded, add = Recorded(load("device_loop"), monkeypatch), DeviceReplay.add_
+
+    def note(replay: Any, columns: dict[str, Tensor]) -> None:
+        rollouts.append({name: values.clone() for name, values in columns.items()})
+        add(replay, columns)
+
+    monkeypatch.setattr(DeviceReplay, "add_", note)
+    program.train(Namespace(**OPTIONS, steps=program.STEPS))
+    (rollout,), rows = rollouts, recorded.rows[: program.STEPS]
+    advantage, value = rollout["advantage"].double(), (rollout["value"] - rollout["advantage"]).double()
+    num_ends = 0
+    for env in range(ENVS):
+        later = float(advantage[env, -1])
+        for t in reversed(range(program.STEPS - 1)):
+            row = {name: values[env] for name, values in rows[t].items()}
+            assert torch.equal(row["observation"], rollout["observation"][env, t])
+            assert int(row["action"]) == int(rollout["action"][env, t])
+            goes_on = float(not row["terminated"])
+            error = float(row["reward"]) + program.GAMMA * goes_on * value[env, t + 1] - value[env, t]
+            later = float(error + program.GAMMA * program.TRACE * goes_on * later)
+            assert float(advantage[env, t]) == pytest.approx(later, abs=1e-4)
+            num_ends += bool(row["terminated"])
+    assert num_ends > 2
+
+
+def test_a_divergence_is_an_error(load: Load) -> None:
+    loop = load("device_loop")
+    envs = loop.Environments("CartPole-v1", 1, SEED, CPU)
+    with pytest.raises(FloatingPointError, match="loss must be finite, got nan"):
+        loop.result(Namespace(**OPTIONS), envs, loop.Clock(CPU, 0), loss=float("nan"))
 
 
 class FakeGraph:
@@ -82,11 +184,9 @@ class FakeGraph:
         self.num_replays += 1
 
 
-def test_every_call_of_a_captured_function_is_one_call(
-    loop: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_call_of_a_captured_function_is_one_call(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three calls run, the fourth captures, which runs nothing on a device, and replays."""
-    calls: list[str] = []
+    loop, calls = load("device_loop"), list[str]()
     stream = MagicMock()
     for name in ("Stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda: stream)

@@ -1,0 +1,169 @@
+"""C51 on CartPole in the manner of Rainbow: distributional, double, prioritized, n-step; all on one device.
+
+    python examples/c51_device.py                           on the GPU, or on the CPU where there is none
+    python examples/c51_device.py --compile --cudagraphs    compiled, and captured in CUDA graphs
+    python examples/c51_device.py --all                     all combinations, and a table of turns per second
+
+The table computes n-step returns while it gathers, so it holds pieces of episodes, not single transitions.
+Each environment fills a piece, which is added when its episode ends or the piece is full. At the end of a
+full piece a return has fewer than n steps, and bootstraps from the piece's last observation.
+
+The last line is the result as JSON. Environments and capture are in device_loop.py.
+
+Sources: Bellemare et al., "A Distributional Perspective on Reinforcement Learning", ICML 2017; Hessel et al.,
+"Rainbow: Combining Improvements in Deep Reinforcement Learning", AAAI 2018.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from typing import Any
+
+import torch
+from device_loop import EPSILON, Captured, Clock, Environments, arguments, result, run
+from torch import Tensor, nn
+
+from deepspeed_gear import DeviceReplay
+
+GAMMA, N_STEP, TARGET_STEP, LEARNING_RATE, HIDDEN = 0.99, 3, 0.02, 5e-4, (120, 84)
+ATOMS, LEAST, MOST = 51, 0.0, 100.0  # of the distribution of returns
+CAPACITY, PIECE, BATCH = 10_000, 32, 128
+EXPLORES_AT_LAST, EXPLORING_PART = 0.05, 0.2  # the probability of a random action, and when it is reached
+
+
+def section(envs: Environments, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the `gear` section: pieces of episodes, steps by priority, n-step returns."""
+    columns = {
+        "observation": {"dtype": "float32", "shape": list(envs.shape), "role": "observation", "rows": "T+1"},
+        "action": {"dtype": "int64", "role": "action"},
+        "reward": {"dtype": "float32", "role": "reward"},
+        "terminated": {"dtype": "bool", "role": "terminated"},
+    }
+    table = {"placement": "device", "remove": "fifo", "schema": {"columns": columns}}
+    table |= {"capacity_steps": CAPACITY, "max_length": PIECE, "capacity_trajectories": CAPACITY // 4}
+    beta = {"linear": [0.4, 1.0, args.steps]}
+    fields = {"observation": {}, "action": {}, "bootstrap": {"column": "observation", "offset": "n_step"}}
+    return {
+        "seed": args.seed,
+        "tables": {"main": table},
+        "sampler": {"kind": "prioritized", "unit": "step", "alpha": 0.5, "beta": beta},
+        "n_step": {"n": N_STEP, "gamma": GAMMA},  # adds return_n, and discount: gamma^k, 0 at a terminal step
+        "fields": fields,
+        "batch_size": BATCH,
+    }
+
+
+class Pieces:
+    """The piece of each environment that still grows. [E, T, ...], or [E, T + 1, ...] for observations."""
+
+    def __init__(self, envs: Environments) -> None:
+        self._envs, at = envs, {"device": envs.device}
+        self._columns = {
+            name: torch.zeros(envs.num, PIECE, dtype=envs.row[name].dtype, **at)
+            for name in ("action", "reward", "terminated")
+        }
+        self._columns["observation"] = torch.zeros(envs.num, PIECE + 1, *envs.shape, **at)
+        self._env, self._length = torch.arange(envs.num, **at), torch.zeros(envs.num, dtype=torch.int64, **at)
+
+    def extend_(self, replay: DeviceReplay) -> None:
+        """Append the newest step to each piece; add those that are complete. Waits for nothing."""
+        row, columns, step = self._envs.row, self._columns, self._length
+        for name, values in columns.items():
+            values[self._env, step] = row[name]
+        columns["observation"][self._env, step + 1] = self._envs.following
+        step += 1
+        complete = row["terminated"] | row["truncated"] | (step == PIECE)
+        replay.add_(columns, torch.where(complete, step, 0))  # a length of 0 adds nothing
+        step.masked_fill_(complete, 0)
+
+
+class Distribution(nn.Module):
+    """Logits of the distribution of returns of each action. [B, ...] -> [B, actions, atoms]."""
+
+    def __init__(self, inputs: int, actions: int) -> None:
+        super().__init__()
+        first, second = HIDDEN
+        layers = nn.Linear(inputs, first), nn.ReLU(), nn.Linear(first, second), nn.ReLU()
+        self.layers = nn.Sequential(*layers, nn.Linear(second, actions * ATOMS))
+        self.actions = actions
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return self.layers(observation).unflatten(1, (self.actions, ATOMS))
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Act and learn; return the returns of the last episodes and of a test, and turns per second."""
+    torch.manual_seed(args.seed)
+    envs = Environments("CartPole-v1", args.envs, args.seed, args.device)
+    pieces = Pieces(envs)
+    network = Distribution(envs.shape[0], envs.num_actions).to(args.device)
+    targets = copy.deepcopy(network)
+    atoms = torch.linspace(LEAST, MOST, ATOMS, device=args.device)
+    samples = torch.arange(BATCH, device=args.device)
+    on_gpu = args.device.type == "cuda"
+    optimizer = torch.optim.Adam(network.parameters(), LEARNING_RATE, capturable=on_gpu)
+    turn_on_device, last_loss = torch.zeros((), device=args.device), torch.zeros((), device=args.device)
+    exploring_turns = max(1.0, EXPLORING_PART * args.steps)
+
+    @torch.no_grad()
+    def act() -> None:
+        """Write the action of the highest mean return, or a random one with a probability that falls."""
+        explores_with = (1 - turn_on_device.add_(1) / exploring_turns).clamp_min(EXPLORES_AT_LAST)
+        explores = torch.rand(envs.num, device=args.device) < explores_with
+        random = torch.randint_like(envs.action, envs.num_actions)
+        envs.action.copy_(torch.where(explores, random, best(envs.seen)))
+
+    def best(observation: Tensor) -> Tensor:
+        return (network(observation).softmax(2) * atoms).sum(2).argmax(1)
+
+    @torch.no_grad()
+    def goal() -> Tensor:
+        """Return the target distribution of the n-step return, projected on the atoms. [B, atoms]."""
+        following = batch["bootstrap"]
+        masses = targets(following)[samples, best(following)].softmax(1)
+        moved = batch["return_n"].unsqueeze(1) + batch["discount"].unsqueeze(1) * atoms
+        at = (moved.clamp(LEAST, MOST) - LEAST) * (ATOMS - 1) / (MOST - LEAST)  # in numbers of atoms
+        lower, upper_part = at.long(), at.frac()
+        goals = torch.zeros_like(masses).scatter_add_(1, lower, masses * (1 - upper_part))
+        return goals.scatter_add_(1, (lower + 1).clamp_max(ATOMS - 1), masses * upper_part)
+
+    def learn() -> None:
+        """Add complete pieces, draw, step the network, and report the cross entropies as priorities."""
+        pieces.extend_(replay)
+        replay.sample_(batch)
+        log_masses = network(batch["observation"])[samples, batch["action"]].log_softmax(1)
+        errors = -(goal() * log_masses).sum(1)
+        loss = (batch.is_weight * errors).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        last_loss.copy_(loss.detach())
+        replay.update_priorities_(batch, errors.detach() + EPSILON)
+        with torch.no_grad():
+            torch._foreach_lerp_(list(targets.parameters()), list(network.parameters()), TARGET_STEP)
+
+    with DeviceReplay(section(envs, args), args.device) as replay:
+        batch = replay.new_batch()
+        act_, learn_ = (Captured(each, args.compile, args.cudagraphs) for each in (act, learn))
+        clock = Clock(args.device, args.random_steps + 20)
+        for turn in clock.turns(args.steps):
+            if turn < args.random_steps:
+                envs.act_at_random()
+            else:
+                act_()
+            envs.fetch()  # the only wait of the host in a turn
+            if turn > args.random_steps:
+                learn_()  # the device learns while the host steps the environments
+            elif turn > 0:
+                pieces.extend_(replay)
+            envs.step()
+        replay.check()
+        numbers = {"test": envs.evaluate(best), "loss": last_loss.item(), "held": replay.num_steps}
+        return result(args, envs, clock, **numbers)
+
+
+if __name__ == "__main__":
+    parser = arguments(__doc__, steps=12_000, envs=4)
+    parser.add_argument("--random-steps", type=int, default=500, help="before learning begins")
+    run(parser, train)
