@@ -282,6 +282,19 @@ def packing(rows: Rows) -> str:
     return "\n\n".join(f"{title}\n\n{table}" for title, table in parts.items())
 
 
+def lean(rows: Rows) -> str:
+    """Return steps per second of the device examples and of their peers' programs."""
+    case = [("algorithm", "algorithm", ""), ("system", "system", ""), ("environment", "env", "")]
+    case += [("envs", "envs", "d"), ("flags", "flags", "")]
+    speed = [
+        ("steps / CPU s", "steps_per_cpu_s", ",.0f"),
+        ("least", "least", ",.0f"),
+        ("most", "most", ",.0f"),
+    ]
+    speed += [("steps / s", "steps_per_s", ",.0f")]
+    return _table(rows, [*case, *speed])
+
+
 TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "one thread": ("gather", one_thread),
     "fixed cost": ("fixed_cost", fixed_cost),

@@ -139,6 +139,40 @@ def test_adding_runs(run_python: Run, tmp_path: Path, load: Load) -> None:
     assert "us a batch" in load("tables").adding(rows)
 
 
+PEER = """
+import sys
+from gymnasium import make
+from gymnasium.vector import SyncVectorEnv
+
+options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+envs = SyncVectorEnv([lambda: make(options["--env-id"])] * int(options["--num-envs"]))
+envs.reset(seed=0)
+for _ in range(int(options["--total-timesteps"]) // envs.num_envs):
+    envs.step(envs.action_space.sample())
+"""
+
+
+def test_lean_runs(run_python: Run, tmp_path: Path, load: Load) -> None:
+    """With a program in the place of a peer's that only acts."""
+    pytest.importorskip("gymnasium", reason="the examples act in its environments")
+    (tmp_path / "cleanrl").mkdir()
+    (tmp_path / "cleanrl" / "ppo.py").write_text(PEER)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "peer"]):
+        subprocess.run([*git, *command], check=True)
+    options = ("--algorithms", "ppo", "--cleanrl", str(tmp_path))
+    gear, peer = rows_of(run_python, tmp_path / "lean.json", "lean", *options)
+    assert (gear["system"], peer["system"]) == ("gear", "CleanRL")
+    assert 0 < gear["steps_per_cpu_s"] < peer["steps_per_cpu_s"], "which learns nothing"
+    versions = json.loads((tmp_path / "lean.json").read_text())["peers"]
+    assert versions["torch"] == torch.__version__
+    assert len(versions["CleanRL"]) == 40
+    assert "CleanRL" in load("tables").lean([gear, peer])
+    result = run_python("benchmarks/lean.py", "--lean", str(tmp_path))
+    assert result.returncode == 2
+    assert "must be a checkout of LeanRL" in result.stderr
+
+
 @pytest.mark.parametrize("sampler", ["prioritized", "uniform"])
 def test_the_limit_of_selection_does_what_it_is_a_limit_of(load: Load, sampler: str) -> None:
     transitions, limits = load("support.transitions"), load("support.select_limit")
