@@ -308,6 +308,7 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "ingest": ("ingest", ingest),
     "adding": ("adding", adding),
     "packing": ("packing", packing),
+    "lean": ("lean", lean),
 }
 
 

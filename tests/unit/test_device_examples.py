@@ -99,9 +99,8 @@ class Recorded:
 
         def record(envs: Any) -> None:
             step(envs)
-            if envs.num == ENVS and envs.num_actions:
-                row = {**envs.row, "following": envs.following}
-                self.rows.append({name: values.clone() for name, values in row.items()})
+            row = {**envs.row, "following": envs.following}
+            self.rows.append({name: values.clone() for name, values in row.items()})
 
         monkeypatch.setattr(loop.Environments, "step", record)
 
@@ -142,31 +141,38 @@ def test_pieces_are_the_episodes(load: Load) -> None:
 
 
 def test_advantages_end_with_an_episode(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against equation 16 of the paper, from the values and the environments' rows alone."""
-    program, rollouts = load("ppo_device"), list[dict[str, Tensor]]()
-    recorded, add = Recorded(load("device_loop"), monkeypatch), DeviceReplay.add_
+    """Against equation 16 of the paper, from the critic and the environments' rows; some episodes are cut."""
+    loop, program = load("device_loop"), load("ppo_device")
+    make = partial(gymnasium.make, max_episode_steps=20)
+    monkeypatch.setattr(loop, "gymnasium", MagicMock(make=make))
+    recorded, add = Recorded(loop, monkeypatch), DeviceReplay.add_
+    networks, network = list[Any](), program.network
+    monkeypatch.setattr(program, "network", lambda *sizes: networks.append(network(*sizes)) or networks[-1])
+    found: dict[str, Tensor] = {}
 
     def note(replay: Any, columns: dict[str, Tensor]) -> None:
-        rollouts.append({name: values.clone() for name, values in columns.items()})
+        found.update({name: values.clone() for name, values in columns.items()})
+        rows = {name: torch.stack([row[name] for row in recorded.rows], 1) for name in recorded.rows[0]}
+        _, critic = networks
+        found["before"], found["after"] = (
+            critic(rows[name]).squeeze(2).detach().double() for name in ("observation", "following")
+        )
+        found.update({f"env {name}": values for name, values in rows.items()})
         add(replay, columns)
 
     monkeypatch.setattr(DeviceReplay, "add_", note)
     program.train(Namespace(**OPTIONS, steps=program.STEPS))
-    (rollout,), rows = rollouts, recorded.rows[: program.STEPS]
-    advantage, value = rollout["advantage"].double(), (rollout["value"] - rollout["advantage"]).double()
-    num_ends = 0
-    for env in range(ENVS):
-        later = float(advantage[env, -1])
-        for t in reversed(range(program.STEPS - 1)):
-            row = {name: values[env] for name, values in rows[t].items()}
-            assert torch.equal(row["observation"], rollout["observation"][env, t])
-            assert int(row["action"]) == int(rollout["action"][env, t])
-            goes_on = float(not row["terminated"])
-            error = float(row["reward"]) + program.GAMMA * goes_on * value[env, t + 1] - value[env, t]
-            later = float(error + program.GAMMA * program.TRACE * goes_on * later)
-            assert float(advantage[env, t]) == pytest.approx(later, abs=1e-4)
-            num_ends += bool(row["terminated"])
-    assert num_ends > 2
+    assert torch.equal(found["observation"], found["env observation"])
+    assert torch.equal(found["action"], found["env action"])
+    goes_on = (~found["env terminated"]).double()
+    error = found["env reward"] + program.GAMMA * goes_on * found["after"] - found["before"]
+    is_same_episode = (~(found["env terminated"] | found["env truncated"])).double()
+    later = torch.zeros(ENVS, dtype=torch.float64)
+    for t in reversed(range(program.STEPS)):
+        later = error[:, t] + program.GAMMA * program.TRACE * is_same_episode[:, t] * later
+        assert found["advantage"][:, t].tolist() == pytest.approx(later.tolist(), abs=1e-4)
+    assert (found["value"] - found["advantage"] - found["before"]).abs().max() < 1e-5
+    assert min(found["env terminated"].sum(), found["env truncated"].sum()) > 2
 
 
 def test_a_divergence_is_an_error(load: Load) -> None:
