@@ -111,6 +111,7 @@ def _check_table(table: TableConfig, at: str) -> None:
             "rate_limiter": table.rate_limiter,
             "capacity_trajectories": table.capacity_trajectories,
             "max_length": table.max_length,
+            "num_envs": table.num_envs,
             "schema": table.schema_,
         }
         for option, value in given.items():

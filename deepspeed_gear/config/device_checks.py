@@ -23,11 +23,18 @@ def check_device(config: GearOptions) -> None:
         at = f"gear.tables.{name}"
         if table.placement == "device":
             _check_table(table, at)
+            _check_environments(table, at)
             _check_n_step(config, table, at)
             if len(tables) > 1:
                 raise ConfigError(at, "must be the only table where it lies on devices", None, _ON_HOST)
         elif table.scope != "table":
             raise ConfigError(f"{at}.scope", 'must be "table" for a table in host memory', table.scope)
+        elif table.num_envs is not None:
+            rule, remedy = (
+                "must not be given for a table in host memory",
+                "use replay.vector_writer(num_envs)",
+            )
+            raise ConfigError(f"{at}.num_envs", rule, table.num_envs, remedy)
     if config.on_device:
         _check_selection(config)
 
@@ -54,12 +61,29 @@ def _check_table(table: TableConfig, at: str) -> None:
             raise ConfigError(f"{at}.{option}", "must not be given for a table on devices", wrong, _ON_HOST)
 
 
+def _check_environments(table: TableConfig, at: str) -> None:
+    """Reject sizes for which a step of an environment could evict its own open trajectory."""
+    envs, longest = table.num_envs, table.max_length
+    if envs is None or longest is None:
+        return
+    if table.capacity_steps is not None and table.capacity_steps < 2 * envs * longest:
+        rule = f"must be at least {2 * envs * longest}: two trajectories of {at}.max_length per environment"
+        raise ConfigError(f"{at}.capacity_steps", rule, table.capacity_steps, "raise it, or lower max_length")
+    least = envs * (longest + 1)
+    if table.capacity_trajectories is not None and table.capacity_trajectories < least:
+        rule = f"must be at least {least}: other environments may begin as many while one trajectory is open"
+        raise ConfigError(f"{at}.capacity_trajectories", rule, table.capacity_trajectories, "leave it out")
+
+
 def _check_n_step(config: GearOptions, table: TableConfig, at: str) -> None:
     """Reject n-step returns that would all be of one step."""
     n = 1 if config.n_step is None else config.n_step.n
     if table.data is None and table.max_length == 1 and n > 1:
         rule = f"must be at least 2 with gear.n_step.n {n}: a return ends with its trajectory"
-        remedy = f"set it to {n} or more and add pieces of that many steps, or set gear.n_step.n to 1"
+        remedy = (
+            f"set it to {n} or more and add pieces of that many steps, or single steps of environments "
+            "(num_envs, add_steps_); or set gear.n_step.n to 1"
+        )
         raise ConfigError(f"{at}.max_length", rule, table.max_length, remedy)
 
 

@@ -299,6 +299,14 @@ class TableConfig(GearModel):
             "`capacity_steps`."
         ),
     )
+    num_envs: Count | None = Field(
+        default=None,
+        description=(
+            "Environments whose steps are added one by one (`add_steps_`) to a table on devices; "
+            "all replicas together, each with an equal part. Each environment has a part of the rows for "
+            "its trajectories. null: whole trajectories are added."
+        ),
+    )
     writers: Writers = Field(
         default=0,
         description=(

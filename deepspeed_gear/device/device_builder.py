@@ -96,6 +96,19 @@ def arrivals_of(plan: ReplayPlan, name: str) -> ArrivalBuffers:
     return ArrivalBuffers(needs_of_rows(plan, name), options.max_length, n, info.micro * info.accumulation)
 
 
+def environments_of(plan: ReplayPlan, name: str, parts: int) -> int:
+    """Return the environments whose steps this rank adds; 0: whole trajectories are added.
+
+    Raises:
+        ConfigError: The environments are not a multiple of the parts of the table.
+    """
+    envs = plan.config.resolved_tables[name].num_envs or 0
+    if envs % parts:
+        rule = f"must be a multiple of the {parts} replicas, which have equal parts of the environments"
+        raise ConfigError(f"gear.tables.{name}.num_envs", rule, envs)
+    return envs // parts
+
+
 def table_of(
     plan: ReplayPlan,
     name: str,
@@ -114,8 +127,21 @@ def table_of(
     dataset = plan.datasets.get(name)
     if dataset is None:
         schema = plan.schemas[name]
-        steps, slots = config_resolution.capacity_of(name, options, schema, parts)
         assert options.max_length is not None
+        envs = environments_of(plan, name, parts)
+        if envs:
+            if needs_returns:
+                why = (
+                    'must not be "return_to_go" where steps are added one by one: it needs whole trajectories'
+                )
+                raise ConfigError("gear.fields.*.derived", why, None, "leave num_envs out, and use add_")
+            rows, slots = config_resolution.environment_sizes(name, options, schema)
+            sizes = rows * envs, slots * envs, options.max_length
+            ring = RingTableSpec(
+                schema, *sizes, by_row, priorities is not None, has_minima, needs_returns, arrivals, envs
+            )
+            return RingTable(ring, ops, device)
+        steps, slots = config_resolution.capacity_of(name, options, schema, parts)
         if options.capacity_trajectories is None:
             slots = max(slots, -(-steps // options.max_length))
         final = int(schema.has_final_row)

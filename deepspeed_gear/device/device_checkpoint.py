@@ -12,7 +12,7 @@ from deepspeed_gear.checkpoint import save_folders
 from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.distributed.replay_plan import ReplayPlan
 from deepspeed_gear.errors import CheckpointError, DataError
-from deepspeed_gear.ops.records import RingState, UpdateCount
+from deepspeed_gear.ops.records import OpenTrajectory, RingState, UpdateCount
 
 FORMAT = 2
 CONTENT = "content.pt"
@@ -31,6 +31,7 @@ def statistics_of(table: RingTable, has_priorities: bool) -> dict[str, int]:
         "global_batches": state[RingState.BATCH],
         "empty_batches": state[RingState.EMPTY],
         "refused": state[RingState.REFUSED],
+        **({"dropped": state[RingState.DROPPED]} if table.num_envs else {}),
         "bytes": table.num_bytes,
     }
     if has_priorities:
@@ -122,6 +123,8 @@ def restore(plan: ReplayPlan, table: RingTable, state: Mapping[str, Any]) -> Non
             raise CheckpointError(f"the state's {name}", "must be of a table of this size", size)
     for name, values in content.items():
         table.content[name].copy_(values)
+    for word in (OpenTrajectory.NUM_STEPS, OpenTrajectory.ENDED):
+        table.opened[:, word] = 0  # the environments are at other steps
 
 
 def save(plan: ReplayPlan, table: RingTable, folder: Path, kept: save_folders.State | None) -> dict[str, Any]:

@@ -43,12 +43,13 @@ class RingSelection:
             self._alpha, normalize = int(priorities.alpha(0) * ONE_Q62), _NORMALIZE[priorities.normalize]
             if priorities.initial is not None:
                 self._initial = int(np.float32(priorities.initial).view(np.int32))
-        self._new_items = NewItems(self._rule, self._unit, self._alpha, self._initial, self.most_bits)
+        #: Mass rule of items that are added.
+        self.new_items = NewItems(self._rule, self._unit, self._alpha, self._initial, self.most_bits)
         self._draw = [spec.seed, spec.key, stride, offset, int(spec.is_stratified), normalize]
 
     def add_(self, columns: Mapping[str, Tensor], lengths: Tensor | None, count: int, steps: int) -> None:
         """Add trajectories that `RingTable.check` has checked."""
-        self.table.add_(columns, lengths, count, steps, self._new_items)
+        self.table.add_(columns, lengths, count, steps, self.new_items)
 
     def select_(self, records: Tensor, weights: Tensor) -> None:
         """Draw the next global batch.

@@ -18,12 +18,21 @@ from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.errors import DataError, SchemaError, ShapeError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import MOST_MASS_BITS, minima_size, tree_size
-from deepspeed_gear.ops.records import PlacedTrajectory, RingState, Slot, SlotState, Source, UpdateCount
+from deepspeed_gear.ops.records import (
+    OpenTrajectory,
+    PlacedTrajectory,
+    RingState,
+    Slot,
+    SlotState,
+    Source,
+    UpdateCount,
+)
 from deepspeed_gear.schema import DTYPES, Schema
 from deepspeed_gear.store.column_arrays import as_tensor
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
-_SOURCES = {"T": Source.STEPS, "T+1": Source.STEPS_PLUS_ONE, "1": Source.TRAJECTORY}
+#: By a column's `rows`.
+SOURCES = {"T": Source.STEPS, "T+1": Source.STEPS_PLUS_ONE, "1": Source.TRAJECTORY}
 _ONE = 0x3F800000  # bits of 1.0
 _PRIORITY_COUNTS = slice(RingState.COUNTS, RingState.COUNTS + 5)
 
@@ -42,6 +51,8 @@ class RingTableSpec:
         has_minima: Whether the least mass of the table is kept.
         return_to_go: Whether the derived column is kept.
         arrivals: Rows and slots after its own, for samples from other devices.
+        num_envs: Environments whose steps are added one by one, each with a part of the rows; 0: whole
+            trajectories are added.
     """
 
     schema: Schema
@@ -53,6 +64,7 @@ class RingTableSpec:
     has_minima: bool
     return_to_go: bool
     arrivals: tuple[int, int] = (0, 0)
+    num_envs: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,7 +113,7 @@ class RingTable:
         ops: Of the device.
         device: Where it lies.
     Cost: `num_bytes`; beside the columns 72 bytes a slot, 8.3 an item for the sums and 0.3 for the minima,
-        4 for a priority, 4 a row where items are rows.
+        4 for a priority, 4 a row where items are rows or environments add steps.
     """
 
     def __init__(self, spec: RingTableSpec, ops: Ops, device: torch.device) -> None:
@@ -112,6 +124,7 @@ class RingTable:
         self.items_are_rows = items_are_rows
         self.shape = [num_rows, num_slots, int(schema.has_final_row), most_steps]
         self.num_items = num_rows if items_are_rows else num_slots
+        self.num_envs = spec.num_envs
 
         def zeros(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
@@ -138,8 +151,12 @@ class RingTable:
         self.minima = zeros(minima_size(self.num_items) if spec.has_minima else 0)
         self.priorities = zeros(self.num_items if spec.has_priorities else 0, dtype=torch.float32)
         self.row_slots = zeros(num_rows if items_are_rows else 0, dtype=torch.int32)
+        #: Open trajectory of each environment (`OpenTrajectory`), and slot of each row.
+        self.opened = zeros(spec.num_envs, OpenTrajectory.NUM_WORDS)
+        has_owners = spec.num_envs > 0 and not items_are_rows
+        self.owners = zeros(num_rows, dtype=torch.int32) if has_owners else self.row_slots
         self.state[RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY] = _ONE
-        self._sources = [_SOURCES[column.rows] for column in schema]
+        self._sources = [SOURCES[column.rows] for column in schema]
         for tensor in self.content.values():
             torch._dynamo.mark_static_address(tensor)  # "reduce-overhead" then mutates it in place
 
@@ -156,6 +173,8 @@ class RingTable:
             "minima": self.minima,
             "priorities": self.priorities,
             "row_slots": self.row_slots,
+            **({"opened": self.opened} if self.num_envs else {}),
+            **({} if self.owners is self.row_slots else {"owners": self.owners}),
         }
 
     @property
@@ -369,7 +388,7 @@ class RingTable:
         slot = torch.where(is_there, slots, -1)
         placed = torch.stack([slot, records[:, Slot.FIRST_ROW], records[:, Slot.NUM_STEPS]], 1)
         targets = [self.columns[name] for name in columns]
-        sources = [_SOURCES[self.schema[name].rows] for name in columns]
+        sources = [SOURCES[self.schema[name].rows] for name in columns]
         self.ops.scatter_(targets, [values.contiguous() for values in columns.values()], placed, sources)
 
     def clear(self) -> None:
@@ -378,6 +397,7 @@ class RingTable:
         head = self.state[RingState.HEAD].clone()
         for name in ("slots", "sums", "minima", "priorities", "row_slots", "begins"):
             self.content[name].zero_()
+        self.opened.zero_()
         counts[UpdateCount.DRAWABLE] = 0
         self.state[_PRIORITY_COUNTS] = counts
         self.state[RingState.NEXT], self.state[RingState.TAIL], self.state[RingState.HEAD] = (

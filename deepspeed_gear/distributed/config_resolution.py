@@ -148,6 +148,28 @@ def capacity_of(name: str, table: TableConfig, schema: Schema, count: int) -> tu
     return steps, -(-slots // count)
 
 
+def environment_sizes(name: str, table: TableConfig, schema: Schema) -> tuple[int, int]:
+    """Return the rows and slots of each environment of a table to which steps are added one by one.
+
+    They do not depend on the number of replicas. One slot is spare, so that no call frees a slot and uses it.
+
+    Raises:
+        ConfigError: The bytes do not hold two longest trajectories of each environment.
+    """
+    assert table.num_envs is not None
+    assert table.max_length is not None
+    steps, slots = capacity_of(name, table, schema, 1)
+    envs, longest, final = table.num_envs, table.max_length, int(schema.has_final_row)
+    if steps < 2 * envs * longest:
+        rule = f"must hold {2 * envs * longest} steps, two longest trajectories per environment"
+        raise ConfigError(f"gear.tables.{name}.capacity_bytes", rule, table.capacity_bytes)
+    own_slots = max(-(-slots // envs), longest + 1)
+    rows = -(-steps // envs) + own_slots * final + longest + final  # a wrap may skip a longest trajectory
+    # While a trajectory is open, its environment moves on by less: it is never the one that is evicted.
+    least = longest + final + (1 + final) * (longest + 1)
+    return max(rows, least), own_slots + 1
+
+
 def num_items_of(config: GearConfig, name: str, schema: Schema, dataset: Dataset | None) -> int:
     """Return an upper bound on the items that a table ever holds; the same for any number of nodes.
 
@@ -164,6 +186,8 @@ def num_items_of(config: GearConfig, name: str, schema: Schema, dataset: Dataset
         whole = dataset.num_steps if dataset.part is None else dataset.part.steps
         return whole if by_step else dataset.num_trajectories_of_whole
     table = config.resolved_tables[name]
+    if table.num_envs is not None and table.max_length is not None:
+        return table.num_envs * environment_sizes(name, table, schema)[0 if by_step else 1]
     steps = table.capacity_steps or (table.capacity_bytes or 0) // schema.row_bytes
     slots = max(capacity_of(name, table, schema, 1)[1], -(-steps // (table.max_length or steps)))
     # A ring on a device has rows for one more trajectory; steps may lie in rows kept for final ones.

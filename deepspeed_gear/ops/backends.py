@@ -56,6 +56,7 @@ class Ops:
     encode_reports_: Op
     decode_reports_: Op
     ring_add_: Op
+    ring_extend_: Op
     ring_select_: Op
     ring_update_: Op
     scatter_: Op

@@ -185,7 +185,30 @@ class RingState:
     REFUSED: Final = 7
     COUNTS: Final = 8  # the words of UpdateCount begin here
     EMPTY: Final = 14  # global batches without samples
+    DROPPED: Final = 15  # steps of open trajectories that were evicted by the same call
     NUM_WORDS: Final = 32
+
+
+class OpenTrajectory:
+    """The open trajectory of an environment, in a device's table. Header: common/open_steps.h."""
+
+    NUM_STEPS: Final = 0  # 0: there is none
+    ID: Final = 1
+    NEXT_ROW: Final = 2  # row after the trajectory, counted from the environment's first row
+    ENDED: Final = 3  # 1: the latest step was the last one of an episode
+    NUM_WORDS: Final = 4
+
+
+class PlacedStep:
+    """A step that is added to the open trajectory of an environment."""
+
+    SLOT: Final = 0  # -1: no step
+    ROW: Final = 1
+    NUM_STEPS: Final = 2  # 1: the step itself
+    ID: Final = 3
+    FIRST_ROW: Final = 4
+    STEP: Final = 5  # its number in the trajectory; 0: it begins one
+    NUM_WORDS: Final = 6
 
 
 class PlacedTrajectory:

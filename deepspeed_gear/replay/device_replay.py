@@ -22,6 +22,7 @@ from deepspeed_gear.device.device_evaluation import DeviceEvaluation
 from deepspeed_gear.device.device_loader import DeviceLoader
 from deepspeed_gear.device.device_priority_log import reported
 from deepspeed_gear.device.device_sharing import TableSharing, join
+from deepspeed_gear.device.open_steps import OpenSteps
 from deepspeed_gear.device.replica_agreement import shares_gpus
 from deepspeed_gear.device.ring_selection import RingSelection
 from deepspeed_gear.distributed.replay_plan import ReplayPlan, make_plan
@@ -121,6 +122,7 @@ class DeviceReplay(ReplayBase):
         numbers = (plan.info.data_world, place.data_rank) if options.scope == "shard" else (1, 0)
         self._selection = RingSelection(self.table, spec, betas_of(config, spec, self.device), *numbers)
         self.schema = self.table.schema
+        self._steps = OpenSteps(self.table, self._selection.new_items) if self.table.num_envs else None
         needs = plan.needs
         self._gatherer = Gatherer(
             needs.fields,
@@ -200,9 +202,12 @@ class DeviceReplay(ReplayBase):
                 nothing is added, and `statistics` counts them. None: all T. [E], int64.
         Raises:
             SchemaError, ShapeError, DataError: A column is missing or does not fit.
-            StoreError: The table holds a data set.
+            StoreError: The table holds a data set, or takes steps of environments.
         """
         self._check_changes()
+        if self._steps is not None:
+            rule = "must get single steps: its rows are divided among the environments of num_envs"
+            raise StoreError("the table on the device", rule, None, "use add_steps_, or leave num_envs out")
         count, steps = self.table.check(columns, lengths)
         if lengths is not None and steps < self.table.most_steps:
             lengths = torch.where(lengths <= steps, lengths, -1)
@@ -223,8 +228,68 @@ class DeviceReplay(ReplayBase):
         n = 1 if self.config.n_step is None else self.config.n_step.n
         if n > 1:
             rule = "must be 1 where transitions are added one by one: a return ends with its trajectory"
-            raise ConfigError("gear.n_step.n", rule, n, "add pieces of that many steps or more with add_")
+            remedy = "add pieces of that many steps or more with add_, or steps with num_envs and add_steps_"
+            raise ConfigError("gear.n_step.n", rule, n, remedy)
         self.add_(trajectories)
+
+    def add_steps_(
+        self,
+        columns: Mapping[str, Tensor],
+        following: Mapping[str, Tensor] | None = None,
+        *,
+        mask: Tensor | None = None,
+        autoreset: str = "same_step",
+    ) -> None:
+        """Add a step of every environment, which continues its open trajectory. Waits for nothing.
+
+        The next draw may contain all steps so far; windows and n-step returns end at the newest one, as in a
+        table in host memory whose writer publishes each step. A trajectory ends with `terminated` or
+        `truncated`, or, marked as truncated, where the next step would exceed `max_length`. The oldest
+        trajectories are evicted; an open one only if its environment was left out by `mask` until it is the
+        oldest. Can be captured in a CUDA graph.
+
+        Args:
+            columns: The state before the step, the action, and its results; columns of one value per
+                trajectory, of which the first step's is stored. `terminated` must be given and `truncated`
+                may be, also where the schema has no such columns. [num_envs, *shape] each, on the device.
+            following: Columns of T+1 rows after the step: at an end the last observation of the episode
+                (gymnasium: `infos["final_obs"]`), not the first of the next one.
+            mask: Which environments have a step; None: all. [num_envs], bool.
+            autoreset: "same_step" or "disabled": every call is a step. "next_step": the call after an end
+                resets its environment and adds no step.
+        Raises:
+            SchemaError, ShapeError, DataError: A column is missing or does not fit.
+            ConfigError: There is no such autoreset mode.
+            StoreError: The table has no `num_envs`, or holds a data set.
+        """
+        steps, following = self._open_steps(), {} if following is None else following
+        steps.check(columns, following, mask, autoreset)
+        steps.add_(columns, following, mask, autoreset)
+        self._is_filled = True
+
+    def end_steps_(self, mask: Tensor | None = None) -> None:
+        """End open trajectories where the program resets environments; their last steps are marked truncated.
+
+        Args:
+            mask: Of which environments; None: of all. [num_envs], bool.
+        Raises:
+            StoreError: The table has no `num_envs`, or holds a data set.
+            DataError: `mask` is no tensor of bools on the device.
+        """
+        steps = self._open_steps()
+        if mask is not None:
+            is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.device == self.device
+            if not is_mask or mask.shape != (self.table.num_envs,):
+                rule = f"must be [{self.table.num_envs}], bool, on {self.device}"
+                raise DataError("mask", rule, type(mask).__name__)
+        steps.end_(mask)
+
+    def _open_steps(self) -> OpenSteps:
+        self._check_changes()
+        if self._steps is None:
+            rule = "must have num_envs, so that steps of environments can be added"
+            raise StoreError("the table on the device", rule, None, "set gear.tables.<name>.num_envs")
+        return self._steps
 
     def fill_(self, ids: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Write columns of trajectories; those that this replica does not store are left out.

@@ -206,6 +206,9 @@ inline void __syncthreads() {
   own->waits[own->lane] = false;
 }
 
+// Meets the other lanes of the warp.
+inline void __syncwarp() { gear_host::Yield(); }
+
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline double __dadd_rn(double a, double b) { return a + b; }

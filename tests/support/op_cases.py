@@ -14,6 +14,8 @@ from deepspeed_gear.ops.constants import ONE_Q62, minima_size, tree_size
 from deepspeed_gear.ops.records import (
     MassUnit,
     Normalize,
+    OpenTrajectory,
+    PlacedStep,
     PlacedTrajectory,
     RingState,
     SlotState,
@@ -34,7 +36,7 @@ HOST_ONLY = (
 )
 # The pieces of copy_pieces_ stay in memory of the host: tests/gpu/test_host_placement.py.
 ON_DEVICE = [name for name in OP_NAMES if name not in (*HOST_ONLY, "copy_pieces_")]
-RING_NAMES = ("ring_add_", "ring_select_", "ring_update_", "scatter_")
+RING_NAMES = ("ring_add_", "ring_extend_", "ring_select_", "ring_update_", "scatter_")
 NUM_SLOTS, LENGTH, COUNT = 1500, 40, 33
 ALL_ANCHORS = [0, 0, 1, 1 << 40, 0]
 RING_SHAPE = [5000, NUM_SLOTS, 1, 9]  # rows, slots, a row more than steps, the longest trajectory
@@ -181,6 +183,19 @@ def ring_arguments(name: str) -> tuple[Any, ...]:
     rows, num_slots = RING_SHAPE[:2]
     sums, minima = torch.zeros(tree_size(rows)).long(), torch.zeros(minima_size(rows)).long()
     priorities, row_slots = torch.zeros(rows), torch.zeros(rows, dtype=torch.int32)
+    if name == "ring_extend_":
+        opened, step = (
+            torch.zeros(100, OpenTrajectory.NUM_WORDS).long(),
+            torch.zeros(100, PlacedStep.NUM_WORDS),
+        )
+        truncations, begun = torch.zeros(rows, dtype=torch.bool), torch.zeros(100, 3).long()
+        written = state, slots, opened, row_slots, sums, minima, priorities, step.long(), begun, truncations
+        how = ALL_ANCHORS, RING_SHAPE, MassUnit.STEP, ALPHA, -1, 24, True
+        for turn in range(70):
+            flags = [torch.rand(100) < share for share in (0.1, 0.05, 0.9)]
+            if turn < 69:
+                reference.ring_extend_(*written, *flags, *how)
+        return *written, *flags, *how
     adding = [state, slots, begins, sums, minima, priorities, row_slots, placed]
     rest = (ALL_ANCHORS, RING_SHAPE, MassUnit.STEP, ALPHA, -1, 24)
     for _ in range(7):

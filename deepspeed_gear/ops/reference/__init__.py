@@ -4,7 +4,8 @@ Read it in this order: `select` (draws, tree, resolutions), `permutation` (epoch
 weights, the least mass, updates; their powers in `power`), `gather` (windows and padding), `packing` (which
 trajectory goes into which pack), `pack` (whole trajectories in a row), `convert` (dtypes), `returns` (sums of
 rewards), `hindsight` (achieved goals), `encode_rows` (rows between nodes), `sharded_draws` (draws and
-priorities between nodes), `ring_table` (a table in the memory of one device).
+priorities between nodes), `ring_table` (a table in the memory of one device), `open_steps` (a step of every
+environment, added to it).
 Tensors live on the CPU.
 """
 
@@ -15,6 +16,7 @@ from .copies import copy_pieces_
 from .encode_rows import decode_rows_, encode_rows_
 from .gather import gather_
 from .hindsight import draw_goals_
+from .open_steps import ring_extend_
 from .pack import pack_
 from .packing import plan_packs_
 from .permutation import permute_
@@ -80,6 +82,7 @@ __all__ = [
     "resolve_",
     "resolve_rows_",
     "ring_add_",
+    "ring_extend_",
     "ring_select_",
     "ring_update_",
     "scatter_",

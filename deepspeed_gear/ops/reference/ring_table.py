@@ -40,7 +40,7 @@ from deepspeed_gear.ops.reference.select import (
 _INFINITY, _MINUS_ZERO = 0x7F800000, 0x80000000
 
 
-class _Changes:
+class MassChanges:
     """Items whose masses change, applied together; the last of equal ones wins."""
 
     def __init__(self, sums: Tensor, minima: Tensor, priorities: Tensor, num_items: int) -> None:
@@ -107,7 +107,7 @@ def ring_add_(
         begin = head if at + rows <= num_rows else head - at + num_rows
         placed[i] = torch.tensor([following % num_slots, begin % num_rows, steps, following, begin])
         head, following = begin + rows, following + 1
-    changes = _Changes(sums, minima, priorities, num_rows if by_row else num_slots)
+    changes = MassChanges(sums, minima, priorities, num_rows if by_row else num_slots)
     while tail < old_next:
         slot = tail % num_slots
         if int(begins[slot]) + num_rows >= head and tail >= following - num_slots:
@@ -236,7 +236,7 @@ def ring_update_(
     records that are no samples. The state's counts are those of `prioritize_`.
     """
     counts = state[RingState.COUNTS :]
-    changes = _Changes(sums, minima, priorities, len(priorities))
+    changes = MassChanges(sums, minima, priorities, len(priorities))
     for record, bits in zip(
         resolutions.tolist(), (values.view(torch.int32).long() & LOW_32).tolist(), strict=True
     ):

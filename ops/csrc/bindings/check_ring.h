@@ -1,8 +1,10 @@
 // Checks of the bindings of both devices before an op of the ring runs.
 #pragma once
+#include <optional>
 #include <vector>
 
 #include "bindings/check_priorities.h"
+#include "ring/open_steps.h"
 #include "ring/ring.h"
 
 namespace gear {
@@ -77,6 +79,57 @@ inline void CheckRingAdd(const at::Tensor& state, const at::Tensor& slots, const
       " slots");
   TORCH_CHECK(initial < 0 || (initial > 0 && initial < 0x7F800000),
               "gear: initial must be the bits of a positive float32, or below 0, got ", initial);
+}
+
+// A column of flags of the environments.
+inline const bool* EnvFlags(const at::Tensor& flags, const char* name, int64_t num_envs) {
+  CheckTensor(flags, name, at::kBool);
+  TORCH_CHECK(flags.numel() == num_envs, "gear: ", name, " must have a value per environment");
+  return flags.const_data_ptr<bool>();
+}
+
+inline EnvSteps CheckRingExtend(const at::Tensor& state, const at::Tensor& slots,
+                                const at::Tensor& opened, const at::Tensor& owners,
+                                const at::Tensor& sums, const at::Tensor& minima,
+                                const at::Tensor& priorities, const at::Tensor& placed,
+                                const at::Tensor& begun, const at::Tensor& truncations,
+                                const at::Tensor& terminated,
+                                const std::optional<at::Tensor>& truncated,
+                                const std::optional<at::Tensor>& mask, const RingShape& shape,
+                                const RingRule& rule, int64_t initial, bool next_step) {
+  CheckState(state);
+  CheckRing(slots, sums, minima, shape, rule);
+  CheckRecords(opened, "opened", sizeof(OpenTrajectory) / sizeof(int64_t));
+  CheckRecords(placed, "placed", sizeof(PlacedStep) / sizeof(int64_t));
+  CheckRecords(begun, "begun", 3);
+  CheckTensor(owners, "owners", at::kInt);
+  CheckTensor(priorities, "priorities", at::kFloat);
+  CheckTensor(truncations, "truncations", at::kBool);
+  const int64_t num_envs = opened.size(0);
+  TORCH_CHECK(
+      num_envs > 0 && shape.num_rows % num_envs == 0 &&
+          shape.num_rows / num_envs >= 2 * (shape.most_steps + shape.final_row) &&
+          shape.num_slots >= 2 * num_envs,
+      "gear: a ring must have rows for two longest trajectories, and two slots, of each of ",
+      num_envs, " environments, got ", shape.num_rows, " rows and ", shape.num_slots, " slots");
+  TORCH_CHECK(owners.numel() == shape.num_rows &&
+                  (truncations.numel() == 0 || truncations.numel() == shape.num_rows),
+              "gear: owners and truncations must have a value per row");
+  TORCH_CHECK(!rule.has_priorities || priorities.numel() == ItemsOfRing(shape, rule),
+              "gear: priorities must have a value per item");
+  TORCH_CHECK(placed.size(0) == num_envs && begun.size(0) == num_envs,
+              "gear: placed and begun must have a row per environment");
+  TORCH_CHECK(initial < 0 || (initial > 0 && initial < 0x7F800000),
+              "gear: initial must be the bits of a positive float32, or below 0, got ", initial);
+  return {EnvFlags(terminated, "terminated", num_envs),
+          truncated ? EnvFlags(*truncated, "truncated", num_envs) : nullptr,
+          mask ? EnvFlags(*mask, "mask", num_envs) : nullptr, next_step, num_envs};
+}
+
+inline cpu::OpenRing OpenRingOf(at::Tensor& opened, at::Tensor& owners, at::Tensor& truncations) {
+  return {reinterpret_cast<OpenTrajectory*>(opened.mutable_data_ptr<int64_t>()),
+          owners.mutable_data_ptr<int32_t>(),
+          truncations.numel() > 0 ? truncations.mutable_data_ptr<bool>() : nullptr};
 }
 
 inline cpu::RingDraw CheckRingSelect(const at::Tensor& state, const at::Tensor& resolutions,

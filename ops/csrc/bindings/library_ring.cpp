@@ -30,6 +30,29 @@ void RingAdd(at::Tensor& state, at::Tensor& slots, at::Tensor& begins, at::Tenso
                initial, reinterpret_cast<Placed*>(placed.mutable_data_ptr<int64_t>()));
 }
 
+void RingExtend(at::Tensor& state, at::Tensor& slots, at::Tensor& opened, at::Tensor& owners,
+                at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities, at::Tensor& placed,
+                at::Tensor& begun, at::Tensor& truncations, const at::Tensor& terminated,
+                const std::optional<at::Tensor>& truncated, const std::optional<at::Tensor>& mask,
+                at::IntArrayRef rule, at::IntArrayRef shape, int64_t unit, int64_t alpha,
+                int64_t initial, int64_t most_bits, bool next_step) {
+  const RingShape ring_shape = ShapeOfRing(shape);
+  const RingRule ring_rule = RuleOfRing(rule, unit, priorities.numel() > 0, alpha, most_bits);
+  const EnvSteps steps = CheckRingExtend(state, slots, opened, owners, sums, minima, priorities,
+                                         placed, begun, truncations, terminated, truncated, mask,
+                                         ring_shape, ring_rule, initial, next_step);
+  const cpu::Ring ring{state.mutable_data_ptr<int64_t>(),
+                       reinterpret_cast<Slot*>(slots.mutable_data_ptr<int64_t>()),
+                       nullptr,
+                       Unsigned(sums),
+                       MinimaOf(minima),
+                       ring_rule.has_priorities ? priorities.mutable_data_ptr<float>() : nullptr,
+                       nullptr};
+  cpu::RingExtend(ring, OpenRingOf(opened, owners, truncations), ring_shape, ring_rule, steps,
+                  initial, reinterpret_cast<PlacedStep*>(placed.mutable_data_ptr<int64_t>()),
+                  begun.mutable_data_ptr<int64_t>());
+}
+
 void RingSelect(at::Tensor& state, at::Tensor& resolutions, at::Tensor& weights,
                 const at::Tensor& slots, const at::Tensor& sums, const at::Tensor& minima,
                 const at::Tensor& row_slots, const at::Tensor& betas, at::IntArrayRef rule,

@@ -91,6 +91,12 @@
      "Tensor(e!) minima, Tensor(f!) priorities, Tensor(g!) row_slots, Tensor(h!) placed, " \
      "Tensor lengths, int[] rule, int[] shape, int unit, int alpha, int initial, " \
      "int most_bits") \
+  OP(ring_extend_, RingExtend, \
+     "Tensor(a!) state, Tensor(b!) slots, Tensor(c!) opened, Tensor(d!) owners, " \
+     "Tensor(e!) sums, Tensor(f!) minima, Tensor(g!) priorities, Tensor(h!) placed, " \
+     "Tensor(i!) begun, Tensor(j!) truncations, Tensor terminated, Tensor? truncated, " \
+     "Tensor? mask, int[] rule, int[] shape, int unit, int alpha, int initial, " \
+     "int most_bits, bool next_step") \
   OP(ring_select_, RingSelect, \
      "Tensor(a!) state, Tensor(b!) resolutions, Tensor(c!) weights, Tensor slots, " \
      "Tensor sums, Tensor minima, Tensor row_slots, Tensor betas, int[] rule, int[] shape, " \

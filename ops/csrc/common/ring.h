@@ -25,6 +25,7 @@ enum RingWord : int64_t {
   kRingCounts = 8,        // of priority updates: the words of cpu::UpdateCount
   kRingLeast = 13,        // while a batch is drawn: the complement of its least mass
   kRingEmpty = 14,        // global batches without samples: no item had a mass
+  kRingDropped = 15,      // steps of open trajectories that the same call has evicted
   kRingEvictedFrom = 16,  // of the latest add, for the kernels after it: evicted ids,
   kRingEvictedTo = 17,    //
   kRingFreedFrom = 18,    // their items (numbers of rows, or ids),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gear_support import config_of
+from torch import Tensor
 
 from deepspeed_gear import Column, DeviceReplay, Replay, Schema
 from deepspeed_gear.config.table_options import DataConfig
@@ -100,7 +101,7 @@ def test_gpu(checkout: Path) -> None:
     """The config and the first program of the page, on the host; what is left of it needs a card."""
     page = (checkout / "docs" / "how-to" / "gpu.md").read_text()
     (block,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
-    use, graph, compiled = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    use, steps, graph, compiled = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     known: dict[str, Any] = {"config": json.loads(block), "device": "cpu"}
     torch.manual_seed(0)
     exec(use, known)
@@ -111,5 +112,14 @@ def test_gpu(checkout: Path) -> None:
     assert known["loss"] > 0
     replay.check()
     replay.close()
+
+    def step(_: Tensor) -> tuple[Tensor, ...]:
+        ends = torch.rand(16) < 0.1
+        return torch.randn(16, 3), torch.zeros(16), ends, torch.zeros_like(ends), torch.randn(16, 3)
+
+    known |= {"step": step, "observation": torch.randn(16, 3), "action": torch.zeros(16, 1)}
+    exec(steps, known)
+    with known["replay"] as replay:
+        assert replay.num_steps == len(replay) == 16
     for program in (graph.replace("fixed tensors", "..."), compiled):
         compile(program, str(checkout / "docs" / "how-to" / "gpu.md"), "exec")

@@ -63,7 +63,10 @@ def written_by(graph: torch.fx.GraphModule) -> set[torch.fx.Node]:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("sampler", ["uniform steps", "prioritized", "by the table"])
-def test_a_traced_step_writes_to_fixed_tensors_only(sampler: str, accumulation: int) -> None:
+@pytest.mark.parametrize("num_envs", [None, 3])
+def test_a_traced_step_writes_to_fixed_tensors_only(
+    sampler: str, accumulation: int, num_envs: int | None
+) -> None:
     """What mode="reduce-overhead" asks for: it makes no CUDA graph of a step that writes to others."""
     graphs: list[torch.fx.GraphModule] = []
 
@@ -72,11 +75,18 @@ def test_a_traced_step_writes_to_fixed_tensors_only(sampler: str, accumulation: 
         return graph.forward
 
     section = online(SAMPLERS[sampler], gradient_accumulation_steps=accumulation)
+    if num_envs is not None:
+        del section["fields"]["return_to_go"]
+        section["tables"]["main"]["num_envs"] = num_envs
     with DeviceReplay(section, "cpu") as replay:
         batches = [replay.new_batch() for _ in range(accumulation)]
 
         def step(columns: dict[str, Tensor]) -> None:
-            replay.add_(columns)
+            if num_envs is None:
+                replay.add_(columns)
+            else:
+                row = {name: rows[:, 0] if rows.dim() > 1 else rows for name, rows in columns.items()}
+                replay.add_steps_(row, {"observation": columns["observation"][:, 1]})
             for batch in batches:
                 replay.sample_(batch)
                 if sampler != "uniform steps":

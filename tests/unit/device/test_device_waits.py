@@ -180,6 +180,25 @@ def test_a_step_of_one_replica(sampler: str, accumulation: int) -> None:
 
 
 @pytest.mark.parametrize("sampler", device_support.SAMPLERS)
+def test_a_step_of_environments(sampler: str) -> None:
+    section = section_of(sampler)
+    section["tables"]["main"] |= {"num_envs": device_support.ENVS}
+    with DeviceStub() as stub, DeviceReplay(section, DEVICE) as replay:
+        batch, added = replay.new_batch(), columns(0)
+        following = {"observation": added["observation"][:, 1]}
+        row = {name: values[:, 0] for name, values in added.items()}
+        mask = on_device(torch.tensor([True, False] * (device_support.ENVS // 2)))
+        stub.waits.clear()
+        for turn in range(STEPS):
+            replay.add_steps_(row, following, mask=mask if turn % 2 else None, autoreset="next_step")
+            replay.sample_(batch)
+            if replay.config.item_sampler.kind == "prioritized":
+                replay.update_priorities_(batch, batch["reward"].abs())
+            replay.end_steps_(mask)
+        assert stub.waits == []
+
+
+@pytest.mark.parametrize("sampler", device_support.SAMPLERS)
 def test_a_step_of_replicas_with_tables_of_their_own(sampler: str, replicas: Replicas) -> None:
     """A selection reads all replicas' masses, and the sizes of the messages with rows."""
 

@@ -390,7 +390,19 @@ def test_python_repeats_the_headers_numbers() -> None:
         "kMassBits": constants.MASS_BITS,
         "kMostMassBits": constants.MOST_MASS_BITS,
     }
-    for word in ("Head", "Next", "Tail", "Samples", "Batch", "Total", "Steps", "Refused", "Counts", "Empty"):
+    for word in (
+        "Head",
+        "Next",
+        "Tail",
+        "Samples",
+        "Batch",
+        "Total",
+        "Steps",
+        "Refused",
+        "Counts",
+        "Empty",
+        "Dropped",
+    ):
         expected[f"kRing{word}"] = getattr(records.RingState, word.upper())
     expected["kRingWords"] = records.RingState.NUM_WORDS
     assert {name: named.get(name) for name in expected} == expected

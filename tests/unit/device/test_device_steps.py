@@ -1,0 +1,240 @@
+"""Steps of environments, added one by one to a table on a device, against a writer that publishes each."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ring_cases import COLUMNS, PRIORITIZED, SAMPLERS, assert_same, online, trajectories
+from torch import Tensor
+
+from deepspeed_gear import DeviceReplay, Replay
+from deepspeed_gear.errors import ConfigError, DataError, SchemaError, ShapeError, StoreError
+from deepspeed_gear.ops.records import OpenTrajectory
+
+ENVS, LONGEST = 4, 5
+
+
+class Episodes:
+    """Environments whose observations say which episode it is, and which step of it.
+
+    Args:
+        num_envs: Environments.
+        seed: Of rewards and ends.
+        is_longer: No trajectory has only one step: a writer on the host commits those of a call first.
+    """
+
+    def __init__(self, num_envs: int = ENVS, seed: int = 0, is_longer: bool = False) -> None:
+        self.is_longer = is_longer
+        self.generator = torch.Generator().manual_seed(seed)
+        self.episode, self.at = torch.arange(num_envs), torch.zeros(num_envs, dtype=torch.int64)
+        self.begun, self.resets = num_envs, torch.zeros(num_envs, dtype=torch.bool)
+
+    def observation(self) -> Tensor:
+        return (self.episode * 100 + self.at)[:, None].float().expand(-1, 3).contiguous()
+
+    def begin(self, which: Tensor) -> None:
+        count = int(which.sum())
+        self.episode[which] = torch.arange(self.begun, self.begun + count)
+        self.at[which], self.begun = 0, self.begun + count
+
+    def step(self, autoreset: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """Step; return the columns, the state after the step, and the first of an episode that has begun."""
+        count = len(self.episode)
+        ends = ~self.resets
+        if self.is_longer:
+            ends &= self.at % LONGEST > 0
+        columns = {
+            "observation": self.observation(),
+            "action": (self.episode * 100 + self.at)[:, None].float().expand(-1, 2).contiguous(),
+            "reward": torch.rand(count, generator=self.generator),
+            "terminated": (torch.rand(count, generator=self.generator) < 0.15) & ends,
+            "truncated": (torch.rand(count, generator=self.generator) < 0.1) & ends,
+            "task": self.episode.clone(),
+        }
+        ended = columns["terminated"] | columns["truncated"]
+        if autoreset == "next_step" and self.resets.any():
+            resets = self.resets
+            self.at[~resets] += 1
+            self.begin(resets)
+        else:
+            self.at += 1
+        following = self.observation()
+        if autoreset == "same_step":
+            self.begin(ended)
+        else:
+            self.resets = ended
+        return columns, following, self.observation()
+
+
+def section(sampler: dict[str, Any], num_envs: int = ENVS, **options: Any) -> dict[str, Any]:
+    table = {"capacity_steps": 4000, "max_length": LONGEST, "num_envs": num_envs} | options.pop("table", {})
+    made = online(sampler, table=table, **options)
+    del made["fields"]["return_to_go"]
+    return made
+
+
+def on_host(made: dict[str, Any]) -> dict[str, Any]:
+    made = copy.deepcopy(made)
+    for name in ("placement", "num_envs"):
+        del made["tables"]["main"][name]
+    return made
+
+
+@pytest.mark.parametrize("sampler", list(SAMPLERS))
+@pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
+def test_batches_are_those_of_a_writer_that_publishes_each_step(sampler: str, autoreset: str) -> None:
+    # Priorities of steps follow the order of the rows, which is that of the host for one environment.
+    by_row = SAMPLERS[sampler].get("unit") == "step" and SAMPLERS[sampler]["kind"] == "prioritized"
+    num_envs = 1 if by_row else ENVS
+    made = section(SAMPLERS[sampler], num_envs, seed=3)
+    envs = Episodes(num_envs, is_longer=True)
+    with DeviceReplay(made, "cpu") as device, Replay(on_host(made)) as host:
+        writer = host.vector_writer(num_envs, autoreset=autoreset)
+        writer.reset(observation=envs.observation().numpy())
+        for turn in range(60):
+            columns, following, now = envs.step(autoreset)
+            device.add_steps_(columns, {"observation": following}, autoreset=autoreset)
+            state = now if autoreset == "same_step" else following
+            final = {"observation": following.numpy()} if autoreset == "same_step" else None
+            done_by = {name: values.numpy() for name, values in columns.items() if name != "observation"}
+            writer.step(final, publish=True, observation=state.numpy(), **done_by)
+            got, expected = device.sample(), host.sample()
+            assert_same(got, expected)
+            if device.config.item_sampler.has_priorities:
+                values = torch.rand(got.num_samples)
+                device.update_priorities(got, values)
+                host.update_priorities(expected, values)
+            assert device.num_steps == host.num_steps, turn
+        assert len(device) == len(host) > 10 * num_envs
+        device.check()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("sampler", ["uniform steps", "prioritized"])
+def test_the_oldest_are_evicted_and_windows_stay_whole(sampler: str, backend: str) -> None:
+    """Far more steps than fit: every row of a batch is of the episode and the step that it should be."""
+    made = section(SAMPLERS[sampler], table={"capacity_steps": 2 * ENVS * LONGEST}, backend=backend)
+    envs = Episodes(seed=5)
+    with DeviceReplay(made, "cpu") as replay:
+        seen: set[int] = set()
+        for turn in range(150):
+            columns, following, _ = envs.step("same_step")
+            replay.add_steps_(columns, {"observation": following})
+            batch = replay.sample()
+            number = batch["task"] * 100 + batch["observation"][:, 1, 0].long() % 100
+            assert torch.equal(batch["observation"][:, 1, 0], number.float())
+            assert torch.equal(batch["action"][:, 0], number.float())
+            before = torch.where(batch.anchor > 0, number - 1, 0)
+            assert torch.equal(batch["observation"][:, 0, 0], before.float())
+            ahead = torch.minimum(torch.tensor(3), batch.num_steps - batch.anchor)
+            assert torch.equal(batch["following"][:, 0], (number + ahead).float())
+            seen |= set(batch["task"].tolist())
+            if turn > 40:
+                assert replay.num_steps >= 2 * ENVS * LONGEST - ENVS
+                assert replay.statistics()["dropped"] == 0
+        assert len(seen) > 60
+        replay.clear()
+        assert replay.num_steps == len(replay) == 0
+        replay.add_steps_(columns, {"observation": following})
+        assert replay.num_steps == len(replay) == ENVS
+
+
+def test_a_mask_leaves_environments_out_and_end_steps_ends_trajectories() -> None:
+    envs = Episodes()
+    with DeviceReplay(section(SAMPLERS["uniform steps"]), "cpu") as replay:
+        columns, following, _ = envs.step("same_step")
+        columns["terminated"].zero_()
+        columns["truncated"].zero_()
+        mask = torch.tensor([True, False, True, True])
+        replay.add_steps_(columns, {"observation": following}, mask=mask)
+        assert replay.num_steps == len(replay) == 3
+        replay.end_steps_(torch.tensor([True, True, False, False]))
+        assert replay.table.opened[:, OpenTrajectory.NUM_STEPS].tolist() == [0, 0, 1, 1]
+        assert int(replay.table.columns["truncated"].sum()) == 1
+        replay.add_steps_(columns, {"observation": following})
+        assert (replay.num_steps, len(replay)) == (7, 5)
+        replay.end_steps_()
+        assert int(replay.table.columns["truncated"].sum()) == 5
+        with pytest.raises(DataError, match="mask"):
+            replay.end_steps_(torch.ones(3, dtype=torch.bool))
+
+
+def test_after_a_load_trajectories_begin_anew(tmp_path: Path) -> None:
+    envs, made = Episodes(), section(PRIORITIZED)
+    with DeviceReplay(made, "cpu") as replay, DeviceReplay(made, "cpu") as other:
+        for _ in range(9):
+            columns, following, _ = envs.step("same_step")
+            replay.add_steps_(columns, {"observation": following})
+        replay.update_priorities(replay.sample(), torch.rand(32))
+        replay.save(tmp_path)
+        other.load(tmp_path)
+        assert_same(other.sample(), replay.sample())
+        assert not other.table.opened[:, OpenTrajectory.NUM_STEPS].any()
+        begun = len(other)
+        columns, following, _ = envs.step("same_step")
+        other.add_steps_(columns, {"observation": following})
+        assert len(other) == begun + ENVS
+
+
+def test_columns_that_do_not_fit_are_refused_before_anything_changes() -> None:
+    columns, following, _ = Episodes().step("same_step")
+    states = {"observation": following}
+    wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (SchemaError, "columns: column reward must be given", {"columns": without(columns, "reward")}),
+        (SchemaError, "must be one of", {"columns": {**columns, "other": following}}),
+        (SchemaError, "following: column observation must be given", {"following": {}}),
+        (SchemaError, "following: column action", {"following": {**states, "action": following}}),
+        (SchemaError, "column reward must be float32", {"columns": {**columns, "reward": columns["task"]}}),
+        (ShapeError, "a row per environment", {"columns": {**columns, "reward": torch.zeros(3)}}),
+        (SchemaError, "mask must be bool", {"mask": torch.ones(ENVS)}),
+        (ConfigError, "autoreset must be one of", {"autoreset": "never"}),
+    ]
+    with DeviceReplay(section(SAMPLERS["uniform steps"]), "cpu") as replay:
+        for error, text, change in wrong:
+            with pytest.raises(error, match=text):
+                replay.add_steps_(**{"columns": columns, "following": states, **change})
+        assert replay.num_steps == 0
+        with pytest.raises(StoreError, match="use add_steps_"):
+            replay.add_(trajectories(2, 4))
+    with (
+        DeviceReplay(online(), "cpu") as replay,
+        pytest.raises(StoreError, match=r"set gear.tables.<name>.num_envs"),
+    ):
+        replay.add_steps_(columns, states)
+
+
+def without(columns: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    return {key: values for key, values in columns.items() if key != name}
+
+
+def test_ends_may_be_given_where_the_schema_has_no_such_columns() -> None:
+    schema = {"columns": without(COLUMNS, "truncated")}  # type: ignore[arg-type]
+    envs, made = Episodes(), section(SAMPLERS["uniform steps"], table={"schema": schema})
+    with DeviceReplay(made, "cpu") as replay:
+        columns, following, _ = envs.step("same_step")
+        columns["truncated"].fill_(True)
+        for _ in range(3):
+            replay.add_steps_(columns, {"observation": following})
+        assert replay.num_steps == len(replay) == 3 * ENVS
+        replay.end_steps_()
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"capacity_steps": 2 * ENVS * LONGEST - 1}, "capacity_steps must be at least 40"),
+        ({"capacity_trajectories": ENVS * (LONGEST + 1) - 1}, "capacity_trajectories must be at least 24"),
+        ({"capacity_steps": None, "capacity_bytes": 700}, "capacity_bytes must hold 40 steps"),
+        ({"placement": "host"}, "num_envs must not be given for a table in host memory"),
+        ({"fields": {"return_to_go": {}, "action": {}}}, 'must not be "return_to_go"'),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(change: dict[str, Any], match: str) -> None:
+    fields = change.pop("fields", None)
+    made = section(SAMPLERS["uniform steps"], table=change)
+    with pytest.raises(ConfigError, match=match):
+        DeviceReplay(made if fields is None else {**made, "fields": fields}, "cpu")
