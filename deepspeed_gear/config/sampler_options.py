@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import MinLen
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationError
 
-from deepspeed_gear.config.schedules import Schedule, end_of, imported
+from deepspeed_gear.config.schedules import Schedule, imported
 from deepspeed_gear.config.types import (
     Count,
     Flag,
@@ -206,7 +206,10 @@ class PrioritizedSampler(DrawingOptions, PriorityOptions):
     )
     beta: Schedule = Field(
         default=0.4,
-        description="Exponent of the importance weights (N * probability) ** -beta. A number or a schedule.",
+        description=(
+            "Exponent of the importance weights (N * probability) ** -beta. A number or a schedule; of a "
+            "table on devices a function takes and returns a tensor [], float64."
+        ),
     )
     normalize: Literal["batch", "table"] | None = Field(
         default="batch",
@@ -221,9 +224,6 @@ class PrioritizedSampler(DrawingOptions, PriorityOptions):
         if not isinstance(self.alpha, (int, float)):
             rule = "must be a number for a table on devices: all masses follow from it"
             raise ConfigError("gear.sampler.alpha", rule, self.alpha, remedy)
-        if end_of(self.beta) is None:
-            rule = 'must be a number or "linear" for a table on devices'
-            raise ConfigError("gear.sampler.beta", rule, self.beta, 'write it as "linear"')
 
 
 class TopKSampler(SamplerOptions, PriorityOptions):

@@ -1,14 +1,12 @@
-"""Parts of a DeviceReplay: its device, ops, table, streams and exponents."""
+"""Parts of a DeviceReplay: its device, ops, table and streams."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.config import GearConfig, PrioritizedSampler
-from deepspeed_gear.config.schedules import end_of
+from deepspeed_gear.config import GearConfig
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.device.device_row_exchange import ArrivalBuffers
 from deepspeed_gear.device.ring_table import DatasetItems, RingTable, RingTableSpec
@@ -71,16 +69,6 @@ def ops_of(config: GearConfig, ops: Ops, device: torch.device) -> Ops:
         rule = 'must be "auto" or "cuda" for a table in the memory of a GPU'
         raise ConfigError("gear.backend", rule, config.backend)
     return load_backend("cuda")
-
-
-def betas_of(config: GearConfig, spec: StreamSpec, device: torch.device) -> Tensor:
-    """Return the exponent of the PER weights by global batch, Q62, until it is constant. [n], int64."""
-    sampler = config.item_sampler
-    if spec.priorities is None or not isinstance(sampler, PrioritizedSampler):
-        return torch.zeros(0, dtype=torch.int64, device=device)
-    end = end_of(sampler.beta) or 0
-    values = [int(spec.priorities.beta(key) * ONE_Q62) for key in range(end + 1)]
-    return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 def needs_of_rows(plan: ReplayPlan, name: str) -> RowReads:

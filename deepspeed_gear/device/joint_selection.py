@@ -20,7 +20,7 @@ from deepspeed_gear.device.ring_selection import RingSelection
 from deepspeed_gear.distributed.node_messages import MOST
 from deepspeed_gear.errors import GearError, PeerError, StoreError
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.constants import FAN_OUT, ONE_Q62, SHARD_BITS
+from deepspeed_gear.ops.constants import FAN_OUT, SHARD_BITS
 from deepspeed_gear.ops.records import Resolution, RingState, UpdateCount
 from deepspeed_gear.sampling.samplers.uniform import stratify_
 from deepspeed_gear.sampling.stream_spec import StreamSpec
@@ -204,8 +204,7 @@ class JointSelection:
         if normalize is not None:
             of_table = min(part[ReplicaRecord.LEAST] for part in parts)
             numerator, count = (least if normalize == "batch" else of_table), 1
-        beta = int(self._spec.priorities.beta(key) * ONE_Q62)
-        self._table.ops.importance_(weights, records, numerator, count, beta)
+        self._table.ops.importance_(weights, records, numerator, count, self._own.betas.at(key))
 
 
 def _by_receiver(own: np.ndarray, replicas: int) -> np.ndarray:

@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from deepspeed_gear.device.ring_table import NewItems, RingTable
+from deepspeed_gear.device.weight_exponents import WeightExponents
 from deepspeed_gear.ops.constants import HIGHEST_SO_FAR, MOST_MASS_BITS, ONE_Q62
 from deepspeed_gear.ops.records import MassUnit, Normalize
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES
@@ -22,13 +23,15 @@ class RingSelection:
     Args:
         table: Where the items lie.
         spec: The stream.
-        betas: Exponent of the PER weights by global batch, Q62; after them the last one. [n], int64.
+        betas: Exponents of the PER weights.
         stride: The i-th sample since the beginning has number i * stride + offset.
         offset: See `stride`.
     """
 
-    def __init__(self, table: RingTable, spec: StreamSpec, betas: Tensor, stride: int, offset: int) -> None:
-        self.table, self._betas = table, betas
+    def __init__(
+        self, table: RingTable, spec: StreamSpec, betas: WeightExponents, stride: int, offset: int
+    ) -> None:
+        self.table, self.betas = table, betas
         self.seed, self.key = spec.seed, spec.key
         rule, priorities = spec.rule, spec.priorities
         self.is_prioritized = priorities is not None
@@ -58,8 +61,8 @@ class RingSelection:
             records: Gets the resolutions. [B, 8], int64.
             weights: Gets the importance weights; empty: there are none. [B], float32.
         """
-        table = self.table
-        known = (table.slots, table.sums, table.minima, table.row_slots, self._betas)
+        table, betas = self.table, self.betas.next_(self.table.state)
+        known = (table.slots, table.sums, table.minima, table.row_slots, betas)
         rest = (self._rule, table.shape, self._draw, self._drawn)
         table.ops.ring_select_(table.state, records, weights, *known, *rest)
 

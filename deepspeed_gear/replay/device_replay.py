@@ -17,7 +17,7 @@ from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig, PrioritizedSampler
 from deepspeed_gear.device import device_checkpoint
 from deepspeed_gear.device.device_batch import DeviceBatch
-from deepspeed_gear.device.device_builder import arrivals_of, betas_of, device_of, ops_of, specs_of, table_of
+from deepspeed_gear.device.device_builder import arrivals_of, device_of, ops_of, specs_of, table_of
 from deepspeed_gear.device.device_evaluation import DeviceEvaluation
 from deepspeed_gear.device.device_loader import DeviceLoader
 from deepspeed_gear.device.device_priority_log import reported
@@ -25,6 +25,7 @@ from deepspeed_gear.device.device_sharing import TableSharing, join
 from deepspeed_gear.device.open_steps import OpenSteps
 from deepspeed_gear.device.replica_agreement import shares_gpus
 from deepspeed_gear.device.ring_selection import RingSelection
+from deepspeed_gear.device.weight_exponents import WeightExponents
 from deepspeed_gear.distributed.replay_plan import ReplayPlan, make_plan
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import (
@@ -120,7 +121,7 @@ class DeviceReplay(ReplayBase):
         spread = (arrivals_of(plan, name).size, plan.info.data_world) if sharing.is_spread else ()
         self.table = table_of(plan, name, spec, ops, self.device, *spread)
         numbers = (plan.info.data_world, place.data_rank) if options.scope == "shard" else (1, 0)
-        self._selection = RingSelection(self.table, spec, betas_of(config, spec, self.device), *numbers)
+        self._selection = RingSelection(self.table, spec, WeightExponents(config, self.device), *numbers)
         self.schema = self.table.schema
         self._steps = OpenSteps(self.table, self._selection.new_items) if self.table.num_envs else None
         needs = plan.needs
@@ -401,7 +402,7 @@ class DeviceReplay(ReplayBase):
         """
         refused = int(self.table.state[RingState.REFUSED])
         if refused:
-            rule = "must be in range: lengths in [0, T], priorities finite and at least 0"
+            rule = "must be in range: lengths in [0, T], priorities finite and at least 0, beta in [0, 1]"
             raise DataError("input of the device", rule, f"{refused} that were not")
         device_checkpoint.check_drawn(self.table)
         if self._clamp_warning is not None:
