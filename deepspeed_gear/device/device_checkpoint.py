@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,11 +10,13 @@ from typing import Any, TypeVar
 import torch
 
 from deepspeed_gear.checkpoint import save_folders
+from deepspeed_gear.device import reshard_rings
 from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.distributed.replay_plan import ReplayPlan
 from deepspeed_gear.errors import CheckpointError, DataError
 from deepspeed_gear.ops.records import OpenTrajectory, RingState, UpdateCount
 
+LOG = logging.getLogger("deepspeed_gear")
 FORMAT = 2
 CONTENT = "content.pt"
 _POSITION = {"global_batches": RingState.BATCH, "samples": RingState.SAMPLES}
@@ -168,7 +171,11 @@ def save(plan: ReplayPlan, table: RingTable, folder: Path, kept: save_folders.St
 def load(
     plan: ReplayPlan, table: RingTable, folder: Path, state: save_folders.State | None
 ) -> dict[str, Any]:
-    """Continue where `save` was called, on as many replicas; return the state of that save. Collective.
+    """Continue where `save` was called, on any number of replicas; return the state of that save. Collective.
+
+    On another number the trajectories are dealt anew (`reshard_rings`); of a data set's priorities, replica r
+    gets those of saved replica r modulo their number. The oldest trajectories that do not fit are left out,
+    which rank 0 logs.
 
     Args:
         plan: Of the replay.
@@ -185,22 +192,49 @@ def load(
         _check_facts(plan, known)
         return known
 
-    def content() -> Mapping[str, Any]:
-        save = save_folders.save_of(known)
-        count = len(save["tables"].get(name, {}))
-        if count != plan.info.data_world:
-            rule = f"must be of {plan.info.data_world} replicas, as this run"
-            raise CheckpointError(str(folder), rule, count, "start as many replicas as before")
-        part = save_folders.find(folder, name, save) / _shard(plan)
+    def shard(of: Path, number: int) -> Mapping[str, Any]:
+        part = of / f"shard-{number}"
         manifest = save_folders.read_json(part / save_folders.MANIFEST)
         files = save_folders.entry(manifest, "files", dict, str(part / save_folders.MANIFEST))
         save_folders.check_file(part / CONTENT, files.get(CONTENT))
-        found: Mapping[str, Any] = torch.load(part / CONTENT, weights_only=True)
+        found: Mapping[str, Any] = torch.load(part / CONTENT, weights_only=True, mmap=True)
         return found
+
+    def content() -> tuple[Mapping[str, Any], int]:
+        save = save_folders.save_of(known)
+        count, replica, replicas = (
+            len(save["tables"].get(name, {})),
+            plan.topology.data_rank,
+            plan.info.data_world,
+        )
+        if count == 0:
+            raise CheckpointError(str(folder), f"must hold the table {name}", None)
+        saved = save_folders.find(folder, name, save)
+        if count == replicas:
+            return shard(saved, replica), 0
+        own_numbers = plan.config.resolved_tables[name].scope == "shard"
+        if plan.datasets:
+            found = shard(saved, replica % count)
+            if own_numbers:
+                of = found["content"]["state"]
+                of[RingState.SAMPLES] = -(-of[RingState.SAMPLES] * count // replicas)
+            return found, 0
+        every = [shard(saved, number) for number in range(count)]
+        for one in every:
+            _check_facts(plan, one)
+        contents = [save_folders.entry(one, "content", dict, "the state") for one in every]
+        dealt = reshard_rings.deal(table, contents, replica, replicas, own_numbers)
+        return {**_facts(plan), "content": dealt.content}, dealt.num_left_out
 
     known = plan.exchange.agree("loading the table on the device", known_state)
     save_folders.compare(plan.exchange.gather(known))
-    found = plan.exchange.agree("loading the table on the device", content)
+    found, num_left_out = plan.exchange.agree("loading the table on the device", content)
+    left_out = sum(plan.exchange.gather(num_left_out if _leads(plan) else 0))
+    if left_out and plan.topology.rank == 0:
+        LOG.warning(
+            "gear.tables.%s: %d of the oldest trajectories of %s do not fit into %d replicas and were left "
+            "out; raise capacity_steps to keep them", name, left_out, folder, plan.info.data_world,
+        )  # fmt: skip
     plan.exchange.agree("loading the table on the device", lambda: restore(plan, table, found))
     return known
 

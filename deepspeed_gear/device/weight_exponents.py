@@ -70,7 +70,8 @@ class WeightExponents:
         value = self._function(state[RingState.BATCH].double()).double()
         beta = value.nan_to_num(0.0).clamp(0.0, 1.0)
         state[RingState.REFUSED] += (beta != value).long()
-        return (beta * ONE_Q62).long().reshape(1)
+        exponent: Tensor = (beta * ONE_Q62).long().reshape(1)
+        return exponent
 
     def at(self, batch: int) -> int:
         """Return the exponent of a global batch, computed on the host. Q62.

@@ -149,8 +149,11 @@ def check_case(case: dict[str, Any]) -> None:
         if added is not None and accumulation > 1:
             check_clear_is_refused(replay)
         check_going_on(replay, sys.argv[2])
+        steps = replay.num_steps
     gathered: list[Any] = [None] * world
     dist.all_gather_object(gathered, (place.data_rank, parts, state, highest))
+    held: list[Any] = [None] * world
+    dist.all_gather_object(held, steps if place.tensor_rank == 0 else 0)
     one_info = BatchInfo(micro * replicas, accumulation, 1)
     with DeviceReplay(section, DEVICE, process_group=alone, info=one_info, **options) as one:
         if added is not None:
@@ -160,6 +163,10 @@ def check_case(case: dict[str, Any]) -> None:
             items = sum(known["items"] for _, _, known, _ in gathered) // tensor
             assert items == one.statistics()["items"], (items, one.statistics())
             assert {known for *_, known in gathered} == {highest_of(one)}, "what is added next begins with it"
+        one.load(sys.argv[2])  # what all replicas have saved, on one
+        assert one.num_steps == (sum(held) if added is not None else steps)
+        one.sample()
+    dist.barrier()  # the next case saves into the folder
     for turn in range(GLOBAL_BATCHES):
         got = merged([part for _, of_rank, _, _ in gathered for part in of_rank[turn]])
         want = merged(expected[turn])

@@ -1,0 +1,189 @@
+"""Saved tables of replicas on devices, dealt to another number of replicas."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from ring_cases import SAMPLERS, online, trajectories
+from torch import Tensor
+
+from deepspeed_gear import DeviceReplay
+from deepspeed_gear.device.reshard_rings import Dealt, deal
+from deepspeed_gear.errors import CheckpointError
+from deepspeed_gear.ops.constants import tree_size
+from deepspeed_gear.ops.records import OpenTrajectory, RingState, Slot, SlotState, UpdateCount
+
+ENVS = 6
+
+
+def section(sampler: str, num_envs: int | None, steps: int = 72) -> dict[str, Any]:
+    made = online(SAMPLERS[sampler], table={"capacity_steps": steps})
+    if num_envs is not None:
+        del made["fields"]["return_to_go"]
+        made["tables"]["main"]["num_envs"] = num_envs
+    return made
+
+
+def fill(replay: DeviceReplay, first: int, turns: int) -> None:
+    """Add trajectories, or steps of environments, whose numbers begin at `first`; report priorities."""
+    for turn in range(turns):
+        number = first + 3 * turn
+        if replay.table.num_envs:
+            for step in range(2 + turn % 3):
+                rows = trajectories(replay.table.num_envs, 5, number * 10)
+                row = {name: rows[name][:, step] if name != "task" else rows[name] for name in rows}
+                row["terminated"] = torch.arange(replay.table.num_envs) % 4 == turn % 4
+                replay.add_steps_(row, {"observation": rows["observation"][:, step + 1]})
+        else:
+            replay.add_(trajectories(3, 1 + turn % 6, number))
+        batch = replay.sample()
+        if replay.config.item_sampler.has_priorities:
+            replay.update_priorities(batch, torch.rand(batch.num_samples) * 3)
+
+
+def content_of(replay: DeviceReplay) -> dict[str, Tensor]:
+    content: dict[str, Tensor] = replay.export_table()["content"]
+    return content
+
+
+def items(content: dict[str, Tensor], by_row: bool) -> list[tuple[Any, ...]]:
+    """The stored trajectories: columns, masses and priorities, whatever their places."""
+    found = []
+    for at, slot in enumerate(content["slots"].tolist()):
+        if slot[Slot.STATE] != SlotState.COMMITTED:
+            continue
+        first, steps, rows = slot[Slot.FIRST_ROW], slot[Slot.NUM_STEPS], slot[Slot.NUM_ROWS]
+        place = slice(first, first + steps) if by_row else slice(at, at + 1)
+        found.append(
+            (
+                slot[Slot.BORN],
+                int(content["column/task"][at]),
+                str(content["column/observation"][first : first + rows].tolist()),
+                str(content["column/reward"][first : first + steps].tolist()),
+                str(content["returns_to_go"][first : first + steps].tolist()),
+                str(content["sums"][place].tolist()),
+                str(content["priorities"][place].tolist()) if len(content["priorities"]) else "",
+            )
+        )
+    return sorted(found)
+
+
+@contextlib.contextmanager
+def replays(count: int, made: dict[str, Any]) -> Iterator[list[DeviceReplay]]:
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(DeviceReplay(made, "cpu")) for _ in range(count)]
+
+
+def dealt_to(targets: list[DeviceReplay], saved: list[dict[str, Tensor]], own: bool = False) -> list[Dealt]:
+    count = len(targets)
+    return [deal(replay.table, saved, number, count, own) for number, replay in enumerate(targets)]
+
+
+@pytest.mark.parametrize("num_envs", [None, ENVS])
+@pytest.mark.parametrize(
+    "sampler", ["uniform steps", "prioritized", "by the table", "prioritized trajectories"]
+)
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 3), (2, 1)])
+def test_every_trajectory_is_held_once_with_its_priorities(
+    sampler: str, num_envs: int | None, before: int, after: int
+) -> None:
+    torch.manual_seed(before)
+    with (
+        replays(before, section(sampler, num_envs)) as old,
+        replays(after, section(sampler, num_envs, 72 * before)) as new,
+    ):
+        for number, replay in enumerate(old):
+            fill(replay, 100 * number, 7 + number)
+        saved, by_row = [content_of(replay) for replay in old], old[0].table.items_are_rows
+        found = dealt_to(new, saved)
+        assert [each.num_left_out for each in found] == [0] * after
+        wanted = sorted(item for content in saved for item in items(content, by_row))
+        assert sorted(item for each in found for item in items(each.content, by_row)) == wanted
+        sizes = [
+            int(each.content["state"][RingState.NEXT] - each.content["state"][RingState.TAIL])
+            for each in found
+        ]
+        assert max(sizes) - min(sizes) <= max(1, ENVS if num_envs else 1)
+        applied = RingState.COUNTS + UpdateCount.APPLIED
+        totals = [sum(int(c["state"][applied]) for c in of) for of in (saved, [e.content for e in found])]
+        assert totals[0] == totals[1]
+        for replay, each in zip(new, found, strict=True):
+            check_goes_on(replay, each)
+
+
+def check_goes_on(replay: DeviceReplay, dealt: Dealt) -> None:
+    """The dealt table works: its tree is right, batches come from it, and additions evict the oldest."""
+    state = replay.export_table()
+    replay.import_table({**state, "content": dealt.content})
+    table = replay.table
+    sums = table.sums.clone()
+    table.ops.tree_build_(sums, table.num_items)
+    assert torch.equal(sums, table.sums)
+    assert len(sums) == tree_size(table.num_items)
+    batch = replay.sample()
+    number = batch["task"] * 100 if table.num_envs == 0 else batch["action"][:, 0].long() - batch.anchor
+    if table.num_envs == 0:
+        assert torch.equal(batch["action"][:, 0].long(), number + batch.anchor)
+    newest = int(table.state[RingState.NEXT])
+    fill(replay, 5000, 60)
+    assert replay.num_steps >= 40
+    stored = table.slots[table.slots[:, Slot.STATE] == SlotState.COMMITTED]
+    assert sorted(stored[:, Slot.ID].tolist()) == list(
+        range(int(table.state[RingState.TAIL]), int(table.state[RingState.NEXT]))
+    )
+    assert int(table.state[RingState.TAIL]) > newest - 1, "all dealt ones are evicted, oldest first"
+    used = torch.zeros(table.num_rows, dtype=torch.int64)
+    for slot in stored.tolist():
+        used[slot[Slot.FIRST_ROW] : slot[Slot.FIRST_ROW] + slot[Slot.NUM_ROWS]] += 1
+    assert int(used.max()) == 1
+
+
+@pytest.mark.parametrize("num_envs", [None, ENVS])
+def test_the_oldest_are_left_out_where_a_table_is_too_small(num_envs: int | None) -> None:
+    with (
+        replays(3, section("prioritized", num_envs, 240)) as old,
+        replays(1, section("prioritized", num_envs, 72)) as new,
+    ):
+        for number, replay in enumerate(old):
+            fill(replay, 100 * number, 9)
+        saved = [content_of(replay) for replay in old]
+        (found,) = dealt_to(new, saved)
+        stored = items(found.content, True)
+        every = sorted(item for content in saved for item in items(content, True))
+        assert found.num_left_out == len(every) - len(stored) > 0
+        assert min(item[0] for item in stored) > every[0][0]
+        if num_envs:
+            assert not found.content["opened"][:, OpenTrajectory.NUM_STEPS].any()
+
+
+def test_replicas_that_count_their_own_samples_go_on_behind_all_of_them() -> None:
+    with replays(3, section("uniform steps", None)) as old, replays(2, section("uniform steps", None)) as new:
+        for number, replay in enumerate(old):
+            fill(replay, 100 * number, 5)
+        saved = [content_of(replay) for replay in old]
+        samples = sum(int(content["state"][RingState.SAMPLES]) for content in saved)
+        for each in dealt_to(new, saved, own=True):
+            assert each.content["state"][RingState.SAMPLES] * 2 >= samples
+
+
+def test_other_columns_are_refused_by_name() -> None:
+    with replays(2, section("prioritized", None)) as old:
+        fill(old[0], 0, 3)
+        content = content_of(old[0])
+        for name, values, match in [
+            (
+                "column/action",
+                content["column/action"].double(),
+                r"column/action of shard-0 must be torch.float32",
+            ),
+            ("column/reward", content["column/reward"][:, None], "column/reward of shard-0 must be"),
+            ("priorities", content["priorities"][:0], "priorities of shard-0 must be kept"),
+        ]:
+            with pytest.raises(CheckpointError, match=match):
+                deal(old[1].table, [{**content, name: values}], 0, 2, False)
+        with pytest.raises(CheckpointError, match="must be that of a table of this config, got 'minima'"):
+            deal(old[1].table, [{n: v for n, v in content.items() if n != "minima"}], 0, 2, False)
