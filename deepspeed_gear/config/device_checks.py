@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from deepspeed_gear.config.options import GearOptions
+from deepspeed_gear.config.sampler_options import MixtureSampler
 from deepspeed_gear.config.table_options import TableConfig
 from deepspeed_gear.errors import ConfigError
 
@@ -25,8 +26,9 @@ def check_device(config: GearOptions) -> None:
             _check_table(table, at)
             _check_environments(table, at)
             _check_n_step(config, table, at)
-            if len(tables) > 1:
-                raise ConfigError(at, "must be the only table where it lies on devices", None, _ON_HOST)
+            if len(tables) > 1 and name not in config.sampled_tables:
+                rule = "must be sampled, alone or in a mixture, where it lies on devices"
+                raise ConfigError(at, rule, None, "leave the table out, or give it a share")
         elif table.scope != "table":
             raise ConfigError(f"{at}.scope", 'must be "table" for a table in host memory', table.scope)
         elif table.num_envs is not None:
@@ -36,6 +38,7 @@ def check_device(config: GearOptions) -> None:
             )
             raise ConfigError(f"{at}.num_envs", rule, table.num_envs, remedy)
     if config.on_device:
+        _check_mixture(config)
         _check_selection(config)
 
 
@@ -59,6 +62,28 @@ def _check_table(table: TableConfig, at: str) -> None:
     for option, wrong in given.items():
         if wrong:
             raise ConfigError(f"{at}.{option}", "must not be given for a table on devices", wrong, _ON_HOST)
+
+
+def _check_mixture(config: GearOptions) -> None:
+    """Reject a mixture whose numbers of samples a captured step could not contain."""
+    sampler = config.sampler
+    if not isinstance(sampler, MixtureSampler):
+        if len(config.resolved_tables) > 1:
+            rule = "must all be sampled where one lies on devices"
+            raise ConfigError("gear.tables", rule, [*config.resolved_tables], 'use "kind": "mixture"')
+        return
+    for name, share in sampler.shares.items():
+        table = config.resolved_tables[name]
+        if table.placement != "device":
+            rule = 'must be "device", as that of the other tables of the mixture'
+            raise ConfigError(f"gear.tables.{name}.placement", rule, table.placement)
+        if not isinstance(share, (int, float)):
+            rule = "must be a number for tables on devices: a captured step has fixed numbers of samples"
+            raise ConfigError(f"gear.sampler.shares.{name}", rule, share, _ON_HOST)
+        if table.data is not None and table.data.split:
+            rule = "must not be given in a mixture of tables on devices"
+            remedy = "evaluate with a replay of this table alone"
+            raise ConfigError(f"gear.tables.{name}.data.split", rule, table.data.split, remedy)
 
 
 def _check_environments(table: TableConfig, at: str) -> None:
@@ -92,7 +117,7 @@ def _check_selection(config: GearOptions) -> None:
     if not sampler.on_device:
         rule = f"must be one of {', '.join(KINDS)} for a table on devices"
         raise ConfigError("gear.sampler.kind", rule, sampler.kind, _ON_HOST)
-    has_data = config.resolved_tables[config.sampled_tables[0]].data is not None
+    has_data = all(config.resolved_tables[name].data is not None for name in config.sampled_tables)
     given = {
         "sampler.where": None if has_data else sampler.where,
         "hindsight": config.hindsight,

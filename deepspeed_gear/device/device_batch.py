@@ -12,12 +12,14 @@ from torch import Tensor
 from deepspeed_gear.batching.batch import Batch, BatchSamples
 from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.batching.gather import Buffers
+from deepspeed_gear.device.device_table import TableMixture
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.public_names import public_names
 
 # Names that other modules of this package use, and no program.
 INTERNAL = frozenset(
-    "again buffers hold holders importance micro of_pass origin owner place records written".split()
+    "again buffers hold holders importance micro of_mixture of_pass origin owner place records".split()
+    + ["written"]
 )
 
 
@@ -48,6 +50,7 @@ class DeviceBatch(Batch):
         origin: Tensor | None = None,
     ) -> None:
         self.buffers, self.micro, self.owner = buffers, 0, owner
+        self._mixture: TableMixture | None = None
         #: Replica that holds each sample; None: this one holds all. [B], int64.
         self.holders: np.ndarray | None = None
         self.written = [*buffers.all, records, *([] if weight is None else [weight])]
@@ -59,13 +62,18 @@ class DeviceBatch(Batch):
         super().__init__(dict(buffers.tensors), dict(buffers.mask), samples)
         self._valid: Tensor | None = None
 
-    def place(self, micro: int, first_index: int, index_step: int) -> None:
-        """Set the micro batch that it holds now, and the sample indices in its global batch."""
+    def place(self, micro: int, first_index: int, index_step: int, source: Tensor | None = None) -> None:
+        """Set the micro batch that it holds, the sample indices in its global batch, and their tables."""
+        self._source = source
         self.micro, self._first_index, self._index_step = micro, first_index, index_step
 
     def hold(self, holders: np.ndarray) -> None:
         """Set the replica that holds each sample. [B], int64."""
         self.holders = holders
+
+    def of_mixture(self, mixture: TableMixture) -> None:
+        """Set the tables that it is drawn from, where there are several."""
+        self._mixture = mixture
 
     def of_pass(self, number: int, size: int) -> None:
         """Set the number of its pass, and the items of the pass: samples after them are fillers."""
@@ -100,7 +108,10 @@ class DeviceBatch(Batch):
     @property
     def probability(self) -> Tensor:
         """As of every `Batch`; 0 where the table had no mass to draw from. [B], float64."""
-        return torch.where(self.trajectory_id >= 0, super().probability, 0.0)
+        found = super().probability
+        if self._mixture is not None:
+            found = self._mixture.probability(self._records[:, Resolution.MASS].double(), self.source)
+        return torch.where(self.trajectory_id >= 0, found, 0.0)
 
     @property
     def records(self) -> Tensor:

@@ -21,9 +21,9 @@ from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.stream_specs import SampledTable, stream_specs
 
 
-def masses_of(plan: ReplayPlan, spec: StreamSpec) -> np.ndarray:
-    """Return the masses that a stream gives the trajectories of the data set. [n], int64."""
-    dataset = plan.datasets[plan.config.sampled_tables[0]]
+def masses_of(plan: ReplayPlan, name: str, spec: StreamSpec) -> np.ndarray:
+    """Return the masses that a stream gives the trajectories of a table's data set. [n], int64."""
+    dataset = plan.datasets[name]
 
     def column(of: str) -> np.ndarray:
         return as_numbers(dataset.columns[of], dataset.schema[of])
@@ -141,7 +141,7 @@ def table_of(
         return RingTable(ring, ops, device)
     if len(dataset) != dataset.num_trajectories_of_whole:
         raise ConfigError(f"gear.tables.{name}.data", "must be whole on every node for a table on devices")
-    masses = masses_of(plan, spec)
+    masses = masses_of(plan, name, spec)
     admitted = None
     if by_row:
         final = int(dataset.schema.has_final_row)

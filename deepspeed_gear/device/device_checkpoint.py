@@ -19,12 +19,24 @@ from deepspeed_gear.ops.records import OpenTrajectory, RingState, UpdateCount
 LOG = logging.getLogger("deepspeed_gear")
 FORMAT = 2
 CONTENT = "content.pt"
-_POSITION = {"global_batches": RingState.BATCH, "samples": RingState.SAMPLES}
+Tables = Mapping[str, RingTable]
 T = TypeVar("T")
 
 
-def statistics_of(table: RingTable, has_priorities: bool) -> dict[str, int]:
-    """Return the sizes of a table, and the counts of its updates. Waits for the device."""
+def statistics_of(tables: Tables, has_priorities: bool) -> dict[str, Any]:
+    """Return the sizes of tables, and the counts of their updates. Waits for the device.
+
+    Of several tables: the sums, and by name under "tables". The global batches are those of the first one.
+    """
+    every = {name: _statistics(table, has_priorities) for name, table in tables.items()}
+    first = next(iter(every.values()))
+    if len(every) == 1:
+        return first
+    sums = {key: sum(found.get(key, 0) for found in every.values()) for key in first}
+    return {**sums, "global_batches": first["global_batches"], "tables": every}
+
+
+def _statistics(table: RingTable, has_priorities: bool) -> dict[str, int]:
     state = table.state.tolist()
     counts = state[RingState.COUNTS :]
     found = {
@@ -85,71 +97,84 @@ def check_drawn(table: RingTable) -> None:
         raise DataError("the table on the device", rule, f"{empty} global batches without samples", remedy)
 
 
-def position_of(plan: ReplayPlan, table: RingTable) -> dict[str, Any]:
-    """Return the position: numbers of selected global batches and samples, and the config. JSON-able."""
-    state = table.state.tolist()
-    return {**_facts(plan), **{name: state[word] for name, word in _POSITION.items()}}
+def position_of(plan: ReplayPlan, tables: Tables) -> dict[str, Any]:
+    """Return the position: numbers of selected global batches and samples, and the config. JSON-able.
+
+    Of several tables, `samples` has the number of each by name.
+    """
+    states = {name: table.state.tolist() for name, table in tables.items()}
+    samples: Any = {name: state[RingState.SAMPLES] for name, state in states.items()}
+    first = next(iter(states))
+    batches = states[first][RingState.BATCH]
+    samples = samples if len(tables) > 1 else samples[first]
+    return {**_facts(plan), "global_batches": batches, "samples": samples}
 
 
-def seek(plan: ReplayPlan, table: RingTable, state: Mapping[str, Any]) -> None:
+def seek(plan: ReplayPlan, tables: Tables, state: Mapping[str, Any]) -> None:
     """Continue at a position.
 
     Raises:
         CheckpointError: It is of another format, config or data set; nothing has changed.
     """
     _check_facts(plan, state)
-    position = {word: save_folders.entry(state, name, int, "the state") for name, word in _POSITION.items()}
-    for word, value in position.items():
-        table.state[word] = value
+    batches = save_folders.entry(state, "global_batches", int, "the state")
+    if len(tables) > 1:
+        by_name = save_folders.entry(state, "samples", dict, "the state")
+        samples = {name: save_folders.entry(by_name, name, int, "the state's samples") for name in tables}
+    else:
+        samples = dict.fromkeys(tables, save_folders.entry(state, "samples", int, "the state"))
+    for name, table in tables.items():
+        table.state[RingState.BATCH], table.state[RingState.SAMPLES] = batches, samples[name]
 
 
-def state_of(plan: ReplayPlan, table: RingTable) -> dict[str, Any]:
-    """Return the content of a table, with the facts that `restore` checks, in host memory."""
-    content = {name: tensor.to("cpu", copy=True) for name, tensor in _content(plan, table).items()}
+def state_of(plan: ReplayPlan, tables: Tables) -> dict[str, Any]:
+    """Return the content of tables, with the facts that `restore` checks, in host memory."""
+    content = {name: tensor.to("cpu", copy=True) for name, tensor in _content(plan, tables).items()}
     return {**_facts(plan), "content": content}
 
 
-def restore(plan: ReplayPlan, table: RingTable, state: Mapping[str, Any]) -> None:
-    """Copy a state into the tensors of a table.
+def restore(plan: ReplayPlan, tables: Tables, state: Mapping[str, Any]) -> None:
+    """Copy a state into the tensors of tables.
 
     Raises:
         CheckpointError: It is of another format, config, size or data set; nothing has changed.
     """
     _check_facts(plan, state)
-    wanted, content = set(_content(plan, table)), save_folders.entry(state, "content", dict, "the state")
-    if set(content) != wanted:
-        differ = sorted(wanted ^ set(content))
+    held, content = _content(plan, tables), save_folders.entry(state, "content", dict, "the state")
+    if set(content) != set(held):
+        differ = sorted(set(held) ^ set(content))
         raise CheckpointError("the state's content", "must be that of a table of this config", differ[0])
     for name, values in content.items():
-        if name not in table.content or table.content[name].shape != values.shape:
+        if held[name].shape != values.shape:
             size = list(values.shape)
             raise CheckpointError(f"the state's {name}", "must be of a table of this size", size)
     for name, values in content.items():
-        table.content[name].copy_(values)
-    for word in (OpenTrajectory.NUM_STEPS, OpenTrajectory.ENDED):
-        table.opened[:, word] = 0  # the environments are at other steps
+        held[name].copy_(values)
+    for table in tables.values():
+        for word in (OpenTrajectory.NUM_STEPS, OpenTrajectory.ENDED):
+            table.opened[:, word] = 0  # the environments are at other steps
 
 
-def save(plan: ReplayPlan, table: RingTable, folder: Path, kept: save_folders.State | None) -> dict[str, Any]:
-    """Write each replica's table into a folder; return the state for `load`, equal on all ranks. Collective.
+def save(plan: ReplayPlan, tables: Tables, folder: Path, kept: save_folders.State | None) -> dict[str, Any]:
+    """Write each replica's tables into a folder; return the state for `load`, equal on all ranks. Collective.
 
     Args:
         plan: Of the replay.
-        table: This rank's.
+        tables: This rank's.
         folder: Of the checkpoint.
         kept: State of the save that this replay has loaded or made last in this folder; None: there is none.
     Raises:
         CheckpointError: A file cannot be written; on every rank, as its own error or as a PeerError.
     """
-    exchange, name, first = plan.exchange, plan.config.sampled_tables[0], plan.topology.rank == 0
+    exchange, first = plan.exchange, plan.topology.rank == 0
     save_id = exchange.broadcast(save_folders.new_id())
 
-    def write() -> dict[str, str]:
+    def write(name: str) -> dict[str, str]:
         if not _leads(plan):
             return {}
         part = save_folders.partial_of(folder, name) / _shard(plan)
         part.mkdir()
-        torch.save(state_of(plan, table), part / CONTENT)
+        torch.save(state_of(plan, {name: tables[name]}), part / CONTENT)
         manifest = {"format": FORMAT, "save": save_id, "replicas": plan.info.data_world}
         return {f"{part.name}/{save_folders.MANIFEST}": save_folders.complete(part, manifest)}
 
@@ -160,17 +185,18 @@ def save(plan: ReplayPlan, table: RingTable, folder: Path, kept: save_folders.St
 
         return exchange.agree("saving the table on the device", checked)
 
-    agree(lambda: save_folders.begin(folder, [name], kept) if first else None)
-    manifests = {path: digest for part in exchange.gather(agree(write)) for path, digest in part.items()}
-    agree(lambda: save_folders.publish(folder, [name]) if first else None)
-    state = {**position_of(plan, table), "save": {"id": save_id, "tables": {name: manifests}}}
+    agree(lambda: save_folders.begin(folder, [*tables], kept) if first else None)
+    written = exchange.gather(agree(lambda: {name: write(name) for name in tables}))
+    manifests = {
+        name: {path: digest for part in written for path, digest in part[name].items()} for name in tables
+    }
+    agree(lambda: save_folders.publish(folder, [*tables]) if first else None)
+    state = {**position_of(plan, tables), "save": {"id": save_id, "tables": manifests}}
     agree(lambda: save_folders.write_position(folder, state) if first else None)
     return state
 
 
-def load(
-    plan: ReplayPlan, table: RingTable, folder: Path, state: save_folders.State | None
-) -> dict[str, Any]:
+def load(plan: ReplayPlan, tables: Tables, folder: Path, state: save_folders.State | None) -> dict[str, Any]:
     """Continue where `save` was called, on any number of replicas; return the state of that save. Collective.
 
     On another number the trajectories are dealt anew (`reshard_rings`); of a data set's priorities, replica r
@@ -179,13 +205,12 @@ def load(
 
     Args:
         plan: Of the replay.
-        table: This rank's.
+        tables: This rank's.
         folder: Of the checkpoint.
         state: What the save has returned; None: that of the newest save of the folder.
     Raises:
         CheckpointError: A file is missing, changed or of another save, or does not fit; on every rank.
     """
-    name = plan.config.sampled_tables[0]
 
     def known_state() -> dict[str, Any]:
         known = save_folders.read_position(folder) if state is None else dict(state)
@@ -200,7 +225,7 @@ def load(
         found: Mapping[str, Any] = torch.load(part / CONTENT, weights_only=True, mmap=True)
         return found
 
-    def content() -> tuple[Mapping[str, Any], int]:
+    def content(name: str) -> tuple[Mapping[str, Any], int]:
         save = save_folders.save_of(known)
         count, replica, replicas = (
             len(save["tables"].get(name, {})),
@@ -213,7 +238,7 @@ def load(
         if count == replicas:
             return shard(saved, replica), 0
         own_numbers = plan.config.resolved_tables[name].scope == "shard"
-        if plan.datasets:
+        if name in plan.datasets:
             found = shard(saved, replica % count)
             if own_numbers:
                 of = found["content"]["state"]
@@ -223,19 +248,35 @@ def load(
         for one in every:
             _check_facts(plan, one)
         contents = [save_folders.entry(one, "content", dict, "the state") for one in every]
-        dealt = reshard_rings.deal(table, contents, replica, replicas, own_numbers)
+        dealt = reshard_rings.deal(tables[name], contents, replica, replicas, own_numbers)
         return {**_facts(plan), "content": dealt.content}, dealt.num_left_out
+
+    def contents_of_all() -> tuple[dict[str, Any], dict[str, int]]:
+        together: dict[str, Any] = {}
+        left: dict[str, int] = {}
+        for name in tables:
+            found, left[name] = content(name)
+            _check_facts(plan, found)
+            of_table = save_folders.entry(found, "content", dict, "the state")
+            together |= {_key(tables, name, key): values for key, values in of_table.items()}
+        return {**_facts(plan), "content": together}, left
 
     known = plan.exchange.agree("loading the table on the device", known_state)
     save_folders.compare(plan.exchange.gather(known))
-    found, num_left_out = plan.exchange.agree("loading the table on the device", content)
-    left_out = sum(plan.exchange.gather(num_left_out if _leads(plan) else 0))
-    if left_out and plan.topology.rank == 0:
-        LOG.warning(
-            "gear.tables.%s: %d of the oldest trajectories of %s do not fit into %d replicas and were left "
-            "out; raise capacity_steps to keep them", name, left_out, folder, plan.info.data_world,
-        )  # fmt: skip
-    plan.exchange.agree("loading the table on the device", lambda: restore(plan, table, found))
+    found, num_left_out = plan.exchange.agree("loading the table on the device", contents_of_all)
+    every = plan.exchange.gather(num_left_out if _leads(plan) else {})
+    for name in tables:
+        left_out = sum(of_rank.get(name, 0) for of_rank in every)
+        if left_out and plan.topology.rank == 0:
+            LOG.warning(
+                "gear.tables.%s: %d of the oldest trajectories of %s do not fit into %d replicas and were "
+                "left out; raise capacity_steps to keep them",
+                name,
+                left_out,
+                folder,
+                plan.info.data_world,
+            )
+    plan.exchange.agree("loading the table on the device", lambda: restore(plan, tables, found))
     return known
 
 
@@ -245,10 +286,22 @@ def _check_facts(plan: ReplayPlan, state: Mapping[str, Any]) -> None:
             raise CheckpointError(f"the state's {name}", "must be that of this config", state.get(name))
 
 
-def _content(plan: ReplayPlan, table: RingTable) -> dict[str, torch.Tensor]:
-    """Return the tensors of a table that are saved; a data set's columns are on disk."""
-    stays = "column/" if plan.datasets else "\0"
-    return {name: tensor for name, tensor in table.content.items() if not name.startswith(stays)}
+def _content(plan: ReplayPlan, tables: Tables) -> dict[str, torch.Tensor]:
+    """Return the tensors of tables that are saved; a data set's columns are on disk."""
+    found: dict[str, torch.Tensor] = {}
+    for table_name, table in tables.items():
+        stays = "column/" if table_name in plan.datasets else "\0"
+        found |= {
+            _key(tables, table_name, name): tensor
+            for name, tensor in table.content.items()
+            if not name.startswith(stays)
+        }
+    return found
+
+
+def _key(tables: Tables, table: str, name: str) -> str:
+    """Return the name of a tensor in the content of tables."""
+    return name if len(tables) == 1 else f"{table}/{name}"
 
 
 def _facts(plan: ReplayPlan) -> dict[str, Any]:

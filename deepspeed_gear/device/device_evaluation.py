@@ -95,7 +95,7 @@ class DeviceEvaluation:
         """Return the resolutions of a split's items, with fillers of its last batch; and the item count."""
         spec = self._spec(split)
         if split not in self._found:
-            masses = torch.from_numpy(masses_of(self._plan, spec))
+            masses = torch.from_numpy(masses_of(self._plan, self._plan.config.sampled_tables[0], spec))
             sums = torch.zeros(tree_size(len(masses)), dtype=torch.int64)
             sums[: len(masses)] = masses
             ops = self._plan.ops

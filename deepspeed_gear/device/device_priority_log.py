@@ -9,7 +9,7 @@ from deepspeed_gear.batching.priority_reduction import float32_on_device, mask_o
 from deepspeed_gear.batching.transfer.cuda_streams import refuse_capture
 from deepspeed_gear.config import PrioritizedSampler
 from deepspeed_gear.device.device_batch import DeviceBatch
-from deepspeed_gear.device.ring_selection import RingSelection
+from deepspeed_gear.device.device_table import TableMixture
 from deepspeed_gear.distributed.device_collectives import DeviceCollectives
 from deepspeed_gear.errors import ShapeError
 from deepspeed_gear.ops.records import Resolution
@@ -19,15 +19,15 @@ class DevicePriorityLog:
     """Priority updates of the micro batches of one global batch, applied together. Waits for nothing.
 
     Args:
-        selection: Selection of the table.
+        mixture: The tables that batches are drawn from.
         accumulation: Micro batches of a global batch.
         inner: Collectives of this replica's ranks, and its reporting rank; None: it is one rank.
     """
 
     def __init__(
-        self, selection: RingSelection, accumulation: int, inner: tuple[DeviceCollectives, int] | None = None
+        self, mixture: TableMixture, accumulation: int, inner: tuple[DeviceCollectives, int] | None = None
     ) -> None:
-        self._selection, self._accumulation, self._inner = selection, accumulation, inner
+        self._mixture, self._accumulation, self._inner = mixture, accumulation, inner
         self._waiting: dict[int, tuple[Tensor, Tensor]] = {}
 
     def take(self, batch: DeviceBatch, values: Tensor) -> None:
@@ -37,7 +37,7 @@ class DevicePriorityLog:
             values = values.clone()
             transport.broadcast(values, reporter)
         if self._accumulation == 1:
-            self._selection.update_(batch.records, values)
+            self._mixture.update_(batch.records, values)
             return
         self._waiting[batch.micro] = (batch.records.clone(), values.clone())
         if batch.micro == self._accumulation - 1:
@@ -54,7 +54,7 @@ class DevicePriorityLog:
         parts = [self._waiting[micro] for micro in sorted(self._waiting)]
         self._waiting.clear()
         records = torch.stack([records for records, _ in parts], 1).reshape(-1, Resolution.NUM_WORDS)
-        self._selection.update_(records, torch.stack([values for _, values in parts], 1).reshape(-1))
+        self._mixture.update_(records, torch.stack([values for _, values in parts], 1).reshape(-1))
 
     def forget(self) -> None:
         """Drop the pending updates."""

@@ -11,10 +11,10 @@ from deepspeed_gear.device.device_batch import DeviceBatch
 from deepspeed_gear.device.device_builder import arrivals_of, needs_of_rows
 from deepspeed_gear.device.device_priority_log import DevicePriorityLog
 from deepspeed_gear.device.device_row_exchange import DeviceRowExchange
+from deepspeed_gear.device.device_table import TableMixture
 from deepspeed_gear.device.joint_priorities import JointPriorities
 from deepspeed_gear.device.joint_selection import JointSelection
 from deepspeed_gear.device.replica_agreement import ReplicaAgreement, inside_replica
-from deepspeed_gear.device.ring_selection import RingSelection
 from deepspeed_gear.distributed.replay_plan import ReplayPlan
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 
@@ -67,29 +67,29 @@ class Reports(Protocol):
 
 
 def join(
-    plan: ReplayPlan, sharing: TableSharing, selection: RingSelection, spec: StreamSpec, is_shared: bool
+    plan: ReplayPlan, sharing: TableSharing, mixture: TableMixture, spec: StreamSpec, is_shared: bool
 ) -> tuple[Draws, Reports]:
-    """Return draws and priority updates of a table, with the collectives that its sharing needs. Collective.
+    """Return draws and priority updates of tables, with the collectives that sharing needs. Collective.
 
     Args:
         plan: Of the replay.
-        sharing: How the table is shared.
-        selection: Masses and draws of this rank's table.
-        spec: The training stream.
+        sharing: How the tables are shared; of several tables, each replica has its own.
+        mixture: The tables of this rank.
+        spec: The training stream of the first one.
         is_shared: Whether any two ranks have the same GPU.
     """
-    device, name = selection.table.device, plan.config.sampled_tables[0]
+    device, name, selection = mixture.device, plan.config.sampled_tables[0], mixture.tables[0].selection
     config, topology = plan.config, plan.topology
     if not sharing.is_joint:
         inner = None
-        if selection.is_prioritized:
+        if mixture.is_prioritized:
             inner = inside_replica(topology, device, is_shared, config.timeout_s, plan.group)
-        return selection, DevicePriorityLog(selection, plan.info.accumulation, inner)
+        return mixture, DevicePriorityLog(mixture, plan.info.accumulation, inner)
     peers = ReplicaAgreement(topology, device, is_shared, config.timeout_s, plan.group)
     peers.open()
     reports = JointPriorities(selection, peers)
     if not sharing.is_spread:
-        return selection, reports
+        return mixture, reports
     needs, n_step = needs_of_rows(plan, name), config.n_step
     rows = DeviceRowExchange(selection.table, needs, arrivals_of(plan, name), n_step, peers)
     return JointSelection(selection, spec, rows, peers, plan.ops), reports

@@ -391,6 +391,10 @@ class RingTable:
         sources = [SOURCES[self.schema[name].rows] for name in columns]
         self.ops.scatter_(targets, [values.contiguous() for values in columns.values()], placed, sources)
 
+    def has_any(self) -> bool:
+        """Return whether a trajectory is stored. Waits for the device."""
+        return bool(self.state[RingState.NEXT] > self.state[RingState.TAIL])
+
     def clear(self) -> None:
         """Remove all trajectories; ids continue."""
         counts, following = self.state[_PRIORITY_COUNTS].clone(), self.state[RingState.NEXT].clone()

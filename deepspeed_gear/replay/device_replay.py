@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from deepspeed_gear.device.device_evaluation import DeviceEvaluation
 from deepspeed_gear.device.device_loader import DeviceLoader
 from deepspeed_gear.device.device_priority_log import reported
 from deepspeed_gear.device.device_sharing import TableSharing, join
+from deepspeed_gear.device.device_table import DeviceTable, TableMixture
 from deepspeed_gear.device.open_steps import OpenSteps
 from deepspeed_gear.device.replica_agreement import shares_gpus
 from deepspeed_gear.device.ring_selection import RingSelection
@@ -34,6 +36,7 @@ from deepspeed_gear.errors import (
     ShapeError,
     StoreError,
 )
+from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import RingState
 from deepspeed_gear.replay.batch_assembler import Transform
 from deepspeed_gear.replay.clamp_warnings import ClampWarning
@@ -41,16 +44,18 @@ from deepspeed_gear.replay.progress import Totals
 from deepspeed_gear.replay.replay_base import ReplayBase
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
 from deepspeed_gear.sampling.stream_spec import StreamSpec
+from deepspeed_gear.sampling.stream_specs import mixture_of
 from deepspeed_gear.schema import Schema
 
 
 class DeviceReplay(ReplayBase):
-    """The replay system of a config whose table has `"placement": "device"`.
+    """The replay system of a config whose tables have `"placement": "device"`.
 
-    Table, tree, cursors and counters lie in the memory of this rank's device. `sample_`, `add_` and
-    `update_priorities_` mutate fixed tensors, never wait for the device, and read all state from its
-    memory: they can be captured in a CUDA graph together with the training step, and traced by
-    `torch.compile`. The content is lost with the process unless `save` is called.
+    There is one table, or several of a mixture with constant shares. Table, tree, cursors and counters lie in
+    the memory of this rank's device. `sample_`, `add_` and `update_priorities_` mutate fixed tensors, never
+    wait for the device, and read all state from its memory: they can be captured in a CUDA graph together
+    with the training step, and traced by `torch.compile`. The content is lost with the process unless `save`
+    is called.
 
     A data set is copied to the device of each rank. Trajectories that are added lie on the devices of this
     rank's replica; its tensor and sequence ranks add the same ones. All replicas draw from one distribution:
@@ -91,43 +96,67 @@ class DeviceReplay(ReplayBase):
             super().__init__(plan, to, engine_dtype)
             is_shared = shares_gpus(plan.exchange, plan.topology, self.device)
             spec = plan.exchange.agree("the table on the device", lambda: self._build(plan, engine_dtype))
-            draws, reports = join(plan, self._sharing, self._selection, spec, is_shared)
+            draws, reports = join(plan, self._sharing, self._mixture, spec, is_shared)
         except BaseException:
             plan.exchange.close()
             raise
         self._loader = DeviceLoader(
-            self._selection,
+            self._mixture,
             draws,
             reports,
             self._sharing,
-            gatherer=self._gatherer,
             burn_in=self._burn_in,
             info=plan.info,
             owner=self,
         )
-        self._clamp_warning = self._new_clamp_warning()
+        self._clamp_warnings = self._new_clamp_warnings()
         self._num_before_load = 0  # global batches selected here, less the position of the latest load
         self._transform: Transform | None = None
 
     def _build(self, plan: ReplayPlan, engine_dtype: torch.dtype) -> StreamSpec:
-        config, name = plan.config, plan.config.sampled_tables[0]
-        options = config.resolved_tables[name]
-        if not config.on_device:
-            rule = 'must be "device" for a DeviceReplay'
-            raise ConfigError(f"gear.tables.{name}.placement", rule, options.placement, "use Replay")
-        sharing = self._sharing = TableSharing.of(plan, name)
-        place, specs, ops = plan.topology.place, specs_of(plan, name), ops_of(config, plan.ops, self.device)
-        spec = specs.pop(TRAIN)
-        spread = (arrivals_of(plan, name).size, plan.info.data_world) if sharing.is_spread else ()
-        self.table = table_of(plan, name, spec, ops, self.device, *spread)
-        numbers = (plan.info.data_world, place.data_rank) if options.scope == "shard" else (1, 0)
-        self._selection = RingSelection(self.table, spec, WeightExponents(config, self.device), *numbers)
+        config, info, names = plan.config, plan.info, plan.config.sampled_tables
+        for name in names:
+            options = config.resolved_tables[name]
+            if not config.on_device:
+                rule = 'must be "device" for a DeviceReplay'
+                raise ConfigError(f"gear.tables.{name}.placement", rule, options.placement, "use Replay")
+            if len(names) > 1 and info.data_world > 1 and options.scope != "shard":
+                rule = f'must be "shard" in a mixture on the devices of {info.data_world} replicas'
+                raise ConfigError(f"gear.tables.{name}.scope", rule, options.scope)
+        sharing = self._sharing = TableSharing.of(plan, names[0])
+        self._burn_in = BurnIn.of(config, plan.fields, plan.needs.fields)
+        ops, specs = ops_of(config, plan.ops, self.device), [specs_of(plan, name) for name in names]
+        tables = [
+            self._build_table(plan, name, streams[TRAIN], ops, engine_dtype)
+            for name, streams in zip(names, specs, strict=True)
+        ]
+        num_parts = info.accumulation if sharing.has_own_batches else info.num_micro
+        num_samples = info.micro * num_parts
+        mixture = mixture_of(config, info)
+        if mixture is not None:
+            mixture = replace(mixture, batch=num_samples)
+        self._mixture = TableMixture(tables, mixture, num_samples, num_parts)
+        self.tables = {each.name: each.table for each in tables}
+        self.table = tables[0].table
         self.schema = self.table.schema
-        self._steps = OpenSteps(self.table, self._selection.new_items) if self.table.num_envs else None
-        needs = plan.needs
-        self._gatherer = Gatherer(
+        splits = {name: spec for name, spec in specs[0].items() if name != TRAIN}
+        self._passes = DeviceEvaluation(
+            plan, self.table, splits if tables[0].has_data else {}, tables[0].gatherer, self._burn_in
+        )
+        return specs[0][TRAIN]
+
+    def _build_table(
+        self, plan: ReplayPlan, name: str, spec: StreamSpec, ops: Ops, engine_dtype: torch.dtype
+    ) -> DeviceTable:
+        config, needs, world = plan.config, plan.needs, plan.info.data_world
+        options, place = config.resolved_tables[name], plan.topology.place
+        spread = (arrivals_of(plan, name).size, world) if self._sharing.is_spread else ()
+        table = table_of(plan, name, spec, ops, self.device, *spread)
+        numbers = (world, place.data_rank) if options.scope == "shard" else (1, 0)
+        selection = RingSelection(table, spec, WeightExponents(config, self.device), *numbers)
+        gatherer = Gatherer(
             needs.fields,
-            self.table,
+            table,
             plan.statistics(needs.fields),
             config.n_step if needs.n_step else None,
             plan.info.micro,
@@ -135,11 +164,28 @@ class DeviceReplay(ReplayBase):
             engine_dtype,
             config.threads if self.device.type == "cpu" else 1,  # for a kernel it would be its blocks
         )
-        self._burn_in = BurnIn.of(config, plan.fields, needs.fields)
-        splits = specs if options.data is not None else {}
-        self._passes = DeviceEvaluation(plan, self.table, splits, self._gatherer, self._burn_in)
-        self._has_data = self._is_filled = options.data is not None
-        return spec
+        steps = OpenSteps(table, selection.new_items) if table.num_envs else None
+        return DeviceTable(name, selection, gatherer, steps, options.data is not None)
+
+    def _changing(self, name: str | None) -> DeviceTable:
+        """Return a table that is added to: of this name, or the only one.
+
+        Raises:
+            StoreError: It holds a data set.
+            ConfigError: There is none of this name, or several.
+        """
+        self._check_open()
+        tables = {each.name: each for each in self._mixture.tables}
+        changing = [each for each in tables.values() if not each.has_data]
+        if name is None and len(changing) > 1:
+            rule = "must be given where there are several"
+            raise ConfigError("table", rule, None, f"one of {', '.join(each.name for each in changing)}")
+        if name is not None and name not in tables:
+            raise ConfigError("table", f"must be one of {', '.join(tables)}", name)
+        found = tables[name] if name is not None else next(iter(changing), None)
+        if found is None or found.has_data:
+            raise StoreError("a table of a data set", "must not be changed")
+        return found
 
     # ---- sampling --------------------------------------------------------------------------------
 
@@ -181,9 +227,13 @@ class DeviceReplay(ReplayBase):
         batch = self._loader.next()
         if self.transform is None:
             return batch
-        selection = self._selection
-        keys = position.transform_keys(selection.seed, selection.key, batch.sample_number)
-        return self.transform(batch.again(), keys)
+        sizes = self._mixture.sizes(self._loader.part_of(batch.micro))
+        numbers = torch.split(batch.sample_number, sizes)
+        keys = [
+            position.transform_keys(each.selection.seed, each.selection.key, part)
+            for each, part in zip(self._mixture.tables, numbers, strict=True)
+        ]
+        return self.transform(batch.again(), keys[0] if len(keys) == 1 else torch.cat(keys))
 
     def _begin_pass(self, split: str) -> Iterator[Batch]:
         return self._passes.batches(split)
@@ -193,7 +243,9 @@ class DeviceReplay(ReplayBase):
 
     # ---- adding ----------------------------------------------------------------------------------
 
-    def add_(self, columns: Mapping[str, Tensor], lengths: Tensor | None = None) -> None:
+    def add_(
+        self, columns: Mapping[str, Tensor], lengths: Tensor | None = None, *, table: str | None = None
+    ) -> None:
         """Add trajectories; the oldest are evicted if needed. Waits for nothing; can be captured.
 
         Args:
@@ -201,37 +253,45 @@ class DeviceReplay(ReplayBase):
                 column of T+1 rows, [E, *shape] for a value per trajectory. T at most `max_length`.
             lengths: Steps of each; 0 adds nothing. Lengths outside [0, T] are refused on the device:
                 nothing is added, and `statistics` counts them. None: all T. [E], int64.
+            table: Which table of a mixture; None: the only one that holds no data set.
         Raises:
             SchemaError, ShapeError, DataError: A column is missing or does not fit.
             StoreError: The table holds a data set, or takes steps of environments.
         """
-        self._check_changes()
-        if self._steps is not None:
+        into = self._changing(table)
+        if into.steps is not None:
             rule = "must get single steps: its rows are divided among the environments of num_envs"
             raise StoreError("the table on the device", rule, None, "use add_steps_, or leave num_envs out")
-        count, steps = self.table.check(columns, lengths)
-        if lengths is not None and steps < self.table.most_steps:
+        count, steps = into.table.check(columns, lengths)
+        if lengths is not None and steps < into.table.most_steps:
             lengths = torch.where(lengths <= steps, lengths, -1)
-        self._selection.add_(columns, lengths, count, steps)
-        self._is_filled = True
+        into.selection.add_(columns, lengths, count, steps)
+        into.mark_filled()
 
-    def add_transitions_(self, columns: Mapping[str, Tensor], following: Mapping[str, Tensor]) -> None:
+    def add_transitions_(
+        self,
+        columns: Mapping[str, Tensor],
+        following: Mapping[str, Tensor],
+        *,
+        table: str | None = None,
+    ) -> None:
         """Add transitions, one of each environment, as trajectories of one step.
 
         Args:
             columns: Every column, without a time axis. [E, *shape].
             following: Rows of T+1 columns after the step. [E, *shape].
+            table: As `add_`.
         Raises:
             SchemaError, ShapeError, DataError: As `add_`.
             ConfigError: N-step returns are of more than a step, which no trajectory of one step has.
         """
-        trajectories = self.table.as_trajectories(columns, following)
+        trajectories = self._changing(table).table.as_trajectories(columns, following)
         n = 1 if self.config.n_step is None else self.config.n_step.n
         if n > 1:
             rule = "must be 1 where transitions are added one by one: a return ends with its trajectory"
             remedy = "add pieces of that many steps or more with add_, or steps with num_envs and add_steps_"
             raise ConfigError("gear.n_step.n", rule, n, remedy)
-        self.add_(trajectories)
+        self.add_(trajectories, table=table)
 
     def add_steps_(
         self,
@@ -240,6 +300,7 @@ class DeviceReplay(ReplayBase):
         *,
         mask: Tensor | None = None,
         autoreset: str = "same_step",
+        table: str | None = None,
     ) -> None:
         """Add a step of every environment, which continues its open trajectory. Waits for nothing.
 
@@ -258,65 +319,65 @@ class DeviceReplay(ReplayBase):
             mask: Which environments have a step; None: all. [num_envs], bool.
             autoreset: "same_step" or "disabled": every call is a step. "next_step": the call after an end
                 resets its environment and adds no step.
+            table: As `add_`.
         Raises:
             SchemaError, ShapeError, DataError: A column is missing or does not fit.
             ConfigError: There is no such autoreset mode.
             StoreError: The table has no `num_envs`, or holds a data set.
         """
-        steps, following = self._open_steps(), {} if following is None else following
+        into, following = self._changing(table), {} if following is None else following
+        steps = self._open_steps(into)
         steps.check(columns, following, mask, autoreset)
         steps.add_(columns, following, mask, autoreset)
-        self._is_filled = True
+        into.mark_filled()
 
-    def end_steps_(self, mask: Tensor | None = None) -> None:
+    def end_steps_(self, mask: Tensor | None = None, *, table: str | None = None) -> None:
         """End open trajectories where the program resets environments; their last steps are marked truncated.
 
         Args:
             mask: Of which environments; None: of all. [num_envs], bool.
+            table: As `add_`.
         Raises:
             StoreError: The table has no `num_envs`, or holds a data set.
             DataError: `mask` is no tensor of bools on the device.
         """
-        steps = self._open_steps()
+        into = self._changing(table)
+        steps = self._open_steps(into)
         if mask is not None:
             is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.device == self.device
-            if not is_mask or mask.shape != (self.table.num_envs,):
-                rule = f"must be [{self.table.num_envs}], bool, on {self.device}"
+            if not is_mask or mask.shape != (into.table.num_envs,):
+                rule = f"must be [{into.table.num_envs}], bool, on {self.device}"
                 raise DataError("mask", rule, type(mask).__name__)
         steps.end_(mask)
 
-    def _open_steps(self) -> OpenSteps:
-        self._check_changes()
-        if self._steps is None:
+    @staticmethod
+    def _open_steps(into: DeviceTable) -> OpenSteps:
+        if into.steps is None:
             rule = "must have num_envs, so that steps of environments can be added"
-            raise StoreError("the table on the device", rule, None, "set gear.tables.<name>.num_envs")
-        return self._steps
+            raise StoreError("the table on the device", rule, None, f"set gear.tables.{into.name}.num_envs")
+        return into.steps
 
-    def fill_(self, ids: Tensor, columns: Mapping[str, Tensor]) -> None:
+    def fill_(self, ids: Tensor, columns: Mapping[str, Tensor], *, table: str | None = None) -> None:
         """Write columns of trajectories; those that this replica does not store are left out.
 
         Args:
             ids: As `batch.trajectory_id`. [n], int64.
             columns: By name. [n, max_length (+ 1), *shape], or [n, *shape] for a value per trajectory. Not
                 rewards and ends, from which other quantities are derived.
+            table: As `add_`.
         Raises:
             SchemaError, ShapeError, DataError: A column is unknown, or does not fit.
             StoreError: The table holds a data set.
         """
-        self._check_changes()
+        into = self._changing(table).table
         if not isinstance(ids, Tensor) or ids.is_nested or ids.dtype != torch.int64 or ids.dim() != 1:
             form = str(ids.dtype) if isinstance(ids, Tensor) else type(ids).__name__
             raise ShapeError("ids", "must be a tensor [n], int64", form)
-        self.table.check_fill(ids, columns)
+        into.check_fill(ids, columns)
         if self._sharing.is_spread:
             replica, replicas = self._topology.data_rank, self.batch_info.data_world
             ids = torch.where(ids % replicas == replica, ids // replicas, -1)
-        self.table.fill_(ids, columns)
-
-    def _check_changes(self) -> None:
-        self._check_open()
-        if self._has_data:
-            raise StoreError("a table of a data set", "must not be changed")
+        into.fill_(ids, columns)
 
     # ---- priorities ------------------------------------------------------------------------------
 
@@ -368,21 +429,24 @@ class DeviceReplay(ReplayBase):
 
     @property
     def num_steps(self) -> int:
-        """Number of stored steps. Waits for the device."""
-        return int(self.table.state[RingState.STEPS])
+        """Number of stored steps of all tables. Waits for the device."""
+        return sum(int(table.state[RingState.STEPS]) for table in self.tables.values())
 
     @property
     def num_trajectories(self) -> int:
-        """Number of stored trajectories. Waits for the device."""
-        state = self.table.state.tolist()
-        return int(state[RingState.NEXT] - state[RingState.TAIL])
+        """Number of stored trajectories of all tables. Waits for the device."""
+        states = [table.state.tolist() for table in self.tables.values()]
+        return sum(int(state[RingState.NEXT] - state[RingState.TAIL]) for state in states)
 
     def __len__(self) -> int:
         return self.num_trajectories
 
     def statistics(self) -> dict[str, Any]:
-        """Return sizes, and counts of priority updates. Waits for the device."""
-        return device_checkpoint.statistics_of(self.table, self._selection.is_prioritized)
+        """Return sizes, and counts of priority updates. Waits for the device.
+
+        Of a mixture: the sums over the tables, and those of each by name under "tables".
+        """
+        return device_checkpoint.statistics_of(self.tables, self._mixture.is_prioritized)
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics for DeepSpeed's monitor. Waits for the device."""
@@ -400,13 +464,14 @@ class DeviceReplay(ReplayBase):
         Raises:
             DataError: It has.
         """
-        refused = int(self.table.state[RingState.REFUSED])
+        refused = sum(int(table.state[RingState.REFUSED]) for table in self.tables.values())
         if refused:
             rule = "must be in range: lengths in [0, T], priorities finite and at least 0, beta in [0, 1]"
             raise DataError("input of the device", rule, f"{refused} that were not")
-        device_checkpoint.check_drawn(self.table)
-        if self._clamp_warning is not None:
-            self._clamp_warning.check()
+        for table in self.tables.values():
+            device_checkpoint.check_drawn(table)
+        for warning in self._clamp_warnings:
+            warning.check()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the global batches that were selected. JSON-able. Waits for the device.
@@ -415,7 +480,7 @@ class DeviceReplay(ReplayBase):
             StoreError: Some micro batches of a global batch were used, and not all.
         """
         self._settle()
-        return device_checkpoint.position_of(self._plan, self.table)
+        return device_checkpoint.position_of(self._plan, self.tables)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a position; the table keeps its content, and captured graphs stay valid.
@@ -426,7 +491,7 @@ class DeviceReplay(ReplayBase):
         self._check_open()
         arguments.mapping("state", state, "pass a state from state_dict")
         selected = self._num_selected()
-        device_checkpoint.seek(self._plan, self.table, state)
+        device_checkpoint.seek(self._plan, self.tables, state)
         self._go_on(selected)
 
     def export_table(self) -> dict[str, Any]:
@@ -436,7 +501,7 @@ class DeviceReplay(ReplayBase):
             StoreError: Some micro batches of a global batch were used, and not all.
         """
         self._settle()
-        return device_checkpoint.state_of(self._plan, self.table)
+        return device_checkpoint.state_of(self._plan, self.tables)
 
     def import_table(self, exported: Mapping[str, Any]) -> None:
         """Continue from an exported table, in the same tensors: captured graphs stay valid.
@@ -448,16 +513,16 @@ class DeviceReplay(ReplayBase):
         arguments.mapping("exported", exported, "pass the result of export_table")
         arguments.tensors("the exported content", exported.get("content"))
         selected = self._num_selected()
-        device_checkpoint.restore(self._plan, self.table, exported)
+        device_checkpoint.restore(self._plan, self.tables, exported)
         self._go_on(selected)
 
     def _save(self, folder: Path, kept: Mapping[str, Any] | None) -> dict[str, Any]:
         self._settle()
-        return device_checkpoint.save(self._plan, self.table, folder, kept)
+        return device_checkpoint.save(self._plan, self.tables, folder, kept)
 
     def _load(self, folder: Path, state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
         selected = self._num_selected()
-        loaded = device_checkpoint.load(self._plan, self.table, folder, state)
+        loaded = device_checkpoint.load(self._plan, self.tables, folder, state)
         self._go_on(selected)
         return loaded
 
@@ -467,17 +532,23 @@ class DeviceReplay(ReplayBase):
 
     def _go_on(self, selected: int) -> None:
         self._num_before_load = selected - int(self.table.state[RingState.BATCH])
-        self._is_filled = self._has_data or self.num_trajectories > 0
+        for each in self._mixture.tables:
+            each.mark_filled(each.table.has_any())
         self._loader.begin_anew()
-        self._clamp_warning = self._new_clamp_warning()  # earlier updates do not count
+        self._clamp_warnings = self._new_clamp_warnings()  # earlier updates do not count
 
-    def _new_clamp_warning(self) -> ClampWarning | None:
-        """Return the clamp warning of `check` on the first rank of a node; None: there is none."""
-        if not self._selection.is_prioritized or not self._topology.leads_node:
-            return None
-        reported, table = device_checkpoint.Reported(self.table), self.config.sampled_tables[0]
-        counts = reported.num_clamped, reported.recent
-        return ClampWarning(table, self._selection.most_bits, *counts, "since the last check()")
+    def _new_clamp_warnings(self) -> list[ClampWarning]:
+        """Return the clamp warnings of `check`: of each table, on the first rank of a node."""
+        if not self._mixture.is_prioritized or not self._topology.leads_node:
+            return []
+        warnings = []
+        for each in self._mixture.tables:
+            reported = device_checkpoint.Reported(each.table)
+            counts = reported.num_clamped, reported.recent
+            warnings.append(
+                ClampWarning(each.name, each.selection.most_bits, *counts, "since the last check()")
+            )
+        return warnings
 
     def _settle(self) -> None:
         """Apply all waiting updates; only between two global batches. Collective if updates are exchanged."""
@@ -494,24 +565,30 @@ class DeviceReplay(ReplayBase):
             at = f"micro batch {self._loader.next_micro} of {self.batch_info.accumulation}"
             raise StoreError("the state", rule, at, "use the other micro batches first")
 
-    def clear(self) -> None:
+    def clear(self, *, table: str | None = None) -> None:
         """Remove all trajectories of this rank; if replicas share a distribution, between two global batches.
 
+        Args:
+            table: As `add_`.
         Raises:
             StoreError: The table holds a data set, or some micro batches of a global batch wait.
         """
-        self._check_changes()
+        cleared = self._changing(table)
         if self._sharing.is_joint:
             self._check_between()  # waiting updates are for other replicas too
         else:
             self._loader.begin_anew()
-        self.table.clear()
-        self._is_filled = False
+        cleared.table.clear()
+        cleared.mark_filled(False)
 
     def _check_filled(self) -> None:
         self._check_open()
-        if not self._is_filled and not self._sharing.is_spread:
-            raise StoreError("the table on the device", "must hold a trajectory", None, "add_ comes first")
+        if self._sharing.is_spread:
+            return
+        for each in self._mixture.tables:
+            if not each.is_filled:
+                what = f"the table {each.name} on the device"
+                raise StoreError(what, "must hold a trajectory", None, "add_ comes first")
 
     def close(self) -> None:
         """Leave the process group; safe to call twice."""

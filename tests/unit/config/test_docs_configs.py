@@ -14,6 +14,7 @@ from gear_support import config_of
 from torch import Tensor
 
 from deepspeed_gear import Column, DeviceReplay, Replay, Schema
+from deepspeed_gear.config import parse
 from deepspeed_gear.config.table_options import DataConfig
 from deepspeed_gear.errors import ShapeError
 
@@ -100,7 +101,8 @@ def test_recurrent(checkout: Path) -> None:
 def test_gpu(checkout: Path) -> None:
     """The config and the first program of the page, on the host; what is left of it needs a card."""
     page = (checkout / "docs" / "how-to" / "gpu.md").read_text()
-    (block,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    block, mixture = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    assert parse({**json.loads(mixture), "batch_size": 256}).on_device
     use, steps, graph, compiled = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     known: dict[str, Any] = {"config": json.loads(block), "device": "cpu"}
     torch.manual_seed(0)

@@ -202,7 +202,7 @@ def test_columns_that_do_not_fit_are_refused_before_anything_changes() -> None:
             replay.add_(trajectories(2, 4))
     with (
         DeviceReplay(online(), "cpu") as replay,
-        pytest.raises(StoreError, match=r"set gear.tables.<name>.num_envs"),
+        pytest.raises(StoreError, match=r"set gear.tables.main.num_envs"),
     ):
         replay.add_steps_(columns, states)
 

@@ -1,0 +1,212 @@
+"""A mixture of tables on a device, a data set and added steps as RLPD, against the same on the host."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gear_support import SCHEMA, lengths_of, trajectory, write_dataset
+from ring_cases import assert_same, online, trajectories
+from torch import Tensor
+
+from deepspeed_gear import DeviceReplay, Replay
+from deepspeed_gear.errors import CheckpointError, ConfigError, StoreError
+
+ROOM = {"capacity_steps": 400, "max_length": 12, "capacity_trajectories": 60, "remove": "fifo"}
+FIELDS = {
+    "observation": {"offset": -2, "length": 4, "pad": "edge"},
+    "next_observation": {"column": "observation", "offset": "n_step"},
+    "action": {},
+    "task": {},
+}
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "steps": {"unit": "step"},
+    "stratified trajectories": {"kind": "uniform", "stratified": True},
+    "prioritized": {"kind": "prioritized", "unit": "step", "beta": {"linear": [0.2, 1.0, 5]}},
+    "by the table": {"kind": "prioritized", "unit": "step", "normalize": "table"},
+}
+
+
+def section(
+    data: Path, of: dict[str, Any], shares: dict[str, Any] | None = None, **options: Any
+) -> dict[str, Any]:
+    tables = {
+        "offline": {"data": str(data), "placement": "device"},
+        "online": {**ROOM, "placement": "device"},
+    }
+    sampler = {"kind": "mixture", "shares": shares or {"offline": 0.3, "online": 0.7}, "of": of}
+    made = {"tables": tables, "sampler": sampler, "fields": FIELDS, "n_step": {"n": 3, "gamma": 0.9}}
+    return {**made, "batch_size": 24, "seed": 5, **options}
+
+
+def on_host(made: dict[str, Any]) -> dict[str, Any]:
+    made = copy.deepcopy(made)
+    for table in made["tables"].values():
+        del table["placement"]
+    return made
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("mixture") / "set", lengths_of(15, most=9))
+
+
+def add(device: DeviceReplay, host: Replay | None, number: int, steps: int) -> None:
+    columns = trajectory(number, steps, terminated=number % 2 == 0)
+    device.add_({name: torch.as_tensor(values)[None] for name, values in columns.items()})
+    if host is not None:
+        host.add(columns, "online")
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("sampler", list(SAMPLERS))
+def test_batches_are_those_of_tables_in_host_memory(sampler: str, accumulation: int, data: Path) -> None:
+    made = section(data, SAMPLERS[sampler], gradient_accumulation_steps=accumulation)
+    schemas = {"online": SCHEMA}
+    with (
+        DeviceReplay(made, "cpu", schemas=schemas) as device,
+        Replay(on_host(made), schemas=schemas) as host,
+    ):
+        with pytest.raises(StoreError, match="the table online on the device must hold a trajectory"):
+            device.sample()
+        for number in range(7):
+            add(device, host, number, 2 + number)
+        for _ in range(5 * accumulation):
+            got, expected = device.sample(), host.sample()
+            assert_same(got, expected)
+            assert torch.equal(got.source, expected.source)
+            assert torch.equal(got.sample_index, expected.sample_index)
+            assert torch.equal(got.epoch, expected.epoch)
+            if device.config.item_sampler.has_priorities:
+                values = torch.rand(got.num_samples) * 3
+                device.update_priorities(got, values)
+                host.update_priorities(expected, values)
+        assert len(device) == len(host) == 22
+        found, sums = device.statistics(), host.statistics()
+        assert found["steps"] == host.num_steps == sum(of["steps"] for of in found["tables"].values())
+        if device.config.item_sampler.has_priorities and accumulation == 1:
+            host.sample()  # reports are applied by the next selection
+            assert found["priorities_applied"] == host.statistics()["priorities_applied"]
+        assert sums is not None
+        device.check()
+
+
+def test_a_transform_gets_the_keys_of_each_table(data: Path) -> None:
+    made, schemas = section(data, {"unit": "step"}), {"online": SCHEMA}
+    keys: list[Tensor] = []
+
+    def transform(batch: Any, of: Tensor) -> Any:
+        keys.append(of)
+        return batch
+
+    with (
+        DeviceReplay(made, "cpu", schemas=schemas) as device,
+        Replay(on_host(made), schemas=schemas) as host,
+    ):
+        add(device, host, 1, 5)
+        for replay in (device, host):
+            replay.transform = transform
+            replay.sample()
+        assert torch.equal(*keys)
+
+
+def test_a_save_has_all_tables_and_goes_on(data: Path, tmp_path: Path) -> None:
+    made, schemas = section(data, SAMPLERS["prioritized"]), {"online": SCHEMA}
+    with (
+        DeviceReplay(made, "cpu", schemas=schemas) as replay,
+        DeviceReplay(made, "cpu", schemas=schemas) as other,
+    ):
+        for number in range(5):
+            add(replay, None, number, 3 + number)
+            batch = replay.sample()
+            replay.update_priorities(batch, torch.rand(24))
+        state = replay.save(tmp_path)
+        exported = replay.export_table()
+        expected = [replay.sample().clone() for _ in range(3)]
+        other.load(tmp_path, state)
+        for batch in expected:
+            assert_same(other.sample(), batch)
+        other.import_table(exported)
+        assert_same(other.sample(), expected[0])
+        other.load_state_dict(state)
+        assert_same(other.sample(), expected[0])
+        assert (tmp_path / "online" / "shard-0" / "content.pt").exists()
+        assert (tmp_path / "offline" / "shard-0" / "content.pt").exists()
+        with pytest.raises(CheckpointError, match="the state's samples must have the entry 'online'"):
+            other.load_state_dict({**state, "samples": {"offline": 3}})
+
+
+def two_tables() -> dict[str, Any]:
+    made = online()
+    table = made["tables"]["main"]
+    made["tables"] = {"a": table, "b": {**copy.deepcopy(table), "num_envs": 2, "capacity_steps": 60}}
+    del made["fields"]["return_to_go"]
+    made["sampler"] = {"kind": "mixture", "shares": {"a": 0.5, "b": 0.5}, "of": {"unit": "step"}}
+    return made
+
+
+def test_a_table_that_is_added_to_is_named_where_there_are_several() -> None:
+    with DeviceReplay(two_tables(), "cpu") as replay:
+        columns = trajectories(2, 4)
+        with pytest.raises(ConfigError, match=r"table must be given where there are several.*one of a, b"):
+            replay.add_(columns)
+        with pytest.raises(ConfigError, match="table must be one of a, b"):
+            replay.add_(columns, table="c")
+        replay.add_(columns, table="a")
+        row = {name: values if name == "task" else values[:, 0] for name, values in columns.items()}
+        following = {"observation": columns["observation"][:, 1]}
+        replay.add_steps_(row, following, table="b")
+        with pytest.raises(StoreError, match=r"set gear.tables.a.num_envs"):
+            replay.add_steps_(row, following, table="a")
+        assert {name: int(table.state[6]) for name, table in replay.tables.items()} == {"a": 8, "b": 2}
+        assert replay.sample().source.tolist() == [0] * 16 + [1] * 16
+        replay.fill_(torch.tensor([0]), {"task": torch.tensor([77])}, table="b")
+        assert 77 in replay.sample()["task"][16:].tolist()
+        replay.clear(table="a")
+        with pytest.raises(StoreError, match="the table a on the device must hold"):
+            replay.sample()
+
+
+def test_a_step_of_a_mixture_is_traced_without_a_break() -> None:
+    def step(replay: DeviceReplay, batch: Any, columns: dict[str, Tensor]) -> Tensor:
+        replay.add_(columns, table="a")
+        replay.sample_(batch)
+        return (batch["reward"] * batch.is_weight * batch.probability).sum()
+
+    torch._dynamo.reset()
+    found = []
+    for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        with DeviceReplay(two_tables(), "cpu") as replay:
+            columns = trajectories(2, 4)
+            row = {name: values if name == "task" else values[:, 0] for name, values in columns.items()}
+            replay.add_steps_(row, {"observation": columns["observation"][:, 1]}, table="b")
+            batch = replay.new_batch()
+            losses = [run(replay, batch, trajectories(3, 4, 3 * turn)) for turn in range(6)]
+            found.append((torch.stack(losses), batch.trajectory_id.clone()))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"shares": {"a": {"linear": [0, 1, 9]}, "b": {"linear": [1, 0, 9]}}}, "shares.a must be a number"),
+        ({"shares": {"a": 0.99, "b": 0.01}}, "shares.b must give a sample of 32"),
+        ({"shares": {"a": 1.0}}, "tables.b must be sampled, alone or in a mixture"),
+        ({"of": {"kind": "epoch"}}, "kind must be one of"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused(change: dict[str, Any], match: str) -> None:
+    made = two_tables()
+    made["sampler"] |= change
+    with pytest.raises(ConfigError, match=match):
+        DeviceReplay(made, "cpu")
+
+
+def test_tables_on_devices_and_on_the_host_are_not_mixed(data: Path) -> None:
+    made = section(data, {"unit": "step"})
+    made["tables"]["online"]["placement"] = "host"
+    with pytest.raises(ConfigError, match=r"online\.placement must be \"device\", as that of the other"):
+        DeviceReplay(made, "cpu", schemas={"online": SCHEMA})
