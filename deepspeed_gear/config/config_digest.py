@@ -27,7 +27,7 @@ _OF_THE_RUN = (
     "shared_memory",
 )
 
-_ROOM = ("capacity_steps", "capacity_trajectories", "max_length", "num_envs")
+_ROOM = ("capacity_steps", "capacity_trajectories", "max_length", "num_envs", "rows")
 
 
 def shared_options(config: GearOptions) -> dict[str, Any]:

@@ -31,6 +31,9 @@ def check_device(config: GearOptions) -> None:
                 raise ConfigError(at, rule, None, "leave the table out, or give it a share")
         elif table.scope != "table":
             raise ConfigError(f"{at}.scope", 'must be "table" for a table in host memory', table.scope)
+        elif table.rows != "device":
+            rule, remedy = "must not be given for a table in host memory", 'give it "placement": "device"'
+            raise ConfigError(f"{at}.rows", rule, table.rows, remedy)
         elif table.num_envs is not None:
             rule, remedy = (
                 "must not be given for a table in host memory",

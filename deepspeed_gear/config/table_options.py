@@ -351,6 +351,14 @@ class TableConfig(GearModel):
             "graph. A DeviceReplay has one such table."
         ),
     )
+    rows: Literal["device", "host"] = Field(
+        default="device",
+        description=(
+            'Where the rows of a table on devices lie: "device"; or "host", host memory of each rank that '
+            "its device reads and writes in place, for tables larger than the device. Slots, tree and "
+            "priorities are on the device."
+        ),
+    )
     scope: Literal["table", "shard"] = Field(
         default="table",
         description=(

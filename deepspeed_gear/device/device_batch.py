@@ -18,8 +18,10 @@ from deepspeed_gear.public_names import public_names
 
 # Names that other modules of this package use, and no program.
 INTERNAL = frozenset(
-    "again buffers hold holders importance micro of_mixture of_pass origin owner place records".split()
-    + ["written"]
+    (
+        *("again", "buffers", "hold", "holders", "importance", "micro", "of_mixture", "of_pass", "origin"),
+        *("owner", "place", "records", "written"),
+    )
 )
 
 

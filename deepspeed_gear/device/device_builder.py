@@ -112,6 +112,7 @@ def table_of(
     priorities = spec.priorities
     by_row = priorities is not None and rule.unit == "step"
     has_minima = priorities is not None and priorities.normalize == "table"
+    on_host = f"gear.tables.{name}" if options.rows == "host" else None
     dataset = plan.datasets.get(name)
     if dataset is None:
         schema = plan.schemas[name]
@@ -126,7 +127,7 @@ def table_of(
             rows, slots = config_resolution.environment_sizes(name, options, schema)
             sizes = rows * envs, slots * envs, options.max_length
             ring = RingTableSpec(
-                schema, *sizes, by_row, priorities is not None, has_minima, needs_returns, arrivals, envs
+                schema, *sizes, by_row, priorities is not None, has_minima, False, arrivals, envs, on_host
             )
             return RingTable(ring, ops, device)
         steps, slots = config_resolution.capacity_of(name, options, schema, parts)
@@ -135,9 +136,8 @@ def table_of(
         final = int(schema.has_final_row)
         rows = steps + slots * final + options.max_length + final  # rows that a wrap of the ring may skip
         sizes = rows, slots, options.max_length
-        ring = RingTableSpec(
-            schema, *sizes, by_row, priorities is not None, has_minima, needs_returns, arrivals
-        )
+        kept = by_row, priorities is not None, has_minima, needs_returns
+        ring = RingTableSpec(schema, *sizes, *kept, arrivals, 0, on_host)
         return RingTable(ring, ops, device)
     if len(dataset) != dataset.num_trajectories_of_whole:
         raise ConfigError(f"gear.tables.{name}.data", "must be whole on every node for a table on devices")
@@ -152,6 +152,7 @@ def table_of(
     alpha = 0 if priorities is None else int(priorities.alpha(0) * ONE_Q62)
     most_bits = MOST_MASS_BITS if priorities is None else priorities.most_bits
     sizes = dataset.num_rows, len(dataset), int(dataset.lengths.max())
-    ring = RingTableSpec(dataset.schema, *sizes, by_row, priorities is not None, has_minima, needs_returns)
+    kept = by_row, priorities is not None, has_minima, needs_returns
+    ring = RingTableSpec(dataset.schema, *sizes, *kept, rows_on_host=on_host)
     items = DatasetItems(masses, admitted, initial, alpha, most_bits)
     return RingTable.of_dataset(dataset, ring, items, ops, device)

@@ -48,6 +48,7 @@ def _statistics(table: RingTable, has_priorities: bool) -> dict[str, int]:
         "refused": state[RingState.REFUSED],
         **({"dropped": state[RingState.DROPPED]} if table.num_envs else {}),
         "bytes": table.num_bytes,
+        **({"host_bytes": table.host_bytes} if table.host_rows is not None else {}),
     }
     if has_priorities:
         words = {"applied": UpdateCount.APPLIED, "ignored": UpdateCount.STALE, "clamped": UpdateCount.CLAMPED}
@@ -129,7 +130,11 @@ def seek(plan: ReplayPlan, tables: Tables, state: Mapping[str, Any]) -> None:
 
 def state_of(plan: ReplayPlan, tables: Tables) -> dict[str, Any]:
     """Return the content of tables, with the facts that `restore` checks, in host memory."""
-    content = {name: tensor.to("cpu", copy=True) for name, tensor in _content(plan, tables).items()}
+    kept = _content(plan, tables)
+    content: dict[str, torch.Tensor] = {}
+    for table_name, table in tables.items():
+        names = [name for name in table.content if _key(tables, table_name, name) in kept]
+        content |= {_key(tables, table_name, name): rows for name, rows in table.copied(names).items()}
     return {**_facts(plan), "content": content}
 
 
@@ -148,9 +153,10 @@ def restore(plan: ReplayPlan, tables: Tables, state: Mapping[str, Any]) -> None:
         if held[name].shape != values.shape:
             size = list(values.shape)
             raise CheckpointError(f"the state's {name}", "must be of a table of this size", size)
-    for name, values in content.items():
-        held[name].copy_(values)
-    for table in tables.values():
+    for table_name, table in tables.items():
+        for name in table.content:
+            if _key(tables, table_name, name) in content:
+                table.overwrite(name, content[_key(tables, table_name, name)])
         for word in (OpenTrajectory.NUM_STEPS, OpenTrajectory.ENDED):
             table.opened[:, word] = 0  # the environments are at other steps
 

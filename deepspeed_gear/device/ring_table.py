@@ -6,7 +6,7 @@ lies in tensors of fixed addresses, so that adding, drawing and updates can be c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.device.host_rows import HostRows, RowSize
 from deepspeed_gear.errors import DataError, SchemaError, ShapeError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import MOST_MASS_BITS, minima_size, tree_size
@@ -53,6 +54,7 @@ class RingTableSpec:
         arrivals: Rows and slots after its own, for samples from other devices.
         num_envs: Environments whose steps are added one by one, each with a part of the rows; 0: whole
             trajectories are added.
+        rows_on_host: Name of the table in the config, if its rows lie in host memory.
     """
 
     schema: Schema
@@ -65,6 +67,7 @@ class RingTableSpec:
     return_to_go: bool
     arrivals: tuple[int, int] = (0, 0)
     num_envs: int = 0
+    rows_on_host: str | None = None
 
 
 @dataclass(frozen=True)
@@ -131,15 +134,22 @@ class RingTable:
 
         own = {column.name: num_slots if column.rows == "1" else num_rows for column in schema}
         own[RETURN_TO_GO] = num_rows if return_to_go else 0
-        #: Sources of the gather: a table's own rows, and after them the arrivals.
-        self._gathered = {
-            column.name: zeros(
-                own[column.name] + arrivals[column.rows == "1"], *column.shape, dtype=DTYPES[column.dtype]
+        sizes = {
+            column.name: RowSize(
+                (own[column.name] + arrivals[column.rows == "1"], *column.shape), DTYPES[column.dtype]
             )
             for column in schema
         }
         after = arrivals[0] if return_to_go else 0
-        self._gathered[RETURN_TO_GO] = zeros(own[RETURN_TO_GO] + after, dtype=torch.float32)
+        sizes[RETURN_TO_GO] = RowSize((own[RETURN_TO_GO] + after,), torch.float32)
+        #: Memory of the rows; None: it is the device's.
+        self.host_rows = None if spec.rows_on_host is None else HostRows(sizes, device, spec.rows_on_host)
+        #: Sources of the gather: a table's own rows, and after them the arrivals.
+        self._gathered = (
+            {name: zeros(*size.shape, dtype=size.dtype) for name, size in sizes.items()}
+            if self.host_rows is None
+            else dict(self.host_rows.columns)
+        )
         held = self._gathered if arrivals == (0, 0) else {n: r[: own[n]] for n, r in self._gathered.items()}
         self.columns = {column.name: held[column.name] for column in schema}
         self.returns_to_go = held[RETURN_TO_GO]
@@ -179,9 +189,39 @@ class RingTable:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the table on its device."""
+        """Memory of the table on its device; without rows that lie in host memory."""
         arriving = (self.arrivals(name) for name in self._gathered)
-        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.content.values(), *arriving))
+        tensors = [*self.content.values(), *arriving]
+        if self.host_rows is not None:
+            rows = {*(f"column/{name}" for name in self.columns), "returns_to_go"}
+            tensors = [tensor for name, tensor in self.content.items() if name not in rows]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of rows that do not lie on the device."""
+        return 0 if self.host_rows is None else self.host_rows.num_bytes
+
+    def copied(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return copies of some tensors of `content` in host memory, by name. Waits for the device."""
+        content = self._with_host_rows(self.content)
+        return {name: content[name].to("cpu", copy=True) for name in names}
+
+    def overwrite(self, name: str, values: Tensor) -> None:
+        """Copy values of the host into a tensor that changes; with rows on the host wait for the device."""
+        self._with_host_rows({name: self.content[name]})[name].copy_(values)
+
+    def _with_host_rows(self, content: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors, rows in host memory as tensors of the host."""
+        if self.host_rows is None:
+            return content
+        self.host_rows.wait()
+        on_host = {f"column/{name}": rows for name, rows in self.host_rows.on_host.items()}
+        on_host["returns_to_go"] = self.host_rows.on_host[RETURN_TO_GO]
+        return {
+            name: on_host[name][: len(tensor)] if name in on_host else tensor
+            for name, tensor in content.items()
+        }
 
     def gather_source(self, name: str) -> Tensor:
         """Return the source of the gather: own rows, and after them the arrivals. [rows, *shape]."""
@@ -223,7 +263,7 @@ class RingTable:
         records[:, Slot.NUM_ROWS] = lengths + final
         table.slots.copy_(torch.from_numpy(records))
         for column in schema:
-            table.columns[column.name].copy_(as_tensor(dataset.columns[column.name], column.dtype))
+            table.overwrite(f"column/{column.name}", as_tensor(dataset.columns[column.name], column.dtype))
         dataset.files.check()  # the copy is of the files that were opened, and of no later state of them
         if spec.return_to_go:
             reward = schema.role("reward")
@@ -390,6 +430,11 @@ class RingTable:
         targets = [self.columns[name] for name in columns]
         sources = [SOURCES[self.schema[name].rows] for name in columns]
         self.ops.scatter_(targets, [values.contiguous() for values in columns.values()], placed, sources)
+
+    def close(self) -> None:
+        """End the device's use of rows in host memory; safe to call twice."""
+        if self.host_rows is not None:
+            self.host_rows.close()
 
     def has_any(self) -> bool:
         """Return whether a trajectory is stored. Waits for the device."""

@@ -27,6 +27,7 @@ from deepspeed_gear.device.device_table import DeviceTable, TableMixture
 from deepspeed_gear.device.open_steps import OpenSteps
 from deepspeed_gear.device.replica_agreement import shares_gpus
 from deepspeed_gear.device.ring_selection import RingSelection
+from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.device.weight_exponents import WeightExponents
 from deepspeed_gear.distributed.replay_plan import ReplayPlan, make_plan
 from deepspeed_gear.distributed.topology import RankCoordinates
@@ -91,6 +92,7 @@ class DeviceReplay(ReplayBase):
     ) -> None:
         arguments.one_of("engine_dtype", engine_dtype, torch.dtype, "a torch.dtype")
         plan = make_plan(config, process_group, schemas, info, place)
+        self.tables: dict[str, RingTable] = {}
         try:
             to = plan.exchange.agree("the device", lambda: device_of(device))
             super().__init__(plan, to, engine_dtype)
@@ -98,6 +100,7 @@ class DeviceReplay(ReplayBase):
             spec = plan.exchange.agree("the table on the device", lambda: self._build(plan, engine_dtype))
             draws, reports = join(plan, self._sharing, self._mixture, spec, is_shared)
         except BaseException:
+            self._close_tables()
             plan.exchange.close()
             raise
         self._loader = DeviceLoader(
@@ -136,7 +139,6 @@ class DeviceReplay(ReplayBase):
         if mixture is not None:
             mixture = replace(mixture, batch=num_samples)
         self._mixture = TableMixture(tables, mixture, num_samples, num_parts)
-        self.tables = {each.name: each.table for each in tables}
         self.table = tables[0].table
         self.schema = self.table.schema
         splits = {name: spec for name, spec in specs[0].items() if name != TRAIN}
@@ -151,7 +153,7 @@ class DeviceReplay(ReplayBase):
         config, needs, world = plan.config, plan.needs, plan.info.data_world
         options, place = config.resolved_tables[name], plan.topology.place
         spread = (arrivals_of(plan, name).size, world) if self._sharing.is_spread else ()
-        table = table_of(plan, name, spec, ops, self.device, *spread)
+        table = self.tables[name] = table_of(plan, name, spec, ops, self.device, *spread)
         numbers = (world, place.data_rank) if options.scope == "shard" else (1, 0)
         selection = RingSelection(table, spec, WeightExponents(config, self.device), *numbers)
         gatherer = Gatherer(
@@ -594,4 +596,9 @@ class DeviceReplay(ReplayBase):
         """Leave the process group; safe to call twice."""
         if not self._closed:
             self._closed = True
+            self._close_tables()
             self._plan.exchange.close()
+
+    def _close_tables(self) -> None:
+        for table in self.tables.values():
+            table.close()

@@ -1,0 +1,108 @@
+"""Rows of a table on a device in host memory that the device reads and writes in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.store.cuda_registration import (
+    CudaRuntime,
+    Registration,
+    Runtime,
+    as_device_tensor,
+    memory_span,
+    plan,
+    span_of,
+)
+from deepspeed_gear.store.shared_memory import SharedMemory
+
+_ALIGNMENT = 128  # of a column, so that a warp's read begins at a line
+
+
+@dataclass(frozen=True)
+class RowSize:
+    """Size of a column.
+
+    Args:
+        shape: Rows, and shape of a row.
+        dtype: Of its elements.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class HostRows:
+    """Columns in host memory, all of it registered with CUDA. Begins with zeros.
+
+    Args:
+        sizes: Of the columns, by name.
+        device: That reads and writes them; on a CPU nothing is registered.
+        at: Name of the table in the config, for errors.
+        runtime: The calls that register memory; None: those of `device`.
+    Raises:
+        ConfigError: The device cannot use all of the memory in place; nothing stays allocated.
+        StoreFullError: The host has too little memory.
+    """
+
+    def __init__(
+        self, sizes: Mapping[str, RowSize], device: torch.device, at: str, runtime: Runtime | None = None
+    ) -> None:
+        self._device, self._registration = device, None
+        begins, end = {}, 0
+        for name, size in sizes.items():
+            begins[name] = end
+            end += -(-size.num_bytes // _ALIGNMENT) * _ALIGNMENT
+        self._memory = SharedMemory.create(max(end, _ALIGNMENT))
+        whole = torch.frombuffer(self._memory.buffer, dtype=torch.uint8)
+        #: The columns as tensors of the host. [rows, *shape].
+        self.on_host = {
+            name: whole[begins[name] : begins[name] + size.num_bytes].view(size.dtype).view(size.shape)
+            for name, size in sizes.items()
+        }
+        #: The same as tensors of the device.
+        self.columns = self.on_host
+        if device.type == "cpu" and runtime is None:
+            return
+        try:
+            self._register(CudaRuntime(device) if runtime is None else runtime, at)
+            if device.type == "cuda":
+                self.columns = {name: as_device_tensor(rows, device) for name, rows in self.on_host.items()}
+        except BaseException:
+            self.close()
+            raise
+
+    _registration: Registration | None
+
+    def _register(self, runtime: Runtime, at: str) -> None:
+        spans = {name: span_of(rows) for name, rows in self.on_host.items()}
+        wanted = plan(spans, memory_span(self._memory))
+        registered = self._registration = Registration(self._memory, wanted, runtime)
+        for name, why in registered.left_out.items():
+            rule = f'must be "device" here: column {name} cannot be used in place: {why}'
+            raise ConfigError(f"{at}.rows", rule, "host", "lower capacity_steps until it fits the device")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory."""
+        return self._memory.num_bytes
+
+    def wait(self) -> None:
+        """Wait until the device has written what was queued, before the host reads or writes rows."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        """Wait for the device and end its use of the memory; safe to call twice. Host views stay valid."""
+        if self._registration is not None:
+            self.wait()
+            self._registration.close()
+            self._registration = None
+        self._memory.close()
