@@ -120,9 +120,11 @@ def _check_selection(config: GearOptions) -> None:
     if not sampler.on_device:
         rule = f"must be one of {', '.join(KINDS)} for a table on devices"
         raise ConfigError("gear.sampler.kind", rule, sampler.kind, _ON_HOST)
-    has_data = all(config.resolved_tables[name].data is not None for name in config.sampled_tables)
+    by_steps = any(config.resolved_tables[name].num_envs is not None for name in config.sampled_tables)
+    if sampler.where and by_steps:
+        rule = "must not be given where steps are added one by one: an episode's values may come later"
+        raise ConfigError("gear.sampler.where", rule, [*sampler.where], "leave environments out with mask")
     given = {
-        "sampler.where": None if has_data else sampler.where,
         "hindsight": config.hindsight,
         "prefetch": config.prefetch,
         "verify_every": config.verify_every,

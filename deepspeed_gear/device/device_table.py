@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.batching.gather import Buffers, Gatherer
+from deepspeed_gear.device.add_filter import AddFilter
 from deepspeed_gear.device.open_steps import OpenSteps
 from deepspeed_gear.device.ring_selection import RingSelection
 from deepspeed_gear.device.ring_table import RingTable
@@ -28,6 +29,7 @@ class DeviceTable:
         gatherer: Gathers its rows.
         steps: Its open trajectories; None: whole trajectories are added.
         has_data: Whether it holds a data set, which does not change.
+        filter: Which added trajectories are stored.
     """
 
     name: str
@@ -35,6 +37,7 @@ class DeviceTable:
     gatherer: Gatherer
     steps: OpenSteps | None
     has_data: bool
+    filter: AddFilter
     _is_filled: bool = False  # a plain attribute: a trace that sets it has no guard on what it was
 
     @property

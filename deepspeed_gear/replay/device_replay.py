@@ -17,6 +17,7 @@ from deepspeed_gear.batching.gather import Gatherer
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig, PrioritizedSampler
 from deepspeed_gear.device import device_checkpoint
+from deepspeed_gear.device.add_filter import AddFilter
 from deepspeed_gear.device.device_batch import DeviceBatch
 from deepspeed_gear.device.device_builder import arrivals_of, device_of, ops_of, specs_of, table_of
 from deepspeed_gear.device.device_evaluation import DeviceEvaluation
@@ -34,6 +35,7 @@ from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import (
     ConfigError,
     DataError,
+    SchemaError,
     ShapeError,
     StoreError,
 )
@@ -167,7 +169,9 @@ class DeviceReplay(ReplayBase):
             config.threads if self.device.type == "cpu" else 1,  # for a kernel it would be its blocks
         )
         steps = OpenSteps(table, selection.new_items) if table.num_envs else None
-        return DeviceTable(name, selection, gatherer, steps, options.data is not None)
+        has_data = options.data is not None
+        added = AddFilter(() if has_data else spec.rule.where, table.schema, self.device)
+        return DeviceTable(name, selection, gatherer, steps, has_data, added)
 
     def _changing(self, name: str | None) -> DeviceTable:
         """Return a table that is added to: of this name, or the only one.
@@ -253,6 +257,7 @@ class DeviceReplay(ReplayBase):
         Args:
             columns: By name, on the device, of the columns' dtypes: [E, T, *shape], [E, T + 1, *shape] for a
                 column of T+1 rows, [E, *shape] for a value per trajectory. T at most `max_length`.
+                Trajectories that fail a condition of `sampler.where` are not stored.
             lengths: Steps of each; 0 adds nothing. Lengths outside [0, T] are refused on the device:
                 nothing is added, and `statistics` counts them. None: all T. [E], int64.
             table: Which table of a mixture; None: the only one that holds no data set.
@@ -267,6 +272,7 @@ class DeviceReplay(ReplayBase):
         count, steps = into.table.check(columns, lengths)
         if lengths is not None and steps < into.table.most_steps:
             lengths = torch.where(lengths <= steps, lengths, -1)
+        lengths = into.filter.lengths(columns, lengths, steps)
         into.selection.add_(columns, lengths, count, steps)
         into.mark_filled()
 
@@ -371,11 +377,14 @@ class DeviceReplay(ReplayBase):
             SchemaError, ShapeError, DataError: A column is unknown, or does not fit.
             StoreError: The table holds a data set.
         """
-        into = self._changing(table).table
+        changing = self._changing(table)
+        into = changing.table
         if not isinstance(ids, Tensor) or ids.is_nested or ids.dtype != torch.int64 or ids.dim() != 1:
             form = str(ids.dtype) if isinstance(ids, Tensor) else type(ids).__name__
             raise ShapeError("ids", "must be a tensor [n], int64", form)
         into.check_fill(ids, columns)
+        for name in changing.filter.columns & columns.keys():
+            raise SchemaError(f"column {name}", "must not be filled: gear.sampler.where reads it when added")
         if self._sharing.is_spread:
             replica, replicas = self._topology.data_rank, self.batch_info.data_world
             ids = torch.where(ids % replicas == replica, ids // replicas, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from ring_cases import PRIORITIZED, SAMPLERS, assert_same, online, trajectories
 
 from deepspeed_gear import DeviceReplay, Replay
-from deepspeed_gear.errors import DataError, SchemaError, ShapeError, StoreError
+from deepspeed_gear.errors import ConfigError, DataError, SchemaError, ShapeError, StoreError
 from deepspeed_gear.ops.records import RingState
 
 
@@ -177,3 +178,50 @@ def test_a_table_without_masses_gives_batches_without_samples(
         assert batch.valid.all()
         assert set(batch["task"].tolist()) <= {100, 101, 102}
         assert bool((batch.is_weight > 0).all())
+
+
+WHERE: list[tuple[dict[str, Any], Any]] = [
+    ({"task": {"min": 2.5, "max": 7}}, lambda n: 3 <= n <= 7),
+    ({"task": {"in": [1, 4, 9, 300, 2**70]}}, lambda n: n in (1, 4, 9)),
+    ({"task": {"min": -(2.0**70)}, "score": {"max": 0.5}}, lambda n: n / 10 <= 0.5),
+    ({"flag": {"in": [1]}}, lambda n: n % 2 == 1),
+    ({"task": {"max": -1}}, lambda _: False),
+]
+
+
+@pytest.mark.parametrize(("where", "admits"), WHERE)
+@pytest.mark.parametrize("lengths", [None, [4, 3, 0, 4, 2, 4, 4, 1, 4, 4]])
+def test_trajectories_that_fail_a_condition_are_not_stored(
+    where: dict[str, Any], admits: Any, lengths: list[int] | None
+) -> None:
+    columns = trajectories(10, 4)
+    columns["score"], columns["flag"] = torch.arange(10) / 10, torch.arange(10) % 2 == 1
+    columns["score"] = columns["score"].float()
+    schema = {
+        **online()["tables"]["main"]["schema"]["columns"],
+        "score": {"dtype": "float32", "rows": "1"},
+        "flag": {"dtype": "bool", "rows": "1"},
+    }
+    made = online({"kind": "uniform", "unit": "step", "where": where}, table={"schema": {"columns": schema}})
+    stored = [n for n in range(10) if admits(n) and (lengths is None or lengths[n])]
+    with DeviceReplay(made, "cpu") as replay:
+        replay.add_(columns, None if lengths is None else torch.tensor(lengths))
+        assert len(replay) == len(stored)
+        batches = [replay.sample() for _ in range(8)]
+        found = {int(n) for batch in batches for n in batch["task"][batch.valid]}
+        assert found == set(stored)
+        name = next(iter(where))
+        with pytest.raises(SchemaError, match=f"column {name} must not be filled"):
+            replay.fill_(torch.tensor([0]), {name: columns[name][:1]})
+
+
+def test_conditions_that_cannot_be_checked_when_added_are_refused() -> None:
+    sampler = {"kind": "uniform", "unit": "step", "where": {"task": {"min": 1}}}
+    late = online(sampler)
+    late["tables"]["main"]["schema"] = copy.deepcopy(late["tables"]["main"]["schema"])
+    late["tables"]["main"]["schema"]["columns"]["task"]["late"] = True
+    with pytest.raises(SchemaError, match=r"column task must not be late where gear\.sampler\.where"):
+        DeviceReplay(late, "cpu")
+    steps = online(sampler, table={"num_envs": 2})
+    with pytest.raises(ConfigError, match=r"sampler\.where must not be given where steps are added"):
+        DeviceReplay(steps, "cpu")
