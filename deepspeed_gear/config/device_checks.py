@@ -55,9 +55,13 @@ def _check_table(table: TableConfig, at: str) -> None:
     if table.remove != "fifo":
         rule = 'must be "fifo" for a table on devices: it is a ring that evicts the oldest trajectories'
         raise ConfigError(f"{at}.remove", rule, table.remove, 'write "remove": "fifo"')
+    if table.max_times_sampled:
+        rule = (
+            "must not be given for a table on devices: each draw of a batch would depend on those before it"
+        )
+        raise ConfigError(f"{at}.max_times_sampled", rule, table.max_times_sampled, _ON_HOST)
     given = {
         "writers": table.writers,
-        "max_times_sampled": table.max_times_sampled,
         "max_age": table.max_age,
         "version": table.version,
         "rate_limiter": table.rate_limiter,

@@ -41,7 +41,7 @@ def _statistics(table: RingTable, has_priorities: bool) -> dict[str, int]:
     counts = state[RingState.COUNTS :]
     found = {
         "steps": state[RingState.STEPS],
-        "trajectories": state[RingState.NEXT] - state[RingState.TAIL],
+        "trajectories": table.num_trajectories(),
         "added": state[RingState.NEXT],
         "global_batches": state[RingState.BATCH],
         "empty_batches": state[RingState.EMPTY],

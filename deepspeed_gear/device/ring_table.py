@@ -20,6 +20,7 @@ from deepspeed_gear.errors import DataError, SchemaError, ShapeError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import MOST_MASS_BITS, minima_size, tree_size
 from deepspeed_gear.ops.records import (
+    MassUnit,
     OpenTrajectory,
     PlacedTrajectory,
     RingState,
@@ -431,6 +432,21 @@ class RingTable:
         sources = [SOURCES[self.schema[name].rows] for name in columns]
         self.ops.scatter_(targets, [values.contiguous() for values in columns.values()], placed, sources)
 
+    def remove_(self, ids: Tensor) -> None:
+        """Remove trajectories: they are not drawn again, and their rows stay until they would be evicted.
+
+        Args:
+            ids: Those that are not stored are ignored. [n], int64.
+        """
+        removed = torch.empty_like(ids)
+        unit = MassUnit.STEP if self.items_are_rows else MassUnit.TRAJECTORY
+        known = (self.state, self.slots, self.sums, self.minima, self.priorities)
+        self.ops.ring_remove_(*known, removed, ids.contiguous(), self.shape, unit)
+
+    def num_trajectories(self) -> int:
+        """Return the number of stored trajectories. Waits for the device."""
+        return int((self.slots[:, Slot.STATE] == SlotState.COMMITTED).sum())
+
     def close(self) -> None:
         """End the device's use of rows in host memory; safe to call twice."""
         if self.host_rows is not None:
@@ -438,7 +454,7 @@ class RingTable:
 
     def has_any(self) -> bool:
         """Return whether a trajectory is stored. Waits for the device."""
-        return bool(self.state[RingState.NEXT] > self.state[RingState.TAIL])
+        return self.num_trajectories() > 0
 
     def clear(self) -> None:
         """Remove all trajectories; ids continue."""

@@ -57,6 +57,7 @@ class Ops:
     decode_reports_: Op
     ring_add_: Op
     ring_extend_: Op
+    ring_remove_: Op
     ring_select_: Op
     ring_update_: Op
     scatter_: Op

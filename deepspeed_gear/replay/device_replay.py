@@ -379,16 +379,43 @@ class DeviceReplay(ReplayBase):
         """
         changing = self._changing(table)
         into = changing.table
-        if not isinstance(ids, Tensor) or ids.is_nested or ids.dtype != torch.int64 or ids.dim() != 1:
-            form = str(ids.dtype) if isinstance(ids, Tensor) else type(ids).__name__
-            raise ShapeError("ids", "must be a tensor [n], int64", form)
+        self._check_ids(ids)
         into.check_fill(ids, columns)
         for name in changing.filter.columns & columns.keys():
             raise SchemaError(f"column {name}", "must not be filled: gear.sampler.where reads it when added")
-        if self._sharing.is_spread:
-            replica, replicas = self._topology.data_rank, self.batch_info.data_world
-            ids = torch.where(ids % replicas == replica, ids // replicas, -1)
-        into.fill_(ids, columns)
+        into.fill_(self._own_ids(ids), columns)
+
+    def remove_(self, ids: Tensor, *, table: str | None = None) -> None:
+        """Remove trajectories from the next draw on; those that this replica does not store are left out.
+
+        Their rows are used again when they would have been evicted; later steps of an open trajectory begin
+        another one. Waits for nothing; can be captured.
+
+        Args:
+            ids: As `batch.trajectory_id`. [n], int64.
+            table: As `add_`.
+        Raises:
+            ShapeError, DataError: `ids` is no such tensor on the device.
+            StoreError: The table holds a data set.
+        """
+        changing = self._changing(table)
+        self._check_ids(ids)
+        if ids.device != self.device:
+            raise DataError("ids", f"must be on {self.device}", str(ids.device))
+        changing.table.remove_(self._own_ids(ids))
+
+    @staticmethod
+    def _check_ids(ids: object) -> None:
+        if not isinstance(ids, Tensor) or ids.is_nested or ids.dtype != torch.int64 or ids.dim() != 1:
+            form = str(ids.dtype) if isinstance(ids, Tensor) else type(ids).__name__
+            raise ShapeError("ids", "must be a tensor [n], int64", form)
+
+    def _own_ids(self, ids: Tensor) -> Tensor:
+        """Return the ids in this replica's table, -1 for those of others."""
+        if not self._sharing.is_spread:
+            return ids
+        replica, replicas = self._topology.data_rank, self.batch_info.data_world
+        return torch.where(ids % replicas == replica, ids // replicas, -1)
 
     # ---- priorities ------------------------------------------------------------------------------
 
@@ -446,8 +473,7 @@ class DeviceReplay(ReplayBase):
     @property
     def num_trajectories(self) -> int:
         """Number of stored trajectories of all tables. Waits for the device."""
-        states = [table.state.tolist() for table in self.tables.values()]
-        return sum(int(state[RingState.NEXT] - state[RingState.TAIL]) for state in states)
+        return sum(table.num_trajectories() for table in self.tables.values())
 
     def __len__(self) -> int:
         return self.num_trajectories

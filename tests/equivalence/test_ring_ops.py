@@ -106,6 +106,13 @@ class Ring:
         unit = MassUnit.STEP if self.by_row else MassUnit.TRAJECTORY
         self.ops.ring_update_(*named, resolutions, values, self.shape, unit, self.alpha, self.most_bits)
 
+    def remove(self, ids: list[int]) -> Tensor:
+        named = (self.state, self.slots, self.sums, self.minima, self.priorities)
+        removed = torch.full((len(ids),), 77)
+        unit = MassUnit.STEP if self.by_row else MassUnit.TRAJECTORY
+        self.ops.ring_remove_(*named, removed, torch.tensor(ids, dtype=torch.int64), self.shape, unit)
+        return removed
+
     @property
     def content(self) -> dict[str, Tensor]:
         found = {name: tensor.clone() for name, tensor in self.tensors.items()}
@@ -115,6 +122,7 @@ class Ring:
 
 STEPS = st.one_of(
     st.tuples(st.just("add"), st.lists(st.integers(-1, 8), min_size=1, max_size=4)),
+    st.tuples(st.just("remove"), st.lists(st.integers(-3, 30), max_size=5, unique=True)),
     st.tuples(st.just("select"), st.integers(0, 1 << 20)),
     st.tuples(st.just("update"), st.integers(0, 1 << 20)),
 )
@@ -149,7 +157,11 @@ def test_equals_the_reference(
     both = [rings(kind, load_backend("reference")), rings(kind, native)]
     latest: list[list[Tensor]] = []
     for what, argument in steps:
-        if what == "add":
+        if what == "remove":
+            newest = int(both[0].state[RingState.NEXT])
+            found = [ring.remove([newest - number for number in argument]) for ring in both]
+            assert torch.equal(*found)
+        elif what == "add":
             placed = [ring.add(argument) for ring in both]
             assert torch.equal(*placed)
         elif what == "select":

@@ -36,7 +36,7 @@ HOST_ONLY = (
 )
 # The pieces of copy_pieces_ stay in memory of the host: tests/gpu/test_host_placement.py.
 ON_DEVICE = [name for name in OP_NAMES if name not in (*HOST_ONLY, "copy_pieces_")]
-RING_NAMES = ("ring_add_", "ring_extend_", "ring_select_", "ring_update_", "scatter_")
+RING_NAMES = ("ring_add_", "ring_extend_", "ring_remove_", "ring_select_", "ring_update_", "scatter_")
 NUM_SLOTS, LENGTH, COUNT = 1500, 40, 33
 ALL_ANCHORS = [0, 0, 1, 1 << 40, 0]
 RING_SHAPE = [5000, NUM_SLOTS, 1, 9]  # rows, slots, a row more than steps, the longest trajectory
@@ -220,6 +220,12 @@ def ring_arguments(name: str) -> tuple[Any, ...]:
     reported[::50] = -1.0  # no priority: it changes nothing
     return {
         "ring_add_": (*adding, torch.randint(-1, most + 2, (len(placed),)), *rest),
+        "ring_remove_": (
+            *(state, slots, sums, minima, priorities, torch.zeros(300, dtype=torch.int64)),
+            int(state[RingState.NEXT]) - 2 * torch.arange(300),
+            RING_SHAPE,
+            MassUnit.STEP,
+        ),
         "ring_select_": (state, resolutions, weights, *known, *selecting),
         "ring_update_": (
             state,

@@ -33,7 +33,7 @@ from .priorities import (
     top_k_,
 )
 from .returns import n_step_, suffix_sum_
-from .ring_table import ring_add_, ring_select_, ring_update_, scatter_
+from .ring_table import ring_add_, ring_remove_, ring_select_, ring_update_, scatter_
 from .select import (
     coordinate,
     draw_,
@@ -83,6 +83,7 @@ __all__ = [
     "resolve_rows_",
     "ring_add_",
     "ring_extend_",
+    "ring_remove_",
     "ring_select_",
     "ring_update_",
     "scatter_",

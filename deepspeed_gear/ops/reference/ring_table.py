@@ -156,6 +156,40 @@ def ring_add_(
     state[RingState.HEAD], state[RingState.NEXT], state[RingState.TAIL] = head, following, tail
 
 
+def ring_remove_(
+    state: Tensor,
+    slots: Tensor,
+    sums: Tensor,
+    minima: Tensor,
+    priorities: Tensor,
+    removed: Tensor,
+    ids: Tensor,
+    shape: Sequence[int],
+    unit: int,
+) -> None:
+    """Remove trajectories: their items lose their masses; ids that are not stored are ignored.
+
+    Their rows and slots are used again when they would have been evicted. `removed` has the slot of each id,
+    -1 where nothing was removed, or another of equal ids was. `shape` and `unit` are those of `ring_add_`.
+    """
+    num_rows, num_slots, final_row, _ = shape
+    by_row = len(priorities) > 0 and unit == MassUnit.STEP
+    changes = MassChanges(sums, minima, priorities, num_rows if by_row else num_slots)
+    removed.fill_(-1)
+    for i, number in enumerate(ids.tolist()):
+        slot = number % num_slots
+        record = slots[slot].tolist()
+        if number < 0 or record[Slot.STATE] != SlotState.COMMITTED or record[Slot.ID] != number:
+            continue
+        first, steps = record[Slot.FIRST_ROW], record[Slot.NUM_ROWS] - final_row
+        for item in range(first, first + steps) if by_row else [slot]:
+            changes.set(item, 0, 0)
+        state[RingState.STEPS] -= steps
+        slots[slot, Slot.STATE] = slots[slot, Slot.NUM_STEPS] = 0
+        removed[i] = slot
+    changes.apply(state)
+
+
 def ring_select_(
     state: Tensor,
     resolutions: Tensor,

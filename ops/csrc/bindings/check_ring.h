@@ -5,6 +5,7 @@
 
 #include "bindings/check_priorities.h"
 #include "ring/open_steps.h"
+#include "ring/remove.h"
 #include "ring/ring.h"
 
 namespace gear {
@@ -79,6 +80,20 @@ inline void CheckRingAdd(const at::Tensor& state, const at::Tensor& slots, const
       " slots");
   TORCH_CHECK(initial < 0 || (initial > 0 && initial < 0x7F800000),
               "gear: initial must be the bits of a positive float32, or below 0, got ", initial);
+}
+
+inline void CheckRingRemove(const at::Tensor& state, const at::Tensor& slots,
+                            const at::Tensor& sums, const at::Tensor& minima,
+                            const at::Tensor& priorities, const at::Tensor& removed,
+                            const at::Tensor& ids, const RingShape& shape, const RingRule& rule) {
+  CheckState(state);
+  CheckRing(slots, sums, minima, shape, rule);
+  CheckTensor(priorities, "priorities", at::kFloat);
+  CheckTensor(removed, "removed", at::kLong);
+  CheckTensor(ids, "ids", at::kLong);
+  TORCH_CHECK(!rule.has_priorities || priorities.numel() == ItemsOfRing(shape, rule),
+              "gear: priorities must have a value per item");
+  TORCH_CHECK(removed.numel() == ids.numel(), "gear: removed must have a value per id");
 }
 
 // A column of flags of the environments.

@@ -64,6 +64,25 @@ void RingExtend(at::Tensor& state, at::Tensor& slots, at::Tensor& opened, at::Te
                    begun.mutable_data_ptr<int64_t>(), device.stream());
 }
 
+void RingRemove(at::Tensor& state, at::Tensor& slots, at::Tensor& sums, at::Tensor& minima,
+                at::Tensor& priorities, at::Tensor& removed, const at::Tensor& ids,
+                at::IntArrayRef shape, int64_t unit) {
+  const RingShape ring_shape = ShapeOfRing(shape);
+  const RingRule ring_rule = RuleOfRing({0, 0, 1, 1, 0}, unit, priorities.numel() > 0, 0);
+  CheckRingRemove(state, slots, sums, minima, priorities, removed, ids, ring_shape, ring_rule);
+  CheckDevices(state, {slots, sums, minima, priorities, removed, ids});
+  const OnDevice device(state);
+  const cuda::Ring ring{state.mutable_data_ptr<int64_t>(),
+                        reinterpret_cast<Slot*>(slots.mutable_data_ptr<int64_t>()),
+                        nullptr,
+                        Unsigned(sums),
+                        minima.numel() > 0 ? Unsigned(minima) : nullptr,
+                        ring_rule.has_priorities ? priorities.mutable_data_ptr<float>() : nullptr,
+                        nullptr};
+  cuda::RingRemove(ring, ring_shape, ring_rule, ids.const_data_ptr<int64_t>(), ids.numel(),
+                   removed.mutable_data_ptr<int64_t>(), device.stream());
+}
+
 void RingSelect(at::Tensor& state, at::Tensor& resolutions, at::Tensor& weights,
                 const at::Tensor& slots, const at::Tensor& sums, const at::Tensor& minima,
                 const at::Tensor& row_slots, const at::Tensor& betas, at::IntArrayRef rule,

@@ -53,6 +53,23 @@ void RingExtend(at::Tensor& state, at::Tensor& slots, at::Tensor& opened, at::Te
                   begun.mutable_data_ptr<int64_t>());
 }
 
+void RingRemove(at::Tensor& state, at::Tensor& slots, at::Tensor& sums, at::Tensor& minima,
+                at::Tensor& priorities, at::Tensor& removed, const at::Tensor& ids,
+                at::IntArrayRef shape, int64_t unit) {
+  const RingShape ring_shape = ShapeOfRing(shape);
+  const RingRule ring_rule = RuleOfRing({0, 0, 1, 1, 0}, unit, priorities.numel() > 0, 0);
+  CheckRingRemove(state, slots, sums, minima, priorities, removed, ids, ring_shape, ring_rule);
+  const cpu::Ring ring{state.mutable_data_ptr<int64_t>(),
+                       reinterpret_cast<Slot*>(slots.mutable_data_ptr<int64_t>()),
+                       nullptr,
+                       Unsigned(sums),
+                       MinimaOf(minima),
+                       ring_rule.has_priorities ? priorities.mutable_data_ptr<float>() : nullptr,
+                       nullptr};
+  cpu::RingRemove(ring, ring_shape, ring_rule, ids.const_data_ptr<int64_t>(), ids.numel(),
+                  removed.mutable_data_ptr<int64_t>());
+}
+
 void RingSelect(at::Tensor& state, at::Tensor& resolutions, at::Tensor& weights,
                 const at::Tensor& slots, const at::Tensor& sums, const at::Tensor& minima,
                 const at::Tensor& row_slots, const at::Tensor& betas, at::IntArrayRef rule,

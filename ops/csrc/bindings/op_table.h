@@ -97,6 +97,9 @@
      "Tensor(i!) begun, Tensor(j!) truncations, Tensor terminated, Tensor? truncated, " \
      "Tensor? mask, int[] rule, int[] shape, int unit, int alpha, int initial, " \
      "int most_bits, bool next_step") \
+  OP(ring_remove_, RingRemove, \
+     "Tensor(a!) state, Tensor(b!) slots, Tensor(c!) sums, Tensor(d!) minima, " \
+     "Tensor(e!) priorities, Tensor(f!) removed, Tensor ids, int[] shape, int unit") \
   OP(ring_select_, RingSelect, \
      "Tensor(a!) state, Tensor(b!) resolutions, Tensor(c!) weights, Tensor slots, " \
      "Tensor sums, Tensor minima, Tensor row_slots, Tensor betas, int[] rule, int[] shape, " \

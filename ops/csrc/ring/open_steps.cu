@@ -7,6 +7,7 @@
 #include "common/launch_cuda.h"
 #include "common/power.h"
 #include "priorities/priorities.h"
+#include "ring/mend_cuda.h"
 
 namespace gear::cuda {
 namespace {
@@ -183,28 +184,12 @@ __global__ void ExtendKernel(const Ring ring, const OpenRing open, const RingSha
   AddToCount(state + kRingCounts, cpu::kDrawable, drawable);
 }
 
-// The sum and the least non-zero mass of a node's children. All lanes of the warp take part.
-__device__ void MendNode(const Ring& ring, const TreeShape& shape, int level, int64_t node,
-                         int lane) {
-  const uint64_t* below = ring.sums + shape.offset[level - 1] + node * kFanOut;
-  const uint64_t sum = SumOfWarp(below[lane]);
-  if (lane == 0) ring.sums[shape.offset[level] + node] = sum;
-  if (ring.minima == nullptr) return;
-  const uint64_t* least_below =
-      (level == 1 ? ring.sums : ring.minima + MinimaOffset(shape, level - 1)) + node * kFanOut;
-  uint64_t least = least_below[lane] - 1;  // as in IsLess
-#pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2)
-    least = Min(least, __shfl_down_sync(kAll, least, step));
-  if (lane == 0) ring.minima[MinimaOffset(shape, level) + node] = least + 1;
-}
-
 // A warp for each trajectory that was evicted, or has a step more: the nodes of one level above its
 // items. Some nodes are above several of them, and get the same values several times.
 __global__ void MendAboveKernel(const Ring ring, const RingShape shape, const RingRule rule,
                                 const TreeShape tree, int level, int64_t num_envs,
                                 const PlacedStep* __restrict__ placed) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp, shift = level * kFanOutBits;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int64_t from = ring.state[kRingEvictedFrom];
   const int64_t count = ring.state[kRingEvictedTo] - from + num_envs;
   for (int64_t i = GlobalThread() / kWarp; i < count; i += GlobalThreads() / kWarp) {
@@ -222,9 +207,7 @@ __global__ void MendAboveKernel(const Ring ring, const RingShape shape, const Ri
       first = rule.by_row ? ring.slots[at].first_row : at;
       items = rule.by_row ? ring.slots[at].num_steps : 1;
     }
-    if (items == 0) continue;
-    for (int64_t node = first >> shift; node <= (first + items - 1) >> shift; ++node)
-      MendNode(ring, tree, level, node, lane);
+    MendRun(ring, tree, level, first, items, lane);
   }
 }
 

@@ -225,3 +225,41 @@ def test_conditions_that_cannot_be_checked_when_added_are_refused() -> None:
     steps = online(sampler, table={"num_envs": 2})
     with pytest.raises(ConfigError, match=r"sampler\.where must not be given where steps are added"):
         DeviceReplay(steps, "cpu")
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("sampler", ["uniform steps", "prioritized", "by the table", "by length"])
+def test_removed_trajectories_are_not_drawn_and_others_stay(sampler: str, backend: str) -> None:
+    with DeviceReplay(online(SAMPLERS[sampler], backend=backend), "cpu") as replay:
+        for turn in range(30):
+            replay.add_(trajectories(3, 4, 3 * turn))
+            before, ids = replay.num_steps, torch.tensor([3 * turn + 1, 99_999, -5, 3 * turn + 1])
+            replay.remove_(ids)
+            assert replay.num_steps == before - 4
+            batch = replay.sample()
+            assert not (batch.trajectory_id % 3 == 1).any()
+            if replay.config.item_sampler.has_priorities:
+                replay.update_priorities(batch, torch.rand(32))
+            stored = replay.table.slots[replay.table.slots[:, 0] == 2]
+            assert replay.num_steps == int(stored[:, 4].sum()) == 4 * len(replay)
+        assert replay.statistics()["trajectories"] == len(replay) > 8
+        with pytest.raises(ShapeError, match=r"ids must be a tensor \[n\], int64"):
+            replay.remove_(torch.zeros(1))
+
+
+def test_steps_that_follow_a_removed_open_trajectory_are_another() -> None:
+    made = online(table={"num_envs": 2})
+    del made["fields"]["return_to_go"]
+    rows = trajectories(2, 4)
+    with DeviceReplay(made, "cpu") as replay:
+        for turn in range(4):
+            row = {name: values if name == "task" else values[:, turn] for name, values in rows.items()}
+            row["terminated"] = torch.zeros(2, dtype=torch.bool)
+            replay.add_steps_(row, {"observation": rows["observation"][:, turn + 1]})
+            if turn == 1:
+                replay.remove_(torch.tensor([0]))
+                assert (len(replay), replay.num_steps) == (1, 2)
+        assert (len(replay), replay.num_steps) == (2, 6)
+        batch = replay.sample()
+        assert set(batch.trajectory_id.tolist()) == {1, 2}
+        assert batch["action"][batch.trajectory_id == 2, 0].min() == 2
