@@ -154,3 +154,55 @@ def test_a_table_of_another_device_is_refused() -> None:
     refused = pytest.raises(ValueError, match="must be on cuda")
     with DeviceReplay(section("uniform"), DEVICE) as replay, refused:
         replay.add_(columns(0, "cpu"))
+
+
+def environment_steps(sampler: str, rows: str, device: str, captures: bool) -> list[list[Tensor]]:
+    """Return the batches of steps of environments, with removals, some environments left out, and ends."""
+    made, found = section(sampler), []
+    made["tables"]["main"] |= {"num_envs": ENVS, "rows": rows, "capacity_steps": 20 * ENVS}
+    with DeviceReplay(made, device) as replay:
+        batch, first = replay.new_batch(), columns(0, device)
+        row = {name: values[:, 0].contiguous() for name, values in first.items()}
+        following = first["observation"][:, 1].contiguous()
+        mask = torch.ones(ENVS, dtype=torch.bool, device=device)
+        removed = torch.zeros(2, dtype=torch.int64, device=device)
+
+        def whole() -> None:
+            replay.add_steps_(row, {"observation": following}, mask=mask, autoreset="next_step")
+            replay.remove_(removed)
+            replay.sample_(batch)
+            if sampler != "uniform":
+                replay.update_priorities_(batch, batch["reward"].abs() + 0.5)
+
+        run, state = whole, replay.export_table()
+        if captures:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    whole()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                whole()
+            replay.import_table(state)
+            run = graph.replay
+        for turn in range(120):
+            random = torch.Generator().manual_seed(turn)
+            for name, values in columns(turn, "cpu").items():
+                row[name].copy_(values[:, 0])
+            following.copy_(columns(turn, "cpu")["observation"][:, 1])
+            row["terminated"].copy_(torch.rand(ENVS, generator=random) < 0.2)
+            mask.copy_(torch.rand(ENVS, generator=random) < 0.9)
+            removed.copy_(torch.tensor([turn // 2, turn]))
+            run()
+            found.append([*facts(batch), replay.table.state[:16].cpu().clone()])
+    return found
+
+
+@pytest.mark.parametrize("rows", ["device", "host"])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_captured_steps_of_environments_give_the_batches_of_the_host(sampler: str, rows: str) -> None:
+    expected = environment_steps(sampler, "device", "cpu", False)
+    assert_equal(environment_steps(sampler, rows, DEVICE, False), expected)
+    assert_equal(environment_steps(sampler, rows, DEVICE, True), expected)
