@@ -19,6 +19,7 @@ from torch import Tensor
 from deepspeed_gear import DeviceReplay
 from deepspeed_gear.device import device_sharing
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology
+from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.replay import device_replay
 from deepspeed_gear.sampling.batch_info import BatchInfo
 
@@ -209,6 +210,36 @@ def test_a_step_of_replicas_with_tables_of_their_own(sampler: str, replicas: Rep
         assert found == places * 2 * STEPS
 
     replicas.run(step)
+
+
+def test_steps_of_environments_of_several_replicas(replicas: Replicas) -> None:
+    """Each replica adds the steps of its part of the environments; all draw from all of them."""
+    section = section_of("prioritized")
+    section["tables"]["main"] |= {"num_envs": REPLICAS * device_support.ENVS}
+    odd = section_of("prioritized")
+    odd["tables"]["main"] |= {"num_envs": 3}
+    drawn: list[set[int]] = [set() for _ in range(REPLICAS)]
+
+    def step() -> None:
+        with pytest.raises(ConfigError, match="num_envs must be a multiple of the 2 replicas"):
+            DeviceReplay(odd, DEVICE)
+        added = columns(replicas.here)
+        with DeviceStub() as stub, DeviceReplay(section, DEVICE) as replay:
+            assert replay.table.num_envs == device_support.ENVS
+            stub.waits.clear()
+            for turn in range(STEPS):
+                row = {name: values[:, turn] for name, values in added.items()}
+                replay.add_steps_(row, {"observation": added["observation"][:, turn + 1]})
+                batch = replay.sample()
+                replay.update_priorities_(batch, batch["reward"].abs() + 1)
+            places = ["joint_selection.py", "device_row_exchange.py"]
+            found = [next((place for place in places if place in wait), wait) for wait in stub.waits]
+            assert found == places * STEPS
+            drawn[replicas.here] = set(held(batch.trajectory_id).tolist())
+
+    replicas.run(step)
+    for found in drawn:
+        assert {number % REPLICAS for number in found} == set(range(REPLICAS))
 
 
 @pytest.mark.parametrize("sampler", ["prioritized", "table"])
