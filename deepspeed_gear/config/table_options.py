@@ -303,8 +303,8 @@ class TableConfig(GearModel):
         default=None,
         description=(
             "Environments whose steps are added one by one (`add_steps_`) to a table on devices; "
-            "all replicas together, each with an equal part. Each environment has a part of the rows for "
-            "its trajectories. null: whole trajectories are added."
+            'all replicas together, each with an equal part; with `scope` "shard" of each replica. Each '
+            "environment has a part of the rows for its trajectories. null: whole trajectories are added."
         ),
     )
     writers: Writers = Field(
