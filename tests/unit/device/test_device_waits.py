@@ -242,6 +242,42 @@ def test_steps_of_environments_of_several_replicas(replicas: Replicas) -> None:
         assert {number % REPLICAS for number in found} == set(range(REPLICAS))
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_mixture_of_replicas_with_tables_of_their_own(replicas: Replicas, accumulation: int) -> None:
+    section = section_of("prioritized")
+    of, table = section["sampler"], section["tables"]["main"]
+    section["sampler"] = {"kind": "mixture", "shares": {"a": 0.3, "b": 0.7}, "of": of}
+    joint = {**section, "tables": {"a": table, "b": table}, "gradient_accumulation_steps": accumulation}
+    shards = {**joint, "tables": {name: {**table, "scope": "shard"} for name in "ab"}}
+    drawn: list[dict[int, list[int]]] = [{} for _ in range(REPLICAS)]
+
+    def step() -> None:
+        with pytest.raises(ConfigError, match=r'a\.scope must be "shard" in a mixture on the devices of 2'):
+            DeviceReplay(joint, DEVICE)
+        added = columns(replicas.here)
+        with DeviceStub() as stub, DeviceReplay(shards, DEVICE) as replay:
+            batches = [replay.new_batch() for _ in range(accumulation)]
+            stub.waits.clear()
+            for _ in range(STEPS):
+                for name in "ab":
+                    replay.add_(added, table=name)
+                for batch in batches:
+                    replay.sample_(batch)
+                    replay.update_priorities_(batch, batch["reward"].abs() + batch.probability)
+            assert stub.waits == []
+            for batch in batches:
+                source, number = held(batch.source), held(batch.sample_number)
+                for table in (0, 1):
+                    drawn[replicas.here].setdefault(table, []).extend(number[source == table].tolist())
+
+    replicas.run(step)
+    own = device_support.BATCH // REPLICAS
+    for found in drawn:
+        assert (len(found[0]), len(found[1])) == (round(0.3 * own), own - round(0.3 * own))
+    for table in (0, 1):
+        assert set(drawn[0][table]).isdisjoint(drawn[1][table]), "no two share a random word"
+
+
 @pytest.mark.parametrize("sampler", ["prioritized", "table"])
 def test_a_step_of_replicas_with_the_same_data_set(sampler: str, replicas: Replicas, tmp_path: Path) -> None:
     data = write_dataset(tmp_path / "data", lengths_of(20))
