@@ -15,6 +15,7 @@ from deepspeed_gear.distributed.read_needs import shards_of
 from deepspeed_gear.errors import StoreFullError
 from deepspeed_gear.ops.constants import ANY_SLOT, SHARD_BITS, UNKNOWN
 from deepspeed_gear.ops.records import LogEntry, PriorityUpdate, Resolution, Slot, SlotState, UpdateCount
+from deepspeed_gear.store.group_spec import GroupCount
 from deepspeed_gear.store.stream_records import Head
 
 Content = dict[str, np.ndarray]  # of a stream, named as by `export`
@@ -110,9 +111,7 @@ def merge(shards: Sequence[SavedShard]) -> SavedShard:
     slots, next_id = _merge_slots(shards), _next_id([shard.next_id for shard in shards])
     if slots is not None and len(slots):  # an id is never assigned again, even if the counter is damaged
         next_id = max(next_id, int(slots[:, Slot.ID].max()) + 1)
-    only = shards[0] if len(shards) == 1 else None  # groups lie in one store
-    groups = (None, None) if only is None else (only.groups, only.group_counts)
-    return SavedShard(slots, None, next_id, streams, retention, inserted, *groups)
+    return SavedShard(slots, None, next_id, streams, retention, inserted, *_merge_groups(shards, before))
 
 
 def packed(records: np.ndarray) -> np.ndarray:
@@ -138,6 +137,21 @@ def _merge_slots(shards: Sequence[SavedShard]) -> np.ndarray | None:
         row += int(records[:, Slot.NUM_ROWS].sum())
         found.append(records)
     return np.concatenate(found)
+
+
+def _merge_groups(
+    shards: Sequence[SavedShard], before: np.ndarray
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Return the groups of all shards, each of which lies in one, and their counts."""
+    found, counts = [], []
+    for shard, start in zip(shards, before.tolist(), strict=False):
+        if shard.groups is None or shard.group_counts is None:
+            return None, None
+        groups = shard.groups.copy()
+        groups[groups[:, 0] > 0, 0] += start
+        found.append(groups)
+        counts.append(shard.group_counts)
+    return np.concatenate(found), np.sum(counts, axis=0)
 
 
 def _next_id(counters: Sequence[int]) -> int:
@@ -239,32 +253,103 @@ def divide_rows(
         StoreFullError: They do not fit.
     """
     order = in_rows(records) if by_rows else np.arange(len(records))
-    rows = records[order, Slot.NUM_ROWS]
-    ends = _before(rows.tolist())
+    bounds = _bounds(name, "trajectories", np.ones(len(order), np.int64), records[order, Slot.NUM_ROWS], room)
+    owner = np.empty(len(order), np.int64)
+    owner[order] = np.repeat(np.arange(len(room)), np.diff(bounds))
+    return ShardDivision.of(owner)
+
+
+def divide_groups(
+    name: str, records: np.ndarray, numbers: np.ndarray, groups: np.ndarray, room: Sequence[tuple[int, int]]
+) -> ShardDivision:
+    """Divide a table of groups into parts of whole groups, balanced in rows as far as they fit.
+
+    The parts are contiguous in the order of leaders, which have the masses: so the order of items stays.
+    Groups that are not complete come last.
+
+    Args:
+        name: Of the table, for error texts.
+        records: Of its trajectories. [n, 8], int64.
+        numbers: The number of each one's group. [n], int64.
+        groups: As of `SavedShard`. [n, 2], int64.
+        room: Slots and rows of each shard.
+    Raises:
+        StoreFullError: They do not fit.
+    """
+    leaders, incomplete = groups[:, 0] - 1, np.unique(numbers, return_inverse=True)[1].reshape(-1)
+    units = np.where(leaders >= 0, leaders, len(records) + incomplete)  # in their order
+    known, unit = np.unique(units, return_inverse=True)
+    slots, rows = np.bincount(unit, minlength=len(known)), np.zeros(len(known), np.int64)
+    np.add.at(rows, unit, records[:, Slot.NUM_ROWS])
+    bounds = _bounds(name, "groups", slots, rows, room)
+    return ShardDivision.of(np.repeat(np.arange(len(room)), np.diff(bounds))[unit])
+
+
+def _bounds(
+    name: str, unit: str, slots: np.ndarray, rows: np.ndarray, room: Sequence[tuple[int, int]]
+) -> list[int]:
+    """Return the bounds of contiguous parts of units that stay whole.
+
+    Args:
+        name: Of the table, for error texts.
+        unit: Likewise.
+        slots: Of each unit. [n], int64.
+        rows: Likewise. [n], int64.
+        room: Slots and rows of each part.
+    Returns:
+        The first unit of each part, and n.
+    Raises:
+        StoreFullError: They do not fit.
+    """
+    slot_ends, ends = _before(slots.tolist()), _before(rows.tolist())
     wanted = shards_of(rows, len(room))
 
-    def reach(first: int, slots: int, most: int) -> int:
-        return min(first + slots, int(np.searchsorted(ends, ends[first] + most, side="right")) - 1)
+    def reach(first: int, most_slots: int, most: int) -> int:
+        ways = (slot_ends, most_slots), (ends, most)
+        return min(int(np.searchsorted(way, way[first] + size, side="right")) - 1 for way, size in ways)
 
-    least = [len(rows)]  # where a shard must begin so that it and those after it hold the rest
-    for slots, most in reversed(room):
+    least = [len(rows)]  # where a part must begin so that it and those after it hold the rest
+    for most_slots, most in reversed(room):
         end = least[-1]
-        least.append(max(0, end - slots, int(np.searchsorted(ends, ends[end] - most))))
+        ways = (slot_ends, most_slots), (ends, most)
+        least.append(max(0, *(int(np.searchsorted(way, way[end] - size)) for way, size in ways)))
     bounds, starts = [0], least[::-1]
-    for index, (slots, most) in enumerate(room):
-        furthest = reach(bounds[-1], slots, most)
+    for index, (most_slots, most) in enumerate(room):
+        furthest = reach(bounds[-1], most_slots, most)
         if furthest < starts[index + 1]:
             raise StoreFullError(
                 f"table {name}",
-                f"must hold the {len(rows)} trajectories and {ends[-1]} rows of the checkpoint "
-                f"in {len(room)} parts of whole trajectories",
-                f"{[slots for slots, _ in room]} slots and {[most for _, most in room]} rows",
+                f"must hold the {slot_ends[-1]} trajectories and {ends[-1]} rows of the checkpoint "
+                f"in {len(room)} parts of whole {unit}",
+                f"{[one for one, _ in room]} slots and {[one for _, one in room]} rows",
                 "raise its capacity",
             )
         bounds.append(min(furthest, max(int(wanted[index + 1]), starts[index + 1])))
-    owner = np.empty(len(rows), np.int64)
-    owner[order] = np.repeat(np.arange(len(room)), np.diff(bounds))
-    return ShardDivision.of(owner)
+    return bounds
+
+
+def groups_of(whole: SavedShard, division: ShardDivision, index: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the groups of a shard and their counts, as in a saved shard.
+
+    The groups that were ever complete and are not held any more count in the first shard.
+
+    Args:
+        whole: The table, from `merge`.
+        division: Of the table, from `divide_groups`.
+        index: Of the shard.
+    """
+    assert whole.groups is not None
+    assert whole.group_counts is not None
+    chosen, leads = division.chosen(index), whole.groups[:, 0] - 1 == np.arange(len(whole.groups))
+    groups, held = whole.groups[chosen].copy(), int(leads[chosen].sum())
+    is_formed = groups[:, 0] > 0
+    groups[is_formed, 0] = division.local[groups[is_formed, 0] - 1] + 1
+    counts = whole.group_counts.copy() if index == 0 else np.zeros_like(whole.group_counts)
+    gone = int(whole.group_counts[GroupCount.INSERTED]) - int(leads.sum())
+    counts[GroupCount.INSERTED] = held + (max(gone, 0) if index == 0 else 0)
+    numbers = groups[leads[chosen], 1]
+    groups[leads[chosen], 1] = counts[GroupCount.INSERTED] - held + 1 + np.argsort(np.argsort(numbers))
+    return groups, counts
 
 
 def items_of(records: np.ndarray, chosen: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.checkpoint import save_folders
-from deepspeed_gear.checkpoint.reshard import SavedShard, ShardDivision, in_rows, merge, packed
+from deepspeed_gear.checkpoint.reshard import SavedShard, ShardDivision, groups_of, in_rows, merge, packed
 from deepspeed_gear.errors import CheckpointError, StoreFullError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.sampling.batch_info import TRAIN
@@ -230,7 +230,21 @@ def check_room(table: Table, records: np.ndarray) -> None:
         )
 
 
-def load_rows(table: Table, found: SavedTable, chosen: np.ndarray, next_id: int) -> None:
+def read_values(found: SavedTable, column: Column) -> np.ndarray:
+    """Return a per-trajectory column of all trajectories of a table. [n, *shape].
+
+    Raises:
+        CheckpointError: A file is missing or changed.
+    """
+    name = _file_of(column)
+    for folder, manifest in zip(found.folders, found.manifests, strict=True):
+        save_folders.check_file(folder / name, manifest["files"][name])
+    return np.concatenate([np.load(folder / name) for folder in found.folders])
+
+
+def load_rows(
+    table: Table, found: SavedTable, chosen: np.ndarray, next_id: int, division: ShardDivision | None = None
+) -> None:
     """Replace slots and rows of a table with a capacity. Requires the lock.
 
     Args:
@@ -238,6 +252,7 @@ def load_rows(table: Table, found: SavedTable, chosen: np.ndarray, next_id: int)
         found: The table of the checkpoint.
         chosen: The trajectories to load, ascending. [n], int64.
         next_id: The counter that ids are made from.
+        division: The division into this run's shards; None: the table is in one store.
     """
     assert found.whole.slots is not None
     records = found.whole.slots[chosen]
@@ -266,6 +281,8 @@ def load_rows(table: Table, found: SavedTable, chosen: np.ndarray, next_id: int)
         saved, group_counts = found.whole.groups, found.whole.group_counts
         assert saved is not None
         assert group_counts is not None
+        if division is not None and table.spec.shard is not None:
+            saved, group_counts = groups_of(found.whole, division, table.spec.shard.index)
         table.groups.restore(saved, group_counts)
 
 

@@ -76,6 +76,9 @@ class TableLoader:
         train = self._parts.streams.get(name, {}).get(TRAIN)
         by_rows = train is not None and train.spec.priorities is not None and train.spec.rule.unit == "step"
         room = [sizes[name] for sizes in self._room]
+        if table.groups is not None and whole.groups is not None:
+            numbers = table_files.read_values(found, table.schema[table.groups.spec.column])
+            return reshard.divide_groups(name, whole.slots, numbers.astype(np.int64), whole.groups, room)
         return reshard.divide_rows(table.spec.name, whole.slots, by_rows, room)
 
     def _check(self, name: str, table: Table, found: SavedTable) -> None:
@@ -112,7 +115,7 @@ class TableLoader:
                 next_id = reshard.next_id_of(next_id, self._index, len(self._room))
             with unwritten(table, table.lock.timeout_s):
                 if found.whole.slots is not None:
-                    table_files.load_rows(table, found, chosen, next_id)
+                    table_files.load_rows(table, found, chosen, next_id, self._divisions.get(name))
                 for stream in self._parts.streams.get(name, {}).values():
                     stream.state.restore(np.arange(len(chosen)), self._content(name, stream))
                 if found.whole.slots is not None:

@@ -13,6 +13,7 @@ from deepspeed_gear.checkpoint.reshard import SavedShard, ShardDivision
 from deepspeed_gear.errors import StoreFullError
 from deepspeed_gear.ops.constants import ANY_SLOT, SHARD_BITS, UNKNOWN
 from deepspeed_gear.ops.records import LogEntry, PriorityUpdate, Resolution, Slot, SlotState, UpdateCount
+from deepspeed_gear.store.group_spec import GroupCount
 from deepspeed_gear.store.stream_records import Head
 
 BATCH = 5
@@ -258,3 +259,52 @@ def test_cuts_are_dropped_where_a_shard_has_lost_its_samples() -> None:
     for name in ("heads", "ring", "epochs"):
         shards[1].streams["train"][name] = shards[1].streams["train"][name][:0]
     assert len(reshard.merge(shards).streams["train"]["heads"]) == 0
+
+
+@given(st.integers(0, 30), st.integers(1, 4), st.integers(1, 4), st.integers(0, 1 << 31))
+def test_groups_stay_whole_and_in_order(size: int, before: int, count: int, seed: int) -> None:
+    """On any shards, and on others after them: leaders, counts of groups, the order of leaders."""
+    random = np.random.default_rng(seed)
+    records = stored(random, size)
+    numbers = random.integers(0, 8, size)
+    groups = np.zeros((size, 2), np.int64)
+    for number in range(6):  # the others are not complete
+        members = np.nonzero(numbers == number)[0]
+        if len(members):
+            groups[members, 0] = members[records[members, Slot.ID].argmax()] + 1
+            groups[groups[members, 0] - 1, 1] = 10 + number
+    held = int((groups[:, 0] - 1 == np.arange(size)).sum())
+    counts = np.zeros(GroupCount.NUM_WORDS, np.int64)
+    counts[[GroupCount.HELD, GroupCount.INSERTED, GroupCount.LATE]] = held, held + 5, 3
+    whole = SavedShard(records, None, 0, {}, groups=groups, group_counts=counts)
+    order = leaders_of(whole)
+    for parts in (before, count):
+        assert whole.slots is not None
+        assert whole.groups is not None
+        division = reshard.divide_groups("main", whole.slots, numbers, whole.groups, [(size, 1000)] * parts)
+        for number in range(8):
+            assert len(set(division.owner[numbers == number].tolist())) <= 1
+        shards = []
+        for index in range(parts):
+            chosen, (own, own_counts) = division.chosen(index), reshard.groups_of(whole, division, index)
+            slots = reshard.packed(whole.slots[chosen])
+            shards.append(SavedShard(slots, None, 0, {}, groups=own, group_counts=own_counts))
+            leads = own[:, 0] - 1 == np.arange(len(own))
+            assert own_counts[GroupCount.INSERTED] >= own[leads, 1].max(initial=0)
+            assert len(set(own[leads, 1].tolist())) == leads.sum()
+        numbers = numbers[np.argsort(division.owner, kind="stable")]
+        whole = reshard.merge(shards)
+        assert leaders_of(whole) == order
+        assert whole.group_counts is not None
+        words = [GroupCount.INSERTED, GroupCount.LATE]
+        assert whole.group_counts[words].tolist() == [held + 5, 3]
+
+
+def leaders_of(shard: SavedShard) -> list[int]:
+    """Return the ids of the leaders of complete groups, in stored order; check their trajectories."""
+    assert shard.slots is not None
+    assert shard.groups is not None
+    leaders = shard.groups[:, 0] - 1
+    formed = np.nonzero(leaders >= 0)[0]
+    assert (leaders[leaders[formed]] == leaders[formed]).all()
+    return [int(shard.slots[at, Slot.ID]) for at in np.unique(leaders[formed])]
