@@ -71,14 +71,31 @@ class Readiness:
         self._wait_for_slowest(number)
         self._asked[self._peer] = number + 1
         self._wait_for_slowest(number + len(self._answers))
+        if stream.spec.num_shards > 1:
+            missing = self._missing_of_nodes(stream, key)
+        else:
+            missing = self._missing_here(stream, key, number)
+        share, rest = divmod(missing, place.data_world)
+        return share + int(place.data_rank < rest)
+
+    def _missing_here(self, stream: BatchStream, key: int, number: int) -> int:
+        """Return how many items this node's store lacks; the same on all of its ranks."""
         with stream.table.lock:
-            missing = stream.missing_items(key)
+            missing = stream.missing_items(key, [stream.held_items(key)])
         with self._table.lock:
             entry = self._answers[number % len(self._answers)]
             if entry[0] != number + 1:
                 entry[:] = number + 1, missing
-            share, rest = divmod(int(entry[1]), place.data_world)
-        return share + int(place.data_rank < rest)
+            return int(entry[1])
+
+    def _missing_of_nodes(self, stream: BatchStream, key: int) -> int:
+        """Return how many items the stores of all nodes lack together; the same on all ranks."""
+        held = None
+        if self._parts.plan.leads_shard:
+            with stream.table.lock:
+                held = [stream.held_items(key)]
+        of_nodes = [one[0] for one in self._parts.plan.exchange.gather(held) if one is not None]
+        return stream.missing_items(key, of_nodes)
 
     def _answer_of_nodes(self, key: int) -> bool:
         """Return whether all streams can select; of tables on several nodes, by the records of all nodes."""

@@ -10,7 +10,7 @@ other nodes; the other processes of the node follow it (`follows`). If it fails,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ import torch
 from deepspeed_gear.errors import PeerError, StoreError
 from deepspeed_gear.sampling.local_selector import LocalSelector, RateLimitedError
 from deepspeed_gear.sampling.native_stream import NativeStream
-from deepspeed_gear.sampling.rate_limiting import NothingToSampleError
+from deepspeed_gear.sampling.rate_limiting import ItemsHeld, NothingToSampleError
 from deepspeed_gear.sampling.select import SelectionMaker
 from deepspeed_gear.sampling.selection import Selection, SelectionPart
 from deepspeed_gear.sampling.selection_readers import SelectionReaders
@@ -199,12 +199,23 @@ class BatchStream:
             return self.masses.will_have_mass()
         return limiter.is_open(self.spec.num_samples(key))
 
-    def missing_items(self, key: int) -> int:
-        """Return how many items must be added to this store for a global batch. Requires the lock."""
+    def held_items(self, key: int) -> ItemsHeld | None:
+        """Return what this store holds for a global batch; None: it needs no more. Requires the lock."""
         self.state.catch_up()
-        if self.prepare(key) or self.state.limiter is None:
+        limiter = self.state.limiter
+        return None if self.prepare(key) or limiter is None else limiter.held()
+
+    def missing_items(self, key: int, held: Sequence[ItemsHeld | None]) -> int:
+        """Return how many items must be added for a global batch.
+
+        Args:
+            key: Its number.
+            held: Of each store of the table, `held_items`.
+        """
+        limiter, known = self.state.limiter, [one for one in held if one is not None]
+        if limiter is None or len(known) < len(held):
             return 0
-        return self.state.limiter.missing(self.spec.num_samples(key))
+        return limiter.missing(self.spec.num_samples(key), known)
 
     def prepare(self, key: int) -> bool:
         """Evict stale trajectories before a global batch; return whether it is already selected.

@@ -33,7 +33,8 @@ class NodeRate:
     IS_FIXED: Final = 9  # its quota must not change now
     SAMPLED: Final = 10
     HAS_WRITERS: Final = 11
-    NUM_WORDS: Final = 12
+    COMES: Final = 12  # an item will be complete as time goes on, without any process that adds
+    NUM_WORDS: Final = 13
 
 
 class GaveUp:
@@ -87,10 +88,12 @@ class JointSelectionLimiter:
         words[NodeRate.LEFT] = self._limiter.left(count, exact)
         if self._limiter.most:
             words[NodeRate.FEWEST] = self._limiter.fewest()
-        if self._position[Position.WRITES]:
-            words[NodeRate.GIVES_UP] = GaveUp.WRITES_HERE
-        elif self._waiting.waited_s > self._waiting.timeout_s:
+        if self._waiting.waited_s > self._waiting.timeout_s:
             words[NodeRate.GIVES_UP] = GaveUp.LATE
+        elif self._position[Position.WRITES]:
+            words[NodeRate.GIVES_UP] = GaveUp.WRITES_HERE
+        if self._table.groups is not None:
+            words[NodeRate.COMES] = self._table.groups.waits_for_time
         if self._limiter.is_plain and not words[NodeRate.LEFT]:
             words[NodeRate.HAS_WRITERS] = self._limiter.has_writers
         if self._rate is None:
@@ -151,6 +154,8 @@ class JointSelectionLimiter:
         why = int(records[:, NodeRate.GIVES_UP].max())
         if self._limiter.is_plain and not records[:, NodeRate.HAS_WRITERS].any():
             why = why or GaveUp.WRITES_HERE
+        if why == GaveUp.WRITES_HERE and records[:, NodeRate.COMES].any():
+            why = GaveUp.LATE if (records[:, NodeRate.GIVES_UP] == GaveUp.LATE).any() else 0
         if not why:
             return None
         waited_s = self._waiting.timeout_s if why == GaveUp.LATE else 0.0

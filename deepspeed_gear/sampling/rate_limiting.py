@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,6 +35,20 @@ class NothingToSampleError(Exception):
     def __init__(self, error: StoreError) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+class ItemsHeld(NamedTuple):
+    """What a store holds of a table's items.
+
+    Args:
+        draws: How often they can be drawn, if each counts once where there is no limit.
+        size: Items held, where there is a rate limiter.
+        inserted: Items ever added, likewise.
+    """
+
+    draws: int
+    size: int
+    inserted: int
 
 
 class SelectionLimiter:
@@ -87,17 +103,26 @@ class SelectionLimiter:
         drawable = self._drawable()
         return len(drawable) if each_once else int((self.most - self._times[drawable]).sum())
 
-    def missing(self, count: int) -> int:
+    def held(self) -> ItemsHeld:
+        """Return what this store holds for `missing`. Cost: one pass over the slots."""
+        drawable, rate = self._drawable(), self.retention.rate_limiter
+        draws = int((self.most - self._times[drawable]).sum()) if self.most else len(drawable)
+        size, inserted = (0, 0) if rate is None else self._table.counted(rate)[:2]
+        return ItemsHeld(draws, size, inserted)
+
+    def missing(self, count: int, held: Sequence[ItemsHeld]) -> int:
         """Return how many items must be added before `count` different ones may be drawn.
 
-        Items that are drawn several times without limit count once. Cost: one pass over the slots.
+        Items that are drawn several times without limit count once.
+
+        Args:
+            count: Samples to draw.
+            held: What each store of the table holds.
         """
-        drawable = self._drawable()
-        held = int((self.most - self._times[drawable]).sum()) if self.most else len(drawable)
-        missing, rate = max(count - held, 0), self.retention.rate_limiter
+        size, inserted = sum(one.size for one in held), sum(one.inserted for one in held)
+        missing, rate = max(count - sum(one.draws for one in held), 0), self.retention.rate_limiter
         if rate is None:
             return missing
-        size, inserted, _ = self._table.counted(rate)
         return max(missing, rate.missing(size, inserted, self.sampled, count))
 
     def fewest(self) -> int:
