@@ -20,7 +20,7 @@ from deepspeed_gear.config import UniformSampler, check_against, parse
 from deepspeed_gear.distributed.read_needs import grid
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan, routes_of
 from deepspeed_gear.distributed.row_exchange.row_reads import layout_of
-from deepspeed_gear.distributed.sharded.resolution_exchange import HEAD_WORDS
+from deepspeed_gear.distributed.sharded.resolution_exchange import HEAD_WORDS, ResolutionExchange
 from deepspeed_gear.distributed.sharded.selection_agreement import StatusMessage
 from deepspeed_gear.distributed.sharded.sharded_selector import ShardedSelector
 from deepspeed_gear.distributed.topology import Topology
@@ -190,7 +190,8 @@ class Node:
         )
         link: Any = self.link
         planner: Any = self.planner
-        self.selector = ShardedSelector(state, link, routes, planner, lambda *_: None, 0)
+        exchange = ResolutionExchange(state, link, routes, planner, lambda *_: None)
+        self.selector = ShardedSelector(state, link, routes, exchange, 0)
         self._coordinates = torch.empty(batch, dtype=torch.int64)
         self._draw = timers.wrap("draw all coordinates: draw_", load_backend().draw_)
 
@@ -227,7 +228,7 @@ class Node:
         total = selector.apply(key)
         self._draw(self._coordinates, SEED, KEY, key * count, total)
         selector.resolve(torch.empty(0), 0, self._coordinates, key * count)
-        selector.finish()
+        selector.finish(0, count)
 
 
 def routes_at(num_nodes: int, ranks: int) -> Callable[[int], ExchangePlan]:

@@ -155,7 +155,7 @@ def check_lengths(config: GearOptions, longest: Mapping[str, int]) -> None:
             )
 
 
-def check_ranks(config: GearOptions, replicas: int, sequence: int, stages: int, nodes: int) -> None:
+def check_ranks(config: GearOptions, replicas: int, sequence: int, stages: int) -> None:
     """Reject a plan width, a multiple or a grid that packed batches do not suit.
 
     Args:
@@ -163,7 +163,6 @@ def check_ranks(config: GearOptions, replicas: int, sequence: int, stages: int, 
         replicas: Ranks that train on different samples.
         sequence: Ranks that share a sequence.
         stages: Of a pipeline.
-        nodes: Nodes of all ranks.
     Raises:
         ConfigError: One does not suit them.
     """
@@ -181,6 +180,3 @@ def check_ranks(config: GearOptions, replicas: int, sequence: int, stages: int, 
     if stages > 1:
         remedy = "a pipeline's schedule has a fixed number of micro batches of one shape: use windows"
         raise ConfigError("gear.pack", "must not be given where the model is a pipeline", None, remedy)
-    if nodes > 1:
-        remedy = "run the ranks on one node, or use windows"
-        raise ConfigError("gear.pack", "must not be given with several nodes", nodes, remedy)

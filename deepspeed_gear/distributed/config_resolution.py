@@ -130,7 +130,7 @@ def capacity_of(name: str, table: TableConfig, schema: Schema, count: int) -> tu
     """Return the steps and trajectories that fit into one of `count` equal shards of a table with a capacity.
 
     Raises:
-        ConfigError: The longest trajectory does not fit into one shard, or the bytes hold no step.
+        ConfigError: The longest trajectory or a group does not fit into one shard, or the bytes hold no step.
     """
     whole = table.capacity_steps or (table.capacity_bytes or 0) // schema.row_bytes
     if whole < 1:
@@ -145,7 +145,16 @@ def capacity_of(name: str, table: TableConfig, schema: Schema, count: int) -> tu
             table.max_length,
             "raise capacity_steps, or use fewer shards",
         )
-    return steps, -(-slots // count)
+    slots_each = -(-slots // count)
+    most = 1 if table.group is None else table.group.max_trajectories or table.group.size
+    if most > slots_each:
+        raise ConfigError(
+            f"gear.tables.{name}.capacity_trajectories",
+            f"must hold the {most} trajectories of a group in each of {count} shards",
+            table.capacity_trajectories,
+            f"at least {most * count}",
+        )
+    return steps, slots_each
 
 
 def environment_sizes(name: str, table: TableConfig, schema: Schema) -> tuple[int, int]:
@@ -201,10 +210,9 @@ def table_specs(
     fields: list[ResolvedField],
     num_peers: int,
     shards: Mapping[str, Shard] | None = None,
-    arrivals: Mapping[str, tuple[int, int]] | None = None,
     batches: Mapping[str, int] | None = None,
 ) -> list[TableSpec]:
-    """Return the sizes of this node's stores of all tables.
+    """Return the sizes of this node's stores of all tables, without rows for arrivals.
 
     Args:
         config: The config.
@@ -213,7 +221,6 @@ def table_specs(
         fields: Of a batch.
         num_peers: Processes of the node that attach.
         shards: Shards of the stores, by table; missing: the whole table.
-        arrivals: Rows and slots for trajectories of other nodes, by table; missing: none.
         batches: Samples of a global batch that come from each sampled table, at most.
     Raises:
         DataError: A shard is not in what the node has of a data set.
@@ -226,7 +233,7 @@ def table_specs(
         schema, shard = schemas[name], (shards or {}).get(name)
         read = read_columns(config.item_sampler, fields, table.group)
         group = None if table.group is None else group_spec_of(table.group, schema, read)
-        part = (shard, *(arrivals or {}).get(name, (0, 0)))
+        part = (shard, 0, 0)  # a caller adds rows and slots for arrivals
         if name in datasets:
             assert table.data is not None
             held, in_memory = datasets[name], table.data.load == "memory"
@@ -291,7 +298,7 @@ def batch_info(config: GearConfig, topology: Topology, given: BatchInfo | None) 
     place = topology.place
     if config.pack is not None:
         worlds = place.data_world, place.tensor_world, place.pipe_world, place.sequence_world
-        check_ranks(config, place.data_world, place.sequence_world, place.pipe_world, topology.num_nodes)
+        check_ranks(config, place.data_world, place.sequence_world, place.pipe_world)
         size = config.rollout_size
         assert size is not None
         return BatchInfo(1, 1, *worlds, items=size.size)

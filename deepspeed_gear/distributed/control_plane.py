@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -130,6 +130,30 @@ def lane(ranks: tuple[int, ...], purpose: str, timeout_s: float, backend: str = 
         local = len(ranks) < dist.get_world_size()
         timeout = timedelta(seconds=timeout_s)
         group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=local)
+        _groups[known] = dist.group.WORLD, group
+    return group
+
+
+def lanes(parts: Sequence[tuple[int, ...]], rank: int, purpose: str, timeout_s: float, backend: str) -> Any:
+    """Return the process group of this rank's part of the ranks. Collective over all of them the first time.
+
+    Args:
+        parts: Global ranks of each part; no rank is in two of them.
+        rank: The global rank of this process.
+        purpose: As of `lane`, like the others.
+        timeout_s: Likewise.
+        backend: Likewise.
+    """
+    own = next(part for part in parts if rank in part)
+    if sum(map(len, parts)) < dist.get_world_size():  # ranks outside of the parts do not call this
+        return lane(own, purpose, timeout_s, backend)
+    known = own, purpose, timeout_s, backend
+    world, group = _groups.get(known, (None, None))
+    if group is None or world is not dist.group.WORLD:
+        # By all ranks, since a group that only its members make is named by how many groups each of them is
+        # in, and the leader of a node is in more than its other ranks.
+        made = [dist.new_group(list(part), timedelta(seconds=timeout_s), backend) for part in parts]
+        group = made[list(parts).index(own)]
         _groups[known] = dist.group.WORLD, group
     return group
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed_gear.distributed.control_plane import lane
+from deepspeed_gear.distributed.control_plane import lanes
 from deepspeed_gear.distributed.topology import Topology
 
 
@@ -26,16 +26,13 @@ def sequence_sum(
     place = topology.place
     if place.sequence_world == 1:
         return None
-    mine = (place.data_rank, place.tensor_rank, place.pipe_rank)
-    members = [
-        rank
-        for rank, other in enumerate(topology.places)
-        if (other.data_rank, other.tensor_rank, other.pipe_rank) == mine
-    ]
     known = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-    ranks = tuple(known[rank] for rank in members)
-    made = lane(ranks, "sequence", timeout_s, "nccl" if device.type == "cuda" else "gloo")
-
+    parts: dict[tuple[int, ...], list[int]] = {}
+    for rank, other in enumerate(topology.places):
+        key = other.data_rank, other.tensor_rank, other.pipe_rank
+        parts.setdefault(key, []).append(known[rank])
+    backend, own = "nccl" if device.type == "cuda" else "gloo", known[topology.rank]
+    made = lanes([tuple(part) for part in parts.values()], own, "sequence", timeout_s, backend)
     return _sum_over(made)
 
 

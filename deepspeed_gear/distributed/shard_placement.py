@@ -98,6 +98,14 @@ def _place(
         for name, table in config.resolved_tables.items()
         if len(holders) > 1 and not (table.data is not None and table.data.replicate)
     }
+    for name in sorted(spread & set(found)):
+        if config.resolved_tables[name].group is not None:
+            raise ConfigError(
+                f"gear.tables.{name}.data.replicate",
+                f"must be true for a data set of groups on {len(holders)} nodes",
+                False,
+                "its parts would divide groups, and a group lies on one node",
+            )
     if not spread and topology.node in holders:
         return ShardPlacement(order, {}, frozenset())
     mine: dict[str, Shard] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -257,16 +257,21 @@ def _table_specs(
     plan: ReplayPlan, specs: Mapping[str, list[StreamSpec]], spread: SpreadTables
 ) -> list[TableSpec]:
     batches = {table: max(spec.batch for spec in of_table) for table, of_table in specs.items()}
-    return config_resolution.table_specs(
+    found = config_resolution.table_specs(
         plan.config,
         plan.schemas,
         plan.datasets,
         plan.fields,
         plan.topology.num_peers,
         plan.placement.shards,
-        spread.arrivals(specs),
         batches,
     )
+    arrivals = spread.arrivals(specs, {spec.name: (spec.num_rows, spec.num_slots) for spec in found})
+    return [
+        replace(spec, arrival_rows=rows, arrival_slots=slots)
+        for spec in found
+        for rows, slots in [arrivals.get(spec.name, (0, 0))]
+    ]
 
 
 def _totals_of_all(

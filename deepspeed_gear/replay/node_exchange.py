@@ -8,16 +8,19 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from deepspeed_gear.config.pack_checks import room
 from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.distributed.node_channel import NodeChannel
 from deepspeed_gear.distributed.replay_plan import ReplayPlan
 from deepspeed_gear.distributed.row_exchange.device_transport import DeviceTransport
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan, routes_of
 from deepspeed_gear.distributed.row_exchange.row_messages import RowMessages, arrivals_of, most_rows
+from deepspeed_gear.distributed.sharded.record_exchange import RecordExchange
 from deepspeed_gear.distributed.sharded.replicated_selector import ReplicatedSelector
-from deepspeed_gear.distributed.sharded.resolution_exchange import Goals
+from deepspeed_gear.distributed.sharded.resolution_exchange import Goals, ResolutionExchange
 from deepspeed_gear.distributed.sharded.selection_agreement import SelectionAgreement
 from deepspeed_gear.distributed.sharded.sharded_selector import ShardedSelector
+from deepspeed_gear.distributed.sharded.trajectory_exchange import TrajectoryExchange
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.stream_spec import StreamSpec
@@ -44,6 +47,21 @@ class ArrivalRoom:
     num_slots: int
 
 
+@dataclass(frozen=True)
+class SpreadTrajectories:
+    """How packs get the trajectories of a table that several nodes hold.
+
+    Args:
+        plan: Which node has ranks of which replica.
+        room: For trajectories of a rollout batch that other nodes hold.
+        exchange: Sends their rows; None: another rank of this node does.
+    """
+
+    plan: ExchangePlan
+    room: ArrivalRoom
+    exchange: TrajectoryExchange | None
+
+
 class SpreadTables:
     """Exchange plans of spread tables, and the rows and slots for arrivals on this node. Pure.
 
@@ -61,15 +79,26 @@ class SpreadTables:
         }
         #: Exchange plan of each table of which this node holds a shard.
         self.exchange_plans: dict[str, ExchangePlan] = {n: one for n, one in found.items() if one.index >= 0}
+        self._packed: dict[str, ArrivalRoom] = {}  # of packed batches, by table
 
-    def arrivals(self, specs: Mapping[str, list[StreamSpec]]) -> dict[str, tuple[int, int]]:
+    def arrivals(
+        self, specs: Mapping[str, list[StreamSpec]], held: Mapping[str, tuple[int, int]]
+    ) -> dict[str, tuple[int, int]]:
         """Return the number of rows and slots for arrivals, by table.
 
+        Args:
+            specs: Of the streams, by table.
+            held: Rows and slots of this node's stores without them, by table.
         Raises:
             ConfigError: Trajectories may have any length, and goals are drawn from all of their steps.
         """
         found = {}
         for name, exchange_plan in self.exchange_plans.items():
+            if self._plan.config.pack is not None:
+                rows, slots = self._most_arrivals(name, max(spec.most_records for spec in specs[name]), held)
+                self._packed[name] = ArrivalRoom(EDGE, rows, 0, slots)
+                found[name] = rows + 2 * EDGE, slots
+                continue
             most, rows, slots = self._max_rows(name), 0, 0
             for spec in specs[name]:
                 more = arrivals_of(exchange_plan.most_wanted(spec.batch), spec.depth, most)
@@ -81,6 +110,9 @@ class SpreadTables:
         self, name: str, states: Mapping[str, StreamState]
     ) -> Iterator[tuple[StreamState, ArrivalRoom]]:
         """Yield the arrival rows and slots of each stream of a table."""
+        if name in self._packed:
+            yield from ((state, self._packed[name]) for state in states.values())
+            return
         most = self._max_rows(name)
         row, slot = most + EDGE, 0
         for state in states.values():
@@ -88,11 +120,38 @@ class SpreadTables:
             yield state, ArrivalRoom(row, wanted * most, slot, wanted)
             row, slot = row + spec.depth * wanted * most, slot + spec.depth * wanted
 
+    def _most_arrivals(
+        self, name: str, most_records: int, held: Mapping[str, tuple[int, int]]
+    ) -> tuple[int, int]:
+        """Return the most rows and slots that arrive for a rollout batch.
+
+        Args:
+            name: Of the table.
+            most_records: Trajectories of a batch.
+            held: As `arrivals`.
+        """
+        exchange_plan, pack = self.exchange_plans[name], self._plan.config.pack
+        assert pack is not None
+        longest, slots = min(self._longest(name) or room(pack), room(pack)), most_records
+        if name in self._plan.datasets:  # a mapped one copies its own rows, too
+            slots = min(slots, self._plan.datasets[name].num_trajectories_of_whole)
+            return slots * (longest + exchange_plan.final_row), slots
+        num_rows, num_slots = ((exchange_plan.num_nodes - 1) * count for count in held[name])
+        slots = min(slots, num_slots)
+        return min(slots * (longest + exchange_plan.final_row), num_rows), slots
+
+    def _longest(self, name: str) -> int | None:
+        """Return the steps of a table's longest trajectory; None: not known."""
+        datasets = self._plan.datasets
+        return (
+            datasets[name].longest if name in datasets else self._plan.config.resolved_tables[name].max_length
+        )
+
     def _max_rows(self, name: str) -> int:
         """Return the most rows that a sample of a table may need."""
-        config, datasets = self._plan.config, self._plan.datasets
+        config = self._plan.config
         exchange_plan, table = self.exchange_plans[name], config.resolved_tables[name]
-        longest = datasets[name].longest if name in datasets else table.max_length
+        longest = self._longest(name)
         if longest is None:
             if any(need.goals for need in exchange_plan.needs):
                 rule = "must be given where goals are relabelled on several nodes"
@@ -117,6 +176,8 @@ class NodeExchange:
         self._training: list[SelectionAgreement] = []  # selectors of the training streams
         self._taken: tuple[np.ndarray, int, int, int] | None = None
         self._detector, self._device = detector, device
+        #: Of the tables of packed batches that several nodes hold, by name.
+        self.trajectories: dict[str, SpreadTrajectories] = {}
 
     def selectors(
         self, states: States, tables: SpreadTables, goals: Goals
@@ -135,6 +196,10 @@ class NodeExchange:
             self._open(True, "train")
             self._open(False, "passes")
         self._plan.exchange.barrier()
+        if self._plan.config.pack is not None:
+            for name, exchange_plan in tables.exchange_plans.items():
+                for state, room in tables.rooms(name, states[name]):
+                    self.trajectories[name] = self._trajectories(state, exchange_plan, room)
         if not self._channels:
             return {}
         found: dict[StreamState, SelectionAgreement] = {}
@@ -147,22 +212,32 @@ class NodeExchange:
                 found[state] = self._sharded(state, exchange_plan, room, goals)
         return found
 
+    def _trajectories(
+        self, state: StreamState, exchange_plan: ExchangePlan, room: ArrivalRoom
+    ) -> SpreadTrajectories:
+        if not self._channels:
+            return SpreadTrajectories(exchange_plan, room, None)
+        messages = self._messages(state, exchange_plan, room)
+        exchange = TrajectoryExchange(self._channels[True], messages, self._transports.get(True))
+        return SpreadTrajectories(exchange_plan, room, exchange)
+
+    def _messages(self, state: StreamState, exchange_plan: ExchangePlan, room: ArrivalRoom) -> RowMessages:
+        rows, slots = (room.first_row, room.num_rows), (room.first_slot, room.num_slots)
+        needs, n_step = exchange_plan.needs, self._plan.config.n_step
+        return RowMessages(state.table, exchange_plan.num_nodes, needs, n_step, rows, slots)
+
     def _sharded(
         self, state: StreamState, exchange_plan: ExchangePlan, room: ArrivalRoom, goals: Goals
     ) -> ShardedSelector:
         config, trains = self._plan.config, state.spec.name == TRAIN
-        rows, slots = (room.first_row, room.num_rows), (room.first_slot, room.num_slots)
-        needs = exchange_plan.needs
-        exchange = RowMessages(state.table, exchange_plan.num_nodes, needs, config.n_step, rows, slots)
-        selector = ShardedSelector(
-            state,
-            self._channels[trains],
-            exchange_plan,
-            exchange,
-            goals,
-            config.verify_every,
-            self._transports.get(trains),
-        )
+        channel = self._channels[trains]
+        exchange: RecordExchange | ResolutionExchange
+        if config.pack is not None:
+            exchange = RecordExchange(state, channel)
+        else:
+            messages, transport = self._messages(state, exchange_plan, room), self._transports.get(trains)
+            exchange = ResolutionExchange(state, channel, exchange_plan, messages, goals, transport)
+        selector = ShardedSelector(state, channel, exchange_plan, exchange, config.verify_every)
         if trains:
             self._training.append(selector)
         return selector

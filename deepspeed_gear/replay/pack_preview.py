@@ -83,7 +83,7 @@ def pack_preview(config: GearConfig, lengths: np.ndarray, replicas: int, sequenc
     if pack is None:
         remedy = 'give "pack": {"tokens": ...}, or leave --lengths out'
         raise ConfigError("gear.pack", "must be given for a preview of lengths", None, remedy)
-    check_ranks(config, replicas, sequence, 1, 1)
+    check_ranks(config, replicas, sequence, 1)
     most, longest = room(pack), int(lengths.max())
     if pack.too_long == "refuse" and longest > most:
         rule = f"must hold the longest trajectory ({longest} steps)"

@@ -17,7 +17,7 @@ from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.public_names import public_names
 from deepspeed_gear.replay.rollout_data import RolloutData
-from deepspeed_gear.replay.train_step import Sum, TrainStep, check_filled, forward_packs
+from deepspeed_gear.replay.train_step import PackSequence, Sum, TrainStep, check_filled, forward_packs
 
 EPSILON = 1e-8
 INTERNAL = frozenset({"abandon", "step"})  # used by other modules of this package, and by no program
@@ -31,6 +31,7 @@ class RolloutHooks:
         divisor: Returns what the framework divides the sum of all ranks' gradients by.
         agree: Passes the batch barrier of the ranks after an action: an error of one rank is raised on all.
         sum_: Returns the sum of a tensor over all ranks. Collective.
+        fetch: Called by all ranks before packs are gathered, so that the rows are on their nodes.
         begun, ended: Called before and after the micro batches of each step; an error of the first is raised
             on all ranks.
         finished: Called once, when the rollout batch was consumed.
@@ -42,6 +43,7 @@ class RolloutHooks:
     begun: Callable[[TrainStep], None]
     ended: Callable[[TrainStep], None]
     finished: Callable[[], None]
+    fetch: Callable[[PackSequence], None] = lambda packs: None
 
 
 class Rollout:
@@ -121,7 +123,18 @@ class Rollout:
             StoreError: The rollout batch has ended.
         """
         self._check_open()
+        if self._data.is_spread:
+            self._agree_on(name)
         return torch.from_numpy(self._data.values(name))
+
+    def _agree_on(self, *names: str) -> None:
+        """Raise on all ranks unless every rank names per-trajectory columns that there are."""
+
+        def check() -> None:
+            for name in names:
+                self._data.check_values(name)
+
+        self._hooks.agree(check)
 
     # ---- columns of this rollout batch -------------------------------------------------------------
 
@@ -143,12 +156,19 @@ class Rollout:
         """
         self._check_open()
         missing = [name for name in names if name not in self._data.columns]
-        for name in missing:
-            self._data.check_name(name)
+
+        def check() -> None:
+            for name in missing:
+                self._data.check_name(name)
+            if missing and tokens is not None:
+                self._check_room(arguments.count("tokens", tokens))
+
+        if self._data.is_spread:  # rows move between nodes: after it no rank reads those of another batch
+            self._hooks.agree(check)
+        else:
+            check()
         if not missing:
             return
-        if tokens is not None:
-            self._check_room(arguments.count("tokens", tokens))
         made = {name: torch.zeros(self.num_tokens) for name in missing}
         filled: dict[str, set[int]] = {name: set() for name in missing}  # numbers of micro batches
 
@@ -161,7 +181,8 @@ class Rollout:
                 filled[name].add(number)
 
         count = 0
-        for micro in forward_packs(self._data, tokens, self._hooks.divisor(), fill, self._ops):
+        hooks = self._hooks
+        for micro in forward_packs(self._data, tokens, hooks.divisor(), fill, self._ops, hooks.fetch):
             count += 1
             yield micro
         self._hooks.agree(lambda: check_filled(filled, count))
@@ -241,14 +262,25 @@ class Rollout:
         """
         self._check_open()
         data, found = self._data, np.zeros(0)
+        member = data.settings.member if member is None else member
+        named = tuple(column for column in (group, member, reward) if column is not None)
+        values: dict[str, np.ndarray] = {}
+
+        def read() -> None:
+            values.update((column, data.values(column)) for column in dict.fromkeys(named))
 
         def compute() -> None:
             nonlocal found
-            groups = data.item if group is None else data.values(group).astype(np.int64)
-            members = data.member if member is None else data.values(member).astype(np.int64)
-            found = group_advantages(kind, data.values(reward), groups, members)
+            if not data.is_spread:
+                read()
+            groups = data.item if group is None else values[group].astype(np.int64)
+            members = np.arange(len(groups)) if member is None else values[member].astype(np.int64)
+            found = group_advantages(kind, values[reward], groups, members)
             data.set_column(name, found)
 
+        if data.is_spread:  # reading is collective: no rank must do so alone
+            self._agree_on(*named)
+            read()
         self._hooks.agree(compute)
         return torch.from_numpy(found)
 
@@ -316,6 +348,7 @@ class Rollout:
 
         def begun(step: TrainStep) -> None:
             self._hooks.agree(lambda: begin(step))
+            self._hooks.fetch(step.packs)
 
         def ended(step: TrainStep) -> None:
             self.steps_done = step.number + 1

@@ -106,31 +106,69 @@ class PackSettings:
 
 
 @dataclass(frozen=True)
+class NodePart:
+    """The part of a table's trajectories that this rank contributes where several nodes hold them.
+
+    Args:
+        origins: shard << 32 | slot of each trajectory of the batch. [n], int64.
+        own: Those that this rank contributes. [m], int64.
+        join: Returns the sum of bytes over all ranks: a whole array from arrays in which each rank has its
+            part, and zeros elsewhere. Collective.
+    """
+
+    origins: np.ndarray
+    own: np.ndarray
+    join: Callable[[np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
 class TablePart:
     """The trajectories of a rollout batch that come from one table.
 
     Args:
         gatherer: Of the table.
         table: The table.
-        records: Their resolutions. [n, 8], int64, contiguous.
+        records: Their resolutions; of trajectories of other nodes without slot and rows. [n, 8], int64,
+            contiguous.
         weights: Their PER weights. [n], float32.
+        nodes: What this rank contributes of them; None: each node holds all.
     """
 
     gatherer: PackGatherer
     table: Table
     records: torch.Tensor
     weights: torch.Tensor
+    nodes: NodePart | None = None
 
-    def column(self, name: str) -> torch.Tensor:
-        """Return a column's rows."""
-        return self.table.gather_source(name)
+    def values(self, name: str) -> np.ndarray:
+        """Return a per-trajectory column's stored values. [n, *shape]."""
+        if self.nodes is None:
+            return _numpy(self.table.gather_source(name)[self.records[:, Resolution.SLOT]])
+        stored, own = self.table.tensor(name), self.nodes.own
+        found = torch.zeros(len(self.records), *stored.shape[1:], dtype=stored.dtype)
+        found[torch.from_numpy(own)] = stored[self.records[torch.from_numpy(own), Resolution.SLOT]]
+        bits = found.view(torch.int16) if found.dtype == torch.bfloat16 else found
+        joined = torch.from_numpy(self.nodes.join(bits.numpy()))
+        return _numpy(joined.view(torch.bfloat16) if found.dtype == torch.bfloat16 else joined)
+
+    def flags(self, ops: Ops, name: str, offset: int) -> np.ndarray:
+        """Return which steps have a flag that is not 0, as `flags_of`. [sum of their steps], bool."""
+        if self.nodes is None:
+            return flags_of(ops, self.table.gather_source(name), self.records, offset)
+        lengths = self.records[:, Resolution.NUM_STEPS].numpy()
+        is_own, found = np.zeros(len(lengths), bool), np.zeros(int(lengths.sum()), bool)
+        is_own[self.nodes.own] = True
+        records = self.records[torch.from_numpy(is_own)]
+        found[np.repeat(is_own, lengths)] = flags_of(ops, self.table.tensor(name), records, offset)
+        bits = self.nodes.join(np.packbits(found))
+        return np.unpackbits(bits, count=len(found)).astype(bool)
 
     def opaque(self, column: Column, records: torch.Tensor) -> list[Any]:
-        """Return an opaque column's values of trajectories."""
+        """Return an opaque column's values of trajectories whose rows are here."""
         return read_opaque(self.table, column, records)
 
     def check_filled(self, name: str) -> None:
-        """Raise if a late column is read of a trajectory that does not have it yet.
+        """Raise if a late column is read of a trajectory that does not have it yet. Collective over nodes.
 
         Raises:
             DataError: One of the trajectories lacks it.
@@ -139,7 +177,12 @@ class TablePart:
         if not bits:
             return
         slots = self.records[:, Resolution.SLOT].numpy()
-        absent = self.table.views["retention"][slots, SlotRetention.PRESENT] & bits == 0
+        if self.nodes is None:
+            absent = self._lacks(slots, bits)
+        else:
+            absent = np.zeros(len(slots), bool)
+            absent[self.nodes.own] = self._lacks(slots[self.nodes.own], bits)
+            absent = self.nodes.join(absent)
         if absent.any():
             raise DataError(
                 f"table {self.table.spec.name}: late column {name}",
@@ -148,6 +191,18 @@ class TablePart:
                 "name it in gear.fields or in needs of the table's group: then only trajectories that have "
                 "it are sampled",
             )
+
+    def _lacks(self, slots: np.ndarray, bits: int) -> np.ndarray:
+        """Return which slots lack a late column. [n] -> [n], bool."""
+        return np.asarray(self.table.views["retention"][slots, SlotRetention.PRESENT] & bits == 0)
+
+    def reported(self) -> torch.Tensor:
+        """Return the records with slots as priority updates have them. [n, 8], int64."""
+        if self.nodes is None:
+            return self.records
+        records = self.records.clone()
+        records[:, Resolution.SLOT] = torch.from_numpy(self.nodes.origins)
+        return records
 
 
 class RolloutData:
@@ -172,7 +227,11 @@ class RolloutData:
         self.settings, self._ops, self.waited, self.number = settings, ops, waited, number
         most = room(settings.pack)
         self.parts = [replace(part, records=_clipped(part.records, most)) for part in parts]
-        self.records = torch.cat([part.records for part in self.parts])
+        self.records = torch.cat([part.reported() for part in self.parts])
+        #: Whether several nodes hold a table together: values of all trajectories are then collective.
+        self.is_spread = any(part.nodes is not None for part in self.parts)
+        # Where rows are gathered from: with trajectories of other nodes once their rows have come.
+        self._places = [part.records if part.nodes is None else part.records.clone() for part in self.parts]
         self._is_weight = torch.cat([part.weights for part in self.parts])
         self.source = np.repeat(np.arange(len(parts)), [len(part.records) for part in self.parts])
         self._row = np.concatenate([np.arange(len(part.records)) for part in self.parts])
@@ -205,8 +264,7 @@ class RolloutData:
                 part.check_filled(column.name)
         if settings.flags is not None:
             offset, name = int(settings.predicts), settings.flags
-            found = [flags_of(self._ops, part.column(name), part.records, offset) for part in self.parts]
-            return np.concatenate(found)
+            return np.concatenate([part.flags(self._ops, name, offset) for part in self.parts])
         mask = np.ones(self.num_tokens, bool)
         if settings.predicts:
             mask[self.starts + self.lengths - 1] = False
@@ -234,12 +292,11 @@ class RolloutData:
         pairs = np.stack([self.item, self.member], axis=1)
         return np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
 
-    def values(self, name: str) -> np.ndarray:
-        """Return a per-trajectory column's stored values. [n, *shape].
+    def check_values(self, name: str) -> None:
+        """Raise unless every table has a per-trajectory column.
 
         Raises:
             ConfigError: A table has no such column, or it has a row per step.
-            DataError: It is late, and a trajectory does not have it yet.
         """
         for part in self.parts:
             schema = part.table.schema
@@ -247,10 +304,34 @@ class RolloutData:
                 known = ", ".join(column.name for column in schema.trajectory_columns) or "none"
                 rule = f"must be a column of table {part.table.spec.name} with one value per trajectory"
                 raise ConfigError(f"column {name!r}", rule, None, f"there are: {known}")
+
+    def values(self, name: str) -> np.ndarray:
+        """Return a per-trajectory column's stored values. [n, *shape]. Collective over nodes.
+
+        Raises:
+            ConfigError: As `check_values`.
+            DataError: It is late, and a trajectory does not have it yet.
+        """
+        self.check_values(name)
+        for part in self.parts:
             part.check_filled(name)
-        found = [part.column(name)[part.records[:, Resolution.SLOT]] for part in self.parts]
-        values = torch.cat(found)
-        return np.asarray((values.float() if values.dtype == torch.bfloat16 else values).numpy())
+        return np.concatenate([part.values(name) for part in self.parts])
+
+    def place(self, number: int, which: np.ndarray, first_row: np.ndarray, slot: np.ndarray) -> None:
+        """Set where rows of trajectories lie that have come from other nodes.
+
+        Args:
+            number: Of the table.
+            which: The trajectories, as indices among those of the table. [k], int64.
+            first_row: Of each, in what the table's batches are gathered from. [k], int64.
+            slot: Likewise. [k], int64.
+        """
+        places = self._places[number].numpy()
+        places[which, Resolution.FIRST_ROW], places[which, Resolution.SLOT] = first_row, slot
+
+    def of_table(self, number: int, index: np.ndarray) -> np.ndarray:
+        """Return which of the trajectories come from a table, as indices among its own. [n] -> [m], int64."""
+        return np.asarray(self._row[index[self.source[index] == number]])
 
     # ---- packs -----------------------------------------------------------------------------------
 
@@ -279,7 +360,8 @@ class RolloutData:
         shape = PackShape(self.lengths[index], rows, first, first + part)
         which = torch.from_numpy(index)
         records = self.records[which]
-        tensors, per_trajectory = self._gather(index, records, shape)
+        gathered = self._places[0][which] if self.is_spread and len(self.parts) == 1 else records
+        tensors, per_trajectory = self._gather(index, gathered, shape)
         mask, device = self._mask_of(tensors, shape), settings.device
         token_weights = torch.from_numpy(shape.spread(weights[index].astype(np.float32))).mul_(mask)
         share = int(np.count_nonzero(mask.numpy())) / max(loss_tokens, 1)
@@ -336,7 +418,7 @@ class RolloutData:
             own = torch.from_numpy(np.nonzero(sources == number)[0])
             if not own.numel():
                 continue
-            records = part.records[torch.from_numpy(self._row[index])[own]]
+            records = self._places[number][torch.from_numpy(self._row[index])[own]]
             part.gatherer.gather(outs, records, places[own], shape.first)
             for name, values in part.gatherer.per_trajectory(records).items():
                 if name not in whole:
@@ -354,7 +436,7 @@ class RolloutData:
             values: list[Any] = [None] * len(index)
             for number, part in enumerate(self.parts):
                 own = np.nonzero(self.source[index] == number)[0]
-                records = part.records[torch.from_numpy(self._row[index[own]])]
+                records = self._places[number][torch.from_numpy(self._row[index[own]])]
                 for place, value in zip(own.tolist(), part.opaque(field.column, records), strict=True):
                     values[place] = value
             found[field.name] = values
@@ -420,6 +502,11 @@ class RolloutData:
         to = self.starts[index][owners[is_real]] + shape.positions()[is_real]
         given = values.detach().to("cpu", torch.float32)[torch.from_numpy(is_real)]
         column[torch.from_numpy(to)] = given
+
+
+def _numpy(values: torch.Tensor) -> np.ndarray:
+    """Return values as an array, bfloat16 as float32."""
+    return np.asarray((values.float() if values.dtype == torch.bfloat16 else values).numpy())
 
 
 def _clipped(records: torch.Tensor, most: int) -> torch.Tensor:

@@ -16,7 +16,8 @@ from deepspeed_gear.errors import CheckpointError, ConfigError, NotReadyError, S
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.rollout import Rollout, RolloutHooks
-from deepspeed_gear.replay.rollout_data import PackSettings, RolloutData, TablePart
+from deepspeed_gear.replay.rollout_data import PackSettings, RolloutData
+from deepspeed_gear.replay.rollout_nodes import RolloutNodes
 from deepspeed_gear.replay.selection_queue import Records, SelectedItems, SelectionQueue
 from deepspeed_gear.replay.train_step import TrainStep
 from deepspeed_gear.sampling.batch_stream import BatchStream
@@ -70,6 +71,7 @@ class RolloutLoader:
             PackGatherer(self._settings.gathered(), stream.table, statistics, engine_dtype)
             for stream in self._streams
         ]
+        self._nodes = RolloutNodes(parts)
         self._queue = self._new_queue()
         self._position = position.start(self._tables)  # after the last selection that was consumed
         self._key = 0  # of the next selection
@@ -90,7 +92,7 @@ class RolloutLoader:
             self._current.close()
         number, begin = self._number, time.perf_counter()
         parts = [
-            TablePart(gatherer, stream.table, *of_table)
+            self._nodes.part(stream.table, gatherer, of_table)
             for stream, gatherer, of_table in zip(
                 self._streams, self._gatherers, self._queue.take(self._select), strict=True
             )
@@ -98,6 +100,7 @@ class RolloutLoader:
         data = RolloutData(parts, self._settings, self._ops, self._metrics.gathered, number)
         if self._first_tokens is not None:
             self._agree(lambda: self._check_tokens(data))
+        rows = self._nodes.batch(data, self._agree)
         hooks = RolloutHooks(
             divisor=self._divisor,
             agree=self._agree,
@@ -105,6 +108,7 @@ class RolloutLoader:
             begun=self._begin_step,
             ended=self._end_step,
             finished=self._finish,
+            fetch=rows.fetch,
         )
         made = Rollout(data, self._size, self._keys, number, self._ops, hooks, self._first_step)
         data.columns.update(self._first_columns)
@@ -159,8 +163,10 @@ class RolloutLoader:
     @staticmethod
     def _read(stream: BatchStream, selection: Selection) -> Records:
         """Return copies of the records of a selection, and their PER weights."""
-        records = selection.resolutions[: selection.head[Head.COUNT]].clone()
-        return records, stream.weights(selection.head, records)
+        count, origins = selection.head[Head.COUNT], selection.origins
+        records = selection.resolutions[:count].clone()
+        weights = stream.weights(selection.head, records)
+        return Records(records, weights, None if origins is None else origins[:count].clone())
 
     def step(self) -> TrainStep:
         """Return the one step of the next batch, whose size is `gear.batch`.
@@ -175,10 +181,12 @@ class RolloutLoader:
 
     def _agree(self, action: Callable[[], None]) -> None:
         barrier = self._parts.barrier
-        if barrier is None:
-            action()
-        else:
+        if barrier is not None:
             barrier.agree(action)
+        elif self._nodes.spread:  # nodes exchange rows: ranks must not use them before or after
+            self._parts.plan.exchange.agree("a rollout batch", action)
+        else:
+            action()
 
     def observe_steps(self, begun: Callable[[TrainStep], None]) -> None:
         """Call a function with each train step before its first micro batch; all ranks raise its errors."""

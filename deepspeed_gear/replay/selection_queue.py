@@ -7,6 +7,8 @@ the rest of a selection and the next one: what is left begins the next batch, so
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +16,32 @@ import torch
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.rollout_data import item_numbers
 
-Records = tuple[torch.Tensor, torch.Tensor]  # resolutions of trajectories, [n, 8], and their PER weights, [n]
+
+class Records(NamedTuple):
+    """Trajectories of one table.
+
+    Args:
+        resolutions: [n, 8], int64, contiguous.
+        weights: Their PER weights. [n], float32.
+        origins: shard << 32 | slot of each; None: each node holds all of the table. [n], int64.
+    """
+
+    resolutions: torch.Tensor
+    weights: torch.Tensor
+    origins: torch.Tensor | None = None
+
+    def chosen(self, own: torch.Tensor) -> Records:
+        """Return some of them. Mask of [n], bool."""
+        origins = None if self.origins is None else self.origins[own]
+        return Records(self.resolutions[own].contiguous(), self.weights[own], origins)
+
+    def then(self, other: Records) -> Records:
+        """Return these and others after them."""
+        origins = None
+        if self.origins is not None and other.origins is not None:
+            origins = torch.cat([self.origins, other.origins])
+        resolutions = torch.cat([self.resolutions, other.resolutions])
+        return Records(resolutions, torch.cat([self.weights, other.weights]), origins)
 
 
 class SelectedItems:
@@ -29,7 +56,7 @@ class SelectedItems:
 
     def __init__(self, key: int, heads: list[list[int]], parts: list[Records], longest: int) -> None:
         self.key, self.heads, self.parts = key, heads, parts
-        items = [item_numbers(records[:, Resolution.SAMPLE_NUMBER].numpy()) for records, _ in parts]
+        items = [item_numbers(part.resolutions[:, Resolution.SAMPLE_NUMBER].numpy()) for part in parts]
         counts = [int(item[-1]) + 1 if len(item) else 0 for item in items]
         turns = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in counts])
         place = np.empty(len(turns), np.int64)
@@ -39,8 +66,9 @@ class SelectedItems:
         self._places = [of_table[item] for of_table, item in zip(tables, items, strict=True)]
         #: Steps of each item, in the order.
         self.steps = np.zeros(len(turns), np.int64)
-        for at, (records, _) in zip(self._places, parts, strict=True):
-            np.add.at(self.steps, at, records[:, Resolution.NUM_STEPS].numpy().clip(max=longest))
+        for at, part in zip(self._places, parts, strict=True):
+            steps = part.resolutions[:, Resolution.NUM_STEPS].numpy()
+            np.add.at(self.steps, at, steps.clip(max=longest))
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -50,10 +78,7 @@ class SelectedItems:
         if end - first == len(self):
             return self.parts
         chosen = [torch.from_numpy((at >= first) & (at < end)) for at in self._places]
-        return [
-            (records[own].contiguous(), weights[own])
-            for own, (records, weights) in zip(chosen, self.parts, strict=True)
-        ]
+        return [part.chosen(own) for own, part in zip(chosen, self.parts, strict=True)]
 
 
 class SelectionQueue:
@@ -93,12 +118,7 @@ class SelectionQueue:
             first, left = 0, left - (end - first)
             if not left:
                 break
-        if len(found) == 1:
-            return found[0]
-        return [
-            (torch.cat([one[0] for one in of_table]), torch.cat([one[1] for one in of_table]))
-            for of_table in zip(*found, strict=True)
-        ]
+        return [reduce(Records.then, of_table) for of_table in zip(*found, strict=True)]
 
     def consume(self) -> SelectedItems | None:
         """Consume the items that were taken; return the last selection of which none is left, if one ends."""

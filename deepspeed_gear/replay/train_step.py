@@ -39,6 +39,8 @@ class PackSequence:
         plan = plan_packs(torch.from_numpy(lengths), budget, settings.width, ops)
         self.plan: PackingPlan = plan
         per_rank = settings.width // settings.place.data_world
+        #: The replica that trains each of the trajectories. [n], int64.
+        self.replica: np.ndarray = plan.rank.numpy() // per_rank
         ranks = range(settings.place.data_rank * per_rank, (settings.place.data_rank + 1) * per_rank)
         rows = self._rows(lengths)
         packs = [plan.packs(rank) for rank in ranks]
@@ -211,7 +213,12 @@ class TrainStep:
 
 
 def forward_packs(
-    data: RolloutData, tokens: int | None, divisor: float, fill: NumberedFill, ops: Ops
+    data: RolloutData,
+    tokens: int | None,
+    divisor: float,
+    fill: NumberedFill,
+    ops: Ops,
+    fetch: Callable[[PackSequence], None],
 ) -> Iterator[MicroBatch]:
     """Yield this rank's micro batches of the whole rollout batch, for values that are computed once.
 
@@ -221,9 +228,11 @@ def forward_packs(
         divisor: As in training.
         fill: Takes the number of a micro batch, and what it is filled with.
         ops: Of the host.
+        fetch: Called before the first one, so that the rows of this rank's packs are on its node.
     """
     index = np.arange(len(data.lengths))
     packs = PackSequence(data, index, data.settings.budget(tokens), ops)
+    fetch(packs)
     loss = data.settings.loss
     weights = loss_weights(loss, data.counts, data.sequence, data.item)
     for number, (chosen, rows) in enumerate(zip(packs.packs, packs.rows, strict=True)):

@@ -113,8 +113,16 @@ class LocalSelector:
         """Return the coordinates of the oldest or the newest items; or fewer. [n]."""
         return self.state.with_ages.extreme(count, newest)
 
-    def finish(self) -> None:
-        """Make the resolved samples ready to be gathered."""
+    def finish(self, entry: int, count: int) -> int:
+        """Make the resolved samples ready to be gathered.
+
+        Args:
+            entry: Of the ring.
+            count: Items that were drawn for it.
+        Returns:
+            The records of the selection: its samples, or the trajectories of its groups.
+        """
+        return self.state.expand(entry, count) if self.spec.by_group else count
 
     def weigh(self, key: int, drawn: np.ndarray, total: int) -> tuple[int, int, int]:
         """Return numerator, divisor and exponent of PER weights, as `PriorityMasses.weigh`."""

@@ -114,14 +114,12 @@ class SelectionMaker:
                 self._sample(rows, count, after[Head.SAMPLES], after[Head.TOTAL])
             if selector.in_store:
                 state.pin(key, rows)
-        selector.finish()
+        num_records = selector.finish(entry, count)
         if count and state.priorities is not None:
             masses = self._sampled_masses[entry][:count]
             after[Head.NUMERATOR : Head.EXPONENT + 1] = selector.weigh(key, masses, after[Head.TOTAL])
-        after[Head.KEY], after[Head.COUNT] = key + 1, count
+        after[Head.KEY], after[Head.COUNT] = key + 1, num_records
         after[Head.SAMPLES] += count
-        if self._spec.by_group:
-            after[Head.COUNT] = state.expand(entry, count)
         if selector.in_store:
             self._commit(key, entry, after)
         else:

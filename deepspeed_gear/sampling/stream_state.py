@@ -56,7 +56,7 @@ def stream_regions(spec: StreamSpec, table: TableSpec) -> list[Region]:
     ]
     return [
         *(drawn if spec.by_group else []),
-        *([Region(at + "origins", "int64", (depth, batch))] if spec.num_shards > 1 else []),
+        *([Region(at + "origins", "int64", (depth, most))] if spec.num_shards > 1 else []),
         *([Region(at + "notice", "int64", (FAILURE_WORDS,))] if spec.together else []),
         Region(at + "position", "int64", (Head.NUM_WORDS,)),
         Region(at + "consumed", "int64", (table.num_peers,)),
@@ -201,6 +201,23 @@ class StreamState:
                 slots, _ = self.groups.trajectories(slots)
             self.last_drawn[slots] = key
 
+    def members(self, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the records of all trajectories of drawn groups, group by group.
+
+        Args:
+            drawn: Resolutions of their leaders. [n, 8], int64.
+        Returns:
+            The records, [m, 8], int64, and the index of the group of each, [m], int64.
+        """
+        slots, item = self.groups.trajectories(drawn[:, Resolution.SLOT])
+        records, found = self.table.slots[slots], np.zeros((len(slots), Resolution.NUM_WORDS), np.int64)
+        found[:, Resolution.SLOT] = slots
+        for word, of_slot in _WORDS_OF_SLOT:
+            found[:, word] = records[:, of_slot]
+        for word in (Resolution.MASS, Resolution.SAMPLE_NUMBER):
+            found[:, word] = drawn[item, word]
+        return found, item
+
     def expand(self, entry: int, count: int) -> int:
         """Write the trajectories of drawn groups to a ring entry; return their number.
 
@@ -208,16 +225,10 @@ class StreamState:
             entry: Of the ring.
             count: Groups that are drawn for it.
         """
-        drawn = self.drawn_words[entry, :count]
-        slots, item = self.groups.trajectories(drawn[:, Resolution.SLOT])
-        records, found = self.table.slots[slots], self.ring_words[entry, : len(slots)]
-        found[:, Resolution.SLOT], found[:, Resolution.ANCHOR] = slots, 0
-        for word, of_slot in _WORDS_OF_SLOT:
-            found[:, word] = records[:, of_slot]
-        for word in (Resolution.MASS, Resolution.SAMPLE_NUMBER):
-            found[:, word] = drawn[item, word]
-        self.entries[entry][1][: len(slots)] = self.drawn[entry][1][torch.from_numpy(item)]
-        return len(slots)
+        found, item = self.members(self.drawn_words[entry, :count])
+        self.ring_words[entry, : len(found)] = found
+        self.entries[entry][1][: len(found)] = self.drawn[entry][1][torch.from_numpy(item)]
+        return len(found)
 
     @property
     def groups(self) -> TableGroups:

@@ -105,11 +105,22 @@ def check_named(
         assert any(re.search(name, output) for name in names), f"rank {rank} [{status}]:\n{output[-3000:]}"
 
 
-@pytest.mark.parametrize(("lost", "prefetch"), [(3, 0), (2, 2)], ids=["rank", "leader"])
+PACKS = {
+    "pack": {"tokens": 128},
+    "batch": {"trajectories": 12},
+    "sampler": {"kind": "uniform", "unit": "trajectory"},
+}
+
+
+@pytest.mark.parametrize(
+    ("lost", "options"),
+    [(3, {"prefetch": 0}), (2, {"prefetch": 2}), (2, PACKS)],
+    ids=["rank", "leader", "leader, packs"],
+)
 def test_a_killed_rank_is_named(
-    lost: int, prefetch: int, train: Callable[..., NodeRanks], cluster: Cluster
+    lost: int, options: dict[str, Any], train: Callable[..., NodeRanks], cluster: Cluster
 ) -> None:
-    ranks = train(prefetch=prefetch)
+    ranks = train(**options)
     since = time.monotonic()
     os.kill(ranks.pid(lost), signal.SIGKILL)
     others = [rank for rank in range(4) if rank != lost]

@@ -14,6 +14,8 @@ from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
+WHOLE = 1 << 40  # steps of a window that holds every trajectory
+
 
 @dataclass(frozen=True)
 class ExchangePlan:
@@ -40,6 +42,16 @@ class ExchangePlan:
     @property
     def num_nodes(self) -> int:
         return len(self.holders)
+
+    @property
+    def replica_nodes(self) -> np.ndarray:
+        """Which nodes have a rank of each replica that reads. [S, data_world], bool."""
+        return np.asarray(self.need_of >= 0)
+
+    @property
+    def final_row(self) -> int:
+        """1 if a column that is read has T+1 rows."""
+        return max((read.final_row for need in self.needs for read in need.reads), default=0)
 
     @property
     def replicas_here(self) -> np.ndarray:
@@ -102,7 +114,9 @@ def routes_of(
 
 
 def row_needs(needs: Sequence[ReadNeeds], config: GearConfig, schema: Schema) -> RowReads:
-    """Return the rows that ranks of a replica on one node read."""
+    """Return the rows that ranks of a replica on one node read: of packs whole trajectories."""
+    if config.pack is not None:
+        return _whole_trajectories(needs, schema)
     reads: dict[WindowRead, None] = {}
     single: dict[str, None] = {}
     goals: dict[tuple[str, int], None] = {}
@@ -115,6 +129,23 @@ def row_needs(needs: Sequence[ReadNeeds], config: GearConfig, schema: Schema) ->
                 if column is not None:
                     reads[WindowRead(column.name, 0, config.n_step.n)] = None
     return RowReads(tuple(reads), tuple(single), tuple(goals))
+
+
+def _whole_trajectories(needs: Sequence[ReadNeeds], schema: Schema) -> RowReads:
+    """Return all rows of the columns that packs read, those of tokens and of the loss mask among them."""
+    roles = [schema.role("token"), schema.role("loss_mask")]
+    found = {column.name: column.rows for column in roles if column is not None}
+    for field in (field for need in needs for field in (*need.fields, *need.opaque)):
+        if field.column is not None:
+            found[field.column.name] = field.column.rows
+        elif field.derived == "return_to_go":
+            found[RETURN_TO_GO] = "T"
+    reads = [
+        WindowRead(name, 0, WHOLE, final_row=int(rows == "T+1"))
+        for name, rows in found.items()
+        if rows != "1"
+    ]
+    return RowReads(tuple(reads), tuple(name for name, rows in found.items() if rows == "1"))
 
 
 def _add_field(

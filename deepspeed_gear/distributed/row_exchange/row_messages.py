@@ -132,6 +132,7 @@ class RowMessages:
         incoming: torch.Tensor,
         heads: torch.Tensor,
         messages: Sequence[np.ndarray],
+        used: tuple[int, int] = (0, 0),
     ) -> None:
         """Decode rows of messages into the arrivals.
 
@@ -143,17 +144,20 @@ class RowMessages:
             incoming: Samples that this node needs, by sender: `RowSample`. [n, 7], int64.
             heads: Bytes before the rows. [S], int64.
             messages: Of each node. [words] each, int64.
+            used: Rows and slots of the entry's arrivals that hold other samples, which come first.
         """
-        first_row, first_slot = self._rows[0] + entry * self._rows[1], self._slots[0] + entry * self._slots[1]
-        bounds = (first_row, self._rows[1], first_slot, self._slots[1], *self._table.first_arrival)
+        first_row = self._rows[0] + entry * self._rows[1] + used[0]
+        first_slot = self._slots[0] + entry * self._slots[1] + used[1]
+        free = self._rows[1] - used[0], self._slots[1] - used[1]
+        bounds = (first_row, free[0], first_slot, free[1], *self._table.first_arrival)
         received = [torch.from_numpy(message) for message in messages]
         samples = received, which, incoming, *self._layout, heads
         self._ops.decode_rows_(self._arrivals, ring, self._sizes, self._needed, *samples, bounds)
         num_rows, num_trajectories = self._needed_words
-        if num_rows > self._rows[1] or num_trajectories > self._slots[1]:
+        if num_rows > free[0] or num_trajectories > free[1]:
             raise StoreError(
                 f"table {self._table.spec.name}: arrivals",
-                f"must fit into {self._rows[1]} rows and {self._slots[1]} slots",
+                f"must fit into {free[0]} rows and {free[1]} slots",
                 f"{num_rows} and {num_trajectories}",
                 "this is a fault of gear: please report it",
             )

@@ -57,6 +57,10 @@ class ReplicatedSelector(SelectionAgreement):
         with self._table.lock:
             self._here.resolve(rows, done, coordinates, first)
 
+    def finish(self, entry: int, count: int) -> int:
+        with self._table.lock:
+            return self._here.finish(entry, count)
+
     def highest(self, count: int) -> torch.Tensor:
         with self._table.lock:
             return self._here.highest(count)

@@ -127,13 +127,15 @@ class ResolutionExchange:
         self._which = torch.empty(0, dtype=torch.int64)
         self.least_drawn = 0  # of the latest selection: the smallest mass that any node has drawn
 
-    def fill(self, selection: NodeSelection, own: np.ndarray, records: torch.Tensor) -> None:
+    def fill(self, selection: NodeSelection, own: np.ndarray, records: torch.Tensor) -> np.ndarray:
         """Exchange a selection: write its resolutions to the ring, and its rows to the arrivals.
 
         Args:
             selection: The selection.
             own: Samples that this node holds, ascending. [n], int64.
             records: Their resolutions. [n, 8], int64.
+        Returns:
+            These resolutions.
         """
         try:
             mine = OwnSamples(torch.from_numpy(own), records, self._row_messages.steps_of(records))
@@ -142,9 +144,14 @@ class ResolutionExchange:
             if self._transport is not None:
                 rows = self._transport.exchange(self._rows, self._sizes_of(received))
             self._receive(selection, mine, received, rows)
+            return records.numpy()
         except Exception as error:
             self._channel.abandon(error)
             raise
+
+    def restore(self, selection: NodeSelection, own: np.ndarray, records: torch.Tensor) -> None:
+        """Exchange a selection of a checkpoint, as `fill` does a new one."""
+        self.fill(selection, own, records)
 
     def _pack(self, selection: NodeSelection, mine: OwnSamples) -> list[np.ndarray]:
         """Return the message for each node: this one's smallest mass, resolutions, rows."""

@@ -14,11 +14,10 @@ import torch
 
 from deepspeed_gear.distributed import node_messages
 from deepspeed_gear.distributed.node_channel import NO_WORDS, NodeChannel
-from deepspeed_gear.distributed.row_exchange.device_transport import DeviceTransport
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan
-from deepspeed_gear.distributed.row_exchange.row_messages import RowMessages
 from deepspeed_gear.distributed.sharded.age_window import edge_over_nodes
-from deepspeed_gear.distributed.sharded.resolution_exchange import Goals, NodeSelection, ResolutionExchange
+from deepspeed_gear.distributed.sharded.record_exchange import RecordExchange
+from deepspeed_gear.distributed.sharded.resolution_exchange import NodeSelection, ResolutionExchange
 from deepspeed_gear.distributed.sharded.selection_agreement import SelectionAgreement, StatusMessage
 from deepspeed_gear.ops.records import LogEntry, Resolution, UpdateCount
 from deepspeed_gear.sampling.age_masses import items_of
@@ -38,10 +37,8 @@ class ShardedSelector(SelectionAgreement):
         state: Of the stream, in this node's part of the table.
         channel: To the other nodes; shared by the streams of one thread.
         plan: Which node needs which samples.
-        row_messages: Encodes the rows that other nodes read, and decodes theirs.
-        goals: Draws the achieved goals of samples, or None.
+        exchange: Exchanges resolutions and rows, or of packed batches the records of all trajectories.
         verify_every: As the config's.
-        transport: Sends the rows; None: the channel does.
     """
 
     counts_draws = False
@@ -51,14 +48,11 @@ class ShardedSelector(SelectionAgreement):
         state: StreamState,
         channel: NodeChannel,
         plan: ExchangePlan,
-        row_messages: RowMessages,
-        goals: Goals,
+        exchange: ResolutionExchange | RecordExchange,
         verify_every: int,
-        transport: DeviceTransport | None = None,
     ) -> None:
         super().__init__(state, channel)
-        self._plan, self._verify_every = plan, verify_every
-        self._exchange = ResolutionExchange(state, channel, plan, row_messages, goals, transport)
+        self._plan, self._exchange, self._verify_every = plan, exchange, verify_every
         self._wanted: dict[tuple[int, int], np.ndarray] = {}  # of the latest selection
         self._is_first = True
         self._selection: NodeSelection | None = None
@@ -306,8 +300,8 @@ class ShardedSelector(SelectionAgreement):
 
     # ---- exchange --------------------------------------------------------------------------------
 
-    def finish(self) -> None:
-        """Exchange the resolutions and the rows of the selection."""
+    def finish(self, entry: int, count: int) -> int:
+        """Exchange the resolutions and the rows of the selection; see `LocalSelector.finish`."""
         selection = self._selection
         assert selection is not None
         if len(selection.own) == 1:
@@ -315,11 +309,11 @@ class ShardedSelector(SelectionAgreement):
         else:
             own = np.concatenate([np.empty(0, np.int64), *selection.own])
             records = torch.cat([torch.empty(0, Resolution.NUM_WORDS, dtype=torch.int64), *selection.records])
-        self._drawn = records.numpy()
+        self._drawn = self._exchange.fill(selection, own, records)
         if self.state.counts is not None and len(own):
             with self._table.lock:
-                self.state.counts.count(records.numpy())
-        self._exchange.fill(selection, own, records)
+                self.state.counts.count(self._drawn)
+        return count if isinstance(self._exchange, ResolutionExchange) else self._exchange.num_records
 
     def deliver(
         self, key: int, entry: int, first: int, owner: np.ndarray, own: np.ndarray, records: torch.Tensor
@@ -330,15 +324,15 @@ class ShardedSelector(SelectionAgreement):
             key: Number of the global batch.
             entry: Of the ring.
             first: Sample number of the selection's first sample.
-            owner: Which node holds each sample. [count], int64.
-            own: Samples that this node holds, ascending. [n], int64.
-            records: Their resolutions. [n, 8], int64.
+            owner: Which node holds each record. [count], int64.
+            own: Records that this node holds, ascending. [n], int64.
+            records: They. [n, 8], int64.
         """
         selection = self._selection = self._new_selection(key, entry, len(owner))
         self._key = key
         selection.place(first, owner)
         self.state.pin(key, records)
-        self._exchange.fill(selection, own, records)
+        self._exchange.restore(selection, own, records)
 
     def restart(self) -> None:
         """Compute the window's edge anew at the next selection: the table's content was replaced."""

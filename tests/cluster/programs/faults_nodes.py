@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -46,14 +47,22 @@ def last_one_late(batch: Batch, keys: torch.Tensor) -> Batch:
     return batch
 
 
+def observations(replay: Replay) -> Iterator[torch.Tensor]:
+    """Yield those of each micro batch, of packs or of windows."""
+    while "pack" in plan["section"]:
+        for micro in replay.step():
+            yield micro["observation"]
+    while True:
+        yield replay.sample()["observation"]
+
+
 if plan["section"] is not None:
     with Replay(plan["section"], info=info) as replay:
         if rank == plan.get("lingers"):
             replay.transform = last_one_late
-        step = 0
+        step, taken = 0, observations(replay)
         while plan.get("steps") is None or step < plan["steps"]:
-            batch = replay.sample()
-            gradient = batch["observation"].sum()
+            gradient = next(taken).sum()
             dist.all_reduce(gradient)
             assert torch.isfinite(gradient)
             if "lingers" in plan or "ends" in plan:

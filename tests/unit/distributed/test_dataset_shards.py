@@ -123,12 +123,10 @@ def test_a_shard_has_the_sizes_of_its_trajectories(data: Path, tmp_path: Path, l
     whole = Dataset.open(data)
     parts = write_parts(whole, tmp_path / "out", np.array([0, 1, 4, 6]))
     for dataset in (whole, parts[1]):
-        shards, arrivals = {"main": Shard(1, 3, 1, 4)}, {"main": (20, 3)}
-        [spec] = config_resolution.table_specs(
-            config, {"main": SCHEMA}, {"main": dataset}, [], 2, shards, arrivals
-        )
+        shards = {"main": Shard(1, 3, 1, 4)}
+        [spec] = config_resolution.table_specs(config, {"main": SCHEMA}, {"main": dataset}, [], 2, shards)
         assert (spec.num_slots, spec.num_rows) == (3, 10 + 3)
-        assert (spec.shard, spec.arrival_rows, spec.arrival_slots) == (shards["main"], 20, 3)
+        assert spec.shard == shards["main"]
         assert (spec.in_memory, spec.dataset, spec.first_id) == (load == "memory", dataset, 1)
     [spec] = config_resolution.table_specs(config, {"main": SCHEMA}, {"main": whole}, [], 2)
     assert (spec.num_slots, spec.num_rows, spec.shard, spec.has_arrivals) == (6, 28, None, False)
@@ -184,6 +182,25 @@ def test_the_longest_trajectory_must_fit_into_a_shard() -> None:
     text = r"gear.tables.main.max_length must be at most 34, what each of 3 shards holds .* \(100\), got 35"
     with pytest.raises(ConfigError, match=text):
         config_resolution.table_specs(config, {"main": SCHEMA}, {}, [], 2, {"main": Shard(1, 3)})
+
+
+def test_a_group_must_fit_into_a_shard() -> None:
+    table = {"capacity_steps": 100, "capacity_trajectories": 11, "max_length": 9}
+    group = {"column": "task", "size": 4}
+    config = parse(
+        config_of(
+            tables={"main": {**table, "group": group}},
+            sampler={"kind": "uniform", "unit": "group"},
+            pack={"tokens": 128},
+            batch={"groups": 2},
+        )
+    )
+    shards = {"main": Shard(1, 4)}
+    text = r"capacity_trajectories must hold the 4 trajectories of a group in each of 4 shards, got 11; .* 16"
+    with pytest.raises(ConfigError, match=text):
+        config_resolution.table_specs(config, {"main": SCHEMA}, {}, [], 2, shards)
+    [spec] = config_resolution.table_specs(config, {"main": SCHEMA}, {}, [], 2, {"main": Shard(1, 3)})
+    assert spec.num_slots == 4
 
 
 # ---- comparing what ranks have -------------------------------------------------------------------

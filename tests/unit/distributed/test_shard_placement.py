@@ -150,3 +150,24 @@ def test_parts_that_do_not_fit_name_their_nodes(
 def test_place_tables_asks_all_nodes(whole: Dataset) -> None:
     found = place_tables(ControlPlane(), topology(worlds={}, num_nodes=1), config(main=DATA), {"main": whole})
     assert found == ShardPlacement((0,), {}, frozenset())
+
+
+def test_a_data_set_of_groups_is_not_divided(whole: Dataset) -> None:
+    data, group = {"path": "/d"}, {"column": "task", "size": 2}
+
+    def place(nodes: list[Topology], **options: bool) -> ShardPlacement:
+        packed = parse(
+            {
+                "tables": {"main": {"data": {**data, **options}, "group": group}},
+                "sampler": {"kind": "uniform", "unit": "group"},
+                "pack": {"tokens": 128},
+                "batch": {"groups": 2},
+            }
+        )
+        return _place(nodes[0], packed, {"main": whole}, {n: {"main": None} for n in range(3)})
+
+    text = "gear.tables.main.data.replicate must be true for a data set of groups on 3 nodes, got False"
+    with pytest.raises(ConfigError, match=text):
+        place(NODES)
+    assert not place(NODES, replicate=True).spread
+    assert not place([topology(0, num_nodes=1)]).spread

@@ -1,0 +1,108 @@
+"""Places of a rollout batch's trajectories: which nodes have the rows of which, and which move for a step.
+
+Pure: every rank computes the same from the records of the batch and the packing plan, so nodes agree on who
+sends what without a message, and ranks find what their leader has received.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from deepspeed_gear.ops.constants import SHARD_BITS
+from deepspeed_gear.ops.records import RowSample
+
+_SLOT = (1 << SHARD_BITS) - 1
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Trajectories whose rows move, and where they lie then.
+
+    Args:
+        outgoing: Those that this node sends, by receiver: `RowSample`. [n, 7], int64.
+        incoming: Those that it receives, by sender: `RowSample`. [m, 7], int64.
+        used: Rows and slots of the arrivals that were used before.
+        samples: Of the batch, those whose rows come. [k], int64.
+        first_row, slot: Of each of these, from the beginning of the arrivals of the stream. [k] each, int64.
+    """
+
+    outgoing: np.ndarray
+    incoming: np.ndarray
+    used: tuple[int, int]
+    samples: np.ndarray
+    first_row: np.ndarray
+    slot: np.ndarray
+
+
+class TrajectoryPlaces:
+    """The nodes that have the rows of each trajectory of a rollout batch, of one table.
+
+    Args:
+        origins: shard << 32 | slot of each sample's trajectory; a trajectory may be there several times. [n],
+            int64.
+        num_steps: Of each. [n], int64.
+        final_row: 1 if a column that is read has T+1 rows.
+        num_nodes: Nodes that hold the table.
+        index: This node.
+        copies_own: Whether a node's own rows must be copied to its arrivals, too.
+    """
+
+    def __init__(
+        self,
+        origins: np.ndarray,
+        num_steps: np.ndarray,
+        final_row: int,
+        num_nodes: int,
+        index: int,
+        copies_own: bool,
+    ) -> None:
+        known, first, number = np.unique(origins, return_index=True, return_inverse=True)
+        self._number = number.reshape(-1)  # of each sample's trajectory, by shard and slot
+        self._owner, self._slots, self._steps = known >> SHARD_BITS, known & _SLOT, num_steps[first]
+        self._final_row, self._index = final_row, index
+        self._has = np.zeros((num_nodes, len(known)), bool)
+        if not copies_own:
+            self._has[self._owner, np.arange(len(known))] = True
+        self._used = 0, 0
+
+    def move(self, needed: np.ndarray) -> Moves | None:
+        """Return what must move so that every node has what it needs, and record that it has; None: nothing.
+
+        Args:
+            needed: Samples that ranks of each node gather. [S, n], bool.
+        """
+        wanted = np.zeros_like(self._has)
+        for node, samples in enumerate(needed):
+            wanted[node, self._number[samples]] = True
+        wanted &= ~self._has
+        if not wanted.any():
+            return None
+        self._has |= wanted
+        to, sent = np.nonzero(wanted & (self._owner == self._index))
+        coming = np.nonzero(wanted[self._index])[0]
+        rows, (row, slot) = self._steps[coming] + self._final_row, self._used
+        begin = np.cumsum(rows) - rows
+        at = np.full(self._has.shape[1], -1)
+        at[coming] = np.arange(len(coming))
+        at = at[self._number]
+        samples = np.nonzero(at >= 0)[0]
+        at = at[samples]
+        moves = Moves(
+            self._samples(to, sent),
+            self._samples(self._owner[coming], coming),
+            self._used,
+            samples,
+            row + begin[at],
+            slot + at,
+        )
+        self._used = row + int(rows.sum()), slot + len(coming)
+        return moves
+
+    def _samples(self, peer: np.ndarray, which: np.ndarray) -> np.ndarray:
+        """Return the words of trajectories that are sent to, or come from, nodes. [n], [n] -> [n, 7]."""
+        words = np.zeros((len(which), RowSample.NUM_WORDS), np.int64)
+        words[:, RowSample.PEER], words[:, RowSample.SLOT] = peer, self._slots[which]
+        words[:, RowSample.NUM_STEPS], words[:, RowSample.GOAL] = self._steps[which], -1
+        return words

@@ -1,0 +1,140 @@
+"""Packed rollouts over nodes: packs, columns and gradients are those of one process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster_support import Cluster
+from packed_node_cases import GROUP, NODES, WIDTH, Case, cases, response, run_case, write_data
+
+RANKS = 2
+WORLD = NODES * RANKS
+BOUND = 2e-6  # of the largest gradient, as in tests/distributed/test_packed_gradients.py
+NAMES = list(cases("", ""))
+Seen = dict[str, Any]
+
+
+@dataclass
+class Outcomes:
+    """What one process has seen of each case, and each rank of the nodes; their saves are in `saves`."""
+
+    cases: dict[str, Case]
+    alone: dict[str, Seen]
+    ranks: dict[str, list[Seen]]
+    saves: Path
+
+
+@pytest.fixture(scope="module")
+def outcomes(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """Run each case in this process, and in one launch over nodes."""
+    folder, out = tmp_path_factory.mktemp("alone"), tmp_path_factory.mktemp("nodes")
+    known = cases(write_data(folder / "set"), write_data(folder / "other", 20, 100))
+    alone = {name: run_case(case, 0, 1, folder / name) for name, case in known.items()}
+    (out / "task.json").write_text(json.dumps({"cases": known, "out": str(out), "saves": str(folder)}))
+    cluster.run("packed_nodes.py", str(out / "task.json"), nodes=NODES, ranks=RANKS, timeout_s=200.0)
+    ranks = {
+        name: [json.loads((out / f"{name}.{rank}.json").read_text()) for rank in range(WORLD)]
+        for name in known
+    }
+    return Outcomes(known, alone, ranks, out / "saves")
+
+
+def in_plan_order(ranks: list[list[list[Any]]]) -> list[list[Any]]:
+    """Return the packs of each step, micro step by micro step of the plan and rank by rank of it.
+
+    Args:
+        ranks: The packs of each step of each rank.
+    """
+    per_rank, steps = WIDTH // len(ranks), []
+    for of_ranks in zip(*ranks, strict=True):
+        packs: list[Any] = []
+        for first in range(0, len(of_ranks[0]), per_rank):
+            for own in of_ranks:
+                packs += own[first : first + per_rank]
+        steps.append(packs)
+    return steps
+
+
+def numbers(steps: list[list[Seen]]) -> list[list[Any]]:
+    return [[pack["numbers"] for pack in step] for step in steps]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packs_and_gradients_are_those_of_one_process(name: str, outcomes: Outcomes) -> None:
+    alone, ranks, sequence = outcomes.alone[name], outcomes.ranks[name], outcomes.cases[name].get("sequence")
+    assert all(rank["numbers"] == alone["numbers"] for rank in ranks)
+    if sequence is None:
+        assert in_plan_order([rank["packs"] for rank in ranks]) == in_plan_order([alone["packs"]])  # all bits
+    else:  # two ranks have a slice each of one pack
+        first = ranks[:: RANKS if sequence == "node" else 1][: WORLD // 2]
+        whole = in_plan_order([numbers(alone["packs"])])
+        assert in_plan_order([numbers(rank["packs"]) for rank in first]) == whole
+    for number, wanted in enumerate(alone["gradients"]):
+        total = np.sum([rank["gradients"][number] for rank in ranks], axis=0)
+        assert np.abs(total - wanted).max() <= BOUND * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "sequence" not in name])
+def test_every_trajectory_is_trained_once_an_epoch(name: str, outcomes: Outcomes) -> None:
+    section, ranks = outcomes.cases[name]["section"], outcomes.ranks[name]
+    steps = in_plan_order([numbers(rank["packs"]) for rank in ranks])
+    per_batch, epochs = len(steps) // 2, section["rollout"].get("epochs", 1)
+    for batch, every in enumerate(ranks[0]["numbers"]):
+        packs = chain.from_iterable(steps[batch * per_batch : (batch + 1) * per_batch])
+        trained = list(chain.from_iterable(packs))
+        assert sorted(trained) == sorted(every * epochs)
+        if section["sampler"].get("unit") == "group":  # each whole
+            groups = np.array(every).reshape(section["rollout"]["groups"], GROUP) // GROUP
+            assert (groups == groups[:, :1]).all()
+
+
+@pytest.mark.parametrize("name", [name for name, case in cases("", "").items() if case.get("resumes")])
+def test_a_save_in_a_rollout_batch_goes_on_on_other_nodes(name: str, outcomes: Outcomes) -> None:
+    """From one process to two nodes, and back; on the same nodes the program itself compares."""
+    wanted = in_plan_order([outcomes.alone[name]["packs"]])[1:]
+    assert in_plan_order([rank["resumed"] for rank in outcomes.ranks[name]]) == wanted
+    back = run_case(outcomes.cases[name], 0, 1, None, outcomes.saves / name)
+    assert in_plan_order([back["resumed"]]) == wanted
+
+
+@pytest.mark.parametrize("name", ["groups", "tokens"])
+def test_a_trajectory_is_sent_at_most_once_to_a_node(name: str, outcomes: Outcomes) -> None:
+    ranks, rows = outcomes.ranks[name], 0
+    for batch in range(2):
+        for node in range(NODES):
+            own = ranks[node * RANKS : (node + 1) * RANKS]
+            gathered = set().union(*(rank["gathered"][batch] for rank in own))
+            lacking = [number for number in gathered if number // GROUP % NODES != node]
+            rows += sum(row_bytes(len(response(number)["tokens"])) for number in lacking)
+    records = 72 * 2 * 20  # of two selections
+    assert rows <= sum(rank["sent"] for rank in ranks) <= rows + records + 2000
+
+
+def test_ranks_share_the_groups_that_are_missing(outcomes: Outcomes) -> None:
+    """Those of a batch, then none of any node."""
+    assert outcomes.alone["groups"]["missing"] == [5, False, 0, True]
+    of_ranks = [rank["missing"] for rank in outcomes.ranks["groups"]]
+    assert of_ranks == [[2, False, 0, True], *[[1, False, 0, True]] * 3]
+
+
+def test_each_node_counts_the_groups_that_it_holds(outcomes: Outcomes) -> None:
+    for name in ("groups", "members", "used up", "queue"):
+        whole = outcomes.alone[name]["statistics"]["groups"]["main"]
+        nodes = [rank["statistics"]["groups"]["main"] for rank in outcomes.ranks[name][::RANKS]]
+        assert {key: sum(node[key] for node in nodes) for key in whole} == whole
+    draws = [rank["statistics"]["drawn"]["main"]["draws"] for rank in outcomes.ranks["members"][::RANKS]]
+    assert (
+        max(one["max"] for one in draws)
+        == outcomes.alone["members"]["statistics"]["drawn"]["main"]["draws"]["max"]
+    )
+
+
+def row_bytes(steps: int) -> int:
+    """Return the bytes of a trajectory: tokens, mask, logp, state, and four values."""
+    return steps * (4 + 1 + 4) + (steps + 1) * 8 + 8 + 8 + 4 + 4

@@ -1,0 +1,276 @@
+"""Packed rollouts over nodes: cases, and what a rank of any world sees of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gear_support import prefix
+
+from deepspeed_gear import DatasetWriter, MicroBatch, Replay, Schema
+from deepspeed_gear.distributed.topology import RankCoordinates
+from deepspeed_gear.replay import BatchInfo
+from deepspeed_gear.replay.train_step import TrainStep
+
+NODES, WIDTH, MOST, COUNT, GROUP = 2, 4, 40, 48, 4
+COLUMNS = {
+    "tokens": {"dtype": "int32", "role": "token"},
+    "loss_mask": {"dtype": "bool", "role": "loss_mask"},
+    "logp": {"dtype": "float32"},
+    "state": {"dtype": "float32", "shape": [2], "rows": "T+1"},
+    "number": {"dtype": "int64", "rows": "1"},
+    "prompt": {"dtype": "int64", "rows": "1"},
+    "sample": {"dtype": "int32", "rows": "1"},
+    "reward": {"dtype": "float32", "rows": "1"},
+}
+NOTE = {"note": {"dtype": "json", "rows": "1", "max_bytes": 32}}
+LATE = {"reward": {"dtype": "float32", "rows": "1", "late": True}}
+Case = dict[str, Any]
+
+
+def response(number: int) -> dict[str, Any]:
+    """Return the trajectory of a number."""
+    words = np.random.default_rng(number)
+    length = int(words.integers(2, MOST + 1))
+    return {
+        "tokens": words.integers(1, 500, length).astype(np.int32),
+        "loss_mask": np.arange(length) >= int(words.integers(0, length)),
+        "logp": -words.random(length, dtype=np.float32),
+        "state": words.random((length + 1, 2), dtype=np.float32),
+        "number": np.int64(number),
+        "prompt": np.int64(number // GROUP),
+        "sample": np.int32(number % GROUP // 2),
+        "reward": np.float32(words.integers(0, 3)),
+    }
+
+
+def write_data(path: Path, count: int = COUNT, first: int = 0) -> str:
+    schema = Schema.from_json({"columns": {**COLUMNS, **NOTE}})
+    with DatasetWriter(path, schema) as writer:
+        for number in range(first, first + count):
+            writer.add({**response(number), "note": {"number": number}})
+    return str(path)
+
+
+def section(**options: Any) -> dict[str, Any]:
+    return {
+        "sampler": {"kind": "epoch", "unit": "trajectory"},
+        "pack": {"tokens": 48, "pad": {"multiple": 8}, "plan_width": WIDTH},
+        "rollout": {"trajectories": 20, "minibatches": 2, "epochs": 2},
+        "timeout_s": 20.0,
+        "shared_memory": {"prefix": prefix()},
+        **options,
+    }
+
+
+def table(columns: Mapping[str, Any] = COLUMNS, **options: Any) -> dict[str, Any]:
+    sizes = {"capacity_steps": 6000, "capacity_trajectories": 120, "max_length": MOST}
+    return {**sizes, "schema": {"columns": dict(columns)}, **options}
+
+
+def cases(data: str, other: str) -> dict[str, Case]:
+    """Return sections by name, with what else a case needs."""
+    group = {"column": "prompt", "size": GROUP, "needs": ["reward"]}
+    by_member = {**group, "size": 2, "member": "sample", "max_trajectories": GROUP}
+    varied = {"where": {"reward": {"std": {"min": 0.1}}}}
+    rollout = {"groups": 5, "minibatches": 2, "epochs": 2}
+
+    def by_group(kind: str, loss: Any, group: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+        tables = {"main": table({**COLUMNS, **LATE}, group=dict(group), **options)}
+        return section(tables=tables, rollout=rollout, sampler={"kind": kind, "unit": "group"}, loss=loss)
+
+    shares = {"first": 0.5, "second": 0.25, "third": 0.25}
+    three = {
+        "first": {"data": {"path": data, "load": "memory"}},
+        "second": {"data": {"path": other, "load": "memory", "replicate": True}},
+        "third": {"data": {"path": other, "load": "mmap"}},
+    }
+    uniform = {"kind": "uniform", "unit": "trajectory"}
+    return {
+        "data": {"section": section(data={"path": data, "load": "memory"}, sampler=uniform)},
+        "mapped": {"section": section(data={"path": data, "load": "mmap"}, loss={"normalize": "sequence"})},
+        "groups": {"section": by_group("epoch", {"normalize": "group"}, group), "resumes": True},
+        "members": {
+            "section": {
+                **by_group("uniform", {"normalize": "sequence", "by": "member"}, {**by_member, **varied}),
+                "count_draws": True,
+            }
+        },
+        "used up": {"section": by_group("uniform", {"normalize": "token"}, group, max_times_sampled=2)},
+        "queue": {"section": by_group("fifo", {"normalize": "token"}, group, max_times_sampled=1)},
+        "tokens": {
+            "section": section(
+                tables={"main": table()}, rollout={"trajectories": 20, "tokens": 300, "minibatches": 2}
+            ),
+            "resumes": True,
+        },
+        "prioritized": {
+            "section": section(
+                tables={"main": table()}, sampler={"kind": "prioritized", "unit": "trajectory", "beta": 0.5}
+            ),
+            "resumes": True,
+        },
+        "mixture": {
+            "section": section(tables=three, sampler={"kind": "mixture", "shares": shares, "of": uniform})
+        },
+        "sequence": {"section": section(data={"path": data, "load": "memory"}), "sequence": "node"},
+        "sequence over nodes": {
+            "section": section(data={"path": data, "load": "memory"}),
+            "sequence": "nodes",
+        },
+        "device": {"section": section(data={"path": data, "load": "memory"}, exchange="device")},
+        "no barrier": {"section": section(data={"path": data, "load": "memory"}), "barrier": False},
+    }
+
+
+def place_of(case: Case, rank: int, world: int) -> RankCoordinates:
+    """Return the place of a rank; two ranks share sequences on a node, or each with one of the other node."""
+    how = case.get("sequence")
+    if how is None or world == 1:
+        return RankCoordinates(data_rank=rank, data_world=world)
+    half = world // 2
+    data, sequence = divmod(rank, half) if how == "node" else (rank % half, rank // half)
+    return RankCoordinates(data_rank=data, data_world=half, sequence_rank=sequence, sequence_world=2)
+
+
+def fill(replay: Replay) -> None:
+    """Add this node's trajectories to a table with a capacity: every other group; with one node all.
+
+    So nodes have the ids 0, 2, ... and 1, 3, ...; one node has them in the order of shards, or that of ids.
+    """
+    store, topology = replay._parts.tables.get("main"), replay._parts.plan.topology
+    if store is None or store.spec.dataset is not None or not topology.leads_node:
+        return
+    late = bool(store.schema.late_columns)
+    of_nodes = [[n for n in range(COUNT) if n // GROUP % NODES == node] for node in range(NODES)]
+    if topology.num_nodes > 1:
+        order = of_nodes[topology.node]
+    elif replay.config.item_sampler.kind == "fifo":
+        order = [number for pair in zip(*of_nodes, strict=True) for number in pair]
+    else:
+        order = [number for numbers in of_nodes for number in numbers]
+    for number in order:
+        values = response(number)
+        reward = values.pop("reward") if late else None
+        added = replay.add(values)
+        if late:
+            replay.fill(added, reward=reward)
+
+
+class Seen:
+    """What a rank sees of a rollout.
+
+    Args:
+        replay: The replay.
+    """
+
+    def __init__(self, replay: Replay) -> None:
+        self._replay, self.packs, self.gradients = replay, [], []
+        self._embedding = torch.linspace(-1, 1, 500)
+
+    def train(self, step: TrainStep) -> None:
+        """Train a step: note its packs, and the gradient of a model with one weight for each token."""
+        replay, packs = self._replay, []
+        weights = self._embedding.clone().requires_grad_()
+        for micro in step:
+            packs.append(described(micro, replay.gradient_divisor))
+            x = weights[micro["tokens"].long()] * micro["advantage"]
+            (micro.sum(x) / replay.gradient_divisor).backward()  # type: ignore[no-untyped-call]
+            if replay.config.item_sampler.kind == "prioritized":
+                replay.update_priorities(micro, 1.0 + micro["number"].float() % 7)
+        self.packs.append(packs)
+        self.gradients.append([0.0] * 500 if weights.grad is None else weights.grad.tolist())
+
+
+def described(micro: MicroBatch, divisor: float) -> dict[str, Any]:
+    """Return a pack: its trajectories, and a digest of every value in it."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name in sorted(micro):
+        digest.update(micro[name].contiguous().numpy().tobytes())
+    for tensor in (micro.targets, micro.loss_mask, micro.weight / divisor, micro.is_weight):
+        assert tensor is not None
+        digest.update(tensor.contiguous().numpy().tobytes())
+    opaque = micro.opaque("note") if "note" in micro._sources.opaque else None
+    assert opaque is None or [one["number"] for one in opaque] == micro["number"].tolist()
+    numbers, rows = micro["number"].tolist(), [int(micro["tokens"].numel()), int(micro.loss_mask.sum())]
+    return {"numbers": numbers, "group": micro.group.tolist(), "rows": rows, "digest": digest.hexdigest()}
+
+
+def prepare(replay: Replay) -> tuple[Any, list[int]]:
+    """Return the next rollout batch with its columns, and the trajectories that this rank has filled."""
+    rollout, filled = replay.rollout(), []
+    for micro in rollout.forward("old"):
+        filled += micro["number"].tolist()
+        micro.fill(old=micro["logp"] * 2 + micro["tokens"] / 100)
+    if "advantage" not in rollout.columns:  # else the batch is resumed
+        by_item = replay.config.item_sampler.unit == "group"
+        rollout.advantages("grpo", group=None if by_item else "prompt")
+        rollout.set("white", rollout.column("old"))
+        rollout.whiten("white")
+    return rollout, filled
+
+
+def sent_bytes(replay: Replay) -> int:
+    exchange = replay._parts.exchange
+    return 0 if True not in exchange._channels else exchange._channels[True].bytes_sent
+
+
+def run_case(
+    case: Case, rank: int, world: int, folder: Path | None = None, other: Path | None = None
+) -> dict[str, Any]:
+    """Train two rollout batches; save after the first step, and go on from there with another replay.
+
+    Args:
+        case: Of `cases`.
+        rank: Of this process.
+        world: Processes.
+        folder: For a save; None: none is made.
+        other: A save of other ranks after the same step, from which a further replay goes on; None: none.
+    """
+    place = place_of(case, rank, world)
+    info = BatchInfo(1, 1, world) if case.get("barrier", True) else None
+
+    def made() -> Replay:
+        return Replay(case["section"], info=info, place=place)
+
+    def resumed(saved: Path) -> list[list[dict[str, Any]]]:
+        with made() as replay:
+            replay.load(saved)
+            seen = Seen(replay)
+            for _ in range(2):
+                for step in prepare(replay)[0]:
+                    seen.train(step)
+        return seen.packs
+
+    found: dict[str, Any] = {"numbers": [], "gathered": [], "missing": []}
+    with made() as replay:
+        asks = replay.config.item_sampler.unit == "group"
+        if asks:
+            found["missing"] += [replay.missing_groups(), replay.can_sample()]
+        fill(replay)
+        if asks:
+            found["missing"] += [replay.missing_groups(), replay.can_sample()]
+        replay._parts.plan.exchange.barrier()
+        before, seen = sent_bytes(replay), Seen(replay)
+        for _ in range(2):
+            (rollout, filled), first = prepare(replay), len(seen.packs)
+            found["numbers"].append(rollout.values("number").tolist())
+            assert torch.equal(rollout.values("prompt"), torch.tensor(found["numbers"][-1]) // GROUP)
+            for step in rollout:
+                seen.train(step)
+                if folder is not None and rollout.number == 0 and step.number == 0:
+                    replay.save(folder)
+            trained = [n for packs in seen.packs[first:] for pack in packs for n in pack["numbers"]]
+            found["gathered"].append(sorted({*filled, *trained}))
+        found["sent"] = sent_bytes(replay) - before
+        found["statistics"] = replay.statistics()
+    found |= {"packs": seen.packs, "gradients": seen.gradients}
+    if folder is not None:
+        assert resumed(folder) == seen.packs[1:], "the packs after a resume"
+    if other is not None:
+        found["resumed"] = resumed(other)
+    return found

@@ -1,0 +1,97 @@
+"""What a rank contributes of a rollout batch over nodes, and what all of them see together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from rollout_support import COLUMNS, responses, section
+
+from deepspeed_gear import Replay
+from deepspeed_gear.errors import DataError
+from deepspeed_gear.ops.constants import SHARD_BITS
+from deepspeed_gear.ops.records import Resolution
+from deepspeed_gear.replay.rollout_data import NodePart, RolloutData
+
+TYPES = {"half": {"dtype": "bfloat16", "rows": "1"}, "pair": {"dtype": "float64", "shape": [2], "rows": "1"}}
+LATE = {"score": {"dtype": "float32", "rows": "1", "late": True}}
+
+
+class Nodes:
+    """Two nodes that hold a part of a rollout batch each: one process plays both, one after the other.
+
+    Args:
+        whole: The rollout batch of one node.
+    """
+
+    def __init__(self, whole: RolloutData) -> None:
+        self._whole, [part] = whole, whole.parts
+        slots = part.records[:, Resolution.SLOT].numpy()
+        self._shard = np.arange(len(slots)) * 7 % 3 // 2
+        self._origins = self._shard << SHARD_BITS | slots
+        self._sent: list[np.ndarray] = []
+
+    def data(self, shard: int) -> RolloutData:
+        own, [part] = np.nonzero(self._shard == shard)[0], self._whole.parts
+        nodes = NodePart(self._origins, own, self._send if shard == 0 else self._add)
+        return RolloutData([replace(part, nodes=nodes)], self._whole.settings, self._whole._ops)
+
+    def _send(self, values: np.ndarray) -> np.ndarray:
+        self._sent.append(np.ascontiguousarray(values).view(np.uint8).copy())
+        return values
+
+    def _add(self, values: np.ndarray) -> np.ndarray:
+        both = np.ascontiguousarray(values).view(np.uint8) + self._sent.pop(0)
+        return np.asarray(both.view(values.dtype).reshape(values.shape))
+
+    def together(self, read: Callable[[RolloutData], Any]) -> Any:
+        """Return what the second node reads, with what the first one has sent."""
+        read(self.data(0))
+        return read(self.data(1))
+
+
+@pytest.fixture
+def replay() -> Any:
+    columns = {**COLUMNS, **TYPES, **LATE}
+    table = {"capacity_steps": 9000, "max_length": 60, "schema": {"columns": columns}}
+    fields = {"tokens": {}, "logp": {}}
+    with Replay(section(tables={"responses": table}, fields=fields)) as made:
+        for number, response in enumerate(responses(40)):
+            made.add({**response, "half": number / 3, "pair": [number, -number / 7]})
+        yield made
+
+
+def test_values_and_loss_mask_are_those_of_one_node(replay: Replay) -> None:
+    whole = replay.rollout()._data
+    nodes = Nodes(whole)
+    for name in ("reward", "prompt", "half", "pair"):
+        np.testing.assert_array_equal(nodes.together(lambda data: data.values(name)), whole.values(name))  # noqa: B023
+    np.testing.assert_array_equal(nodes.together(lambda data: data.mask), whole.mask)
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_a_late_column_that_one_node_lacks_is_an_error_on_all(replay: Replay, shard: int) -> None:
+    whole = replay.rollout()._data
+    nodes, ids = Nodes(whole), whole.records[:, Resolution.ID].tolist()
+    absent = int(np.nonzero(nodes._shard == shard)[0][2])
+    for at, number in enumerate(ids):
+        if at != absent:
+            replay.fill(number, score=1.0)
+
+    def read(data: RolloutData) -> str:
+        try:
+            data.parts[0].check_filled("score")
+        except DataError as error:
+            return str(error)
+        return ""
+
+    found = nodes.together(read)
+    assert f"late column score must be filled before it is read, got 'absent in 1 of {len(ids)}" in found
+
+
+def test_records_are_reported_by_the_shard_that_holds_them(replay: Replay) -> None:
+    nodes = Nodes(replay.rollout()._data)
+    assert nodes.data(0).records[:, Resolution.SLOT].tolist() == nodes._origins.tolist()
