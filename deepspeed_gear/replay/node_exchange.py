@@ -63,7 +63,7 @@ class SpreadTrajectories:
 
 
 class SpreadTables:
-    """Exchange plans of spread tables, and the rows and slots for arrivals on this node. Pure.
+    """Exchange plans of spread tables, and the rows and slots for arrivals on this node.
 
     Args:
         plan: The plan that all ranks have agreed on.

@@ -67,20 +67,23 @@ def numbers(steps: list[list[Seen]]) -> list[list[Any]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_packs_and_gradients_are_those_of_one_process(name: str, outcomes: Outcomes) -> None:
-    alone, ranks, sequence = outcomes.alone[name], outcomes.ranks[name], outcomes.cases[name].get("sequence")
+    alone, ranks, shares = outcomes.alone[name], outcomes.ranks[name], outcomes.cases[name].get("shares")
     assert all(rank["numbers"] == alone["numbers"] for rank in ranks)
-    if sequence is None:
-        assert in_plan_order([rank["packs"] for rank in ranks]) == in_plan_order([alone["packs"]])  # all bits
+    one_each = ranks[:: RANKS if shares == "node" else 1][: len(ranks) if shares is None else WORLD // 2]
+    packs, wanted = in_plan_order([rank["packs"] for rank in one_each]), in_plan_order([alone["packs"]])
+    if shares in (None, "tensor"):
+        assert packs == wanted  # all bits
     else:  # two ranks have a slice each of one pack
-        first = ranks[:: RANKS if sequence == "node" else 1][: WORLD // 2]
-        whole = in_plan_order([numbers(alone["packs"])])
-        assert in_plan_order([numbers(rank["packs"]) for rank in first]) == whole
-    for number, wanted in enumerate(alone["gradients"]):
+        assert numbers(packs) == numbers(wanted)
+    if shares == "tensor":  # the other one of each replica
+        assert [rank["packs"] for rank in ranks[WORLD // 2 :]] == [rank["packs"] for rank in one_each]
+        ranks = one_each
+    for number, gradient in enumerate(alone["gradients"]):
         total = np.sum([rank["gradients"][number] for rank in ranks], axis=0)
-        assert np.abs(total - wanted).max() <= BOUND * np.abs(wanted).max()
+        assert np.abs(total - gradient).max() <= BOUND * np.abs(gradient).max()
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "sequence" not in name])
+@pytest.mark.parametrize("name", [name for name, case in cases("", "").items() if "shares" not in case])
 def test_every_trajectory_is_trained_once_an_epoch(name: str, outcomes: Outcomes) -> None:
     section, ranks = outcomes.cases[name]["section"], outcomes.ranks[name]
     steps = in_plan_order([numbers(rank["packs"]) for rank in ranks])

@@ -101,6 +101,7 @@ def cases(data: str, other: str) -> dict[str, Case]:
             }
         },
         "used up": {"section": by_group("uniform", {"normalize": "token"}, group, max_times_sampled=2)},
+        "group priorities": {"section": by_group("prioritized", {"normalize": "group"}, group)},
         "queue": {"section": by_group("fifo", {"normalize": "token"}, group, max_times_sampled=1)},
         "tokens": {
             "section": section(
@@ -117,10 +118,14 @@ def cases(data: str, other: str) -> dict[str, Case]:
         "mixture": {
             "section": section(tables=three, sampler={"kind": "mixture", "shares": shares, "of": uniform})
         },
-        "sequence": {"section": section(data={"path": data, "load": "memory"}), "sequence": "node"},
+        "sequence": {"section": section(data={"path": data, "load": "memory"}), "shares": "node"},
         "sequence over nodes": {
             "section": section(data={"path": data, "load": "memory"}),
-            "sequence": "nodes",
+            "shares": "nodes",
+        },
+        "tensor over nodes": {
+            "section": section(data={"path": data, "load": "memory"}),
+            "shares": "tensor",
         },
         "device": {"section": section(data={"path": data, "load": "memory"}, exchange="device")},
         "no barrier": {"section": section(data={"path": data, "load": "memory"}), "barrier": False},
@@ -128,11 +133,15 @@ def cases(data: str, other: str) -> dict[str, Case]:
 
 
 def place_of(case: Case, rank: int, world: int) -> RankCoordinates:
-    """Return the place of a rank; two ranks share sequences on a node, or each with one of the other node."""
-    how = case.get("sequence")
+    """Return the place of a rank; two ranks share a replica on a node, or each with one of the other node."""
+    how = case.get("shares")
     if how is None or world == 1:
         return RankCoordinates(data_rank=rank, data_world=world)
     half = world // 2
+    if how == "tensor":
+        return RankCoordinates(
+            data_rank=rank % half, data_world=half, tensor_rank=rank // half, tensor_world=2
+        )
     data, sequence = divmod(rank, half) if how == "node" else (rank % half, rank // half)
     return RankCoordinates(data_rank=data, data_world=half, sequence_rank=sequence, sequence_world=2)
 
@@ -180,7 +189,8 @@ class Seen:
             packs.append(described(micro, replay.gradient_divisor))
             x = weights[micro["tokens"].long()] * micro["advantage"]
             (micro.sum(x) / replay.gradient_divisor).backward()  # type: ignore[no-untyped-call]
-            if replay.config.item_sampler.kind == "prioritized":
+            sampler = replay.config.item_sampler
+            if sampler.kind == "prioritized" and sampler.unit == "trajectory":
                 replay.update_priorities(micro, 1.0 + micro["number"].float() % 7)
         self.packs.append(packs)
         self.gradients.append([0.0] * 500 if weights.grad is None else weights.grad.tolist())
@@ -201,13 +211,18 @@ def described(micro: MicroBatch, divisor: float) -> dict[str, Any]:
 
 
 def prepare(replay: Replay) -> tuple[Any, list[int]]:
-    """Return the next rollout batch with its columns, and the trajectories that this rank has filled."""
-    rollout, filled = replay.rollout(), []
+    """Return the next rollout batch with its columns, and the trajectories that this rank has filled.
+
+    One rank reports the priorities of groups.
+    """
+    rollout, filled, reports = replay.rollout(), [], replay._parts.plan.topology.rank == 0
     for micro in rollout.forward("old"):
         filled += micro["number"].tolist()
         micro.fill(old=micro["logp"] * 2 + micro["tokens"] / 100)
     if "advantage" not in rollout.columns:  # else the batch is resumed
-        by_item = replay.config.item_sampler.unit == "group"
+        by_item, prompts = replay.config.item_sampler.unit == "group", rollout.values("prompt")
+        if by_item and replay.config.item_sampler.kind == "prioritized" and reports:
+            replay.set_priorities(rollout.trajectory_id[::GROUP], 1.0 + prompts[::GROUP] * 5 % 11)
         rollout.advantages("grpo", group=None if by_item else "prompt")
         rollout.set("white", rollout.column("old"))
         rollout.whiten("white")
