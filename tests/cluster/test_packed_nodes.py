@@ -10,9 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import rollout_support
 from cluster_support import Cluster
+from gear_support import ROOT
 from packed_node_cases import GROUP, NODES, WIDTH, Case, cases, response, run_case, write_data
 
+from deepspeed_gear import MicroBatch, Replay
+
+ENGINE = ROOT / "tests" / "distributed" / "programs" / "packed_resume.py"
+RESPONSES = 20  # of each rank of ENGINE
 RANKS = 2
 WORLD = NODES * RANKS
 BOUND = 2e-6  # of the largest gradient, as in tests/distributed/test_packed_gradients.py
@@ -136,6 +142,32 @@ def test_each_node_counts_the_groups_that_it_holds(outcomes: Outcomes) -> None:
         max(one["max"] for one in draws)
         == outcomes.alone["members"]["statistics"]["drawn"]["main"]["draws"]["max"]
     )
+
+
+def test_an_engine_trains_rollouts_over_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    """A rank on each of two nodes adds its own responses; it saves in a rollout batch, too."""
+    pack = {"tokens": 128, "pad": {"multiple": 16}, "plan_width": WIDTH}
+    size = {"trajectories": 18, "tokens": 450, "minibatches": 3, "epochs": 2}
+    gear = rollout_support.section(pack=pack, rollout=size, sampler={"kind": "epoch"}, timeout_s=60.0)
+    task = {"gear": gear, "checkpoints": str(tmp_path / "saves"), "out": str(tmp_path), "action": "save"}
+    cluster.run(ENGINE, json.dumps(task), nodes=NODES, timeout_s=200.0)
+    found = [json.loads((tmp_path / f"save{NODES}.{rank}.json").read_text()) for rank in range(NODES)]
+    ids = [[[pack["ids"] for pack in step] for step in rank["steps"]] for rank in found]
+    with Replay(gear) as replay:
+        for seed in range(NODES):
+            for one in rollout_support.responses(RESPONSES, seed):
+                replay.add(one)
+        replay.rollout().close()
+        steps = [[ids_on_nodes(micro) for micro in step] for step in replay.rollout()]
+    assert in_plan_order(ids) == in_plan_order([steps[1:]])
+    assert found[0]["weights"] == found[1]["weights"]
+    assert found[0]["following"] == found[1]["following"]
+
+
+def ids_on_nodes(micro: MicroBatch) -> list[int]:
+    """Return the ids that trajectories of one process have where each node adds RESPONSES of them."""
+    node, number = np.divmod(micro.trajectory_id.numpy(), RESPONSES)
+    return [int(one) for one in number * NODES + node]
 
 
 def row_bytes(steps: int) -> int:

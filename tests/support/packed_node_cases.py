@@ -102,6 +102,19 @@ def cases(data: str, other: str) -> dict[str, Case]:
         },
         "used up": {"section": by_group("uniform", {"normalize": "token"}, group, max_times_sampled=2)},
         "group priorities": {"section": by_group("prioritized", {"normalize": "group"}, group)},
+        "replicated groups": {
+            "section": section(
+                tables={
+                    "main": {
+                        "data": {"path": data, "replicate": True},
+                        "group": {"column": "prompt", "size": GROUP},
+                    }
+                },
+                rollout=rollout,
+                sampler={"kind": "prioritized", "unit": "group"},
+                loss={"normalize": "group"},
+            )
+        },
         "queue": {"section": by_group("fifo", {"normalize": "token"}, group, max_times_sampled=1)},
         "tokens": {
             "section": section(
@@ -263,7 +276,7 @@ def run_case(
 
     found: dict[str, Any] = {"numbers": [], "gathered": [], "missing": []}
     with made() as replay:
-        asks = replay.config.item_sampler.unit == "group"
+        asks = "needs" in case["section"].get("tables", {}).get("main", {}).get("group", {})
         if asks:
             found["missing"] += [replay.missing_groups(), replay.can_sample()]
         fill(replay)
