@@ -221,22 +221,86 @@ def test_the_newest_trajectories_are_stored_and_nothing_overlaps(
             assert torch.equal(least, ring.minima)
 
 
-def test_a_large_ring_that_is_full_many_times_over(native: Ops, cpu: Ops) -> None:
+# Slots, longest trajectory, and most of an add and of a batch: all by one launch, and by several.
+SMALL, LARGE = (1500, 9, 300, 300), (3000, 30, 1100, 1100)
+
+
+@pytest.mark.parametrize(("num_slots", "most_steps", "most_added", "count"), [SMALL, LARGE])
+@pytest.mark.parametrize("normalize", [Normalize.NONE, Normalize.BATCH, Normalize.TABLE])
+def test_a_large_ring_that_is_full_many_times_over(
+    native: Ops, cpu: Ops, num_slots: int, most_steps: int, most_added: int, count: int, normalize: int
+) -> None:
     """Several levels of the tree, adds of many trajectories, and the end of the ring inside an add."""
     torch.manual_seed(0)
-    both = [Ring(ops, 5000, 1500, 1, 9, MassUnit.STEP, ALL_ANCHORS, True, True) for ops in (cpu, native)]
-    for _ in range(14):
-        lengths = torch.randint(0, 10, (int(torch.randint(1, 300, ())),)).tolist()
+    size = num_slots * most_steps // 2
+    both = [
+        Ring(ops, size, num_slots, 1, most_steps, MassUnit.STEP, ALL_ANCHORS, True, True)
+        for ops in (cpu, native)
+    ]
+    for _ in range(14 if count == SMALL[3] else 4):
+        lengths = torch.randint(0, most_steps + 1, (int(torch.randint(1, most_added, ())),)).tolist()
         placed = [ring.add(lengths) for ring in both]
         assert torch.equal(*placed)
-        found = [ring.select(300, [1, 2, 1, 0, 0, Normalize.NONE], [ONE_Q62]) for ring in both]
+        found = [ring.select(count, [1, 2, 1, 0, 0, normalize], [ONE_Q62]) for ring in both]
         assert torch.equal(found[0][0], found[1][0])
         assert torch.equal(found[0][1], found[1][1])
-        values = torch.rand(300)
+        values = torch.rand(count)
         for ring, (resolutions, _) in zip(both, found, strict=True):
             ring.update(resolutions, values)
     for name, tensor in both[0].content.items():
         assert torch.equal(tensor, both[1].content[name]), name
+
+
+@pytest.mark.parametrize("num_rows", [50, 2100])
+def test_transitions_of_one_row_evict_as_many(native: Ops, cpu: Ops, num_rows: int) -> None:
+    """The most trajectories that rows can evict, and slots left over."""
+    torch.manual_seed(0)
+    both = [
+        Ring(ops, num_rows, num_rows + 9, 0, 1, MassUnit.STEP, ALL_ANCHORS, True, True)
+        for ops in (cpu, native)
+    ]
+    for _ in range(8):
+        lengths = torch.randint(0, 2, (int(torch.randint(num_rows // 3, num_rows // 2, ())),)).tolist()
+        assert torch.equal(*[ring.add(lengths) for ring in both])
+        for name, tensor in both[0].content.items():
+            assert torch.equal(tensor, both[1].content[name]), name
+    assert int(both[1].state[RingState.TAIL]) > 0
+
+
+@pytest.mark.parametrize(
+    ("count", "most_steps", "nodes"),
+    [
+        (1, 1, (1, 1, 1)),
+        (1024, 1, (1, 1, 1)),
+        (16, 1000, (1, 1, 1)),
+        (1025, 1, (3 + 2, 2, 3 + 2)),  # and a launch for each level above the items
+        (17, 1000, (3 + 2, 1, 1)),
+    ],
+)
+def test_nodes_of_a_graph(
+    kernels_on_host: Ops,
+    launched: Callable[[], list[int]],
+    count: int,
+    most_steps: int,
+    nodes: tuple[int, int, int],
+) -> None:
+    """Adding, drawing and updating: one launch where one block, or its last one, can do the rest."""
+    num_rows = 1024 + (count + 2) * most_steps
+    ring = Ring(kernels_on_host, num_rows, 1100, 0, most_steps, MassUnit.STEP, ALL_ANCHORS, True, True)
+    assert 1024 < num_rows <= 1024 * 32  # three levels
+    ring.add([1] * count)
+    added = launched()
+    resolutions, _ = ring.select(count, [1, 2, 1, 0, 0, Normalize.BATCH], [ONE_Q62])
+    drawn = launched()
+    ring.update(resolutions, torch.ones(count))
+    assert tuple(map(len, (added, drawn, launched()))) == nodes
+    ring.prioritized = False  # without weights there is nothing to do after all have been drawn
+    ring.ops.ring_select_(
+        *(ring.state, torch.zeros(1500, 8, dtype=torch.int64), torch.zeros(0)),
+        *(ring.slots, ring.sums, ring.minima, ring.row_slots, torch.tensor([ONE_Q62])),
+        *(ALL_ANCHORS, ring.shape, [1, 2, 1, 0, 0, Normalize.NONE], MassUnit.STEP),
+    )
+    assert len(launched()) == 1
 
 
 def empty(ops: Ops, kind: tuple[Any, ...], why: str) -> Ring:

@@ -120,7 +120,7 @@ inline bool RunWarp(Warp* running) {
   }
 }
 
-inline std::vector<unsigned> launched;  // blocks of each launch
+inline std::vector<unsigned> launched;  // blocks of each launch, 0 for a memset: nodes of a graph
 
 // Gives the blocks of the first `most` launches since the last call. Returns how many there were.
 extern "C" __attribute__((used)) inline size_t gear_host_launched(unsigned* blocks, size_t most) {
@@ -209,6 +209,8 @@ inline void __syncthreads() {
 // Meets the other lanes of the warp.
 inline void __syncwarp() { gear_host::Yield(); }
 
+inline void __threadfence() {}
+
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline double __dadd_rn(double a, double b) { return a + b; }
@@ -264,5 +266,6 @@ inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
 inline cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
   std::memset(to, value, bytes);
+  gear_host::launched.push_back(0);
   return cudaSuccess;
 }

@@ -1,4 +1,4 @@
-// A hash table in scratch memory that finds, of updates of the same item, the last one.
+// A hash table, in scratch or shared memory, that finds, of updates of the same item, the last one.
 #pragma once
 #include "common/launch_cuda.h"
 #include "common/permutation.h"
@@ -35,7 +35,8 @@ struct Table {
     }
   }
 
-  // Whether update i is the last of its item; after a launch in which all were put.
+  // Whether update i is the last of its item; after a launch or a barrier before which all were
+  // put.
   __device__ bool IsLast(int64_t item, int64_t i) const {
     const auto key = static_cast<unsigned long long>(item) + 1;
     uint64_t at = Mix(key) & mask;
@@ -45,13 +46,13 @@ struct Table {
 };
 
 // At most half of the table is used.
-inline int64_t TableSize(int64_t count) {
+constexpr int64_t TableSize(int64_t count) {
   int64_t size = 2;
   while (size < 2 * count) size *= 2;
   return size;
 }
 
-inline int64_t TableWords(int64_t count) { return 2 * TableSize(count); }
+constexpr int64_t TableWords(int64_t count) { return 2 * TableSize(count); }
 
 // An empty table in `TableWords(count)` words.
 inline Table MakeTable(int64_t* words, int64_t count, void* stream) {

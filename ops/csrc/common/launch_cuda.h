@@ -11,10 +11,16 @@
 namespace gear::cuda {
 
 inline constexpr int kThreads = 256, kWarp = 32;
+inline constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 inline constexpr int64_t kMostBlocks = 4096;  // kernels loop over what is left
 
 inline unsigned Blocks(int64_t threads) {
   return static_cast<unsigned>(Min((threads + kThreads - 1) / kThreads, kMostBlocks));
+}
+
+// Threads of the only block of a launch: whole warps.
+inline int ThreadsOf(int64_t threads, int most) {
+  return static_cast<int>(Min<int64_t>((threads + kWarp - 1) / kWarp * kWarp, most));
 }
 
 inline void Check(cudaError_t error, const char* what) {
@@ -30,6 +36,8 @@ inline cudaStream_t AsStream(void* stream) { return static_cast<cudaStream_t>(st
 __device__ inline int64_t GlobalThread() { return int64_t{blockIdx.x} * blockDim.x + threadIdx.x; }
 __device__ inline int64_t GlobalThreads() { return int64_t{gridDim.x} * blockDim.x; }
 
+__device__ inline int LaneOfWarp() { return static_cast<int>(threadIdx.x) % kWarp; }
+
 // Ends the kernel with an error where an index in memory is out of range.
 __device__ inline void Require(bool condition) {
   if (!condition) __trap();
@@ -42,9 +50,44 @@ __device__ inline void AtomicAdd(uint64_t* to, uint64_t amount) {
 // The sum of the values of a warp's lanes, in its first lane. All of them take part.
 __device__ inline uint64_t SumOfWarp(uint64_t value) {
 #pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2)
-    value += __shfl_down_sync(0xFFFFFFFFu, value, step);
+  for (int step = kWarp / 2; step > 0; step /= 2) value += __shfl_down_sync(kAllLanes, value, step);
   return value;
+}
+
+// The least of the values of a warp's lanes, in its first lane. All of them take part.
+__device__ inline uint64_t LeastOfWarp(uint64_t value) {
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2)
+    value = Min(value, __shfl_down_sync(kAllLanes, value, step));
+  return value;
+}
+
+// The least of the values of a block's threads, in all of them. Once in a kernel.
+__device__ inline uint64_t LeastOfBlock(uint64_t value) {
+  __shared__ uint64_t of_warps[kWarp];  // a lane for each: a block has at most 1,024 threads
+  const int lane = LaneOfWarp();
+  value = LeastOfWarp(value);
+  if (lane == 0) of_warps[threadIdx.x / kWarp] = value;
+  __syncthreads();
+  value = LeastOfWarp(lane < static_cast<int>(blockDim.x) / kWarp ? of_warps[lane] : ~uint64_t{0});
+  return __shfl_sync(kAllLanes, value, 0);
+}
+
+// Whether this block is the last of its grid to get here; then it sees what all blocks have
+// written. All threads call it, once in a kernel. `num_ended`: 0 before the grid, and after it.
+__device__ inline bool IsLastBlock(int64_t* num_ended) {
+  __shared__ bool is_last;
+  __syncthreads();  // what the block's other threads have written is before the fence
+  if (threadIdx.x == 0) {
+    // Release, pairs with the fence after the count of the last block. Fences are cumulative, so
+    // that one of a block's threads suffices.
+    __threadfence();
+    is_last = atomicAdd(reinterpret_cast<unsigned long long*>(num_ended), 1ull) + 1 == gridDim.x;
+    __threadfence();  // acquire
+    if (is_last) *num_ended = 0;
+  }
+  __syncthreads();
+  return is_last;
 }
 
 }  // namespace gear::cuda

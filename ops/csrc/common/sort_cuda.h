@@ -59,8 +59,6 @@ inline constexpr int64_t kScanTile = 1024;  // values of a warp
 
 inline int64_t NumScanTiles(int64_t count) { return (count + kScanTile - 1) / kScanTile; }
 
-inline constexpr unsigned kAllLanes = 0xFFFFFFFFu;
-
 __device__ inline Keyed FromAhead(const Keyed& own, int step) {
   return {__shfl_up_sync(kAllLanes, own.key, step), __shfl_up_sync(kAllLanes, own.value, step)};
 }

@@ -27,13 +27,9 @@ __global__ void ImportanceKernel(const Resolution* __restrict__ resolutions, int
   }
 }
 
-// The least non-zero of a node's children, in lane 0.
-__device__ uint64_t LeastOfWarp(const uint64_t* children, int lane) {
-  uint64_t least = children[lane] - 1;  // as in IsLess
-#pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2)
-    least = Min(least, __shfl_down_sync(0xFFFFFFFFu, least, step));
-  return least + 1;
+// The least non-zero of a node's children, in lane 0; see IsLess.
+__device__ uint64_t LeastOfChildren(const uint64_t* children, int lane) {
+  return LeastOfWarp(children[lane] - 1) + 1;
 }
 
 // A warp for each node of one level.
@@ -41,7 +37,7 @@ __global__ void LeastKernel(const uint64_t* __restrict__ below, int64_t used,
                             uint64_t* __restrict__ nodes, int64_t width) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   for (int64_t node = GlobalThread() / kWarp; node < width; node += GlobalThreads() / kWarp) {
-    const uint64_t least = node < used ? LeastOfWarp(below + node * kFanOut, lane) : 0;
+    const uint64_t least = node < used ? LeastOfChildren(below + node * kFanOut, lane) : 0;
     if (lane == 0) nodes[node] = least;
   }
 }
@@ -57,7 +53,7 @@ __global__ void LeastAboveKernel(const uint64_t* __restrict__ below,
     if (kHasNone && items[i] == -1) continue;
     Require(items[i] >= 0 && items[i] < num_items);
     const int64_t node = items[i] >> shift;
-    const uint64_t least = LeastOfWarp(below + node * kFanOut, lane);
+    const uint64_t least = LeastOfChildren(below + node * kFanOut, lane);
     if (lane == 0) nodes[node] = least;
   }
 }

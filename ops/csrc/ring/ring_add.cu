@@ -1,0 +1,381 @@
+// Adding to the table in the memory of one device. Few rows are one launch of one block; else one
+// block assigns places, the whole grid does the rest, and kernels pass values to the next one
+// through the state. Both run the same device functions, over the threads of a block or a grid.
+#include "common/convert.h"
+#include "common/counts_cuda.h"
+#include "common/launch_cuda.h"
+#include "common/power.h"
+#include "gather/gather.h"
+#include "priorities/priorities.h"
+#include "returns/returns.h"
+#include "ring/ring_cuda.h"
+#include "select/select.h"
+#include "select/tree_cuda.h"
+
+namespace gear::cuda {
+namespace {
+
+// Threads of kernels whose amount of work is known only on the device.
+constexpr int64_t kMostThreads = 1 << 16;
+constexpr int kMostPlacers = 1024;  // threads of the block that places
+// Rows that one block adds. It writes about 64 bytes a cycle, and 20 bytes a row.
+constexpr int64_t kMostAdded = 1 << 14;
+
+// Sum of the values of the lanes before this one.
+__device__ int64_t SumBefore(int64_t value, int lane) {
+  int64_t up_to = value;
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) {
+    const int64_t below = __shfl_up_sync(kAllLanes, up_to, step);
+    if (lane >= step) up_to += below;
+  }
+  return up_to - value;
+}
+
+// The first of the ids [tail, next) that is not evicted. Their begins ascend, so a warp probes 32
+// at a time.
+__device__ int64_t FirstThatStays(const Ring& ring, const RingShape& shape, int64_t tail,
+                                  int64_t next, int64_t head, int64_t new_next, int lane) {
+  int64_t low = tail, high = next;  // the result lies in [low, high]
+  while (low < high) {
+    const int64_t step = (high - low + kWarp - 1) / kWarp, probe = low + (lane + 1) * step - 1;
+    const bool evicted =
+        probe < high &&
+        IsEvicted(shape, probe, ring.begins[probe % shape.num_slots], head, new_next);
+    const int num_evicted = __popc(__ballot_sync(kAllLanes, evicted));
+    low += num_evicted * step;
+    if (num_evicted < kWarp) high = Min(high, low + step - 1);
+    low = Min(low, high);
+  }
+  return low;
+}
+
+// Sums that the warps of the placing block exchange in shared memory.
+struct WarpSums {
+  int64_t rows[kWarp], coming[kWarp];  // of each warp
+  int64_t in_front[kWarp];  // rows before its first one that crosses the ring's end, or -1
+};
+static_assert(sizeof(WarpSums) == 3 * kWarp * sizeof(int64_t) && kMostPlacers <= kWarp * kWarp,
+              "a lane for each warp of the block");
+
+struct BlockSum {
+  int64_t before, all;  // the values of the threads before this one, and of all
+};
+
+// `before`: of its own warp alone; `sums`: of the warps.
+__device__ BlockSum SumOverWarps(const int64_t* sums, int64_t before, int lane) {
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int64_t own = lane < static_cast<int>(blockDim.x) / kWarp ? sums[lane] : 0;
+  const int64_t ahead = SumBefore(own, lane);
+  return {before + __shfl_sync(kAllLanes, ahead, warp),
+          __shfl_sync(kAllLanes, ahead + own, kWarp - 1)};
+}
+
+// Rows before the first trajectory of the block that crosses the ring's end, or -1. `before`: those
+// before this one. The barrier also separates the sums of this round from those of the next.
+__device__ int64_t RowsThatFit(WarpSums* sums, bool meets_end, int64_t before, int lane) {
+  const unsigned ends = __ballot_sync(kAllLanes, meets_end);
+  const int64_t in_front =
+      __shfl_sync(kAllLanes, before, __ffs(static_cast<int>(ends | 1u << (kWarp - 1))) - 1);
+  if (lane == 0) sums->in_front[threadIdx.x / kWarp] = ends != 0 ? in_front : -1;
+  __syncthreads();
+  const int64_t own = lane < static_cast<int>(blockDim.x) / kWarp ? sums->in_front[lane] : -1;
+  const unsigned found = __ballot_sync(kAllLanes, own >= 0);
+  return found == 0 ? -1 : __shfl_sync(kAllLanes, own, __ffs(static_cast<int>(found)) - 1);
+}
+
+// Items that an add frees and that it adds, by numbers that never end.
+struct Changes {
+  int64_t freed_from, freed_to, added_from, added_to;
+};
+
+// The ring before and after an add.
+struct Advanced {
+  int64_t old_head, old_next, tail, head, next;
+};
+
+// Of a trajectory that has been evicted, or is the oldest one.
+__device__ int64_t BeginOf(const Ring& ring, const RingShape& shape, const Advanced& to,
+                           int64_t id) {
+  return id < to.old_next ? ring.begins[id % shape.num_slots] : to.old_head;
+}
+
+__device__ Changes ChangesOf(const Ring& ring, const RingShape& shape, bool by_row,
+                             const Advanced& to, int64_t stays) {
+  if (!by_row) return {to.tail, stays, to.old_next, to.next};
+  return {BeginOf(ring, shape, to, to.tail), BeginOf(ring, shape, to, stays), to.old_head, to.head};
+}
+
+// By one thread: the state after an add.
+__device__ void SetPlaced(int64_t* state, const Advanced& to, int64_t stays) {
+  state[kRingHead] = to.head, state[kRingNext] = to.next, state[kRingTail] = stays;
+}
+
+// By one block: the place of each trajectory.
+__device__ Advanced Place(const Ring& ring, const RingShape& shape, const int64_t* lengths,
+                          int64_t count, Placed* placed, WarpSums* sums) {
+  const int lane = LaneOfWarp(), warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int64_t* state = ring.state;
+  Advanced to{state[kRingHead], state[kRingNext], state[kRingTail], 0, 0};
+  int64_t head = to.old_head, next = to.old_next;
+  uint64_t refused = 0;
+  for (int64_t first = 0; first < count; first += blockDim.x) {
+    const int64_t i = first + threadIdx.x;
+    const int64_t steps = i < count ? lengths[i] : 0;
+    const bool is_length = steps >= 0 && steps <= shape.most_steps, comes = is_length && steps > 0;
+    const int64_t rows = comes ? steps + shape.final_row : 0, in_warp = SumBefore(rows, lane);
+    const unsigned coming = __ballot_sync(kAllLanes, comes);
+    refused += !is_length;
+    if (lane == kWarp - 1) {
+      sums->rows[warp] = in_warp + rows;
+      sums->coming[warp] = __popc(coming);
+    }
+    __syncthreads();
+    const auto [before, all] = SumOverWarps(sums->rows, in_warp, lane);
+    const BlockSum ids = SumOverWarps(sums->coming, __popc(coming & ((1u << lane) - 1)), lane);
+    const int64_t at = head % shape.num_rows;
+    // Among trajectories that fit into the ring together, at most one crosses its end: it and those
+    // after it begin at row 0 of the ring.
+    const bool meets_end = comes && at + before + rows > shape.num_rows;
+    const int64_t fit = RowsThatFit(sums, meets_end, before, lane);
+    const bool is_beyond = fit >= 0 && before >= fit;
+    const int64_t left_out = fit >= 0 ? shape.num_rows - at - fit : 0;
+    if (i < count) {
+      placed[i] = {-1, 0, 0, -1, 0};
+      if (comes) {
+        const int64_t id = next + ids.before;
+        placed[i] = {id % shape.num_slots, is_beyond ? before - fit : at + before, steps, id,
+                     head + before + (is_beyond ? left_out : 0)};
+      }
+    }
+    next += ids.all;
+    head += all + left_out;
+  }
+  AddToCount(ring.state, kRingRefused, refused);
+  to.head = head, to.next = next;
+  return to;
+}
+
+// One block: the place of each trajectory, the evicted ones, and the items that change.
+__global__ void __launch_bounds__(kMostPlacers)
+    PlaceKernel(const Ring ring, const RingShape shape, const bool by_row,
+                const int64_t* __restrict__ lengths, int64_t count, Placed* __restrict__ placed) {
+  __shared__ WarpSums sums;
+  const Advanced to = Place(ring, shape, lengths, count, placed, &sums);
+  if (threadIdx.x >= kWarp) return;
+  const int64_t stays =
+      FirstThatStays(ring, shape, to.tail, to.old_next, to.head, to.next, LaneOfWarp());
+  if (threadIdx.x != 0) return;
+  int64_t* state = ring.state;
+  const Changes changes = ChangesOf(ring, shape, by_row, to, stays);
+  state[kRingEvictedFrom] = to.tail, state[kRingEvictedTo] = stays;
+  state[kRingFreedFrom] = changes.freed_from, state[kRingFreedTo] = changes.freed_to;
+  state[kRingAddedFrom] = changes.added_from, state[kRingAddedTo] = changes.added_to;
+  SetPlaced(state, to, stays);
+}
+
+__device__ Changes ChangesOf(const int64_t* state) {
+  return {state[kRingFreedFrom], state[kRingFreedTo], state[kRingAddedFrom], state[kRingAddedTo]};
+}
+
+// Clears a trajectory that is evicted. Returns its steps.
+__device__ uint64_t ClearSlot(const Ring& ring, const RingShape& shape, int64_t id) {
+  Slot& slot = ring.slots[id % shape.num_slots];
+  slot.state = 0;
+  return static_cast<uint64_t>(slot.num_steps);
+}
+
+// Clears the masses of the freed items.
+__device__ void ClearItems(const Ring& ring, const Changes& changes, int64_t num_items,
+                           int64_t thread, int64_t threads) {
+  uint64_t drawable = 0;  // modulo 2^64
+  for (int64_t i = changes.freed_from + thread; i < changes.freed_to; i += threads) {
+    const int64_t item = i % num_items;
+    drawable -= uint64_t{ring.sums[item] > 0};
+    ring.sums[item] = 0;
+    if (ring.priorities != nullptr) ring.priorities[item] = 0;
+  }
+  AddToCount(ring.state + kRingCounts, cpu::kDrawable, drawable);
+}
+
+// Clears the evicted trajectories and the masses of their items.
+__global__ void ClearKernel(const Ring ring, const RingShape shape, int64_t num_items) {
+  const int64_t from = ring.state[kRingEvictedFrom], to = ring.state[kRingEvictedTo];
+  uint64_t steps = 0;  // modulo 2^64
+  for (int64_t id = from + GlobalThread(); id < to; id += GlobalThreads())
+    steps -= ClearSlot(ring, shape, id);
+  AddToCount(ring.state, kRingSteps, steps);
+  ClearItems(ring, ChangesOf(ring.state), num_items, GlobalThread(), GlobalThreads());
+}
+
+// Returns whether the item can be drawn.
+__device__ uint64_t SetNew(const Ring& ring, int64_t item, uint64_t mass, uint32_t priority) {
+  ring.sums[item] = mass;
+  if (ring.priorities != nullptr) ring.priorities[item] = BitCast<float>(mass > 0 ? priority : 0u);
+  return uint64_t{mass > 0};
+}
+
+// Sets slots and items of the added trajectories: a team of lanes for each. `team`: a power of two,
+// at most a warp.
+__device__ void Fill(const Ring& ring, const RingShape& shape, const RingRule& rule,
+                     const Placed* placed, int64_t count, int64_t initial, int team, int64_t thread,
+                     int64_t threads) {
+  const int64_t lane = thread % team;
+  int64_t* state = ring.state;
+  const int64_t highest = state[kRingCounts + cpu::kHighestPriority];
+  const auto priority = static_cast<uint32_t>(initial < 0 ? highest : initial);
+  const uint64_t mass = rule.has_priorities ? MassOfPriority(priority, rule.scale).value : 0;
+  uint64_t steps = 0, drawable = 0;
+  for (int64_t i = thread / team; i < count; i += threads / team) {
+    const Placed place = placed[i];
+    if (place.slot < 0) continue;
+    if (lane == 0) {
+      ring.slots[place.slot] = SlotOfPlaced(shape, place, state[kRingBatch]);
+      ring.begins[place.slot] = place.begin;
+      steps += static_cast<uint64_t>(place.num_steps);
+      if (!rule.by_row) {
+        const auto own =
+            static_cast<uint64_t>(MassOfSlot(rule.anchors, rule.unit, place.num_steps));
+        drawable += SetNew(ring, place.slot, rule.has_priorities && own > 0 ? mass : own, priority);
+      }
+    }
+    if (!rule.by_row) continue;
+    for (int64_t step = lane; step < place.num_steps; step += team) {
+      const int64_t row = place.first_row + step;
+      ring.row_slots[row] = static_cast<int32_t>(place.slot);
+      const bool is_anchor = IsAnchor(rule.anchors, place.num_steps, step);
+      drawable += SetNew(ring, row, is_anchor ? mass : 0, priority);
+    }
+  }
+  AddToCount(state, kRingSteps, steps);
+  AddToCount(state + kRingCounts, cpu::kDrawable, drawable);
+}
+
+__global__ void FillKernel(const Ring ring, const RingShape shape, const RingRule rule,
+                           const Placed* __restrict__ placed, int64_t count, int64_t initial,
+                           int team) {
+  Fill(ring, shape, rule, placed, count, initial, team, GlobalThread(), GlobalThreads());
+}
+
+// The nodes of a level above a run of items, which may go on at item 0 after the last one.
+struct NodeRun {
+  int64_t first, count, num_nodes;  // num_nodes: of the level, that have items
+
+  __device__ int64_t operator[](int64_t k) const {
+    return first + k < num_nodes ? first + k : first + k - num_nodes;
+  }
+};
+
+__device__ NodeRun NodesAbove(int64_t from, int64_t to, int64_t num_items, int shift) {
+  const int64_t num_nodes = ((num_items - 1) >> shift) + 1;
+  if (from >= to) return {0, 0, num_nodes};
+  if (to - from >= num_items) return {0, num_nodes, num_nodes};
+  const int64_t first = from % num_items, last = first + (to - from) - 1;
+  const int64_t node = first >> shift;
+  if (last < num_items) return {node, (last >> shift) - node + 1, num_nodes};
+  return {node, num_nodes - node + ((last - num_items) >> shift) + 1, num_nodes};
+}
+
+// Nodes of one level above the items that were freed and added: sums and minima from their
+// children, so that nothing depends on an order.
+__device__ void Mend(const Ring& ring, const TreeShape& tree, int level, int64_t num_items,
+                     const Changes& changes, int64_t thread, int64_t threads) {
+  const int shift = level * kFanOutBits;
+  const uint64_t* below = ring.sums + tree.offset[level - 1];
+  const uint64_t* least_below = nullptr;
+  if (ring.minima != nullptr)
+    least_below = level == 1 ? ring.sums : ring.minima + MinimaOffset(tree, level - 1);
+  const NodeRun freed = NodesAbove(changes.freed_from, changes.freed_to, num_items, shift);
+  const NodeRun added = NodesAbove(changes.added_from, changes.added_to, num_items, shift);
+  ForEachNode(freed.count + added.count, thread, threads, [&](int64_t k) {
+    const bool is_one = k >= 0;
+    const int64_t node = !is_one ? 0 : k < freed.count ? freed[k] : added[k - freed.count];
+    const int64_t child = node * kFanOut;
+    const Node value = NodeAbove(is_one ? below + child : nullptr,
+                                 is_one && least_below != nullptr ? least_below + child : nullptr);
+    if (!is_one || thread % kNodeTeam != 0) return;
+    ring.sums[tree.offset[level] + node] = value.sum;
+    if (least_below != nullptr) ring.minima[MinimaOffset(tree, level) + node] = value.least;
+  });
+}
+
+__global__ void MendKernel(const Ring ring, const TreeShape tree, int level, int64_t num_items) {
+  Mend(ring, tree, level, num_items, ChangesOf(ring.state), GlobalThread(), GlobalThreads());
+}
+
+// By one block: clears the trajectories that are evicted, a thread for each. Returns the first one
+// that stays. `sums`: their use before is separated by a barrier.
+__device__ int64_t Evict(const Ring& ring, const RingShape& shape, const Advanced& to,
+                         WarpSums* sums) {
+  // Each has a row at least, so begins ascend by one or more: no later one can be evicted.
+  const int64_t by_rows = to.head - shape.num_rows - BeginOf(ring, shape, to, to.tail);
+  const int64_t end =
+      Min(to.old_next, Max(to.tail + Max<int64_t>(by_rows, 0), to.next - shape.num_slots));
+  uint64_t steps = 0;  // modulo 2^64
+  int64_t evicted = 0;
+  for (int64_t id = to.tail + threadIdx.x; id < end; id += blockDim.x) {
+    if (!IsEvicted(shape, id, ring.begins[id % shape.num_slots], to.head, to.next)) break;
+    steps -= ClearSlot(ring, shape, id);
+    ++evicted;
+  }
+  AddToCount(ring.state, kRingSteps, steps);
+  const auto of_warp = static_cast<int64_t>(SumOfWarp(static_cast<uint64_t>(evicted)));
+  if (LaneOfWarp() == 0) sums->coming[threadIdx.x / kWarp] = of_warp;
+  __syncthreads();
+  return to.tail + SumOverWarps(sums->coming, 0, LaneOfWarp()).all;
+}
+
+// One block: all of an add of few rows.
+__global__ void __launch_bounds__(kMostPlacers)
+    AddKernel(const Ring ring, const RingShape shape, const RingRule rule, const TreeShape tree,
+              const int64_t* __restrict__ lengths, int64_t count, int64_t initial, int team,
+              int64_t num_items, Placed* placed) {
+  __shared__ WarpSums sums;
+  const Advanced to = Place(ring, shape, lengths, count, placed, &sums);
+  __syncthreads();  // the sums are read above
+  const int64_t stays = Evict(ring, shape, to, &sums);
+  const Changes changes = ChangesOf(ring, shape, rule.by_row, to, stays);
+  ClearItems(ring, changes, num_items, threadIdx.x, blockDim.x);
+  __syncthreads();  // what is cleared may be added again; begins and the state are read above
+  Fill(ring, shape, rule, placed, count, initial, team, threadIdx.x, blockDim.x);
+  if (threadIdx.x == 0) SetPlaced(ring.state, to, stays);
+  for (int level = 1; level < tree.levels; ++level) {
+    __syncthreads();  // the level below is complete
+    Mend(ring, tree, level, num_items, changes, threadIdx.x, blockDim.x);
+  }
+}
+
+}  // namespace
+
+void RingAdd(const Ring& ring, const RingShape& shape, const RingRule& rule, const int64_t* lengths,
+             int64_t count, int64_t initial, Placed* placed, void* stream) {
+  if (count == 0) return;
+  const int64_t num_items = ItemsOfRing(shape, rule);
+  const TreeShape tree = ShapeOfTree(num_items);
+  // Lanes of a trajectory: one for each of its items, at most a warp.
+  int team = 1;
+  while (rule.by_row && team < kWarp && team < shape.most_steps) team *= 2;
+  if (count <= kMostPlacers && count * (shape.most_steps + shape.final_row) <= kMostAdded) {
+    AddKernel<<<1, kMostPlacers, 0, AsStream(stream)>>>(ring, shape, rule, tree, lengths, count,
+                                                        initial, team, num_items, placed);
+    CheckLaunch("RingAdd");
+    return;
+  }
+  const int placers = ThreadsOf(count, kMostPlacers);
+  PlaceKernel<<<1, placers, 0, AsStream(stream)>>>(ring, shape, rule.by_row, lengths, count,
+                                                   placed);
+  CheckLaunch("RingAdd");
+  const int64_t most = Min(Max(num_items, shape.num_slots), kMostThreads);
+  ClearKernel<<<Blocks(most), kThreads, 0, AsStream(stream)>>>(ring, shape, num_items);
+  CheckLaunch("RingAdd");
+  FillKernel<<<Blocks(count * team), kThreads, 0, AsStream(stream)>>>(ring, shape, rule, placed,
+                                                                      count, initial, team);
+  CheckLaunch("RingAdd");
+  for (int level = 1; level < tree.levels; ++level) {
+    const int64_t nodes = Min(tree.width[level] * kNodeTeam, kMostThreads);
+    MendKernel<<<Blocks(nodes), kThreads, 0, AsStream(stream)>>>(ring, tree, level, num_items);
+    CheckLaunch("RingAdd");
+  }
+}
+
+}  // namespace gear::cuda
