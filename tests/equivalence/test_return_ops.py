@@ -46,13 +46,21 @@ def test_n_step(reference: Ops, native: Ops, same_bits: SameBits, dtype: torch.d
     first, length = EXTENTS[trajectory].unbind(1)
     zero = torch.zeros_like(first)
     anchor = torch.minimum((torch.rand(count) * length).long(), length - 1)
+    anchor[: count // 3] = 0
     resolutions = torch.stack((zero, trajectory, zero, first, length, anchor, zero, zero), dim=1)
-    terminated, truncated = torch.rand(2, NUM_ROWS) < 0.1
-    for n, ends, gamma in (
-        (1, None, 0.9),
-        (3, truncated, 0.99),
-        (300, truncated & False, 1.0),
-        (5, truncated, 0.0),
+    often, truncated = torch.rand(2, NUM_ROWS) < 0.1
+    at_32 = (torch.arange(NUM_ROWS) - 50) % 32 == 31  # the last step of a warp, of windows at the first row
+    never = truncated & False
+    for n, terminated, ends, gamma in (
+        (1, often, None, 0.9),
+        (3, often, truncated, 0.99),
+        (300, often, never, 1.0),
+        (5, often, truncated, 0.0),
+        (31, never, None, 0.99),  # about the lanes of a warp
+        (32, never, never, 0.98),
+        (33, at_32, never, 0.97),
+        (300, at_32, None, 0.99),
+        (64, never, at_32, 1.0),
     ):
         results = []
         for ops in (reference, native):

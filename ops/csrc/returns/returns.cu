@@ -1,5 +1,5 @@
-// Sums of rewards: a thread for each trajectory or sample, because the order of the additions is
-// part of the result.
+// Sums of rewards: a warp for each trajectory or sample. Its lanes load at once; they add one after
+// the other, because the order of the additions is part of the result.
 #include "common/convert.h"
 #include "common/launch_cuda.h"
 #include "common/window.h"
@@ -8,48 +8,96 @@
 namespace gear::cuda {
 namespace {
 
+constexpr int kGroup = 8;
+
+// The values of kGroup lanes from `first` on, in every lane.
+__device__ void ShareGroup(double value, int first, double (&group)[kGroup]) {
+#pragma unroll
+  for (int i = 0; i < kGroup; ++i) group[i] = __shfl_sync(kAllLanes, value, first + i);
+}
+
+// Adds a warp's values to a sum one after the other, lane 0 first. Lane i gets the sum up to its
+// own value. Never fused, with any compiler flags, and in this order, as on the CPU: every lane
+// repeats the additions. The shuffles of a group are given out before the additions of the one
+// ahead of it, so that only the latency of an addition counts for each value.
+__device__ double SumInOrder(double* sum, double value) {
+  const int lane = LaneOfWarp();
+  double own = 0, now[kGroup], next[kGroup] = {};
+  ShareGroup(value, 0, now);
+#pragma unroll
+  for (int first = 0; first < kWarp; first += kGroup) {
+    if (first + kGroup < kWarp) ShareGroup(value, first + kGroup, next);
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      *sum = __dadd_rn(*sum, now[i]);
+      if (lane == first + i) own = *sum;
+      now[i] = next[i];
+    }
+  }
+  return own;
+}
+
+// A warp for each trajectory: 32 rewards at a time, the last one first, and those of the next turn
+// under way while they are added.
 template <typename T>
 __global__ void SuffixSumKernel(const T* __restrict__ reward, const int64_t* __restrict__ extents,
                                 int64_t num_extents, int64_t num_rows, float* __restrict__ out) {
-  for (int64_t i = GlobalThread(); i < num_extents; i += GlobalThreads()) {
+  const int lane = LaneOfWarp();
+  for (int64_t i = GlobalThread() / kWarp; i < num_extents; i += GlobalThreads() / kWarp) {
     const int64_t first = extents[2 * i], steps = extents[2 * i + 1];
     Require(first >= 0 && steps >= 0 && steps <= num_rows - first);
-    double sum = 0;
-    for (int64_t row = first + steps - 1; row >= first; --row) {
-      sum += Load<double>(reward[row]);
-      out[row] = Store<float, double>::From(sum);
+    int64_t row = first + steps - 1 - lane;
+    // After the first row nothing is added to what counts: the sums of lanes there are not kept.
+    double sum = 0, value = row >= first ? Load<double>(reward[row]) : 0;
+    for (int64_t left = steps; left > 0; left -= kWarp) {
+      const int64_t next = row - kWarp;
+      const double following = next >= first ? Load<double>(reward[next]) : 0;
+      const double own = SumInOrder(&sum, value);
+      if (row >= first) out[row] = Store<float, double>::From(own);
+      row = next, value = following;
     }
   }
 }
 
+// A warp for each sample, a lane for each step of its window: all are loaded at once, also those
+// after its end.
 template <typename T>
 __global__ void NStepKernel(const T* __restrict__ reward, const NStep n_step, int64_t num_rows,
                             const Resolution* __restrict__ resolutions, int64_t count,
                             float* __restrict__ returns, float* __restrict__ discount,
                             int64_t* __restrict__ steps) {
-  for (int64_t i = GlobalThread(); i < count; i += GlobalThreads()) {
+  const int lane = LaneOfWarp();
+  for (int64_t i = GlobalThread() / kWarp; i < count; i += GlobalThreads() / kWarp) {
     const Resolution r = resolutions[i];
-    if (IsNoSample(r)) {
-      returns[i] = discount[i] = 0.0f;
-      steps[i] = 0;
-      continue;
-    }
-    Require(IsAnchored(r));
-    const int64_t most = Min(n_step.n, r.num_steps - r.anchor), first = r.first_row + r.anchor;
-    Require(IsInside(r.first_row, r.anchor, r.anchor + most, num_rows));
     double sum = 0;
-    bool terminated = false, stop = false;
+    bool is_terminated = false;
     int64_t k = 0;
-    while (k < most && !stop) {
-      const int64_t row = first + k;
-      // Never fused, with any compiler flags: two roundings, as on the CPU.
-      sum = __dadd_rn(sum, __dmul_rn(n_step.powers[k], Load<double>(reward[row])));
-      terminated = n_step.terminated[row];
-      stop = terminated || (n_step.truncated != nullptr && n_step.truncated[row]);
-      ++k;
+    if (!IsNoSample(r)) {
+      Require(IsAnchored(r));
+      const int64_t most = Min(n_step.n, r.num_steps - r.anchor), first = r.first_row + r.anchor;
+      Require(IsInside(r.first_row, r.anchor, r.anchor + most, num_rows));
+      for (bool is_end = false; k < most && !is_end;) {
+        const bool is_step = k + lane < most;
+        const int64_t row = first + k + lane;
+        const double power = is_step ? n_step.powers[k + lane] : 0;
+        const double value = is_step ? Load<double>(reward[row]) : 0;
+        const bool terminated = is_step && n_step.terminated[row];
+        const bool truncated = is_step && n_step.truncated != nullptr && n_step.truncated[row];
+        const unsigned ends = __ballot_sync(kAllLanes, terminated || truncated);
+        const int end = ends != 0 ? __ffs(static_cast<int>(ends)) : kWarp;  // after the last step
+        const auto now = static_cast<int>(Min<int64_t>(end, most - k));
+        // Never fused, with any compiler flags: two roundings, as on the CPU.
+        const double term = __dmul_rn(power, value);
+        for (int step = 0; step < now; ++step)
+          sum = __dadd_rn(sum, __shfl_sync(kAllLanes, term, step));
+        is_end = ends != 0;
+        is_terminated = is_end && __shfl_sync(kAllLanes, terminated, end - 1);
+        k += now;
+      }
     }
+    if (lane != 0) continue;
     returns[i] = Store<float, double>::From(sum);
-    discount[i] = terminated ? 0.0f : static_cast<float>(n_step.powers[k]);
+    discount[i] = is_terminated || IsNoSample(r) ? 0.0f : static_cast<float>(n_step.powers[k]);
     steps[i] = k;
   }
 }
@@ -86,7 +134,7 @@ void SuffixSum(const void* reward, int64_t dtype, const int64_t* extents, int64_
                int64_t num_rows, float* out, void* stream) {
   if (num_extents == 0) return;
   WithReward(reward, dtype, [&](const auto* rewards) {
-    SuffixSumKernel<<<Blocks(num_extents), kThreads, 0, AsStream(stream)>>>(
+    SuffixSumKernel<<<Blocks(num_extents * kWarp), kThreads, 0, AsStream(stream)>>>(
         rewards, extents, num_extents, num_rows, out);
   });
   CheckLaunch("SuffixSum");
@@ -96,7 +144,7 @@ void NStepReturn(const NStep& n_step, int64_t num_rows, const Resolution* resolu
                  int64_t count, float* returns, float* discount, int64_t* steps, void* stream) {
   if (count == 0) return;
   WithReward(n_step.reward, n_step.dtype, [&](const auto* rewards) {
-    NStepKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(
+    NStepKernel<<<Blocks(count * kWarp), kThreads, 0, AsStream(stream)>>>(
         rewards, n_step, num_rows, resolutions, count, returns, discount, steps);
   });
   CheckLaunch("NStepReturn");
