@@ -2,7 +2,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include "common/host_device.h"
+#include "common/launch_cuda.h"
 
 namespace gear::cuda {
 
@@ -11,36 +11,57 @@ struct Lane {
   int index, team;
 };
 
-// Lanes of a team that copies so many bytes: about 32 each.
-GEAR_HOST_DEVICE int TeamOf(int64_t bytes, int most) {
+inline constexpr int kLine = 128, kVectorBytes = 16;  // bytes of a line of the caches, of a vector
+
+inline constexpr int kMostVectors = 0x7FFFFFFF - 4096;  // of a copy, so that an index is an int
+
+// Lanes of a team that copies so many bytes, `each` a lane.
+GEAR_HOST_DEVICE int TeamOf(int64_t bytes, int64_t each, int most) {
   int team = 4;
-  while (team < most && team * 32 < bytes) team *= 2;
+  while (team < most && team * each < bytes) team *= 2;
   return team;
+}
+
+// Lanes of a team that has the loads of all of a copy under way at once: four vectors a lane, in
+// lines that the first one does not begin.
+GEAR_HOST_DEVICE int TeamOfCopy(int64_t bytes, int most) {
+  return TeamOf(bytes + kLine - kVectorBytes, 4 * kVectorBytes, most);
 }
 
 // Copies `count` items by `load` and `store`, kInFlight of each lane at once: all their loads are
 // issued before the first store, which would wait for its own load and so hold back the others.
 // Items that do not exist are skipped one by one, so a lane with two items has both loads under
-// way.
+// way. `lead`: items that lanes leave out in front of the first one.
 template <int kInFlight, typename Load, typename Store>
-__device__ void CopyItems(int64_t count, Lane lane, const Load& load, const Store& store) {
-  for (int64_t i = lane.index; i < count; i += kInFlight * lane.team) {
+__device__ void CopyItems(int count, int lead, Lane lane, const Load& load, const Store& store) {
+  const auto is_item = [&](int i) {  // neither in front of the first one nor after the last
+    return static_cast<unsigned>(i) < static_cast<unsigned>(count);
+  };
+  for (int i = lane.index - lead; i < count; i += kInFlight * lane.team) {
     decltype(load(i)) parts[kInFlight] = {};
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k)
-      if (i + k * lane.team < count) parts[k] = load(i + k * lane.team);
+      if (is_item(i + k * lane.team)) parts[k] = load(i + k * lane.team);
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k)
-      if (i + k * lane.team < count) store(i + k * lane.team, parts[k]);
+      if (is_item(i + k * lane.team)) store(i + k * lane.team, parts[k]);
   }
+}
+
+// Vectors of a line in front of an address. Lanes leave them out, so that eight neighbouring ones
+// read one line: over PCIe each line is then one request, which has the least overhead a byte.
+// Source: Min et al., "EMOGI: efficient memory-access for out-of-memory graph-traversal in GPUs",
+// VLDB 2021.
+__device__ inline int LeadOf(const uint4* from) {
+  return static_cast<int>(reinterpret_cast<uintptr_t>(from) & (kLine - 1)) / kVectorBytes;
 }
 
 // Both aligned to 16 bytes. The rows are read once, so they are not kept in the caches.
 __device__ inline void CopyAligned(const uint4* __restrict__ from, uint4* __restrict__ to,
-                                   int64_t count, Lane lane) {
+                                   int count, Lane lane) {
   CopyItems<4>(
-      count, lane, [&](int64_t i) { return __ldcs(from + i); },
-      [&](int64_t i, uint4 part) { to[i] = part; });
+      count, LeadOf(from), lane, [&](int i) { return __ldcs(from + i); },
+      [&](int i, uint4 part) { to[i] = part; });
 }
 
 // The 16 bytes that begin `kWords` words and `bits` bits into two neighbouring vectors.
@@ -57,13 +78,13 @@ __device__ uint4 Join(uint4 low, uint4 high, unsigned bits) {
 // Whole vectors are read, one more than are written.
 template <int kWords>
 __device__ void CopyShifted(const uint4* __restrict__ from, unsigned bits, uint4* __restrict__ to,
-                            int64_t count, Lane lane) {
+                            int count, Lane lane) {
   struct Pair {
     uint4 low, high;
   };
   CopyItems<2>(
-      count, lane, [&](int64_t i) { return Pair{from[i], from[i + 1]}; },
-      [&](int64_t i, Pair pair) { to[i] = Join<kWords>(pair.low, pair.high, bits); });
+      count, LeadOf(from), lane, [&](int i) { return Pair{from[i], from[i + 1]}; },
+      [&](int i, Pair pair) { to[i] = Join<kWords>(pair.low, pair.high, bits); });
 }
 
 // `end`: of the memory that `from` points into. Nothing after it is read; bytes before `from`, down
@@ -76,12 +97,14 @@ __device__ inline void CopyBytes(const char* from, const char* end, char* to, in
   auto* target = reinterpret_cast<uint4*>(to + head);
   const auto* source = reinterpret_cast<const uint4*>(begin - offset);
   const unsigned bits = (offset & 3) * 8;
-  int64_t vectors = (bytes - head) >> 4;
-  if (offset != 0) vectors = Clamp<int64_t>(((end - begin + offset) >> 4) - 1, 0, vectors);
-  const auto place = [&](int64_t i) { return i < head ? i : i + (vectors << 4); };
+  int64_t whole = (bytes - head) >> 4;
+  if (offset != 0) whole = Clamp<int64_t>(((end - begin + offset) >> 4) - 1, 0, whole);
+  Require(whole <= kMostVectors);
+  const auto vectors = static_cast<int>(whole);
+  const auto place = [&](int i) { return i < head ? i : i + (whole << 4); };
   CopyItems<4>(  // the bytes before and after the vectors
-      bytes - (vectors << 4), lane, [&](int64_t i) { return from[place(i)]; },
-      [&](int64_t i, char byte) { to[place(i)] = byte; });
+      static_cast<int>(bytes - (whole << 4)), 0, lane, [&](int i) { return from[place(i)]; },
+      [&](int i, char byte) { to[place(i)] = byte; });
   if (offset == 0)
     CopyAligned(source, target, vectors, lane);
   else if (offset < 4)

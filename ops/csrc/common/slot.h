@@ -46,9 +46,11 @@ GEAR_HOST_DEVICE bool IsNoSample(const Resolution& r) {
 // Of trajectories, offsets and lengths, so that no sum of them overflows.
 inline constexpr int64_t kMostSteps = int64_t{1} << 40;
 
-GEAR_HOST_DEVICE bool IsAnchored(const Resolution& r) {
-  return r.num_steps >= 1 && r.num_steps <= kMostSteps && r.anchor >= 0 && r.anchor < r.num_steps;
+GEAR_HOST_DEVICE bool IsAnchored(int64_t num_steps, int64_t anchor) {
+  return num_steps >= 1 && num_steps <= kMostSteps && anchor >= 0 && anchor < num_steps;
 }
+
+GEAR_HOST_DEVICE bool IsAnchored(const Resolution& r) { return IsAnchored(r.num_steps, r.anchor); }
 
 // The new priority of a trajectory, or of one of its steps.
 struct PriorityUpdate {

@@ -141,7 +141,7 @@ struct ConvertedElements {
   }
 };
 
-inline constexpr int64_t kMostConverted = (int64_t{1} << 31) - 64;  // elements of a run
+inline constexpr int64_t kMostElements = (int64_t{1} << 31) - 4096;  // of a window
 
 // Where a run of bytes lies in a column that ends at `end`; `lead`: bytes in front of it.
 __device__ inline Source SourceOf(const char* from, int64_t bytes, const char* end, int lead) {

@@ -1,13 +1,15 @@
 // Gather: one launch for all fields of a batch, or several launches of some samples each, where
 // blocks must be few and short. Every field has its own blocks, with a team of lanes for each
-// window.
+// window. A launch without conversions is a kernel of fewer registers, so that more windows are
+// under way.
 #include "common/launch_cuda.h"
 #include "gather/gather_cuda.h"
 
 namespace gear::cuda {
 namespace {
 
-inline constexpr int kMostFields = 16;  // of a launch
+inline constexpr int kMostFields = 16;            // of a launch
+inline constexpr int64_t kMostSamples = 1 << 30;  // so that an index of samples is an int
 
 // Bytes of a launch of few blocks: it ends after 0.1 to 0.2 ms at the 35 to 50 GB/s of PCIe 5, and
 // then its multiprocessors are free for others. At least eight windows of any size: each may keep
@@ -31,18 +33,18 @@ struct Batch {
   const Resolution* resolutions;
   const int64_t* n_steps;
   const int64_t* order;
-  int64_t count;        // of all samples
-  int64_t first, last;  // of the order, that this launch takes
+  int count;        // of all samples
+  int first, last;  // of the order, that this launch takes
   uint64_t* counters;
   uint64_t rows, bytes;  // that the tasks write
 };
 static_assert(sizeof(Batch) <= 4096, "parameters of a kernel hold 4 KiB on every device");
 
-__device__ int64_t SampleAt(const Batch& batch, int64_t k) {
+__device__ int SampleAt(const Batch& batch, int k) {
   if (batch.order == nullptr) return k;
   const int64_t sample = batch.order[k];
   Require(sample >= 0 && sample < batch.count);
-  return sample;
+  return static_cast<int>(sample);
 }
 
 __device__ Window WindowOf(const Batch& batch, const Field& field, int64_t sample) {
@@ -57,7 +59,7 @@ __device__ uint64_t Compute(const Batch& batch, const Task& task, int64_t thread
   const int64_t length = field.part.count;
   uint64_t real = 0;
   for (int64_t i = batch.first * length + thread; i < batch.last * length; i += threads) {
-    const int64_t sample = SampleAt(batch, i / length), t = i % length;
+    const int64_t sample = SampleAt(batch, static_cast<int>(i / length)), t = i % length;
     const Resolution r = batch.resolutions[sample];
     const Span span =
         Cut(Bounds(WindowOf(batch, field, sample), r.anchor, r.num_steps), field.part);
@@ -138,9 +140,8 @@ __device__ void Convert(const Task& task, const Read& read, Lane lane) {
   ConvertWindow(field, task.held, read, lane, write);
 }
 
-__device__ void Write(const Task& task, const Read& read, Lane lane) {
-  if (task.kind == kConverts) return Convert(task, read, lane);
-  CopyWindow(task.field, task.held, read, lane);
+// Before the copy, as in Convert.
+__device__ void PadCopied(const Task& task, const Read& read, Lane lane) {
   switch (task.kind) {  // only the size of an element matters
     case kCopies1:
       return PadWindow<SameElements<uint8_t>>(task.field, task.pad, read, lane);
@@ -153,59 +154,92 @@ __device__ void Write(const Task& task, const Read& read, Lane lane) {
   }
 }
 
+template <bool kHasConversions>
+__device__ void Write(const Task& task, const Read& read, Lane lane) {
+  if constexpr (kHasConversions) {
+    if (task.kind == kConverts) return Convert(task, read, lane);
+  }
+  if (read.span.end - read.span.begin != task.field.part.count) PadCopied(task, read, lane);
+  CopyWindow(task.field, task.held, read, lane);
+}
+
 // Pads all of a sample that is none: byte by byte, as it is rare.
 __device__ void PadSample(const Task& task, int64_t sample, Lane lane) {
   const Field& field = task.field;
   const int64_t rows = field.part.count, bytes = rows * field.elements * field.to_bytes;
   char* out = static_cast<char*>(field.out) + sample * bytes;
   for (int64_t i = lane.index; i < bytes; i += lane.team)
-    out[i] = static_cast<char>(task.pad >> (i % field.to_bytes * 8));
+    out[i] = static_cast<char>(task.pad >> ((i & (field.to_bytes - 1)) * 8));
   if (field.mask == nullptr) return;
   for (int64_t t = lane.index; t < rows; t += lane.team) field.mask[sample * rows + t] = false;
 }
 
-// Windows of a column: a team of lanes for each. Returns the real rows, in the first lanes.
-__device__ uint64_t Gather(const Batch& batch, const Task& task, int64_t thread, int64_t threads) {
+// What is read of a sample's record, one sample ahead.
+struct Record {
+  int sample;
+  int64_t first_row, num_steps, anchor;  // first_row: of a row of trajectories its slot
+};
+
+__device__ Record RecordOf(const Batch& batch, const Field& field, int sample) {
+  const Resolution& r = batch.resolutions[sample];
+  const bool is_single = field.source == cpu::kTrajectoryRow;
+  return {sample, is_single ? r.slot : r.first_row, r.num_steps, r.anchor};
+}
+
+// Windows of a column: a team of lanes for each. Without conversions, which leave no registers for
+// it, the record of the next one is under way while one is copied. Returns the real rows, in the
+// first lanes.
+template <bool kHasConversions>
+__device__ unsigned Gather(const Batch& batch, const Task& task, int64_t thread, int64_t threads) {
   const Field& field = task.field;
   const Lane lane{static_cast<int>(threadIdx.x) & (task.team - 1), task.team};
   const int64_t length = field.part.count;
-  uint64_t real = 0;
-  for (int64_t k = batch.first + thread / task.team; k < batch.last; k += threads / task.team) {
-    const int64_t sample = SampleAt(batch, k);
-    const Resolution r = batch.resolutions[sample];
-    if (IsNoSample(r)) {
-      PadSample(task, sample, lane);
+  const auto teams = static_cast<int>(threads / task.team);
+  unsigned real = 0;  // a team has several windows only where there are many
+  int k = batch.first + static_cast<int>(thread / task.team);
+  if (k >= batch.last) return 0;
+  Record ahead = RecordOf(batch, field, SampleAt(batch, k));
+  for (; k < batch.last; k += teams) {
+    const Record r = kHasConversions ? RecordOf(batch, field, SampleAt(batch, k)) : ahead;
+    if (!kHasConversions && k + teams < batch.last)
+      ahead = RecordOf(batch, field, SampleAt(batch, k + teams));
+    if (r.num_steps == 0 && IsNoSample(batch.resolutions[r.sample])) {
+      PadSample(task, r.sample, lane);
       continue;
     }
-    Read read{sample, r.slot, {0, 1, 0, 0, 0}};
+    Read read{r.sample, r.first_row, {0, 1, 0, 0, 0}};
     if (field.source != cpu::kTrajectoryRow) {
-      Require(IsAnchored(r));
+      Require(IsAnchored(r.num_steps, r.anchor));
       const int64_t held = r.num_steps + (field.source == cpu::kStepRowsPlusOne ? 1 : 0);
-      read.span = Cut(Bounds(WindowOf(batch, field, sample), r.anchor, held), field.part);
-      read.first_row = r.first_row;
+      read.span = Cut(Bounds(WindowOf(batch, field, r.sample), r.anchor, held), field.part);
     }
     const Span& span = read.span;
     Require(IsInside(read.first_row, span, length, field.pad, task.held));
     const int64_t rows = span.end - span.begin;
     if (field.mask != nullptr)
       for (int64_t t = lane.index; t < length; t += lane.team)
-        field.mask[sample * length + t] = t >= span.place && t < span.place + rows;
-    if (lane.index == 0) real += static_cast<uint64_t>(rows);
-    Write(task, read, lane);
+        field.mask[r.sample * length + t] = t >= span.place && t < span.place + rows;
+    if (lane.index == 0) real += static_cast<unsigned>(rows);
+    Write<kHasConversions>(task, read, lane);
   }
   return real;
 }
 
-// Three blocks a multiprocessor: as many as keep its memory busy, in registers enough for every
-// pair.
-__global__ void __launch_bounds__(kThreads, 3) GatherKernel(const __grid_constant__ Batch batch) {
+// Of a multiprocessor: as many as keep its memory busy, in registers enough for every pair of types
+// (80), or for copies (64).
+constexpr int BlocksOf(bool has_conversions) { return has_conversions ? 3 : 4; }
+
+template <bool kHasConversions>
+__global__ void __launch_bounds__(kThreads, BlocksOf(kHasConversions))
+    GatherKernel(const __grid_constant__ Batch batch) {
   int t = 0;
   while (t + 1 < batch.num_tasks && blockIdx.x >= batch.tasks[t + 1].first_block) ++t;
   const Task& task = batch.tasks[t];
   const int64_t thread = int64_t{blockIdx.x - task.first_block} * kThreads + threadIdx.x;
   const int64_t threads = int64_t{task.num_blocks} * kThreads;
-  const uint64_t real = SumOfWarp(task.kind == kComputes ? Compute(batch, task, thread, threads)
-                                                         : Gather(batch, task, thread, threads));
+  const uint64_t real = SumOfWarp(
+      task.kind == kComputes ? Compute(batch, task, thread, threads)
+                             : uint64_t{Gather<kHasConversions>(batch, task, thread, threads)});
   if (threadIdx.x % kWarp == 0 && real != 0) AtomicAdd(batch.counters, real);
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     batch.counters[1] += batch.rows;
@@ -267,9 +301,11 @@ int64_t BytesOf(const Field* fields, int num_fields) {
 Task TaskOf(const Field& field, int64_t held) {
   const int kind = KindOf(field);
   const int64_t elements = field.part.count * field.elements;
-  if (kind == kConverts && Max(elements, field.period) > kMostConverted)
-    throw std::runtime_error("gear: a window that is converted must have fewer elements");
-  return {field, held, PadOf(field), kind, TeamOf(BytesOf(field), kThreads), 0, 0};
+  if (Max(elements, field.period) > kMostElements)
+    throw std::runtime_error("gear: a window must have fewer than 2^31 elements");
+  const int64_t bytes = BytesOf(field);
+  const int team = kind == kConverts ? TeamOf(bytes, 32, kThreads) : TeamOfCopy(bytes, kThreads);
+  return {field, held, PadOf(field), kind, team, 0, 0};
 }
 
 // Samples of a launch: all, or those of about kLaunchBytes where blocks are to be few. Launches are
@@ -292,10 +328,12 @@ int64_t ShareOf(int64_t bytes, int64_t all_bytes, int64_t most_blocks, int num_f
 void Launch(Batch* batch, int64_t bytes, int64_t most_blocks, void* stream) {
   const int64_t samples = batch->last - batch->first;
   unsigned blocks = 0;
+  bool has_conversions = false;
   batch->rows = batch->bytes = 0;
   for (int t = 0; t < batch->num_tasks; ++t) {
     Task& task = batch->tasks[t];
     const Field& field = task.field;
+    has_conversions |= task.kind == kConverts;
     task.first_block = blocks;
     task.num_blocks = Blocks(samples * (task.kind == kComputes ? field.part.count : task.team));
     if (most_blocks > 0) {
@@ -307,7 +345,11 @@ void Launch(Batch* batch, int64_t bytes, int64_t most_blocks, void* stream) {
     batch->bytes +=
         static_cast<uint64_t>(samples * field.part.count * field.elements * field.to_bytes);
   }
-  GatherKernel<<<blocks, kThreads, 0, AsStream(stream)>>>(*batch);
+  if (has_conversions) {
+    GatherKernel<true><<<blocks, kThreads, 0, AsStream(stream)>>>(*batch);
+  } else {
+    GatherKernel<false><<<blocks, kThreads, 0, AsStream(stream)>>>(*batch);
+  }
   CheckLaunch("Gather");
 }
 
@@ -317,20 +359,21 @@ void Gather(const Field* fields, const int64_t* held, int64_t num_fields,
             const Resolution* resolutions, const int64_t* n_steps, const int64_t* order,
             int64_t count, int64_t most_blocks, int64_t* counters, void* stream) {
   if (count == 0) return;
+  if (count > kMostSamples) throw std::runtime_error("gear: a gather must have fewer samples");
   for (int64_t first = 0; first < num_fields; first += kMostFields) {
     Batch batch{};
     batch.num_tasks = static_cast<int>(Min<int64_t>(num_fields - first, kMostFields));
     batch.resolutions = resolutions;
     batch.n_steps = n_steps;
     batch.order = order;
-    batch.count = count;
+    batch.count = static_cast<int>(count);
     batch.counters = reinterpret_cast<uint64_t*>(counters);
     for (int t = 0; t < batch.num_tasks; ++t)
       batch.tasks[t] = TaskOf(fields[first + t], held[first + t]);
     const int64_t bytes = BytesOf(fields + first, batch.num_tasks);
     const int64_t samples = SamplesOf(count, bytes, most_blocks);
     for (; batch.first < count; batch.first = batch.last) {
-      batch.last = Min(batch.first + samples, count);
+      batch.last = static_cast<int>(Min(batch.first + samples, count));
       Launch(&batch, bytes, most_blocks, stream);
     }
   }

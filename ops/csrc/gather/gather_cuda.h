@@ -31,13 +31,17 @@ __device__ void PadWindow(const Field& field, uint64_t pad, const Read& read, La
   memcpy(&value, &pad, sizeof value);
   const auto* column = static_cast<const typename Elements::From*>(field.column);
   const Span& span = read.span;
-  const int64_t real = span.end - span.begin, length = field.part.count;
-  const int64_t front = span.place * field.elements;
+  const int64_t length = field.part.count;
+  // A window has fewer than 2^31 elements.
+  const auto elements = static_cast<int>(field.elements);
+  const int real = static_cast<int>(span.end - span.begin) * elements;
+  const int padded = static_cast<int>(length) * elements - real;
+  const int front = static_cast<int>(span.place) * elements;
   auto* out = static_cast<To*>(field.out) + read.sample * length * field.elements;
-  for (int64_t i = lane.index; i < (length - real) * field.elements; i += lane.team) {
-    To* to = out + (i < front ? i : i + real * field.elements);
+  for (int i = lane.index; i < padded; i += lane.team) {
+    To* to = out + (i < front ? i : i + real);
     if (field.pad == kPadEdge) {
-      const int64_t step = i < front ? span.before : span.after, element = i % field.elements;
+      const int64_t step = i < front ? span.before : span.after, element = i % elements;
       *to = Elements::At(field, column + (read.first_row + step) * field.elements, element,
                          field.period > 1 ? element : 0);
     } else {

@@ -141,7 +141,7 @@ __global__ void CopyRowsKernel(const Plan plan, const Where where) {
     const int64_t pieces = (row_bytes + kPieceBytes - 1) / kPieceBytes;
     const int64_t cell = plan.GroupOf(c) * peers, first = plan.first_rows[cell];
     const int64_t work = (plan.first_rows[cell + peers] - first) * pieces;
-    const int team = TeamOf(row_bytes, kWarp);
+    const int team = TeamOfCopy(row_bytes, kWarp);
     const Lane lane{static_cast<int>(threadIdx.x) & (team - 1), team};
     for (int64_t i = GlobalThread() / team; i < work; i += GlobalThreads() / team) {
       const int64_t row = first + i / pieces, skip = i % pieces * kPieceBytes;

@@ -142,6 +142,39 @@ def sass(cubin: Path) -> str:
     return subprocess.run([tool, "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
 
 
+# Registers of a thread, of 65,536 of a multiprocessor: so many that the blocks that a design counts on fit.
+MOST_REGISTERS = {
+    "GatherKernelILb0": 65_536 // (4 * 256),  # copies: four blocks
+    "GatherKernelILb1": 65_536 // (3 * 256),  # conversions: three
+    "AddKernel": 65_536 // 1024,  # one block of 1,024 threads
+    "UpdateKernel": 65_536 // 1024,
+}
+
+
+@needs_nvcc
+def test_kernels_have_registers_for_their_blocks(objects: tuple[Path, str]) -> None:
+    if release() != JUDGED:
+        pytest.skip(f"nvcc {release()} is not judged")
+    used = re.findall(r"Compiling entry function '(\S+)'[^\n]*\n(?:.*\n)*?.*Used (\d+) registers", objects[1])
+    for kernel, most in MOST_REGISTERS.items():
+        found = [int(registers) for name, registers in used if kernel in name]
+        assert len(found) == len(ARCHITECTURES), kernel
+        assert max(found) <= most, (kernel, found)
+
+
+@needs_nvcc
+def test_the_kernel_of_copies_converts_nothing(tmp_path: Path) -> None:
+    """So its registers are those of copies alone."""
+    ptx = tmp_path / "gather.ptx"
+    flags = [flag for flag in builder_flags() if not flag.startswith("-gencode")]
+    nvcc(*flags, f"-I{CSRC}", "-arch=sm_90", "-ptx", str(CSRC / "gather/gather.cu"), "-o", str(ptx))
+    bodies = re.split(r"\.entry ", ptx.read_text())
+    copies, converts = (next(b for b in bodies if f"GatherKernelILb{i}" in b[:200]) for i in (0, 1))
+    floating = r"cvt[.\w]*\.(?:f16|bf16|f32|f64)|(?:mul|sub)[.\w]*\.f(?:32|64)"
+    assert re.search(floating, converts)
+    assert not re.search(floating, copies)
+
+
 @needs_nvcc
 @pytest.mark.parametrize("form", ["ptx", "cubin"])
 @pytest.mark.parametrize("kernel", ["gather/gather.cu", "ring/scatter.cu", "rows/rows.cu"])
