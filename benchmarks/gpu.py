@@ -35,7 +35,7 @@ BLOCKS, BLOCK_S = 9, 0.05
 Figure = Callable[[], Iterator[Row]]
 
 
-FIGURES = ("gather", "selection", "steps", "host", "replay", "examples", "hopper")
+FIGURES = ("gather", "selection", "steps", "online", "host", "replay", "examples", "hopper")
 
 
 def figures(clock: Clock, is_smoke: bool, tables: Sequence[str] = gpu_host_table.TABLES) -> dict[str, Figure]:
@@ -54,6 +54,7 @@ def figures(clock: Clock, is_smoke: bool, tables: Sequence[str] = gpu_host_table
         "gather": lambda: gpu_device_table.gathers(clock, device),
         "selection": lambda: gpu_device_table.selection(clock, device),
         "steps": lambda: gpu_device_table.steps(clock, device),
+        "online": lambda: gpu_device_table.online(clock, device),
         "host": lambda: gpu_host_table.collections(clock, host),
         "replay": lambda: gpu_replay.replays(clock, host),
         "examples": lambda: gpu_programs.turns(clock.device, is_smoke),

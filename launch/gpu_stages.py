@@ -199,6 +199,7 @@ def stage_a(here: Machine) -> list[Wave]:
                 "gather",
                 "selection",
                 "steps",
+                "online",
                 limit_s=150,
                 smoke=("--figures", "steps"),
             )
@@ -321,6 +322,7 @@ def stage_c(here: Machine) -> list[Wave]:
                 "gather",
                 "selection",
                 "steps",
+                "online",
                 "host",
                 "--tables",
                 "small",
