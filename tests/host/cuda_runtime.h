@@ -209,12 +209,11 @@ inline void __syncthreads() {
 // Meets the other lanes of the warp.
 inline void __syncwarp() { gear_host::Yield(); }
 
-inline void __threadfence() {}
-
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline double __dadd_rn(double a, double b) { return a + b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
+inline void __threadfence() {}
 [[noreturn]] inline void __trap() { throw gear_host::Trap(); }
 
 template <typename T>

@@ -91,19 +91,15 @@ struct Changes {
 
 // The ring before and after an add.
 struct Advanced {
-  int64_t old_head, old_next, tail, head, next;
+  int64_t old_head, old_next, tail, oldest, head,
+      next;  // oldest: number of the first row of `tail`
 };
-
-// Of a trajectory that has been evicted, or is the oldest one.
-__device__ int64_t BeginOf(const Ring& ring, const RingShape& shape, const Advanced& to,
-                           int64_t id) {
-  return id < to.old_next ? ring.begins[id % shape.num_slots] : to.old_head;
-}
 
 __device__ Changes ChangesOf(const Ring& ring, const RingShape& shape, bool by_row,
                              const Advanced& to, int64_t stays) {
   if (!by_row) return {to.tail, stays, to.old_next, to.next};
-  return {BeginOf(ring, shape, to, to.tail), BeginOf(ring, shape, to, stays), to.old_head, to.head};
+  const int64_t begin = stays < to.old_next ? ring.begins[stays % shape.num_slots] : to.old_head;
+  return {to.oldest, begin, to.old_head, to.head};
 }
 
 // By one thread: the state after an add.
@@ -116,7 +112,9 @@ __device__ Advanced Place(const Ring& ring, const RingShape& shape, const int64_
                           int64_t count, Placed* placed, WarpSums* sums) {
   const int lane = LaneOfWarp(), warp = static_cast<int>(threadIdx.x) / kWarp;
   const int64_t* state = ring.state;
-  Advanced to{state[kRingHead], state[kRingNext], state[kRingTail], 0, 0};
+  Advanced to{state[kRingHead], state[kRingNext], state[kRingTail], 0, 0, 0};
+  // Used after the scan: it is under way meanwhile.
+  to.oldest = to.tail < to.old_next ? ring.begins[to.tail % shape.num_slots] : to.old_head;
   int64_t head = to.old_head, next = to.old_next;
   uint64_t refused = 0;
   for (int64_t first = 0; first < count; first += blockDim.x) {
@@ -308,7 +306,7 @@ __global__ void MendKernel(const Ring ring, const TreeShape tree, int level, int
 __device__ int64_t Evict(const Ring& ring, const RingShape& shape, const Advanced& to,
                          WarpSums* sums) {
   // Each has a row at least, so begins ascend by one or more: no later one can be evicted.
-  const int64_t by_rows = to.head - shape.num_rows - BeginOf(ring, shape, to, to.tail);
+  const int64_t by_rows = to.head - shape.num_rows - to.oldest;
   const int64_t end =
       Min(to.old_next, Max(to.tail + Max<int64_t>(by_rows, 0), to.next - shape.num_slots));
   uint64_t steps = 0;  // modulo 2^64
@@ -331,14 +329,18 @@ __global__ void __launch_bounds__(kMostPlacers)
               const int64_t* __restrict__ lengths, int64_t count, int64_t initial, int team,
               int64_t num_items, Placed* placed) {
   __shared__ WarpSums sums;
+  __shared__ Changes changes;  // not in registers, of which the tree needs all
   const Advanced to = Place(ring, shape, lengths, count, placed, &sums);
   __syncthreads();  // the sums are read above
   const int64_t stays = Evict(ring, shape, to, &sums);
-  const Changes changes = ChangesOf(ring, shape, rule.by_row, to, stays);
-  ClearItems(ring, changes, num_items, threadIdx.x, blockDim.x);
-  __syncthreads();  // what is cleared may be added again; begins and the state are read above
+  const Changes own = ChangesOf(ring, shape, rule.by_row, to, stays);
+  if (threadIdx.x == 0) {
+    changes = own;
+    SetPlaced(ring.state, to, stays);  // barriers ago all have read it
+  }
+  ClearItems(ring, own, num_items, threadIdx.x, blockDim.x);
+  __syncthreads();  // what is cleared may be added again; begins are read above
   Fill(ring, shape, rule, placed, count, initial, team, threadIdx.x, blockDim.x);
-  if (threadIdx.x == 0) SetPlaced(ring.state, to, stays);
   for (int level = 1; level < tree.levels; ++level) {
     __syncthreads();  // the level below is complete
     Mend(ring, tree, level, num_items, changes, threadIdx.x, blockDim.x);
