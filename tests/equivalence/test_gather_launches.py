@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,7 +82,7 @@ def test_without_a_bound_all_is_one_launch(
     fields, resolutions = fields_of_some_sizes(), resolutions_of(100, 12)
     n_steps = torch.zeros(100, dtype=torch.int64)
     check(reference, kernels_on_host, same_bits, fields, resolutions, n_steps, threads)
-    teams = [100, 100, 100 * 4 // 256 + 1, 100 * 10 // 256 + 1]
+    teams = [100, 100, 100 * 8 // 256 + 1, 100 * 10 // 256 + 1]
     assert launched() == [sum(teams)]
 
 
@@ -101,3 +103,19 @@ def test_an_order_is_checked_in_every_launch(kernels_on_host: Ops) -> None:
         order[place] = 100
         with pytest.raises(RuntimeError, match="leads outside"):
             gather(kernels_on_host, fields, resolutions, None, 8, order)
+
+
+@pytest.mark.parametrize(("elements", "length"), [(16, 20), (4, 5), (12, 3), (1000, 8)])
+@pytest.mark.parametrize("most", [0, 32])
+def test_eight_lanes_copy_a_line_whole(
+    host_library: Path, kernels_on_host: Ops, elements: int, length: int, most: int
+) -> None:
+    """Wherever a window begins: over PCIe each line is one request."""
+    take, vectors = ctypes.CDLL(str(host_library)).gear_host_streamed, (ctypes.c_size_t * 2)()
+    field = Field(random_bits(torch.float32, ROWS, elements), offset=-2, length=length)
+    assert field.column.data_ptr() % 16 == 0
+    take(vectors)
+    gather(kernels_on_host, [field], resolutions_of(50, 9 + length), None, most)
+    take(vectors)
+    assert vectors[0] > 50 * elements * length // 8  # of 4 float32, less those at both ends
+    assert vectors[1] == 0

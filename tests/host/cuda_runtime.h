@@ -130,6 +130,21 @@ extern "C" __attribute__((used)) inline size_t gear_host_launched(unsigned* bloc
   return count;
 }
 
+// Vectors that lanes have streamed, and those of them that do not lie in their line of 128 bytes as
+// the lane among its eight neighbours.
+inline size_t streamed = 0, astray = 0;
+
+inline void NoteVector(const void* from) {
+  ++streamed;
+  astray += (reinterpret_cast<uintptr_t>(from) / 16 - threadIdx.x) % 8 != 0;
+}
+
+// Gives both, since the last call.
+extern "C" __attribute__((used)) inline void gear_host_streamed(size_t* vectors) {
+  vectors[0] = streamed, vectors[1] = astray;
+  streamed = astray = 0;
+}
+
 // Blocks, warps and lanes run from the last to the first: what relies on their order shows.
 template <typename Body>
 void Launch(unsigned blocks, int threads, const Body& body) {
@@ -223,6 +238,7 @@ T __ldg(const T* from) {
 
 template <typename T>
 T __ldcs(const T* from) {
+  if (sizeof(T) == 16) gear_host::NoteVector(from);
   return *from;
 }
 

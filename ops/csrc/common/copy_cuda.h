@@ -23,9 +23,11 @@ GEAR_HOST_DEVICE int TeamOf(int64_t bytes, int64_t each, int most) {
 }
 
 // Lanes of a team that has the loads of all of a copy under way at once: four vectors a lane, in
-// lines that the first one does not begin.
+// lines that the first one does not begin. With half a line or less, four lanes do; else as many at
+// least as a line has vectors.
 GEAR_HOST_DEVICE int TeamOfCopy(int64_t bytes, int most) {
-  return TeamOf(bytes + kLine - kVectorBytes, 4 * kVectorBytes, most);
+  const int team = TeamOf(bytes + kLine - kVectorBytes, 4 * kVectorBytes, most);
+  return bytes <= kLine / 2 ? team : Max(team, kLine / kVectorBytes);
 }
 
 // Copies `count` items by `load` and `store`, kInFlight of each lane at once: all their loads are
