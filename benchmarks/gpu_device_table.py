@@ -114,7 +114,7 @@ def _card_gb_per_s(clock: Clock, sizes: Sizes) -> float:
 
 
 def _gathers_of(clock: Clock, sizes: Sizes, replay: DeviceReplay, card: float) -> Iterator[Row]:
-    gatherer, outs = replay._gatherer, [replay.new_batch() for _ in range(OUTS)]
+    gatherer, outs = replay._mixture.tables[0].gatherer, [replay.new_batch() for _ in range(OUTS)]
     records = []
     for _ in range(ROUNDS):
         replay.sample_(outs[0])
@@ -188,7 +188,7 @@ def selection(clock: Clock, sizes: Sizes) -> Iterator[Row]:
         def draw() -> None:
             for batch in batches:
                 assert batch.importance is not None
-                replay._selection.select_(batch.records, batch.importance)
+                replay._mixture.select_(batch.records, batch.importance)
 
         def update() -> None:
             for batch, priorities in zip(batches, values, strict=True):

@@ -37,7 +37,7 @@ class DevicePriorityLog:
             values = values.clone()
             transport.broadcast(values, reporter)
         if self._accumulation == 1:
-            self._mixture.update_(batch.records, values)
+            self._mixture.update_(batch.records, values, [0])
             return
         self._waiting[batch.micro] = (batch.records.clone(), values.clone())
         if batch.micro == self._accumulation - 1:
@@ -51,10 +51,12 @@ class DevicePriorityLog:
         self._apply()
 
     def _apply(self) -> None:
-        parts = [self._waiting[micro] for micro in sorted(self._waiting)]
+        reported = sorted(self._waiting)
+        parts = [self._waiting[micro] for micro in reported]
         self._waiting.clear()
         records = torch.stack([records for records, _ in parts], 1).reshape(-1, Resolution.NUM_WORDS)
-        self._mixture.update_(records, torch.stack([values for _, values in parts], 1).reshape(-1))
+        values = torch.stack([values for _, values in parts], 1).reshape(-1)
+        self._mixture.update_(records, values, reported)
 
     def forget(self) -> None:
         """Drop the pending updates."""

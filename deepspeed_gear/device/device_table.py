@@ -105,13 +105,24 @@ class TableMixture:
         for each, part in zip(self.tables, self._slices, strict=True):
             each.selection.select_(records[part], weights[part] if len(weights) else weights)
 
-    def update_(self, records: Tensor, values: Tensor) -> None:
-        """Set the priorities of the samples of a global batch; arguments as `RingSelection.update_`."""
+    def update_(self, records: Tensor, values: Tensor, parts: Sequence[int]) -> None:
+        """Set the priorities of samples of a global batch.
+
+        Args:
+            records: Those of some micro batches, in the order of their sample numbers. [n, 8], int64.
+            values: Their priorities. [n], float32.
+            parts: These micro batches.
+        """
         if len(self.tables) == 1:
             self.tables[0].selection.update_(records, values)
             return
-        for each, part in zip(self.tables, self._slices, strict=True):
-            each.selection.update_(records[part], values[part])
+        of_parts = [self.sizes(part) for part in parts]
+        first = 0
+        for each, sizes in zip(self.tables, zip(*of_parts, strict=True), strict=True):
+            end = first + sum(sizes)
+            if end > first:
+                each.selection.update_(records[first:end], values[first:end])
+            first = end
 
     def buffers(self, num_samples: int) -> Buffers:
         """Allocate the tensors of a batch."""

@@ -62,6 +62,8 @@ def deal(table: RingTable, saved: Sequence[Content], replica: int, replicas: int
     kept, first_rows = _placed(table, slots[own, Slot.NUM_ROWS], dealt[own] % max(envs, 1))
     own = own[kept]
     following = max(int(content["state"][RingState.NEXT]) for content in saved)
+    # Ids of the whole table are id * replicas + replica: fewer replicas need higher numbers.
+    following = -(-following * max(len(saved), replicas) // replicas)
     base = -(-following // table.num_slots) * table.num_slots
     content = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in table.content.items()}
     _write_slots(table, content, slots[own], first_rows, base)
@@ -85,6 +87,12 @@ def _check(table: RingTable, content: Content, where: str) -> None:
             rule = f"must be {held.dtype} of rows {list(held.shape[1:])}, as in this config"
             shown = f"{values.dtype} of rows {list(values.shape[1:])}"
             raise CheckpointError(f"{name} of {where}", rule, shown)
+        if name == "slots":
+            stored = values[values[:, Slot.STATE] == SlotState.COMMITTED]
+            longest = int(stored[:, Slot.NUM_STEPS].max()) if len(stored) else 0
+            if longest > table.most_steps:
+                rule = f"must hold trajectories of at most max_length ({table.most_steps}) steps"
+                raise CheckpointError(f"slots of {where}", rule, longest, "raise max_length of the table")
         if name not in ("opened", "minima") and (len(values) == 0) != (len(held) == 0):
             raise CheckpointError(
                 f"{name} of {where}", "must be kept, or not, as in this config", len(values)

@@ -147,7 +147,7 @@ def lanes(parts: Sequence[tuple[int, ...]], rank: int, purpose: str, timeout_s: 
     own = next(part for part in parts if rank in part)
     if sum(map(len, parts)) < dist.get_world_size():  # ranks outside of the parts do not call this
         return lane(own, purpose, timeout_s, backend)
-    known = own, purpose, timeout_s, backend
+    known = (*parts, own), purpose, timeout_s, backend  # all parts: every rank makes the groups of each
     world, group = _groups.get(known, (None, None))
     if group is None or world is not dist.group.WORLD:
         # By all ranks, since a group that only its members make is named by how many groups each of them is

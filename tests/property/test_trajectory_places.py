@@ -82,7 +82,7 @@ def test_every_node_has_what_it_gathers(count: int, size: int, mapped: bool, see
     random = np.random.default_rng(seed)
     steps = random.integers(1, 9, (count, SLOTS))
     owner, slot = random.integers(0, count, size), random.integers(0, SLOTS, size)
-    lengths = steps[owner, slot]
+    lengths = random.integers(1, steps[owner, slot] + 1)  # samples of one trajectory while it grows
     distinct = len(set(zip(owner.tolist(), slot.tolist(), strict=True)))
     room = int((steps + 1).sum()), distinct
     nodes = [Node(index, count, steps[index], room, mapped) for index in range(count)]

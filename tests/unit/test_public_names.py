@@ -23,8 +23,8 @@ REPLAY = f"""{REPLAY_BASE}
     add can_sample fill fingerprint gradient_divisor missing_groups priorities read remove rollout run
     set_model set_policy_version set_priorities step store tables vector_writer writer"""
 DEVICE_REPLAY = f"""{REPLAY_BASE.replace("schemas", "schema").replace("fields ", "")}
-    add_ add_transitions_ check export_table fill_ import_table new_batch num_trajectories sample_ table
-    update_priorities_"""
+    add_ add_steps_ add_transitions_ check end_steps_ export_table fill_ import_table new_batch
+    num_trajectories remove_ sample_ table tables update_priorities_"""
 BATCH = f"""{MAPPING}
     anchor cat clone device epoch goal_step handle is_weight learns map mask minibatches num_samples
     num_steps opaque part probability relabelled sample_index sample_number source to to_tensordict

@@ -58,9 +58,12 @@ class TrajectoryPlaces:
         index: int,
         copies_own: bool,
     ) -> None:
-        known, first, number = np.unique(origins, return_index=True, return_inverse=True)
+        known, number = np.unique(origins, return_inverse=True)
         self._number = number.reshape(-1)  # of each sample's trajectory, by shard and slot
-        self._owner, self._slots, self._steps = known >> SHARD_BITS, known & _SLOT, num_steps[first]
+        self._owner, self._slots = known >> SHARD_BITS, known & _SLOT
+        # Of a trajectory that grows, a later sample has more steps; the rows before them are the same.
+        self._steps = np.zeros(len(known), np.int64)
+        np.maximum.at(self._steps, self._number, num_steps)
         self._final_row, self._index = final_row, index
         self._has = np.zeros((num_nodes, len(known)), bool)
         if not copies_own:

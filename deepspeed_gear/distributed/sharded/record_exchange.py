@@ -42,8 +42,12 @@ class RecordExchange:
         """
         state, words = self._state, records.numpy()
         if state.spec.by_group:
-            with state.table.lock:
-                words, item = state.members(words)
+            try:
+                with state.table.lock:
+                    words, item = state.members(words)
+            except Exception as error:  # the other nodes wait for the records
+                self._channel.abandon(error)
+                raise
             own = own[item]
         item = self._exchange(selection.entry, own, words)
         if state.spec.by_group:

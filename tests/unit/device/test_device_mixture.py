@@ -74,13 +74,13 @@ def test_batches_are_those_of_tables_in_host_memory(sampler: str, accumulation: 
             device.sample()
         for number in range(7):
             add(device, host, number, 2 + number)
-        for _ in range(5 * accumulation):
+        for turn in range(5 * accumulation):
             got, expected = device.sample(), host.sample()
             assert_same(got, expected)
             assert torch.equal(got.source, expected.source)
             assert torch.equal(got.sample_index, expected.sample_index)
             assert torch.equal(got.epoch, expected.epoch)
-            if device.config.item_sampler.has_priorities:
+            if device.config.item_sampler.has_priorities and (accumulation == 1 or turn % 4):  # of some parts
                 values = torch.rand(got.num_samples) * 3
                 device.update_priorities(got, values)
                 host.update_priorities(expected, values)
