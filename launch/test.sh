@@ -16,7 +16,7 @@ mypy || failed+=(mypy)
 # Tests of ranks and nodes mostly wait, and the others mostly compute: two cores run both at once, each for about as long.
 # The report of the others is printed after that of the ranks.
 slowest=(--durations=25 --durations-min=5)  # what to shorten first
-ranks=(tests/cluster tests/distributed)
+ranks=(tests/cluster tests/distributed tests/crash)
 report="$(mktemp)"
 python -m pytest "${slowest[@]}" "${ranks[@]/#/--ignore=}" >"$report" 2>&1 </dev/null &
 others=$!
