@@ -25,7 +25,7 @@ from deepspeed_gear.ops.records import (
 )
 
 ALL_ANCHORS, SOME_ANCHORS, FROM_THE_END = [0, 0, 1, 1 << 40, 0], [1, 1, 2, 3, 0], [1, 0, 2, 2, 1]
-SCRATCH = slice(16, 22)  # of the state: what kernels tell each other
+SCRATCH = slice(16, 22)  # of the state: what kernels pass to each other
 KINDS = [
     (MassUnit.TRAJECTORY, ALL_ANCHORS, False, False, 0),
     (MassUnit.STEP, SOME_ANCHORS, False, False, 1),

@@ -29,7 +29,7 @@ from deepspeed_gear.ops.records import (
 )
 
 ALL_ANCHORS, SOME_ANCHORS, FROM_THE_END = [0, 0, 1, 1 << 40, 0], [1, 1, 2, 3, 0], [0, 1, 2, 1 << 40, 1]
-SCRATCH = slice(16, 22)  # of the state: what kernels tell each other
+SCRATCH = slice(16, 22)  # of the state: what kernels pass to each other
 ONE = 0x3F800000
 
 

@@ -71,7 +71,7 @@ def test_a_ring_equals_the_reference(reference: Ops, cuda: Ops, count: int) -> N
         ops.ring_select_(state, records[1], weights[1], *known, draw, 1)
         reported = torch.rand(65, generator=random).to(device)
         ops.ring_update_(state, sums, minima, priorities, slots, records[1], reported, shape, 1, alpha, 24)
-        state[16:22] = 0  # what kernels tell each other
+        state[16:22] = 0  # what kernels pass to each other
         found.append([*kept, placed, column, records, weights])
     assert_equal(found[1], found[0])
     assert records[0, :, 0].tolist() == [-1] * 65

@@ -40,7 +40,7 @@ RING_NAMES = ("ring_add_", "ring_extend_", "ring_remove_", "ring_select_", "ring
 NUM_SLOTS, LENGTH, COUNT = 1500, 40, 33
 ALL_ANCHORS = [0, 0, 1, 1 << 40, 0]
 RING_SHAPE = [5000, NUM_SLOTS, 1, 9]  # rows, slots, a row more than steps, the longest trajectory
-SCRATCH = slice(16, 22)  # of a ring's state: what kernels tell each other
+SCRATCH = slice(16, 22)  # of a ring's state: what kernels pass to each other
 ALPHA = round(0.6 * ONE_Q62)
 
 

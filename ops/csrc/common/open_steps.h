@@ -47,7 +47,7 @@ GEAR_HOST_DEVICE bool IsOpen(const OpenTrajectory& open, const Slot& slot) {
   return open.num_steps > 0 && slot.state == kCommitted && slot.id == open.id;
 }
 
-// Where the next trajectory of an environment begins: behind the latest one, or at the first of its
+// Where the next trajectory of an environment begins: after the latest one, or at the first of its
 // rows if the longest might not fit.
 GEAR_HOST_DEVICE int64_t BeginInPart(const RingShape& shape, const OpenTrajectory& open,
                                      int64_t env, int64_t part) {

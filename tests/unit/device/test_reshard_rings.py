@@ -51,7 +51,7 @@ def content_of(replay: DeviceReplay) -> dict[str, Tensor]:
 
 
 def items(content: dict[str, Tensor], by_row: bool) -> list[tuple[Any, ...]]:
-    """The stored trajectories: columns, masses and priorities, whatever their places."""
+    """The stored trajectories: columns, masses and priorities, independent of their places."""
     found = []
     for at, slot in enumerate(content["slots"].tolist()):
         if slot[Slot.STATE] != SlotState.COMMITTED:
