@@ -9,7 +9,7 @@ from deepspeed_gear.config.sampler_options import MixtureSampler
 from deepspeed_gear.config.table_options import TableConfig
 from deepspeed_gear.errors import ConfigError
 
-KINDS = ("uniform", "length", "prioritized")
+KINDS = ("uniform", "length", "prioritized", "top_k")
 _ON_HOST = 'give the table "placement": "host"'
 
 
@@ -55,11 +55,10 @@ def _check_table(table: TableConfig, at: str) -> None:
     if table.remove != "fifo":
         rule = 'must be "fifo" for a table on devices: it is a ring that evicts the oldest trajectories'
         raise ConfigError(f"{at}.remove", rule, table.remove, 'write "remove": "fifo"')
-    if table.max_times_sampled:
-        rule = (
-            "must not be given for a table on devices: each draw of a batch would depend on those before it"
-        )
-        raise ConfigError(f"{at}.max_times_sampled", rule, table.max_times_sampled, _ON_HOST)
+    if table.max_times_sampled and table.num_envs is not None:
+        rule = "must not be given where steps are added one by one: an open trajectory would leave the table"
+        remedy = f"leave num_envs out and add whole trajectories, or {_ON_HOST}"
+        raise ConfigError(f"{at}.max_times_sampled", rule, table.max_times_sampled, remedy)
     given = {
         "writers": table.writers,
         "max_age": table.max_age,
@@ -128,6 +127,13 @@ def _check_selection(config: GearOptions) -> None:
     if sampler.where and by_steps:
         rule = "must not be given where steps are added one by one: an episode's values may come later"
         raise ConfigError("gear.sampler.where", rule, [*sampler.where], "leave environments out with mask")
+    if sampler.kind == "top_k" and sampler.unit == "step" and by_steps:
+        rule = (
+            'must be "trajectory" where steps are added one by one: rows of several environments are not in '
+            "the order of ids, by which equal priorities are selected"
+        )
+        remedy = f"leave num_envs out and add whole trajectories, or {_ON_HOST}"
+        raise ConfigError("gear.sampler.unit", rule, sampler.unit, remedy)
     given = {
         "hindsight": config.hindsight,
         "prefetch": config.prefetch,

@@ -230,6 +230,7 @@ class TopKSampler(SamplerOptions, PriorityOptions):
     """The items of highest priority, each once in a global batch; of equal ones those with the lowest id."""
 
     has_priorities: ClassVar[bool] = True
+    on_device: ClassVar[bool] = True
     kind: Literal["top_k"] = Field(description="Names the sampler.")
 
 

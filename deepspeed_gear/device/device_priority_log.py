@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deepspeed_gear.batching.priority_reduction import float32_on_device, mask_of, reduce_steps
 from deepspeed_gear.batching.transfer.cuda_streams import refuse_capture
-from deepspeed_gear.config import PrioritizedSampler
+from deepspeed_gear.config import PriorityOptions
 from deepspeed_gear.device.device_batch import DeviceBatch
 from deepspeed_gear.device.device_table import TableMixture
 from deepspeed_gear.distributed.device_collectives import DeviceCollectives
@@ -64,7 +64,7 @@ class DevicePriorityLog:
 
 
 def reported(
-    batch: DeviceBatch, priorities: Tensor, mask: Tensor | None, sampler: PrioritizedSampler
+    batch: DeviceBatch, priorities: Tensor, mask: Tensor | None, sampler: PriorityOptions
 ) -> Tensor:
     """Return reported priorities in their stored form: [B], float32, on the batch's device.
 

@@ -54,7 +54,7 @@ def deal(table: RingTable, saved: Sequence[Content], replica: int, replicas: int
     """
     for number, content in enumerate(saved):
         _check(table, content, f"shard-{number}")
-    shard, slots = _in_order_of_age(saved)
+    shard, places, slots = _in_order_of_age(saved)
     envs = table.num_envs
     bins = replicas * max(envs, 1)
     dealt = np.arange(len(slots)) % bins
@@ -67,7 +67,7 @@ def deal(table: RingTable, saved: Sequence[Content], replica: int, replicas: int
     base = -(-following // table.num_slots) * table.num_slots
     content = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in table.content.items()}
     _write_slots(table, content, slots[own], first_rows, base)
-    _copy_rows(table, content, saved, shard[own], slots[own])
+    _copy_rows(table, content, saved, shard[own], places[own], slots[own])
     _finish(table, content, saved, base, own_numbers, replicas)
     if replica:
         for word in _COUNTED:  # those of the whole run are the first replica's
@@ -99,18 +99,18 @@ def _check(table: RingTable, content: Content, where: str) -> None:
             )
 
 
-def _in_order_of_age(saved: Sequence[Content]) -> tuple[np.ndarray, np.ndarray]:
-    """Return saved replica and slot of each stored trajectory, the slot's index as OWNER. [n], [n, 8]."""
-    shards, slots = [], []
+def _in_order_of_age(saved: Sequence[Content]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return saved replica, number of the slot there and slot of each stored trajectory. [n], [n], [n, 8]."""
+    shards, places, slots = [], [], []
     for number, content in enumerate(saved):
-        every = content["slots"].numpy().copy()
-        every[:, Slot.OWNER] = np.arange(len(every))
-        stored = every[every[:, Slot.STATE] == SlotState.COMMITTED]
+        every = content["slots"].numpy()
+        stored = np.flatnonzero(every[:, Slot.STATE] == SlotState.COMMITTED)
         shards.append(np.full(len(stored), number))
-        slots.append(stored)
-    shard, slot = np.concatenate(shards), np.concatenate(slots)
+        places.append(stored)
+        slots.append(every[stored])
+    shard, place, slot = np.concatenate(shards), np.concatenate(places), np.concatenate(slots)
     order = np.lexsort((shard, slot[:, Slot.ID], slot[:, Slot.BORN]))
-    return shard[order], slot[order]
+    return shard[order], place[order], slot[order]
 
 
 def _placed(table: RingTable, rows: np.ndarray, env: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -135,7 +135,7 @@ def _write_slots(
     ids = base + np.arange(count)
     records = slots.copy()
     records[:, Slot.GENERATION], records[:, Slot.ID] = ids // table.num_slots, ids
-    records[:, Slot.FIRST_ROW], records[:, Slot.OWNER] = first_rows, 0
+    records[:, Slot.FIRST_ROW] = first_rows
     content["slots"][:count] = torch.from_numpy(records)
     content["begins"][:count] = torch.from_numpy(first_rows)
     if table.num_envs:
@@ -150,6 +150,7 @@ def _copy_rows(
     content: dict[str, Tensor],
     saved: Sequence[Content],
     shard: np.ndarray,
+    places: np.ndarray,
     slots: np.ndarray,
 ) -> None:
     """Copy the rows, the masses and the priorities of the trajectories in the first slots."""
@@ -163,7 +164,7 @@ def _copy_rows(
         within = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)
         row_to = torch.from_numpy(np.repeat(first_rows[to], rows) + within)
         row_from = torch.from_numpy(np.repeat(slots[to, Slot.FIRST_ROW], rows) + within)
-        slot_to, slot_from = torch.from_numpy(to), torch.from_numpy(slots[to, Slot.OWNER])
+        slot_to, slot_from = torch.from_numpy(to), torch.from_numpy(places[to])
         items = (row_to, row_from) if table.items_are_rows else (slot_to, slot_from)
         for name in copied:
             if len(content[name]) == 0:

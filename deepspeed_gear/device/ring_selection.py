@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from deepspeed_gear.device.ring_table import NewItems, RingTable
 from deepspeed_gear.device.weight_exponents import WeightExponents
 from deepspeed_gear.ops.constants import HIGHEST_SO_FAR, MOST_MASS_BITS, ONE_Q62
-from deepspeed_gear.ops.records import MassUnit, Normalize
+from deepspeed_gear.ops.records import MassUnit, Normalize, Resolution, Slot
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 
@@ -26,12 +27,20 @@ class RingSelection:
         betas: Exponents of the PER weights.
         stride: The i-th sample since the beginning has number i * stride + offset.
         offset: See `stride`.
+        max_times_sampled: Draws after which a trajectory is removed; 0: never.
     """
 
     def __init__(
-        self, table: RingTable, spec: StreamSpec, betas: WeightExponents, stride: int, offset: int
+        self,
+        table: RingTable,
+        spec: StreamSpec,
+        betas: WeightExponents,
+        stride: int,
+        offset: int,
+        max_times_sampled: int = 0,
     ) -> None:
         self.table, self.betas = table, betas
+        self._max_times_sampled = max_times_sampled
         self.seed, self.key = spec.seed, spec.key
         rule, priorities = spec.rule, spec.priorities
         self.is_prioritized = priorities is not None
@@ -49,6 +58,7 @@ class RingSelection:
         #: Mass rule of items that are added.
         self.new_items = NewItems(self._rule, self._unit, self._alpha, self._initial, self.most_bits)
         self._draw = [spec.seed, spec.key, stride, offset, int(spec.is_stratified), normalize]
+        self._takes_highest = spec.sampler.each_once  # of the samplers for devices, top-k alone
 
     def add_(self, columns: Mapping[str, Tensor], lengths: Tensor | None, count: int, steps: int) -> None:
         """Add trajectories that `RingTable.check` has checked."""
@@ -61,10 +71,23 @@ class RingSelection:
             records: Gets the resolutions. [B, 8], int64.
             weights: Gets the importance weights; empty: there are none. [B], float32.
         """
-        table, betas = self.table, self.betas.next_(self.table.state)
-        known = (table.slots, table.sums, table.minima, table.row_slots, betas)
-        rest = (self._rule, table.shape, self._draw, self._drawn)
-        table.ops.ring_select_(table.state, records, weights, *known, *rest)
+        table, ops, most = self.table, self.table.ops, self._max_times_sampled
+        how = (self._rule, table.shape, self._draw, self._drawn)
+        given = (table.state, records, weights, table.slots, table.sums)
+        if self._takes_highest:
+            ops.ring_top_k_(*given, table.priorities, table.row_slots, *how, most > 0)
+        elif most:
+            ops.ring_select_limited_(*given, table.minima, self.betas.next_(table.state), *how, most)
+        else:
+            ops.ring_select_(*given, table.minima, table.row_slots, self.betas.next_(table.state), *how)
+        if most:
+            self._remove_used_up(records)
+
+    def _remove_used_up(self, records: Tensor) -> None:
+        """Remove the trajectories of a global batch that were drawn `max_times_sampled` times. [B, 8], int64."""
+        slots, ids = records[:, Resolution.SLOT], records[:, Resolution.ID]
+        times = self.table.slots[:, Slot.TIMES_SAMPLED][slots.clamp(min=0)]
+        self.table.remove_(torch.where(times >= self._max_times_sampled, ids, Resolution.NO_SAMPLE))
 
     def resolve_(self, records: Tensor, coordinates: Tensor, first: int) -> None:
         """Resolve coordinates to items.

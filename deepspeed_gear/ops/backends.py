@@ -59,6 +59,8 @@ class Ops:
     ring_extend_: Op
     ring_remove_: Op
     ring_select_: Op
+    ring_select_limited_: Op
+    ring_top_k_: Op
     ring_update_: Op
     scatter_: Op
     copy_pieces_: Op

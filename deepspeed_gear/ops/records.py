@@ -19,6 +19,7 @@ class Slot:
     NUM_STEPS: Final = 4
     NUM_ROWS: Final = 5
     OWNER: Final = 6  # peer that has reserved it
+    TIMES_SAMPLED: Final = 6  # in a table on a device, which no peer reserves, where draws are limited
     BORN: Final = 7  # global batch at which it was committed
     NUM_WORDS: Final = 8
 

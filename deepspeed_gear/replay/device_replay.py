@@ -15,7 +15,7 @@ from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.batching.gather import Gatherer
 from deepspeed_gear.checkpoint import position
-from deepspeed_gear.config import GearConfig, PrioritizedSampler
+from deepspeed_gear.config import GearConfig, PriorityOptions
 from deepspeed_gear.device import device_checkpoint
 from deepspeed_gear.device.add_filter import AddFilter
 from deepspeed_gear.device.device_batch import DeviceBatch
@@ -128,6 +128,12 @@ class DeviceReplay(ReplayBase):
             if len(names) > 1 and info.data_world > 1 and options.scope != "shard":
                 rule = f'must be "shard" in a mixture on the devices of {info.data_world} replicas'
                 raise ConfigError(f"gear.tables.{name}.scope", rule, options.scope)
+            if options.max_times_sampled and info.data_world > 1 and options.scope != "shard":
+                rule = (
+                    f'must be "shard" with max_times_sampled on the devices of {info.data_world} replicas: a '
+                    "draw depends on those before it, which other replicas may hold"
+                )
+                raise ConfigError(f"gear.tables.{name}.scope", rule, options.scope, 'write "scope": "shard"')
         sharing = self._sharing = TableSharing.of(plan, names[0])
         self._burn_in = BurnIn.of(config, plan.fields, plan.needs.fields)
         ops, specs = ops_of(config, plan.ops, self.device), [specs_of(plan, name) for name in names]
@@ -157,7 +163,9 @@ class DeviceReplay(ReplayBase):
         spread = (arrivals_of(plan, name).size, world) if self._sharing.is_spread else ()
         table = self.tables[name] = table_of(plan, name, spec, ops, self.device, *spread)
         numbers = (world, place.data_rank) if options.scope == "shard" else (1, 0)
-        selection = RingSelection(table, spec, WeightExponents(config, self.device), *numbers)
+        selection = RingSelection(
+            table, spec, WeightExponents(config, self.device), *numbers, options.max_times_sampled
+        )
         gatherer = Gatherer(
             needs.fields,
             table,
@@ -436,8 +444,8 @@ class DeviceReplay(ReplayBase):
         """
         self._check_open()
         sampler = self.config.item_sampler
-        if not isinstance(sampler, PrioritizedSampler):
-            raise ConfigError("gear.sampler.kind", 'must be "prioritized"', sampler.kind)
+        if not isinstance(sampler, PriorityOptions):
+            raise ConfigError("gear.sampler.kind", 'must be "prioritized" or "top_k"', sampler.kind)
         if not isinstance(priorities, Tensor):  # no implicit copies to a device
             raise DataError("priorities", "must be a tensor", type(priorities).__name__)
         arguments.dense("priorities", priorities)

@@ -101,6 +101,27 @@ class Ring:
         )
         return resolutions, weights
 
+    def select_limited(
+        self, count: int, draw: list[int], betas: list[int], most: int
+    ) -> tuple[Tensor, Tensor]:
+        """Draw, and remove what was drawn `most` times."""
+        resolutions = torch.zeros(count, 8, dtype=torch.int64)
+        weights = torch.zeros(count if self.prioritized else 0)
+        unit = MassUnit.TRAJECTORY if self.prioritized else self.unit
+        named = (self.state, resolutions, weights, self.slots, self.sums, self.minima)
+        self.ops.ring_select_limited_(*named, torch.tensor(betas), self.rule, self.shape, draw, unit, most)
+        drawn = resolutions[resolutions[:, Resolution.ID] >= 0]
+        is_used_up = self.slots[drawn[:, Resolution.SLOT], Slot.TIMES_SAMPLED] >= most
+        self.remove(sorted(set(drawn[is_used_up, Resolution.ID].tolist())))
+        return resolutions, weights
+
+    def top_k(self, count: int, draw: list[int]) -> tuple[Tensor, Tensor]:
+        resolutions, weights = torch.zeros(count, 8, dtype=torch.int64), torch.zeros(count)
+        unit = MassUnit.STEP if self.by_row else MassUnit.TRAJECTORY
+        named = (self.state, resolutions, weights, self.slots, self.sums, self.priorities, self.row_slots)
+        self.ops.ring_top_k_(*named, self.rule, self.shape, draw, unit, not self.by_row)
+        return resolutions, weights
+
     def update(self, resolutions: Tensor, values: Tensor) -> None:
         named = (self.state, self.sums, self.minima, self.priorities, self.slots)
         unit = MassUnit.STEP if self.by_row else MassUnit.TRAJECTORY
@@ -124,6 +145,8 @@ STEPS = st.one_of(
     st.tuples(st.just("add"), st.lists(st.integers(-1, 8), min_size=1, max_size=4)),
     st.tuples(st.just("remove"), st.lists(st.integers(-3, 30), max_size=5, unique=True)),
     st.tuples(st.just("select"), st.integers(0, 1 << 20)),
+    st.tuples(st.just("limited"), st.integers(0, 1 << 20)),
+    st.tuples(st.just("top k"), st.integers(0, 1 << 20)),
     st.tuples(st.just("update"), st.integers(0, 1 << 20)),
 )
 VALUES = torch.tensor([0.0, 0.5, 1.0, 3.0, 1e9, float("nan"), -1.0, float("inf"), -0.0])
@@ -171,7 +194,16 @@ def test_equals_the_reference(
             found = [ring.select(40, draw, [0, ONE_Q62 // 2, ONE_Q62]) for ring in both]
             assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
             latest.append([pair[0] for pair in found])
-        elif latest and both[0].prioritized:
+        elif (what == "limited" and not both[0].by_row) or (what == "top k" and both[0].prioritized):
+            count, draw = 1 + argument % 9, [seed, argument % 7, 1 + argument % 2, argument % 2, 0, argument % 3]
+            if what == "top k":
+                found = [ring.top_k(count, draw) for ring in both]
+            else:
+                draw[5] = draw[5] if both[0].with_minima else Normalize.BATCH
+                found = [ring.select_limited(count, draw, [ONE_Q62 // 2], most=3) for ring in both]
+            assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+            latest.append([pair[0].repeat(40, 1)[:40] for pair in found])
+        elif what == "update" and latest and both[0].prioritized:
             torch.manual_seed(argument)
             values = VALUES[torch.randint(len(VALUES), (40,))]
             which = latest[argument % len(latest)]  # also an old one
@@ -247,6 +279,84 @@ def test_a_large_ring_that_is_full_many_times_over(
         values = torch.rand(count)
         for ring, (resolutions, _) in zip(both, found, strict=True):
             ring.update(resolutions, values)
+    for name, tensor in both[0].content.items():
+        assert torch.equal(tensor, both[1].content[name]), name
+
+
+def ids_of(ring: Ring) -> Tensor:
+    """The trajectory of each item, -1 where it has no mass."""
+    items = torch.arange(ring.num_rows if ring.by_row else ring.num_slots)
+    slots = ring.row_slots.long() if ring.by_row else items
+    return torch.where(ring.sums[items] > 0, ring.slots[slots, Slot.ID], -1)
+
+
+@pytest.mark.parametrize("unit", [MassUnit.STEP, MassUnit.TRAJECTORY])
+def test_the_highest_of_a_full_ring_begin_with_the_oldest(native: Ops, cpu: Ops, unit: int) -> None:
+    """Many equal priorities, on both sides of the end of the ring, against sorting by priority and id."""
+    torch.manual_seed(1)
+    both = [Ring(ops, 3000, 700, 1, 9, unit, ALL_ANCHORS, True, False) for ops in (cpu, native)]
+    for turn in range(14):
+        lengths = torch.randint(0, 10, (200,)).tolist()
+        assert torch.equal(*[ring.add(lengths, [ONE, HIGHEST_SO_FAR][turn % 2]) for ring in both])
+        ids, items = ids_of(both[0]), torch.arange(len(both[0].priorities))
+        has_mass = ids >= 0
+        keys = zip(-both[0].priorities[has_mass], ids[has_mass], items[has_mass], strict=True)
+        expected = sorted((float(p), int(number), int(item)) for p, number, item in keys)
+        for count in (1, 33, 600, len(expected), len(expected) + 1):
+            found = [ring.top_k(count, [1, 2, 1, 0, 0, 0]) for ring in both]
+            assert torch.equal(found[0][0], found[1][0]), count
+            assert torch.equal(found[0][1], found[1][1])
+            records = found[1][0]
+            if count > len(expected):
+                assert (records[:, Resolution.ID] == -1).all()
+                assert not found[1][1].any()
+                break
+            assert records[:, Resolution.ID].tolist() == [number for _, number, _ in expected[:count]]
+            if unit == MassUnit.STEP:
+                rows = records[:, Resolution.FIRST_ROW] + records[:, Resolution.ANCHOR]
+                assert rows.tolist() == [item for *_, item in expected[:count]]
+            values = torch.randint(0, 3, (count,)).float() / 2
+            for ring in both:
+                ring.update(records, values)
+            ids, expected = ids_of(both[0]), sorted(
+                (-float(both[0].priorities[item]), int(number), int(item))
+                for item, number in enumerate(ids_of(both[0]))
+                if number >= 0
+            )
+    assert int(both[1].state[RingState.TAIL]) > 700
+    for name, tensor in both[0].content.items():
+        assert torch.equal(tensor, both[1].content[name]), name
+
+
+@pytest.mark.parametrize("normalize", [Normalize.NONE, Normalize.BATCH, Normalize.TABLE])
+@pytest.mark.parametrize("most", [1, 2, 40])
+def test_limited_draws_of_a_large_ring(native: Ops, cpu: Ops, most: int, normalize: int) -> None:
+    """Several levels, trajectories that are used up in one round and over several, and too few draws."""
+    torch.manual_seed(most)
+    both = [
+        Ring(ops, 20_000, 1500, 0, 9, MassUnit.TRAJECTORY, ALL_ANCHORS, True, True) for ops in (cpu, native)
+    ]
+    times: dict[int, int] = {}
+    for turn in range(9):
+        lengths = torch.randint(0, 10, ([7, 300][turn > 1],)).tolist()
+        assert torch.equal(*[ring.add(lengths) for ring in both])
+        left = sum(most - times.get(number, 0) for number in ids_of(both[0]).tolist() if number >= 0)
+        for count in (15, 200):
+            found = [ring.select_limited(count, [1, 2, 1, 0, 0, normalize], [ONE_Q62], most) for ring in both]
+            assert torch.equal(found[0][0], found[1][0])
+            assert torch.equal(found[0][1], found[1][1])
+            drawn = found[1][0][:, Resolution.ID].tolist()
+            assert (drawn == [-1] * count) == (left < count)
+            for number in drawn if left >= count else []:
+                times[number] = times.get(number, 0) + 1
+                left -= 1
+        values = torch.rand(count) ** 4
+        for ring, (resolutions, _) in zip(both, found, strict=True):
+            ring.update(resolutions, values)
+    stored = both[1].slots[both[1].slots[:, Slot.STATE] == SlotState.COMMITTED]
+    for number, count in stored[:, [Slot.ID, Slot.TIMES_SAMPLED]].tolist():
+        assert times.get(number, 0) == count < most
+    assert max(times.values()) == most or most == 40
     for name, tensor in both[0].content.items():
         assert torch.equal(tensor, both[1].content[name]), name
 

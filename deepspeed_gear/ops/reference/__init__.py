@@ -33,7 +33,15 @@ from .priorities import (
     top_k_,
 )
 from .returns import n_step_, suffix_sum_
-from .ring_table import ring_add_, ring_remove_, ring_select_, ring_update_, scatter_
+from .ring_table import (
+    ring_add_,
+    ring_remove_,
+    ring_select_,
+    ring_select_limited_,
+    ring_top_k_,
+    ring_update_,
+    scatter_,
+)
 from .select import (
     coordinate,
     draw_,
@@ -85,6 +93,8 @@ __all__ = [
     "ring_extend_",
     "ring_remove_",
     "ring_select_",
+    "ring_select_limited_",
+    "ring_top_k_",
     "ring_update_",
     "scatter_",
     "slot_masses_",

@@ -212,19 +212,11 @@ def ring_select_(
     whose last one stays in force. Empty `weights` are not computed. Where no item has a mass the batch has no
     samples: its records are marked so, its weights are 0, and the state counts it.
     """
-    seed, stream, stride, offset, stratified, normalize = draw
-    num_items = len(row_slots) or shape[1]
+    seed, stream, stride, offset, stratified, _ = draw
     total, count = int(sums[-32:].sum()), len(resolutions)
-    numbers = (int(state[RingState.SAMPLES]) + torch.arange(count)) * stride + offset
-    state[RingState.TOTAL] = total
-    state[RingState.SAMPLES] += count
+    numbers = _numbers(state, count, draw)
     if total == 0:
-        state[RingState.BATCH] += 1
-        state[RingState.EMPTY] += 1
-        resolutions.zero_()
-        resolutions[:, [Resolution.ID, Resolution.SLOT]] = Resolution.NO_SAMPLE
-        resolutions[:, Resolution.SAMPLE_NUMBER] = numbers
-        weights.zero_()
+        _no_samples(state, resolutions, weights, numbers)
         return
     points = coordinate(*philox(seed, numbers, stream, RandomPurpose.COORDINATE), total)
     if stratified:
@@ -238,17 +230,143 @@ def ring_select_(
         else:
             resolve_(one, sums, slots, point, rule, unit, seed, stream, number)
     if len(weights):
-        beta = int(betas[min(int(state[RingState.BATCH]), len(betas) - 1)])
-        numerator, divisor = total, int(state[RingState.COUNTS + UpdateCount.DRAWABLE])
-        if normalize == Normalize.BATCH:
-            numerator, divisor = int(resolutions[:, Resolution.MASS].min()), 1
-        elif normalize == Normalize.TABLE:
-            top = minima[-32:] if len(minima) else sums[:num_items]
-            numerator, divisor = int(top[top > 0].min()), 1
-        log_ratio = log2(torch.tensor(numerator)) - log2(torch.tensor(divisor))
-        bits = float_bits(*exp2(scale(log_ratio - log2(resolutions[:, Resolution.MASS]), beta)))
-        weights.copy_(bits.to(torch.int32).view(torch.float32))
+        num_items = len(row_slots) or shape[1]
+        _weigh(state, resolutions, weights, minima[-32:] if len(minima) else sums[:num_items], betas, draw, total)
+    _advance(state, total, count)
+
+
+def ring_select_limited_(
+    state: Tensor,
+    resolutions: Tensor,
+    weights: Tensor,
+    slots: Tensor,
+    sums: Tensor,
+    minima: Tensor,
+    betas: Tensor,
+    rule: Sequence[int],
+    shape: Sequence[int],
+    draw: Sequence[int],
+    unit: int,
+    most: int,
+) -> None:
+    """Draw the next global batch as `ring_select_`, of trajectories that may be drawn `most` times each.
+
+    Samples are drawn one after the other. The slots count the draws; one that makes `most` of them sets the
+    mass to 0 before the next sample is drawn, with all nodes above. The last sample leaves masses as they
+    are; all that are used up are for `ring_remove_`. The weights are of the masses after the last draw, their
+    total is that before the first. Where fewer draws are left than samples, the batch has no samples, and
+    nothing but the state changes. Items are slots.
+    """
+    seed, stream, _, _, stratified, _ = draw
+    num_items, count = shape[1], len(resolutions)
+    if stratified or most < 1:
+        raise ShapeError("draw", "must not be stratified, and most at least 1", [*draw, most])
+    numbers, first_total = _numbers(state, count, draw), int(sums[-32:].sum())
+    left = (most - slots[:, Slot.TIMES_SAMPLED])[sums[:num_items] > 0].sum()
+    if first_total == 0 or left < count:
+        _no_samples(state, resolutions, weights, numbers)
+        return
+    changes = MassChanges(sums, minima, torch.zeros(0), num_items)
+    for i, number in enumerate(numbers.tolist()):
+        one, total = resolutions[i : i + 1], int(sums[-32:].sum())
+        words = philox(seed, numbers[i : i + 1], stream, RandomPurpose.COORDINATE)
+        resolve_(one, sums, slots, coordinate(*words, total), rule, unit, seed, stream, number)
+        slot = int(one[0, Resolution.SLOT])
+        slots[slot, Slot.TIMES_SAMPLED] += 1
+        if slots[slot, Slot.TIMES_SAMPLED] >= most and i + 1 < count:
+            changes.set(slot, 0, 0)
+            changes.apply(state)
+            changes = MassChanges(sums, minima, torch.zeros(0), num_items)
+    if len(weights):
+        top = minima[-32:] if len(minima) else sums[:num_items]
+        _weigh(state, resolutions, weights, top, betas, draw, first_total)
+    _advance(state, first_total, count)
+
+
+def ring_top_k_(
+    state: Tensor,
+    resolutions: Tensor,
+    weights: Tensor,
+    slots: Tensor,
+    sums: Tensor,
+    priorities: Tensor,
+    row_slots: Tensor,
+    rule: Sequence[int],
+    shape: Sequence[int],
+    draw: Sequence[int],
+    unit: int,
+    counts: bool,
+) -> None:
+    """Select the items of highest priority as the next global batch, each once, and count it in the state.
+
+    Of equal priorities those of the lowest trajectory ids come first, and of one trajectory its first steps.
+    The weights are 1. Where fewer items have a mass than the batch has samples, it has no samples. With
+    `counts`, where items are slots, the slots count the draws. `draw` is that of `ring_select_`.
+    """
+    seed, stream, *_ = draw
+    num_items, count = len(priorities), len(resolutions)
+    numbers, total = _numbers(state, count, draw), int(sums[-32:].sum())
+    oldest = int(state[RingState.TAIL]) % shape[1]
+    first = int(slots[oldest, Slot.FIRST_ROW]) if len(row_slots) else oldest
+    in_order = torch.arange(first, first + num_items) % num_items
+    in_order = in_order[sums[in_order] > 0]
+    items = in_order[torch.sort(priorities[in_order], descending=True, stable=True).indices][:count]
+    if len(items) < count:
+        _no_samples(state, resolutions, weights, numbers)
+        return
+    for i, (item, number) in enumerate(zip(items.tolist(), numbers.tolist(), strict=True)):
+        one, point = resolutions[i : i + 1], sums[:item].sum().reshape(1)
+        if len(row_slots):
+            resolve_rows_(one, sums, slots, row_slots, point, number)
+        else:
+            resolve_(one, sums, slots, point, rule, unit, seed, stream, number)
+    if counts:
+        slots[resolutions[:, Resolution.SLOT], Slot.TIMES_SAMPLED] += 1
+    weights.fill_(1)
+    _advance(state, total, count)
+
+
+def _numbers(state: Tensor, count: int, draw: Sequence[int]) -> Tensor:
+    """Return the sample numbers of the next global batch. [count], int64."""
+    stride, offset = draw[2:4]
+    return (int(state[RingState.SAMPLES]) + torch.arange(count)) * stride + offset
+
+
+def _advance(state: Tensor, total: int, count: int) -> None:
+    """Count a global batch; `total` 0: it has no samples."""
+    state[RingState.TOTAL] = total
+    state[RingState.SAMPLES] += count
     state[RingState.BATCH] += 1
+    state[RingState.EMPTY] += int(total == 0)
+
+
+def _no_samples(state: Tensor, resolutions: Tensor, weights: Tensor, numbers: Tensor) -> None:
+    _advance(state, 0, len(numbers))
+    resolutions.zero_()
+    resolutions[:, [Resolution.ID, Resolution.SLOT]] = Resolution.NO_SAMPLE
+    resolutions[:, Resolution.SAMPLE_NUMBER] = numbers
+    weights.zero_()
+
+
+def _weigh(
+    state: Tensor,
+    resolutions: Tensor,
+    weights: Tensor,
+    top: Tensor,
+    betas: Tensor,
+    draw: Sequence[int],
+    total: int,
+) -> None:
+    """Compute the weights of samples; `top`: values of which the least above 0 is the table's least mass."""
+    beta = int(betas[min(int(state[RingState.BATCH]), len(betas) - 1)])
+    numerator, divisor, normalize = total, int(state[RingState.COUNTS + UpdateCount.DRAWABLE]), draw[5]
+    if normalize == Normalize.BATCH:
+        numerator, divisor = int(resolutions[:, Resolution.MASS].min()), 1
+    elif normalize == Normalize.TABLE:
+        numerator, divisor = int(top[top > 0].min()), 1
+    log_ratio = log2(torch.tensor(numerator)) - log2(torch.tensor(divisor))
+    bits = float_bits(*exp2(scale(log_ratio - log2(resolutions[:, Resolution.MASS]), beta)))
+    weights.copy_(bits.to(torch.int32).view(torch.float32))
 
 
 def ring_update_(

@@ -4,9 +4,11 @@
 #include <vector>
 
 #include "bindings/check_priorities.h"
+#include "ring/limited.h"
 #include "ring/open_steps.h"
 #include "ring/remove.h"
 #include "ring/ring.h"
+#include "ring/ring_top_k.h"
 
 namespace gear {
 
@@ -147,36 +149,88 @@ inline cpu::OpenRing OpenRingOf(at::Tensor& opened, at::Tensor& owners, at::Tens
           truncations.numel() > 0 ? truncations.mutable_data_ptr<bool>() : nullptr};
 }
 
-inline cpu::RingDraw CheckRingSelect(const at::Tensor& state, const at::Tensor& resolutions,
-                                     const at::Tensor& weights, const at::Tensor& slots,
-                                     const at::Tensor& sums, const at::Tensor& minima,
-                                     const at::Tensor& row_slots, const at::Tensor& betas,
-                                     const RingShape& shape, const RingRule& rule,
-                                     at::IntArrayRef draw) {
+// What every selection reads and writes.
+inline cpu::RingDraw CheckDraw(const at::Tensor& state, const at::Tensor& resolutions,
+                               const at::Tensor& weights, const at::Tensor& slots,
+                               const at::Tensor& sums, const RingShape& shape, const RingRule& rule,
+                               at::IntArrayRef draw) {
   CheckState(state);
-  CheckRing(slots, sums, minima, shape, rule);
-  CheckRowSlots(row_slots, shape, rule);
+  CheckRecords(slots, "slots", kSlotWords);
+  TORCH_CHECK(slots.size(0) == shape.num_slots, "gear: slots must be ", shape.num_slots, ", got ",
+              slots.size(0));
+  CheckTree(sums, ItemsOfRing(shape, rule));
   CheckRecords(resolutions, "resolutions", kResolutionWords);
   CheckTensor(weights, "weights", at::kFloat);
-  CheckTensor(betas, "betas", at::kLong);
-  const bool weighs = weights.numel() > 0;
-  TORCH_CHECK(!weighs || (weights.numel() == resolutions.size(0) && betas.numel() > 0),
-              "gear: weights must have a value per resolution, and betas one at least");
+  TORCH_CHECK(weights.numel() == 0 || weights.numel() == resolutions.size(0),
+              "gear: weights must have a value per resolution, or none");
   TORCH_CHECK(draw.size() == 6 && draw[2] > 0 && draw[3] >= 0 && draw[5] >= kNotNormalized &&
                   draw[5] <= kByTable,
               "gear: draw must be seed, stream, stride, offset, stratified and normalize, got ",
               draw);
-  TORCH_CHECK(!weighs || draw[5] != kByTable || minima.numel() > 0 ||
-                  MinimaWords(ItemsOfRing(shape, rule)) == 0,
-              "gear: weights that are normalized by the table need its minima");
   return {static_cast<uint64_t>(draw[0]),
           static_cast<uint32_t>(draw[1]),
           draw[2],
           draw[3],
           draw[4] != 0,
           draw[5],
-          weighs ? betas.const_data_ptr<int64_t>() : nullptr,
-          betas.numel()};
+          nullptr,
+          0};
+}
+
+// Draws that are weighed: with the least masses and the exponents of the weights.
+inline cpu::RingDraw CheckWeighedDraw(const at::Tensor& state, const at::Tensor& resolutions,
+                                      const at::Tensor& weights, const at::Tensor& slots,
+                                      const at::Tensor& sums, const at::Tensor& minima,
+                                      const at::Tensor& betas, const RingShape& shape,
+                                      const RingRule& rule, at::IntArrayRef draw) {
+  cpu::RingDraw found = CheckDraw(state, resolutions, weights, slots, sums, shape, rule, draw);
+  CheckRing(slots, sums, minima, shape, rule);
+  CheckTensor(betas, "betas", at::kLong);
+  if (weights.numel() == 0) return found;
+  TORCH_CHECK(betas.numel() > 0, "gear: betas must have a value at least");
+  TORCH_CHECK(found.normalize != kByTable || minima.numel() > 0 ||
+                  MinimaWords(ItemsOfRing(shape, rule)) == 0,
+              "gear: weights that are normalized by the table need its minima");
+  found.betas = betas.const_data_ptr<int64_t>();
+  found.num_betas = betas.numel();
+  return found;
+}
+
+inline cpu::RingDraw CheckRingSelect(const at::Tensor& state, const at::Tensor& resolutions,
+                                     const at::Tensor& weights, const at::Tensor& slots,
+                                     const at::Tensor& sums, const at::Tensor& minima,
+                                     const at::Tensor& row_slots, const at::Tensor& betas,
+                                     const RingShape& shape, const RingRule& rule,
+                                     at::IntArrayRef draw) {
+  CheckRowSlots(row_slots, shape, rule);
+  return CheckWeighedDraw(state, resolutions, weights, slots, sums, minima, betas, shape, rule,
+                          draw);
+}
+
+inline cpu::RingDraw CheckRingSelectLimited(const at::Tensor& state, const at::Tensor& resolutions,
+                                            const at::Tensor& weights, const at::Tensor& slots,
+                                            const at::Tensor& sums, const at::Tensor& minima,
+                                            const at::Tensor& betas, const RingShape& shape,
+                                            const RingRule& rule, at::IntArrayRef draw,
+                                            int64_t most) {
+  const cpu::RingDraw found =
+      CheckWeighedDraw(state, resolutions, weights, slots, sums, minima, betas, shape, rule, draw);
+  TORCH_CHECK(!found.stratified, "gear: limited draws must not be stratified");
+  TORCH_CHECK(most > 0, "gear: most must be at least 1, got ", most);
+  return found;
+}
+
+inline cpu::RingDraw CheckRingTopK(const at::Tensor& state, const at::Tensor& resolutions,
+                                   const at::Tensor& weights, const at::Tensor& slots,
+                                   const at::Tensor& sums, const at::Tensor& priorities,
+                                   const at::Tensor& row_slots, const RingShape& shape,
+                                   const RingRule& rule, at::IntArrayRef draw, bool counts) {
+  CheckRowSlots(row_slots, shape, rule);
+  CheckTensor(priorities, "priorities", at::kFloat);
+  TORCH_CHECK(priorities.numel() == ItemsOfRing(shape, rule),
+              "gear: priorities must have a value per item");
+  TORCH_CHECK(!counts || !rule.by_row, "gear: draws of steps must not be counted");
+  return CheckDraw(state, resolutions, weights, slots, sums, shape, rule, draw);
 }
 
 inline void CheckRingUpdate(const at::Tensor& state, const at::Tensor& sums,

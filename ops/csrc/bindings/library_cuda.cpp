@@ -151,7 +151,7 @@ void TopK(at::Tensor& items, const at::Tensor& priorities, const at::Tensor& sum
   const OnDevice device(items);
   const int64_t num_items = priorities.numel(), k = items.numel();
   at::Tensor scratch = ScratchFor(cuda::TopKScratch(num_items, k), items);
-  cuda::TopK(priorities.const_data_ptr<float>(), Unsigned(sums), num_items, k,
+  cuda::TopK(priorities.const_data_ptr<float>(), Unsigned(sums), num_items, k, nullptr,
              items.mutable_data_ptr<int64_t>(), scratch.mutable_data_ptr<int64_t>(),
              device.stream());
 }

@@ -107,6 +107,56 @@ void RingSelect(at::Tensor& state, at::Tensor& resolutions, at::Tensor& weights,
                    device.stream());
 }
 
+void RingSelectLimited(at::Tensor& state, at::Tensor& resolutions, at::Tensor& weights,
+                       at::Tensor& slots, at::Tensor& sums, at::Tensor& minima,
+                       const at::Tensor& betas, at::IntArrayRef rule, at::IntArrayRef shape,
+                       at::IntArrayRef draw, int64_t unit, int64_t most) {
+  const RingShape ring_shape = ShapeOfRing(shape);
+  const RingRule ring_rule = RuleOfRing(rule, unit, false, 0);
+  const cuda::RingDraw ring_draw = CheckRingSelectLimited(
+      state, resolutions, weights, slots, sums, minima, betas, ring_shape, ring_rule, draw, most);
+  CheckDevices(state, {resolutions, weights, slots, sums, minima, betas});
+  const OnDevice device(state);
+  const cuda::Ring ring{state.mutable_data_ptr<int64_t>(),
+                        reinterpret_cast<Slot*>(slots.mutable_data_ptr<int64_t>()),
+                        nullptr,
+                        Unsigned(sums),
+                        minima.numel() > 0 ? Unsigned(minima) : nullptr,
+                        nullptr,
+                        nullptr};
+  cuda::RingSelectLimited(ring, ring_shape, ring_rule, ring_draw, resolutions.size(0), most,
+                          reinterpret_cast<Resolution*>(resolutions.mutable_data_ptr<int64_t>()),
+                          weights.numel() > 0 ? weights.mutable_data_ptr<float>() : nullptr,
+                          device.stream());
+}
+
+void RingTopK(at::Tensor& state, at::Tensor& resolutions, at::Tensor& weights, at::Tensor& slots,
+              const at::Tensor& sums, const at::Tensor& priorities, const at::Tensor& row_slots,
+              at::IntArrayRef rule, at::IntArrayRef shape, at::IntArrayRef draw, int64_t unit,
+              bool counts) {
+  const RingShape ring_shape = ShapeOfRing(shape);
+  const RingRule ring_rule = RuleOfRing(rule, unit, row_slots.numel() > 0, 0);
+  const cuda::RingDraw ring_draw =
+      CheckRingTopK(state, resolutions, weights, slots, sums, priorities, row_slots, ring_shape,
+                    ring_rule, draw, counts);
+  CheckDevices(state, {resolutions, weights, slots, sums, priorities, row_slots});
+  const OnDevice device(state);
+  // Only the state and the slots are written to.
+  const cuda::Ring ring{state.mutable_data_ptr<int64_t>(),
+                        reinterpret_cast<Slot*>(slots.mutable_data_ptr<int64_t>()),
+                        nullptr,
+                        const_cast<uint64_t*>(Unsigned(sums)),
+                        nullptr,
+                        const_cast<float*>(priorities.const_data_ptr<float>()),
+                        const_cast<int32_t*>(row_slots.const_data_ptr<int32_t>())};
+  at::Tensor scratch =
+      ScratchFor(cuda::RingTopKScratch(ring_shape, ring_rule, resolutions.size(0)), state);
+  cuda::RingTopK(ring, ring_shape, ring_rule, ring_draw, resolutions.size(0), counts,
+                 reinterpret_cast<Resolution*>(resolutions.mutable_data_ptr<int64_t>()),
+                 weights.numel() > 0 ? weights.mutable_data_ptr<float>() : nullptr,
+                 scratch.mutable_data_ptr<int64_t>(), device.stream());
+}
+
 void RingUpdate(at::Tensor& state, at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities,
                 const at::Tensor& slots, const at::Tensor& resolutions, const at::Tensor& values,
                 at::IntArrayRef shape, int64_t unit, int64_t alpha, int64_t most_bits) {

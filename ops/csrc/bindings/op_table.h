@@ -104,6 +104,14 @@
      "Tensor(a!) state, Tensor(b!) resolutions, Tensor(c!) weights, Tensor slots, " \
      "Tensor sums, Tensor minima, Tensor row_slots, Tensor betas, int[] rule, int[] shape, " \
      "int[] draw, int unit") \
+  OP(ring_select_limited_, RingSelectLimited, \
+     "Tensor(a!) state, Tensor(b!) resolutions, Tensor(c!) weights, Tensor(d!) slots, " \
+     "Tensor(e!) sums, Tensor(f!) minima, Tensor betas, int[] rule, int[] shape, int[] draw, " \
+     "int unit, int most") \
+  OP(ring_top_k_, RingTopK, \
+     "Tensor(a!) state, Tensor(b!) resolutions, Tensor(c!) weights, Tensor(d!) slots, " \
+     "Tensor sums, Tensor priorities, Tensor row_slots, int[] rule, int[] shape, int[] draw, " \
+     "int unit, bool counts") \
   OP(ring_update_, RingUpdate, \
      "Tensor(a!) state, Tensor(b!) sums, Tensor(c!) minima, Tensor(d!) priorities, " \
      "Tensor slots, Tensor resolutions, Tensor values, int[] shape, int unit, int alpha, " \

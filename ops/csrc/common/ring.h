@@ -75,6 +75,16 @@ GEAR_HOST_DEVICE bool IsEvicted(const RingShape& shape, int64_t id, int64_t begi
   return begin + shape.num_rows < head || id < next - shape.num_slots;
 }
 
+// How often a trajectory was drawn, where that is limited. A new one's slot begins with 0.
+GEAR_HOST_DEVICE int64_t& TimesSampled(Slot& slot) { return slot.owner; }
+
+// The item that is first in the order of ids, which goes on round the end.
+GEAR_HOST_DEVICE int64_t OldestItem(const int64_t* state, const Slot* slots, const RingShape& shape,
+                                    const RingRule& rule) {
+  const int64_t slot = state[kRingTail] % shape.num_slots;
+  return rule.by_row ? slots[slot].first_row : slot;
+}
+
 GEAR_HOST_DEVICE bool IsAnchor(const AnchorRule& rule, int64_t num_steps, int64_t step) {
   const int64_t distance = (rule.from_end ? num_steps - 1 - step : step) - rule.first;
   return distance >= 0 && distance % rule.stride == 0 &&

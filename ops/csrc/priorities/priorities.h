@@ -111,8 +111,10 @@ void MinimaUpdate(const uint64_t* sums, int64_t num_items, const int64_t* items,
 
 // Words of scratch memory that TopK needs.
 int64_t TopKScratch(int64_t num_items, int64_t k);
+// `first`: a word in device memory, the leaf from which on equal ones are taken, round the end;
+// null: leaf 0.
 void TopK(const float* priorities, const uint64_t* sums, int64_t num_items, int64_t k,
-          int64_t* items, int64_t* scratch, void* stream);
+          const int64_t* first, int64_t* items, int64_t* scratch, void* stream);
 
 void AppendReports(Report* log, int64_t size, const Resolution* resolutions,
                    const float* priorities, int64_t count, int64_t tail, int64_t batch,

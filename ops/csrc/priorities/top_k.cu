@@ -16,33 +16,42 @@ inline constexpr int64_t kTopBlocks = 1024;
 inline constexpr uint64_t kHighestOrder = 0x7FFFFFFFu;
 
 // State of the search for the k-th highest: its first bits, and how many of the leaves that begin
-// with them are still needed. `taken`: places that are assigned to higher ones.
+// with them are still needed. `taken`: places that are assigned to higher ones. `first`: the leaf
+// from which on they are numbered, round the end.
 struct Search {
   uint64_t prefix, wanted, taken;
+  int64_t first;
 };
 
 struct Leaves {
   const float* priorities;
   const uint64_t* sums;
   int64_t count;
+
+  __device__ int64_t At(int64_t first, int64_t number) const {
+    const int64_t leaf = first + number;
+    return leaf < count ? leaf : leaf - count;
+  }
 };
 
-// Orders of kAtOnce leaves of a lane, from `begin` on; -1 for leaves that `is_candidate(order)` or
-// their mass excludes. All loads of priorities are under way before one is looked at.
+// Orders of kAtOnce leaves of a lane, from number `begin` on; -1 for leaves that
+// `is_candidate(order)` or their mass excludes. All loads of priorities are under way before one is
+// looked at.
 template <typename IsCandidate>
-__device__ void LoadOrders(const Leaves& leaves, int64_t begin, int64_t end,
+__device__ void LoadOrders(const Leaves& leaves, int64_t first, int64_t begin, int64_t end,
                            const IsCandidate& is_candidate, int64_t* orders) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
 #pragma unroll
   for (int k = 0; k < kAtOnce; ++k) {
     const int64_t i = begin + k * kWarp + lane;
-    orders[k] = i < end ? int64_t{OrderOf(BitCast<uint32_t>(leaves.priorities[i]))} : -1;
+    orders[k] = -1;
+    if (i < end) orders[k] = OrderOf(BitCast<uint32_t>(leaves.priorities[leaves.At(first, i)]));
   }
 #pragma unroll
   for (int k = 0; k < kAtOnce; ++k) {
     if (orders[k] < 0) continue;
     const bool may_be = is_candidate(static_cast<uint64_t>(orders[k]));
-    if (!may_be || leaves.sums[begin + k * kWarp + lane] == 0) orders[k] = -1;
+    if (!may_be || leaves.sums[leaves.At(first, begin + k * kWarp + lane)] == 0) orders[k] = -1;
   }
 }
 
@@ -60,7 +69,7 @@ __global__ void CountDigitsKernel(const Leaves leaves, int shift, const Search* 
   const int64_t warps = GlobalThreads() / kWarp;
   for (int64_t tile = GlobalThread() / kWarp; tile * kTile < leaves.count; tile += warps) {
     int64_t orders[kAtOnce];
-    LoadOrders(leaves, tile * kTile, leaves.count, begins_so, orders);
+    LoadOrders(leaves, 0, tile * kTile, leaves.count, begins_so, orders);
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       unsigned lanes = __ballot_sync(kAllLanes, orders[k] >= 0);
@@ -115,8 +124,8 @@ __device__ int64_t LeavesOfWarp(int64_t count) {
   return ((count + warps - 1) / warps + kTile - 1) / kTile * kTile;
 }
 
-__device__ Ordered Candidate(uint64_t order, int64_t leaf) {
-  return {kHighestOrder - order, leaf, leaf};
+__device__ Ordered Candidate(const Leaves& leaves, int64_t first, int64_t order, int64_t number) {
+  return {kHighestOrder - static_cast<uint64_t>(order), number, leaves.At(first, number)};
 }
 
 // Takes the leaves above the k-th highest, in any order, and counts those equal to it, by warp.
@@ -126,11 +135,12 @@ __global__ void TakeAboveKernel(const Leaves leaves, Search* search, Ordered* __
   const int64_t warp = GlobalThread() / kWarp, own = LeavesOfWarp(leaves.count);
   const int64_t end = Min((warp + 1) * own, leaves.count);
   const auto lowest = static_cast<int64_t>(search->prefix);
+  const int64_t first = search->first;
   const auto is_high = [&](uint64_t order) { return static_cast<int64_t>(order) >= lowest; };
   int64_t equal = 0;
   for (int64_t begin = warp * own; begin < end; begin += kAtOnce * kWarp) {
     int64_t orders[kAtOnce];
-    LoadOrders(leaves, begin, end, is_high, orders);
+    LoadOrders(leaves, first, begin, end, is_high, orders);
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       equal += __popc(__ballot_sync(kAllLanes, orders[k] == lowest));
@@ -143,7 +153,7 @@ __global__ void TakeAboveKernel(const Leaves leaves, Search* search, Ordered* __
       place = __shfl_sync(kAllLanes, place, 0) + __popc(above & ((1u << lane) - 1));
       if (orders[k] <= lowest) continue;
       Require(static_cast<int64_t>(place) < most);
-      found[place] = Candidate(static_cast<uint64_t>(orders[k]), begin + k * kWarp + lane);
+      found[place] = Candidate(leaves, first, orders[k], begin + k * kWarp + lane);
     }
   }
   if (lane == 0) num_equal[warp] = {0, equal};
@@ -158,11 +168,12 @@ __global__ void TakeEqualKernel(const Leaves leaves, const Search* __restrict__ 
   const int64_t end = Min((warp + 1) * own, leaves.count);
   const auto lowest = static_cast<int64_t>(search->prefix);
   const auto wanted = static_cast<int64_t>(search->wanted);
+  const int64_t first = search->first;
   const auto is_equal = [&](uint64_t order) { return static_cast<int64_t>(order) == lowest; };
   int64_t number = before[warp].value;
   for (int64_t begin = warp * own; begin < end && number < wanted; begin += kAtOnce * kWarp) {
     int64_t orders[kAtOnce];
-    LoadOrders(leaves, begin, end, is_equal, orders);
+    LoadOrders(leaves, first, begin, end, is_equal, orders);
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       const unsigned equal = __ballot_sync(kAllLanes, orders[k] >= 0);
@@ -171,7 +182,7 @@ __global__ void TakeEqualKernel(const Leaves leaves, const Search* __restrict__ 
       if (orders[k] < 0 || mine >= wanted) continue;
       const int64_t place = static_cast<int64_t>(search->taken) + mine;
       Require(place < most);
-      found[place] = Candidate(static_cast<uint64_t>(lowest), begin + k * kWarp + lane);
+      found[place] = Candidate(leaves, first, lowest, begin + k * kWarp + lane);
     }
   }
 }
@@ -182,7 +193,9 @@ __global__ void WriteItemsKernel(const Ordered* __restrict__ found, int64_t most
     items[i] = i < most ? found[i].value : -1;
 }
 
-__global__ void BeginKernel(Search* search, uint64_t k) { *search = {0, k, 0}; }
+__global__ void BeginKernel(Search* search, uint64_t k, const int64_t* first) {
+  *search = {0, k, 0, first == nullptr ? 0 : *first};
+}
 
 struct Memory {
   Memory(int64_t* words, int64_t num_leaves, int64_t k)
@@ -213,7 +226,7 @@ int64_t TopKScratch(int64_t num_leaves, int64_t k) {
 }
 
 void TopK(const float* priorities, const uint64_t* sums, int64_t num_leaves, int64_t k,
-          int64_t* items, int64_t* scratch, void* stream) {
+          const int64_t* first, int64_t* items, int64_t* scratch, void* stream) {
   if (k == 0) return;
   const Memory memory(scratch, num_leaves, k);
   cudaStream_t on = AsStream(stream);
@@ -225,7 +238,7 @@ void TopK(const float* priorities, const uint64_t* sums, int64_t num_leaves, int
   fill(memory.counts, 0, kPasses * kDigits * sizeof(uint64_t));
   // Places without a leaf are sorted after all others, and their leaf is -1.
   fill(memory.found, 0xFF, static_cast<size_t>(memory.most) * sizeof(Ordered));
-  BeginKernel<<<1, 1, 0, AsStream(stream)>>>(memory.search, static_cast<uint64_t>(k));
+  BeginKernel<<<1, 1, 0, AsStream(stream)>>>(memory.search, static_cast<uint64_t>(k), first);
   CheckLaunch("TopK");
   for (int pass = 0; pass < kPasses; ++pass) {
     const int shift = (kPasses - 1 - pass) * kDigitBits;

@@ -10,6 +10,7 @@
 #include "priorities/priorities.h"
 #include "returns/returns.h"
 #include "ring/ring_cuda.h"
+#include "ring/weigh_cuda.h"
 #include "select/descend_cuda.h"
 #include "select/select.h"
 #include "select/tree_cuda.h"
@@ -23,42 +24,6 @@ constexpr int64_t kMostWords = TableWords(kMostUpdaters);  // of its hash table
 
 // ---- drawing ------------------------------------------------------------------------------------
 
-// The least mass of the table: of the top of its minima. By a warp, in all its lanes.
-__device__ uint64_t LeastOfTable(const Ring& ring, const TreeShape& tree, int lane) {
-  const int top = tree.levels - 1;
-  const uint64_t* nodes = top == 0 ? ring.sums : ring.minima + MinimaOffset(tree, top);
-  return __shfl_sync(kAllLanes, LeastOfWarp(nodes[lane] - 1), 0) + 1;  // as in IsLess
-}
-
-// Weights of the samples `thread`, `thread` + `threads` and so on. `least`: mass of the batch. All
-// lanes of a warp take part.
-__device__ void Weigh(const Ring& ring, const RingDraw& draw, const TreeShape& tree, uint64_t total,
-                      uint64_t least, const Resolution* resolutions, int64_t count, float* weights,
-                      int64_t thread, int64_t threads) {
-  const int64_t batch = Min(ring.state[kRingBatch], draw.num_betas - 1);
-  const auto beta = static_cast<uint64_t>(draw.betas[batch]);
-  uint64_t numerator = least, divisor = 1;
-  if (draw.normalize == kByTable) numerator = LeastOfTable(ring, tree, LaneOfWarp());
-  if (draw.normalize == kNotNormalized) {
-    numerator = total;
-    divisor = static_cast<uint64_t>(ring.state[kRingCounts + cpu::kDrawable]);
-  }
-  const int64_t log_ratio = total == 0 ? 0 : Log2(numerator) - Log2(divisor);
-  for (int64_t i = thread; i < count; i += threads) {
-    const auto mass = static_cast<uint64_t>(resolutions[i].mass);
-    weights[i] = total == 0 ? 0.0f : BitCast<float>(ImportanceBits(log_ratio, mass, beta));
-  }
-}
-
-// By one thread: the state after the batch.
-__device__ void Advance(int64_t* state, uint64_t total, int64_t count) {
-  state[kRingTotal] = static_cast<int64_t>(total);
-  state[kRingSamples] += count;
-  state[kRingBatch] += 1;
-  state[kRingEmpty] += total == 0;
-  state[kRingLeast] = 0;
-}
-
 // A warp for each sample. `finishes`: the last block advances the state, after it has weighed the
 // samples unless `weights` are null. Else WeighKernel follows, and gets the least mass by the
 // state.
@@ -67,10 +32,9 @@ __global__ void SelectKernel(const Ring ring, const RingShape shape, const RingR
                              Resolution* resolutions, bool finishes, float* weights) {
   const int lane = LaneOfWarp();
   const uint64_t total = TotalOfWarp(ring.sums, tree, lane);
-  const int64_t first = ring.state[kRingSamples];
   uint64_t greatest = 0;  // complement of a mass, which is that of the least mass
   for (int64_t i = GlobalThread() / kWarp; i < count; i += GlobalThreads() / kWarp) {
-    const int64_t number = (first + i) * draw.stride + draw.offset;
+    const int64_t number = NumberOf(draw, ring.state, i);
     if (total == 0) {  // a trap would take the process's whole context with it
       if (lane == 0) resolutions[i] = NoSample(number);
       continue;
@@ -82,19 +46,10 @@ __global__ void SelectKernel(const Ring ring, const RingShape shape, const RingR
       point = Stratify(point, total, static_cast<uint64_t>(i), static_cast<uint64_t>(count));
     const Hit hit = DescendWarp(ring.sums, tree, point, lane);
     if (lane != 0) continue;
-    const uint64_t mass = ring.sums[hit.item];
-    if (rule.by_row) {
-      Require(hit.item < shape.num_rows);
-      Require(ResolveRow(ring.slots, shape.num_slots, ring.row_slots[hit.item], hit.item, mass,
-                         number, &resolutions[i]));
-    } else {
-      Require(hit.item < shape.num_slots);
-      const Slot& slot = ring.slots[hit.item];
-      const int64_t anchor = ChooseAnchor(rule.anchors, rule.unit, slot.num_steps, hit.remainder,
-                                          draw.seed, static_cast<uint64_t>(number), draw.stream);
-      resolutions[i] = ResolutionOf(slot, hit.item, anchor, mass, number);
-    }
-    greatest = Max(greatest, ~mass);
+    Resolution found;
+    Require(ResolveItem(ring, shape, rule, draw, hit, number, &found));
+    resolutions[i] = found;
+    greatest = Max(greatest, ~static_cast<uint64_t>(found.mass));
   }
   if (!finishes) {
     // Relaxed: the next kernel reads it.

@@ -26,6 +26,27 @@ struct RingDraw {
   int64_t num_betas;
 };
 
+// The record of a draw. False, and nothing written, if its item is no step of a slot.
+GEAR_HOST_DEVICE bool ResolveItem(const Ring& ring, const RingShape& shape, const RingRule& rule,
+                                  const RingDraw& draw, Hit hit, int64_t number,
+                                  Resolution* resolution) {
+  if (hit.item < 0 || hit.item >= ItemsOfRing(shape, rule)) return false;
+  const uint64_t mass = ring.sums[hit.item];
+  if (rule.by_row)
+    return ResolveRow(ring.slots, shape.num_slots, ring.row_slots[hit.item], hit.item, mass, number,
+                      resolution);
+  const Slot& slot = ring.slots[hit.item];
+  const int64_t anchor = ChooseAnchor(rule.anchors, rule.unit, slot.num_steps, hit.remainder,
+                                      draw.seed, static_cast<uint64_t>(number), draw.stream);
+  *resolution = ResolutionOf(slot, hit.item, anchor, mass, number);
+  return true;
+}
+
+// Number of sample i of the next global batch.
+GEAR_HOST_DEVICE int64_t NumberOf(const RingDraw& draw, const int64_t* state, int64_t i) {
+  return (state[kRingSamples] + i) * draw.stride + draw.offset;
+}
+
 // Adds one trajectory: lengths outside [0, most_steps] are rejected and counted; 0 adds nothing.
 // `initial`: bits of the priority of new items; below 0: the highest so far.
 void RingAdd(const Ring& ring, const RingShape& shape, const RingRule& rule, const int64_t* lengths,
@@ -38,6 +59,17 @@ uint64_t RingTotal(const uint64_t* sums, int64_t num_items);
 // samples, weights of 0, and is counted.
 void RingSelect(const Ring& ring, const RingShape& shape, const RingRule& rule,
                 const RingDraw& draw, int64_t count, Resolution* resolutions, float* weights);
+
+// The weights of a batch of samples.
+void Weigh(const Ring& ring, const RingShape& shape, const RingRule& rule, const RingDraw& draw,
+           uint64_t total, int64_t count, const Resolution* resolutions, float* weights);
+
+// The state after a batch; total 0: it has no samples.
+void Advance(int64_t* state, uint64_t total, int64_t count);
+
+// A batch without samples.
+void FillEmpty(const Ring& ring, const RingDraw& draw, int64_t count, Resolution* resolutions,
+               float* weights);
 
 // Of equal items the last wins. Values that are no priorities are rejected and counted.
 void RingUpdate(const Ring& ring, const RingShape& shape, const RingRule& rule,

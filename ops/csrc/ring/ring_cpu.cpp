@@ -84,15 +84,42 @@ uint64_t RingTotal(const uint64_t* sums, int64_t num_items) {
   return total;
 }
 
+void Weigh(const Ring& ring, const RingShape& shape, const RingRule& rule, const RingDraw& draw,
+           uint64_t total, int64_t count, const Resolution* resolutions, float* weights) {
+  const int64_t batch = Min(ring.state[kRingBatch], draw.num_betas - 1);
+  const auto beta = static_cast<uint64_t>(draw.betas[batch]);
+  uint64_t numerator = total, divisor = 1;
+  if (draw.normalize == kByBatch) {
+    numerator = ~uint64_t{0};
+    for (int64_t i = 0; i < count; ++i)
+      numerator = Min(numerator, static_cast<uint64_t>(resolutions[i].mass));
+  } else if (draw.normalize == kByTable) {
+    numerator = LeastOf(ring, ShapeOfTree(ItemsOfRing(shape, rule)));
+  } else {
+    divisor = static_cast<uint64_t>(ring.state[kRingCounts + kDrawable]);
+  }
+  Importance(resolutions, count, numerator, divisor, beta, weights);
+}
+
+void Advance(int64_t* state, uint64_t total, int64_t count) {
+  state[kRingTotal] = static_cast<int64_t>(total);
+  state[kRingSamples] += count;
+  state[kRingBatch] += 1;
+  state[kRingEmpty] += total == 0;
+}
+
+void FillEmpty(const Ring& ring, const RingDraw& draw, int64_t count, Resolution* resolutions,
+               float* weights) {
+  for (int64_t i = 0; i < count; ++i) resolutions[i] = NoSample(NumberOf(draw, ring.state, i));
+  if (weights != nullptr) std::fill(weights, weights + count, 0.0f);
+}
+
 namespace {
 
 // Draws a batch from a total above 0, and weighs it.
 void DrawBatch(const Ring& ring, const RingShape& shape, const RingRule& rule, const RingDraw& draw,
                uint64_t total, int64_t count, Resolution* resolutions, float* weights) {
-  const int64_t* state = ring.state;
-  const auto number_of = [&](int64_t i) {
-    return (state[kRingSamples] + i) * draw.stride + draw.offset;
-  };
+  const auto number_of = [&](int64_t i) { return NumberOf(draw, ring.state, i); };
   std::vector<int64_t> points(static_cast<size_t>(count));
   for (int64_t i = 0; i < count; ++i) {
     const Word128 word =
@@ -111,40 +138,19 @@ void DrawBatch(const Ring& ring, const RingShape& shape, const RingRule& rule, c
       Resolve(ring.sums, ring.slots, shape.num_slots, &points[i], run, rule.anchors, rule.unit,
               draw.seed, draw.stream, number_of(i), resolutions + i);
   }
-  uint64_t least = ~uint64_t{0};
-  for (int64_t i = 0; i < count; ++i)
-    least = Min(least, static_cast<uint64_t>(resolutions[i].mass));
-  if (weights != nullptr) {
-    const int64_t batch = Min(state[kRingBatch], draw.num_betas - 1);
-    const auto beta = static_cast<uint64_t>(draw.betas[batch]);
-    uint64_t numerator = least, divisor = 1;
-    if (draw.normalize == kByTable)
-      numerator = LeastOf(ring, ShapeOfTree(ItemsOfRing(shape, rule)));
-    if (draw.normalize == kNotNormalized) {
-      numerator = total;
-      divisor = static_cast<uint64_t>(state[kRingCounts + kDrawable]);
-    }
-    Importance(resolutions, count, numerator, divisor, beta, weights);
-  }
+  if (weights != nullptr) Weigh(ring, shape, rule, draw, total, count, resolutions, weights);
 }
 
 }  // namespace
 
 void RingSelect(const Ring& ring, const RingShape& shape, const RingRule& rule,
                 const RingDraw& draw, int64_t count, Resolution* resolutions, float* weights) {
-  int64_t* state = ring.state;
   const uint64_t total = RingTotal(ring.sums, ItemsOfRing(shape, rule));
-  if (total > 0) {
+  if (total > 0)
     DrawBatch(ring, shape, rule, draw, total, count, resolutions, weights);
-  } else {
-    for (int64_t i = 0; i < count; ++i)
-      resolutions[i] = NoSample((state[kRingSamples] + i) * draw.stride + draw.offset);
-    if (weights != nullptr) std::fill(weights, weights + count, 0.0f);
-    state[kRingEmpty] += 1;
-  }
-  state[kRingTotal] = static_cast<int64_t>(total);
-  state[kRingSamples] += count;
-  state[kRingBatch] += 1;
+  else
+    FillEmpty(ring, draw, count, resolutions, weights);
+  Advance(ring.state, total, count);
 }
 
 void RingUpdate(const Ring& ring, const RingShape& shape, const RingRule& rule,

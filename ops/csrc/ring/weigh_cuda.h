@@ -1,0 +1,47 @@
+// Weights of the samples of a ring, and its state after them.
+#pragma once
+#include "common/convert.h"
+#include "common/launch_cuda.h"
+#include "common/power.h"
+#include "priorities/priorities.h"
+#include "ring/ring_cuda.h"
+
+namespace gear::cuda {
+
+// The least mass of the table: of the top of its minima. By a warp, in all its lanes.
+__device__ inline uint64_t LeastOfTable(const Ring& ring, const TreeShape& tree, int lane) {
+  const int top = tree.levels - 1;
+  const uint64_t* nodes = top == 0 ? ring.sums : ring.minima + MinimaOffset(tree, top);
+  return __shfl_sync(kAllLanes, LeastOfWarp(nodes[lane] - 1), 0) + 1;  // as in IsLess
+}
+
+// Weights of the samples `thread`, `thread` + `threads` and so on. `least`: mass of the batch. All
+// lanes of a warp take part.
+__device__ inline void Weigh(const Ring& ring, const RingDraw& draw, const TreeShape& tree,
+                             uint64_t total, uint64_t least, const Resolution* resolutions,
+                             int64_t count, float* weights, int64_t thread, int64_t threads) {
+  const int64_t batch = Min(ring.state[kRingBatch], draw.num_betas - 1);
+  const auto beta = static_cast<uint64_t>(draw.betas[batch]);
+  uint64_t numerator = least, divisor = 1;
+  if (draw.normalize == kByTable) numerator = LeastOfTable(ring, tree, LaneOfWarp());
+  if (draw.normalize == kNotNormalized) {
+    numerator = total;
+    divisor = static_cast<uint64_t>(ring.state[kRingCounts + cpu::kDrawable]);
+  }
+  const int64_t log_ratio = total == 0 ? 0 : Log2(numerator) - Log2(divisor);
+  for (int64_t i = thread; i < count; i += threads) {
+    const auto mass = static_cast<uint64_t>(resolutions[i].mass);
+    weights[i] = total == 0 ? 0.0f : BitCast<float>(ImportanceBits(log_ratio, mass, beta));
+  }
+}
+
+// By one thread: the state after the batch; total 0: it has no samples.
+__device__ inline void Advance(int64_t* state, uint64_t total, int64_t count) {
+  state[kRingTotal] = static_cast<int64_t>(total);
+  state[kRingSamples] += count;
+  state[kRingBatch] += 1;
+  state[kRingEmpty] += total == 0;
+  state[kRingLeast] = 0;
+}
+
+}  // namespace gear::cuda
