@@ -63,9 +63,7 @@ class DevicePriorityLog:
         self._waiting.clear()
 
 
-def reported(
-    batch: DeviceBatch, priorities: Tensor, mask: Tensor | None, sampler: PriorityOptions
-) -> Tensor:
+def reported(batch: DeviceBatch, priorities: Tensor, mask: Tensor | None, sampler: PriorityOptions) -> Tensor:
     """Return reported priorities in their stored form: [B], float32, on the batch's device.
 
     Args:

@@ -24,6 +24,7 @@ from deepspeed_gear.ops.constants import FAN_OUT, SHARD_BITS
 from deepspeed_gear.ops.records import Resolution, RingState, UpdateCount
 from deepspeed_gear.sampling.samplers.uniform import stratify_
 from deepspeed_gear.sampling.stream_spec import StreamSpec
+from deepspeed_gear.sampling.top_priorities import merge_top
 
 _MOST_TOTAL_BITS = 62
 
@@ -96,8 +97,12 @@ class JointSelection:
         totals = torch.tensor([part[ReplicaRecord.TOTAL] for part in parts])
         total = int(totals.sum())
         self._check(total)
-        own = self._draw(totals, total, first)
-        found = self._resolve(own, first)
+        if self._own.takes_highest:
+            own, points = self._highest([part[ReplicaRecord.ITEMS] for part in parts])
+        else:
+            own = self._draw(totals, total, first)
+            points = self._points[: len(own)]
+        found = self._resolve(own, points, first)
         least = self._exchange_samples(own, found, records)
         if len(weights):
             self._weigh(records, weights, parts, least, key)
@@ -153,7 +158,35 @@ class JointSelection:
         self._ops.assign_draws_(*outs, self._coordinates, totals, self._replica)
         return self._mine[: int(found)].numpy()
 
-    def _resolve(self, own: np.ndarray, first: int) -> Tensor:
+    def _highest(self, items: list[int]) -> tuple[np.ndarray, Tensor]:
+        """Select the items of highest priority of all replicas, equal ones in the order of the replicas.
+
+        Args:
+            items: Number of items of each replica.
+        Returns:
+            The samples of this replica, and the coordinates of their items. [n], and [n] on the device.
+        Raises:
+            StoreError: There are fewer items than samples; on every rank.
+        """
+        count, device = self._spec.batch, self._table.device
+        if sum(items) < count:
+            rule = f"must hold as many items as a global batch ({count}), each with a mass, over all replicas"
+            raise StoreError("the tables on the devices", rule, sum(items), "add trajectories first")
+        counts = [min(count, of) for of in items]
+        values = torch.zeros(count, dtype=torch.float32, device=device)
+        number = counts[self._replica]
+        points = torch.zeros(0, dtype=torch.int64, device=device)
+        if number:
+            values[:number], points = self._own.highest(number)
+        # The bits of a priority, which is at least 0, are in the order of its values.
+        bits = self._peers.gather(values.view(torch.int32).long()).cpu().numpy()  # waits for the device
+        each = [bits[replica, :of] for replica, of in enumerate(counts)]
+        shards, _ = merge_top(each, [np.arange(of) for of in counts], count)
+        self._owner.copy_(torch.from_numpy(shards))
+        own = np.flatnonzero(shards == self._replica)
+        return own, points[: len(own)]
+
+    def _resolve(self, own: np.ndarray, coordinates: Tensor, first: int) -> Tensor:
         """Return the records of own samples, by receiver. [n, 9], int64.
 
         All samples of the batch are resolved, those of other replicas at coordinate 0, so that each has its
@@ -162,13 +195,14 @@ class JointSelection:
         device, count = self._table.device, self._spec.batch
         if len(own) == 0:
             return torch.zeros(0, STEPS + 1, dtype=torch.int64, device=device)
-        points = torch.zeros(count, dtype=torch.int64)
-        points[own] = self._points[: len(own)]
         every = torch.zeros(count, Resolution.NUM_WORDS, dtype=torch.int64, device=device)
-        there, receivers = copied_together(
-            [points, torch.from_numpy(_by_receiver(own, self._replicas))], device
-        )
-        self._own.resolve_(every, there, first)
+        words = [torch.from_numpy(own), torch.from_numpy(_by_receiver(own, self._replicas))]
+        if coordinates.device != device:
+            words.append(coordinates)
+        samples, receivers, *copied = copied_together(words, device)
+        points = torch.zeros(count, dtype=torch.int64, device=device)
+        points[samples] = copied[0] if copied else coordinates
+        self._own.resolve_(every, points, first)
         mine = every[receivers]
         return torch.cat([mine, self._rows.steps_of(mine)[:, None]], 1)
 
@@ -196,6 +230,9 @@ class JointSelection:
 
     def _weigh(self, records: Tensor, weights: Tensor, parts: list[list[int]], least: int, key: int) -> None:
         assert self._spec.priorities is not None
+        if self._own.takes_highest:
+            weights.fill_(1)
+            return
         normalize = self._spec.priorities.normalize
         numerator, count = (
             sum(part[ReplicaRecord.TOTAL] for part in parts),

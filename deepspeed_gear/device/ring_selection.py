@@ -58,7 +58,7 @@ class RingSelection:
         #: Mass rule of items that are added.
         self.new_items = NewItems(self._rule, self._unit, self._alpha, self._initial, self.most_bits)
         self._draw = [spec.seed, spec.key, stride, offset, int(spec.is_stratified), normalize]
-        self._takes_highest = spec.sampler.each_once  # of the samplers for devices, top-k alone
+        self.takes_highest = spec.sampler.each_once  # of the samplers for devices, top-k alone
 
     def add_(self, columns: Mapping[str, Tensor], lengths: Tensor | None, count: int, steps: int) -> None:
         """Add trajectories that `RingTable.check` has checked."""
@@ -74,7 +74,7 @@ class RingSelection:
         table, ops, most = self.table, self.table.ops, self._max_times_sampled
         how = (self._rule, table.shape, self._draw, self._drawn)
         given = (table.state, records, weights, table.slots, table.sums)
-        if self._takes_highest:
+        if self.takes_highest:
             ops.ring_top_k_(*given, table.priorities, table.row_slots, *how, most > 0)
         elif most:
             ops.ring_select_limited_(*given, table.minima, self.betas.next_(table.state), *how, most)
@@ -84,10 +84,30 @@ class RingSelection:
             self._remove_used_up(records)
 
     def _remove_used_up(self, records: Tensor) -> None:
-        """Remove the trajectories of a global batch that were drawn `max_times_sampled` times. [B, 8], int64."""
+        """Remove trajectories of a batch that were drawn `max_times_sampled` times. [B, 8], int64."""
         slots, ids = records[:, Resolution.SLOT], records[:, Resolution.ID]
         times = self.table.slots[:, Slot.TIMES_SAMPLED][slots.clamp(min=0)]
         self.table.remove_(torch.where(times >= self._max_times_sampled, ids, Resolution.NO_SAMPLE))
+
+    def highest(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return the items of highest priority, in the order in which `select_` takes them.
+
+        Args:
+            count: At most the number of items with a mass.
+        Returns:
+            Their priorities, and their first coordinates. [count], float32, and [count], int64.
+        Cost: a pass over all items for the coordinates, and those of `top_k_`.
+        """
+        table = self.table
+        records = torch.zeros(count, Resolution.NUM_WORDS, dtype=torch.int64, device=table.device)
+        how = (self._rule, table.shape, self._draw, self._drawn, False)
+        given = (table.state.clone(), records, table.priorities[:0], table.slots, table.sums)
+        table.ops.ring_top_k_(*given, table.priorities, table.row_slots, *how)
+        items = records[:, Resolution.SLOT]
+        if table.items_are_rows:
+            items = records[:, Resolution.FIRST_ROW] + records[:, Resolution.ANCHOR]
+        ends = table.sums[: table.num_items].cumsum(0)[items]
+        return table.priorities[items], ends - records[:, Resolution.MASS]
 
     def resolve_(self, records: Tensor, coordinates: Tensor, first: int) -> None:
         """Resolve coordinates to items.

@@ -195,7 +195,10 @@ def test_equals_the_reference(
             assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
             latest.append([pair[0] for pair in found])
         elif (what == "limited" and not both[0].by_row) or (what == "top k" and both[0].prioritized):
-            count, draw = 1 + argument % 9, [seed, argument % 7, 1 + argument % 2, argument % 2, 0, argument % 3]
+            count, draw = (
+                1 + argument % 9,
+                [seed, argument % 7, 1 + argument % 2, argument % 2, 0, argument % 3],
+            )
             if what == "top k":
                 found = [ring.top_k(count, draw) for ring in both]
             else:
@@ -318,10 +321,13 @@ def test_the_highest_of_a_full_ring_begin_with_the_oldest(native: Ops, cpu: Ops,
             values = torch.randint(0, 3, (count,)).float() / 2
             for ring in both:
                 ring.update(records, values)
-            ids, expected = ids_of(both[0]), sorted(
-                (-float(both[0].priorities[item]), int(number), int(item))
-                for item, number in enumerate(ids_of(both[0]))
-                if number >= 0
+            ids, expected = (
+                ids_of(both[0]),
+                sorted(
+                    (-float(both[0].priorities[item]), int(number), int(item))
+                    for item, number in enumerate(ids_of(both[0]))
+                    if number >= 0
+                ),
             )
     assert int(both[1].state[RingState.TAIL]) > 700
     for name, tensor in both[0].content.items():

@@ -11,6 +11,7 @@ import torch
 from device_support import (
     AT_ONCE_S,
     ENVS,
+    LIMITED,
     SAMPLERS,
     STEPS,
     assert_equal,
@@ -48,7 +49,7 @@ def captured(replay: DeviceReplay, batch: Any, added: dict[str, Tensor]) -> Call
     return graph.replay
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("sampler", [*SAMPLERS, *LIMITED])
 def test_a_gpu_gives_the_batches_of_the_host(sampler: str) -> None:
     """Also when the ring is full many times over."""
     expected = run_on("cpu", sampler, 300, plainly)
@@ -56,19 +57,19 @@ def test_a_gpu_gives_the_batches_of_the_host(sampler: str) -> None:
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("sampler", [*SAMPLERS, *LIMITED])
 def test_a_few_steps_give_the_batches_of_the_host(sampler: str) -> None:
     """What a memory checker has the time for; the ring is not full yet."""
     assert_equal(run_on(DEVICE, sampler, 6, plainly), run_on("cpu", sampler, 6, plainly))
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("sampler", [*SAMPLERS, *LIMITED])
 def test_a_captured_step_gives_the_same_batches(sampler: str) -> None:
     assert_equal(run_on(DEVICE, sampler, 300, captured), run_on("cpu", sampler, 300, plainly))
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("sampler", [*SAMPLERS, *LIMITED])
 def test_a_compiled_step_gives_the_same_batches(sampler: str, mode: str) -> None:
     def compiled(replay: DeviceReplay, batch: Any, added: dict[str, Tensor]) -> Callable[[], None]:
         torch._dynamo.reset()

@@ -31,6 +31,12 @@ SAMPLERS = {
     "prioritized": {"kind": "prioritized", "unit": "step", "beta": {"linear": [0.4, 1.0, 20]}},
     "table": {"kind": "prioritized", "normalize": "table", "stratified": True},
 }
+#: Of one replica that adds whole trajectories; and how often each may be drawn.
+LIMITED = {
+    "highest": ({"kind": "top_k", "unit": "step"}, 0),
+    "highest twice": ({"kind": "top_k"}, 2),
+    "limited": ({"kind": "prioritized", "normalize": "table"}, 12),
+}
 ENVS, STEPS, BATCH = 8, 4, 64
 AT_ONCE_S = 20e-3  # with whatever else the process does, where a device sleeps for a second
 
@@ -49,7 +55,9 @@ def no_garbage() -> Iterator[None]:
 def section(sampler: str) -> dict[str, Any]:
     table = {"capacity_steps": 4000, "max_length": STEPS, "remove": "fifo", "placement": "device"}
     table["schema"] = {"columns": COLUMNS}
-    options = {"sampler": SAMPLERS[sampler], "fields": FIELDS, "batch_size": BATCH, "seed": 7}
+    kind, most = LIMITED.get(sampler) or (SAMPLERS[sampler], 0)
+    table["max_times_sampled"] = most
+    options = {"sampler": kind, "fields": FIELDS, "batch_size": BATCH, "seed": 7}
     return {"tables": {"main": table}, "n_step": {"n": 3, "gamma": 0.9}, **options}
 
 
@@ -78,7 +86,7 @@ def step(replay: DeviceReplay, batch: Any, added: dict[str, Tensor]) -> None:
     """One whole step: everything that a graph holds. The priorities are exact on any device."""
     replay.add_(added)
     replay.sample_(batch)
-    if replay.config.item_sampler.kind == "prioritized":
+    if replay.config.item_sampler.has_priorities:
         replay.update_priorities_(batch, batch["reward"].abs() + 0.5)
 
 
@@ -93,7 +101,8 @@ def run_on(device: str, sampler: str, turns: int, wrap: Callable[..., Any]) -> l
                 added[name].copy_(tensor)
             run()
             found.append([*facts(batch), replay.table.state[:16].cpu().clone()])
-        replay.check()
+        if sampler in SAMPLERS:  # else batches without samples are part of it
+            replay.check()
     return found
 
 

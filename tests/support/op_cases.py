@@ -36,7 +36,16 @@ HOST_ONLY = (
 )
 # The pieces of copy_pieces_ stay in memory of the host: tests/gpu/test_host_placement.py.
 ON_DEVICE = [name for name in OP_NAMES if name not in (*HOST_ONLY, "copy_pieces_")]
-RING_NAMES = ("ring_add_", "ring_extend_", "ring_remove_", "ring_select_", "ring_update_", "scatter_")
+RING_NAMES = (
+    "ring_add_",
+    "ring_extend_",
+    "ring_remove_",
+    "ring_select_",
+    "ring_select_limited_",
+    "ring_top_k_",
+    "ring_update_",
+    "scatter_",
+)
 NUM_SLOTS, LENGTH, COUNT = 1500, 40, 33
 ALL_ANCHORS = [0, 0, 1, 1 << 40, 0]
 RING_SHAPE = [5000, NUM_SLOTS, 1, 9]  # rows, slots, a row more than steps, the longest trajectory
@@ -196,13 +205,17 @@ def ring_arguments(name: str) -> tuple[Any, ...]:
             if turn < 69:
                 reference.ring_extend_(*written, *flags, *how)
         return *written, *flags, *how
+    unit = MassUnit.STEP
+    if name == "ring_select_limited_":  # items are trajectories
+        unit, row_slots, priorities = MassUnit.TRAJECTORY, row_slots[:0], torch.zeros(num_slots)
+        sums, minima = torch.zeros(tree_size(num_slots)).long(), torch.zeros(minima_size(num_slots)).long()
     adding = [state, slots, begins, sums, minima, priorities, row_slots, placed]
-    rest = (ALL_ANCHORS, RING_SHAPE, MassUnit.STEP, ALPHA, -1, 24)
+    rest = (ALL_ANCHORS, RING_SHAPE, unit, ALPHA, -1, 24)
     for _ in range(7):
         reference.ring_add_(*adding, torch.randint(-1, most + 2, (len(placed),)), *rest)
     resolutions, weights = torch.zeros(300, 8, dtype=torch.int64), torch.zeros(300)
     known = slots, sums, minima, row_slots, torch.tensor([0, ONE_Q62 // 2, ONE_Q62])
-    selecting = (ALL_ANCHORS, RING_SHAPE, [1, 2, 1, 0, 0, Normalize.TABLE], MassUnit.STEP)
+    selecting = (ALL_ANCHORS, RING_SHAPE, [1, 2, 1, 0, 0, Normalize.TABLE], unit)
     if name == "ring_update_":
         reference.ring_select_(state, resolutions, weights, *known, *selecting)
     values = [
@@ -227,6 +240,8 @@ def ring_arguments(name: str) -> tuple[Any, ...]:
             MassUnit.STEP,
         ),
         "ring_select_": (state, resolutions, weights, *known, *selecting),
+        "ring_select_limited_": (state, resolutions, weights, *known[:3], known[4], *selecting, 2),
+        "ring_top_k_": (state, resolutions, weights, slots, sums, priorities, row_slots, *selecting, False),
         "ring_update_": (
             state,
             sums,

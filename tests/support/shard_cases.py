@@ -25,6 +25,7 @@ SAMPLERS = [
     {**PRIORITIZED, "unit": "step"},
     {**PRIORITIZED, "unit": "trajectory", "normalize": "table"},
     {**PRIORITIZED, "unit": "step", "normalize": None, "initial": 0.5},
+    {"kind": "top_k", "unit": "step"},
 ]
 
 

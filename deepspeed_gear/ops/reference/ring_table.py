@@ -212,7 +212,7 @@ def ring_select_(
     whose last one stays in force. Empty `weights` are not computed. Where no item has a mass the batch has no
     samples: its records are marked so, its weights are 0, and the state counts it.
     """
-    seed, stream, stride, offset, stratified, _ = draw
+    seed, stream, _, _, stratified, _ = draw
     total, count = int(sums[-32:].sum()), len(resolutions)
     numbers = _numbers(state, count, draw)
     if total == 0:
@@ -231,7 +231,9 @@ def ring_select_(
             resolve_(one, sums, slots, point, rule, unit, seed, stream, number)
     if len(weights):
         num_items = len(row_slots) or shape[1]
-        _weigh(state, resolutions, weights, minima[-32:] if len(minima) else sums[:num_items], betas, draw, total)
+        _weigh(
+            state, resolutions, weights, minima[-32:] if len(minima) else sums[:num_items], betas, draw, total
+        )
     _advance(state, total, count)
 
 

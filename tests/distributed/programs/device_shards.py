@@ -87,7 +87,7 @@ def run(replay: DeviceReplay) -> list[list[dict[str, torch.Tensor]]]:
             found[-1].append(told(batch))
             if batch.holders is not None:
                 check_names(batch, replay.batch_info.data_world)
-            if replay.config.sampler.kind == "prioritized" and turn != 3:  # no process has to report
+            if replay.config.item_sampler.has_priorities and turn != 3:  # no process has to report
                 noise = 0.0 if topology_of(replay).place.reports else 100.0
                 replay.update_priorities_(batch, priorities(batch, turn, noise))
     return found
@@ -133,7 +133,7 @@ def check_going_on(replay: DeviceReplay, folder: str) -> None:
 def check_case(case: dict[str, Any]) -> None:
     section, tensor, added = case["section"], case["tensor"], case["added"]
     replicas, accumulation = world // tensor, section["gradient_accumulation_steps"]
-    prioritized = section["sampler"]["kind"] == "prioritized"
+    prioritized = section["sampler"]["kind"] in ("prioritized", "top_k")
     at = world - 1 - rank if tensor > 1 else rank  # places need not follow ranks
     place = RankCoordinates(at // tensor, replicas, at % tensor, tensor)
     sizes = {key: section.pop(key) for key in ("batch_size", "gradient_accumulation_steps")}

@@ -28,7 +28,11 @@ def test_old_batches_fail_in_a_late_backward_pass() -> None:
 @pytest.mark.skipif(
     TorchVersion(torch.__version__) < "2.5", reason="torch 2.4 compiles no op that writes to a list"
 )
-def test_a_whole_step_is_traced_without_a_break() -> None:
+@pytest.mark.parametrize(
+    ("sampler", "most"),
+    [(PRIORITIZED, 0), ({"kind": "top_k"}, 3), (SAMPLERS["prioritized trajectories"], 12)],
+)
+def test_a_whole_step_is_traced_without_a_break(sampler: dict[str, Any], most: int) -> None:
     """Adding, drawing, training and updating in one graph of torch.compile, against the same without."""
     weights = torch.nn.Parameter(torch.zeros(3))
 
@@ -42,7 +46,8 @@ def test_a_whole_step_is_traced_without_a_break() -> None:
     torch._dynamo.reset()
     found = []
     for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-        with DeviceReplay(online(PRIORITIZED, seed=3), "cpu") as replay:
+        made = online(sampler, seed=3, batch_size=9, table={"max_times_sampled": most})
+        with DeviceReplay(made, "cpu") as replay:
             batch = replay.new_batch()
             losses = [run(replay, batch, trajectories(3, 4, 3 * turn)) for turn in range(12)]
             found.append((torch.stack(losses), batch.trajectory_id.clone(), replay.table.state.clone()))

@@ -127,7 +127,7 @@ def waits_of(section: dict[str, Any], first: int = 0) -> list[str]:
                 replay.fill_(batches[0].trajectory_id, {"frame": batches[0]["late"]})
             for batch in batches:
                 replay.sample_(batch)
-                if replay.config.item_sampler.kind == "prioritized":
+                if replay.config.item_sampler.has_priorities:
                     values = batch["observation"].sum(2).abs() if turn % 2 else batch["reward"].abs()
                     replay.update_priorities_(batch, values)
             replay.sample()
@@ -175,7 +175,7 @@ def test_the_stub_refuses_a_list_as_an_index() -> None:
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("sampler", device_support.SAMPLERS)
+@pytest.mark.parametrize("sampler", [*device_support.SAMPLERS, *device_support.LIMITED])
 def test_a_step_of_one_replica(sampler: str, accumulation: int) -> None:
     assert waits_of({**section_of(sampler), "gradient_accumulation_steps": accumulation}) == []
 
@@ -193,21 +193,33 @@ def test_a_step_of_environments(sampler: str) -> None:
         for turn in range(STEPS):
             replay.add_steps_(row, following, mask=mask if turn % 2 else None, autoreset="next_step")
             replay.sample_(batch)
-            if replay.config.item_sampler.kind == "prioritized":
+            if replay.config.item_sampler.has_priorities:
                 replay.update_priorities_(batch, batch["reward"].abs())
             replay.end_steps_(mask)
         assert stub.waits == []
 
 
-@pytest.mark.parametrize("sampler", device_support.SAMPLERS)
+@pytest.mark.parametrize("sampler", [*device_support.SAMPLERS, "highest"])
 def test_a_step_of_replicas_with_tables_of_their_own(sampler: str, replicas: Replicas) -> None:
-    """A selection reads all replicas' masses, and the sizes of the messages with rows."""
+    """A selection reads all replicas' masses, highest priorities, and the sizes of the messages with rows."""
 
     def step() -> None:
         waits = waits_of(section_of(sampler), replicas.here * STEPS)
-        places = ["joint_selection.py", "device_row_exchange.py"]
+        places = ["joint_selection.py"] * (1 + (sampler == "highest")) + ["device_row_exchange.py"]
         found = [next((place for place in places if place in wait), wait) for wait in waits]
         assert found == places * 2 * STEPS
+
+    replicas.run(step)
+
+
+def test_limited_draws_of_replicas_are_of_their_own_shards(replicas: Replicas) -> None:
+    joint, shards = section_of("limited"), section_of("limited")
+    shards["tables"]["main"]["scope"] = "shard"
+
+    def step() -> None:
+        with pytest.raises(ConfigError, match=r'scope must be "shard" with max_times_sampled on the devices'):
+            DeviceReplay(joint, DEVICE)
+        assert waits_of(shards, replicas.here * STEPS) == []
 
     replicas.run(step)
 

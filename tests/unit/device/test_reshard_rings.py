@@ -170,6 +170,27 @@ def test_replicas_that_count_their_own_samples_go_on_behind_all_of_them() -> Non
             assert each.content["state"][RingState.SAMPLES] * 2 >= samples
 
 
+def test_every_trajectory_keeps_how_often_it_was_drawn() -> None:
+    made = online({"kind": "uniform"}, batch_size=4, table={"capacity_steps": 200, "max_times_sampled": 3})
+    with replays(3, made) as old, replays(2, made) as new:
+        for number, replay in enumerate(old):
+            fill(replay, 100 * number, 7 + number)
+
+        def times(contents: list[dict[str, Tensor]]) -> list[tuple[int, int]]:
+            every = [
+                (int(content["column/task"][at]), slot[Slot.TIMES_SAMPLED])
+                for content in contents
+                for at, slot in enumerate(content["slots"].tolist())
+                if slot[Slot.STATE] == SlotState.COMMITTED
+            ]
+            return sorted(every)
+
+        saved = [content_of(replay) for replay in old]
+        before = times(saved)
+        assert {0, 1, 2} == {count for _, count in before}
+        assert times([each.content for each in dealt_to(new, saved)]) == before
+
+
 def test_other_columns_are_refused_by_name() -> None:
     with replays(2, section("prioritized", None)) as old:
         fill(old[0], 0, 3)
