@@ -419,6 +419,23 @@ def test_nodes_of_a_graph(
     assert len(launched()) == 1
 
 
+@pytest.mark.parametrize("added", [0, 100, 900])
+def test_nodes_of_limited_draws_and_top_k(
+    kernels_on_host: Ops, launched: Callable[[], list[int]], added: int
+) -> None:
+    """As many in every table: a captured step is one graph, whatever there is to draw."""
+    ring = Ring(kernels_on_host, 4000, 1000, 0, 4, MassUnit.TRAJECTORY, ALL_ANCHORS, True, True)
+    ring.add([1] * added)
+    launched()
+    ring.ops.ring_select_limited_(
+        *(ring.state, torch.zeros(200, 8, dtype=torch.int64), torch.zeros(200), ring.slots, ring.sums),
+        *(ring.minima, torch.tensor([0]), ALL_ANCHORS, ring.shape, [1, 2, 1, 0, 0, 1], 0, 2),
+    )
+    assert launched() == [1]
+    ring.top_k(200, [1, 2, 1, 0, 0, 0])
+    assert len(launched()) == 21  # two memsets, four for the digits of a pass, four to sort
+
+
 def empty(ops: Ops, kind: tuple[Any, ...], why: str) -> Ring:
     """A ring in which no item has a mass."""
     ring = rings(kind, ops)

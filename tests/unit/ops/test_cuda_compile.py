@@ -148,6 +148,7 @@ MOST_REGISTERS = {
     "GatherKernelILb1": 65_536 // (3 * 256),  # conversions: three
     "AddKernel": 65_536 // 1024,  # one block of 1,024 threads
     "UpdateKernel": 65_536 // 1024,
+    "LimitedKernel": 65_536 // 512,  # one block of 16 warps
 }
 
 
