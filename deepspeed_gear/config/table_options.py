@@ -329,8 +329,8 @@ class TableConfig(GearModel):
     max_times_sampled: Annotated[Int, Ge(0), Lt(2**31)] = Field(
         default=0,
         description=(
-            "A trajectory is evicted when it was drawn so often; in a table on devices its rows are used again "
-            "when they would have been evicted. 0: never."
+            "A trajectory is evicted when it was drawn so often; in a table on devices its rows are used "
+            "again when they would have been evicted. 0: never."
         ),
     )
     max_age: Annotated[Int, Ge(0)] = Field(

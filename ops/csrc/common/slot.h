@@ -8,7 +8,7 @@ namespace gear {
 struct Slot {
   int64_t state, generation, id;
   int64_t first_row, num_steps, num_rows;
-  int64_t owner;  // the process that has reserved it; on a device: see TimesSampled of ring.h
+  int64_t owner;  // the process that has reserved it (on a device: see TimesSampled of ring.h)
   int64_t born;   // the global batch that was selected next when it was committed
 };
 static_assert(sizeof(Slot) == 64, "a slot is a row of 8 int64");
