@@ -84,13 +84,17 @@ def on_host(made: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-@pytest.mark.parametrize("sampler", list(SAMPLERS))
+WITH_TOP_K = {**SAMPLERS, "top-k": {"kind": "top_k"}}
+
+
+@pytest.mark.parametrize("sampler", list(WITH_TOP_K))
 @pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
 def test_batches_are_those_of_a_writer_that_publishes_each_step(sampler: str, autoreset: str) -> None:
     # Priorities of steps follow the order of the rows, which is that of the host for one environment.
-    by_row = SAMPLERS[sampler].get("unit") == "step" and SAMPLERS[sampler]["kind"] == "prioritized"
+    options = WITH_TOP_K[sampler]
+    by_row = options.get("unit") == "step" and options["kind"] == "prioritized"
     num_envs = 1 if by_row else ENVS
-    made = section(SAMPLERS[sampler], num_envs, seed=3)
+    made = section(options, num_envs, seed=3, batch_size=ENVS if sampler == "top-k" else 32)
     envs = Episodes(num_envs, is_longer=True)
     with DeviceReplay(made, "cpu") as device, Replay(on_host(made)) as host:
         writer = host.vector_writer(num_envs, autoreset=autoreset)

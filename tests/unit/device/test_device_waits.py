@@ -19,7 +19,7 @@ from torch import Tensor
 from deepspeed_gear import DeviceReplay
 from deepspeed_gear.device import device_sharing
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology
-from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.replay import device_replay
 from deepspeed_gear.sampling.batch_info import BatchInfo
 
@@ -220,6 +220,21 @@ def test_limited_draws_of_replicas_are_of_their_own_shards(replicas: Replicas) -
         with pytest.raises(ConfigError, match=r'scope must be "shard" with max_times_sampled on the devices'):
             DeviceReplay(joint, DEVICE)
         assert waits_of(shards, replicas.here * STEPS) == []
+
+    replicas.run(step)
+
+
+def test_too_few_items_of_all_replicas_are_an_error_on_each(replicas: Replicas) -> None:
+    section, ones = section_of("highest"), torch.ones(device_support.ENVS, dtype=torch.int64)
+
+    def step() -> None:
+        with DeviceStub(), DeviceReplay(section, DEVICE) as replay:
+            if replicas.here == 0:
+                replay.add_(columns(0), on_device(ones))
+            with pytest.raises(
+                StoreError, match=rf"must hold as many items as .* \({device_support.BATCH}\)"
+            ):
+                replay.sample()
 
     replicas.run(step)
 
