@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from deepspeed_gear.distributed.control_plane import ControlPlane
@@ -43,12 +44,12 @@ class RankCoordinates:
     def is_last_stage(self) -> bool:
         return self.pipe_rank == self.pipe_world - 1
 
-    @property
+    @cached_property
     def reads(self) -> bool:
         """Whether it reads batches: inner stages of a pipeline get data from the stage before."""
         return self.is_first_stage or self.is_last_stage
 
-    @property
+    @cached_property
     def reports(self) -> bool:
         """Whether it is the one rank of its replica that reports priorities: of the stage with the loss."""
         return self.tensor_rank == 0 and self.sequence_rank == 0 and self.is_last_stage

@@ -153,8 +153,10 @@ class BatchAssembler:
         Raises:
             DataError: A mapped file has changed.
         """
-        self._check_files()
-        self._releases.settle()
+        if self._mapped:
+            self._check_files()
+        if self._placing is not None:
+            self._releases.settle()
         if stream not in self._collectors:
             self._collectors[stream] = self._gatherer(stream)
         records = taken.records
@@ -166,7 +168,7 @@ class BatchAssembler:
             valid = records[:, Resolution.SAMPLE_NUMBER] < pass_size
         unit, total = stream.state.has_unit_masses, taken.head[Head.TOTAL]
         epochs = self._no_epoch if taken.epochs is None else taken.epochs
-        opaque = self._opaque([(stream.table, records)])
+        opaque = self._opaque([(stream.table, records)]) if self._needs.opaque else None
         rest = (goals, self._burn_in, taken.origins, part, num_parts, opaque)
         samples = BatchSamples(records, valid, unit, total, epochs, taken.weights, None, None, *rest)
         batch = Batch(tensors, mask, samples)
@@ -179,17 +181,23 @@ class BatchAssembler:
 
     def release(self, stream: BatchStream, key: int) -> None:
         """Release a selection that this rank has gathered, once the device has read its rows."""
-        gatherer = self._collectors[stream]
-        if self._placing is not None and isinstance(gatherer, DeviceGatherer) and gatherer.reads_in_place:
-            self._releases.hold(self._placing.lane.record(), stream.release, key)
-        else:
-            stream.release(key)
+        if self._placing is not None:
+            gatherer = self._collectors[stream]
+            if isinstance(gatherer, DeviceGatherer) and gatherer.reads_in_place:
+                self._releases.hold(self._placing.lane.record(), stream.release, key)
+                return
+        stream.release(key)
 
     # ---- to the device ---------------------------------------------------------------------------
 
     def drain(self) -> bool:
         """Wait until the device has read all selections; return whether there were any."""
         return self._releases.drain()
+
+    @property
+    def uses_device(self) -> bool:
+        """Whether batches are transferred to a device by its kernels."""
+        return self._placing is not None
 
     def refuse_capture(self) -> None:
         """Raise if a CUDA graph is captured, which cannot contain `sample`.

@@ -61,6 +61,7 @@ class BatchLoader:
         self._barrier = None if turns == "schedule" else parts.barrier
         self._every_micro, self._check = turns != "global", parts.context.check
         self._late_updates = parts.resources.late_updates
+        self._uses_device = parts.assembler.uses_device
         self._prefetchers: list[Prefetcher[PreparedBatch]] = parts.resources.prefetchers
         self._seen = hashlib.blake2b(digest_size=8)  # ids and anchors of this rank's part
         self._digest = NO_DIGEST
@@ -79,7 +80,8 @@ class BatchLoader:
             PeerError: Another rank failed in its turn; the next call tries again.
             StoreError: A CUDA graph is captured, and the batch comes from host memory.
         """
-        self._assembler.refuse_capture()
+        if self._uses_device:
+            self._assembler.refuse_capture()
         self._lent.make_room()
         begin = time.perf_counter()
         number, micro = divmod(self._used, self._info.accumulation)
@@ -100,7 +102,7 @@ class BatchLoader:
         if self._barrier is not None and self._barrier.is_early and self._prefetchers:
             self._hold_next(self._barrier)
         self._metrics.waited(time.perf_counter() - begin, made.heads[0][Head.EPOCH])
-        batch = self._assembler.hand_over(made.batch)
+        batch = self._assembler.hand_over(made.batch) if self._uses_device else made.batch
         self._lent.add(batch)
         return batch
 

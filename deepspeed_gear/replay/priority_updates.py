@@ -86,13 +86,14 @@ def report(
     """
     values = priorities
     if values.is_cuda:
+        late.check()
         _report_later(tables, sampler, batch, values, mask, late)
         return
     late.drain()
     if values.dim() == 2 and isinstance(batch, Batch):
         values = reduce_steps(values, mask_of(batch, values, mask), sampler.reduce, sampler.eta)
     _check_size(values, batch, priorities)
-    parts, rounded = _parts(tables, batch), as_float32(values)
+    parts, rounded = _parts(tables, batch), _rounded(values)
     if len(parts) > 1:  # nothing has changed if one of the tables raises
         check_priorities(rounded.numpy())
         for part in parts:
@@ -186,7 +187,11 @@ def as_float32(values: torch.Tensor | Sequence[float]) -> torch.Tensor:
     Raises:
         DataError: One is negative, infinite or NaN, checked in float64.
     """
-    given = arguments.tensor("priorities", values)
+    return _rounded(arguments.tensor("priorities", values))
+
+
+def _rounded(given: torch.Tensor) -> torch.Tensor:
+    """Convert a dense tensor; see `as_float32`."""
     if given.dtype == torch.float32 and given.is_cpu:
         return given.contiguous()
     given = given.to("cpu")

@@ -494,17 +494,15 @@ class Replay(ReplayBase):
         if not self._place.reports:
             return
         priorities, mask = priority_updates.as_given(batch, priorities, mask)
-        options = self.config.item_sampler
-        assert isinstance(options, PriorityOptions)  # as the sampler has priorities
+        options = self._priority_options
         if isinstance(batch, MicroBatch):
-            priority_updates.check_packed(options.unit, batch, priorities, mask)
+            priority_updates.check_packed(self.config.item_sampler.unit, batch, priorities, mask)
         if priorities.dim() == 2 and self._place.sequence_world > 1:
             rule = "must have shape [B] where ranks share the time axis"
             raise ShapeError(
                 "priorities", rule, list(priorities.shape), "reduce them over the sequence ranks"
             )
         assert batch is not None  # as_given has checked it
-        self._late_updates.check()
         priority_updates.report(masses, options, batch, priorities, mask, self._late_updates)
 
     def set_priorities(
@@ -541,6 +539,12 @@ class Replay(ReplayBase):
     @cached_property
     def _all_priorities(self) -> list[PriorityMasses]:
         return [self._priorities(table) for table in self.config.sampled_tables]
+
+    @cached_property
+    def _priority_options(self) -> PriorityOptions:
+        options = self.config.item_sampler
+        assert isinstance(options, PriorityOptions)  # as the sampler has priorities
+        return options
 
     def _priorities(self, table: str | None) -> PriorityMasses:
         name = self._table(table).spec.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 TRAIN = "train"  # the stream of training batches
@@ -29,7 +30,7 @@ class BatchInfo:
     sequence_world: int = 1
     items: int | None = None
 
-    @property
+    @cached_property
     def num_micro(self) -> int:
         """Micro batches of a global batch, all replicas together."""
         return self.accumulation * self.data_world

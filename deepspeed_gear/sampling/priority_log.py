@@ -214,7 +214,9 @@ class PriorityLog:
             StoreError: There are more.
         """
         ends = self._ends[self._peer]
-        waiting = ends[LogEnds.TAIL] - ends[LogEnds.HEAD] + sum(promise.count for promise in self._promises)
+        waiting = ends[LogEnds.TAIL] - ends[LogEnds.HEAD]
+        if self._promises:
+            waiting += sum(promise.count for promise in self._promises)
         if count > self.rule.log_size - waiting:
             raise StoreError(
                 f"stream {self.spec.name}: priorities",

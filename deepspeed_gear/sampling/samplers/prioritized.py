@@ -25,7 +25,7 @@ class Prioritized(RandomDraws):
         options = self.options
         alpha, every = schedule(options.alpha, "gear.sampler.alpha"), options.alpha_every
         rule = PriorityRule(
-            alpha=lambda key: alpha(key - key % every),
+            alpha=alpha if every == 1 else lambda key: alpha(key - key % every),
             beta=schedule(options.beta, "gear.sampler.beta"),
             initial=options.initial,
             normalize=options.normalize,
