@@ -238,10 +238,14 @@ def of_saved(folder: Path) -> Distribution:
         assert bases is not None
         assert alpha is not None
         drawable, num_trajectories = priorities > 0, len(bases)
+        if slots is not None:
+            drawable &= _is_held(slots, known["unit"] == "step")
         masses = _masses(priorities[drawable], float(alpha[0]) / ONE_Q62, known["most_bits"])
         counted = None if draws is None else draws[drawable]
     elif leaves is not None:
         drawable, num_trajectories = leaves > 0, len(leaves)
+        if slots is not None:
+            drawable &= _is_held(slots, by_steps=False)
         masses, counted = leaves[drawable].astype(np.float64), None
         if draws is not None and known["unit"] == "step":
             assert slots is not None
@@ -270,6 +274,17 @@ def of_saved(folder: Path) -> Distribution:
         lengths,
         None if committed is None else _saved_groups(found, committed),
     )
+
+
+def _is_held(slots: np.ndarray, by_steps: bool) -> np.ndarray:
+    """Return which saved items were not evicted since the latest selection. [items], bool.
+
+    Args:
+        slots: Saved records of the slot table. [n, 8], int64.
+        by_steps: Whether items are steps; else one belongs to each slot.
+    """
+    held: np.ndarray = slots[:, Slot.STATE] == SlotState.COMMITTED
+    return held[rows_of(slots)[2]] if by_steps else held
 
 
 def _saved_groups(found: SavedTable, committed: np.ndarray) -> dict[str, int | None] | None:

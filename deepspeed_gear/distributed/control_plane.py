@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from deepspeed_gear.errors import GearError, PeerError, relayed
+from deepspeed_gear.errors import GearError, NotReadyError, PeerError, relayed
 
 T = TypeVar("T")
 SETUP_TIMEOUT_S = 900.0  # building the op, loading a data set
@@ -83,19 +83,37 @@ class ControlPlane:
         Raises:
             Exception: What `action` raised here.
             PeerError: It failed on another rank; the text begins with that rank's error.
+            NotReadyError: Likewise, where that rank is not ready: the same call may succeed later.
         """
         result, error = None, None
         try:
             result = action()
         except Exception as caught:  # of any type: all of them are raised on the other ranks
             error = caught
-        texts = self.gather(None if error is None else _text(error))
+        errors = self.gather(None if error is None else (_text(error), isinstance(error, NotReadyError)))
         if error is not None:
             raise error
-        for rank, text in enumerate(texts):
-            if text is not None:
-                raise relayed(PeerError, text, f"rank {rank}: {what}")
+        for rank, other in enumerate(errors):
+            if other is not None:
+                text, is_not_ready = other
+                raise relayed(NotReadyError if is_not_ready else PeerError, text, f"rank {rank}: {what}")
         return result  # type: ignore[return-value]
+
+    def compare(self, what: str, value: Any) -> None:
+        """Raise on every rank unless all of them give an equal value.
+
+        Args:
+            what: Names the value in the error.
+            value: Of this rank.
+        Raises:
+            PeerError: Another rank gives another value.
+        """
+        values = self.gather(value)
+        other = next((rank for rank, one in enumerate(values) if one != values[0]), None)
+        if other is not None:
+            shown = f"{values[0]} on rank 0, {values[other]} on rank {other}"
+            remedy = "call it on every rank, in the same order and with the same arguments"
+            raise PeerError(what, "must be the same on every rank", shown, remedy)
 
     def close(self) -> None:
         """Drop the process group; the next ControlPlane over the same ranks uses it again."""

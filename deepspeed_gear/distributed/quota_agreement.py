@@ -47,10 +47,14 @@ def may_select(
     """
     limiter, count = stream.state.joint_limiter, stream.spec.num_samples(key)
     assert limiter is not None
-    mine = None
-    if leads:
+
+    def record() -> tuple[int, bool, np.ndarray] | None:
+        if not leads:
+            return None
         with stream.table.lock:
-            mine = limiter.index, stream.prepare(key), limiter.record(count, fixed, exact=True)
+            return limiter.index, stream.prepare(key), limiter.record(count, fixed, exact=True)
+
+    mine = exchange.agree("the record of its rate limiter", record)
     found = sorted((one for one in exchange.gather(mine) if one is not None), key=lambda one: one[0])
     messages = np.stack([words for _, _, words in found])
     changes = leads and not limiter.is_fixed(messages)

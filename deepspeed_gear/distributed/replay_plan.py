@@ -16,6 +16,7 @@ from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.distributed import config_resolution
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.read_needs import ReadNeeds, needs_of
+from deepspeed_gear.distributed.sequence_sum import check_process_group
 from deepspeed_gear.distributed.shard_placement import ShardPlacement, place_tables
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology
 from deepspeed_gear.errors import ConfigError
@@ -110,6 +111,8 @@ def make_plan(
     ops = agree("loading the ops", lambda: load_backend(checked.backend))
     here = place or RankCoordinates(exchange.rank, exchange.world_size)
     topology = Topology.discover(exchange, here)
+    if checked.pack is not None:
+        agree("the process group", lambda: check_process_group(topology, process_group))
     sizes = agree("the batch sizes", lambda: config_resolution.batch_info(checked, topology, info))
     if info is not None:
         agree("the batch sizes", lambda: refuse_batch_sizes(checked))

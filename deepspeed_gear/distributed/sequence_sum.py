@@ -10,6 +10,28 @@ import torch.distributed as dist
 
 from deepspeed_gear.distributed.control_plane import lanes
 from deepspeed_gear.distributed.topology import Topology
+from deepspeed_gear.errors import ConfigError
+
+
+def check_process_group(topology: Topology, group: Any) -> None:
+    """Raise on every rank if ranks of a part of the world could not make the groups of their sequences.
+
+    torch names a process group that its members alone make by how many groups a member is in, and the leaders
+    of nodes are in more than other ranks: members of one sequence would wait for groups of different names.
+
+    Raises:
+        ConfigError: The group is smaller than the world, over several nodes, with sequence ranks.
+    """
+    if topology.place.sequence_world == 1 or topology.num_nodes == 1:
+        return
+    ranks = len(topology.places)
+    if group is not None and ranks < dist.get_world_size():
+        raise ConfigError(
+            "process_group",
+            "must hold all ranks of the world where sequence ranks train on several nodes",
+            f"{ranks} of {dist.get_world_size()} ranks",
+            "launch the ranks of the replay as a world of their own",
+        )
 
 
 def sequence_sum(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from deepspeed_gear.replay.batch_loader import BatchLoader
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.rollout_loader import RolloutLoader
 from deepspeed_gear.sampling.batch_stream import BatchStream
+from deepspeed_gear.sampling.rate_limiting import ItemsHeld
 
 _POLL_S = 100e-6
 
@@ -90,12 +92,16 @@ class Readiness:
 
     def _missing_of_nodes(self, stream: BatchStream, key: int) -> int:
         """Return how many items the stores of all nodes lack together; the same on all ranks."""
-        held = None
-        if self._parts.plan.leads_shard:
+        exchange = self._parts.plan.exchange
+
+        def count() -> list[ItemsHeld | None]:
+            if not self._parts.plan.leads_shard:
+                return []
             with stream.table.lock:
-                held = [stream.held_items(key)]
-        of_nodes = [one[0] for one in self._parts.plan.exchange.gather(held) if one is not None]
-        return stream.missing_items(key, of_nodes)
+                return [stream.held_items(key)]
+
+        held = exchange.gather(exchange.agree("counting the items of its node", count))
+        return stream.missing_items(key, [one for of_rank in held for one in of_rank])
 
     def _answer_of_nodes(self, key: int) -> bool:
         """Return whether all streams can select; of tables on several nodes, by the records of all nodes."""
@@ -104,7 +110,9 @@ class Readiness:
             if stream.state.joint_limiter is not None:
                 may = may_select(exchange, leads, stream, key, self._loader.prepares)
             else:
-                answers = exchange.gather(self._can_select(stream, key))
+                answers = exchange.gather(
+                    exchange.agree("looking at its node's items", partial(self._can_select, stream, key))
+                )
                 may = any(answers) if stream.spec.num_shards > 1 else all(answers)
             found = found and may
         return found

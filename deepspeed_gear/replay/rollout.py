@@ -17,7 +17,14 @@ from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.public_names import public_names
 from deepspeed_gear.replay.rollout_data import RolloutData
-from deepspeed_gear.replay.train_step import PackSequence, Sum, TrainStep, check_filled, forward_packs
+from deepspeed_gear.replay.train_step import (
+    PackSequence,
+    StepHooks,
+    Sum,
+    TrainStep,
+    check_filled,
+    forward_packs,
+)
 
 EPSILON = 1e-8
 INTERNAL = frozenset({"abandon", "step"})  # used by other modules of this package, and by no program
@@ -32,6 +39,7 @@ class RolloutHooks:
         agree: Passes the batch barrier of the ranks after an action: an error of one rank is raised on all.
         sum_: Returns the sum of a tensor over all ranks. Collective.
         fetch: Called by all ranks before packs are gathered, so that the rows are on their nodes.
+        compare: Raises on all ranks unless every rank gives an equal value, which it names first. Collective.
         begun, ended: Called before and after the micro batches of each step; an error of the first is raised
             on all ranks.
         finished: Called once, when the rollout batch was consumed.
@@ -44,6 +52,7 @@ class RolloutHooks:
     ended: Callable[[TrainStep], None]
     finished: Callable[[], None]
     fetch: Callable[[PackSequence], None] = lambda packs: None
+    compare: Callable[[str, object], None] = lambda what, value: None
 
 
 class Rollout:
@@ -128,13 +137,14 @@ class Rollout:
         return torch.from_numpy(self._data.values(name))
 
     def _agree_on(self, *names: str) -> None:
-        """Raise on all ranks unless every rank names per-trajectory columns that there are."""
+        """Raise on all ranks unless every rank names the same per-trajectory columns, and there are such."""
 
         def check() -> None:
             for name in names:
                 self._data.check_values(name)
 
         self._hooks.agree(check)
+        self._hooks.compare("the columns of a rollout batch that are read", names)
 
     # ---- columns of this rollout batch -------------------------------------------------------------
 
@@ -165,6 +175,7 @@ class Rollout:
 
         if self._data.is_spread:  # rows move between nodes: after it no rank reads those of another batch
             self._hooks.agree(check)
+            self._hooks.compare("rollout.forward: columns and tokens", (missing, tokens))
         else:
             check()
         if not missing:
@@ -185,6 +196,7 @@ class Rollout:
         for micro in forward_packs(self._data, tokens, hooks.divisor(), fill, self._ops, hooks.fetch):
             count += 1
             yield micro
+            self._check_open()  # the loop may be resumed after the batch has ended
         self._hooks.agree(lambda: check_filled(filled, count))
         for name, values in made.items():
             if self._data.settings.place.tensor_rank != 0:
@@ -348,6 +360,8 @@ class Rollout:
 
         def begun(step: TrainStep) -> None:
             self._hooks.agree(lambda: begin(step))
+            if self._data.is_spread:
+                self._hooks.compare(f"the train step of rollout batch {self.number}", step.number)
             self._hooks.fetch(step.packs)
 
         def ended(step: TrainStep) -> None:
@@ -361,8 +375,8 @@ class Rollout:
         chosen = np.zeros(self.num_items, bool)
         chosen[items] = True
         index = np.nonzero(chosen[self._data.item])[0]
-        hooks = self._hooks
-        return TrainStep(self._data, index, number, hooks.divisor, self._ops, hooks.sum_, begun, ended)
+        hooks = StepHooks(self._hooks.divisor, self._hooks.sum_, begun, self._check_open, ended)
+        return TrainStep(self._data, index, number, self._ops, hooks)
 
     def _items_of(self, number: int) -> np.ndarray:
         """Return the items of a step: a part of its epoch's order."""

@@ -109,6 +109,7 @@ class RolloutLoader:
             ended=self._end_step,
             finished=self._finish,
             fetch=rows.fetch,
+            compare=self._parts.plan.exchange.compare,
         )
         made = Rollout(data, self._size, self._keys, number, self._ops, hooks, self._first_step)
         data.columns.update(self._first_columns)

@@ -103,7 +103,8 @@ class BatchRows:
                     sender.send(moves)
 
         self._agree(exchange)
-        for number, moves in found.items():
+        for number, moves in found.items():  # after an exchange that failed, the next one moves them all
+            self._places[number].moved(moves)
             room, (row, slot) = self._spread(number).room, self._data.parts[number].table.first_arrival
             first_row, slots = row + room.first_row + moves.first_row, slot + room.first_slot + moves.slot
             self._data.place(number, moves.samples, first_row, slots)

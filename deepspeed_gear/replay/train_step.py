@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -87,6 +88,25 @@ class PackSequence:
         return tokens / max(sum(self.rows), 1)
 
 
+@dataclass(frozen=True)
+class StepHooks:
+    """What a train step calls.
+
+    Args:
+        divisor: Returns what the framework divides the sum of all ranks' gradients by.
+        sum_: Returns the sum of a tensor over all ranks. Collective.
+        begun: Called before the first micro batch.
+        check: Called before each of the others; raises if the rollout batch has ended.
+        ended: Called after the last micro batch was used.
+    """
+
+    divisor: Callable[[], float]
+    sum_: Sum
+    begun: Callable[[TrainStep], None]
+    check: Callable[[], None]
+    ended: Callable[[TrainStep], None]
+
+
 class TrainStep:
     """One optimizer step: an iterable of this rank's micro batches. Iterated once.
 
@@ -94,26 +114,12 @@ class TrainStep:
         data: The rollout batch.
         index: The step's trajectories. [n], int64.
         number: Of the step in its rollout batch.
-        divisor: Returns what the framework divides the sum of all ranks' gradients by.
         ops: Of the host.
-        sum_: Returns the sum of a tensor over all ranks. Collective.
-        begun: Called before the first micro batch.
-        ended: Called after the last micro batch was used.
+        hooks: What it calls.
     """
 
-    def __init__(
-        self,
-        data: RolloutData,
-        index: np.ndarray,
-        number: int,
-        divisor: Callable[[], float],
-        ops: Ops,
-        sum_: Sum,
-        begun: Callable[[TrainStep], None],
-        ended: Callable[[TrainStep], None],
-    ) -> None:
-        self._data, self._divisor, self._sum = data, divisor, sum_
-        self._begun, self._ended = begun, ended
+    def __init__(self, data: RolloutData, index: np.ndarray, number: int, ops: Ops, hooks: StepHooks) -> None:
+        self._data, self._hooks = data, hooks
         self.number, self.index = number, index
         self.packs = PackSequence(data, index, data.settings.budget(), ops)
         loss, counts = data.settings.loss, data.counts[index]
@@ -158,19 +164,20 @@ class TrainStep:
         """Yield this rank's micro batches.
 
         Raises:
-            StoreError: They were used already.
+            StoreError: They were used already, or the rollout batch has ended.
             PeerError: Another rank failed, died or ended.
         """
         if self._is_used:
             raise StoreError(self.name, "must be iterated once", None, "take the next step")
         self._is_used = True
         begin = time.perf_counter()
-        self._begun(self)
+        self._hooks.begun(self)
         self._data.waited(time.perf_counter() - begin)
-        divisor = self._divisor()
+        divisor = self._hooks.divisor()
         for index, rows in zip(self.packs.packs, self.packs.rows, strict=True):
             yield self._data.pack(index, rows, self._weights, self.loss_tokens, divisor)
-        self._ended(self)
+            self._hooks.check()  # the loop may be resumed after the batch has ended
+        self._hooks.ended(self)
 
     def mean(self, **values: Sequence[torch.Tensor]) -> dict[str, float]:
         """Return means over the step as its loss is normalised, of all ranks.
@@ -194,13 +201,13 @@ class TrainStep:
             # Together, so that a device is waited for once.
             stacked = torch.stack([value.to(every[0].device, torch.float64) for value in every])
             sums[:-1] = stacked.cpu().view(len(values), len(self)).sum(1)
-        *total, faults = self._sum(sums).tolist()
+        *total, faults = self._hooks.sum_(sums).tolist()
         if fault is not None:
             raise fault
         if faults:
             rule = f"must have a number for each of the {len(self)} micro batches"
             raise PeerError(f"{self.name}: {', '.join(values)}", rule, f"other numbers on {faults:.0f} ranks")
-        return {name: value / self._divisor() for name, value in zip(values, total, strict=True)}
+        return {name: value / self._hooks.divisor() for name, value in zip(values, total, strict=True)}
 
     def _fault_of(self, values: Mapping[str, Sequence[torch.Tensor]]) -> ShapeError | None:
         """Return the error of values that are not one number for each micro batch."""

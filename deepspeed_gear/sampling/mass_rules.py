@@ -34,6 +34,8 @@ class Condition:
 
     def holds(self, values: np.ndarray) -> np.ndarray:
         """Return which values pass. [n] -> [n], bool."""
+        if values.dtype == bool:  # compared as the numbers 0 and 1
+            values = values.view(np.uint8)
         result = np.ones(len(values), bool)
         if self.minimum is not None:
             result &= values >= self.minimum
@@ -45,11 +47,14 @@ class Condition:
 
 
 def _as_dtype(numbers: tuple[float, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """Convert to a dtype the numbers that it can hold; through float64, large integers would be rounded."""
+    """Return the numbers that a dtype can hold; no value of an integer column equals the others.
+
+    Integers are compared as such: through float64, large ones would be rounded.
+    """
     if dtype.kind not in "iu":
         return np.asarray(numbers, dtype)
     limits = np.iinfo(dtype)
-    return np.asarray([int(n) for n in numbers if limits.min <= n <= limits.max], dtype)
+    return np.asarray([int(n) for n in numbers if limits.min <= n <= limits.max and n == int(n)], dtype)
 
 
 CustomMasses = Callable[[np.ndarray, np.ndarray, Callable[[str], np.ndarray]], np.ndarray]

@@ -109,6 +109,12 @@ def test_every_node_has_what_it_gathers(count: int, size: int, mapped: bool, see
             continue
         made = [one for one in moves if one is not None]
         assert len(made) == count
+        for of_node, its in zip(places, made, strict=True):
+            again = of_node.move(needed)  # nothing has moved yet
+            assert again is not None
+            np.testing.assert_array_equal(again.incoming, its.incoming)
+            assert (again.used, again.end) == (its.used, its.end)
+            of_node.moved(its)
         exchange(nodes, made)
         for index, its in enumerate(made):
             assert len(its.incoming) == len(lacking[index])  # each once, and no other

@@ -26,6 +26,8 @@ class Moves:
         used: Rows and slots of the arrivals that were used before.
         samples: Of the batch, those whose rows come. [k], int64.
         first_row, slot: Of each of these, from the beginning of the arrivals of the stream. [k] each, int64.
+        has: Which nodes have the rows of which trajectories afterwards. [S, trajectories], bool.
+        end: Rows and slots of the arrivals that are used afterwards.
     """
 
     outgoing: np.ndarray
@@ -34,6 +36,8 @@ class Moves:
     samples: np.ndarray
     first_row: np.ndarray
     slot: np.ndarray
+    has: np.ndarray
+    end: tuple[int, int]
 
 
 class TrajectoryPlaces:
@@ -71,7 +75,9 @@ class TrajectoryPlaces:
         self._used = 0, 0
 
     def move(self, needed: np.ndarray) -> Moves | None:
-        """Return what must move so that every node has what it needs, and record that it has; None: nothing.
+        """Return what must move so that every node has what it needs; None: nothing.
+
+        `moved` records that it has moved.
 
         Args:
             needed: Samples that ranks of each node gather. [S, n], bool.
@@ -82,7 +88,6 @@ class TrajectoryPlaces:
         wanted &= ~self._has
         if not wanted.any():
             return None
-        self._has |= wanted
         to, sent = np.nonzero(wanted & (self._owner == self._index))
         coming = np.nonzero(wanted[self._index])[0]
         rows, (row, slot) = self._steps[coming] + self._final_row, self._used
@@ -92,16 +97,20 @@ class TrajectoryPlaces:
         at = at[self._number]
         samples = np.nonzero(at >= 0)[0]
         at = at[samples]
-        moves = Moves(
+        return Moves(
             self._samples(to, sent),
             self._samples(self._owner[coming], coming),
             self._used,
             samples,
             row + begin[at],
             slot + at,
+            self._has | wanted,
+            (row + int(rows.sum()), slot + len(coming)),
         )
-        self._used = row + int(rows.sum()), slot + len(coming)
-        return moves
+
+    def moved(self, moves: Moves) -> None:
+        """Record that rows have moved: those of the latest `move`."""
+        self._has, self._used = moves.has, moves.end
 
     def _samples(self, peer: np.ndarray, which: np.ndarray) -> np.ndarray:
         """Return the words of trajectories that are sent to, or come from, nodes. [n], [n] -> [n, 7]."""

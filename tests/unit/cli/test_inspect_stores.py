@@ -24,7 +24,9 @@ from deepspeed_gear import DeviceReplay, Replay
 from deepspeed_gear.cli import inspect
 from deepspeed_gear.cli.inspect_distribution import Distribution, histogram, of_living, of_saved, saved_tables
 from deepspeed_gear.errors import CheckpointError, ConfigError, StoreError
+from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.live_stores import LiveStore, living_stores
+from deepspeed_gear.store.step_priorities import rows_of
 
 LENGTHS = (1, 2, 5, 9, 14, 3)
 SAMPLERS: dict[str, dict[str, Any]] = {
@@ -166,6 +168,26 @@ def test_a_process_without_a_store(capsys: pytest.CaptureFixture[str], tmp_path:
         with pytest.raises(StoreError, match="must hold a store that is sampled to be plotted"):
             run("--living", str(process.pid), "--plot", str(tmp_path / "a.png"))
         process.kill()
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_what_was_evicted_since_the_latest_selection_is_not_drawable(name: str, tmp_path: Path) -> None:
+    with Replay(section_of(name), schemas={"main": SCHEMA}) as replay:
+        for number, steps in enumerate(LENGTHS):
+            replay.add(trajectory(number, steps))
+        batch = replay.sample()  # its rows stay in the store until the next one
+        gone = int(batch.trajectory_id[0])
+        replay.remove([gone])
+        table, masses = replay.tables["main"], streams_of(replay)["train"].masses
+        slots = np.nonzero(table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
+        by_steps = "alpha" in SAMPLERS[name] and SAMPLERS[name].get("unit") == "step"
+        items = rows_of(table.slots[slots])[0] if by_steps else slots
+        left = masses.leaves[items]
+        replay.save(tmp_path / "gear")
+    found = of_saved(tmp_path / "gear" / "main")
+    assert found.num_trajectories == len(LENGTHS) - 1
+    assert found.summary()["drawable"] == (left > 0).sum()
+    assert found.masses.sum() == pytest.approx(left.sum())
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

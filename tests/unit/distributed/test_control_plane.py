@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch.distributed as dist
 
 from deepspeed_gear.distributed.control_plane import ControlPlane
+from deepspeed_gear.distributed.sequence_sum import check_process_group
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology, node_identity
-from deepspeed_gear.errors import ConfigError, GearError, PeerError, StoreError, relayed
+from deepspeed_gear.errors import ConfigError, GearError, NotReadyError, PeerError, StoreError, relayed
+from deepspeed_gear.replay.can_sample import Readiness
+from deepspeed_gear.sampling.rate_limiting import ItemsHeld
 
 
 def test_one_process_agrees_with_itself() -> None:
@@ -56,3 +67,109 @@ def test_a_relayed_error_begins_with_its_cause() -> None:
     assert str(there) == f"{cause} [raised on rank 3: a cut, relayed by node1 (b), relayed by rank 0]"
     cut_short = relayed(PeerError, str(there)[:70], "rank 0")
     assert str(cut_short) == str(there)[:70] + " [raised on rank 0]"
+
+
+class ThreadPlane(ControlPlane):
+    """The control plane of one of several ranks that are threads of this process.
+
+    Args:
+        rank: Of this thread.
+        values: Of each rank, shared by all of them.
+        barrier: Of all ranks.
+    """
+
+    def __init__(self, rank: int, values: list[Any], barrier: threading.Barrier) -> None:
+        super().__init__()
+        self.rank, self.world_size = rank, len(values)
+        self._values, self._barrier = values, barrier
+
+    def gather(self, value: Any) -> list[Any]:
+        self._values[self.rank] = value
+        self._barrier.wait(10)
+        found = list(self._values)
+        self._barrier.wait(10)
+        return found
+
+
+def on_two_ranks(action: Callable[[ThreadPlane], Any]) -> list[Any]:
+    """Run an action on two ranks; give the result, or the error, of each."""
+    values, barrier = [None, None], threading.Barrier(2)
+
+    def run(rank: int) -> Any:
+        try:
+            return action(ThreadPlane(rank, values, barrier))
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(2) as ranks:
+        return list(ranks.map(run, range(2)))
+
+
+@pytest.mark.parametrize(("kind", "there"), [(NotReadyError, NotReadyError), (StoreError, PeerError)])
+def test_a_rank_that_is_not_ready_is_no_peer_that_failed(kind: type[GearError], there: type) -> None:
+    """The others may try again, too."""
+
+    def fail() -> None:
+        raise kind("table main", "must be filled", 0)
+
+    own, other = on_two_ranks(lambda plane: plane.agree("a cut", fail if plane.rank == 0 else lambda: None))
+    assert type(own) is kind
+    assert type(other) is there
+    assert str(other) == f"{own} [raised on rank 0: a cut]"
+
+
+def test_values_that_differ_are_an_error_on_every_rank() -> None:
+    assert on_two_ranks(lambda plane: plane.compare("the columns", ("a",))) == [None, None]
+    for error in on_two_ranks(lambda plane: plane.compare("the columns", "ab"[plane.rank])):
+        assert isinstance(error, PeerError)
+        assert str(error).startswith(
+            "the columns must be the same on every rank, got 'a on rank 0, b on rank 1'"
+        )
+
+
+def test_a_leader_that_cannot_count_its_items_is_an_error_on_every_rank() -> None:
+    def missing(plane: ThreadPlane) -> int:
+        readiness = Readiness.__new__(Readiness)
+        readiness._parts = SimpleNamespace(plan=SimpleNamespace(exchange=plane, leads_shard=True))
+
+        def held_items(key: int) -> ItemsHeld:
+            if plane.rank == 1:
+                raise StoreError("the lock of table main", "must be free within 20 s")
+            return ItemsHeld(3, 0, 0)
+
+        table = SimpleNamespace(lock=contextlib.nullcontext())
+        stream: Any = SimpleNamespace(table=table, held_items=held_items)
+        return readiness._missing_of_nodes(stream, 0)
+
+    other, own = on_two_ranks(missing)
+    assert type(own) is StoreError
+    assert type(other) is PeerError
+    assert str(other) == f"{own} [raised on rank 1: counting the items of its node]"
+
+
+@pytest.mark.parametrize(
+    ("sequence", "nodes", "world", "refused"),
+    [
+        (2, (0, 0, 1, 1), 8, True),
+        (2, (0, 0, 1, 1), 4, False),
+        (2, (0,) * 4, 8, False),
+        (1, (0, 0, 1, 1), 8, False),
+    ],
+)
+def test_a_part_of_the_world_has_no_sequences_over_nodes(
+    sequence: int, nodes: tuple[int, ...], world: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: world)
+    for rank in range(4):
+        places = tuple(
+            RankCoordinates(n // sequence, 4 // sequence, sequence_rank=n % sequence, sequence_world=sequence)
+            for n in range(4)
+        )
+        topology = Topology(rank, places, nodes)
+        check_process_group(topology, None)
+        if not refused:
+            check_process_group(topology, "a group")
+            continue
+        text = "process_group must hold all ranks of the world where sequence ranks train on several nodes"
+        with pytest.raises(ConfigError, match=rf"{text}, got '4 of 8 ranks'; launch"):
+            check_process_group(topology, "a group")

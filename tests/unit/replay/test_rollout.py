@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -426,7 +427,11 @@ def test_means_of_metrics(rolled: Any) -> None:
     assert found["logp"] == pytest.approx(float(sum(values)))
     with pytest.raises(ShapeError, match="a number for each of the"):
         step.mean(logp=values[1:])
-    step._sum = lambda sums: sums + torch.eye(len(sums), dtype=sums.dtype)[-1]  # another rank has a fault
+
+    def total(sums: torch.Tensor) -> torch.Tensor:
+        return sums + torch.eye(len(sums), dtype=sums.dtype)[-1]  # another rank has a fault
+
+    step._hooks = replace(step._hooks, sum_=total)
     with pytest.raises(
         PeerError, match=r"logp must have a number for each of the .*, got 'other numbers on 1"
     ):
@@ -599,6 +604,18 @@ def test_a_step_is_not_used_after_the_loop(rolled: Any) -> None:
     steps = list(rolled[0])
     with pytest.raises(StoreError, match="use its steps inside the loop over it"):
         next(iter(steps[0]))
+
+
+@pytest.mark.parametrize("loop", ["forward", "step"])
+def test_a_loop_over_micro_batches_ends_with_its_rollout_batch(rolled: Any, loop: str) -> None:
+    rollout, _ = rolled
+    loop_over: Any = iter(rollout.step(0)) if loop == "step" else rollout.forward("old_logp")
+    micro = next(loop_over)
+    if loop == "forward":
+        micro.fill(old_logp=torch.zeros_like(micro["logp"]))
+    rollout.close()
+    with pytest.raises(StoreError, match="must not be used after its loop has ended"):
+        next(loop_over)
 
 
 def test_a_loop_may_outlive_its_replay() -> None:

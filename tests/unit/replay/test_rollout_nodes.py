@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rollout_support import COLUMNS, responses, section
 
 from deepspeed_gear import Replay
-from deepspeed_gear.errors import DataError
+from deepspeed_gear.errors import DataError, PeerError
 from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.rollout_data import NodePart, RolloutData
+from deepspeed_gear.replay.rollout_nodes import BatchRows
 
 TYPES = {"half": {"dtype": "bfloat16", "rows": "1"}, "pair": {"dtype": "float64", "shape": [2], "rows": "1"}}
 LATE = {"score": {"dtype": "float32", "rows": "1", "late": True}}
@@ -95,3 +98,57 @@ def test_a_late_column_that_one_node_lacks_is_an_error_on_all(replay: Replay, sh
 def test_records_are_reported_by_the_shard_that_holds_them(replay: Replay) -> None:
     nodes = Nodes(replay.rollout()._data)
     assert nodes.data(0).records[:, Resolution.SLOT].tolist() == nodes._origins.tolist()
+
+
+def test_ranks_compare_what_they_read_and_which_step_they_train(replay: Replay) -> None:
+    """Over nodes each call is collective: ranks that differ would exchange rows of unlike things."""
+    rollout, compared = replay.rollout(), []
+    rollout._data.is_spread = True
+    rollout._hooks = replace(rollout._hooks, compare=lambda what, value: compared.append((what, value)))
+    rollout.values("reward")
+    next(iter(rollout.step(1)))
+    next(rollout.forward("old_logp", tokens=256))
+    number = f"the train step of rollout batch {rollout.number}"
+    assert compared == [
+        ("the columns of a rollout batch that are read", ("reward",)),
+        (number, 1),
+        ("rollout.forward: columns and tokens", (["old_logp"], 256)),
+    ]
+
+
+def test_an_exchange_that_fails_is_made_again() -> None:
+    """Rows that have not come are not accounted as there."""
+    sent: list[list[int]] = []
+    failures = iter([PeerError("node1", "must answer"), None])
+
+    def agree(action: Callable[[], None]) -> None:
+        action()
+        if (error := next(failures)) is not None:
+            raise error
+
+    exchange = SimpleNamespace(send=lambda moves: sent.append(moves.samples.tolist()))
+    plan = SimpleNamespace(final_row=0, num_nodes=2, index=0, replica_nodes=np.eye(2, dtype=bool))
+    spread: Any = SimpleNamespace(
+        plan=plan, exchange=exchange, room=SimpleNamespace(first_row=0, first_slot=0)
+    )
+    records = torch.zeros(2, Resolution.NUM_WORDS, dtype=torch.int64)
+    records[:, Resolution.NUM_STEPS] = 3
+    table = SimpleNamespace(gathers_own_rows=True, first_arrival=(0, 0))
+    part = SimpleNamespace(
+        nodes=SimpleNamespace(origins=np.array([0, 1 << SHARD_BITS])), table=table, records=records
+    )
+    placed: list[list[int]] = []
+    data: Any = SimpleNamespace(
+        parts=[part],
+        source=np.zeros(2, np.int64),
+        of_table=lambda number, index: index,
+        place=lambda number, which, row, slot: placed.append(which.tolist()),
+    )
+    rows = BatchRows(data, [spread], agree)
+    packs: Any = SimpleNamespace(index=np.array([0, 1]), replica=np.array([1, 0]))  # each needs the other's
+    with pytest.raises(PeerError):
+        rows.fetch(packs)
+    assert placed == []
+    rows.fetch(packs)
+    rows.fetch(packs)  # all there
+    assert (sent, placed) == ([[1], [1]], [[1]])
