@@ -33,6 +33,7 @@ MIB = 1 << 20
 Rows = list[dict[str, Any]]
 # Workload, window and samples of each rank.
 CASES = (("W1", "whole", 64), ("W1", "20", 512), ("W1", "1", 256), ("W1", "1", 4096), ("W3", "frames", 64))
+QUICK_CASES = (CASES[1], CASES[-1])  # a launch each
 
 
 def bound_of_bytes(needed: float, remote: float, num_nodes: int, steps: int) -> float:
@@ -55,7 +56,7 @@ def slowest(found: list[dict[str, list[float]]], kind: str) -> float:
 def bandwidth(run: Nodes, quick: bool) -> Rows:
     """Compare the exchange of rows with bare exchanges of as many bytes."""
     rows = []
-    for name, window, batch in CASES:
+    for name, window, batch in QUICK_CASES if quick else CASES:
         arguments = (name, window, 8, 5, 0.01) if quick else (name, window, batch, 100, 0.1)
         launches = [
             run.run(f"{WORK}:bandwidth", *arguments, count=2) for _ in range(1 if quick else LAUNCHES)
@@ -119,7 +120,7 @@ def prioritized(run: Nodes, quick: bool) -> Rows:
 def traffic(run: Nodes, quick: bool) -> Rows:
     """Compare the bytes on the wire with what must travel, for few and for many items."""
     rows: Rows = []
-    for name, window, batch in CASES:
+    for name, window, batch in QUICK_CASES if quick else CASES:
         batch, steps, scale = (8, 5, 0.01) if quick else (batch, 30, 0.1)
         found = run.run(f"{WORK}:traffic", name, window, batch, steps, scale, count=2)
         sums = {key: sum(rank[key] for rank in found) for key in found[0]}

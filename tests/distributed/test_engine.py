@@ -109,7 +109,7 @@ def test_every_division_gives_the_same_global_batches(
 
 @pytest.fixture(scope="module")
 def saved(
-    dataset: Path, tmp_path_factory: pytest.TempPathFactory, deepspeed_run: Callable[..., str]
+    dataset: Path, tmp_path_factory: pytest.TempPathFactory, ranks_run: Callable[..., str]
 ) -> tuple[dict[str, Any], Path]:
     """A run of 2 ranks that has saved in the middle of an epoch and gone on: its task and its output."""
     out = tmp_path_factory.mktemp("saved")
@@ -118,7 +118,7 @@ def saved(
     gear["table"]["sampler"] = sampler
     gear["universal"] = {**gear["data"], "sampler": {"kind": "prioritized", "unit": "step"}}
     task = {"gear": gear, "out": str(out), "checkpoints": str(out / "checkpoints"), "names": list(gear)}
-    deepspeed_run("engine_resume.py", 2, {**task, "action": "save"})
+    ranks_run("engine_resume.py", 2, {**task, "action": "save"})
     return task, out
 
 
@@ -152,7 +152,7 @@ def test_a_checkpoint_continues_on_another_number_of_ranks(
     names: list[str],
     saved: tuple[dict[str, Any], Path],
     tmp_path: Path,
-    deepspeed_run: Callable[..., str],
+    ranks_run: Callable[..., str],
     run_python: Callable[..., Any],
 ) -> None:
     """Exactly the batches that would have come, with the table's content as it was."""
@@ -163,7 +163,7 @@ def test_a_checkpoint_continues_on_another_number_of_ranks(
         module = "deepspeed.checkpoint.ds_to_universal"
         done = run_python("-m", module, "--inject_missing_state", *folders)
         assert done.returncode == 0, done.stderr
-    deepspeed_run("engine_resume.py", ranks, {**task, "out": str(tmp_path), "action": action, "names": names})
+    ranks_run("engine_resume.py", ranks, {**task, "out": str(tmp_path), "action": action, "names": names})
     for name in names:
         found, wanted = (
             seen_by_all(*where) for where in ((tmp_path, f"{name}.after", ranks), (out, f"{name}.after", 2))

@@ -8,9 +8,9 @@ from gear_support import shared_files
 from rollout_support import section
 
 
-def test_packed_steps_of_an_engine(deepspeed_run: Callable[..., str]) -> None:
+def test_packed_steps_of_an_engine(ranks_run: Callable[..., str]) -> None:
     """Weights, `global_samples`, skipped steps, steps out of order, settings that are refused or named."""
     gear = section(timeout_s=60.0)
     del gear["rollout"]
-    deepspeed_run("engine_packed.py", 2, gear)
+    ranks_run("engine_packed.py", 2, gear)
     assert shared_files(gear["shared_memory"]["prefix"]) == []

@@ -1,46 +1,23 @@
 """The weights after a packed step are those of one process without packs, for each kind of training.
 
-One launch for each number of ranks. GEAR_LONG_TESTS=1 trains every loss with every budget.
+GEAR_LONG_TESTS=1 trains every loss with every budget.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from packed_cases import BUDGETS, KINDS, LOSSES, cases_of
-from process_support import run_ranks
+from packed_cases import BUDGETS, EVERY, KINDS, LOSSES, cases_of
 
 pytest.importorskip("transformers", reason="the model is transformers' Qwen2")
 
-EVERY = os.environ.get("GEAR_LONG_TESTS") == "1"
 # Of the largest gradient: float32 sums of about 700 tokens in another order, 7e-7 at most in all long cases.
 BOUND = 2e-6
 
 pytestmark = pytest.mark.timeout(900)
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
-    """Return a function: what each rank of a world has found."""
-    known: dict[int, list[dict[str, Any]]] = {}
-
-    def found(world: int) -> list[dict[str, Any]]:
-        if world not in known:
-            known[world] = []  # a launch that fails is not repeated
-            out: Path = tmp_path_factory.mktemp(f"world{world}")
-            task = {"cases": cases_of(world, EVERY), "out": str(out)}
-            quiet = {"PYTHONWARNINGS": "ignore::FutureWarning"}  # of each of DeepSpeed's collectives
-            run_ranks("packed_gradients.py", world, json.dumps(task), timeout_s=800.0, **quiet)
-            known[world] = [json.loads((out / f"{rank}.json").read_text()) for rank in range(world)]
-        return known[world]
-
-    return found
 
 
 def test_every_loss_and_budget_is_among_the_cases() -> None:
@@ -52,11 +29,9 @@ def test_every_loss_and_budget_is_among_the_cases() -> None:
 
 @pytest.mark.parametrize(("world", "kind"), [(world, kind) for world in KINDS for kind in KINDS[world]])
 def test_packed_steps_are_those_of_one_process(
-    world: int, kind: str, outcomes: Callable[[int], list[dict[str, Any]]]
+    world: int, kind: str, gradients: Callable[[int], list[dict[str, Any]]]
 ) -> None:
-    of_ranks = outcomes(world)
-    assert len(of_ranks) == world, "the launch failed"
-    of_ranks = [found[kind] for found in of_ranks]
+    of_ranks = [found["packed"][kind] for found in gradients(world)]
     assert {found["model"] for found in of_ranks} == {"Qwen2ForCausalLM"}
     by_case = zip(*(found["outcomes"] for found in of_ranks), strict=True)
     for case, of_case in zip(cases_of(world, EVERY)[kind], by_case, strict=True):

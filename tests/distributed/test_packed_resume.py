@@ -31,7 +31,7 @@ def in_plan_order(ranks: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return found
 
 
-def test_a_rollout_batch_goes_on_on_other_ranks(deepspeed_run: Callable[..., str], tmp_path: Path) -> None:
+def test_a_rollout_batch_goes_on_on_other_ranks(ranks_run: Callable[..., str], tmp_path: Path) -> None:
     """Saved by two ranks after one of six steps: one and four ranks train the same packs and columns.
 
     The batch begins in the middle of a selection.
@@ -40,13 +40,13 @@ def test_a_rollout_batch_goes_on_on_other_ranks(deepspeed_run: Callable[..., str
     size = {"trajectories": 18, "tokens": 450, "minibatches": 3, "epochs": 2}
     gear = section(pack=pack, rollout=size, sampler={"kind": "epoch"}, timeout_s=60.0)
     task = {"gear": gear, "checkpoints": str(tmp_path / "checkpoints"), "out": str(tmp_path)}
-    deepspeed_run("packed_resume.py", 2, {**task, "action": "save"})
+    ranks_run("packed_resume.py", 2, {**task, "action": "save"})
     saved = results(tmp_path, "save", 2)
     wanted = in_plan_order(saved)
     assert len(wanted) == 5
     assert all(len(packs) >= WIDTH and any(pack["ids"] for pack in packs) for packs in wanted)
     for world in (1, 4):
-        deepspeed_run("packed_resume.py", world, {**task, "action": "load"})
+        ranks_run("packed_resume.py", world, {**task, "action": "load"})
         found = results(tmp_path, "load", world)
         assert {rank["first"] for rank in found} == {1}
         assert in_plan_order(found) == wanted  # ids and columns, to the bit

@@ -35,12 +35,12 @@ def test_every_rank_gets_its_part_of_the_same_batches(
     dataset: Path,
     tmp_path: Path,
     alone: dict[str, Arrays],
-    deepspeed_run: Callable[..., str],
+    ranks_run: Callable[..., str],
 ) -> None:
     gear, ranks = section(dataset), MODES[modes[0]][0]
     task = {"gear": gear, "cases": CASES, "steps": STEPS, "out": str(tmp_path)}
     replicas = {mode: MODES[mode][1] for mode in modes}
-    output = deepspeed_run("parallel_matrix.py", ranks, {**task, "modes": replicas}, timeout_s=400.0)
+    output = ranks_run("parallel_matrix.py", ranks, {**task, "modes": replicas}, timeout_s=400.0)
     assert output.count(f"gear: global batch {BATCH} = ") == len(modes) * len(CASES)
     assert shared_files(gear["shared_memory"]["prefix"]) == []
     for mode in modes:

@@ -29,8 +29,8 @@ def results(out: Path, ranks: list[int]) -> list[dict[str, Any]]:
     return [json.loads((out / f"{rank}.json").read_text()) for rank in ranks]
 
 
-def test_what_attach_refuses(dataset: Path, tmp_path: Path, deepspeed_run: Callable[..., str]) -> None:
-    deepspeed_run("parallel_faults.py", 2, task(dataset, tmp_path, "refused", "zero:1x2"))
+def test_what_attach_refuses(dataset: Path, tmp_path: Path, ranks_run: Callable[..., str]) -> None:
+    ranks_run("parallel_faults.py", 2, task(dataset, tmp_path, "refused", "zero:1x2"))
     wanted = {
         "seeds": "must be the same on all ranks, got 'rank 0 and rank 1: gear.seed: 0 and 1'",
         "fields": "gear.pipeline.labels[1] must name a field, its mask",
@@ -46,7 +46,7 @@ def test_what_attach_refuses(dataset: Path, tmp_path: Path, deepspeed_run: Calla
 
 @pytest.mark.parametrize("mode", ["zero:1x2", pytest.param("tensor:2", marks=LONG), "pipe:3"])
 def test_a_rank_that_fails_or_ends_early(
-    mode: str, dataset: Path, tmp_path: Path, deepspeed_run: Callable[..., str]
+    mode: str, dataset: Path, tmp_path: Path, ranks_run: Callable[..., str]
 ) -> None:
     """A failure is raised on all, and all may try again; other samples than those of the replica are found;
     who ends a step early is named by the others."""
@@ -54,7 +54,7 @@ def test_a_rank_that_fails_or_ends_early(
     by_error = mode.startswith("pipe")
     wanted = task(dataset, tmp_path, "steps", mode, by_error=by_error)
     wanted["gear"]["verify_every"] = 1
-    deepspeed_run("parallel_faults.py", ranks, wanted)
+    ranks_run("parallel_faults.py", ranks, wanted)
     found, text = results(tmp_path, list(range(ranks))), "a fault in the user's transform"
     differs = None if replicas == ranks else f"rank {ranks - 1} must have the samples of its replica (0)"
     for rank, result in enumerate(found):
@@ -78,13 +78,13 @@ def test_a_rank_that_fails_or_ends_early(
 
 
 def test_a_cut_that_fails_is_an_error_on_all_at_once(
-    dataset: Path, tmp_path: Path, deepspeed_run: Callable[..., str]
+    dataset: Path, tmp_path: Path, ranks_run: Callable[..., str]
 ) -> None:
     """One rank finds no mass to draw from while the other waits for its reports; both can go on later."""
     wanted = task(dataset, tmp_path, "zeros", "zero:1x2")
     anchors = {"unit": "step", "anchors": "start"}
     wanted["gear"]["sampler"] = {"kind": "prioritized", "initial": 1.0, **anchors}
-    deepspeed_run("parallel_faults.py", 2, wanted)
+    ranks_run("parallel_faults.py", 2, wanted)
     for found in results(tmp_path, [0, 1]):
         for kind, message, seconds in found["errors"]:
             assert kind in ("StoreError", "PeerError")

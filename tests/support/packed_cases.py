@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+EVERY = os.environ.get("GEAR_LONG_TESTS") == "1"
 LOSSES: dict[str, dict[str, Any]] = {
     "token": {"normalize": "token"},
     "sequence": {"normalize": "sequence"},

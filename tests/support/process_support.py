@@ -79,11 +79,11 @@ class Ranks:
     """
 
     def __init__(self, program: Path | str, count: int, *arguments: str, **env: str) -> None:
-        port, path = str(free_port()), PROGRAMS / program
+        self.port, path = str(free_port()), PROGRAMS / program
         self.processes: list[subprocess.Popen[str]] = []
         for rank in range(count):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
-            rank_env = environment(**{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **place, **env})
+            rank_env = environment(**{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port, **place, **env})
             self.processes.append(
                 subprocess.Popen(
                     self.command(rank, [sys.executable, "-u", str(path), *arguments]),
@@ -112,7 +112,9 @@ class Ranks:
 
         # All at once: a rank whose pipe is full would block the others in a collective.
         with ThreadPoolExecutor(len(self.processes)) as readers:
-            return list(readers.map(result, self.processes))
+            found = list(readers.map(result, self.processes))
+        remove_buffers(self.port)
+        return found
 
     def end(self, process: subprocess.Popen[str]) -> None:
         """Kill a rank."""
@@ -142,10 +144,7 @@ def launcher(program: Path | str, count: int, *arguments: str) -> list[str]:
 
 
 def launch(program: Path | str, count: int, *arguments: str, timeout_s: float = 240.0) -> str:
-    """Run a program under the real launcher; return its output. It must succeed.
-
-    Buffers in /dev/shm that DeepSpeed itself leaves for this run's port are removed.
-    """
+    """Run a program under the real launcher; return its output. It must succeed."""
     command = launcher(program, count, *arguments)
     port = command[command.index("--master_port") + 1]
     process = subprocess.Popen(
@@ -165,10 +164,15 @@ def launch(program: Path | str, count: int, *arguments: str, timeout_s: float = 
             raise
         raise AssertionError(f"{program} did not end within {timeout_s} s:\n{output}") from None
     finally:
-        for left in SHM.glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
-            left.unlink(missing_ok=True)
+        remove_buffers(port)
     assert process.returncode == 0, output
     return output
+
+
+def remove_buffers(port: str) -> None:
+    """Remove the buffers in /dev/shm that DeepSpeed itself leaves for a run's port, 69 MB a rank."""
+    for left in SHM.glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+        left.unlink(missing_ok=True)
 
 
 def reapers(prefix: str) -> list[int]:

@@ -1,15 +1,13 @@
 """Train one step in each framework with unequal, weighted losses; compare the weights with one process.
 
-The last argument is a task: `cases` by name (tests/support/gradient_cases.py), `out`. Each rank writes, by
-case, the divisor and the largest error relative to the largest gradient of its parameter, or the refusal.
+Of each case (tests/support/gradient_cases.py): the divisor and the largest error relative to the largest
+gradient of its parameter, or the refusal.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -18,7 +16,6 @@ import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups
-from engine_parts import task
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -260,12 +257,3 @@ def outcomes(cases: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield name, KINDS[case["kind"]](**case["options"])
         except ConfigError as error:
             yield name, {"refused": str(error)}
-
-
-if __name__ == "__main__":
-    deepspeed.init_distributed()
-    given = task()
-    file = Path(given["out"]) / f"rank{dist.get_rank()}.json"
-    file.write_text(json.dumps(dict(outcomes(given["cases"]))))
-    dist.barrier()
-    dist.destroy_process_group()

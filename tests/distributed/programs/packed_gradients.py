@@ -1,18 +1,14 @@
 """The gradient of packed micro batches of a tiny Qwen2 on many ranks, beside that of one process.
 
-The last argument is a task: `cases` of each kind as pairs of a loss and a budget (see
-tests/support/packed_cases.py), `out`. The change of the weights by SGD with a rate of 1 is the gradient. The
-first rank computes the gradient of one process from one sequence at a time; every rank compares its weights
-with it.
+The cases of each kind are pairs of a loss and a budget (tests/support/packed_cases.py). The change of the
+weights by SGD with a rate of 1 is the gradient. The first rank computes the gradient of one process from one
+sequence at a time; every rank compares its weights with it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -309,26 +305,18 @@ def compare(trainer: Any, reference: nn.Module, loss: dict[str, Any], tokens: in
     return {"deviation": deviation(before, after, wanted), "counts": counts}
 
 
-def main() -> None:
-    task = json.loads(sys.argv[-1])
-    deepspeed.init_distributed("gloo")
-    torch.set_num_threads(1)
+def outcomes(cases_of_kind: dict[str, Any]) -> dict[str, Any]:
+    """Train the cases of each kind; return what this rank has found, by kind."""
     found: dict[str, Any] = {}
     reference = model_of()
-    for kind, cases in task["cases"].items():
+    for kind, cases in cases_of_kind.items():
         began = time.perf_counter()
         trainer = (EngineTrainer if kind.startswith("zero") else ModuleTrainer)(kind)
-        outcomes = [
+        of_kind = [
             {"loss": loss, "tokens": tokens, **compare(trainer, reference, LOSSES[loss], tokens)}
             for loss, tokens in cases
         ]
         trainer.close()
         model, seconds = type(reference).__name__, time.perf_counter() - began
-        found[kind] = {"model": model, "outcomes": outcomes, "seconds": seconds}
-    (Path(task["out"]) / f"{dist.get_rank()}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+        found[kind] = {"model": model, "outcomes": of_kind, "seconds": seconds}
+    return found

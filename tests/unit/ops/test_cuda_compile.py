@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernel_support import CSRC, HOME, JUDGED, KERNELS, compiled_kernels, nvcc, release
 from op_cases import ON_DEVICE
 from torch.torch_version import TorchVersion
 from torch.utils.cpp_extension import include_paths
@@ -22,9 +23,6 @@ from deepspeed_gear.ops import toolchain
 from deepspeed_gear.ops.builder import GearCudaBuilder
 
 SUPPORTED = (80, 90, 100)
-CSRC = toolchain.csrc_root()
-KERNELS = sorted(CSRC.glob("*/*.cu"))
-HOME = toolchain.cuda_home()
 
 
 def known_architectures() -> list[int]:
@@ -34,17 +32,10 @@ def known_architectures() -> list[int]:
     return [a for a in SUPPORTED if f"compute_{a}" in listed.split()]
 
 
-def release() -> tuple[int, int]:
-    """The toolkit's."""
-    found = re.search(r"release (\d+)\.(\d+)", toolchain.nvcc_version(HOME))
-    assert found is not None
-    return int(found[1]), int(found[2])
-
-
 KNOWN = known_architectures()
 LONG = os.environ.get("GEAR_LONG_TESTS") == "1"
 ARCHITECTURES = KNOWN if LONG else [a for a in KNOWN if a == 90]  # all of them take twice as long
-JUDGED = (13, 0)  # the release whose allocation of registers and warnings are held to; others only tell
+LISTED = ";".join(f"{a // 10}.{a % 10}" for a in ARCHITECTURES)
 BINDINGS = sorted((CSRC / "bindings").glob("library_cuda*.cpp"))
 
 pytestmark = pytest.mark.skipif(not KERNELS, reason="no kernels in ops/csrc")
@@ -54,33 +45,15 @@ needs_nvcc = pytest.mark.skipif(HOME is None, reason="no nvcc found")
 def builder_flags() -> list[str]:
     """The flags that the builder gives nvcc for all architectures."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCH_CUDA_ARCH_LIST", ";".join(f"{a // 10}.{a % 10}" for a in ARCHITECTURES))
+        patch.setenv("TORCH_CUDA_ARCH_LIST", LISTED)
         toolchain.hook_cuda_home()
         return GearCudaBuilder().nvcc_args()
 
 
-def nvcc(*arguments: str) -> str:
-    """Run nvcc, which must succeed; give what it and its tools reported."""
-    run = subprocess.run([f"{HOME}/bin/nvcc", *arguments], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return run.stderr
-
-
 @pytest.fixture(scope="module")
-def objects(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Compile every kernel with the builder's flags; give the folder and what ptxas reported."""
-    out = tmp_path_factory.mktemp("cuda")
-    strict = ["-Xptxas=-v,-warn-spills,-warn-lmem-usage", "-Xcompiler=-fPIC,-Wall,-fvisibility=hidden"]
-    if release() == JUDGED:
-        strict.append("-Werror=all-warnings")
-    flags = [*builder_flags(), *strict, f"-I{CSRC}"]
-
-    def compile_one(source: Path) -> str:
-        return nvcc(*flags, "-c", str(source), "-o", str(out / f"{source.stem}.cuda.o"))
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        report = "".join(pool.map(compile_one, KERNELS))
-    return out, report
+def objects() -> tuple[Path, str]:
+    """Every kernel's object, and what ptxas reported."""
+    return compiled_kernels(LISTED)
 
 
 @needs_nvcc
@@ -109,8 +82,8 @@ def test_the_toolkit_compiles_all_that_is_supported() -> None:
 
 
 @needs_nvcc
-def test_the_kernels_link_and_load_without_a_driver(objects: tuple[Path, str]) -> None:
-    library = objects[0] / "libgear_cuda.so"
+def test_the_kernels_link_and_load_without_a_driver(objects: tuple[Path, str], tmp_path: Path) -> None:
+    library = tmp_path / "libgear_cuda.so"
     nvcc("-shared", "-cudart=static", *map(str, objects[0].glob("*.o")), "-o", str(library))
     # Every symbol resolves; no driver is touched until a call.
     ctypes.CDLL(str(library), os.RTLD_NOW)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernel_support import compiled_kernels, flags_for, folder_of
 
 from deepspeed_gear.ops import toolchain
 from deepspeed_gear.ops.builder import GearCudaBuilder
@@ -40,9 +41,13 @@ def source(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Path:
 
 def build_wheel(source: Path, target: Path, **env: str) -> Path:
     """Build without a network: in this environment, with what it has."""
-    shutil.rmtree(source / "build", ignore_errors=True)  # it holds the ops of the wheel before
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
     command += ["-w", str(target), str(source)]
+    compiler = shutil.which(toolchain.compiler()[0])
+    if compiler is not None:  # no test runs what is slow without optimisation
+        env["CXX"] = str(source / "unoptimised-c++")
+        Path(env["CXX"]).write_text(f'#!/bin/sh\nexec {compiler} "$@" -O0\n')
+        Path(env["CXX"]).chmod(0o755)
     run = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     (wheel,) = target.glob("*.whl")
@@ -54,12 +59,14 @@ def native_wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     """The wheel with the prebuilt op."""
     if toolchain.missing_tools():
         pytest.skip(", ".join(toolchain.missing_tools()))
+    shutil.rmtree(source / "build", ignore_errors=True)  # it holds the ops of the wheel before
     return build_wheel(source, tmp_path_factory.mktemp("native"), DS_BUILD_GEAR="1")
 
 
 @pytest.fixture(scope="module")
 def plain_wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel with the sources only."""
+    shutil.rmtree(source / "build", ignore_errors=True)
     return build_wheel(source, tmp_path_factory.mktemp("plain"), DS_BUILD_GEAR="0")
 
 
@@ -169,7 +176,9 @@ def test_a_prebuilt_wheel_is_for_this_python_only(native_wheel: Path) -> None:
 
 # ---- the kernels -----------------------------------------------------------------------------------
 
-ARCHITECTURES = "8.0;9.0;10.0+PTX" if os.environ.get("GEAR_LONG_TESTS") == "1" else "9.0+PTX"
+LONG = os.environ.get("GEAR_LONG_TESTS") == "1"
+ARCHITECTURES = "8.0;9.0;10.0+PTX" if LONG else "9.0"
+LEFT_OUT = "scatter.cuda.o"
 LOAD_KERNELS = """
 import shutil, sys
 import torch
@@ -186,11 +195,30 @@ print(torch._C._dispatch_has_kernel_for_dispatch_key("gear::ring_add_", "CUDA"),
 
 @pytest.fixture(scope="module")
 def kernel_wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel with the kernels, compiled without a GPU; the torch here may be built without CUDA."""
+    """The wheel with the kernels, compiled without a GPU; the torch here may be built without CUDA.
+
+    It compiles one kernel and finds the objects of the others, unless GEAR_LONG_TESTS=1.
+    """
     if toolchain.missing_tools() or toolchain.cuda_home() is None:
         pytest.skip(", ".join([*toolchain.missing_tools(), "no nvcc"]))
+    shutil.rmtree(source / "build", ignore_errors=True)
     target = tmp_path_factory.mktemp("kernels")
-    return build_wheel(source, target, DS_BUILD_GEAR_CUDA="1", TORCH_CUDA_ARCH_LIST=ARCHITECTURES)
+    env = {"DS_BUILD_GEAR_CUDA": "1", "TORCH_CUDA_ARCH_LIST": ARCHITECTURES}
+    if LONG:
+        return build_wheel(source, target, **env)
+    flags = [
+        flag.replace(str(toolchain.csrc_root()), str(source / "ops" / "csrc"))
+        for flag in flags_for(ARCHITECTURES)
+    ]
+    temporary = source / "build" / f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+    folder = temporary / folder_of(flags)
+    folder.mkdir(parents=True)
+    for file in compiled_kernels(ARCHITECTURES)[0].glob("*.o"):
+        if file.name != LEFT_OUT:
+            shutil.copy2(file, folder)
+    wheel = build_wheel(source, target, **env)
+    assert [found.parent for found in temporary.glob(f"kernels-*/{LEFT_OUT}")] == [folder]
+    return wheel
 
 
 @pytest.fixture(scope="module")
