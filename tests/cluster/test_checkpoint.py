@@ -45,9 +45,9 @@ def outputs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
     return {
         "one": alone(f"save={one}"),
-        "two": cluster.run(PROGRAM, data, f"save={two}", f"load={one}", nodes=2, timeout_s=300),
+        "two": cluster.run_ranks(PROGRAM, data, f"save={two}", f"load={one}", nodes=2, timeout_s=300),
         "again": alone(f"load={two}"),
-        "four": cluster.run(PROGRAM, data, f"load={two}", f"lose={two}", nodes=4, timeout_s=300),
+        "four": cluster.run_ranks(PROGRAM, data, f"load={two}", f"lose={two}", nodes=4, timeout_s=300),
     }
 
 

@@ -14,33 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_support import PROGRAMS, Cluster
+from cluster_support import Cluster, NodeRanks
 from gear_support import ROOT, config_of, lengths_of, prefix, shared_files, wait_until, write_dataset
-from process_support import Ranks
 
 FIELDS = {"observation": {"length": 2}, "action": {"length": 2}}
 NODES, RANKS, TIMEOUT_S = 2, 2, 4.0
 LATE_S = 30.0  # timeout, beats and a stuck main thread's patience are 12.5; and two busy cores
 
 
-class NodeRanks(Ranks):
-    """Ranks on the nodes of a cluster, without a launcher: RANKS on each of NODES."""
+class TrainingRanks(NodeRanks):
+    """Ranks of faults_nodes.py: RANKS on each of NODES."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
-        self.cluster = cluster
-        env = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29511", "GLOO_SOCKET_IFNAME": "eth0"}
-        super().__init__(PROGRAMS / "faults_nodes.py", NODES * RANKS, str(folder), **env)
-
-    def command(self, rank: int, program: list[str]) -> list[str]:
-        local = f"LOCAL_RANK={rank % RANKS}"
-        return self.cluster.command(rank // RANKS, "env", local, f"LOCAL_WORLD_SIZE={RANKS}", *program)
-
-    def end(self, process: subprocess.Popen[str]) -> None:
-        self.cluster.sweep()  # the process itself is only what has entered the namespaces
-        process.kill()
-
-    def ended(self) -> bool:
-        return any(process.poll() is not None for process in self.processes)
+        super().__init__(cluster, "faults_nodes.py", str(folder), nodes=NODES, ranks=RANKS)
 
     def pid(self, rank: int) -> int:
         """Return the process of a rank as this machine numbers it."""
@@ -56,15 +42,15 @@ def data(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def train(cluster: Cluster, tmp_path: Path, data: Path) -> Iterator[Callable[..., NodeRanks]]:
+def train(cluster: Cluster, tmp_path: Path, data: Path) -> Iterator[Callable[..., TrainingRanks]]:
     """Start a training and wait for its first steps."""
-    started: list[NodeRanks] = []
+    started: list[TrainingRanks] = []
 
-    def start(plan: dict[str, int] | None = None, **options: Any) -> NodeRanks:
+    def start(plan: dict[str, int] | None = None, **options: Any) -> TrainingRanks:
         section = config_of(data, timeout_s=TIMEOUT_S, **options)
         whole = {"refused": [], "section": section, **(plan or {})}
         (tmp_path / "plan.json").write_text(json.dumps(whole))
-        ranks = NodeRanks(cluster, tmp_path)
+        ranks = TrainingRanks(cluster, tmp_path)
         started.append(ranks)
         steps = [tmp_path / f"step-{rank}" for rank in range(NODES * RANKS)]
 
@@ -118,7 +104,7 @@ PACKS = {
     ids=["rank", "leader", "leader, packs"],
 )
 def test_a_killed_rank_is_named(
-    lost: int, options: dict[str, Any], train: Callable[..., NodeRanks], cluster: Cluster
+    lost: int, options: dict[str, Any], train: Callable[..., TrainingRanks], cluster: Cluster
 ) -> None:
     ranks = train(**options)
     since = time.monotonic()
@@ -130,7 +116,7 @@ def test_a_killed_rank_is_named(
 
 @pytest.mark.parametrize(("fails", "prefetch"), [(3, 1), (2, 0), (0, 2)], ids=["rank", "leader", "first"])
 def test_a_rank_that_fails_is_named(
-    fails: int, prefetch: int, train: Callable[..., NodeRanks], cluster: Cluster
+    fails: int, prefetch: int, train: Callable[..., TrainingRanks], cluster: Cluster
 ) -> None:
     """By its error, on all others, though it has closed its replay as one does that has ended."""
     ranks = train({"fails": fails, "closes": fails == 0}, prefetch=prefetch)
@@ -142,7 +128,7 @@ def test_a_rank_that_fails_is_named(
     check_clean(cluster)
 
 
-def test_a_rank_that_ends_early_is_named(train: Callable[..., NodeRanks], cluster: Cluster) -> None:
+def test_a_rank_that_ends_early_is_named(train: Callable[..., TrainingRanks], cluster: Cluster) -> None:
     """It has prepared the turn that the others take, and they wait in a collective that it does not enter.
 
     If its batch was late they are told before they go on.
@@ -159,7 +145,7 @@ def test_a_rank_that_ends_early_is_named(train: Callable[..., NodeRanks], cluste
     check_clean(cluster)
 
 
-def test_a_rank_that_stands_still_is_named(train: Callable[..., NodeRanks], cluster: Cluster) -> None:
+def test_a_rank_that_stands_still_is_named(train: Callable[..., TrainingRanks], cluster: Cluster) -> None:
     ranks = train(prefetch=1)
     pid, since = ranks.pid(3), time.monotonic()
     os.kill(pid, signal.SIGSTOP)
@@ -174,7 +160,9 @@ def test_a_rank_that_stands_still_is_named(train: Callable[..., NodeRanks], clus
 
 
 @pytest.mark.parametrize("how", ["stopped", "killed", "cut off"])
-def test_a_node_that_is_lost_is_named(how: str, train: Callable[..., NodeRanks], cluster: Cluster) -> None:
+def test_a_node_that_is_lost_is_named(
+    how: str, train: Callable[..., TrainingRanks], cluster: Cluster
+) -> None:
     ranks = train(prefetch=1)
     since = time.monotonic()
     pids = [ranks.pid(2), ranks.pid(3)]
@@ -212,7 +200,7 @@ def test_a_rank_may_go_on_when_the_others_have_ended(
     plan = {"refused": [], "section": config_of(data, timeout_s=TIMEOUT_S, prefetch=2)}
     plan |= {"steps": 5, "lingers": lingers, "linger": 3 * TIMEOUT_S}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    for status, output in NodeRanks(cluster, tmp_path).wait(180.0):
+    for status, output in TrainingRanks(cluster, tmp_path).wait(180.0):
         assert status == 0, output
         assert "error" not in output.lower(), output
     check_clean(cluster)
@@ -235,7 +223,7 @@ def test_what_differs_or_does_not_fit_is_refused_on_every_node(
     try:
         for index, size in enumerate(["1G", *["100M"] * 10, *["10M"] * 10, *["1M"] * 10, *["100K"] * 10]):
             subprocess.run(["fallocate", "-l", size, f"{filler}{index}"], check=False, capture_output=True)
-        results = NodeRanks(cluster, tmp_path).wait(180.0)
+        results = TrainingRanks(cluster, tmp_path).wait(180.0)
     finally:
         for path in cluster.shm(1).glob("filler*"):
             path.unlink()

@@ -43,7 +43,7 @@ def outcomes(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Outc
     known = cases(write_data(folder / "set"), write_data(folder / "other", 20, 100))
     alone = {name: run_case(case, 0, 1, folder / name) for name, case in known.items()}
     (out / "task.json").write_text(json.dumps({"cases": known, "out": str(out), "saves": str(folder)}))
-    cluster.run("packed_nodes.py", str(out / "task.json"), nodes=NODES, ranks=RANKS, timeout_s=200.0)
+    cluster.run_ranks("packed_nodes.py", str(out / "task.json"), nodes=NODES, ranks=RANKS, timeout_s=200.0)
     ranks = {
         name: [json.loads((out / f"{name}.{rank}.json").read_text()) for rank in range(WORLD)]
         for name in known
@@ -150,7 +150,7 @@ def test_an_engine_trains_rollouts_over_nodes(cluster: Cluster, tmp_path: Path) 
     size = {"trajectories": 18, "tokens": 450, "minibatches": 3, "epochs": 2}
     gear = rollout_support.section(pack=pack, rollout=size, sampler={"kind": "epoch"}, timeout_s=60.0)
     task = {"gear": gear, "checkpoints": str(tmp_path / "saves"), "out": str(tmp_path), "action": "save"}
-    cluster.run(ENGINE, json.dumps(task), nodes=NODES, timeout_s=200.0)
+    cluster.run_ranks(ENGINE, json.dumps(task), nodes=NODES, timeout_s=200.0)
     found = [json.loads((tmp_path / f"save{NODES}.{rank}.json").read_text()) for rank in range(NODES)]
     ids = [[[pack["ids"] for pack in step] for step in rank["steps"]] for rank in found]
     with Replay(gear) as replay:

@@ -67,7 +67,7 @@ def test_the_same_batches_over_nodes(
     }
     wanted = tmp_path / "task.json"
     wanted.write_text(json.dumps(task))
-    output = cluster.run(PROGRAM, f"@{wanted}", nodes=nodes, ranks=ranks, timeout_s=280.0)
+    output = cluster.run_ranks(PROGRAM, f"@{wanted}", nodes=nodes, ranks=ranks, timeout_s=280.0)
     assert output.count(f"gear: global batch {BATCH} = ") == len(modes) * len(CASES)
     for node in range(nodes):
         assert shared_files(gear["shared_memory"]["prefix"], cluster.shm(node)) == []

@@ -56,7 +56,7 @@ class Run:
 
 def run(cluster: Cluster, out: Path, cases: Cases, phases: dict[str, Any], nodes: int, ranks: int) -> Run:
     (out / "task.json").write_text(json.dumps({"cases": cases, "phases": phases, "out": str(out)}))
-    cluster.run("rates_nodes.py", str(out / "task.json"), nodes=nodes, ranks=ranks, timeout_s=280.0)
+    cluster.run_ranks("rates_nodes.py", str(out / "task.json"), nodes=nodes, ranks=ranks, timeout_s=280.0)
     return Run([json.loads((out / f"{rank}.json").read_text()) for rank in range(nodes * ranks)], out)
 
 

@@ -41,7 +41,7 @@ def test_every_sampler_gives_the_batches_of_one_process(
     wanted = tmp_path / "task.json"
     tried = dict(list(sections.items())[::every])
     wanted.write_text(json.dumps({"cases": tried, "steps": STEPS, "out": str(tmp_path)}))
-    cluster.run("replay_nodes.py", str(wanted), nodes=nodes, ranks=ranks, timeout_s=200.0)
+    cluster.run_ranks("replay_nodes.py", str(wanted), nodes=nodes, ranks=ranks, timeout_s=200.0)
     for name in tried:
         whole = alone[name]
         of_ranks = [

@@ -26,7 +26,7 @@ def found(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[st
             writer.add({**trajectory(number, steps), "metadata": {"number": number}})
     task = {"data": str(data), "batches": BATCHES, "out": str(folder / "out.json")}
     (folder / "task.json").write_text(json.dumps(task))
-    cluster.run("tables_nodes.py", str(folder / "task.json"), nodes=NODES, timeout_s=120.0)
+    cluster.run_ranks("tables_nodes.py", str(folder / "task.json"), nodes=NODES, timeout_s=120.0)
     return dict(json.loads((folder / "out.json").read_text()))
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gear_support import ROOT, wait_until
-from process_support import environment
+from process_support import Ranks, environment
 
 SCRIPT = Path(__file__).resolve().parents[1] / "cluster" / "cluster.sh"
 PROGRAMS = Path(__file__).resolve().parents[1] / "cluster" / "programs"
@@ -206,6 +206,21 @@ class Cluster:
         assert status == 0, f"exit status {status}:\n{launch.output()}"
         return launch.output()
 
+    def run_ranks(
+        self,
+        program: Path | str,
+        *arguments: str,
+        nodes: int = 2,
+        ranks: int = 1,
+        timeout_s: float = 120.0,
+    ) -> str:
+        """Run a program as `run` does, but without the launcher unless GEAR_LONG_TESTS=1: see `ranks_run`."""
+        if os.environ.get("GEAR_LONG_TESTS") == "1":
+            return self.run(program, *arguments, nodes=nodes, ranks=ranks, timeout_s=timeout_s)
+        results = NodeRanks(self, program, *arguments, nodes=nodes, ranks=ranks).wait(timeout_s)
+        assert all(status == 0 for status, _ in results), "\n".join(f"[{s}] {out}" for s, out in results)
+        return "".join(output for _, output in results)
+
     def pids(self, node: int, pattern: str = "") -> list[int]:
         """List a node's processes whose command line matches a regular expression; never its sshd.
 
@@ -241,6 +256,37 @@ class Cluster:
             wait_until(lambda node=node: not self.pids(node, "reaper.py"), "their end")  # type: ignore[misc]
             for left in self.shm(node).glob("deepspeed_allreduce_buffer_*"):
                 left.unlink(missing_ok=True)
+
+
+class NodeRanks(Ranks):
+    """Ranks on the first nodes of a cluster, without a launcher.
+
+    Args:
+        cluster: Where they run.
+        program: Its path, or its name in `cluster/programs`.
+        arguments: Of the program.
+        nodes: How many nodes.
+        ranks: How many ranks on each.
+    """
+
+    def __init__(
+        self, cluster: Cluster, program: Path | str, *arguments: str, nodes: int = 2, ranks: int = 1
+    ) -> None:
+        self.cluster, self.ranks = cluster, ranks
+        env = {"MASTER_ADDR": "10.77.0.1", "GLOO_SOCKET_IFNAME": "eth0", "PATH": rank_environment()["PATH"]}
+        super().__init__(PROGRAMS / program, nodes * ranks, *arguments, **env)
+
+    def command(self, rank: int, program: list[str]) -> list[str]:
+        local = f"LOCAL_RANK={rank % self.ranks}"
+        world = f"LOCAL_WORLD_SIZE={self.ranks}"
+        return self.cluster.command(rank // self.ranks, "env", local, world, *program)
+
+    def end(self, process: subprocess.Popen[str]) -> None:
+        self.cluster.sweep()  # the process itself is only what has entered the namespaces
+        process.kill()
+
+    def ended(self) -> bool:
+        return any(process.poll() is not None for process in self.processes)
 
 
 def rank_environment() -> dict[str, str]:
