@@ -9,21 +9,21 @@ source launch/env.sh
 if [ "$#" -gt 0 ]; then exec python -m pytest "$@"; fi
 
 failed=()
-ruff check . || failed+=(ruff)
-mypy || failed+=(mypy)
-[ "${#failed[@]}" -eq 0 ] || printf 'test.sh: failed: %s; the tests run all the same\n' "${failed[*]}" >&2
-
-# Tests of ranks and nodes mostly wait, and the others mostly compute: two cores run both at once, each for about as long.
-# The report of the others is printed after that of the ranks.
+reports="$(mktemp -d)"
 slowest=(--durations=25 --durations-min=5)  # what to shorten first
-ranks=(tests/cluster tests/distributed tests/crash)
-report="$(mktemp)"
-python -m pytest "${slowest[@]}" "${ranks[@]/#/--ignore=}" >"$report" 2>&1 </dev/null &
+# Tests of ranks and nodes mostly wait, and the others mostly compute: two cores run both at once, each for about as long,
+# and lint and types beside them. The reports of these are printed after that of the ranks.
+examples=(tests/examples/test_{cartpole_example,ddp_example,parallel_examples}.py)
+ranks=(tests/cluster tests/distributed tests/crash "${examples[@]}")
+{ bad=0; ruff check . || bad=1; mypy || bad=1; exit "$bad"; } >"$reports/lint" 2>&1 </dev/null &
+lint=$!
+python -m pytest "${slowest[@]}" "${ranks[@]/#/--ignore=}" >"$reports/others" 2>&1 </dev/null &
 others=$!
-trap 'kill "$others" 2>/dev/null || true; rm -f "$report"' EXIT
+trap 'kill "$lint" "$others" 2>/dev/null || true; rm -rf "$reports"' EXIT
 python -m pytest "${slowest[@]}" "${ranks[@]}" || failed+=("${ranks[@]}")
+wait "$lint" || failed+=("ruff or mypy")
 wait "$others" || failed+=("the other tests")
-cat "$report"
+cat "$reports/lint" "$reports/others"
 if [ "${#failed[@]}" -gt 0 ]; then
   printf 'test.sh: failed: %s\n' "${failed[*]}"
   exit 1
