@@ -6,6 +6,7 @@ import random
 import selectors
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,11 +16,14 @@ from typing import Any
 
 import numpy as np
 from gear_support import prefix
+from process_support import environment
 
-from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
+from deepspeed_gear import Column, RemoteWriter, Replay, Schema, TrajectoryWriter
 from deepspeed_gear.remote.gateway import Gateway
 
 TOKEN = "0123456789abcdef" * 2
+WRONG = "another-token-of-32-characters!!"
+STARTED: list[subprocess.Popen[str]] = []  # which do not outlive their test
 SCHEMA = Schema(
     [
         Column("observation", "float32", (3,), "observation", "T+1"),
@@ -186,3 +190,28 @@ def openssl_certificate(folder: Path, address: str = "IP:127.0.0.1", days: int =
     for arguments in (asked, [*signed, "-days", str(days), "-out", str(chain)]):
         subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=20)
     return chain, key
+
+
+def connect(url: str, **options: Any) -> RemoteWriter:
+    return RemoteWriter.connect(url, **{"token": TOKEN, "timeout_s": 20.0, **options})
+
+
+def add_many(writer: RemoteWriter, count: int) -> None:
+    for number in range(count):
+        writer.add(trajectory(number))
+
+
+def serve(config: Path, token: Path, *options: str) -> tuple[subprocess.Popen[str], str]:
+    """Start `gear serve`; return it and its url."""
+    command = [sys.executable, "-m", "deepspeed_gear.cli.main", "serve"]
+    process = subprocess.Popen(
+        [*command, "--config", str(config), "--token-file", str(token), *options],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    STARTED.append(process)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith("serving table main at grpc://127.0.0.1:"), line
+    return process, line.split()[-1]

@@ -1,0 +1,277 @@
+"""What gateways and remote writers refuse, and what a full table or a rate makes them wait for."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from gear_support import wait_until
+from remote_support import (
+    SCHEMA,
+    TOKEN,
+    WRONG,
+    add_many,
+    assert_same,
+    connect,
+    section,
+    serve,
+    served,
+    stored,
+    trajectory,
+    write_token,
+)
+
+from deepspeed_gear import Column, Replay, Schema, SendOptions
+from deepspeed_gear.data.trajectory_checks import check_trajectory
+from deepspeed_gear.errors import (
+    ConfigError,
+    DataError,
+    LostNodeError,
+    NotReadyError,
+    SchemaError,
+    StoreError,
+    StoreFullError,
+)
+from deepspeed_gear.remote import gateway_messages
+from deepspeed_gear.remote.connection import Connection
+from deepspeed_gear.remote.gateway import Gateway
+from deepspeed_gear.remote.sessions import ANSWER_S, Sessions
+
+
+def test_a_wrong_token_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with served(section()) as (_, gateway):
+        with pytest.raises(StoreError, match=r"token for .* must be the gateway's") as found:
+            connect(gateway.url, token=WRONG)
+        assert "wrong token" in caplog.text
+        assert TOKEN not in caplog.text + str(found.value)
+        assert WRONG not in caplog.text + str(found.value)
+        connect(gateway.url, token=write_token(tmp_path / "token")).close()
+
+
+def test_another_schema_is_refused() -> None:
+    columns = [*SCHEMA.columns[:3], Column("number", "int32"), *SCHEMA.columns[5:], Column("more", "bool")]
+    with served(section()) as (_, gateway):
+        with pytest.raises(SchemaError) as found:
+            connect(gateway.url, schema=Schema(columns))
+        for text in ("column more is not", "checksum is missing", "number has dtype int32, the table int64"):
+            assert text in str(found.value)
+        connect(gateway.url, schema=SCHEMA).close()
+
+
+def test_what_a_table_refuses_is_raised_later_and_the_rest_is_stored() -> None:
+    with served(section(max_length=300)) as (replay, gateway), connect(gateway.url) as writer:
+        writer.add(trajectory(0))
+        writer.add({**trajectory(1), "weight": -1.0})
+        writer.add(trajectory(1))
+        with pytest.raises(DataError, match=r"trajectory 1: column weight: .* got -1"):
+            writer.flush()
+        writer.add(trajectory(9, 301))
+        writer.add(trajectory(2))
+        with pytest.raises(DataError, match=r"trajectory 3: .*max_length = 300"):
+            writer.flush()
+        with pytest.raises(DataError, match="column number"):
+            writer.add({**trajectory(3), "number": np.zeros(3)})  # here, and at once
+        with pytest.raises(DataError, match="column weight must be finite, got nan"):
+            writer.add({**trajectory(3), "weight": np.nan})
+        writer.flush()
+        assert [number for number, _ in writer.refused] == [1, 3]
+        assert_same(stored(replay), range(3))
+
+
+def test_the_gateway_refuses_what_a_writer_has_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspeed_gear.remote.remote_writer.check_finite", lambda *_: None)
+    with served(section()) as (replay, gateway), connect(gateway.url) as writer:
+        wrong = trajectory(0)
+        wrong["half"][7, 1] = 0x7F80
+        writer.add(wrong)
+        with pytest.raises(DataError, match=r"trajectory 0: .*half must be finite, got 'inf at step 7'"):
+            writer.flush()
+        assert len(replay) == 0
+
+
+def test_opaque_values_arrive_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    more = [Column("raw", "bytes", rows="1", max_bytes=6), Column("note", "json", rows="1", max_bytes=20)]
+    schema = Schema([*SCHEMA, *more])
+    other = Schema([*SCHEMA, Column("raw", "bytes", rows="1", max_bytes=7), more[1]])
+    with served(section(), schema) as (replay, gateway):
+        with pytest.raises(SchemaError, match="column raw has max_bytes 7, the table 6"):
+            connect(gateway.url, schema=other)
+        with connect(gateway.url) as writer:
+            with pytest.raises(DataError, match="raw must have at most max_bytes = 6 bytes, got 7"):
+                writer.add({**trajectory(0, 3), "raw": bytes(7), "note": None})
+            writer.add({**trajectory(0, 3), "raw": b"\x00a", "note": {"a": [1]}})
+            writer.flush()
+            assert replay.read([0])[0]["raw"] == b"\x00a"
+            assert replay.read([0])[0]["note"] == {"a": [1]}
+            with monkeypatch.context() as patch:  # a writer that sends what is no row
+                patch.setattr("deepspeed_gear.data.opaque_rows._checked", lambda row, *_: row)
+                arrays, _ = check_trajectory(
+                    "it", schema, {**trajectory(1, 3), "raw": np.full(10, 9, np.uint8), "note": 1}
+                )
+            writer._outbox.put(arrays, 1000)
+            with pytest.raises(
+                DataError, match=r"trajectory 1: .*raw must hold a value of at most max_bytes"
+            ):
+                writer.flush()
+            assert len(replay) == 1
+
+
+def test_columns_come_nested_and_late_ones_with_the_rest() -> None:
+    """What a remote writer leaves out of a late column cannot be filled, and is not stored as zeros."""
+    more = [Column("score.human", "float32", rows="1", late=True), Column("parts.left", "int64")]
+    with served(section(), Schema([*SCHEMA, *more])) as (replay, gateway), connect(gateway.url) as writer:
+        flat = {**trajectory(0, 3), "parts.left": np.arange(3), "score.human": 1.5}
+        with pytest.raises(
+            DataError, match=r"column score.human must be in every .*; a remote writer cannot"
+        ):
+            writer.add({name: value for name, value in flat.items() if name != "score.human"})
+        writer.add(flat)
+        writer.add({**trajectory(0, 3), "parts": {"left": np.arange(3)}, "score": {"human": 1.5}})
+        writer.flush()
+        one, other = stored(replay)
+        assert {n: a.tobytes() for n, a in one.items()} == {n: a.tobytes() for n, a in other.items()}
+        assert one["score.human"] == 1.5
+
+
+def test_a_full_table_is_an_error_of_the_writer() -> None:
+    config = section(capacity_trajectories=4, remove="none")
+    with served(config) as (replay, gateway):
+        writer = connect(gateway.url)
+        for number in range(7):
+            writer.add(trajectory(number))
+        with pytest.raises(StoreFullError, match=r"trajectory 4: table main .*2 more were refused"):
+            writer.close()
+        assert_same(stored(replay), range(4))
+
+
+@pytest.mark.parametrize("most_waiting", [32, 0])
+def test_a_rate_holds_back_until_somebody_samples(most_waiting: int) -> None:
+    rate = {"min_size": 2, "samples_per_insert": 1.0, "error_buffer": 2.0}
+    with served(section(rate_limiter=rate)) as (replay, gateway):
+        gateway.sessions._waiting = threading.Semaphore(most_waiting)
+        one = gateway_messages.trajectory_bytes(
+            {name: np.asarray(rows) for name, rows in trajectory(0).items()}
+        )
+        sending = SendOptions(buffer_bytes=4 * one, linger_s=0.0)
+        writer = connect(gateway.url, timeout_s=2.0, sending=sending)
+        with pytest.raises(NotReadyError, match="must take trajectories within 2 s"):
+            add_many(writer, 40)
+        taken = writer.num_added
+        assert taken == len(replay) + 4 < 15
+        while writer.unacknowledged:
+            if replay.can_sample():
+                replay.sample()
+            time.sleep(0.01)
+        writer.close()
+        assert_same(stored(replay), range(taken))
+
+
+def test_requests_that_may_not_wait_are_answered_at_once() -> None:
+    goes_on = threading.Event()
+    sessions = Sessions(lambda _: goes_on.wait(20.0) and 0, most_waiting=0)
+    sessions.open("a")
+    wanted = {"upto": -1, "busy": True, "refused": [], "wait_s": ANSWER_S}
+    assert sessions.put("a", -1, [(0, {})]) == wanted
+    assert sessions.ask("a", -1) == wanted
+    goes_on.set()
+    wait_until(lambda: sessions.ask("a", -1) == {**wanted, "upto": 0, "busy": False, "wait_s": 0.0}, "adding")
+    sessions.close()
+
+
+@pytest.mark.parametrize("token", [None, WRONG, TOKEN], ids=["no-token", "wrong-token", "token"])
+def test_a_message_that_is_too_large_is_not_buffered(token: str | None, tmp_path: Path) -> None:
+    """128 MiB three times, of which gRPC's flow control admits a few; the gateway goes on."""
+    config, token_file = tmp_path / "ds_config.json", write_token(tmp_path / "token")
+    config.write_text(json.dumps({"gear": section()}))
+    with Replay(section(), schemas={"main": SCHEMA}) as replay:
+        gateway, url = serve(config, token_file, "--max-message", "2")
+        with connect(url) as writer:
+            writer.add(trajectory(0))
+            writer.flush()
+            before = _peak_bytes(gateway.pid)
+            wanted = "RESOURCE_EXHAUSTED" if token == TOKEN else "UNAUTHENTICATED"
+            metadata = [("authorization", f"Bearer {token}")] if token else []
+            for _ in range(3):
+                with pytest.raises(grpc.RpcError, match=wanted):
+                    _raw(writer._sender._line, bytes(128 << 20), metadata)
+            assert _peak_bytes(gateway.pid) - before < 64 << 20
+            writer.add(trajectory(1))
+        gateway.terminate()
+        assert gateway.wait(20) == 0
+        assert_same(stored(replay), range(2))
+
+
+def _peak_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+
+
+def test_what_exceeds_the_gateways_limit_is_not_sent() -> None:
+    with served(section(capacity_steps=200_000), max_message_bytes=1 << 20) as (replay, gateway):
+        with pytest.raises(ConfigError, match=r"batch_bytes must be at most 1048576, .*got 1048577"):
+            connect(gateway.url, sending=SendOptions(batch_bytes=(1 << 20) + 1))
+        with connect(gateway.url, sending=SendOptions(batch_bytes=1 << 20)) as writer:
+            writer.add(trajectory(0))
+            with pytest.raises(DataError, match=r"trajectory must have at most 1048576 bytes.*--max-message"):
+                writer.add(trajectory(9, 50_000))
+            most = ((1 << 20) - 8 * 7 - 8 - 12) // 26  # a step has 26 bytes, the last observation 12
+            writer.add(trajectory(1, most))
+            with pytest.raises(DataError, match="trajectory must have at most"):
+                writer.add(trajectory(9, most + 1))
+            for number in range(2, 100):
+                writer.add(trajectory(number))
+        assert_same(stored(replay), range(100))
+    for wrong in (0, (1 << 30) + 1):
+        with pytest.raises(ConfigError, match=r"--max-message must be in \[1, 1024\] MiB"):
+            Gateway.check("127.0.0.1", None, False, wrong)
+
+
+def test_garbage_is_refused_and_harms_nobody() -> None:
+    with served(section()) as (replay, gateway), connect(gateway.url) as writer:
+        line, who = writer._sender._line, writer._sender._who
+        short = gateway_messages.pack(
+            who, gateway_messages.encode(SCHEMA, [(0, trajectory(0))]).select([0, 1, 2])
+        )
+        for message in (
+            b"",
+            b"\xff\xff\xff\xff",
+            b"\x02\0\0\0[]",
+            bytes(gateway_messages.pack(who)),
+            bytes(short),
+        ):
+            answer = _raw(line, message, line._metadata)
+            assert answer["error"]["kind"] == "DataError", (message, answer)
+        writer.add(trajectory(0))
+        writer.flush()
+        assert_same(stored(replay), range(1))
+
+
+def test_a_call_beyond_the_most_at_once_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(section()) as (replay, gateway), connect(gateway.url) as writer:
+        monkeypatch.setattr(gateway._server._state, "maximum_concurrent_rpcs", 0)
+        writer.add(trajectory(0))
+        wait_until(lambda: writer.num_lost > 0, "a call that is refused")
+        with pytest.raises(LostNodeError, match=r"must answer within 0.2 s.*RESOURCE_EXHAUSTED"):
+            connect(gateway.url, timeout_s=0.2)
+        monkeypatch.undo()
+        writer.flush()
+        assert_same(stored(replay), range(1))
+
+
+def test_a_call_of_another_version_is_refused() -> None:
+    with served(section()) as (_, gateway):
+        line = Connection(gateway.url, TOKEN, None, False)
+        with pytest.raises(StoreError, match=r"gateway .* must have this call; install the same"):
+            line.call("do", {}, 5.0)
+
+
+def _raw(line: Any, message: bytes, metadata: Any) -> Any:
+    with grpc.insecure_channel(line._target, [("grpc.enable_http_proxy", 0)]) as channel:
+        call = channel.unary_unary(gateway_messages.method("put"))
+        return json.loads(call(message, timeout=20, metadata=metadata))
