@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -43,10 +44,9 @@ def build_wheel(source: Path, target: Path, **env: str) -> Path:
     """Build without a network: in this environment, with what it has."""
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
     command += ["-w", str(target), str(source)]
-    compiler = shutil.which(toolchain.compiler()[0])
-    if compiler is not None:  # no test runs what is slow without optimisation
+    if not toolchain.missing_tools():  # no test runs what is slow without optimisation
         env["CXX"] = str(source / "unoptimised-c++")
-        Path(env["CXX"]).write_text(f'#!/bin/sh\nexec {compiler} "$@" -O0\n')
+        Path(env["CXX"]).write_text(f'#!/bin/sh\nexec {shlex.join(toolchain.compiler())} "$@" -O0\n')
         Path(env["CXX"]).chmod(0o755)
     run = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
