@@ -4,9 +4,8 @@
     python examples/c51_device.py --compile --cudagraphs    compiled, and captured in CUDA graphs
     python examples/c51_device.py --all                     all combinations, and a table of turns per second
 
-The table computes n-step returns while it gathers, so it holds pieces of episodes, not single transitions.
-Each environment fills a piece, which is added when its episode ends or the piece is full. At the end of a
-full piece a return has fewer than n steps, and bootstraps from the piece's last observation.
+The episode of each environment grows in the table step by step, and n-step returns are computed while a batch
+is gathered. Returns of the newest steps have fewer than n, and bootstrap from the newest observation.
 
 The last line is the result as JSON. Environments and capture are in device_loop.py.
 
@@ -28,12 +27,12 @@ from deepspeed_gear import DeviceReplay
 
 GAMMA, N_STEP, TARGET_STEP, LEARNING_RATE, HIDDEN = 0.99, 3, 0.02, 5e-4, (120, 84)
 ATOMS, LEAST, MOST = 51, 0.0, 100.0  # of the distribution of returns
-CAPACITY, PIECE, BATCH = 10_000, 32, 128
+CAPACITY, LONGEST, BATCH = 10_000, 500, 128  # the longest episode
 EXPLORES_AT_LAST, EXPLORING_PART = 0.05, 0.2  # the probability of a random action, and when it is reached
 
 
 def section(envs: Environments, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the `gear` section: pieces of episodes, steps by priority, n-step returns."""
+    """Return the `gear` section: episodes that grow, steps by priority, n-step returns."""
     columns = {
         "observation": {"dtype": "float32", "shape": list(envs.shape), "role": "observation", "rows": "T+1"},
         "action": {"dtype": "int64", "role": "action"},
@@ -41,7 +40,8 @@ def section(envs: Environments, args: argparse.Namespace) -> dict[str, Any]:
         "terminated": {"dtype": "bool", "role": "terminated"},
     }
     table = {"placement": "device", "remove": "fifo", "schema": {"columns": columns}}
-    table |= {"capacity_steps": CAPACITY, "max_length": PIECE, "capacity_trajectories": CAPACITY // 4}
+    capacity = max(CAPACITY, 3 * LONGEST * envs.num)
+    table |= {"capacity_steps": capacity, "num_envs": envs.num, "max_length": LONGEST}
     beta = {"linear": [0.4, 1.0, args.steps]}
     fields = {"observation": {}, "action": {}, "bootstrap": {"column": "observation", "offset": "n_step"}}
     return {
@@ -52,30 +52,6 @@ def section(envs: Environments, args: argparse.Namespace) -> dict[str, Any]:
         "fields": fields,
         "batch_size": BATCH,
     }
-
-
-class Pieces:
-    """The piece of each environment that still grows. [E, T, ...], or [E, T + 1, ...] for observations."""
-
-    def __init__(self, envs: Environments) -> None:
-        self._envs, at = envs, {"device": envs.device}
-        self._columns = {
-            name: torch.zeros(envs.num, PIECE, dtype=envs.row[name].dtype, **at)
-            for name in ("action", "reward", "terminated")
-        }
-        self._columns["observation"] = torch.zeros(envs.num, PIECE + 1, *envs.shape, **at)
-        self._env, self._length = torch.arange(envs.num, **at), torch.zeros(envs.num, dtype=torch.int64, **at)
-
-    def extend_(self, replay: DeviceReplay) -> None:
-        """Append the newest step to each piece; add those that are complete. Waits for nothing."""
-        row, columns, step = self._envs.row, self._columns, self._length
-        for name, values in columns.items():
-            values[self._env, step] = row[name]
-        columns["observation"][self._env, step + 1] = self._envs.following
-        step += 1
-        complete = row["terminated"] | row["truncated"] | (step == PIECE)
-        replay.add_(columns, torch.where(complete, step, 0))  # a length of 0 adds nothing
-        step.masked_fill_(complete, 0)
 
 
 class Distribution(nn.Module):
@@ -96,7 +72,6 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     """Act and learn; return the returns of the last episodes and of a test, and turns per second."""
     torch.manual_seed(args.seed)
     envs = Environments("CartPole-v1", args.envs, args.seed, args.device)
-    pieces = Pieces(envs)
     network = Distribution(envs.shape[0], envs.num_actions).to(args.device)
     targets = copy.deepcopy(network)
     atoms = torch.linspace(LEAST, MOST, ATOMS, device=args.device)
@@ -129,8 +104,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         return goals.scatter_add_(1, (lower + 1).clamp_max(ATOMS - 1), masses * upper_part)
 
     def learn() -> None:
-        """Add complete pieces, draw, step the network, and report the cross entropies as priorities."""
-        pieces.extend_(replay)
+        """Add the newest steps, draw, step the network, and report the cross entropies as priorities."""
+        replay.add_steps_(envs.row, {"observation": envs.following})
         replay.sample_(batch)
         log_masses = network(batch["observation"])[samples, batch["action"]].log_softmax(1)
         errors = -(goal() * log_masses).sum(1)
@@ -156,7 +131,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             if turn > args.random_steps:
                 learn_()  # the device learns while the host steps the environments
             elif turn > 0:
-                pieces.extend_(replay)
+                replay.add_steps_(envs.row, {"observation": envs.following})
             envs.step()
         replay.check()
         numbers = {"test": envs.evaluate(best), "loss": last_loss.item(), "held": replay.num_steps}
@@ -164,6 +139,6 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = arguments(__doc__, steps=12_000, envs=4)
+    parser = arguments(__doc__, steps=15_000, envs=4)
     parser.add_argument("--random-steps", type=int, default=500, help="before learning begins")
     run(parser, train)
