@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
@@ -28,6 +28,12 @@ ROUNDS, OUTS = 16, 4  # gathers of a graph, and how many batches they rotate ove
 CALLS = 20  # draws or updates of a graph
 COPY = "device copy of the same bytes"
 TRANSITION = {"observation": (11,), "next_observation": (11,), "action": (3,), "reward": (), "done": ()}
+SIMULATED = {"observation": (11,), "action": (3,), "reward": ()}  # and `terminated`, of a simulator
+STEP: dict[str, dict[str, Any]] = {
+    name: {"dtype": "float32", "shape": list(shape), "role": name} for name, shape in SIMULATED.items()
+}
+STEP["observation"]["rows"] = "T+1"
+STEP["terminated"] = {"dtype": "bool", "role": "terminated"}
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,9 @@ class Sizes:
         replays: Of the captured step in a block.
         envs: Transitions of an add, one of each environment.
         rewarded: Trajectories whose returns are summed.
+        simulated: Environments of a simulator on the device, and the bounds in us: of the add of a step of
+            each, and of one with a sample and an update.
+        episode: Steps of an episode of the simulator.
     """
 
     trajectories: int = 33_554
@@ -55,9 +64,13 @@ class Sizes:
     replays: int = 1000
     envs: tuple[int, ...] = (16, 256, 1024)
     rewarded: int = 64
+    simulated: Mapping[int, tuple[float, float]] = field(
+        default_factory=lambda: {64: (23.0, 36.0), 4096: (44.0, 57.0)}
+    )
+    episode: int = 100
 
 
-SMOKE = Sizes(40, 50, (64, 96), 4096, 2000, 1 << 16, 3, (4, 16), 2)
+SMOKE = Sizes(40, 50, (64, 96), 4096, 2000, 1 << 16, 3, (4, 16), 2, {4: (23.0, 36.0)}, 20)
 
 
 def columns_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
@@ -306,7 +319,53 @@ def online(clock: Clock, sizes: Sizes) -> Iterator[Row]:
             for row, bound in zip(found.values(), (7.0, 20.0), strict=True):
                 row.figure, row.what, row.judged, row.at_most = row.what, "gear", "us", bound
                 yield row
+    for envs, bounds in sizes.simulated.items():
+        yield from _env_steps(clock, sizes, envs, bounds)
     yield from _sums(clock, sizes)
+
+
+def _env_steps(clock: Clock, sizes: Sizes, envs: int, bounds: tuple[float, float]) -> Iterator[Row]:
+    """Give the add of a step of every environment, alone and in a whole captured step."""
+    count, ceiling = 256, "device copies of the columns"
+    table = {"placement": "device", "remove": "fifo", "schema": {"columns": STEP}, "num_envs": envs}
+    table |= {"capacity_steps": sizes.items, "max_length": sizes.episode}
+    fields: dict[str, Any] = {name: {} for name in STEP}
+    fields["next_observation"] = {"column": "observation", "offset": 1}
+    sampler = {"kind": "prioritized", "unit": "step", "alpha": ALPHA, "beta": BETA}
+    config = {"seed": 0, "tables": {"main": table}, "sampler": sampler, "fields": fields, "batch_size": count}
+    with DeviceReplay(config, clock.device) as replay:
+        batch, td = replay.new_batch(), torch.rand(count, device=clock.device)
+        step = {name: torch.zeros(envs, *shape, device=clock.device) for name, shape in SIMULATED.items()}
+        following = {"observation": torch.zeros_like(step["observation"])}
+        ends = step["terminated"] = torch.zeros(envs, dtype=torch.bool, device=clock.device)
+        copies = {name: torch.zeros_like(values) for name, values in step.items()}
+
+        def add() -> None:
+            replay.add_steps_(step, following)
+
+        def turn() -> None:
+            add()
+            replay.sample_(batch)
+            replay.update_priorities_(batch, td)
+
+        def copy() -> None:
+            for name, values in step.items():
+                copies[name].copy_(values)
+
+        turn_of_end = torch.arange(envs, device=clock.device) % sizes.episode
+        for number in range(sizes.episode):  # later as many episodes end in each turn, at `max_length`
+            ends.copy_(turn_of_end == number)
+            add()
+        ends.zero_()
+        functions: dict[str, Run] = {"add_steps": add, "add_steps, sample and update": turn, ceiling: copy}
+        runs = {name: clock.graph(function) for name, function in functions.items()}
+        for _ in range(replay.table.num_rows // envs):
+            runs["add_steps"]()  # the table is full: an episode that begins evicts one
+        case = f"{envs} environments, {replay.table.num_items} items"
+        found = rows_against("add_steps", case, clock.compare(runs), ceiling)
+        for row, bound in zip(found.values(), bounds, strict=True):
+            row.figure, row.what, row.judged, row.at_most = row.what, "gear", "us", bound
+            yield row
 
 
 def _sums(clock: Clock, sizes: Sizes) -> Iterator[Row]:

@@ -179,6 +179,14 @@ def test_more_environments_than_threads_of_a_block(native: Ops, num_envs: int) -
         assert torch.equal(tensor, both[1].content[name]), name
 
 
+def test_nodes_of_a_graph(kernels_on_host: Ops, launched: Callable[[], list[int]]) -> None:
+    """As the model of costs counts them: the plan, evictions, slots and items, and each level above."""
+    ring = Environments(kernels_on_host, 33, (MassUnit.STEP, ALL_ANCHORS, True, True, 1), most=30)
+    assert 1024 < ring.shape[0] <= 1024 * 32  # three levels
+    ring.step(torch.zeros(33, dtype=torch.bool), None, None)
+    assert len(launched()) == 3 + 2
+
+
 def test_an_open_trajectory_is_never_evicted_while_all_environments_step(cpu: Ops) -> None:
     """One environment has longest trajectories, the others ones of a step."""
     for final in (0, 1):
