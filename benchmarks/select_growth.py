@@ -11,6 +11,7 @@ from support.subject import timed
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.constants import MOST_MASS_BITS, ONE_Q62, tree_levels, tree_size
 from deepspeed_gear.ops.records import MassUnit, PriorityUpdate, Resolution, Slot, SlotState, UpdateCount
+from deepspeed_gear.sampling.anchors import AnchorRule
 
 ALPHA = round(0.6 * ONE_Q62)
 BATCH = 4096
@@ -75,6 +76,7 @@ class Items:
             self.counts,
             self.slots,
             self._updates,
+            AnchorRule.all().as_list(),
             ALPHA,
             MassUnit.STEP,
             MOST_MASS_BITS,

@@ -130,5 +130,5 @@ class RingSelection:
         table = self.table
         known = (table.state, table.sums, table.minima, table.priorities, table.slots)
         unit = MassUnit.STEP if table.items_are_rows else MassUnit.TRAJECTORY
-        rest = (table.shape, unit, self._alpha, self.most_bits)
+        rest = (self._rule, table.shape, unit, self._alpha, self.most_bits)
         table.ops.ring_update_(*known, records, values, *rest)

@@ -85,7 +85,7 @@ class UpdateCount:
     """Counts of priority updates by effect. Header: priorities/priorities.h."""
 
     APPLIED: Final = 0
-    STALE: Final = 1  # ignored: the item was evicted
+    STALE: Final = 1  # ignored: evicted, or a step that is no anchor
     CLAMPED: Final = 2
     HIGHEST_PRIORITY: Final = 3  # float32 bits
     DRAWABLE: Final = 4  # items with a mass

@@ -185,6 +185,7 @@ class PriorityMasses(ItemMasses):
             self._counts,
             self._slots,
             torch.from_numpy(self._of_leaders(reports[0] if len(reports) == 1 else np.concatenate(reports))),
+            self._how[0],
             self.words[TreeChanges.ALPHA],
             self._unit,
             self.rule.most_bits,

@@ -71,7 +71,10 @@ def arguments(name: str) -> tuple[Any, ...]:
         "minima_update_": (minima, sums, NUM_SLOTS, torch.tensor([1, 1, 39])),
         "top_k_": (out, priorities, sums),
         "append_reports_": (torch.zeros(COUNT + 2, 6, dtype=torch.int64), weighed, torch.rand(COUNT), 5, 1),
-        "prioritize_": (sums, minima, priorities, out[:5].clone(), table, updates, 1 << 61, 0, 40),
+        "prioritize_": (
+            *(sums, minima, priorities, out[:5].clone(), table, updates),
+            *([0, 0, 1, 9, 0], 1 << 61, 0, 40),
+        ),
         "slot_priorities_": (
             sums * 0,
             minima,

@@ -111,7 +111,7 @@ def test_what_is_no_priority(kernels_on_host: Ops, bad: float) -> None:
     kept = [torch.zeros(tree_size(1), dtype=torch.int64), torch.zeros(0, dtype=torch.int64)]
     kept += [torch.zeros(1), torch.zeros(5, dtype=torch.int64)]
     with OUTSIDE:
-        kernels_on_host.prioritize_(*kept, slots, updates, 1, 0, 40)
+        kernels_on_host.prioritize_(*kept, slots, updates, [0, 0, 1, 9, 0], 1, 0, 40)
     assert not any(t.any() for t in kept)
 
 
@@ -123,10 +123,10 @@ def test_item_of_an_update(kernels_on_host: Ops, word: int, value: int) -> None:
     updates = torch.tensor([[0, 1, 1, 0x3F800000], [1, 1, 2, 0x3F800000]])
     kept = [torch.zeros(tree_size(8), dtype=torch.int64), torch.zeros(0, dtype=torch.int64)]
     kept += [torch.zeros(8), torch.zeros(5, dtype=torch.int64)]
-    kernels_on_host.prioritize_(*[t.clone() for t in kept], slots, updates, 1, 1, 40)
+    kernels_on_host.prioritize_(*[t.clone() for t in kept], slots, updates, [0, 0, 1, 9, 0], 1, 1, 40)
     slots[1, word] = value
     with OUTSIDE:
-        kernels_on_host.prioritize_(*kept, slots, updates, 1, 1, 40)
+        kernels_on_host.prioritize_(*kept, slots, updates, [0, 0, 1, 9, 0], 1, 1, 40)
     assert not any(t.any() for t in kept)
 
 

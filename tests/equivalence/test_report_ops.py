@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from priority_op_cases import (
@@ -19,6 +20,10 @@ from torch import Tensor
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import ONE_Q62, minima_size
 from deepspeed_gear.ops.records import LogEntry, MassUnit, Resolution, SlotState, UpdateCount
+from deepspeed_gear.sampling.anchors import AnchorRule
+
+ALL = [0, 0, 1, 1 << 40, 0]
+RULES = [ALL, [0, 0, 1, 1, 1], ALL, [1, 1, 2, 2, 0], ALL, [0, 0, 1, 1, 1], [1, 0, 2, 3, 1]]  # by count
 
 
 def updates_of(slots: Tensor, count: int) -> Tensor:
@@ -71,13 +76,13 @@ def test_prioritize(
     slots[torch.rand(num_slots) < 0.1, 0] = SlotState.COMMITTED + 1
     num_items = len(row_slots) if unit == MassUnit.STEP else num_slots
     kept = Kept(num_items, keeps_minima, reference)
-    for count in (*SIZES, 64, 65, 500):
+    for count, rule in zip((*SIZES, 64, 65, 500), RULES, strict=True):
         updates = updates_of(slots, count)
         expected, got = kept.copies(), kept.copies()
-        reference.prioritize_(*expected, slots, updates, alpha, unit, 40)
-        native.prioritize_(*got, slots, updates, alpha, unit, 40)
+        reference.prioritize_(*expected, slots, updates, rule, alpha, unit, 40)
+        native.prioritize_(*got, slots, updates, rule, alpha, unit, 40)
         assert all(map(same_bits, got, expected))
-        by_hand = prioritize_by_hand(kept, slots, updates, alpha, unit, reference)
+        by_hand = prioritize_by_hand(kept, slots, updates, rule, alpha, unit, reference)
         assert all(map(same_bits, got, by_hand))
         kept.sums, kept.minima, kept.priorities, kept.counts = got
 
@@ -148,16 +153,16 @@ def test_reports_count_by_batch_and_number(
         order = sorted(order, key=lambda i: keys[i].tolist())
     reports = torch.cat([updates, keys], dim=1)
     expected = kept.copies()
-    reference.prioritize_(*expected, slots, updates[order], 1, MassUnit.TRAJECTORY, 40)
+    reference.prioritize_(*expected, slots, updates[order], ALL, 1, MassUnit.TRAJECTORY, 40)
     for ops in (reference, native):
         got, given = kept.copies(), reports.clone()
-        ops.prioritize_(*got, slots, given, 1, MassUnit.TRAJECTORY, 40)
+        ops.prioritize_(*got, slots, given, ALL, 1, MassUnit.TRAJECTORY, 40)
         assert all(map(same_bits, got, expected))
         assert torch.equal(given, reports)
 
 
 def prioritize_by_hand(
-    kept: Kept, slots: Tensor, updates: Tensor, alpha: int, unit: int, ops: Ops
+    kept: Kept, slots: Tensor, updates: Tensor, rule: list[int], alpha: int, unit: int, ops: Ops
 ) -> list[Tensor]:
     """One update after another, and the trees built anew."""
     sums, minima, priorities, counts = kept.copies()
@@ -169,6 +174,10 @@ def prioritize_by_hand(
     for i, (index, generation, anchor, _) in enumerate(updates.tolist()):
         is_current = 0 <= index < len(slots) and slots[index, 0] == SlotState.COMMITTED
         if not is_current or slots[index, 1] != generation or not 0 <= anchor < slots[index, 4]:
+            counts[UpdateCount.STALE] += 1
+            continue
+        is_anchor = AnchorRule(*rule).admits(np.array(anchor), np.array(int(slots[index, 4])))
+        if unit == MassUnit.STEP and not is_anchor:
             counts[UpdateCount.STALE] += 1
             continue
         item = int(slots[index, 3]) + anchor if unit == MassUnit.STEP else index
@@ -194,7 +203,7 @@ def test_wrong_priorities_change_nothing(careful: Ops, bad: float) -> None:
     updates[79, 3] = torch.tensor(bad).view(torch.int32).long()
     changed = kept.copies()
     with pytest.raises(REFUSED, match="priority 79 must be finite and at least 0"):
-        careful.prioritize_(*changed, slots, updates, 1, MassUnit.TRAJECTORY, 40)
+        careful.prioritize_(*changed, slots, updates, ALL, 1, MassUnit.TRAJECTORY, 40)
     assert all(map(torch.equal, changed, kept.copies()))
 
 
@@ -206,7 +215,7 @@ def test_slots_outside_the_items_change_nothing(careful: Ops) -> None:
         updates[:, 1] = slots[updates[:, 0], 1]
         changed = kept.copies()
         with pytest.raises(REFUSED, match=r"(update 1|items) must.* in \[0, "):
-            careful.prioritize_(*changed, slots, updates, 1, unit, 40)
+            careful.prioritize_(*changed, slots, updates, ALL, 1, unit, 40)
         assert all(map(torch.equal, changed, kept.copies()))
 
 
@@ -214,14 +223,14 @@ def test_prioritize_refuses_other_shapes(cpu: Ops) -> None:
     slots, _ = store_of([3] * 40)
     kept, updates = Kept(40, True, cpu), updates_of(slots, 3)
     sums, minima, priorities, counts = kept.copies()
-    rest = (slots, updates, 1, 0, 40)
+    rest = (slots, updates, ALL, 1, 0, 40)
     with pytest.raises(RuntimeError, match="counts must have 5 elements, got 4"):
         cpu.prioritize_(sums, minima, priorities, counts[:4].clone(), *rest)
     with pytest.raises(RuntimeError, match="minima of 40 items must have 32 words, got 5"):
         cpu.prioritize_(sums, minima[:5].clone(), priorities, counts, *rest)
     with pytest.raises(RuntimeError, match="unit must be 0 or 1, got 2"):
-        cpu.prioritize_(sums, minima, priorities, counts, slots, updates, 1, 2, 40)
+        cpu.prioritize_(sums, minima, priorities, counts, slots, updates, ALL, 1, 2, 40)
     with pytest.raises(RuntimeError, match=r"updates must be \[n, 4\], or reports \[n, 6\]"):
-        cpu.prioritize_(sums, minima, priorities, counts, slots, updates[:, :3].contiguous(), 1, 0, 40)
+        cpu.prioritize_(sums, minima, priorities, counts, slots, updates[:, :3].contiguous(), ALL, 1, 0, 40)
     with pytest.raises(RuntimeError, match="sums must have a mass per priority"):
         cpu.top_k_(torch.zeros(1).long(), torch.ones(4), torch.ones(3).long())

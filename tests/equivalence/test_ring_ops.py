@@ -125,7 +125,8 @@ class Ring:
     def update(self, resolutions: Tensor, values: Tensor) -> None:
         named = (self.state, self.sums, self.minima, self.priorities, self.slots)
         unit = MassUnit.STEP if self.by_row else MassUnit.TRAJECTORY
-        self.ops.ring_update_(*named, resolutions, values, self.shape, unit, self.alpha, self.most_bits)
+        rest = (self.rule, self.shape, unit, self.alpha, self.most_bits)
+        self.ops.ring_update_(*named, resolutions, values, *rest)
 
     def remove(self, ids: list[int]) -> Tensor:
         named = (self.state, self.slots, self.sums, self.minima, self.priorities)

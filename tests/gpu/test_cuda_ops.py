@@ -70,7 +70,9 @@ def test_a_ring_equals_the_reference(reference: Ops, cuda: Ops, count: int) -> N
             ops.scatter_([column], [values], placed, [Source.STEPS_PLUS_ONE])
         ops.ring_select_(state, records[1], weights[1], *known, draw, 1)
         reported = torch.rand(65, generator=random).to(device)
-        ops.ring_update_(state, sums, minima, priorities, slots, records[1], reported, shape, 1, alpha, 24)
+        ops.ring_update_(
+            state, sums, minima, priorities, slots, records[1], reported, rule, shape, 1, alpha, 24
+        )
         state[16:22] = 0  # what kernels pass to each other
         found.append([*kept, placed, column, records, weights])
     assert_equal(found[1], found[0])
@@ -213,9 +215,9 @@ def test_many_reports_at_once(cuda: Ops, num_items: int) -> None:
     reports[:, 4:] = torch.randint(0, 50, (count, 2))
     sums, minima = (torch.zeros(size(num_items), dtype=torch.int64) for size in (tree_size, minima_size))
     kept = [sums, minima, torch.zeros(num_items), torch.zeros(UpdateCount.NUM_WORDS, dtype=torch.int64)]
-    got = moved(kept, DEVICE)
-    cuda.prioritize_(*kept, slots, reports, ONE_Q62 // 2, 0, 30)  # by the CPU
-    cuda.prioritize_(*got, moved(slots, DEVICE), moved(reports, DEVICE), ONE_Q62 // 2, 0, 30)
+    got, rule = moved(kept, DEVICE), [0, 0, 1, 9, 0]
+    cuda.prioritize_(*kept, slots, reports, rule, ONE_Q62 // 2, 0, 30)  # by the CPU
+    cuda.prioritize_(*got, moved(slots, DEVICE), moved(reports, DEVICE), rule, ONE_Q62 // 2, 0, 30)
     assert_equal(got, kept)
 
 

@@ -137,7 +137,7 @@ def arguments(name: str) -> tuple[Any, ...]:
         "minima_update_": (minima, built, NUM_SLOTS, items),
         "top_k_": (torch.zeros(700, dtype=torch.int64), priorities, built),
         "append_reports_": (torch.zeros(50, 6, dtype=torch.int64), weighed, torch.rand(COUNT), 40, 7),
-        "prioritize_": (built, mended, priorities, counts, table, reports, alpha, 0, 27),
+        "prioritize_": (built, mended, priorities, counts, table, reports, ALL_ANCHORS, alpha, 0, 27),
         "suffix_sum_": (reward * 0, reward, extents),
         "n_step_": (returns[0], returns[1], out, reward, ends, ends, powers_of(0.9, 5), resolutions, 5),
         "gather_": (
@@ -250,6 +250,7 @@ def ring_arguments(name: str) -> tuple[Any, ...]:
             slots,
             resolutions,
             reported,
+            ALL_ANCHORS,
             RING_SHAPE,
             MassUnit.STEP,
             ALPHA,

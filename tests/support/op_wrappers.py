@@ -359,10 +359,11 @@ def prioritize(
     updates: Tensor,
     alpha: float,
     *,
+    rule: Sequence[int] = (0, 0, 1, 1 << 62, 0),
     unit: int = MassUnit.TRAJECTORY,
     most_bits: int = MOST_MASS_BITS,
     ops: Ops | None = None,
 ) -> None:
     """Set priorities in place, in order, and mend the trees above them."""
     run = (ops or load_backend()).prioritize_
-    run(sums, minima, priorities, counts, slots, updates, q62("alpha", alpha), unit, most_bits)
+    run(sums, minima, priorities, counts, slots, updates, rule, q62("alpha", alpha), unit, most_bits)

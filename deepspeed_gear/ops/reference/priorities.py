@@ -178,6 +178,7 @@ def prioritize_(
     counts: Tensor,
     slots: Tensor,
     updates: Tensor,
+    rule: Sequence[int],
     alpha: int,
     unit: int,
     most_bits: int,
@@ -186,8 +187,9 @@ def prioritize_(
 
     An update is a slot, its generation, an anchor and a priority (float32 bits, in the lower half of its
     word). Updates come in their order; reports (see `append_reports_`) by batch and sample number, equal ones
-    in their order. Those of an evicted trajectory change nothing. `counts` has the words of `UpdateCount`;
-    empty `minima` are not maintained.
+    in their order. Those of an evicted trajectory change nothing, nor where items are steps do those of a
+    step that is no anchor (`rule`) of its trajectory as it is. `counts` has the words of `UpdateCount`; empty
+    `minima` are not maintained.
     """
     _check_exponent("alpha", alpha)
     _check_most_bits(most_bits)
@@ -196,7 +198,7 @@ def prioritize_(
         updates = updates[updates[:, LogEntry.SAMPLE_NUMBER].argsort(stable=True)]
         updates = updates[updates[:, LogEntry.BATCH].argsort(stable=True)]
     bits = order_of(updates[:, PriorityUpdate.PRIORITY] & LOW_32)
-    current = _is_current(slots, updates)
+    current = _is_current(slots, updates, rule, unit)
     item, bits = _items_of(slots, updates[current], unit), bits[current]
     check_items(item, len(priorities))
     masses, is_clamped = mass_of(bits, alpha, most_bits)
@@ -262,12 +264,12 @@ def slot_priorities_(
         if by_step:
             row, every = record[Slot.FIRST_ROW], torch.arange(record[Slot.NUM_ROWS])
             check_items(every + row, len(priorities))
-            has_mass = _are_anchors(rule, every, num_steps) & (base > 0)
+            has_mass = anchors_among(rule, every, num_steps) & (base > 0)
             if differs:
                 row_slots[every + row] = slot
                 which = every
             elif base > 0:
-                which = every[has_mass != _are_anchors(rule, every, int(steps[slot]))]
+                which = every[has_mass != anchors_among(rule, every, int(steps[slot]))]
             else:
                 which = every[:0]
             items, has_mass = which + row, has_mass[which]
@@ -285,17 +287,17 @@ def slot_priorities_(
         bases[slot], generations[slot] = base, record[Slot.GENERATION]
 
 
-def _are_anchors(rule: Sequence[int], steps: Tensor, num_steps: int) -> Tensor:
-    """Return which steps of a trajectory of this length are anchors. [n], bool."""
+def anchors_among(rule: Sequence[int], steps: Tensor, num_steps: Tensor | int) -> Tensor:
+    """Return which steps are anchors of trajectories of these lengths. [n], bool."""
     first, _, stride, _, from_end = rule
     distance = (num_steps - 1 - steps if from_end else steps) - first
     inside = (steps < num_steps) & (distance >= 0) & (distance % stride == 0)
-    are: Tensor = inside & (distance // stride < num_anchors(rule, torch.tensor(num_steps)))
+    are: Tensor = inside & (distance // stride < num_anchors(rule, torch.as_tensor(num_steps)))
     return are
 
 
-def _is_current(slots: Tensor, updates: Tensor) -> Tensor:
-    """Return which updates are of a trajectory that is still stored. [n], bool."""
+def _is_current(slots: Tensor, updates: Tensor, rule: Sequence[int], unit: int) -> Tensor:
+    """Return which updates apply: of a stored trajectory and, where items are steps, an anchor. [n], bool."""
     index, anchor = updates[:, PriorityUpdate.SLOT], updates[:, PriorityUpdate.ANCHOR]
     is_slot = (index >= 0) & (index < len(slots))
     if not is_slot.any():
@@ -304,7 +306,9 @@ def _is_current(slots: Tensor, updates: Tensor) -> Tensor:
     is_same = (slot[:, Slot.STATE] == SlotState.COMMITTED) & (
         slot[:, Slot.GENERATION] == updates[:, PriorityUpdate.GENERATION]
     )
-    return is_slot & is_same & (anchor >= 0) & (anchor < slot[:, Slot.NUM_STEPS])
+    num_steps = slot[:, Slot.NUM_STEPS]
+    is_item = anchors_among(rule, anchor, num_steps) if unit == MassUnit.STEP else anchor < num_steps
+    return is_slot & is_same & (anchor >= 0) & is_item
 
 
 def _items_of(slots: Tensor, updates: Tensor, unit: int) -> Tensor:

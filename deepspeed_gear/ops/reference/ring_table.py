@@ -27,7 +27,7 @@ from deepspeed_gear.ops.records import (
 )
 from deepspeed_gear.ops.reference.integers import LOW_32
 from deepspeed_gear.ops.reference.power import exp2, float_bits, log2, scale
-from deepspeed_gear.ops.reference.priorities import mass_of, minima_update_, resolve_rows_
+from deepspeed_gear.ops.reference.priorities import anchors_among, mass_of, minima_update_, resolve_rows_
 from deepspeed_gear.ops.reference.select import (
     anchor_at,
     coordinate,
@@ -379,6 +379,7 @@ def ring_update_(
     slots: Tensor,
     resolutions: Tensor,
     values: Tensor,
+    rule: Sequence[int],
     shape: Sequence[int],
     unit: int,
     alpha: int,
@@ -386,8 +387,9 @@ def ring_update_(
 ) -> None:
     """Set the priorities of samples; of equal items the last wins.
 
-    Values that are no priorities are counted and change nothing; nor do those of evicted trajectories and of
-    records that are no samples. The state's counts are those of `prioritize_`.
+    Values that are no priorities are counted and change nothing; nor do those of evicted trajectories, of
+    steps that are no anchors of theirs as it is, and of records that are no samples. The state's counts are
+    those of `prioritize_`.
     """
     counts = state[RingState.COUNTS :]
     changes = MassChanges(sums, minima, priorities, len(priorities))
@@ -404,6 +406,10 @@ def ring_update_(
             and known[Slot.STATE] == SlotState.COMMITTED
             and known[Slot.GENERATION] == record[Resolution.GENERATION]
             and 0 <= anchor < known[Slot.NUM_STEPS]
+            and (
+                unit != MassUnit.STEP
+                or bool(anchors_among(rule, torch.tensor(anchor), known[Slot.NUM_STEPS]))
+            )
         )
         if not is_current or known is None:
             counts[UpdateCount.STALE] += 1

@@ -23,12 +23,11 @@ inline RingShape ShapeOfRing(at::IntArrayRef shape) {
 
 inline RingRule RuleOfRing(at::IntArrayRef rule, int64_t unit, bool has_priorities, int64_t alpha,
                            int64_t most_bits = kMostMassBits) {
-  CheckRule(rule);
+  const AnchorRule anchors = AnchorsOf(rule);
   const MassScale scale = ScaleOf(alpha, most_bits);
   TORCH_CHECK(unit == kTrajectory || unit == kStep || unit == kByLength,
               "gear: unit must be 0, 1 or 2, got ", unit);
-  return {AnchorRule{rule[0], rule[1], rule[2], rule[3], rule[4]}, unit, has_priorities,
-          has_priorities && unit == kStep, scale};
+  return {anchors, unit, has_priorities, has_priorities && unit == kStep, scale};
 }
 
 inline void CheckState(const at::Tensor& state) {

@@ -228,6 +228,11 @@ inline void CheckRule(at::IntArrayRef rule) {
               "gear: rule must be first, trim, stride, most, from_end");
 }
 
+inline AnchorRule AnchorsOf(at::IntArrayRef rule) {
+  CheckRule(rule);
+  return {rule[0], rule[1], rule[2], rule[3], rule[4]};
+}
+
 inline void CheckEntries(const at::Tensor& log, int64_t first, int64_t last) {
   CheckTensor(log, "log", at::kLong);
   TORCH_CHECK(0 <= first && first <= last && last - first <= log.numel(),

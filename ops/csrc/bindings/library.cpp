@@ -74,7 +74,7 @@ void SlotMasses(at::Tensor& sums, const at::Tensor& slots, const at::Tensor& log
     TORCH_CHECK(slot >= 0 && slot < num_slots, "gear: items must lie in [0, ", num_slots, ")");
   }
   cpu::SlotMasses(Unsigned(sums), Records<Slot>(slots), num_slots, ring, size, first, last,
-                  AnchorRule{rule[0], rule[1], rule[2], rule[3], rule[4]}, unit);
+                  AnchorsOf(rule), unit);
 }
 
 // A coordinate below the total hits an item with a mass, so never the padding after the last slot.
@@ -96,8 +96,7 @@ void Resolve(at::Tensor& resolutions, const at::Tensor& sums, const at::Tensor& 
   CheckCoordinates(sums, slots.size(0), coordinates);
   cpu::Resolve(reinterpret_cast<const uint64_t*>(sums.const_data_ptr<int64_t>()),
                reinterpret_cast<const Slot*>(slots.const_data_ptr<int64_t>()), slots.size(0),
-               coordinates.const_data_ptr<int64_t>(), coordinates.numel(),
-               AnchorRule{rule[0], rule[1], rule[2], rule[3], rule[4]}, unit,
+               coordinates.const_data_ptr<int64_t>(), coordinates.numel(), AnchorsOf(rule), unit,
                static_cast<uint64_t>(seed), static_cast<uint32_t>(stream), first,
                reinterpret_cast<Resolution*>(resolutions.mutable_data_ptr<int64_t>()));
 }
@@ -169,9 +168,10 @@ void AppendReports(at::Tensor& log, const at::Tensor& resolutions, const at::Ten
 }
 
 void Prioritize(at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities, at::Tensor& counts,
-                const at::Tensor& slots, const at::Tensor& updates, int64_t alpha, int64_t unit,
-                int64_t most_bits) {
+                const at::Tensor& slots, const at::Tensor& updates, at::IntArrayRef rule,
+                int64_t alpha, int64_t unit, int64_t most_bits) {
   const MassScale scale = ScaleOf(alpha, most_bits);
+  const AnchorRule anchors = AnchorsOf(rule);
   CheckPrioritize(sums, minima, priorities, counts, slots, updates, unit);
   cpu::Updates records{updates.const_data_ptr<int64_t>(), updates.size(1)};
   const int64_t count = updates.size(0), num_items = priorities.numel();
@@ -181,8 +181,8 @@ void Prioritize(at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities, at
     records.rows =
         reinterpret_cast<const int64_t*>(cpu::InOrder(Records<Report>(updates), count, &sorted));
   std::vector<int64_t> items(static_cast<size_t>(count));
-  const int64_t found = cpu::ItemsOf(Records<Slot>(slots), slots.size(0), unit, records, count,
-                                     num_items, items.data());
+  const int64_t found = cpu::ItemsOf(Records<Slot>(slots), slots.size(0), anchors, unit, records,
+                                     count, num_items, items.data());
   TORCH_CHECK(found == count, "gear: update ", found, " must be of an item in [0, ", num_items,
               ")");
   const cpu::Priorities target{Unsigned(sums), minima.numel() > 0 ? Unsigned(minima) : nullptr,
@@ -221,9 +221,8 @@ void SlotPriorities(at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities
                                     by_step ? steps.mutable_data_ptr<int64_t>() : nullptr,
                                     by_step ? row_slots.mutable_data_ptr<int32_t>() : nullptr};
   const int64_t done = cpu::SlotPriorities(
-      target, known, Records<Slot>(slots), ring, size, first, last,
-      AnchorRule{rule[0], rule[1], rule[2], rule[3], rule[4]}, unit, static_cast<uint32_t>(initial),
-      scale, counts.mutable_data_ptr<int64_t>());
+      target, known, Records<Slot>(slots), ring, size, first, last, AnchorsOf(rule), unit,
+      static_cast<uint32_t>(initial), scale, counts.mutable_data_ptr<int64_t>());
   TORCH_CHECK(done == last, "gear: rows must lie in [0, ", num_items, ")");
 }
 

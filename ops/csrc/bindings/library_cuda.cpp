@@ -72,8 +72,8 @@ void SlotMasses(at::Tensor& sums, const at::Tensor& slots, const at::Tensor& log
   CheckDevice(log, sums, "log");
   const OnDevice device(sums);
   cuda::SlotMasses(Unsigned(sums), Records<Slot>(slots), slots.size(0),
-                   log.const_data_ptr<int64_t>(), log.numel(), first, last,
-                   AnchorRule{rule[0], rule[1], rule[2], rule[3], rule[4]}, unit, device.stream());
+                   log.const_data_ptr<int64_t>(), log.numel(), first, last, AnchorsOf(rule), unit,
+                   device.stream());
 }
 
 void Resolve(at::Tensor& resolutions, const at::Tensor& sums, const at::Tensor& slots,
@@ -86,8 +86,7 @@ void Resolve(at::Tensor& resolutions, const at::Tensor& sums, const at::Tensor& 
   const OnDevice device(resolutions);
   cuda::Resolve(reinterpret_cast<const uint64_t*>(sums.const_data_ptr<int64_t>()),
                 reinterpret_cast<const Slot*>(slots.const_data_ptr<int64_t>()), slots.size(0),
-                coordinates.const_data_ptr<int64_t>(), coordinates.numel(),
-                AnchorRule{rule[0], rule[1], rule[2], rule[3], rule[4]}, unit,
+                coordinates.const_data_ptr<int64_t>(), coordinates.numel(), AnchorsOf(rule), unit,
                 static_cast<uint64_t>(seed), static_cast<uint32_t>(stream), first,
                 reinterpret_cast<Resolution*>(resolutions.mutable_data_ptr<int64_t>()),
                 device.stream());
@@ -168,9 +167,10 @@ void AppendReports(at::Tensor& log, const at::Tensor& resolutions, const at::Ten
 }
 
 void Prioritize(at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities, at::Tensor& counts,
-                const at::Tensor& slots, const at::Tensor& updates, int64_t alpha, int64_t unit,
-                int64_t most_bits) {
+                const at::Tensor& slots, const at::Tensor& updates, at::IntArrayRef rule,
+                int64_t alpha, int64_t unit, int64_t most_bits) {
   const MassScale scale = ScaleOf(alpha, most_bits);
+  const AnchorRule anchors = AnchorsOf(rule);
   CheckPrioritize(sums, minima, priorities, counts, slots, updates, unit);
   for (const at::Tensor& t : {minima, priorities, counts, slots, updates})
     CheckDevice(t, sums, "every tensor");
@@ -179,7 +179,7 @@ void Prioritize(at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities, at
   at::Tensor scratch = ScratchFor(cuda::PrioritizeScratch(count), sums);
   const cpu::Priorities target{Unsigned(sums), minima.numel() > 0 ? Unsigned(minima) : nullptr,
                                priorities.mutable_data_ptr<float>(), priorities.numel()};
-  cuda::Prioritize(target, Records<Slot>(slots), slots.size(0), unit,
+  cuda::Prioritize(target, Records<Slot>(slots), slots.size(0), anchors, unit,
                    {updates.const_data_ptr<int64_t>(), updates.size(1)}, count, scale,
                    counts.mutable_data_ptr<int64_t>(), scratch.mutable_data_ptr<int64_t>(),
                    device.stream());

@@ -159,9 +159,10 @@ void RingTopK(at::Tensor& state, at::Tensor& resolutions, at::Tensor& weights, a
 
 void RingUpdate(at::Tensor& state, at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities,
                 const at::Tensor& slots, const at::Tensor& resolutions, const at::Tensor& values,
-                at::IntArrayRef shape, int64_t unit, int64_t alpha, int64_t most_bits) {
+                at::IntArrayRef rule, at::IntArrayRef shape, int64_t unit, int64_t alpha,
+                int64_t most_bits) {
   const RingShape ring_shape = ShapeOfRing(shape);
-  const RingRule ring_rule = RuleOfRing({0, 0, 1, 1, 0}, unit, true, alpha, most_bits);
+  const RingRule ring_rule = RuleOfRing(rule, unit, true, alpha, most_bits);
   CheckRingUpdate(state, sums, minima, priorities, slots, resolutions, values, ring_shape,
                   ring_rule);
   CheckDevices(state, {sums, minima, priorities, slots, resolutions, values});

@@ -30,7 +30,7 @@
      "Tensor(a!) log, Tensor resolutions, Tensor priorities, int tail, int batch") \
   OP(prioritize_, Prioritize, \
      "Tensor(a!) sums, Tensor(b!) minima, Tensor(c!) priorities, Tensor(d!) counts, " \
-     "Tensor slots, Tensor updates, int alpha, int unit, int most_bits") \
+     "Tensor slots, Tensor updates, int[] rule, int alpha, int unit, int most_bits") \
   OP(suffix_sum_, SuffixSum, "Tensor(a!) out, Tensor reward, Tensor extents") \
   OP(n_step_, NStepReturn, \
      "Tensor(a!) returns, Tensor(b!) discount, Tensor(c!) steps, Tensor reward, " \
@@ -114,8 +114,8 @@
      "int unit, bool counts") \
   OP(ring_update_, RingUpdate, \
      "Tensor(a!) state, Tensor(b!) sums, Tensor(c!) minima, Tensor(d!) priorities, " \
-     "Tensor slots, Tensor resolutions, Tensor values, int[] shape, int unit, int alpha, " \
-     "int most_bits") \
+     "Tensor slots, Tensor resolutions, Tensor values, int[] rule, int[] shape, int unit, " \
+     "int alpha, int most_bits") \
   OP(scatter_, Scatter, "Tensor(a!)[] columns, Tensor[] values, Tensor placed, int[] sources")
 // clang-format on
 

@@ -43,8 +43,8 @@ void AppendReports(at::Tensor& log, const at::Tensor& resolutions, const at::Ten
                    int64_t tail, int64_t batch);
 
 void Prioritize(at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities, at::Tensor& counts,
-                const at::Tensor& slots, const at::Tensor& updates, int64_t alpha, int64_t unit,
-                int64_t most_bits);
+                const at::Tensor& slots, const at::Tensor& updates, at::IntArrayRef rule,
+                int64_t alpha, int64_t unit, int64_t most_bits);
 
 void SlotPriorities(at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities,
                     at::Tensor& counts, at::Tensor& bases, at::Tensor& generations,

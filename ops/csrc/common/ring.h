@@ -85,12 +85,6 @@ GEAR_HOST_DEVICE int64_t OldestItem(const int64_t* state, const Slot* slots, con
   return rule.by_row ? slots[slot].first_row : slot;
 }
 
-GEAR_HOST_DEVICE bool IsAnchor(const AnchorRule& rule, int64_t num_steps, int64_t step) {
-  const int64_t distance = (rule.from_end ? num_steps - 1 - step : step) - rule.first;
-  return distance >= 0 && distance % rule.stride == 0 &&
-         distance / rule.stride < NumAnchors(rule, num_steps);
-}
-
 GEAR_HOST_DEVICE Slot SlotOfPlaced(const RingShape& shape, const Placed& placed, int64_t born) {
   return {kCommitted,       placed.id / shape.num_slots,        placed.id, placed.first_row,
           placed.num_steps, placed.num_steps + shape.final_row, 0,         born};

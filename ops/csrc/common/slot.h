@@ -92,17 +92,28 @@ GEAR_HOST_DEVICE int64_t AnchorAt(const AnchorRule& rule, int64_t num_steps, int
   return rule.from_end ? num_steps - 1 - distance : distance;
 }
 
+// Whether a step of a trajectory is an anchor.
+GEAR_HOST_DEVICE bool IsAnchor(const AnchorRule& rule, int64_t num_steps, int64_t step) {
+  const int64_t distance = (rule.from_end ? num_steps - 1 - step : step) - rule.first;
+  if (distance < 0 || distance >= num_steps - rule.first - rule.trim) return false;
+  if (rule.stride == 1) return distance < rule.most;  // most rules: without a division
+  return distance % rule.stride == 0 && distance / rule.stride < rule.most;
+}
+
 // The unit of an item of a tree over slots: a trajectory whose anchor is a second draw, or one of
 // its anchors. Of masses only: a trajectory by its length.
 enum Unit : int64_t { kTrajectory = 0, kStep = 1, kByLength = 2 };
 
-// Whether the trajectory of an update is still stored.
-GEAR_HOST_DEVICE bool IsCurrent(const Slot* slots, int64_t num_slots,
-                                const PriorityUpdate& update) {
+// Whether an update applies: its trajectory is still stored and, where items are steps, its step is
+// an anchor of the trajectory as it is. Anchors that count from the end move while it grows; a step
+// that is none has no mass, whatever is reported.
+GEAR_HOST_DEVICE bool IsCurrent(const Slot* slots, int64_t num_slots, const AnchorRule& rule,
+                                int64_t unit, const PriorityUpdate& update) {
   if (update.slot < 0 || update.slot >= num_slots) return false;
   const Slot& slot = slots[update.slot];
   return slot.state == kCommitted && slot.generation == update.generation && update.anchor >= 0 &&
-         update.anchor < slot.num_steps;
+         update.anchor < slot.num_steps &&
+         (unit != kStep || IsAnchor(rule, slot.num_steps, update.anchor));
 }
 
 // The item of an update that is current.

@@ -49,10 +49,10 @@ struct Updates {
   }
 };
 
-// The item of each update, -1 where its trajectory is evicted. Returns `count`, or the index of the
-// first update whose item would lie outside.
-int64_t ItemsOf(const Slot* slots, int64_t num_slots, int64_t unit, const Updates& updates,
-                int64_t count, int64_t num_items, int64_t* items);
+// The item of each update, -1 where it does not apply (`IsCurrent`). Returns `count`, or the index
+// of the first update whose item would lie outside.
+int64_t ItemsOf(const Slot* slots, int64_t num_slots, const AnchorRule& rule, int64_t unit,
+                const Updates& updates, int64_t count, int64_t num_items, int64_t* items);
 
 // The arrays that an update changes; `minima` is null if they are not maintained.
 struct Priorities {
@@ -65,7 +65,7 @@ struct Priorities {
 // Counts of updates by effect.
 enum UpdateCount {
   kApplied = 0,          // += updates that were applied
-  kStale = 1,            // += updates whose trajectory is evicted
+  kStale = 1,            // += updates of evicted trajectories, and of steps that are no anchors
   kClamped = 2,          // += masses that were clamped
   kHighestPriority = 3,  // float32 bits of the highest priority so far
   kDrawable = 4,         // += items that got a mass, less those that lost it
@@ -123,8 +123,8 @@ void AppendReports(Report* log, int64_t size, const Resolution* resolutions,
 // Words of scratch memory that Prioritize needs: items, and a hash table of them.
 int64_t PrioritizeScratch(int64_t count);
 // Reports need not be in order: the hash table finds the last one of an item.
-void Prioritize(const Priorities& priorities, const Slot* slots, int64_t num_slots, int64_t unit,
-                const Updates& updates, int64_t count, MassScale scale, int64_t* counts,
-                int64_t* scratch, void* stream);
+void Prioritize(const Priorities& priorities, const Slot* slots, int64_t num_slots,
+                const AnchorRule& rule, int64_t unit, const Updates& updates, int64_t count,
+                MassScale scale, int64_t* counts, int64_t* scratch, void* stream);
 
 }  // namespace gear::cuda

@@ -222,14 +222,14 @@ const Report* InOrder(const Report* reports, int64_t count, std::vector<Report>*
   return sorted->data();
 }
 
-int64_t ItemsOf(const Slot* slots, int64_t num_slots, int64_t unit, const Updates& updates,
-                int64_t count, int64_t num_items, int64_t* items) {
+int64_t ItemsOf(const Slot* slots, int64_t num_slots, const AnchorRule& rule, int64_t unit,
+                const Updates& updates, int64_t count, int64_t num_items, int64_t* items) {
   constexpr int64_t kAhead = 16;
   for (int64_t i = 0; i < count; ++i) {
     if (i + kAhead < count) Prefetch(slots, updates[i + kAhead].slot);
     const PriorityUpdate& update = updates[i];
     items[i] = -1;
-    if (!IsCurrent(slots, num_slots, update)) continue;
+    if (!IsCurrent(slots, num_slots, rule, unit, update)) continue;
     items[i] = ItemOf(slots, unit, update);
     if (items[i] < 0 || items[i] >= num_items) return i;
   }
@@ -255,16 +255,6 @@ void Prioritize(const Priorities& priorities, const Updates& updates, const int6
     }
   }
 }
-
-namespace {
-
-bool IsAnchor(const AnchorRule& rule, int64_t step, int64_t num_steps) {
-  const int64_t distance = (rule.from_end ? num_steps - 1 - step : step) - rule.first;
-  return step < num_steps && distance >= 0 && distance % rule.stride == 0 &&
-         distance / rule.stride < NumAnchors(rule, num_steps);
-}
-
-}  // namespace
 
 int64_t SlotPriorities(const Priorities& priorities, const PrioritizedSlots& known,
                        const Slot* slots, const int64_t* log, int64_t log_size, int64_t first,
@@ -302,9 +292,9 @@ int64_t SlotPriorities(const Priorities& priorities, const PrioritizedSlots& kno
         return i;
       const bool has_grown = !differs && base > 0 && known.steps[s] != slot.num_steps;
       for (int64_t t = 0; t < (differs || has_grown ? slot.num_rows : 0); ++t) {
-        const bool is_anchor = base > 0 && IsAnchor(rule, t, slot.num_steps);
+        const bool is_anchor = base > 0 && IsAnchor(rule, slot.num_steps, t);
         if (differs) known.row_slots[slot.first_row + t] = static_cast<int32_t>(s);
-        if (differs || is_anchor != IsAnchor(rule, t, known.steps[s]))
+        if (differs || is_anchor != IsAnchor(rule, known.steps[s], t))
           set(slot.first_row + t, is_anchor);
       }
       known.steps[s] = slot.num_steps;

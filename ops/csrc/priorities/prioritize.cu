@@ -27,11 +27,12 @@ __device__ const PriorityUpdate& UpdateAt(const Updates& updates, int64_t i) {
   return *reinterpret_cast<const PriorityUpdate*>(updates.rows + i * updates.row_words);
 }
 
-// Checks all updates before anything changes. Sets the item of each, -1 where its trajectory is
-// evicted, and finds the last one of each item.
+// Checks all updates before anything changes. Sets the item of each, -1 where it does not apply,
+// and finds the last one of each item.
 __global__ void FindItemsKernel(const Table table, const Updates updates, int64_t count,
-                                const Slot* __restrict__ slots, int64_t num_slots, int64_t unit,
-                                int64_t num_items, int64_t* __restrict__ items) {
+                                const Slot* __restrict__ slots, int64_t num_slots,
+                                const AnchorRule rule, int64_t unit, int64_t num_items,
+                                int64_t* __restrict__ items) {
   const bool are_reports = updates.row_words * sizeof(int64_t) == sizeof(Report);
   const auto report = [&](int64_t i) -> const Report& {
     return *reinterpret_cast<const Report*>(updates.rows + i * updates.row_words);
@@ -45,7 +46,7 @@ __global__ void FindItemsKernel(const Table table, const Updates updates, int64_
     const PriorityUpdate& update = UpdateAt(updates, i);
     Require(IsPriority(static_cast<uint32_t>(update.priority)));
     int64_t item = -1;
-    if (IsCurrent(slots, num_slots, update)) {
+    if (IsCurrent(slots, num_slots, rule, unit, update)) {
       item = ItemOf(slots, unit, update);
       Require(item >= 0 && item < num_items);
       table.Put(item, i, follows);
@@ -98,14 +99,14 @@ void AppendReports(Report* log, int64_t size, const Resolution* resolutions,
 
 int64_t PrioritizeScratch(int64_t count) { return count + TableWords(count); }
 
-void Prioritize(const Priorities& priorities, const Slot* slots, int64_t num_slots, int64_t unit,
-                const Updates& updates, int64_t count, MassScale scale, int64_t* counts,
-                int64_t* scratch, void* stream) {
+void Prioritize(const Priorities& priorities, const Slot* slots, int64_t num_slots,
+                const AnchorRule& rule, int64_t unit, const Updates& updates, int64_t count,
+                MassScale scale, int64_t* counts, int64_t* scratch, void* stream) {
   if (count == 0) return;
   int64_t* items = scratch;
   const Table table = MakeTable(scratch + count, count, stream);
   FindItemsKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(
-      table, updates, count, slots, num_slots, unit, priorities.num_items, items);
+      table, updates, count, slots, num_slots, rule, unit, priorities.num_items, items);
   CheckLaunch("Prioritize");
   PrioritizeKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(
       table, updates, count, items, scale, ShapeOfTree(priorities.num_items), priorities.sums,

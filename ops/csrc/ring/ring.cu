@@ -90,11 +90,12 @@ struct Values {
   int64_t count;
 };
 
-// Sets the item of each sample, -1 where its value is invalid or its trajectory evicted, and finds
-// the last one of each item.
+// Sets the item of each sample, -1 where its value is invalid or does not apply, and finds the last
+// one of each item.
 __device__ void FindItems(const Table& table, const Ring& ring, const RingShape& shape,
-                          int64_t unit, const Values& values, int64_t* items, int64_t thread,
-                          int64_t threads) {
+                          const RingRule& rule, const Values& values, int64_t* items,
+                          int64_t thread, int64_t threads) {
+  const int64_t unit = rule.by_row ? kStep : kTrajectory;
   const auto follows = [](int64_t a, int64_t b) { return a > b; };
   uint64_t refused = 0, stale = 0;
   for (int64_t i = thread; i < values.count; i += threads) {
@@ -104,7 +105,7 @@ __device__ void FindItems(const Table& table, const Ring& ring, const RingShape&
     int64_t item = -1;
     if (!IsPriority(bits)) {
       ++refused;
-    } else if (!IsCurrent(ring.slots, shape.num_slots, update)) {
+    } else if (!IsCurrent(ring.slots, shape.num_slots, rule.anchors, unit, update)) {
       ++stale;
     } else {
       item = ItemOf(ring.slots, unit, update);
@@ -145,9 +146,9 @@ __device__ void SetItems(const Table& table, const Ring& ring, MassScale scale,
   RaiseCount(counts, cpu::kHighestPriority, highest);
 }
 
-__global__ void FindKernel(const Table table, const Ring ring, const RingShape shape, int64_t unit,
-                           const Values values, int64_t* __restrict__ items) {
-  FindItems(table, ring, shape, unit, values, items, GlobalThread(), GlobalThreads());
+__global__ void FindKernel(const Table table, const Ring ring, const RingShape shape,
+                           const RingRule rule, const Values values, int64_t* __restrict__ items) {
+  FindItems(table, ring, shape, rule, values, items, GlobalThread(), GlobalThreads());
 }
 
 __global__ void SetKernel(const Table table, const Ring ring, MassScale scale, const TreeShape tree,
@@ -177,16 +178,16 @@ __device__ void MendMinima(const Ring& ring, const TreeShape& tree, const int64_
 
 // One block: all of an update of few samples. `size`: of the hash table.
 __global__ void __launch_bounds__(kMostUpdaters)
-    UpdateKernel(const Ring ring, const RingShape shape, int64_t unit, MassScale scale,
-                 const TreeShape tree, const Values values, int64_t size) {
+    UpdateKernel(const Ring ring, const RingShape shape, const RingRule rule, const TreeShape tree,
+                 const Values values, int64_t size) {
   __shared__ unsigned long long words[kMostWords];
   __shared__ int64_t items[kMostUpdaters];
   const Table table{words, words + size, static_cast<uint64_t>(size) - 1};
   for (int64_t i = threadIdx.x; i < 2 * size; i += blockDim.x) words[i] = 0;
   __syncthreads();
-  FindItems(table, ring, shape, unit, values, items, threadIdx.x, blockDim.x);
+  FindItems(table, ring, shape, rule, values, items, threadIdx.x, blockDim.x);
   __syncthreads();
-  SetItems(table, ring, scale, tree, values, items, threadIdx.x, blockDim.x);
+  SetItems(table, ring, rule.scale, tree, values, items, threadIdx.x, blockDim.x);
   if (ring.minima != nullptr) MendMinima(ring, tree, items, values.count);
 }
 
@@ -213,21 +214,21 @@ void RingUpdate(const Ring& ring, const RingShape& shape, const RingRule& rule,
                 const Resolution* resolutions, const float* values, int64_t count, int64_t* scratch,
                 void* stream) {
   if (count == 0) return;
-  const int64_t num_items = ItemsOfRing(shape, rule), unit = rule.by_row ? kStep : kTrajectory;
+  const int64_t num_items = ItemsOfRing(shape, rule);
   const TreeShape tree = ShapeOfTree(num_items);
   const Values given{resolutions, values, count};
   if (count <= kMostUpdaters) {
     // A thread for each sample, and where minima are repaired a team for its node.
     const int threads =
         ThreadsOf(ring.minima == nullptr ? count : count * kNodeTeam, kMostUpdaters);
-    UpdateKernel<<<1, threads, 0, AsStream(stream)>>>(ring, shape, unit, rule.scale, tree, given,
+    UpdateKernel<<<1, threads, 0, AsStream(stream)>>>(ring, shape, rule, tree, given,
                                                       TableSize(count));
     CheckLaunch("RingUpdate");
     return;
   }
   int64_t* items = scratch;
   const Table table = MakeTable(scratch + count, count, stream);
-  FindKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(table, ring, shape, unit, given,
+  FindKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(table, ring, shape, rule, given,
                                                                items);
   CheckLaunch("RingUpdate");
   SetKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(table, ring, rule.scale, tree, given,

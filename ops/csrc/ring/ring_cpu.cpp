@@ -156,6 +156,7 @@ void RingSelect(const Ring& ring, const RingShape& shape, const RingRule& rule,
 void RingUpdate(const Ring& ring, const RingShape& shape, const RingRule& rule,
                 const Resolution* resolutions, const float* values, int64_t count) {
   int64_t* counts = ring.state + kRingCounts;
+  const int64_t unit = rule.by_row ? kStep : kTrajectory;
   Changes changes(ring, ItemsOfRing(shape, rule));
   for (int64_t i = 0; i < count; ++i) {
     const auto bits = BitCast<uint32_t>(values[i]);
@@ -165,13 +166,12 @@ void RingUpdate(const Ring& ring, const RingShape& shape, const RingRule& rule,
       continue;
     }
     const PriorityUpdate update{r.slot, r.generation, r.anchor, bits};
-    if (!IsCurrent(ring.slots, shape.num_slots, update)) {
+    if (!IsCurrent(ring.slots, shape.num_slots, rule.anchors, unit, update)) {
       counts[kStale] += 1;
       continue;
     }
     const Mass mass = MassOfPriority(OrderOf(bits), rule.scale);
-    changes.Set(ItemOf(ring.slots, rule.by_row ? kStep : kTrajectory, update), mass.value,
-                BitCast<float>(OrderOf(bits)));
+    changes.Set(ItemOf(ring.slots, unit, update), mass.value, BitCast<float>(OrderOf(bits)));
     counts[kApplied] += 1;
     counts[kClamped] += mass.clamped;
     counts[kHighestPriority] = Max(counts[kHighestPriority], int64_t{OrderOf(bits)});

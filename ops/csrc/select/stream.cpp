@@ -119,8 +119,8 @@ bool ApplyReports(Stream& stream, int64_t key) {
   const Updates updates{reinterpret_cast<const int64_t*>(reports),
                         sizeof(Report) / sizeof(int64_t)};
   stream.items.resize(static_cast<size_t>(count));
-  const int64_t found = ItemsOf(stream.slots, stream.num_slots, given.unit, updates, count,
-                                given.target.num_items, stream.items.data());
+  const int64_t found = ItemsOf(stream.slots, stream.num_slots, stream.rule, given.unit, updates,
+                                count, given.target.num_items, stream.items.data());
   if (found != count) return false;  // the op raises the error
   const int64_t applied = given.counts[kApplied], clamped = given.counts[kClamped];
   const MassScale scale{static_cast<uint64_t>(stream.changes[kAlpha]),

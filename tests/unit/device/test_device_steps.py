@@ -117,6 +117,26 @@ def test_batches_are_those_of_a_writer_that_publishes_each_step(sampler: str, au
         device.check()
 
 
+def test_a_late_priority_of_a_step_that_is_no_anchor_changes_nothing() -> None:
+    """Batches are those of the host, whose priorities come as late."""
+    made = section({**PRIORITIZED, "anchors": "end"}, 1, seed=3)
+    envs = Episodes(1, is_longer=True)
+    with DeviceReplay(made, "cpu") as device, Replay(on_host(made)) as host:
+        writer, late = host.vector_writer(1, autoreset="same_step"), list[Any]()
+        writer.reset(observation=envs.observation().numpy())
+        for turn in range(30):
+            columns, following, now = envs.step("same_step")
+            device.add_steps_(columns, {"observation": following})
+            done_by = {name: values.numpy() for name, values in columns.items() if name != "observation"}
+            final = {"observation": following.numpy()}
+            writer.step(final, publish=True, observation=now.numpy(), **done_by)
+            for replay, batch in zip((device, host), late, strict=False):
+                replay.update_priorities(batch, torch.full((batch.num_samples,), 2.0 + turn))
+            late = [device.sample(), host.sample()]
+            assert_same(*late)
+            assert torch.equal(late[0].anchor, late[0].num_steps - 1)
+
+
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("sampler", ["uniform steps", "prioritized"])
 def test_the_oldest_are_evicted_and_windows_stay_whole(sampler: str, backend: str) -> None:
