@@ -1,6 +1,6 @@
 """A double DQN on CartPole in one file and one process, from a TransitionBuffer.
 
-    python examples/dqn.py --steps 20000
+    python examples/dqn.py
 
 The last line is the result as JSON.
 
@@ -23,9 +23,9 @@ from torch import nn
 
 from deepspeed_gear import TransitionBuffer
 
-GAMMA, TARGET_STEP, LEARNING_RATE = 0.99, 0.01, 1e-3
-CAPACITY, BATCH, LEARN_EVERY = 50_000, 128, 2
-LEAST_EPSILON, EPSILON_STEPS = 0.05, 5000
+GAMMA, TARGET_STEP, LEARNING_RATE = 0.99, 0.02, 1e-3
+CAPACITY, BATCH = 10_000, 128
+LEAST_EPSILON, EPSILON_STEPS = 0.02, 2000
 
 
 def q_network(inputs: int, actions: int) -> nn.Module:
@@ -65,7 +65,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         for env in np.nonzero(terminated | truncated)[0]:
             returns.append(total[env])
             total[env] = 0.0
-        if step <= args.random_steps or step % LEARN_EVERY:
+        if step <= args.random_steps:
             continue
         data = buffer.sample()
         with torch.no_grad():
@@ -88,9 +88,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=20_000, help="of each environment")
+    parser.add_argument("--steps", type=int, default=12_000, help="of each environment")
     parser.add_argument("--random-steps", type=int, default=500, help="before learning begins")
-    parser.add_argument("--envs", type=int, default=1)
+    parser.add_argument("--envs", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
