@@ -126,7 +126,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = arguments(__doc__, steps=6000)
+    parser = arguments(__doc__, steps=8000)
     parser.add_argument("--random-steps", type=int, default=500, help="before learning begins")
     parser.add_argument("--buffer", choices=list(SAMPLERS), default="uniform")
     run(parser, train)
