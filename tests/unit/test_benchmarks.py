@@ -225,6 +225,8 @@ def test_exchange_runs(run_python: Run, tmp_path: Path, load: Load) -> None:
 GPU_FIGURES = {
     "gather",
     "draw",
+    "limited draw",
+    "top-k",
     "update",
     "sample and update",
     "add",
