@@ -18,7 +18,7 @@ from deepspeed_gear.ops.builder import GearCudaBuilder
 HOME = toolchain.cuda_home()
 CSRC = toolchain.csrc_root()
 KERNELS = sorted(CSRC.glob("*/*.cu"))
-JUDGED = (13, 0)  # the release whose allocation of registers and warnings are held to; others only tell
+JUDGED = (13, 0)  # the release whose registers and warnings are held to; others are only printed
 
 
 def release() -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What every test of remote writers leaves behind: nothing."""
+"""What every test of remote writers must leave: nothing."""
 
 from __future__ import annotations
 
