@@ -424,7 +424,7 @@ def test_nodes_of_a_graph(
 def test_nodes_of_limited_draws_and_top_k(
     kernels_on_host: Ops, launched: Callable[[], list[int]], added: int
 ) -> None:
-    """As many in every table: a captured step is one graph, whatever there is to draw."""
+    """As many in every table: a captured step is one graph, with anything to draw or nothing."""
     ring = Ring(kernels_on_host, 4000, 1000, 0, 4, MassUnit.TRAJECTORY, ALL_ANCHORS, True, True)
     ring.add([1] * added)
     launched()

@@ -106,7 +106,7 @@ enum Unit : int64_t { kTrajectory = 0, kStep = 1, kByLength = 2 };
 
 // Whether an update applies: its trajectory is still stored and, where items are steps, its step is
 // an anchor of the trajectory as it is. Anchors that count from the end move while it grows; a step
-// that is none has no mass, whatever is reported.
+// that is none has no mass; reports do not change that.
 GEAR_HOST_DEVICE bool IsCurrent(const Slot* slots, int64_t num_slots, const AnchorRule& rule,
                                 int64_t unit, const PriorityUpdate& update) {
   if (update.slot < 0 || update.slot >= num_slots) return false;
