@@ -13,7 +13,13 @@ ESTIMATORS = ("grpo", "dr_grpo", "rloo")
 EPSILON = 1e-6
 
 
-def group_advantages(kind: str, rewards: np.ndarray, groups: np.ndarray, members: np.ndarray) -> np.ndarray:
+def group_advantages(
+    kind: str,
+    rewards: np.ndarray,
+    groups: np.ndarray,
+    members: np.ndarray,
+    counted: np.ndarray | None = None,
+) -> np.ndarray:
     """Return the advantage of each trajectory against the other members of its group.
 
     With the rewards r of the N members of a group:
@@ -23,13 +29,15 @@ def group_advantages(kind: str, rewards: np.ndarray, groups: np.ndarray, members
     - "rloo": r - mean of the others = (r - mean(r)) * N / (N - 1). Ahmadian et al. 2024, section 2.2.
 
     A member of several trajectories counts once, by its last trajectory's reward; all of them get its
-    advantage. A group of one member has the advantage 0.
+    advantage. A group of one member has the advantage 0, and so has a member that does not count.
 
     Args:
         kind: The estimator.
         rewards: Of each trajectory. [n].
         groups: Its group, any integers. [n], int64.
         members: Its member within the group, any integers. [n], int64.
+        counted: Whether it counts, such as those with loss tokens; a member does if one of its trajectories
+            does. None: all of them. [n], bool.
     Returns:
         [n], float64.
     Raises:
@@ -43,13 +51,17 @@ def group_advantages(kind: str, rewards: np.ndarray, groups: np.ndarray, members
     _, reverse_first, member = np.unique(pairs[::-1], axis=0, return_index=True, return_inverse=True)
     member = member.reshape(-1)[::-1]
     last = len(rewards) - 1 - reverse_first  # of each member, its last trajectory
-    values = rewards.astype(np.float64)[last]
+    counts = np.ones(len(last), bool)
+    if counted is not None:
+        counts[:] = False
+        np.logical_or.at(counts, member, counted)
+    values = np.where(counts, rewards.astype(np.float64)[last], 0.0)
     _, group = np.unique(groups[last], return_inverse=True)
     group = group.reshape(-1)
-    sizes = np.bincount(group).astype(np.float64)
-    centred = values - (np.bincount(group, values) / sizes)[group]
+    sizes = np.maximum(np.bincount(group, counts), 1)
+    centred = np.where(counts, values - (np.bincount(group, values) / sizes)[group], 0.0)
     # The second pass removes what rounding left in the mean: equal rewards then have the advantage 0.
-    centred -= (np.bincount(group, centred) / sizes)[group]
+    centred -= np.where(counts, (np.bincount(group, centred) / sizes)[group], 0.0)
     if kind == "grpo":
         variance = np.bincount(group, centred * centred) / np.maximum(sizes - 1, 1)
         found = centred / (np.sqrt(variance)[group] + EPSILON)

@@ -138,7 +138,8 @@ class LossConfig(GearModel):
     count_masked: Flag = Field(
         default=False,
         description=(
-            "Whether sequences and groups count that have no token of the loss mask, such as overlong ones."
+            "Whether sequences and groups count that have no token of the loss mask, such as overlong ones; "
+            "also in the baselines of `rollout.advantages()`."
         ),
     )
     by: Literal["trajectory", "member"] = Field(

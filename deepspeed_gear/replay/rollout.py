@@ -256,8 +256,12 @@ class Rollout:
         name: str = "advantage",
         group: str | None = None,
         member: str | None = None,
+        count_masked: bool | None = None,
     ) -> torch.Tensor:
         """Set and return each trajectory's advantage against its group.
+
+        Members without loss tokens, such as overlong ones that are masked, are no part of the baseline; their
+        own advantage is 0.
 
         Args:
             kind: "grpo", "dr_grpo" or "rloo": see `batching/advantages.py`.
@@ -265,11 +269,12 @@ class Rollout:
             name: Of the column in micro batches, the same at all places of a trajectory.
             group: The per-trajectory column of integers that names the group; None: items are groups.
             member: That of its members; None: those of the table's groups, or each trajectory is one.
+            count_masked: Whether members without loss tokens count; None: `gear.loss.count_masked`.
         Returns:
             [n], float64.
         Raises:
             ConfigError: There is no such column or estimator.
-            DataError: A column is late, and a trajectory does not have it yet.
+            DataError: A column, or that of the loss mask, is late, and a trajectory does not have it yet.
             PeerError: Another rank failed.
         """
         self._check_open()
@@ -277,9 +282,14 @@ class Rollout:
         member = data.settings.member if member is None else member
         named = tuple(column for column in (group, member, reward) if column is not None)
         values: dict[str, np.ndarray] = {}
+        counted: np.ndarray | None = None
+        if count_masked is None:
+            count_masked = data.settings.loss.count_masked
 
         def read() -> None:
+            nonlocal counted
             values.update((column, data.values(column)) for column in dict.fromkeys(named))
+            counted = None if count_masked else data.counts > 0
 
         def compute() -> None:
             nonlocal found
@@ -287,11 +297,12 @@ class Rollout:
                 read()
             groups = data.item if group is None else values[group].astype(np.int64)
             members = np.arange(len(groups)) if member is None else values[member].astype(np.int64)
-            found = group_advantages(kind, values[reward], groups, members)
+            found = group_advantages(kind, values[reward], groups, members, counted)
             data.set_column(name, found)
 
         if data.is_spread:  # reading is collective: no rank must do so alone
             self._agree_on(*named)
+            self._hooks.compare("rollout.advantages: count_masked", count_masked)
             read()
         self._hooks.agree(compute)
         return torch.from_numpy(found)

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from rollout_support import COLUMNS, MOST, filled, ranks_of, responses, section, seen_by
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -380,6 +382,33 @@ def test_advantages_are_against_the_group(kind: str) -> None:
     assert found[[3, 4, 5]].tolist() == [0, 0, 0]
     with pytest.raises(ConfigError, match="must be one of grpo, dr_grpo, rloo"):
         group_advantages("gae", rewards, groups, members)
+
+
+@given(data=st.data(), kind=st.sampled_from(["grpo", "dr_grpo", "rloo"]))
+def test_members_that_do_not_count_are_no_part_of_the_baseline(data: Any, kind: str) -> None:
+    """The others have the advantages that they have alone; a member counts if one trajectory of it does."""
+    rows = st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(-4, 4), st.booleans())
+    groups, members, rewards, flags = np.array(data.draw(st.lists(rows, min_size=1, max_size=12))).T
+    counted = flags.astype(bool)
+    own = {(g, m) for g, m, c in zip(groups, members, counted, strict=True) if c}
+    is_in = np.array([pair in own for pair in zip(groups, members, strict=True)])
+    rewards = np.where(is_in, rewards.astype(float), np.nan)
+    found = group_advantages(kind, rewards, groups, members, counted)
+    assert (found[~is_in] == 0).all()
+    alone = group_advantages(kind, rewards[is_in], groups[is_in], members[is_in])
+    assert found[is_in] == pytest.approx(alone)
+
+
+def test_masked_responses_are_no_part_of_the_baseline() -> None:
+    """An overlong response, whose loss is masked, leaves the advantages of its group as they are."""
+    for option, counts, wanted in ((False, None, 0.0), (True, None, 33.0), (False, True, 33.0)):
+        config = section(rollout={"trajectories": 3}, loss={"normalize": "token", "count_masked": option})
+        with Replay(config) as replay:
+            for response, reward in zip(responses(3), (1.0, 1.0, 100.0), strict=True):
+                mask = np.full(len(response["tokens"]), reward == 1)
+                replay.add({**response, "loss_mask": mask, "reward": np.float32(reward)})
+            found = replay.rollout().advantages("dr_grpo", group="prompt", count_masked=counts)
+            assert found.tolist() == [-wanted, -wanted, 2 * wanted]
 
 
 @pytest.mark.parametrize(("partial", "sizes"), [("spread", [7, 8, 8]), ("drop", [7, 7, 7])])
