@@ -29,6 +29,7 @@ Action = Callable[[Mapping[str, Any], pa.Buffer], dict[str, Any]]
 _POLL_S = 0.2  # interval of the checks whether the gateway is to end
 _END_S = 3.0  # longest time for which it still answers, so that writers receive the error of its end
 _NUM_WORKERS = 2 * MOST_WAITING  # calls handled at once; half of them never wait for the table
+_MOST_CLIENT = 64  # characters of a writer's name, which a session keeps
 _MOST_CALLS = 1024  # including calls that wait for a worker; gRPC refuses more, and writers retry
 
 
@@ -62,7 +63,8 @@ class Gateway:
     """Server that adds trajectories of remote writers to one table, in threads of its own, once constructed.
 
     Memory: a worker receives a call's message after the token is checked, and at most `max_message_bytes` and
-    1 MiB of it; calls that wait for a worker hold what gRPC's flow control admits.
+    1 MiB of it; calls that wait for a worker hold what gRPC's flow control admits. Nothing is decompressed,
+    no value is copied, and the arrays of a call's trajectories count to its bytes.
 
     Args:
         writer: Attached to the table; the gateway is its only user.
@@ -198,7 +200,10 @@ class Gateway:
             if found:
                 rule = f"must have the schema of table {self._writer.table}"
                 raise SchemaError("remote writer", rule, None, "; ".join(found))
-        self.sessions.open(str(header.get("client")))
+        client = str(header.get("client"))
+        if len(client) > _MOST_CLIENT:
+            raise StoreError("remote writer", f"must have a name of at most {_MOST_CLIENT} characters")
+        self.sessions.open(client)
         return {
             "gateway": self._id,
             "table": self._writer.table,
@@ -209,9 +214,8 @@ class Gateway:
 
     def _put(self, header: Mapping[str, Any], content: pa.Buffer) -> dict[str, Any]:
         client, known = self._client(header)
-        trajectories = list(
-            gateway_messages.decode(self._writer.schema, gateway_messages.read_batch(content))
-        )
+        most = self._max_message_bytes
+        trajectories = list(gateway_messages.decode(self._writer.schema, content, most))
         return self.sessions.put(client, known, trajectories)
 
     def _ask(self, header: Mapping[str, Any], _: pa.Buffer) -> dict[str, Any]:

@@ -10,6 +10,7 @@ converted.
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -27,9 +28,12 @@ IDLE_S = 600.0  # interval of the calls of a writer that has nothing to send
 MAX_MESSAGE_BYTES = 64 << 20  # default for the trajectories of one call
 LEAST_MAX_MESSAGE_BYTES, MOST_MAX_MESSAGE_BYTES = 1 << 20, 1 << 30  # gRPC's own lengths end at 2 GiB
 SLACK_BYTES = 1 << 20  # header, Arrow schema and padding: less than 512 bytes for each column, and its name
+MOST_HEADER_BYTES = 512 << 10  # parsed JSON takes many times its length
 _NUMBER = ".number"  # no column of a schema begins with a dot
 _LENGTH = 4  # bytes of a header's length
-_OFFSET_BYTES = 8  # of each value, and of a number
+# Of each value and number: its offset in the message, and the array that the gateway makes of it. Without
+# it, millions of short trajectories in a message would take many times its length.
+_VALUE_BYTES = 8 + 248
 Arrays = Mapping[str, np.ndarray]
 
 
@@ -42,8 +46,8 @@ def method(action: str) -> str:
 
 
 def trajectory_bytes(arrays: Arrays) -> int:
-    """Return the bytes that a trajectory adds to a message: its values, their offsets and its number."""
-    return sum(array.nbytes for array in arrays.values()) + _OFFSET_BYTES * (len(arrays) + 1)
+    """Return the bytes that a trajectory takes in a gateway: its values and number, and an array for each."""
+    return sum(array.nbytes for array in arrays.values()) + _VALUE_BYTES * (len(arrays) + 1)
 
 
 def encode(schema: Schema, trajectories: Sequence[tuple[int, Arrays]]) -> pa.RecordBatch:
@@ -66,21 +70,24 @@ def _encoded(arrays: Sequence[np.ndarray]) -> pa.Array:
     return pa.Array.from_buffers(pa.large_binary(), len(arrays), buffers)
 
 
-def decode(schema: Schema, batch: pa.RecordBatch) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-    """Yield number and columns of each trajectory of a record batch; nothing is copied.
+def decode(
+    schema: Schema, content: pa.Buffer, most_bytes: int = MOST_MAX_MESSAGE_BYTES
+) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    """Yield number and columns of each trajectory of a record batch; no value is copied.
 
+    Args:
+        schema: Of the table.
+        content: The Arrow stream after a message's header. Its sender is not trusted.
+        most_bytes: Most `trajectory_bytes` of all of them.
     Raises:
-        DataError: The batch is not what `encode` makes for this schema.
+        DataError: It is not what `encode` and `pack` make for this schema, or takes more memory.
     """
-    try:
-        batch.validate(full=True)  # checks that offsets are inside their buffers: senders are not trusted
-    except pa.ArrowInvalid as error:
-        raise DataError("batch", "must be valid Arrow data", None, str(error)) from error
-    names = [_NUMBER, *schema.names]
-    types = [pa.int64(), *[pa.large_binary()] * len(schema)]
-    wrong = batch.schema.names != names or batch.schema.types != types
-    if wrong or any(column.null_count for column in batch.columns):
-        raise DataError("batch", f"must have the columns {names}, without nulls", batch.schema.names)
+    batch = _read_batch(schema, content)
+    if (least := batch.num_rows * _VALUE_BYTES * (len(schema) + 1)) > most_bytes:
+        rule, remedy = f"must take at most {most_bytes} bytes", "send fewer trajectories per call"
+        raise DataError(f"batch of {batch.num_rows} trajectories", rule, least, remedy)
+    if any(column.null_count for column in batch.columns):
+        raise DataError("batch", "must have no nulls")
     columns = {c.name: _decoded(c, array) for c, array in zip(schema, batch.columns[1:], strict=True)}
     for row, number in enumerate(batch.column(0).to_pylist()):
         yield number, {name: arrays[row] for name, arrays in columns.items()}
@@ -121,26 +128,60 @@ def unpack(message: pa.Buffer) -> tuple[dict[str, Any], pa.Buffer]:
     """
     view = memoryview(message)
     end = _LENGTH + int.from_bytes(view[:_LENGTH], "little")
+    if end > _LENGTH + MOST_HEADER_BYTES:
+        raise DataError("message", f"must have a header of at most {MOST_HEADER_BYTES} bytes", end - _LENGTH)
     try:
         header = json.loads(bytes(view[_LENGTH:end]))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError("message", "must begin with a JSON object", None, str(error)) from error
     if not isinstance(header, dict) or end > len(view):
         raise DataError("message", "must begin with a JSON object", None)
     return header, message.slice(end)
 
 
-def read_batch(content: pa.Buffer) -> pa.RecordBatch:
-    """Return the record batch after a header.
+def _read_batch(schema: Schema, content: pa.Buffer) -> pa.RecordBatch:
+    """Return the one record batch of a stream, whose buffers are parts of `content`.
 
     Raises:
-        DataError: It is none.
+        DataError: It has other columns than `encode` gives it, is compressed, or is no Arrow stream.
     """
+    names, types = [_NUMBER, *schema.names], [pa.int64(), *[pa.large_binary()] * len(schema)]
+    source = pa.BufferReader(content)
     try:
-        with pa.ipc.open_stream(content) as stream:
-            return stream.read_next_batch()
-    except (pa.ArrowException, OSError, StopIteration) as error:
+        own = pa.ipc.read_schema(source)
+        if own.names != names or own.types != types:
+            raise DataError("batch", f"must have the columns {names} of large_binary", str(own))
+        message = pa.ipc.read_message(source)
+        if message.type == "record batch" and _is_compressed(message.metadata):
+            remedy = "write the stream without compression: a short message would take any amount of memory"
+            raise DataError("batch", "must not be compressed", None, remedy)
+        batch = pa.ipc.read_record_batch(message, own)
+        batch.validate(full=True)  # checks that offsets are inside their buffers
+        return batch
+    except (pa.ArrowException, OSError, EOFError) as error:
         raise DataError("batch", "must be an Arrow stream of one record batch", None, str(error)) from error
+
+
+def _is_compressed(metadata: pa.Buffer) -> bool:
+    """Return whether the body of a record batch is compressed: pyarrow would decompress without a limit.
+
+    Args:
+        metadata: Of the message, a flatbuffer (Message.fbs) that pyarrow has verified.
+    """
+    view = memoryview(metadata)
+
+    def number(form: str, at: int) -> int:
+        return int(struct.unpack_from(form, view, at)[0])
+
+    def field(table: int, index: int) -> int:  # position of a field of a table, 0: it is absent
+        fields = table - number("<i", table)
+        at = 4 + 2 * index
+        offset = number("<H", fields + at) if at < number("<H", fields) else 0
+        return table + offset if offset else 0
+
+    header = field(number("<I", 0), 2)  # Message: version, header_type, header
+    batch = header + number("<I", header)
+    return bool(field(batch, 3))  # RecordBatch: length, nodes, buffers, compression
 
 
 # ---- errors and schemas --------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -28,11 +29,17 @@ class Session:
 
     def __init__(self) -> None:
         self.upto = -1  # all trajectories up to this number are committed or refused
-        self.refused: list[tuple[int, dict[str, Any]]] = []  # not acknowledged by the writer yet
+        self.refused: deque[tuple[int, dict[str, Any]]] = deque()  # not acknowledged by the writer yet
         self.task: Future[None] | None = None  # adds the last batch
         self.lock = threading.Lock()  # around what reads and replaces the task
         self.is_notified = False  # whether an answer contained the error of the end
         self.called_at = time.monotonic()
+
+    def refused_after(self, known: int) -> list[tuple[int, dict[str, Any]]]:
+        """Return the refusals after the last that the writer has received; forget the others."""
+        while self.refused and self.refused[0][0] <= known:
+            self.refused.popleft()
+        return list(self.refused)
 
     def is_busy(self, timeout_s: float) -> bool:
         """Return whether the last batch is still being added, after at most so long."""
@@ -102,7 +109,9 @@ class Sessions:
         """
         session = self._of(client)
         with session.lock:
-            if not session.is_busy(0.0) and self.error is None:
+            # A writer that has not received its refusals sends again; so their number is that of one batch.
+            waits = session.is_busy(0.0) or session.refused_after(known)
+            if not waits and self.error is None:
                 _check_numbers([number for number, _ in trajectories], session.upto)
                 session.task = self._adder.submit(self._add_all, session, trajectories)
         return self.ask(client, known)
@@ -125,10 +134,8 @@ class Sessions:
         else:
             busy = session.is_busy(0.0)
             wait_s = ANSWER_S if busy else 0.0
-        while session.refused and session.refused[0][0] <= known:
-            session.refused.pop(0)
         upto = session.upto  # read first: its refusals are in the list by then
-        refused = [entry for entry in session.refused if entry[0] <= upto]
+        refused = [entry for entry in session.refused_after(known) if entry[0] <= upto]
         answer = {"upto": upto, "busy": busy, "refused": refused, "wait_s": wait_s}
         if self.error is not None:
             answer["error"], session.is_notified = error_to_json(self.error), True

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import numpy as np
+import pyarrow as pa
 import pytest
 from gear_support import wait_until
 from remote_support import (
@@ -220,7 +221,7 @@ def test_what_exceeds_the_gateways_limit_is_not_sent() -> None:
             writer.add(trajectory(0))
             with pytest.raises(DataError, match=r"trajectory must have at most 1048576 bytes.*--max-message"):
                 writer.add(trajectory(9, 50_000))
-            most = ((1 << 20) - 8 * 7 - 8 - 12) // 26  # a step has 26 bytes, the last observation 12
+            most = ((1 << 20) - 256 * 7 - 8 - 12) // 26  # a step has 26 bytes, the last observation 12
             writer.add(trajectory(1, most))
             with pytest.raises(DataError, match="trajectory must have at most"):
                 writer.add(trajectory(9, most + 1))
@@ -250,6 +251,70 @@ def test_garbage_is_refused_and_harms_nobody() -> None:
         writer.add(trajectory(0))
         writer.flush()
         assert_same(stored(replay), range(1))
+
+
+def _stream(batch: pa.RecordBatch, **options: Any) -> pa.Buffer:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(**options)) as stream:
+        stream.write_batch(batch)
+    return sink.getvalue()
+
+
+@pytest.mark.parametrize("version", [pa.ipc.MetadataVersion.V4, pa.ipc.MetadataVersion.V5])
+@pytest.mark.parametrize("codec", [None, "zstd", "lz4"])
+def test_a_compressed_batch_is_refused_before_it_takes_memory(codec: str | None, version: Any) -> None:
+    sent = [
+        {n: np.asarray(v, SCHEMA[n].numpy_dtype) for n, v in trajectory(at, 4000).items()} for at in (0, 1)
+    ]
+    batch = gateway_messages.encode(SCHEMA, [*enumerate(sent)])
+    content = _stream(batch, compression=codec, metadata_version=version)
+    if codec is None:
+        for number, rows in gateway_messages.decode(SCHEMA, content):
+            assert all((rows[name] == sent[number][name]).all() for name in SCHEMA.names)
+        return
+    before = pa.total_allocated_bytes()
+    with pytest.raises(DataError, match="batch must not be compressed; write"):
+        list(gateway_messages.decode(SCHEMA, content))
+    assert pa.total_allocated_bytes() == before
+
+
+def test_what_a_call_takes_is_bounded_whatever_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many empty trajectories, a long header or name, refusals that are never received."""
+    tiny = Schema([Column("x", "uint8")])
+    many = gateway_messages.encode(tiny, [(n, {"x": np.zeros(1, np.uint8)}) for n in range(5000)])
+    with pytest.raises(
+        DataError, match="batch of 5000 trajectories must take at most 1048576 bytes, got 2560000"
+    ):
+        list(gateway_messages.decode(tiny, _stream(many), 1 << 20))
+    assert gateway_messages.trajectory_bytes({"x": np.zeros(1, np.uint8)}) * 5000 > 1 << 20, (
+        "a writer splits it"
+    )
+    dictionary = pa.record_batch([pa.array([0]), pa.array(["a"]).dictionary_encode()], names=[".number", "x"])
+    with pytest.raises(DataError, match="must have the columns"):
+        list(gateway_messages.decode(tiny, _stream(dictionary)))
+    for header, text in (
+        (b"[" * 100_000, "JSON object"),
+        (b" " * (1 << 20), "header of at most 524288 bytes"),
+    ):
+        with pytest.raises(DataError, match=text):
+            gateway_messages.unpack(pa.py_buffer(len(header).to_bytes(4, "little") + header))
+    with served(section()) as (_, gateway), connect(gateway.url) as writer:
+        header = {"version": gateway_messages.VERSION, "client": "c" * 65}
+        answer = writer._sender._line.call("hello", header, 5.0)
+        assert "name of at most 64 characters" in str(answer["error"])
+
+    def refuse(_: Any) -> int:
+        raise DataError("it", "must be right")
+
+    sessions = Sessions(refuse)
+    sessions.open("a")
+    for first in (0, 10, 10, 10):
+        answer = sessions.put("a", -1, [(number, {}) for number in range(first, first + 10)])
+    assert (answer["upto"], len(answer["refused"])) == (9, 10), (
+        "the second batch waits for the acknowledgement"
+    )
+    assert sessions.put("a", 9, [(10, {})])["upto"] == 10
+    sessions.close()
 
 
 def test_a_call_beyond_the_most_at_once_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
