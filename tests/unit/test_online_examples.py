@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from gear_support import ROOT, prefix
+from page_support import page_json
 
 from deepspeed_gear import Replay, TransitionBuffer
 from deepspeed_gear.replay.transition_buffer import TransitionSamples
@@ -103,7 +104,7 @@ def test_what_an_example_samples_is_what_its_environments_have_done(
 
 def test_the_page_shows_the_config_and_an_actor_of_15_lines() -> None:
     page = (ROOT / "docs" / "how-to" / "online.md").read_text()
-    shown = json.loads("{" + re.findall(r"```json\n(\"main\".*?)```", page, re.DOTALL)[0] + "}")["main"]
+    shown = page_json("online.md")[0]["tables"]["main"]
     table = json.loads((ROOT / "configs" / "online.json").read_text())["gear"]["tables"]["main"]
     assert shown == {name: value for name, value in table.items() if name != "schema"}
     actor = re.findall(r"```python\n(import gymnasium.*?)```", page, re.DOTALL)[0]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from gear_support import config_of
+from page_support import page_json
 
 from deepspeed_gear import Column, Dataset, DatasetWriter, Normalizer, Replay, Schema
 from deepspeed_gear.data.trajectory_checks import as_numbers, as_stored
@@ -341,7 +342,6 @@ def test_refusals_name_the_field(data: Path) -> None:
 
 def test_the_page(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (checkout / "docs" / "how-to" / "normalisation.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     columns = [
         Column("observation", "float32", (11,), "observation", "T+1"),
@@ -354,7 +354,8 @@ def test_the_page(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             action = random.uniform(-2, 2, (steps, 3))
             observation = random.normal(3, 2, (steps + 1, 11))
             writer.add({"observation": observation, "action": action, "reward": np.ones(steps)})
-    gear = {**json.loads("{" + block + "}"), "batch_size": 4, "shared_memory": config_of()["shared_memory"]}
+    (gear,) = page_json("normalisation.md")
+    gear |= {"batch_size": 4, "shared_memory": config_of()["shared_memory"]}
     Path("ds_config.json").write_text(json.dumps({"gear": gear}))
     taken: list[np.ndarray] = []
     reset = lambda seed: (random.normal(3, 2, (5, 11)), {})  # noqa: E731

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 from gear_support import ROOT, config_of
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from page_support import page_json
 
 from deepspeed_gear import Replay
 from deepspeed_gear.errors import NotReadyError, StoreError
@@ -27,8 +27,7 @@ def blocks(page: str, language: str = "python") -> list[str]:
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 def test_late_rewards(mode: AutoresetMode) -> None:
-    (block,) = blocks("late-rewards.md", "json")
-    tables = json.loads("{" + block + "}")
+    tables = page_json("late-rewards.md")[0]["tables"]
     known: dict[str, Any] = {"np": np, "StoreError": StoreError}
     for code in blocks("late-rewards.md"):
         exec(code, known)
