@@ -56,7 +56,7 @@ class InferenceClient(VectorWriter):
         slots, places = attach_places(writer.store_name, count, wait_s)
         try:
             staging = slots.staging(places)
-            add, limit, publisher = writer.add, writer.max_length, writer.publisher
+            add, limit, publisher = writer.add, writer.limit, writer.publisher
             super().__init__(schema, add, count, mode, limit, slots.native, staging, publisher)
         except BaseException:
             slots.release(places)

@@ -52,6 +52,11 @@ class ResolvedField:
         return self.length if self.part_length is None else self.part_length
 
     @property
+    def needs_episode(self) -> bool:
+        """Whether it is right only where a trajectory is a whole episode."""
+        return self.derived in ("return_to_go", "timestep")
+
+    @property
     def is_opaque(self) -> bool:
         """Whether it is a list of opaque values, not a tensor."""
         return self.column is not None and self.column.is_opaque

@@ -295,8 +295,9 @@ class TableConfig(GearModel):
     max_length: Steps | None = Field(
         default=None,
         description=(
-            "Steps of the longest trajectory that can be added; it must fit into one node's share. null: "
-            "`capacity_steps`."
+            "Steps of the longest trajectory that can be added; it must fit into one node's share. A writer "
+            "of environments stores a longer episode as several trajectories, or raises where a field "
+            "return_to_go or timestep needs whole ones. null: `capacity_steps`."
         ),
     )
     num_envs: Count | None = Field(

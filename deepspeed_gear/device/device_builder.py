@@ -119,9 +119,11 @@ def table_of(
         assert options.max_length is not None
         envs = environments_of(plan, name, parts)
         if envs:
-            if needs_returns:
+            partial = [str(field.derived) for field in plan.fields if field.needs_episode]
+            if partial:
                 why = (
-                    'must not be "return_to_go" where steps are added one by one: it needs whole trajectories'
+                    f'must not be "{partial[0]}" where steps are added one by one: an episode longer than '
+                    "max_length is stored as several trajectories"
                 )
                 raise ConfigError("gear.fields.*.derived", why, None, "leave num_envs out, and use add_")
             rows, slots = config_resolution.environment_sizes(name, options, schema)

@@ -228,6 +228,7 @@ def table_specs(
     """
     needed = any(field.derived == "return_to_go" for field in fields)
     returns = set(config.sampled_tables) if needed else set()
+    whole = tuple(field.name for field in fields if field.needs_episode)
 
     def spec(name: str, table: TableConfig) -> TableSpec:
         schema, shard = schemas[name], (shards or {}).get(name)
@@ -245,7 +246,7 @@ def table_specs(
         retention = retention_of(config, name, (steps, slots), (batches or {}).get(name, 0))
         most_rows = None if longest is None else longest + int(schema.has_final_row)
         spare = spare_rows_for(retention, rows, most_rows)
-        more = (*part, table.writers, retention, spare, group)
+        more = (*part, table.writers, retention, spare, group, whole if name in config.sampled_tables else ())
         return TableSpec(name, schema, slots, rows + spare, None, True, name in returns, num_peers, *more)
 
     return [spec(name, table) for name, table in config.resolved_tables.items()]

@@ -209,6 +209,7 @@ class Gateway:
             "table": self._writer.table,
             "schema": self._writer.schema.to_json(),
             "max_length": self._writer.max_length,
+            "whole_fields": self._writer.limit.whole_fields,
             "max_message_bytes": self._max_message_bytes,
         }
 

@@ -25,6 +25,7 @@ from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.timeouts import check_timeout
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
+from deepspeed_gear.writer.episode_limit import EpisodeLimit
 from deepspeed_gear.writer.open_trajectory import OpenTrajectory
 from deepspeed_gear.writer.vector_writer import VectorWriter
 
@@ -47,6 +48,7 @@ class RemoteWriter(ProcessBound):
         self, line: Connection, hello: Mapping[str, Any], client: str, sending: SendOptions, timeout_s: float
     ) -> None:
         self.table, self.max_length = str(hello["table"]), hello["max_length"]
+        self._limit = EpisodeLimit(self.max_length, tuple(hello.get("whole_fields", ())))
         self.schema = Schema.from_json(hello["schema"])
         self._max_bytes = int(hello["max_message_bytes"])
         self._outbox, self._open, self._num_raised = SendQueue(sending.buffer_bytes, timeout_s), True, 0
@@ -165,7 +167,7 @@ class RemoteWriter(ProcessBound):
 
     def vector_writer(self, num_envs: Any, autoreset: Autoreset | None = None) -> VectorWriter:
         """Return a VectorWriter of many environments; as `TrajectoryWriter.vector_writer`."""
-        return VectorWriter(self.schema, self.add, *resolve(num_envs, autoreset), self.max_length)
+        return VectorWriter(self.schema, self.add, *resolve(num_envs, autoreset), self._limit)
 
     def flush(self) -> None:
         """Wait until everything is stored.

@@ -73,6 +73,7 @@ class TableSpec:
         spare_rows: The last of the rows, through which extents are moved; no trajectory stays there. As many
             as the longest extent that may be moved; 0: none is moved.
         group: Its groups; None: it has none.
+        whole_fields: Fields that are right in whole episodes only: returns-to-go and time steps.
     """
 
     name: str
@@ -90,6 +91,7 @@ class TableSpec:
     retention: Retention = field(default_factory=Retention)
     spare_rows: int = 0
     group: GroupSpec | None = None
+    whole_fields: tuple[str, ...] = ()
 
     @property
     def capacity_rows(self) -> int:
@@ -107,7 +109,14 @@ class TableSpec:
         values = {name: getattr(self, name) for name in _SIZES}
         shard = None if self.shard is None else asdict(self.shard)
         group = None if self.group is None else self.group.to_json()
-        return {**values, "shard": shard, "retention": self.retention.to_json(), "group": group}
+        whole = list(self.whole_fields)
+        return {
+            **values,
+            "shard": shard,
+            "retention": self.retention.to_json(),
+            "group": group,
+            "whole_fields": whole,
+        }
 
     @classmethod
     def of_capacity(cls, name: str, schema: Any, sizes: dict[str, Any]) -> TableSpec:
@@ -116,6 +125,7 @@ class TableSpec:
         shard = None if sizes["shard"] is None else Shard(**sizes["shard"])
         retention = Retention.from_json(sizes["retention"])
         values["group"] = None if sizes["group"] is None else GroupSpec.from_json(sizes["group"])
+        values["whole_fields"] = tuple(sizes["whole_fields"])
         parsed = Schema.from_json(schema)
         return cls(name, parsed, dataset=None, in_memory=True, shard=shard, retention=retention, **values)
 

@@ -17,6 +17,7 @@ from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.records import EvictionCode, Peer, Refusal, SlotRetention
 from deepspeed_gear.store.stream_records import Head
 from deepspeed_gear.store.table import Table
+from deepspeed_gear.writer.episode_limit import EpisodeLimit
 
 Check = Callable[[dict[str, np.ndarray]], None]
 Committed = Callable[[int], None]
@@ -186,6 +187,11 @@ class Inserter:
             number = self._commit(slot)
             self.table.views["retention"][slot, SlotRetention.PRESENT] = present
             return number
+
+    @property
+    def limit(self) -> EpisodeLimit:
+        """The longest trajectory, and what a longer episode does."""
+        return EpisodeLimit(self.max_length, self.table.spec.whole_fields)
 
     @property
     def version_column(self) -> str | None:

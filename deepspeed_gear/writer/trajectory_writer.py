@@ -21,6 +21,7 @@ from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.attach_writer import attach
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
+from deepspeed_gear.writer.episode_limit import EpisodeLimit
 from deepspeed_gear.writer.inserter import Inserter
 from deepspeed_gear.writer.late_columns import fill
 from deepspeed_gear.writer.open_trajectory import OpenTrajectory
@@ -30,7 +31,8 @@ from deepspeed_gear.writer.vector_writer import VectorWriter
 Grows = TypeVar("Grows", OpenTrajectory, VectorWriter)
 # Names that other modules of this package use, and no program.
 INTERNAL = frozenset(
-    "check_goes_on check_while_waiting close_with end_with_replay publisher run_goes_on store_name".split()
+    "check_goes_on check_while_waiting close_with end_with_replay limit publisher run_goes_on "
+    "store_name".split()
 )
 _CHECK_S = 0.5  # how often a writer checks that the run goes on
 
@@ -158,6 +160,11 @@ class TrajectoryWriter(ProcessBound):
         return self._inserter.max_length
 
     @property
+    def limit(self) -> EpisodeLimit:
+        """The longest trajectory, and what a longer episode does."""
+        return self._inserter.limit
+
+    @property
     def waited_s(self) -> float:
         """Total seconds that this writer has waited for ranks."""
         return self._inserter.evictor.waited_s
@@ -225,7 +232,7 @@ class TrajectoryWriter(ProcessBound):
             self.schema,
             self.add,
             *resolve(num_envs, autoreset),
-            self.max_length,
+            self.limit,
             native,
             publisher=self._publisher,
         )

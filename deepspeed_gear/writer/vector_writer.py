@@ -21,6 +21,7 @@ from deepspeed_gear.store.native_handle import address, form_of
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.records import Growing
 from deepspeed_gear.writer.completed_trajectory import CompletedTrajectory
+from deepspeed_gear.writer.episode_limit import EpisodeLimit
 from deepspeed_gear.writer.partial_publish import (
     UNPUBLISHED,
     GrowingTrajectory,
@@ -53,7 +54,8 @@ class VectorWriter(ProcessBound):
         autoreset: "next_step": the step after the last one of an episode resets, and its action is ignored;
             "same_step": the last step resets, and the episode's last observation is passed as `final`;
             "disabled": the program resets, and calls `reset` with a mask.
-        max_length: A longer episode ends there, marked as truncated, and goes on as another trajectory.
+        limit: A longer episode ends there, marked as truncated, and goes on as another trajectory, unless a
+            field needs whole episodes.
         native: The native module, or None.
         staging: Arrays in which trajectories grow; None: private memory.
         publisher: Publishes steps of open trajectories; None: they cannot be published.
@@ -65,7 +67,7 @@ class VectorWriter(ProcessBound):
         add: Callable[[Mapping[str, Any]], int],
         num_envs: int,
         autoreset: str,
-        max_length: int | None,
+        limit: EpisodeLimit,
         native: ModuleType | None = None,
         staging: Staging | None = None,
         publisher: Publisher | None = None,
@@ -74,7 +76,8 @@ class VectorWriter(ProcessBound):
         self._schema, self._add, self._native = schema, add, native
         if native is not None:
             self._vector_step, self._vector_publish = native.vector_step, native.vector_publish
-        self.num_envs, self.autoreset, self._max_length = num_envs, autoreset, max_length
+        self.num_envs, self.autoreset = num_envs, autoreset
+        self._limit, self._max_length = limit, limit.max_length
         steps = [column for column in schema if column.rows != "1" and not column.late]
         self._state = [c for c in steps if c.rows == "T+1" or c.role == "observation"]
         self._done_by = [c for c in steps if c not in self._state]
@@ -97,7 +100,7 @@ class VectorWriter(ProcessBound):
         self._growing_words[:] = UNPUBLISHED
         self._native_steps: Any = None  # takes plain steps; None: Python does
         self._publishes = False  # whether it publishes them too
-        length = min(_FIRST_LENGTH, max_length or _FIRST_LENGTH)
+        length = min(_FIRST_LENGTH, limit.max_length or _FIRST_LENGTH)
         own = Staging.private(schema.step_columns, num_envs, length, native) if staging is None else staging
         self._next = own.first.copy()  # row of each environment's next state
         self._use(own, native if staging is None else None)
@@ -245,8 +248,8 @@ class VectorWriter(ProcessBound):
             The trajectories that were added: they ended with this step, or had `max_length` steps before it.
         Raises:
             DataError: A column is missing or unknown, does not fit, or is not finite and must be; or `reset`
-                was not called first: nothing has changed, and the step may be appended again. Or errors of
-                `add`.
+                was not called first; or an episode exceeds `max_length` and a field needs whole episodes:
+                nothing has changed, and the step may be appended again. Or errors of `add`.
             StoreFullError, NotReadyError: The step is appended, but not published; the next one tries again.
         """
         events = self._take_plain(columns) if envs is None else -1
@@ -571,7 +574,12 @@ class VectorWriter(ProcessBound):
         self._room = self._staging.length - int(self._used().max())
 
     def _truncate(self, envs: np.ndarray) -> None:
-        """Add trajectories of max_length as truncated; the next ones begin at their last states."""
+        """Add trajectories of max_length as truncated; the next ones begin at their last states.
+
+        Raises:
+            DataError: A field needs whole episodes; nothing has changed.
+        """
+        self._limit.check_parts(int(envs[0]))
         for env in envs.tolist():
             steps = int(self._next[env] - self._staging.first[env] - 1)
             if self._truncated is not None:

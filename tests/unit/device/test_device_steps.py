@@ -255,6 +255,7 @@ def test_ends_may_be_given_where_the_schema_has_no_such_columns() -> None:
         ({"capacity_steps": None, "capacity_bytes": 700}, "capacity_bytes must hold 40 steps"),
         ({"placement": "host"}, "num_envs must not be given for a table in host memory"),
         ({"fields": {"return_to_go": {}, "action": {}}}, 'must not be "return_to_go"'),
+        ({"fields": {"time": {"derived": "timestep"}, "action": {}}}, 'must not be "timestep"'),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(change: dict[str, Any], match: str) -> None:
