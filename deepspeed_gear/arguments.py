@@ -5,6 +5,7 @@ Called at the public boundary, never per sample. Arrays raise DataError, options
 
 from __future__ import annotations
 
+import json
 import operator
 import os
 from collections.abc import Callable, Mapping
@@ -154,7 +155,21 @@ def folder(name: str, value: object) -> Path:
     """
     if not isinstance(value, (str, os.PathLike)):
         raise ConfigError(name, "must be a path", type(value).__name__)
+    if "\0" in os.fsdecode(value):
+        raise ConfigError(name, "must be a path without NUL characters", str(value)[:80])
     return Path(value)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text that may come from anywhere.
+
+    Raises:
+        ValueError: It is none, or nested too deeply for Python's parser, which would raise RecursionError.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def device(name: str, value: object) -> torch.device:

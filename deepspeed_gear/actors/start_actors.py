@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
+import deepspeed_gear.liveness as liveness
 from deepspeed_gear.actors.actor_process import ActorJob, gymnasium_module
 from deepspeed_gear.actors.policy_board import PolicyBoard
 from deepspeed_gear.errors import ConfigError, PeerError
@@ -58,6 +59,8 @@ class Actors(ProcessBound):
             pipe = subprocess.PIPE
             process = subprocess.Popen(_COMMAND, stdin=pipe, stdout=pipe, env=environment)
             self._processes.append(process)
+            assert process.stdin is not None
+            liveness.hold(process.stdin.fileno())  # its end is that of this process
             _send(process, message)
 
     @property
@@ -200,6 +203,7 @@ def _send(process: subprocess.Popen[bytes], words: bytes, last: bool = False) ->
             process.stdin.write(words)
             process.stdin.flush()
             if last:
+                liveness.forget(process.stdin.fileno())
                 process.stdin.close()
     except OSError:  # it has ended: `_failure` finds why
         pass
@@ -221,7 +225,8 @@ def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
             process.kill()
         process.wait()
         for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
+            if pipe is not None and not pipe.closed:
+                liveness.forget(pipe.fileno())
                 with contextlib.suppress(OSError):  # a buffered message to an actor that has ended
                     pipe.close()
     processes.clear()

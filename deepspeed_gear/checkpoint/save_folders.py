@@ -27,10 +27,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.errors import CheckpointError
 
 MANIFEST, POSITION = "manifest.json", "position.json"
 ANOTHER = "take another checkpoint"
+_EDITED = "it is damaged or was edited: " + ANOTHER
+_MOST_COUNT = 1 << 62  # of integers in a save, all of which count something
 _POSITION_FORMAT = 1
 _NAMES = ("", ".old", ".partial", ".older")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -56,11 +59,14 @@ def entry(mapping: Mapping[str, Any], name: str, kind: type[T], of: str) -> T:
         CheckpointError: It is missing or of another type.
     """
     value = mapping.get(name) if isinstance(mapping, Mapping) else None
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+    is_one = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+    if is_one and isinstance(value, int) and not 0 <= value < _MOST_COUNT:
+        raise CheckpointError(f"{of}: {name}", f"must be in [0, {_MOST_COUNT})", value, _EDITED)
+    if not is_one:
         rule = f"must have the entry {name!r} ({kind.__name__})"
         found = None if value is None else type(value).__name__
-        raise CheckpointError(of, rule, found, "it is damaged or was edited: " + ANOTHER)
-    return value
+        raise CheckpointError(of, rule, found, _EDITED)
+    return value  # type: ignore[return-value]
 
 
 def save_of(state: State) -> Mapping[str, Any]:
@@ -360,7 +366,7 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: It cannot be read, or holds no mapping.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
     if not isinstance(content, dict):

@@ -188,11 +188,10 @@ def _read_shard(folder: Path, manifest: dict[str, Any]) -> SavedShard:
             streams.setdefault(".".join(rest[:-1]), {})[rest[-1]] = np.load(folder / name)
         elif kind != "column":
             others[kind] = np.load(folder / name)
-    trajectories, steps = manifest["inserted"]
     slots, numbers = others.get("slots"), others.get("numbers")
     retention, next_id = others.get("retention"), manifest["next_id"]
     groups = others.get("groups"), others.get("group_counts")
-    inserted = int(trajectories), int(steps)
+    inserted = tuple(manifest["inserted"][:2])
     return SavedShard(slots, numbers, next_id, streams, retention, inserted, *groups)
 
 
@@ -321,6 +320,9 @@ def _manifest_of(folder: Path) -> dict[str, Any]:
     kinds = {"save": str, "schema": dict, "next_id": int, "inserted": list, "files": dict}
     for name, kind in kinds.items():
         save_folders.entry(manifest, name, kind, str(path))
+    inserted = dict(zip(("trajectories", "steps"), manifest["inserted"], strict=False))
+    for name in ("trajectories", "steps"):
+        save_folders.entry(inserted, name, int, f"{path}: inserted")
     return manifest
 
 

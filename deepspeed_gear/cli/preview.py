@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def _preview_packs(config: GearConfig, path: Path, worlds: dict[str, int], as_js
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        loaded = json.loads(path.read_text())
+        loaded = parse_json(path.read_text())
     except OSError as error:
         raise ConfigError("CONFIG", "must be a readable file", str(path), str(error.strerror)) from error
     except ValueError as error:

@@ -9,6 +9,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.config.cross_checks import dotted
 from deepspeed_gear.config.describe_options import alternatives, as_model, describe, options, parts
 from deepspeed_gear.errors import ConfigError
@@ -119,7 +120,7 @@ def _short(value: Any) -> Any:
 
 def _hint(value: Any) -> str:
     try:
-        quoted = isinstance(value, str) and not isinstance(json.loads(value), str)
+        quoted = isinstance(value, str) and not isinstance(parse_json(value), str)
     except ValueError:
         return ""
     return "write it without quotes" if quoted else ""

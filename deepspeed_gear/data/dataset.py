@@ -273,7 +273,7 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> dict[str, FileRe
         "files": dict,
     }
     for key, kind in kinds.items():
-        if not isinstance(manifest.get(key), kind):
+        if type(manifest.get(key)) is not kind:  # True is no number
             raise DataError(f"{name}: {key}", f"must be {kind.__name__}", manifest.get(key), _REMAKE)
     if manifest["num_trajectories"] < 1:
         raise DataError(

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.dataset_part import DatasetPart
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
@@ -186,7 +187,7 @@ def read_json(path: Path) -> dict[str, Any]:
         DataError: The file is missing or is not a JSON object.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(
             str(path),

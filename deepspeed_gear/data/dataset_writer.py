@@ -32,6 +32,7 @@ from deepspeed_gear.data.dataset_statistics import check_split, compute_statisti
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory
 from deepspeed_gear.errors import DataError
+from deepspeed_gear.liveness import hold, release
 from deepspeed_gear.schema import Schema
 
 _LOCK_FILE = ".gear-partial"
@@ -199,7 +200,7 @@ class DatasetWriter:
         self._closed = True
         shutil.rmtree(self.dest / _REPLACED, ignore_errors=True)
         (self.dest / _LOCK_FILE).unlink()
-        os.close(self._lock)
+        release(self._lock)
 
     def discard(self) -> None:
         """Stop and remove all files; safe to call twice."""
@@ -209,7 +210,7 @@ class DatasetWriter:
         for file in self._files.values():
             file.discard()
         shutil.rmtree(self._partial, ignore_errors=True)
-        os.close(self._lock)
+        release(self._lock)
 
     def __enter__(self) -> DatasetWriter:
         return self
@@ -248,11 +249,11 @@ def _claim(partial: Path) -> int:
             str(partial), "must not exist, or be what an interrupted ingest left", None, "move it away"
         )
     partial.mkdir(parents=True, exist_ok=True)
-    lock = os.open(partial / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    lock = hold(os.open(partial / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        os.close(lock)
+        release(lock)
         raise DataError(
             str(partial), "must not be written by two at once", None, "wait for the other ingest"
         ) from None

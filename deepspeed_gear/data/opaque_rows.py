@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import LENGTH_BYTES, Column
 
@@ -83,7 +84,7 @@ def decode(row: np.ndarray, column: Column, name: str) -> Any:
     if column.dtype == "bytes":
         return content
     try:
-        return json.loads(content) if content else None
+        return parse_json(content) if content else None
     except ValueError as error:
         raise DataError(name, "must hold JSON", None, str(error)) from error
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.config import (
     GearConfig,
     ResolvedField,
@@ -282,7 +282,7 @@ def section_of(config: Mapping[str, Any] | GearConfig | str | Path) -> Any:
     if not isinstance(config, (str, Path)):
         return config
     try:
-        loaded = json.loads(Path(config).read_text())
+        loaded = parse_json(Path(config).read_text())
     except OSError as error:
         raise ConfigError("config", "must be a readable file", str(config), str(error.strerror)) from error
     except ValueError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import deepspeed
 from deepspeed.utils import logger
 
+from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.config import parse, refuse_batch_sizes
 from deepspeed_gear.distributed import deepspeed_compat
@@ -141,7 +141,7 @@ def _config_of(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         config = getattr(namespace, "deepspeed_config", None)
     if isinstance(config, (str, Path)) and Path(config).is_file():
         try:
-            return json.loads(Path(config).read_text())
+            return parse_json(Path(config).read_text())
         except ValueError:
             return config  # DeepSpeed raises an error for it
     return config

@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from deepspeed_gear import errors
+from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.errors import DataError, GearError, PeerError
 from deepspeed_gear.schema import Column, Schema
 
@@ -131,8 +132,8 @@ def unpack(message: pa.Buffer) -> tuple[dict[str, Any], pa.Buffer]:
     if end > _LENGTH + MOST_HEADER_BYTES:
         raise DataError("message", f"must have a header of at most {MOST_HEADER_BYTES} bytes", end - _LENGTH)
     try:
-        header = json.loads(bytes(view[_LENGTH:end]))
-    except (ValueError, RecursionError) as error:
+        header = parse_json(bytes(view[_LENGTH:end]))
+    except ValueError as error:
         raise DataError("message", "must begin with a JSON object", None, str(error)) from error
     if not isinstance(header, dict) or end > len(view):
         raise DataError("message", "must begin with a JSON object", None)

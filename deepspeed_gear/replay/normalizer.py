@@ -315,7 +315,11 @@ class Normalizer:
         fields: dict[str, Any] = save_folders.entry(content, "fields", dict, str(path))
         if content.get("sha256") != save_folders.digest_of(fields):
             raise CheckpointError(str(path), "must be as it was saved", None, save_folders.ANOTHER)
-        return cls({name: FieldConversion.from_json(entry) for name, entry in fields.items()})
+        try:
+            return cls({name: FieldConversion.from_json(entry) for name, entry in fields.items()})
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+            rule = "must describe the conversion of each field"
+            raise CheckpointError(str(path), rule, None, f"{error!r}; {save_folders.ANOTHER}") from error
 
     # ---- the object ------------------------------------------------------------------------------
 

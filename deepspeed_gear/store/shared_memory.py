@@ -2,8 +2,9 @@
 
 A file is created under no name, allocated, initialised and only then linked, so no process ever maps half a
 store. Each attached process holds a lock on one byte of the file; the kernel releases it when the process
-ends, however it ends. A file on which no process holds a lock is garbage: the last process to detach unlinks
-it, else its reaper does, else `remove_garbage`. All of them lock the whole file first.
+ends, however it ends. The lock belongs to an open file of its own: a map holds its open file, so that the map
+of a forked child would keep the lock. A file on which no process holds a lock is garbage: the last process to
+detach unlinks it, else its reaper does, else `remove_garbage`. All of them lock the whole file first.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError
+from deepspeed_gear.liveness import hold, release
 from deepspeed_gear.store.memory_layout import MAGIC
 from deepspeed_gear.store.memory_limits import check_available
 from deepspeed_gear.store.reaper import FLOCK, WHOLE, Start, unlink_same
@@ -86,7 +88,11 @@ class SharedMemory:
 
     def __init__(self, path: Path, fd: int, num_bytes: int, peer: int) -> None:
         self.path, self.fd, self.num_bytes, self.peer = path, fd, num_bytes, peer
-        self.buffer = memoryview(mmap.mmap(fd, num_bytes))
+        mapped = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self.buffer = memoryview(mmap.mmap(mapped, num_bytes))
+        finally:
+            os.close(mapped)
         self._closed = False
         self._pid = os.getpid()
 
@@ -103,7 +109,7 @@ class SharedMemory:
             StoreError: There is no usable /dev/shm.
         """
         try:
-            fd = os.open(SHM, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fd = hold(os.open(SHM, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
         except OSError as error:
             _refuse_no_descriptor(SHM, error)
             raise StoreError(str(SHM), "must be a writable tmpfs", error.strerror) from error
@@ -116,13 +122,13 @@ class SharedMemory:
             memory = cls(SHM, fd, num_bytes, peer)
             memory._allocate(huge_pages)
         except OSError as error:
-            os.close(fd)
+            release(fd)
             _refuse_no_descriptor(SHM, error)
             if error.errno in _NO_MEMORY:
                 raise _full(num_bytes, error) from error
             raise StoreError(str(SHM), f"must provide {num_bytes} bytes", error.strerror) from error
         except BaseException:
-            os.close(fd)
+            release(fd)
             raise
         _try_lock(fd, fcntl.F_WRLCK, peer, 1)
         return memory
@@ -208,7 +214,7 @@ class SharedMemory:
             StoreError: It is not this user's, or not private.
         """
         path = file_path(name)
-        fd = _open(path)
+        fd = hold(_open(path))
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
@@ -227,7 +233,7 @@ class SharedMemory:
                 raise StoreError(str(path), "must be a gear store", "an empty file")
             return cls(path, fd, status.st_size, peer)
         except BaseException:
-            os.close(fd)
+            release(fd)
             raise
 
     @classmethod
@@ -271,9 +277,9 @@ class SharedMemory:
         if self._closed:
             return
         self._closed = True
-        if self._pid == os.getpid():  # a forked child shares the lock with its parent: do not release it
+        if self._pid == os.getpid():  # in a forked child the descriptor is one of /dev/null
             self._detach()
-        os.close(self.fd)
+        release(self.fd)
         self.buffer = memoryview(b"")
 
     def _detach(self) -> None:
@@ -283,7 +289,7 @@ class SharedMemory:
             _record_lock(self.fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, self.peer, 1)
             if not _unlink_if_garbage(self.fd, self.path):  # two that detach at once block each other
                 _await_removal(self.fd)
-        # The map has its own descriptor, which would keep the lock as long as there are views.
+        # A child that C code has forked may have a copy of the descriptor, which would keep the lock.
         _record_lock(self.fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, 0, WHOLE)
 
 

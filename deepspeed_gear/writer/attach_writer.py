@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.ops.backends import load_library
 from deepspeed_gear.store.memory_layout import read_header
@@ -194,7 +194,7 @@ class _Search:
 def _section(config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(config, (str, Path)):
         try:
-            config = json.loads(Path(config).read_text())
+            config = parse_json(Path(config).read_text())
         except (OSError, ValueError) as error:
             raise ConfigError(f"config {config}", "must be a readable JSON file", None, str(error)) from error
     section = _object("the config", config)
