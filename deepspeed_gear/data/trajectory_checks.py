@@ -14,6 +14,8 @@ from deepspeed_gear.data import opaque_rows
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
 
+CORRECT = "correct it, or give the column a dtype that holds it"
+
 
 def check_trajectory(
     name: str, schema: Schema, trajectory: Mapping[str, Any]
@@ -115,9 +117,7 @@ def as_stored(value: Any, column: Column, table: str, num_rows: int | None = Non
         except (ValueError, TypeError, RuntimeError) as error:
             raise DataError(name, "must be an array", None, str(error)) from error
         are_bits = array.dtype == np.uint16
-    # Lists have no dtype of their own; of them, and of what "same_kind" admits, `_cast` checks the values.
-    suits = np.can_cast(array.dtype, column.numpy_dtype, "same_kind") or column.dtype == "bfloat16"
-    if array.dtype.kind not in "biuf" or not (suits or isinstance(value, (list, tuple, int, float, bool))):
+    if array.dtype.kind not in "biuf":
         parts = (
             f"name the columns {column.name}.<key> to store its parts" if isinstance(value, Mapping) else ""
         )
@@ -131,18 +131,32 @@ def as_stored(value: Any, column: Column, table: str, num_rows: int | None = Non
         lead = column.rows if num_rows is None else num_rows
         shape = list(column.shape) if single else [lead, *column.shape]
         raise DataError(name, f"must have shape {shape}", list(array.shape))
-    return _cast(np.asarray(array), column, name)
+    return cast(np.asarray(array), column, name)
 
 
-def _cast(array: np.ndarray, column: Column, name: str) -> np.ndarray:
-    """Convert to the stored dtype; a value that it cannot hold is refused, a fraction may be rounded."""
+def cast(array: np.ndarray, column: Column, name: str, remedy: str = CORRECT) -> np.ndarray:
+    """Convert real numbers to a column's stored dtype.
+
+    Every integer, bool and whole number that an integer or bool column can hold is kept exactly; floating
+    columns round. Costs nothing where the array has the stored dtype.
+
+    Raises:
+        DataError: A value does not fit: an integer out of range, a fraction in an integer column, a number
+            but 0 and 1 in a bool column, a finite number that becomes infinite.
+    """
     if array.dtype == column.numpy_dtype:
         return array
     with np.errstate(over="ignore", invalid="ignore"):
         stored = array.astype(column.numpy_dtype)
-    held = np.isfinite(stored) | ~np.isfinite(array) if column.is_floating else stored == array
+    if column.is_floating:
+        held = np.isfinite(stored) | ~np.isfinite(array)
+    else:
+        held = stored == array
+        if column.dtype == "int64" and array.dtype.kind == "f":
+            held &= array < 2.0**63  # which some machines convert to the largest int64, and that equals it
     if not held.all():
-        raise DataError(name, f"must hold values that {column.dtype} can hold", array[~held].flat[0].item())
+        value = array[~held].flat[0].item()
+        raise DataError(name, f"must hold values that {column.dtype} can hold", value, remedy)
     return stored
 
 
@@ -153,7 +167,7 @@ def _as_bfloat16(array: np.ndarray, name: str) -> np.ndarray:
     rounded = torch.from_numpy(single).to(torch.bfloat16)
     held = rounded.isfinite().numpy() | ~np.isfinite(array)
     if not held.all():
-        raise DataError(name, "must hold values that bfloat16 can hold", array[~held].flat[0].item())
+        raise DataError(name, "must hold values that bfloat16 can hold", array[~held].flat[0].item(), CORRECT)
     return np.asarray(rounded.view(torch.uint16).numpy())
 
 

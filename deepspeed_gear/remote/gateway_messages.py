@@ -103,6 +103,8 @@ def _decoded(column: Column, array: pa.Array) -> list[np.ndarray]:
     if bad.any():
         rule = f"must have rows of {column.row_bytes} bytes"
         raise DataError(f"batch: column {column.name}", rule, int(lengths[bad][0]))
+    if column.dtype == "bool" and (content[offsets[0] : offsets[-1]] > 1).any():
+        raise DataError(f"batch: column {column.name}", "must hold bytes of 0 and 1, as its dtype is bool")
     lead = () if column.rows == "1" else (-1,)
     pieces = (content[start:end] for start, end in pairwise(offsets))
     return [piece.view(column.numpy_dtype).reshape((*lead, *column.shape)) for piece in pieces]

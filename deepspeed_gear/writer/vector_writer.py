@@ -13,7 +13,7 @@ import torch
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.nested_columns import flatten
-from deepspeed_gear.data.trajectory_checks import as_stored, check_finite
+from deepspeed_gear.data.trajectory_checks import as_stored, cast, check_finite
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.public_names import public_names
 from deepspeed_gear.schema import Column, Schema
@@ -32,6 +32,7 @@ from deepspeed_gear.writer.partial_publish import (
 from deepspeed_gear.writer.staged_rows import Staging
 
 _FIRST_LENGTH = 256
+_FLAG = Column("flag", "bool")
 INTERNAL = frozenset({"watch_versions"})  # used by other modules of this package, and by no program
 
 
@@ -347,7 +348,7 @@ class VectorWriter(ProcessBound):
                 given = arguments.array(f"column {name}", columns[name])
                 if given.shape != ended.shape:
                     raise DataError(f"column {name}", f"must have shape [{num_envs}]", list(given.shape))
-                ended |= given.astype(bool)
+                ended |= cast(given, _FLAG, f"column {name}")
         return ended
 
     def _check_begun(self, waiting: np.ndarray) -> None:

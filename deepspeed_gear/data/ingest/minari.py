@@ -232,7 +232,6 @@ class MinariReader(Reader):
                 if key not in present:
                     raise DataError(where, "must be in every episode", None, "leave it out with --columns")
                 array = self._load(number, key, length)
-                _check_dtype(where, array, column)
                 if column.role in ("reward", "terminated", "truncated"):
                     array = array.reshape(length)
                 arrays[column.name] = convert(where, array, column)
@@ -245,12 +244,6 @@ def _mark_truncated(arrays: dict[str, NDArray[Any]]) -> None:
     if len(arrays["reward"]) and not (arrays["terminated"][-1] or arrays["truncated"][-1]):
         arrays["truncated"] = arrays["truncated"].copy()
         arrays["truncated"][-1] = True
-
-
-def _check_dtype(where: str, array: NDArray[Any], column: Column) -> None:
-    expected = make_column(where, column.name, array.dtype, column.shape, column.role, column.rows).dtype
-    if expected != column.dtype:
-        raise DataError(where, f"must be {column.dtype} as in the first episode", str(array.dtype))
 
 
 def _name_of(key: Key) -> str:

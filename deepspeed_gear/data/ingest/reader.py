@@ -15,6 +15,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_gear.data.trajectory_checks import CORRECT, cast
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import DTYPES, Column, Rows
 
@@ -185,17 +186,14 @@ def make_column(
 
 
 def convert(where: str, array: NDArray[Any], column: Column) -> NDArray[Any]:
-    """Convert a source's array to the dtype of its column without losing a value.
+    """Convert a source's array to the dtype of its column, by the rule of `trajectory_checks.cast`.
 
     Raises:
-        DataError: A value does not fit: a flag that is not 0 or 1, an unsigned integer beyond int64.
+        DataError: It is not numeric, or a value does not fit: a flag that is not 0 or 1, an unsigned integer
+            beyond int64.
     """
-    is_flag = column.role in ("terminated", "truncated") and array.dtype != np.bool_
-    if is_flag and (bad := array[(array != 0) & (array != 1)].tolist()):
-        raise DataError(where, "must hold only 0 and 1", bad[0])
-    if array.dtype.name == "uint64" and column.dtype == "int64" and array.size and array.max() >= 1 << 63:
-        raise DataError(where, "must fit into int64", int(array.max()), _LEAVE_OUT)
-    return array.astype(column.numpy_dtype, copy=False)
+    stored_dtype(where, array.dtype, _LEAVE_OUT)
+    return cast(array, column, where, _LEAVE_OUT if column.role == "other" else CORRECT)
 
 
 def open_hdf5(path: Path) -> h5py.File:

@@ -129,12 +129,13 @@ WRONG_TRAJECTORIES: dict[str, tuple[dict[str, np.ndarray], str]] = {
         "known are ('observation', 'action', 'done', 'task', 'return')",
     ),
     "dtype": (
-        {**trajectory(3), "done": np.zeros(3)},
-        "trajectory 1: column done must be convertible to bool, got 'float64'",
+        {**trajectory(3), "done": np.zeros(3, complex)},
+        "trajectory 1: column done must be convertible to bool, got 'complex128'",
     ),
     "value": (
         {**trajectory(3), "task": [0.5, 1]},  # type: ignore[dict-item]
-        "trajectory 1: column task must hold values that int64 can hold, got 0.5",
+        "trajectory 1: column task must hold values that int64 can hold, got 0.5; "
+        "correct it, or give the column a dtype that holds it",
     ),
     "row shape": (
         {**trajectory(3), "observation": np.zeros((4, 2, 2), np.float32)},

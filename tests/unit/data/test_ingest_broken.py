@@ -96,12 +96,18 @@ BROKEN_D4RL: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "flags of 2": (
         {"terminals": np.full(8, 2, np.uint8)},
-        ": terminals must hold only 0 and 1, got 2",
+        ": terminals must hold values that bool can hold, got 2; "
+        "correct it, or give the column a dtype that holds it",
     ),
-    "NaN flags": ({"timeouts": np.full(8, np.nan)}, ": timeouts must hold only 0 and 1, got nan"),
+    "NaN flags": (
+        {"timeouts": np.full(8, np.nan)},
+        ": timeouts must hold values that bool can hold, got nan; "
+        "correct it, or give the column a dtype that holds it",
+    ),
     "huge integers": (
         {"infos__id": np.full(8, 2**63, np.uint64)},
-        ": infos/id, episode 0 must fit into int64, got 9223372036854775808; leave it out with --columns",
+        ": infos/id, episode 0 must hold values that int64 can hold, got 9223372036854775808; "
+        "leave it out with --columns",
     ),
     "a derived name": (
         {"length": np.zeros(8)},
@@ -230,8 +236,9 @@ BROKEN_MINARI: dict[str, tuple[str, Any, str]] = {
     ),
     "another dtype": (
         "episode_1/observations",
-        np.zeros((2, 2), np.float32),
-        ": episode_1/observations must be float64 as in the first episode, got 'float32'",
+        np.zeros((2, 2), np.complex64),
+        ": episode_1/observations must be numeric (bool, integer or float up to 64 bits), got 'complex64'; "
+        "leave it out with --columns",
     ),
     "wide rewards": (
         "episode_0/rewards",

@@ -265,7 +265,7 @@ def test_a_refused_transition_changes_nothing() -> None:
             (row + 1, row + np.nan, 0, 1.0, False, False),
             (row + 1, row, 0.5, 1.0, False, False),
             (row + 1, row, 0, np.inf, False, False),
-            (row + 1, row, 0, 1.0, 1, False),
+            (row + 1, row, 0, 1.0, 2, False),
             (row + 9, row + np.nan, 0, 1.0, False, False),  # another trajectory
         ]
         for given in wrong:
