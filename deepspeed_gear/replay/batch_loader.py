@@ -140,7 +140,7 @@ class BatchLoader:
 
     def _request(self, key: int) -> None:
         for stream in self._streams:
-            stream.masses.ask(key)
+            stream.request(key)
 
     def take_digest(self) -> int:
         """Return, once, the digest of this rank's part of a global batch that is verified; else 0."""

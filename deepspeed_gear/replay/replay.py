@@ -323,8 +323,8 @@ class Replay(ReplayBase):
             PeerError: Another rank of the node is too late; with an engine also: it failed, died or ended.
                 The next call tries again.
             NotReadyError: The table's rate limiter admits no batch in time, or a table with writers holds
-                no item to sample in time; at once where no other process writes. With an engine on all
-                ranks. The next call tries again.
+                no item to sample in time; at once where no other process may add any. With an engine on
+                all ranks. The next call tries again.
         """
         self._check_reads()
         if not isinstance(self._loader, BatchLoader):
@@ -345,7 +345,7 @@ class Replay(ReplayBase):
             CheckpointError: A run was resumed in a rollout batch, and its trajectories have other lengths.
             StoreError: As `sample`, like the others.
             PeerError: Another rank failed, died or ended.
-            NotReadyError: Too few items are there in time.
+            NotReadyError: Too few items are there in time; at once where no other process may add any.
         """
         found = self._packed().next()
         for warning in self._warnings:

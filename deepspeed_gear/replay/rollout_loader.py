@@ -128,7 +128,7 @@ class RolloutLoader:
 
         def select() -> None:
             for stream in self._streams:
-                stream.masses.ask(key)
+                stream.request(key)
             found[:] = [stream.get(key) for stream in self._streams]
 
         try:

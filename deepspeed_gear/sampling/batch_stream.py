@@ -23,7 +23,7 @@ from deepspeed_gear.sampling.select import SelectionMaker
 from deepspeed_gear.sampling.selection import Selection, SelectionPart
 from deepspeed_gear.sampling.selection_readers import SelectionReaders
 from deepspeed_gear.sampling.stream_state import TRAIN, StreamState
-from deepspeed_gear.store.records import Control
+from deepspeed_gear.store.records import Control, Peer
 from deepspeed_gear.store.stream_records import NEVER_LATE, Head, Position
 
 __all__ = ["TRAIN", "BatchStream"]
@@ -66,6 +66,7 @@ class BatchStream:
         self.readers = SelectionReaders(self.spec, self.table, state.consumed, self._timeout_s)
         self._limits_here = state.is_limited and state.joint_limiter is None
         self._writes_here = False  # then it must not wait for itself
+        self._requested: int | None = None  # global batch that the program waits for; None: any that it gets
         self._is_online = self.table.spec.dataset is None
         self._events = None
         if self.table.ops.native is not None and self._is_online and self.spec.name == TRAIN:
@@ -130,7 +131,15 @@ class BatchStream:
             NotReadyError: The rate limiter admits no selection in time.
             StoreError: No item has mass, or the selection is older than the ring.
         """
-        state, until, awaited = self.state, None, 0
+        waits = self.table.peers[self._peer]
+        try:
+            return self._get(key)
+        finally:
+            if waits[Peer.WAITS]:
+                waits[Peer.WAITS] = 0
+
+    def _get(self, key: int) -> Selection:
+        state, until, awaited, alone = self.state, None, 0, False
         entry = key % self.spec.depth
         while self.masses.too_early(key):  # in a prefetching thread: as long as a training step takes
             self._check_going_on()
@@ -149,7 +158,7 @@ class BatchStream:
                 if self._limits_here and not late and state.limiter is not None:
                     limited = not state.limiter.is_open(self.spec.num_samples(key), exact=False)
                 if limited:
-                    awaited = self._listen()
+                    awaited, alone = self._listen(), self._is_alone(key)
                 ready = not late and not slow and not limited and not self.follows
                 empty = None
                 if ready and self.selector.in_store:
@@ -158,7 +167,7 @@ class BatchStream:
                         state.limiter_wait.end()
                         return self._read(key, entry)
                     except NothingToSampleError as error:
-                        empty, awaited = error, self._listen()
+                        empty, awaited, alone = error, self._listen(), self._is_alone(key)
             if ready and empty is None:
                 self._select_together(key, entry)
                 continue
@@ -166,11 +175,13 @@ class BatchStream:
             if self.follows and state.failure is not None:
                 state.failure.check(key)
             if limited or empty is not None:
-                self._wait_for_items(key, awaited, empty)
+                self._wait_for_items(key, awaited, alone, empty)
                 continue
             if self.follows and self._words[Position.LIMITED]:  # the leader of this node waits
                 until = None
-                state.limiter_wait.wait()
+                if not self._is_ahead(key):
+                    self.table.peers[self._peer, Peer.WAITS] = 1
+                    state.limiter_wait.wait()
             elif until is None:
                 until = time.monotonic() + self._timeout_s
                 self.readers.wait_awake(held + 1)
@@ -179,6 +190,11 @@ class BatchStream:
             elif time.monotonic() > until and {*late, *slow} != {self._peer}:  # else its own device is late
                 raise self._too_late(key, late, slow)
             time.sleep(_POLL_S)
+
+    def request(self, key: int) -> None:
+        """Record that the program waits for a global batch; a prefetch thread may `get` later ones."""
+        self.masses.ask(key)
+        self._requested = key
 
     def release(self, key: int) -> None:
         """Mark all selections up to `key` as released by this process."""
@@ -274,6 +290,7 @@ class BatchStream:
 
     def _select_together(self, key: int, entry: int) -> None:
         """Make a selection with the other nodes, without holding the lock while waiting for them."""
+        self._is_ahead(key)
         with self.table.lock:
             self._control[Control.SELECTING] += 1  # its items must stay between the exchanges
         is_limited = False
@@ -316,12 +333,15 @@ class BatchStream:
 
     # ---- waiting for the rate limiter ------------------------------------------------------------
 
-    def _wait_for_items(self, key: int, awaited: int, empty: NothingToSampleError | None = None) -> None:
+    def _wait_for_items(
+        self, key: int, awaited: int, alone: bool, empty: NothingToSampleError | None = None
+    ) -> None:
         """Wait for items that a selection may sample: until a slot changes, at most `_LISTEN_S`.
 
         Args:
             key: Number of the global batch.
             awaited: What `_listen` returned before the limiter was evaluated.
+            alone: What `_is_alone` returned then.
             empty: Why nothing can be sampled although the limiter admits it; None: the limiter does not.
         Raises:
             NotReadyError: No other process adds items, or none came in time.
@@ -330,22 +350,35 @@ class BatchStream:
         limiter, wait, groups = self.state.limiter, self.state.limiter_wait, self.table.groups
         comes = groups is not None and groups.waits_for_time  # without any process that adds
         may_wait = self.state.may_wait or self._writes_here or comes
-        if empty is not None and (limiter is None or not may_wait):
-            raise empty.error
-        assert limiter is not None
-        waited = wait.wait()
-        waits_for_itself = self._writes_here or (limiter.is_plain and not limiter.has_writers)
-        waits_for_itself &= not comes
-        if waits_for_itself or waited > wait.timeout_s:
-            wait.end()
-            waited = 0.0 if waits_for_itself else waited
-            with self.table.lock:
-                count = self.spec.num_samples(key)
-                raise limiter.too_late(key, count, waited, is_empty=empty is not None)
+        if not self._is_ahead(key):
+            if empty is not None and (limiter is None or not may_wait):
+                raise empty.error
+            assert limiter is not None
+            waited, waits_for_itself = wait.wait(), alone and not comes
+            if waits_for_itself or waited > wait.timeout_s:
+                wait.end()
+                waited = 0.0 if waits_for_itself else waited
+                with self.table.lock:
+                    count = self.spec.num_samples(key)
+                    raise limiter.too_late(key, count, waited, is_empty=empty is not None)
         if self._events is None:
             time.sleep(_IDLE_S)
         else:
             self._events.wait(0, awaited, _LISTEN_S)
+
+    def _is_ahead(self, key: int) -> bool:
+        """Return whether this thread prefetches a global batch that the program has not requested yet."""
+        return self.state.limiter_wait.note(self._requested is not None and key > self._requested)
+
+    def _is_alone(self, key: int) -> bool:
+        """Return whether no other process may add the items that this one waits for. Requires the lock.
+
+        All ranks of the node are, once they wait: under the lock, none of them has added since.
+        """
+        if self._is_ahead(key) or self.state.limiter is None:
+            return False
+        self.table.peers[self._peer, Peer.WAITS] = 1
+        return self._writes_here or not self.state.limiter.may_be_filled
 
     def _listen(self) -> int:
         """Request a wake-up at a slot's next change; return the count to wait with. Requires the lock."""
@@ -357,7 +390,8 @@ class BatchStream:
     def _wait_together(self) -> None:
         """Pause before all nodes evaluate their limiter again; mark it for the node's other processes."""
         self._words[Position.LIMITED] = 1
-        self.state.limiter_wait.wait()
+        if not self.state.limiter_wait.is_ahead:
+            self.state.limiter_wait.wait()
         time.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
 

@@ -32,7 +32,7 @@ class NodeRate:
     TURN: Final = 8
     IS_FIXED: Final = 9  # its quota must not change now
     SAMPLED: Final = 10
-    HAS_WRITERS: Final = 11
+    MAY_BE_FILLED: Final = 11  # a process of the node may add items
     COMES: Final = 12  # an item will be complete as time goes on, without any process that adds
     NUM_WORDS: Final = 13
 
@@ -90,12 +90,12 @@ class JointSelectionLimiter:
             words[NodeRate.FEWEST] = self._limiter.fewest()
         if self._waiting.waited_s > self._waiting.timeout_s:
             words[NodeRate.GIVES_UP] = GaveUp.LATE
-        elif self._position[Position.WRITES]:
+        elif self._position[Position.WRITES] and not self._waiting.is_ahead:
             words[NodeRate.GIVES_UP] = GaveUp.WRITES_HERE
         if self._table.groups is not None:
             words[NodeRate.COMES] = self._table.groups.waits_for_time
-        if self._limiter.is_plain and not words[NodeRate.LEFT]:
-            words[NodeRate.HAS_WRITERS] = self._limiter.has_writers
+        if not self._limiter.is_plain or not words[NodeRate.LEFT]:
+            words[NodeRate.MAY_BE_FILLED] = self._waiting.is_ahead or self._limiter.may_be_filled
         if self._rate is None:
             return words
         if control[Control.PENDING] and not self._is_open:  # slots of dead processes must not block writers
@@ -152,7 +152,7 @@ class JointSelectionLimiter:
     def given_up(self, records: np.ndarray, key: int, count: int) -> NotReadyError | None:
         """Return the error that all nodes raise if one of them stops waiting for the rate limiter."""
         why = int(records[:, NodeRate.GIVES_UP].max())
-        if self._limiter.is_plain and not records[:, NodeRate.HAS_WRITERS].any():
+        if not records[:, NodeRate.MAY_BE_FILLED].any():
             why = why or GaveUp.WRITES_HERE
         if why == GaveUp.WRITES_HERE and records[:, NodeRate.COMES].any():
             why = GaveUp.LATE if (records[:, NodeRate.GIVES_UP] == GaveUp.LATE).any() else 0

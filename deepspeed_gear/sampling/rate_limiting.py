@@ -163,12 +163,18 @@ class SelectionLimiter:
             self._readers.forget(slot)
 
     @property
-    def has_writers(self) -> bool:
-        """Whether another living process is attached that only writes."""
+    def may_be_filled(self) -> bool:
+        """Whether another process may add items while this one waits for them.
+
+        It is one that only writes: attached, or with a limit of draws or rates one that may attach. With such
+        a limit it may also be another rank that does not wait itself.
+        """
         spec, table = self._table.spec, self._table
-        pids = table.peers[spec.num_peers :, Peer.PID]
-        others = np.nonzero((pids != 0) & (pids != os.getpid()))[0] + spec.num_peers
-        return any(table.memory.is_alive(peer) for peer in others.tolist())
+        if not self.is_plain and spec.num_writers:
+            return True
+        may = (table.peers[:, Peer.PID] != 0) & (table.peers[:, Peer.PID] != os.getpid())
+        may[: spec.num_peers] &= not self.is_plain and table.peers[: spec.num_peers, Peer.WAITS] == 0
+        return any(table.memory.is_alive(peer) for peer in np.nonzero(may)[0].tolist())
 
     def too_late(
         self, key: int, count: int, waited_s: float, size: str = "", is_empty: bool = False
@@ -187,22 +193,35 @@ class SelectionLimiter:
         if is_empty or self.is_plain:
             rule = f"must hold what the sampler admits{within}, for the {count} samples of global batch {key}"
         else:
+            limit = "max_times_sampled" if self.retention.rate_limiter is None else "rate limiter"
             needed = f"the {count} samples of global batch {key}"
-            rule = f"must be filled{within}, as its rate limiter requires, for {needed}"
+            rule = f"must be filled{within}, as its {limit} requires, for {needed}"
         found = f"{size}; here {held}" if size else held
-        if not remedy:
-            waiting = "check that the actors run"
-            remedy = waiting if waited_s else "call can_sample() first, and add trajectories"
+        if not remedy and not waited_s:
+            remedy = "call can_sample() first, and add trajectories"
+        elif not remedy:
+            who = "actors run" if self._table.spec.num_writers else "other ranks add trajectories"
+            remedy = f"check that the {who}"
         kind = EmptyTableError if is_empty else NotReadyError
         return kind(f"table {self._table.spec.name}", rule, found, remedy)
 
 
 class LimiterWait:
-    """Measures how long a stream of this process waits for its rate limiter."""
+    """Measures how long a stream of this process waits for its rate limiter.
+
+    A prefetch thread waits without a limit for a batch that the program has not requested yet: the program
+    may still add the items.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self.total_s, self.timeout_s = 0.0, timeout_s
+        self.is_ahead = False  # the batch was not requested yet
         self._since: float | None = None
+
+    def note(self, is_ahead: bool) -> bool:
+        """Set and return whether the batch was not requested yet."""
+        self.is_ahead = is_ahead
+        return is_ahead
 
     def wait(self) -> float:
         """Begin or continue a wait; return its duration so far, in seconds."""

@@ -91,4 +91,5 @@ class Peer:
     PID: Final = 0
     OLDEST_OPEN: Final = 1  # oldest policy version of its open trajectories, plus 1
     REGISTERED: Final = 2  # bytes registered with CUDA, plus 1
+    WAITS: Final = 3  # 1: its training stream waits for items, so it adds none
     NUM_WORDS: Final = 8

@@ -13,7 +13,7 @@ from store_support import StoreScene, stream_spec
 from deepspeed_gear.context import Context
 from deepspeed_gear.errors import NotReadyError
 from deepspeed_gear.ops.records import Slot
-from deepspeed_gear.sampling.joint_rate_limiting import JointSelectionLimiter
+from deepspeed_gear.sampling.joint_rate_limiting import JointSelectionLimiter, NodeRate
 from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.records import Control
@@ -149,10 +149,15 @@ def test_what_the_dead_have_reserved_holds_nobody_back(make: Make) -> None:
 
 
 def test_a_node_that_would_wait_for_itself_ends_the_wait_of_all(make: Make) -> None:
+    """As it does where the one process of each node waits, so that none is left that may add."""
     scenes = make(2, max_times_sampled=2)
-    assert all(joint(scene).given_up(say(scenes), 0, BATCH) is None for scene in scenes)
+    assert all(joint(scene).given_up(say(scenes), 0, BATCH) for scene in scenes)
+    others = say(scenes)
+    others[1, NodeRate.MAY_BE_FILLED] = 1
+    assert all(joint(scene).given_up(others, 0, BATCH) is None for scene in scenes)
     scenes[1].streams[0].position[Position.WRITES] = 1
     said = say(scenes)
+    said[:, NodeRate.MAY_BE_FILLED] = 1
     for scene in scenes:
         assert isinstance(joint(scene).given_up(said, 0, BATCH), NotReadyError)
         assert not joint(scene).apply(said, BATCH)

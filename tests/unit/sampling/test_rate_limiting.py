@@ -152,7 +152,7 @@ def test_fewer_than_the_least_block_again() -> None:
 
 
 def test_who_waits_goes_on_when_items_come() -> None:
-    with replay(rate_limiter={"min_size": 2, "timeout_s": 10.0}) as found:
+    with replay(rate_limiter={"min_size": 2, "timeout_s": 10.0}, writers=1) as found:
         found.add(trajectory(0))
         adder = threading.Timer(1.0, lambda: found.add(trajectory(1)))
         adder.start()
@@ -162,12 +162,48 @@ def test_who_waits_goes_on_when_items_come() -> None:
 
 
 def test_a_wait_ends_with_an_error() -> None:
-    with replay(rate_limiter={"min_size": 2, "timeout_s": 0.2}) as found:
+    with replay(rate_limiter={"min_size": 2, "timeout_s": 0.2}, writers=1) as found:
         found.add(trajectory(0))
-        with pytest.raises(NotReadyError, match=r"must be filled within 0\.2"):
+        with pytest.raises(NotReadyError, match=r"must be filled within 0\.2.*check that the actors run"):
             found.sample()
         found.add(trajectory(1))
         found.sample()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"rate_limiter": {"min_size": 3}},
+        {"rate_limiter": {"min_size": 2, "samples_per_insert": 1.0}, "remove": "fifo"},
+        {"max_times_sampled": 1},
+        {"max_times_sampled": 1, "rate_limiter": {"min_size": 1}},
+    ],
+    ids=str,
+)
+def test_the_only_process_that_can_add_does_not_wait(
+    table: dict[str, Any], backend: str, prefetch: int
+) -> None:
+    """It gets an error at once, with any limiter; and never one from before its latest addition."""
+    options = {"tables": {"main": {"capacity_steps": 300, **table}}, "sampler": {"unit": "trajectory"}}
+    section = {**options, "fields": {"which": {}}, "batch_size": 1, "backend": backend, "prefetch": prefetch}
+    with Replay(section, schemas={"main": SCHEMA}) as found:
+        drawn = 0
+        for number in range(6):
+            found.add(trajectory(number))
+            if found.can_sample():
+                found.sample()
+                drawn += 1
+            else:
+                with pytest.raises(NotReadyError, match=r"must be filled first.*call can_sample"):
+                    found.sample()
+        assert drawn >= 4
+        if "max_times_sampled" in table:
+            limit = "rate limiter" if "rate_limiter" in table else "max_times_sampled"
+            with pytest.raises(NotReadyError, match=f"first, as its {limit} requires") as caught:
+                found.sample()
+            assert "actors" not in str(caught.value)
 
 
 WRITER = """
