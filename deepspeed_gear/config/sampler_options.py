@@ -354,8 +354,8 @@ class MixtureSampler(GearModel):
     kind: Literal["mixture"] = Field(description="Names the sampler.")
     shares: Annotated[dict[Name, Schedule], MinLen(1)] = Field(
         description=(
-            "Part of a global batch by table, numbers or schedules; at any time they sum to 1. Every batch "
-            "holds them rounded to whole samples, the largest remainders first."
+            "Part of a global batch by table, numbers or schedules; at any time they sum to 1. What rounding "
+            "to whole samples leaves is carried to the next batches, so each table has its share within one."
         )
     )
     of: Annotated[ItemSampler, Discriminator(_kind_of), BeforeValidator(_named)] = Field(

@@ -16,7 +16,7 @@ from deepspeed_gear.device.ring_selection import RingSelection
 from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.records import RingState
-from deepspeed_gear.sampling.mixture import Mixture
+from deepspeed_gear.sampling.mixture import TOLERANCE, Mixture
 
 
 @dataclass
@@ -65,21 +65,26 @@ class TableMixture:
         num_samples: Of a global batch that this rank draws.
         num_parts: Micro batches that they are divided into: every num_parts-th sample belongs to one.
     Raises:
-        ConfigError: A share gives no sample.
+        ConfigError: A share gives no whole number of samples.
     """
 
     def __init__(
         self, tables: Sequence[DeviceTable], mixture: Mixture | None, num_samples: int, num_parts: int
     ) -> None:
         self.tables, self._num_parts = tuple(tables), num_parts
-        counts = [num_samples] if mixture is None else mixture.counts(0).tolist()
-        for each, count in zip(tables, counts, strict=True):
-            if count == 0:
-                rule = f"must give a sample of {num_samples}"
-                raise ConfigError(f"gear.sampler.shares.{each.name}", rule, 0, "leave the table out")
+        self.shares = [1.0] if mixture is None else mixture.shares(0)
+        counts = [round(share * num_samples) for share in self.shares]
+        for each, share, count in zip(tables, self.shares, counts, strict=True):
+            if count == 0 or abs(share - count / num_samples) > TOLERANCE:
+                rule = f"must be a whole number of {num_samples} samples where tables lie on devices"
+                least = max(count, 1)
+                remedy = (
+                    f"a captured step has fixed numbers: use {least / num_samples} ({least} samples), "
+                    "another batch size, or leave the table out"
+                )
+                raise ConfigError(f"gear.sampler.shares.{each.name}", rule, share, remedy)
         ends = torch.tensor([0, *counts]).cumsum(0).tolist()
         self._slices = [slice(*pair) for pair in pairwise(ends)]
-        self.shares = [count / num_samples for count in counts]
         first = tables[0].selection
         self.is_prioritized, self.has_step_items = first.is_prioritized, first.has_step_items
         self.device = first.table.device

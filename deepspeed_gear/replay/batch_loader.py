@@ -245,7 +245,7 @@ class BatchLoader:
             selections = [(stream, stream.get(key)) for stream in self._streams]
             heads = [selection.head for _, selection in selections]
             chosen = self._mixture.part(key, part, info.num_micro)
-            batch = self._assembler.assemble_mixture(selections, chosen, self._mixture.parts(key), part)
+            batch = self._assembler.assemble_mixture(selections, chosen, self._mixture.shares(key), part)
         digest = None
         if micro == info.accumulation - 1:
             if self._verify_every and key % self._verify_every == 0:

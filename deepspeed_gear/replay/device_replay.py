@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,10 +142,7 @@ class DeviceReplay(ReplayBase):
         ]
         num_parts = info.accumulation if sharing.has_own_batches else info.num_micro
         num_samples = info.micro * num_parts
-        mixture = mixture_of(config, info)
-        if mixture is not None:
-            mixture = replace(mixture, batch=num_samples)
-        self._mixture = TableMixture(tables, mixture, num_samples, num_parts)
+        self._mixture = TableMixture(tables, mixture_of(config, info), num_samples, num_parts)
         self.table = tables[0].table
         self.schema = self.table.schema
         splits = {name: spec for name, spec in specs[0].items() if name != TRAIN}

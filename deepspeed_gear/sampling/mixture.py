@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from deepspeed_gear.errors import ConfigError
 
 TOLERANCE = 1e-6  # of the sum of the shares
+_ONE = 1 << 53  # a share of 1: shares are integers, so that their sums are exact
+_NUM_KEPT = 4096  # latest global batches whose counts are kept
 
 
-@dataclass
 class Mixture:
     """Numbers of samples by table for each global batch.
+
+    A table that has had a share of S samples since global batch 0 has had floor(S) or ceil(S) samples. So
+    sample j of a table falls due at the first batch that takes S to j, and may come once S is above j - 1.
+    Each batch takes the samples that are due, then those that fall due first. With constant shares this never
+    fails (jobs of unit length on one machine); where shares change, a table may be up to 2 samples off.
+
+    Thread safety: all methods may be called by any thread. Cost: some microseconds a global batch, once;
+    after a resume also for those before it.
+
+    Source: Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980.
 
     Args:
         names: Of the tables.
@@ -22,22 +33,31 @@ class Mixture:
         batch: Samples of a global batch.
     """
 
-    names: Sequence[str]
-    shares: Sequence[Callable[[int], float]]
-    batch: int
-    _known: tuple[int, np.ndarray] = field(default=(-1, np.empty(0, np.int64)), repr=False)
+    def __init__(self, names: Sequence[str], shares: Sequence[Callable[[int], float]], batch: int) -> None:
+        self.names, self.batch, self._by_batch = names, batch, shares
+        self._mutex, self._kept = threading.Lock(), dict[int, np.ndarray]()
+        self._shares, self._weights = list[float](), list[int]()
+        self._restart()
+
+    def _restart(self) -> None:
+        self._next = 0  # global batch that is counted next
+        self._lacking = [0] * len(self.names)  # each table's share so far less its samples, in 1 / _ONE
 
     def counts(self, number: int) -> np.ndarray:
         """Return the number of samples of each table in a global batch. [tables], int64.
 
         Raises:
-            ConfigError: The shares do not sum to 1 at this global batch.
+            ConfigError: The shares do not sum to 1 at this global batch or at one before it.
         """
-        known = self._known  # replaced as a whole: two threads may read it
-        if known[0] != number:
-            known = number, self._round(self._shares(number))
-            self._known = known
-        return known[1]
+        with self._mutex:
+            if number not in self._kept:
+                if number < self._next:
+                    self._restart()
+                for each in range(self._next, number + 1):
+                    counts = self._count(each)
+                    self._kept.pop(each - _NUM_KEPT, None)
+                    self._kept[each], self._next = np.array(counts), each + 1
+            return self._kept[number]
 
     def count(self, table: int, number: int) -> int:
         """Return the number of samples of one table in a global batch."""
@@ -47,9 +67,17 @@ class Mixture:
         """Return the number of samples of the tables before one in a global batch."""
         return int(self.counts(number)[:table].sum())
 
-    def parts(self, number: int) -> list[float]:
-        """Return each table's share of a global batch."""
-        return [n / self.batch for n in self.counts(number).tolist()]
+    def shares(self, number: int) -> list[float]:
+        """Return each table's share at a global batch.
+
+        Raises:
+            ConfigError: They do not sum to 1.
+        """
+        shares = [share(number) for share in self._by_batch]
+        if abs(sum(shares) - 1) > TOLERANCE:
+            given = dict(zip(self.names, shares, strict=True))
+            raise ConfigError(f"gear.sampler.shares at global batch {number}", "must sum to 1", given)
+        return shares
 
     def part(self, number: int, part: int, num_parts: int) -> list[np.ndarray]:
         """Return which samples of each table's selection belong to a part of the global batch.
@@ -61,17 +89,32 @@ class Mixture:
         first = (part - (np.cumsum(counts) - counts)) % num_parts
         return [np.arange(f, n, num_parts) for f, n in zip(first.tolist(), counts.tolist(), strict=True)]
 
-    def _shares(self, number: int) -> list[float]:
-        shares = [share(number) for share in self.shares]
-        if abs(sum(shares) - 1) > TOLERANCE:
-            given = dict(zip(self.names, shares, strict=True))
-            raise ConfigError(f"gear.sampler.shares at global batch {number}", "must sum to 1", given)
-        return shares
-
-    def _round(self, shares: list[float]) -> np.ndarray:
-        """Return whole numbers of samples, by the largest remainders."""
-        wanted = np.array(shares) / sum(shares) * self.batch
-        counts = np.floor(wanted).astype(np.int64)
-        lacking = np.argsort(counts - wanted, kind="stable")
-        counts[lacking[: self.batch - counts.sum()]] += 1
+    def _count(self, number: int) -> list[int]:
+        """Return the samples of each table in the next global batch, and carry the remainders."""
+        shares = self.shares(number)
+        if shares != self._shares:
+            self._shares, self._weights = shares, _whole(shares)
+        weights, batch = self._weights, self.batch
+        lacking = [rest + batch * w for rest, w in zip(self._lacking, weights, strict=True)]
+        counts = [max(rest // _ONE, 0) for rest in lacking]  # those that are due
+        spare = batch - sum(counts)
+        if spare:
+            rests = [rest - count * _ONE for rest, count in zip(lacking, counts, strict=True)]
+            if spare > 0:  # e.g. a table lacks 3.4 samples: 3 are due, a fourth may come
+                order = [table for table, rest in enumerate(rests) if rest > 0]
+                order.sort(key=lambda at: -((rests[at] - _ONE) // (batch * weights[at] or 1)))  # until due
+            else:
+                order = [table for table, count in enumerate(counts) if count]
+                order.sort(key=rests.__getitem__)
+            for table in order[: abs(spare)]:
+                counts[table] += 1 if spare > 0 else -1
+        self._lacking = [rest - count * _ONE for rest, count in zip(lacking, counts, strict=True)]
         return counts
+
+
+def _whole(shares: Sequence[float]) -> list[int]:
+    """Return shares as integers that sum to `_ONE`."""
+    total = sum(shares)
+    weights = [round(share / total * _ONE) for share in shares]
+    weights[weights.index(max(weights))] += _ONE - sum(weights)
+    return weights

@@ -24,13 +24,42 @@ SHARES = st.lists(st.integers(0, 100), min_size=1, max_size=5).filter(any).map(n
 
 
 @settings(deadline=None)
-@given(SHARES, st.integers(1, 200))
-def test_exact_counts_are_next_to_the_shares(shares: list[float], batch: int) -> None:
+@given(SHARES, st.integers(1, 40), st.integers(1, 60))
+def test_each_table_has_its_share_within_a_sample_at_all_times(
+    shares: list[float], batch: int, num_batches: int
+) -> None:
     mine = mixture(shares, batch)
-    counts = mine.counts(3)
-    assert counts.sum() == batch
-    assert (np.abs(counts - np.array(shares) * batch) < 1).all()
-    assert [mine.count(table, 3) for table in range(len(shares))] == counts.tolist()
+    counts = np.array([mine.counts(number) for number in range(num_batches)])
+    assert (counts.sum(1) == batch).all()
+    assert (counts >= 0).all()
+    wanted = np.arange(1, num_batches + 1)[:, None] * batch * np.array(shares)
+    assert (np.abs(counts.cumsum(0) - wanted) < 1 + 1e-9).all()
+    other = mixture(shares, batch)  # as after a resume: counts do not depend on which batches were counted
+    at = num_batches // 2
+    assert [other.counts(number).tolist() for number in (at, num_batches - 1, at)] == [
+        counts[number].tolist() for number in (at, num_batches - 1, at)
+    ]
+    assert [mine.count(table, at) for table in range(len(shares))] == counts[at].tolist()
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=4, max_size=4).filter(any), min_size=1), st.integers(1, 9)
+)
+def test_shares_that_change_hold_within_two_samples(weights: list[list[int]], batch: int) -> None:
+    shares = np.array([normalised(row) for row in weights])
+    mine = Mixture("abcd", [lambda n, t=t: shares[n, t] for t in range(4)], batch)  # type: ignore[misc]
+    counts = np.array([mine.counts(number) for number in range(len(shares))])
+    assert (counts.sum(1) == batch).all()
+    assert (counts >= 0).all()
+    assert (np.abs(counts.cumsum(0) - batch * shares.cumsum(0)) < 2).all()
+
+
+def test_counts_of_old_batches_are_computed_again() -> None:
+    mine = mixture([0.05, 0.15, 0.8], 7)
+    first = mine.counts(3).tolist()
+    mine.counts(10_000)
+    assert mine.counts(3).tolist() == first
 
 
 @settings(deadline=None)

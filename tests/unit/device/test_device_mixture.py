@@ -37,7 +37,7 @@ def section(
         "offline": {"data": str(data), "placement": "device"},
         "online": {**ROOM, "placement": "device"},
     }
-    sampler = {"kind": "mixture", "shares": shares or {"offline": 0.3, "online": 0.7}, "of": of}
+    sampler = {"kind": "mixture", "shares": shares or {"offline": 0.25, "online": 0.75}, "of": of}
     made = {"tables": tables, "sampler": sampler, "fields": FIELDS, "n_step": {"n": 3, "gamma": 0.9}}
     return {**made, "batch_size": 24, "seed": 5, **options}
 
@@ -193,7 +193,8 @@ def test_a_step_of_a_mixture_is_traced_without_a_break() -> None:
     ("change", "match"),
     [
         ({"shares": {"a": {"linear": [0, 1, 9]}, "b": {"linear": [1, 0, 9]}}}, "shares.a must be a number"),
-        ({"shares": {"a": 0.99, "b": 0.01}}, "shares.b must give a sample of 32"),
+        ({"shares": {"a": 0.99, "b": 0.01}}, "shares.a must be a whole number of 32 samples"),
+        ({"shares": {"a": 1.0, "b": 0.0}}, r"got 0.0; .*: use 0.03125 \(1 samples\)"),
         ({"shares": {"a": 1.0}}, "tables.b must be sampled, alone or in a mixture"),
         ({"of": {"kind": "epoch"}}, "kind must be one of"),
     ],

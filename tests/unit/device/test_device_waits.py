@@ -273,7 +273,7 @@ def test_steps_of_environments_of_several_replicas(replicas: Replicas) -> None:
 def test_a_mixture_of_replicas_with_tables_of_their_own(replicas: Replicas, accumulation: int) -> None:
     section = section_of("prioritized")
     of, table = section["sampler"], section["tables"]["main"]
-    section["sampler"] = {"kind": "mixture", "shares": {"a": 0.3, "b": 0.7}, "of": of}
+    section["sampler"] = {"kind": "mixture", "shares": {"a": 0.25, "b": 0.75}, "of": of}
     joint = {**section, "tables": {"a": table, "b": table}, "gradient_accumulation_steps": accumulation}
     shards = {**joint, "tables": {name: {**table, "scope": "shard"} for name in "ab"}}
     drawn: list[dict[int, list[int]]] = [{} for _ in range(REPLICAS)]

@@ -45,6 +45,26 @@ def test_rows_come_from_the_named_table() -> None:
             assert batch.probability.tolist() == pytest.approx([0.25 / 55] * 4 + [0.75 / 55] * 12)
 
 
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_share_below_one_sample_is_drawn(scheduled: bool) -> None:
+    """Also after another number of batches was prefetched; probabilities are those of the share."""
+    of_a: Any = {"linear": [0.0, 0.05, 40]} if scheduled else 0.02
+    of_b: Any = {"linear": [1.0, 0.95, 40]} if scheduled else 0.98
+    counts = []
+    for prefetch in (0, 3):
+        with filled(section({"unit": "step"}, {"a": of_a, "b": of_b}, prefetch=prefetch)) as replay:
+            batches = [replay.sample().clone() for _ in range(60)]
+        counts.append([int((batch.source == 0).sum()) for batch in batches])
+        share = 0.05 * min(30 / 40, 1.0) if scheduled else 0.02
+        of_table = torch.tensor([share, 1 - share], dtype=torch.float64)
+        assert torch.allclose(batches[30].probability, of_table[batches[30].source] / 55)
+    drawn = np.cumsum(counts[0])
+    shares = [0.05 * min(n / 40, 1.0) if scheduled else 0.02 for n in range(60)]
+    assert counts[0] == counts[1]
+    assert (np.abs(drawn - 16 * np.cumsum(shares)) < 1).all()
+    assert drawn[-1] > 10
+
+
 def test_epochs_visit_each_item_of_each_table_once() -> None:
     with filled(section({"kind": "epoch"})) as replay:
         seen: Counter[tuple[int, int, int]] = Counter()
@@ -127,7 +147,8 @@ def test_a_checkpoint_continues_all_tables(tmp_path: Path, prefetch: int) -> Non
             replay.update_priorities(batch, 1 + (batch.trajectory_id * 7 + batch.anchor) % 5)
         return found
 
-    config = section({"kind": "prioritized", "unit": "step"}, prefetch=prefetch)
+    shares = {"a": 0.05, "b": 0.95}
+    config = section({"kind": "prioritized", "unit": "step"}, shares, prefetch=prefetch)
     with filled(config) as replay:
         follow(replay, 5)
         state = replay.save(tmp_path)
