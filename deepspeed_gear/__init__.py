@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         CheckpointError,
         ConfigError,
         DataError,
+        EmptyTableError,
         FieldError,
         GearError,
         LostNodeError,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         StaleBatchError,
         StoreError,
         StoreFullError,
+        StoreGoneError,
     )
     from deepspeed_gear.remote.remote_writer import RemoteWriter
     from deepspeed_gear.remote.sender import SendOptions
@@ -55,6 +57,7 @@ _HOMES = {
     "Dataset": "data.dataset",
     "DatasetWriter": "data.dataset_writer",
     "DeviceReplay": "replay",
+    "EmptyTableError": "errors",
     "FieldError": "errors",
     "GearError": "errors",
     "InferenceClient": "actors.inference_client",
@@ -75,6 +78,7 @@ _HOMES = {
     "StaleBatchError": "errors",
     "StoreError": "errors",
     "StoreFullError": "errors",
+    "StoreGoneError": "errors",
     "TrainStep": "replay.train_step",
     "TrajectoryWriter": "writer.trajectory_writer",
     "TransitionBuffer": "replay",
@@ -97,6 +101,7 @@ __all__ = [
     "Dataset",
     "DatasetWriter",
     "DeviceReplay",
+    "EmptyTableError",
     "FieldError",
     "GearError",
     "InferenceClient",
@@ -117,6 +122,7 @@ __all__ = [
     "StaleBatchError",
     "StoreError",
     "StoreFullError",
+    "StoreGoneError",
     "TrainStep",
     "TrajectoryWriter",
     "TransitionBuffer",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -62,8 +64,16 @@ class StoreFullError(StoreError):
     """A table or the machine's shared memory has no room."""
 
 
+class StoreGoneError(StoreError):
+    """The store is not there, or has just been removed: its run has ended."""
+
+
 class NotReadyError(StoreError):
     """The table's rate limiter admits no sample or addition for now, or nothing can be sampled yet."""
+
+
+class EmptyTableError(NotReadyError):
+    """Nothing can be sampled from a table that admits writers; later priority updates may change that."""
 
 
 class BuildError(GearError, RuntimeError):
@@ -80,6 +90,26 @@ class LostNodeError(PeerError):
 
 class CheckpointError(GearError, RuntimeError):
     """A checkpoint does not fit the replay that loads it."""
+
+
+def near_name(name: str, known: Iterable[str]) -> str:
+    """Return the remedy of a misspelt name: "did you mean 'x' or 'y'?"; empty where no known name is near."""
+    near = difflib.get_close_matches(name, list(known), 3, 0.7)
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def known_names(name: str, known: Iterable[str]) -> str:
+    """Return the remedy of a name that does not exist: the nearest known one, or the list of them."""
+    return near_name(name, known := list(known)) or f"known are {', '.join(known) or 'none'}"
+
+
+def readable_bytes(size: float) -> str:
+    """Write a size for people: "512 bytes", "1.5 MiB"."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:,.4g} TiB"
 
 
 _RAISED = " [raised on "

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from deepspeed_gear.errors import SchemaError
+from deepspeed_gear.errors import SchemaError, known_names
 
 DTYPES: dict[str, torch.dtype] = {
     "bool": torch.bool,
@@ -233,9 +233,8 @@ class Schema:
 
     def __getitem__(self, name: str) -> Column:
         if not isinstance(name, str) or name not in self._by_name:
-            raise SchemaError(
-                f"column {name}", "must be in the schema", None, f"known are {', '.join(self.names)}"
-            )
+            remedy = known_names(str(name), self.names)
+            raise SchemaError(f"column {name}", "must be in the schema", None, remedy)
         return self._by_name[name]
 
     def __contains__(self, name: object) -> bool:

@@ -20,9 +20,8 @@ import numpy as np
 from deepspeed_gear.actors.policy_board import PolicyBoard
 from deepspeed_gear.config.schedules import imported
 from deepspeed_gear.data.nested_columns import flatten
-from deepspeed_gear.errors import ConfigError, DataError, StoreError
+from deepspeed_gear.errors import ConfigError, DataError, StoreError, StoreGoneError
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.shared_memory import StoreGoneError
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 
 Act = Callable[[Any], Any]  # observations of all environments -> actions, or columns by name

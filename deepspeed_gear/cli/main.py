@@ -8,7 +8,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ..errors import GearError
+from deepspeed_gear import __version__
+from deepspeed_gear.errors import ConfigError, GearError, known_names, near_name
 
 COMMANDS = {
     "ingest": "turn an offline data set into the format that gear trains from",
@@ -20,19 +21,22 @@ COMMANDS = {
     "doctor": "check that a machine, or all hosts of a hostfile, are fit to train together",
     "serve": "add trajectories of actors on other machines to this node's store",
     "clean": "remove stores of ended runs from shared memory",
+    "completion": "print a script that completes this command in bash, zsh or fish",
 }
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
     """Return the parser; only `command`'s own module is imported for its arguments."""
     parser = argparse.ArgumentParser(prog="gear", description="Experience replay for DeepSpeed.")
+    parser.add_argument("--version", action="version", version=f"gear {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, help_line in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=help_line, description=f"{help_line.capitalize()}.")
         if name == command:
             module = importlib.import_module(f"{__package__}.{name}")
             module.add_arguments(subparser)
-            subparser.set_defaults(run=module.run)
+            known = [name for action in subparser._actions for name in action.option_strings]
+            subparser.set_defaults(run=module.run, known=known)
     return parser
 
 
@@ -47,7 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
-        options = build_parser(command).parse_args(arguments)
+        if command is not None and command not in COMMANDS:
+            raise ConfigError(f"gear {command}", "is not a command", None, known_names(command, COMMANDS))
+        options, others = build_parser(command).parse_known_args(arguments)
+        if others:
+            remedy = near_name(others[0], options.known) or f"gear {command} --help lists them"
+            raise ConfigError(others[0], f"is not an argument of gear {command}", None, remedy)
         status: int = options.run(options)
         sys.stdout.flush()
         return status

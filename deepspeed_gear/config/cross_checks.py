@@ -10,7 +10,7 @@ from deepspeed_gear.config.pack_checks import check_pack
 from deepspeed_gear.config.retention_checks import check_retention
 from deepspeed_gear.config.sampler_options import ItemSampler, MixtureSampler, WhereConfig
 from deepspeed_gear.config.table_options import DataConfig, TableConfig
-from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.errors import ConfigError, known_names
 
 BATCH_NAMES = (
     "mask",
@@ -150,27 +150,25 @@ def _check_split(data: DataConfig, at: str) -> None:
 
 def _check_sampler(config: GearOptions) -> None:
     tables = config.resolved_tables
-    known = ", ".join(tables)
     if isinstance(config.sampler, MixtureSampler):
-        _check_mixture(config.sampler, known, tables)
+        _check_mixture(config.sampler, tables)
         _check_item_sampler(config.sampler.of, config, "gear.sampler.of")
         return
     sampler = config.sampler
     if sampler.table is not None and sampler.table not in tables:
-        raise ConfigError("gear.sampler.table", "must be a table", sampler.table, f"known are {known}")
+        remedy = known_names(sampler.table, tables)
+        raise ConfigError("gear.sampler.table", "must be a table", sampler.table, remedy)
     if sampler.table is None and len(tables) > 1:
-        raise ConfigError(
-            "gear.sampler.table", "must be given where there are several tables", None, f"one of {known}"
-        )
+        rule = "must be given where there are several tables"
+        raise ConfigError("gear.sampler.table", rule, None, f"one of {', '.join(tables)}")
     _check_item_sampler(sampler, config, "gear.sampler")
 
 
-def _check_mixture(sampler: MixtureSampler, known: str, tables: Collection[str]) -> None:
+def _check_mixture(sampler: MixtureSampler, tables: Collection[str]) -> None:
     for name in sampler.shares:
         if name not in tables:
-            raise ConfigError(
-                dotted("gear", "sampler", "shares", name), "must be of a table", name, f"known are {known}"
-            )
+            at = dotted("gear", "sampler", "shares", name)
+            raise ConfigError(at, "must be of a table", None, known_names(name, tables))
     constants = [share for share in sampler.shares.values() if isinstance(share, (int, float))]
     if len(constants) == len(sampler.shares) and abs(sum(constants) - 1) > SHARES_TOLERANCE:
         raise ConfigError("gear.sampler.shares", "must sum to 1", sampler.shares)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args, get_origin
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.config.cross_checks import dotted
 from deepspeed_gear.config.describe_options import alternatives, as_model, describe, options, parts
-from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.errors import ConfigError, GearError, known_names, near_name
 
 # Keys that users try and the options they mean; difflib finds misspelt ones, not synonyms.
 SYNONYMS = {
@@ -80,11 +80,8 @@ def _unknown(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
     if kinds:
         remedy = f"it belongs to kind {' or '.join(map(repr, kinds))}"
         return ConfigError(dotted("gear", *path, key), "is not an option of this kind", None, remedy)
-    near = (
-        [SYNONYMS[key]] if SYNONYMS.get(key) in known else difflib.get_close_matches(str(key), known, 1, 0.7)
-    )
-    remedy = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-    return ConfigError(dotted("gear", *path, key), "is not an option", None, remedy)
+    wanted = SYNONYMS[key] if SYNONYMS.get(key) in known else str(key)
+    return ConfigError(dotted("gear", *path, key), "is not an option", None, known_names(wanted, known))
 
 
 def _one(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
@@ -95,12 +92,15 @@ def _one(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
         return _unknown(model, error)
     annotation, metadata, path = _locate(model, error["loc"])
     name, admitted = dotted("gear", *path), describe(annotation, metadata)
+    if isinstance(cause, GearError):  # of a schema
+        part = "" if name.endswith(f".{cause.name}") else f": {cause.name}"
+        return ConfigError(f"{name}{part}", cause.rule, cause.value, cause.remedy)
     if error["type"] == "missing":
         return ConfigError(name, "must be given", None, f"it is {admitted}")
     if error["type"] == "union_tag_invalid":
         kinds = [json.dumps(_kind(m)) for m in map(as_model, alternatives(annotation)) if m is not None]
-        rule = f"must be {', '.join(kinds[:-1])} or {kinds[-1]}"
-        return ConfigError(f"{name}.kind", rule, _short(error["input"].get("kind")))
+        rule, kind = f"must be {', '.join(kinds[:-1])} or {kinds[-1]}", _short(error["input"].get("kind"))
+        return ConfigError(f"{name}.kind", rule, kind, _hint(kind, rule))
     value = _short(error["input"])
     if value is None:
         return ConfigError(name, f"must be {admitted}, got null", None, "leave it out for its default")
@@ -108,8 +108,9 @@ def _one(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
         remedy = "'auto' is not defined for it: give a value, or leave the option out for its default"
         return ConfigError(name, f"must be {admitted}", value, remedy)
     if error["type"] == "gear":
-        return ConfigError(name, error["ctx"]["rule"], value, error["ctx"]["remedy"])
-    return ConfigError(name, f"must be {admitted}", value, _hint(value))
+        rule, remedy = error["ctx"]["rule"], error["ctx"]["remedy"]
+        return ConfigError(name, rule, value, remedy or _hint(value, rule))
+    return ConfigError(name, f"must be {admitted}", value, _hint(value, admitted))
 
 
 def _short(value: Any) -> Any:
@@ -118,12 +119,14 @@ def _short(value: Any) -> Any:
     return value if len(text) <= 120 else f"{text[:117]}..."
 
 
-def _hint(value: Any) -> str:
-    try:
-        quoted = isinstance(value, str) and not isinstance(parse_json(value), str)
-    except ValueError:
+def _hint(value: Any, admitted: str) -> str:
+    """Return the remedy of a string: the admitted one that it resembles, or the number that it quotes."""
+    if not isinstance(value, str):
         return ""
-    return "write it without quotes" if quoted else ""
+    try:
+        return "" if isinstance(parse_json(value), str) else "write it without quotes"
+    except ValueError:
+        return near_name(value, re.findall(r'"([^"]+)"', admitted))
 
 
 def translate(model: type[BaseModel], error: ValidationError) -> ConfigError:

@@ -13,7 +13,7 @@ from deepspeed_gear.config.group_checks import check_group_columns
 from deepspeed_gear.config.options import FieldConfig, GearOptions
 from deepspeed_gear.config.resolved_field import ResolvedField
 from deepspeed_gear.config.sampler_options import WhereConfig
-from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.errors import ConfigError, known_names, near_name
 from deepspeed_gear.schema import Column, Schema
 
 DERIVED = {"return_to_go": "float32", "timestep": "int64", "position": "int64"}
@@ -105,7 +105,7 @@ def _check_pipeline(config: GearOptions, fields: list[str]) -> None:
                     f"gear.pipeline.{end}[{index}]",
                     "must name a field, its mask, or what every batch has",
                     name,
-                    f"known are {', '.join(known)} and {MASK}<field>",
+                    known_names(name, [*known, f"{MASK}<field>"]),
                 )
 
 
@@ -225,7 +225,8 @@ def _source(name: str, field: FieldConfig, schema: Schema) -> tuple[Column | Non
     requested = field.column if field.column is not None else name
     if requested not in schema:
         option = f"{at}.column" if field.column is not None else at
-        raise ConfigError(option, "must be a column of the table", requested, _known(schema))
+        near = near_name(requested, schema.names)
+        raise ConfigError(option, "must be a column of the table", requested, near or _known(schema))
     return schema[requested], None
 
 

@@ -11,7 +11,7 @@ import torch
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data import opaque_rows
-from deepspeed_gear.errors import DataError
+from deepspeed_gear.errors import DataError, known_names
 from deepspeed_gear.schema import Column, Schema
 
 CORRECT = "correct it, or give the column a dtype that holds it"
@@ -35,12 +35,8 @@ def check_trajectory(
     """
     unknown = sorted(set(trajectory) - set(schema.names))
     if unknown:
-        raise DataError(
-            f"{name}: column {unknown[0]}",
-            "must be in the schema",
-            None,
-            f"known are {schema.names}",
-        )
+        remedy = known_names(unknown[0], schema.names)
+        raise DataError(f"{name}: column {unknown[0]}", "must be in the schema", None, remedy)
     arrays: dict[str, np.ndarray] = {}
     for column in schema:
         if column.name not in trajectory and column.late:

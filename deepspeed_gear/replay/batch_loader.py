@@ -15,12 +15,11 @@ from deepspeed_gear.batching.batch import Batch, LentTensors
 from deepspeed_gear.batching.prefetcher import Prefetcher
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.distributed.batch_barrier import NO_DIGEST, BatchBarrier
-from deepspeed_gear.errors import CheckpointError, NotReadyError, StoreError
+from deepspeed_gear.errors import CheckpointError, EmptyTableError, NotReadyError, StoreError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.sampling.batch_info import Turns
-from deepspeed_gear.sampling.rate_limiting import EmptyTableError
 from deepspeed_gear.sampling.selection import Selection
 from deepspeed_gear.store.stream_records import Head
 

@@ -12,7 +12,7 @@ from deepspeed_gear.batching.pack_gather import PackGatherer
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config.pack_checks import room
 from deepspeed_gear.distributed.sequence_sum import sequence_sum
-from deepspeed_gear.errors import CheckpointError, ConfigError, NotReadyError, StoreError
+from deepspeed_gear.errors import CheckpointError, ConfigError, EmptyTableError, NotReadyError, StoreError
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.rollout import Rollout, RolloutHooks
@@ -22,7 +22,6 @@ from deepspeed_gear.replay.selection_queue import Records, SelectedItems, Select
 from deepspeed_gear.replay.train_step import TrainStep
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.mass_rules import key_of
-from deepspeed_gear.sampling.rate_limiting import EmptyTableError
 from deepspeed_gear.sampling.selection import Selection
 from deepspeed_gear.store.stream_records import Head
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deepspeed_gear.errors import NotReadyError, StoreError
+from deepspeed_gear.errors import EmptyTableError, NotReadyError, StoreError
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.sampling.exclusions import summary_of
 from deepspeed_gear.sampling.stream_spec import StreamSpec
@@ -19,10 +19,6 @@ from deepspeed_gear.store.records import Peer, SlotRetention
 from deepspeed_gear.store.retention import UNLIMITED
 from deepspeed_gear.store.stream_records import Head
 from deepspeed_gear.store.table import Table
-
-
-class EmptyTableError(NotReadyError):
-    """Nothing can be sampled from a table that admits writers; later priority updates may change that."""
 
 
 class NothingToSampleError(Exception):

@@ -6,8 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from deepspeed_gear.errors import GearError, NotReadyError, PeerError, StoreError, relayed
-from deepspeed_gear.sampling.rate_limiting import EmptyTableError
+from deepspeed_gear.errors import EmptyTableError, GearError, NotReadyError, PeerError, StoreError, relayed
 from deepspeed_gear.sampling.stream_spec import FAILURE_WORDS, StreamSpec
 from deepspeed_gear.store.table import Table
 

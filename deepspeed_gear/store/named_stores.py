@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_gear.errors import ConfigError, StoreError
+from deepspeed_gear.errors import ConfigError, StoreError, StoreGoneError
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.memory_layout import RunIdentity, read_meaning
-from deepspeed_gear.store.shared_memory import SHM, StoreGoneError, file_path, is_held, opened, opened_file
+from deepspeed_gear.store.shared_memory import SHM, file_path, is_held, opened, opened_file
 from deepspeed_gear.store.writer_options import differences, digest, filled
 
 RUN_VARIABLE = "GEAR_RUN"

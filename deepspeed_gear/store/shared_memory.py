@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError
+from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError, StoreGoneError
 from deepspeed_gear.liveness import hold, release
 from deepspeed_gear.store.memory_layout import MAGIC
 from deepspeed_gear.store.memory_limits import check_available
@@ -70,10 +70,6 @@ def file_path(name: str) -> Path:
 
 class PeerTakenError(StoreError):
     """Another process has this index."""
-
-
-class StoreGoneError(StoreError):
-    """The store is not there, or has just been removed: its run has ended."""
 
 
 class SharedMemory:

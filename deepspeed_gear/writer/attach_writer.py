@@ -11,11 +11,11 @@ from typing import Any
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.arguments import parse_json
-from deepspeed_gear.errors import ConfigError, StoreError
+from deepspeed_gear.errors import ConfigError, StoreError, StoreGoneError
 from deepspeed_gear.ops.backends import load_library
 from deepspeed_gear.store.memory_layout import read_header
 from deepspeed_gear.store.named_stores import RUN_VARIABLE, NamedStore, named_store, named_stores, run_names
-from deepspeed_gear.store.shared_memory import SHM, SharedMemory, StoreGoneError
+from deepspeed_gear.store.shared_memory import SHM, SharedMemory
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec, writer_places
 from deepspeed_gear.timeouts import check_timeout

@@ -12,7 +12,7 @@ import numpy as np
 
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import as_stored, check_finite, not_finite
-from deepspeed_gear.errors import DataError
+from deepspeed_gear.errors import DataError, known_names
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.native_handle import form_of
 from deepspeed_gear.store.process_bound import ProcessBound
@@ -170,8 +170,8 @@ class OpenTrajectory(ProcessBound):
         given = flatten(self._name, per_trajectory, frozenset(self._schema.names))
         unknown = sorted(given.keys() - set(self._schema.names))
         if unknown:
-            known = f"known are {self._schema.names}"
-            raise DataError(f"{self._name}: column {unknown[0]}", "must be in the schema", None, known)
+            remedy = known_names(unknown[0], self._schema.names)
+            raise DataError(f"{self._name}: column {unknown[0]}", "must be in the schema", None, remedy)
         values = {n: as_stored(value, self._schema[n], self._name) for n, value in given.items()}
         check_finite(self._name, self._schema, values)
         self._once.update(values)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import deepspeed_gear
+from deepspeed_gear import errors
 
 MOST_README_LINES = 160
 
@@ -55,6 +57,14 @@ def test_the_site_and_the_api_reference_build(checkout: Path, tmp_path: Path) ->
 
 def test_the_readme_is_short(checkout: Path) -> None:
     assert len((checkout / "README.md").read_text(encoding="utf-8").splitlines()) <= MOST_README_LINES
+
+
+def test_errors_that_the_changelog_names_are_there(checkout: Path) -> None:
+    named = set(re.findall(r"\b[A-Z]\w*Error\b", (checkout / "CHANGELOG.md").read_text(encoding="utf-8")))
+    assert len(named) > 5
+    assert [name for name in named if not hasattr(errors, name) and not hasattr(builtins, name)] == []
+    public = {name for name in vars(errors) if name.endswith("Error")}
+    assert public <= set(deepspeed_gear.__all__)
 
 
 NOT_OURS = {  # what programs write, or others have

@@ -18,7 +18,7 @@ from deepspeed_gear.data.dataset_writer import DatasetWriter, check_destination
 from deepspeed_gear.data.ingest.d4rl import D4rlReader
 from deepspeed_gear.data.ingest.minari import MinariReader
 from deepspeed_gear.data.ingest.reader import EpisodeSelection, Reader
-from deepspeed_gear.errors import ConfigError, DataError
+from deepspeed_gear.errors import ConfigError, DataError, near_name
 from deepspeed_gear.schema import Column, Schema
 
 READERS: dict[str, type[Reader]] = {reader.format: reader for reader in (D4rlReader, MinariReader)}
@@ -62,7 +62,8 @@ def reader_class(format: str) -> type[Reader]:
     if ":" not in format:
         if format not in READERS:
             rule = f"must be one of auto, {', '.join(READERS)}, or module:Class"
-            raise DataError("format", rule, format, "docs/how-to/add-an-ingest-format.md")
+            remedy = near_name(format, ["auto", *READERS]) or "docs/how-to/add-an-ingest-format.md adds one"
+            raise DataError("format", rule, format, remedy)
         return READERS[format]
     try:
         found: Any = imported(format, "format")

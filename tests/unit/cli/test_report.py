@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import deepspeed_gear
 from deepspeed_gear.cli import main as cli
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.ops import toolchain
@@ -81,7 +84,7 @@ def test_help_lists_every_command_and_imports_none(run_python: Run) -> None:
     )
     shown = run_python("-c", code)
     assert shown.returncode == 0, shown.stderr
-    assert all(f"  {command} " in shown.stdout for command in cli.COMMANDS)
+    assert all(re.search(rf"^ +{command}\b", shown.stdout, re.M) for command in cli.COMMANDS)
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
@@ -92,12 +95,52 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.startswith(f"usage: gear {command}")
 
 
-@pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["report", "--no-such-option"]])
-def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.main(arguments)
-    assert end.value.code == 2
-    assert "usage: gear" in capsys.readouterr().err
+def test_the_module_is_the_command(run_python: Run) -> None:
+    shown = run_python("-m", "deepspeed_gear", "--version")
+    assert (shown.returncode, shown.stdout) == (0, f"gear {deepspeed_gear.__version__}\n")
+    without = run_python("-m", "deepspeed_gear")
+    assert without.returncode == 2
+    assert without.stderr.startswith("usage: gear ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("inspct x", "gear inspct is not a command; did you mean 'inspect'?"),
+        ("x", f"gear x is not a command; known are {', '.join(cli.COMMANDS)}"),
+        ("report --laod", "--laod is not an argument of gear report; did you mean '--load'?"),
+        ("report y", "y is not an argument of gear report; gear report --help lists them"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_and_status_2(
+    arguments: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments.split()) == 2
+    assert capsys.readouterr().err == f"gear: error: {text}\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_lists_every_command_and_option(
+    shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["completion", shell]) == 0
+    script = tmp_path / "gear"
+    script.write_text(capsys.readouterr().out)
+    asked: dict[tuple[str, ...], set[str]] = {("",): set(cli.COMMANDS)}
+    for command in cli.COMMANDS:
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        asked[command, "--"] = set(re.findall(r"^  (?:-h, )?(--[\w-]+)", capsys.readouterr().out, re.M))
+    if shell != "bash":
+        lines = script.read_text()
+        assert all(re.search(rf"\b{word.removeprefix('--')}\b", lines) for s in asked.values() for word in s)
+    else:
+        code = 'source $0; COMP_WORDS=(gear "$@"); COMP_CWORD=$#; _gear; echo "${COMPREPLY[@]}"'
+        for words, wanted in asked.items():
+            shown = subprocess.check_output(["bash", "-c", code, str(script), *words], text=True)
+            assert set(shown.split()) == wanted, words
+    if shutil.which(shell):
+        subprocess.run([shell, "-n", str(script)], check=True)
 
 
 def test_a_reader_that_leaves_early_is_no_error(checkout: Path) -> None:

@@ -142,16 +142,22 @@ WRONG: list[tuple[Any, str]] = [
         _with("fields", "action", "length", 0),
         "gear.fields.action.length must be an integer in [1, 2^31) or null, got 0",
     ),
-    (_with("fields", "action", "as", "float"), f"gear.fields.action.as must be {DTYPES}, got 'float'"),
+    (
+        _with("fields", "action", "as", "float"),
+        f"gear.fields.action.as must be {DTYPES}, got 'float'; "
+        "did you mean 'float64' or 'float32' or 'float16'?",
+    ),
     (
         _with("fields", "action", "offset", "n_stp"),
-        "gear.fields.action.offset must be an integer in (-2^31, 2^31), \"n_step\" or null, got 'n_stp'",
+        "gear.fields.action.offset must be an integer in (-2^31, 2^31), \"n_step\" or null, got 'n_stp'; "
+        "did you mean 'n_step'?",
     ),
     (_with("backend", "gpu"), 'gear.backend must be "auto", "reference", "cpu" or "cuda", got \'gpu\''),
     (
         _with("sampler", "kind", "prioritised"),
         'gear.sampler.kind must be "uniform", "length", "weighted", "custom", "prioritized", "top_k", '
-        '"epoch", "fifo", "lifo", "recent", "module:Class" or "mixture", got \'prioritised\'',
+        '"epoch", "fifo", "lifo", "recent", "module:Class" or "mixture", got \'prioritised\'; '
+        "did you mean 'prioritized'?",
     ),
     (
         _with("sampler", "alpha", 0.6),
@@ -176,7 +182,7 @@ WRONG: list[tuple[Any, str]] = [
     ),
     (
         {**_TWO, "sampler": {"kind": "mixture", "shares": {"a": 0.5, "c": 0.5}}},
-        "gear.sampler.shares.c must be of a table, got 'c'; known are a, b",
+        "gear.sampler.shares.c must be of a table; known are a, b",
     ),
     (
         {**_TWO, "sampler": {"kind": "mixture", "shares": {"a": 1.0}, "of": {"table": "a"}}},
@@ -264,9 +270,7 @@ WRONG: list[tuple[Any, str]] = [
     ),
     (
         _table(capacity_steps=5, schema={"columns": COLUMNS}),
-        "gear.tables.main.schema must describe the columns of a table, got {'columns': {'r': "
-        "{'dtype': 'float32', "
-        "'shape': [2], 'role': 'reward'}}}; column r has role reward and must be a scalar with rows 'T'",
+        "gear.tables.main.schema: column r has role reward and must be a scalar with rows 'T'",
     ),
     (
         _with("data", "split", {"train": 0.9}),

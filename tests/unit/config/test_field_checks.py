@@ -149,12 +149,17 @@ def test_sampled_table_counts() -> None:
 WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"fields": {"observations": {}}},
-        f"gear.fields.observations must be a column of the table, got 'observations'; the table has {NAMES}",
+        "gear.fields.observations must be a column of the table, got 'observations'; "
+        "did you mean 'observation'?",
+    ),
+    (
+        {"fields": {"speed": {}}},
+        f"gear.fields.speed must be a column of the table, got 'speed'; the table has {NAMES}",
     ),
     (
         {"fields": {"next": {"column": "next_observation"}}},
-        "gear.fields.next.column must be a column of the table, got 'next_observation'; the table has "
-        + NAMES,
+        "gear.fields.next.column must be a column of the table, got 'next_observation'; "
+        "did you mean 'observation'?",
     ),
     (
         {"fields": {"timestep": {"normalize": "min_max"}}},

@@ -163,8 +163,9 @@ def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
     assert refused(other, dest) == f"{other} must have a known layout, got 'HDF5 with images'; {known}"
     assert refused(other, dest, format="rlds") == (
         "format must be one of auto, d4rl, minari, or module:Class, got 'rlds'; "
-        "docs/how-to/add-an-ingest-format.md"
+        "docs/how-to/add-an-ingest-format.md adds one"
     )
+    assert refused(other, dest, format="d4lr").endswith(", got 'd4lr'; did you mean 'd4rl'?")
     assert refused(other, dest, format="minari") == (
         f"{other} must hold at least one episode, got 0; the data set is empty, or not in Minari's layout"
     )

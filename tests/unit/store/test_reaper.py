@@ -19,10 +19,10 @@ from gear_support import prefix, shared_files, wait_until
 from process_support import exit_status, in_child, reapers
 from store_support import killed_at
 
-from deepspeed_gear.errors import StoreError
+from deepspeed_gear.errors import StoreError, StoreGoneError
 from deepspeed_gear.store.memory_layout import MAGIC
 from deepspeed_gear.store.reaper import FLOCK, WHOLE
-from deepspeed_gear.store.shared_memory import SHM, SharedMemory, StoreGoneError, remove_garbage
+from deepspeed_gear.store.shared_memory import SHM, SharedMemory, remove_garbage
 
 SIZE = 3 * 4096
 
