@@ -141,15 +141,6 @@ def _pause(parts: ReplayView, batches: BatchSource) -> None:
 # ---- loading -------------------------------------------------------------------------------------
 
 
-def newest_state(parts: ReplayView, folder: Path) -> dict[str, Any]:
-    """Return the state of the newest save of a folder. Collective.
-
-    Raises:
-        CheckpointError: There is none, or it was changed.
-    """
-    return parts.plan.exchange.agree("loading the state", lambda: save_folders.read_position(folder))
-
-
 def check(parts: ReplayView, batches: BatchSource, state: State) -> None:
     """Check a state on all ranks, and that it is the same on all. Collective.
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed_gear.checkpoint.save_folders import check_file, entry, sha256
+from deepspeed_gear.checkpoint.save_folders import entry, open_checked, sha256
 from deepspeed_gear.errors import CheckpointError
 
 _PREFIX, _SUFFIX = "rollout.", ".npz"
@@ -49,6 +49,8 @@ def read(folder: Path, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     name = entry(columns, "file", str, at)
     if Path(name).name != name:
         raise CheckpointError(at, "must name a file of its folder", name)
-    check_file(folder / name, entry(columns, "sha256", str, at))
-    with np.load(folder / name, allow_pickle=False) as found:
+    with (
+        open_checked(folder / name, entry(columns, "sha256", str, at)) as file,
+        np.load(file, allow_pickle=False) as found,
+    ):
         return {column: torch.from_numpy(found[column]) for column in found.files}

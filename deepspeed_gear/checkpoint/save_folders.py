@@ -25,7 +25,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.errors import CheckpointError
@@ -36,6 +36,7 @@ _EDITED = "it is damaged or was edited: " + ANOTHER
 _MOST_COUNT = 1 << 62  # of integers in a save, all of which count something
 _POSITION_FORMAT = 1
 _NAMES = ("", ".old", ".partial", ".older")
+_MOST_RENAMES = 5  # of a table's folders while one is looked up
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _BLOCK = 1 << 22
 T = TypeVar("T")
@@ -135,7 +136,7 @@ def begin(folder: Path, tables: Sequence[str], kept: State | None) -> None:
     Raises:
         OSError: From the file system.
     """
-    _make(folder)
+    make(folder)
     keep = {table: _kept(folder, table, kept) for table in tables}
     if kept is not None and None not in keep.values() and _named(folder) != kept["save"]["id"]:
         write_position(folder, kept)  # before the save that it names is removed
@@ -235,10 +236,10 @@ def _exchange(one: Path, other: Path) -> bool:
     raise OSError(code, os.strerror(code), str(other))
 
 
-def _make(folder: Path) -> None:
+def make(folder: Path) -> None:
     """Create a folder and its missing parents, and fsync their names."""
     if not folder.is_dir():
-        _make(folder.parent)
+        make(folder.parent)
         folder.mkdir(exist_ok=True)
         _sync(folder.parent)
 
@@ -278,6 +279,12 @@ def read_position(folder: Path) -> dict[str, Any]:
     return state
 
 
+def is_replaced(folder: Path, state: State) -> bool:
+    """Return whether the newest save of a folder is another one than that of a state."""
+    named = _named(folder)
+    return named is not None and named != (state.get("save") or {}).get("id")
+
+
 def find(folder: Path, table: str, save: Mapping[str, Any]) -> Path:
     """Return the folder of a table's save.
 
@@ -296,12 +303,23 @@ def find(folder: Path, table: str, save: Mapping[str, Any]) -> Path:
         raise CheckpointError(
             "the gear state", f"must name a save of table {table}", list(save["tables"]), remedy
         )
+    for _ in range(_MOST_RENAMES):
+        before = _changed_at(folder)
+        try:
+            return _find(folder, table, save["id"], files)
+        except CheckpointError:
+            if _changed_at(folder) == before:
+                raise
+    return _find(folder, table, save["id"], files)
+
+
+def _find(folder: Path, table: str, save_id: str, files: Mapping[str, str]) -> Path:
     problems, found = [], {}
     for path in _versions(folder, table):
         ids = {_id_in(manifest) for manifest in _manifests(path)} - {None}
         if ids:
             found[path.name] = sorted(map(str, ids))[0]
-        if save["id"] in ids:
+        if save_id in ids:
             problem = _problem(path, files)
             if problem is None:
                 return path
@@ -313,7 +331,18 @@ def find(folder: Path, table: str, save: Mapping[str, Any]) -> Path:
         if "save" not in read_json(first):
             raise CheckpointError(str(first), "must hold the id of a save", None, ANOTHER)
     remedy = "load the state that was returned by the save of these tables, or another checkpoint"
-    raise CheckpointError(str(folder / table), f"must hold the save {save['id']} of the state", found, remedy)
+    named = _named(folder)
+    if named not in (None, save_id):
+        remedy += f"; without a state, load takes the newest, {named}"
+    raise CheckpointError(str(folder / table), f"must hold the save {save_id} of the state", found, remedy)
+
+
+def _changed_at(folder: Path) -> int:
+    """Return when a name in a folder was last changed, as by a save that another process publishes."""
+    try:
+        return folder.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _problem(path: Path, files: Mapping[str, str]) -> CheckpointError | None:
@@ -349,14 +378,26 @@ def is_table(folder: Path) -> bool:
     return bool(_manifests(folder))
 
 
-def check_file(path: Path, digest: str | None) -> None:
-    """Raise unless a file has the SHA-256 of its manifest.
+def open_checked(path: Path, digest: str | None) -> BinaryIO:
+    """Open a file that has the SHA-256 of its manifest; a save that replaces it meanwhile changes nothing.
 
     Raises:
         CheckpointError: It is missing or changed.
     """
-    if not path.is_file() or sha256(path) != digest:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise CheckpointError(str(path), "must be as it was saved", None, ANOTHER) from error
+    if _sha256(file) != digest:
+        file.close()
         raise CheckpointError(str(path), "must be as it was saved", None, ANOTHER)
+    file.seek(0)
+    return file
+
+
+def link_of(file: BinaryIO) -> str:
+    """Return a path of an open file, also of one that was renamed or removed."""
+    return f"/proc/self/fd/{file.fileno()}"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -376,10 +417,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
+        return _sha256(file)
+
+
+def _sha256(file: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    while block := file.read(_BLOCK):
+        digest.update(block)
     return digest.hexdigest()
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def _save_rows(table: Table, slots: np.ndarray, folder: Path) -> None:
         np.save(folder / "groups.npy", table.groups.export(slots))
         np.save(folder / "group_counts.npy", table.groups.counts)
     for column in table.spec.schema:
-        data, path = table.columns[column.name], folder / _file_of(column)
+        data, path = table.columns[column.name], folder / file_of(column.name)
         if column.rows == "1":
             np.save(path, data[slots])
             continue
@@ -125,12 +125,15 @@ class SavedTable:
         manifests: Their manifests.
         shards: Their contents.
         whole: The merged contents.
+        columns: Of each folder its columns by name, mapped by `open_rows`: a save that replaces the files
+            meanwhile changes nothing.
     """
 
     folders: list[Path]
     manifests: list[dict[str, Any]]
     shards: list[SavedShard]
     whole: SavedShard
+    columns: list[dict[str, np.ndarray]] = field(default_factory=list)
 
 
 def read_table(folder: Path, schema: Schema | None = None) -> SavedTable:
@@ -146,7 +149,6 @@ def read_table(folder: Path, schema: Schema | None = None) -> SavedTable:
     for one, manifest in zip(folders, manifests, strict=True):
         if schema is not None and Schema.from_json(manifest["schema"]) != schema:
             raise CheckpointError(str(one), f"must have the schema {schema}", manifest["schema"])
-        _check_files(one, manifest, rows=False)
     shards = [_read_shard(one, manifest) for one, manifest in zip(folders, manifests, strict=True)]
     return SavedTable(folders, manifests, shards, merge(shards))
 
@@ -182,12 +184,12 @@ def _shard_of(folder: Path, manifest: dict[str, Any]) -> tuple[int, int]:
 def _read_shard(folder: Path, manifest: dict[str, Any]) -> SavedShard:
     streams: dict[str, dict[str, np.ndarray]] = {}
     others = {}
-    for name in manifest["files"]:
+    for name, digest in manifest["files"].items():
         kind, *rest = name.removesuffix(".npy").split(".")
         if kind == "stream":
-            streams.setdefault(".".join(rest[:-1]), {})[rest[-1]] = np.load(folder / name)
+            streams.setdefault(".".join(rest[:-1]), {})[rest[-1]] = _loaded(folder / name, digest)
         elif kind != "column":
-            others[kind] = np.load(folder / name)
+            others[kind] = _loaded(folder / name, digest)
     slots, numbers = others.get("slots"), others.get("numbers")
     retention, next_id = others.get("retention"), manifest["next_id"]
     groups = others.get("groups"), others.get("group_counts")
@@ -195,8 +197,8 @@ def _read_shard(folder: Path, manifest: dict[str, Any]) -> SavedShard:
     return SavedShard(slots, numbers, next_id, streams, retention, inserted, *groups)
 
 
-def check_rows(found: SavedTable, division: ShardDivision | None = None, index: int = 0) -> None:
-    """Check the files of a table's rows.
+def open_rows(found: SavedTable, division: ShardDivision | None = None, index: int = 0) -> None:
+    """Check the files of a table's rows, and map them.
 
     Args:
         found: The table.
@@ -209,8 +211,24 @@ def check_rows(found: SavedTable, division: ShardDivision | None = None, index: 
     for folder, manifest, shard in zip(found.folders, found.manifests, found.shards, strict=True):
         owner = None if division is None else division.owner[before : before + shard.num_slots]
         before += shard.num_slots
-        if owner is None or (owner == index).any():
-            _check_files(folder, manifest, rows=True)
+        checked = owner is None or bool((owner == index).any())
+        names = [name for name in manifest["files"] if name.startswith("column.")]
+        found.columns.append({n: _mapped(folder / n, manifest["files"][n], checked) for n in names})
+
+
+def _loaded(path: Path, digest: str) -> np.ndarray:
+    with save_folders.open_checked(path, digest) as file:
+        found: np.ndarray = np.load(file)
+        return found
+
+
+def _mapped(path: Path, digest: str, checked: bool) -> np.ndarray:
+    try:
+        with save_folders.open_checked(path, digest) if checked else path.open("rb") as file:
+            found: np.ndarray = np.load(save_folders.link_of(file), mmap_mode="r")
+            return found
+    except OSError as error:
+        raise CheckpointError(str(path), "must be readable", None, str(error)) from error
 
 
 def check_room(table: Table, records: np.ndarray) -> None:
@@ -235,10 +253,9 @@ def read_values(found: SavedTable, column: Column) -> np.ndarray:
     Raises:
         CheckpointError: A file is missing or changed.
     """
-    name = _file_of(column)
-    for folder, manifest in zip(found.folders, found.manifests, strict=True):
-        save_folders.check_file(folder / name, manifest["files"][name])
-    return np.concatenate([np.load(folder / name) for folder in found.folders])
+    name = file_of(column.name)
+    both = zip(found.folders, found.manifests, strict=True)
+    return np.concatenate([_loaded(folder / name, manifest["files"].get(name)) for folder, manifest in both])
 
 
 def load_rows(
@@ -248,7 +265,7 @@ def load_rows(
 
     Args:
         table: The table, large enough for them.
-        found: The table of the checkpoint.
+        found: The table of the checkpoint, after `open_rows`.
         chosen: The trajectories to load, ascending. [n], int64.
         next_id: The counter that ids are made from.
         division: The division into this run's shards; None: the table is in one store.
@@ -263,7 +280,7 @@ def load_rows(
         [placed[order, Slot.FIRST_ROW], records[order, Slot.FIRST_ROW], records[order, Slot.NUM_ROWS]], axis=1
     )
     for column in table.spec.schema:
-        files = [np.load(folder / _file_of(column), mmap_mode="r") for folder in found.folders]
+        files = [columns[file_of(column.name)] for columns in found.columns]
         data = table.columns[column.name]
         if column.rows == "1":
             data[: len(chosen)] = np.concatenate(files)[chosen]
@@ -326,11 +343,6 @@ def _manifest_of(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _check_files(folder: Path, manifest: dict[str, Any], rows: bool) -> None:
-    for name, digest in manifest["files"].items():
-        if name.startswith("column.") == rows:
-            save_folders.check_file(folder / name, digest)
-
-
-def _file_of(column: Column) -> str:
-    return f"column.{column.name}.npy"
+def file_of(column: str) -> str:
+    """Return the file of a column."""
+    return f"column.{column}.npy"

@@ -60,11 +60,30 @@ class TableLoader:
                 schema.
             StoreFullError: A table is too small.
         """
-        folders = {name: save_folders.find(folder, name, save_folders.save_of(state)) for name in self._names}
+        save = save_folders.save_of(state)
+        folders = self._find(folder, save)
+        while True:
+            try:
+                self._read(folders, str(save["id"]))
+                return
+            except CheckpointError:
+                before, folders = folders, self._find(folder, save)
+                if folders == before:
+                    raise
+                # A save of another process has renamed them meanwhile, once: after that it removes them.
+
+    def _find(self, folder: Path, save: save_folders.State) -> dict[str, Path]:
+        return {name: save_folders.find(folder, name, save) for name in self._names}
+
+    def _read(self, folders: Mapping[str, Path], save_id: str) -> None:
         for one in folders.values():  # so that every rank reports what is missing
-            table_files.find_shards(one)
+            for shard, manifest in zip(*table_files.find_shards(one), strict=True):
+                if manifest["save"] != save_id:
+                    raise CheckpointError(str(shard), f"must be of the save {save_id}", manifest["save"])
         for name, table in self._tables.items():
             found = self._found[name] = table_files.read_table(folders[name], table.spec.schema)
+            if any(manifest["save"] != save_id for manifest in found.manifests):
+                raise CheckpointError(str(folders[name]), f"must be of the save {save_id}", "another one")
             if name in self._spread:
                 self._divisions[name] = self._divide(name, table, found)
             self._check(name, table, found)
@@ -91,7 +110,7 @@ class TableLoader:
         elif len(self._chosen(name)) != len(table.slots):
             rule = f"must have the {len(table.slots)} trajectories of the data set"
             raise CheckpointError(str(found.folders[0]), rule, len(self._chosen(name)))
-        table_files.check_rows(found, self._divisions.get(name), self._index)
+        table_files.open_rows(found, self._divisions.get(name), self._index)
 
     @property
     def _index(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.checkpoint import save_folders
-from deepspeed_gear.checkpoint.table_files import SavedTable, check_rows, read_table
+from deepspeed_gear.checkpoint.table_files import SavedTable, file_of, open_rows, read_table
 from deepspeed_gear.cli.value_distribution import distribution
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import CheckpointError
@@ -229,7 +229,7 @@ def of_saved(folder: Path) -> Distribution:
         CheckpointError: A file is missing or changed, or nothing was sampled.
     """
     found = read_table(folder)
-    check_rows(found)
+    open_rows(found)
     known = found.manifests[0].get("train") or {}
     slots, content = found.whole.slots, found.whole.streams.get("train", {})
     names = ("priorities", "leaves", "draws", "bases", "alpha", "queued")
@@ -295,7 +295,7 @@ def _saved_groups(found: SavedTable, committed: np.ndarray) -> dict[str, int | N
     leaders, incomplete = words[committed, 0], None
     spec = found.manifests[0].get("group")  # missing in saves of earlier versions
     if spec is not None:
-        numbers = np.load(found.folders[0] / f"column.{spec['column']}.npy", mmap_mode="r")
+        numbers = found.columns[0][file_of(spec["column"])]
         incomplete = len(np.unique(numbers[committed][leaders == 0]))
     return {
         "complete": len(np.unique(leaders[leaders > 0])),

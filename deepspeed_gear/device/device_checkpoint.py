@@ -202,7 +202,7 @@ def save(plan: ReplayPlan, tables: Tables, folder: Path, kept: save_folders.Stat
     return state
 
 
-def load(plan: ReplayPlan, tables: Tables, folder: Path, state: save_folders.State | None) -> dict[str, Any]:
+def load(plan: ReplayPlan, tables: Tables, folder: Path, state: save_folders.State) -> dict[str, Any]:
     """Continue where `save` was called, on any number of replicas; return the state of that save. Collective.
 
     On another number the trajectories are dealt anew (`reshard_rings`); of a data set's priorities, replica r
@@ -213,22 +213,21 @@ def load(plan: ReplayPlan, tables: Tables, folder: Path, state: save_folders.Sta
         plan: Of the replay.
         tables: This rank's.
         folder: Of the checkpoint.
-        state: What the save has returned; None: that of the newest save of the folder.
+        state: What the save has returned.
     Raises:
         CheckpointError: A file is missing, changed or of another save, or does not fit; on every rank.
     """
 
     def known_state() -> dict[str, Any]:
-        known = save_folders.read_position(folder) if state is None else dict(state)
-        _check_facts(plan, known)
-        return known
+        _check_facts(plan, state)
+        return dict(state)
 
     def shard(of: Path, number: int) -> Mapping[str, Any]:
         part = of / f"shard-{number}"
         manifest = save_folders.read_json(part / save_folders.MANIFEST)
         files = save_folders.entry(manifest, "files", dict, str(part / save_folders.MANIFEST))
-        save_folders.check_file(part / CONTENT, files.get(CONTENT))
-        found: Mapping[str, Any] = torch.load(part / CONTENT, weights_only=True, mmap=True)
+        with save_folders.open_checked(part / CONTENT, files.get(CONTENT)) as file:
+            found: Mapping[str, Any] = torch.load(save_folders.link_of(file), weights_only=True, mmap=True)
         return found
 
     def content(name: str) -> tuple[Mapping[str, Any], int]:

@@ -561,7 +561,7 @@ class DeviceReplay(ReplayBase):
         self._settle()
         return device_checkpoint.save(self._plan, self.tables, folder, kept)
 
-    def _load(self, folder: Path, state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    def _load(self, folder: Path, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
         selected = self._num_selected()
         loaded = device_checkpoint.load(self._plan, self.tables, folder, state)
         self._go_on(selected)
@@ -635,6 +635,7 @@ class DeviceReplay(ReplayBase):
         """Leave the process group; safe to call twice."""
         if not self._closed:
             self._closed = True
+            self._folder_locks.release()
             self._close_tables()
             self._plan.exchange.close()
 

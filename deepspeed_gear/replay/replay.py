@@ -579,14 +579,13 @@ class Replay(ReplayBase):
         self._parts.plan.exchange.agree("the priority updates", self._late_updates.drain)
         return checkpoint.save(self._parts, self._loader, self._passes.begun, folder, kept)
 
-    def _load(self, folder: Path, state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        known = checkpoint.newest_state(self._parts, folder) if state is None else state
-        self._drain_and_check(known)
-        loading = checkpoint.read(self._parts, folder, known)
-        columns = checkpoint.columns_of(self._parts, folder, known)
-        self._passes.continue_from(checkpoint.go_on(self._parts, self._loader, known, columns))
+    def _load(self, folder: Path, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        self._drain_and_check(state)
+        loading = checkpoint.read(self._parts, folder, state)
+        columns = checkpoint.columns_of(self._parts, folder, state)
+        self._passes.continue_from(checkpoint.go_on(self._parts, self._loader, state, columns))
         checkpoint.replace(self._parts, loading)
-        return None if known["save"] is None else dict(known)
+        return None if state["save"] is None else dict(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a state, on any number of ranks; tables keep their content. Collective.
@@ -677,6 +676,7 @@ class Replay(ReplayBase):
             if self._rollouts is not None:
                 self._rollouts.abandon()  # a loop over its steps may still be there
             self._finalizer()
+            self._folder_locks.release()
             self._drop()
 
     def _drop(self) -> None:

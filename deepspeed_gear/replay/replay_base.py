@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,8 +13,10 @@ import torch
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
+from deepspeed_gear.checkpoint import save_folders
+from deepspeed_gear.checkpoint.folder_lock import FolderLocks
 from deepspeed_gear.distributed.replay_plan import ReplayPlan
-from deepspeed_gear.errors import StoreError
+from deepspeed_gear.errors import CheckpointError, PeerError, StoreError
 from deepspeed_gear.public_names import public_names
 from deepspeed_gear.replay.batch_assembler import Transform
 from deepspeed_gear.replay.normalizer import Normalizer
@@ -23,7 +25,9 @@ from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.store.process_bound import ProcessBound
 
 Self = TypeVar("Self", bound="ReplayBase")
+T = TypeVar("T")
 # Names that other modules of this package use, and no program.
+_MOST_LOADS = 20  # saves that are replaced while they are read, one after the other
 INTERNAL = frozenset({"close_with", "count_skipped_step", "metrics", "observe_steps"})
 
 
@@ -45,6 +49,7 @@ class ReplayBase(ProcessBound, ABC):
         self._plan, self._engine_dtype = plan, engine_dtype
         self._closed = False
         self._last_saves: dict[str, Mapping[str, Any]] = {}  # by folder: state of its latest save
+        self._folder_locks = FolderLocks()
         self._meter = ProgressMeter(Totals(0, 0.0, None))
 
     def __repr__(self) -> str:
@@ -193,6 +198,7 @@ class ReplayBase(ProcessBound, ABC):
         The save is written next to the previous one in the folder, fsynced and exchanged with it; the
         previous one stays until the next save into the folder begins. After an interruption at any time one
         of both can be loaded: by a returned state that was stored elsewhere, or by the state in the folder.
+        One run saves into a folder: from its first save until it is closed or ends, another is refused.
 
         Args:
             folder: Receives `position.json`, `normalizer.json` and a folder for each table with a capacity or
@@ -200,20 +206,30 @@ class ReplayBase(ProcessBound, ABC):
         Returns:
             `state_dict()`, with the id and the checksums of this save.
         Raises:
-            CheckpointError: A file cannot be written; the save before this one stays.
+            CheckpointError: A file cannot be written, or another run saves into this folder; the save before
+                this one stays.
             StoreError: Of a DeviceReplay: only some micro batches of a global batch were used.
         """
         self._check_open()
         at = os.path.realpath(arguments.folder("folder", folder))
+        exchange, leads = self._plan.exchange, self._topology.rank == 0
+
+        def lock() -> None:
+            if leads:
+                with save_folders.writing(Path(at)):
+                    save_folders.make(Path(at))
+                    self._folder_locks.acquire(Path(at))
+
+        exchange.agree("locking the folder of the save", lock)
         state = self._save(Path(at), self._last_saves.get(at))
         self._last_saves[at] = state
-        exchange, leads = self._plan.exchange, self._topology.rank == 0
         exchange.agree("saving the normalizer", lambda: self.normalizer.save(at) if leads else None)
         return state
 
     def load(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> None:
         """Load a save: replace the contents that it has written, and continue there. Collective.
 
+        Another process may save into the folder meanwhile: without a state, the newest whole save is loaded.
         Priorities of earlier batches must not be reported afterwards: their trajectories may have moved.
 
         Args:
@@ -228,16 +244,41 @@ class ReplayBase(ProcessBound, ABC):
         at = os.path.realpath(arguments.folder("folder", folder))
         if state is not None:
             arguments.mapping("state", state, "pass a state from save")
-        loaded = self._load(Path(at), state)
+        loaded = self._load_newest(Path(at)) if state is None else self._load(Path(at), state)
         if loaded is not None:
             self._last_saves[at] = loaded
+
+    def _load_newest(self, folder: Path) -> Mapping[str, Any] | None:
+        """Load the newest save, and the next one where it was replaced before it was read. Collective."""
+        for _ in range(_MOST_LOADS):
+            known = self._from_leader(partial(save_folders.read_position, folder))
+            try:
+                return self._load(folder, known)
+            except (CheckpointError, PeerError) as error:
+                if not self._from_leader(partial(save_folders.is_replaced, folder, known)):
+                    raise
+                cause = error
+        raise CheckpointError(
+            str(folder),
+            f"must hold a save for as long as it is read: {_MOST_LOADS} were replaced meanwhile",
+            None,
+            "save less often, or load a copy of the folder",
+        ) from cause
+
+    def _from_leader(self, action: Callable[[], T]) -> T:
+        """Return what an action returns on rank 0: others would see another save. Collective."""
+        exchange, leads = self._plan.exchange, self._topology.rank == 0
+        found: T = exchange.broadcast(
+            exchange.agree("loading the state", lambda: action() if leads else None)
+        )
+        return found
 
     @abstractmethod
     def _save(self, folder: Path, kept: Mapping[str, Any] | None) -> dict[str, Any]:
         """Save; `kept` is the state of the latest save in this folder that was loaded or made."""
 
     @abstractmethod
-    def _load(self, folder: Path, state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    def _load(self, folder: Path, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Load; return the state of the save that must be kept, None for a position alone."""
 
     # ---- statistics ------------------------------------------------------------------------------

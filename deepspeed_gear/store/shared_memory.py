@@ -44,7 +44,8 @@ def _record_lock(fd: int, command: int, kind: int, start: int, length: int) -> i
     return int(FLOCK.unpack(fcntl.fcntl(fd, command, packed))[0])
 
 
-def _try_lock(fd: int, kind: int, start: int, length: int) -> bool:
+def try_lock(fd: int, kind: int, start: int, length: int) -> bool:
+    """Lock bytes of an open file (F_WRLCK, F_RDLCK), or return False where another open file has them."""
     try:
         _record_lock(fd, fcntl.F_OFD_SETLK, kind, start, length)
         return True
@@ -126,7 +127,7 @@ class SharedMemory:
         except BaseException:
             release(fd)
             raise
-        _try_lock(fd, fcntl.F_WRLCK, peer, 1)
+        try_lock(fd, fcntl.F_WRLCK, peer, 1)
         return memory
 
     def _allocate(self, huge_pages: bool) -> None:
@@ -219,7 +220,7 @@ class SharedMemory:
                 raise StoreError(str(path), f"must belong to user {os.geteuid()}", status.st_uid)
             if stat.S_IMODE(status.st_mode) != 0o600:
                 raise StoreError(str(path), "must have mode 0600", oct(stat.S_IMODE(status.st_mode)))
-            if not _try_lock(fd, fcntl.F_WRLCK, peer, 1):
+            if not try_lock(fd, fcntl.F_WRLCK, peer, 1):
                 if not is_held(fd, _NO_PEER, 1):
                     raise PeerTakenError(f"{path}: peer {peer}", "must be attached by one process only")
                 raise StoreGoneError(str(path), "must belong to a living run", None, "its run has ended")
@@ -352,7 +353,7 @@ def _mapped_huge_bytes(path: Path, inode: int) -> int:
 
 def _unlink_if_garbage(fd: int, path: Path) -> bool:
     """Remove a store to which no process is attached. Of racing callers exactly one succeeds."""
-    if path == SHM or os.pread(fd, len(MAGIC), 0) != MAGIC or not _try_lock(fd, fcntl.F_WRLCK, 0, WHOLE):
+    if path == SHM or os.pread(fd, len(MAGIC), 0) != MAGIC or not try_lock(fd, fcntl.F_WRLCK, 0, WHOLE):
         return False
     return unlink_same(str(path), fd)
 

@@ -13,6 +13,7 @@ from gear_support import SCHEMA, SHM, prefix
 from process_support import in_child, kill
 
 from deepspeed_gear import DatasetWriter, liveness
+from deepspeed_gear.checkpoint.folder_lock import FolderLocks
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.store.memory_layout import MAGIC
 from deepspeed_gear.store.shared_memory import SharedMemory, remove_garbage
@@ -59,6 +60,17 @@ def test_the_writer_of_a_data_set(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="must not be written by two at once"):
         DatasetWriter(tmp_path / "set", SCHEMA)
     living.discard()
+    os.kill(child, signal.SIGKILL)
+
+
+def test_the_folder_of_saves(tmp_path: Path) -> None:
+    def hold() -> FolderLocks:
+        locks = FolderLocks()
+        locks.acquire(tmp_path)
+        return locks
+
+    child = killed_with_a_living_child(hold)
+    FolderLocks().acquire(tmp_path)
     os.kill(child, signal.SIGKILL)
 
 
