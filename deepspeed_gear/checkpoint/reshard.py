@@ -34,8 +34,10 @@ class SavedShard:
         streams: Content of its streams by name.
         retention: Retention words of the trajectories; None: a data set's. [n, 4], int64.
         inserted: Trajectories and steps ever added.
-        groups: What `TableGroups.export` returned; None: there are none. [n, 2], int64.
+        groups: What `TableGroups.export` returned; None: there are none. [n, 3], int64.
         group_counts: The words of `GroupCount`; None: there are none. [16], int64.
+        consumed: Numbers of the groups that have left the table, the oldest first; None: there are none, or
+            the save is of an earlier version. [m], int64.
     """
 
     slots: np.ndarray | None
@@ -46,6 +48,7 @@ class SavedShard:
     inserted: tuple[int, int] = (0, 0)
     groups: np.ndarray | None = None
     group_counts: np.ndarray | None = None
+    consumed: np.ndarray | None = None
 
     @property
     def num_slots(self) -> int:
@@ -111,7 +114,8 @@ def merge(shards: Sequence[SavedShard]) -> SavedShard:
     slots, next_id = _merge_slots(shards), _next_id([shard.next_id for shard in shards])
     if slots is not None and len(slots):  # an id is never assigned again, even if the counter is damaged
         next_id = max(next_id, int(slots[:, Slot.ID].max()) + 1)
-    return SavedShard(slots, None, next_id, streams, retention, inserted, *_merge_groups(shards, before))
+    groups, consumed = _merge_groups(shards, before), _merge_consumed([shard.consumed for shard in shards])
+    return SavedShard(slots, None, next_id, streams, retention, inserted, *groups, consumed)
 
 
 def packed(records: np.ndarray) -> np.ndarray:
@@ -152,6 +156,15 @@ def _merge_groups(
         found.append(groups)
         counts.append(shard.group_counts)
     return np.concatenate(found), np.sum(counts, axis=0)
+
+
+def _merge_consumed(every: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Return the numbers of all shards: the newest of each last, so that a ring of any size keeps those."""
+    known = [one for one in every if one is not None]
+    if not known:
+        return None
+    ages = np.concatenate([np.arange(len(one))[::-1] for one in known])
+    return np.asarray(np.concatenate(known)[np.argsort(-ages, kind="stable")])
 
 
 def _next_id(counters: Sequence[int]) -> int:
@@ -271,7 +284,7 @@ def divide_groups(
         name: Of the table, for error texts.
         records: Of its trajectories. [n, 8], int64.
         numbers: The number of each one's group. [n], int64.
-        groups: As of `SavedShard`. [n, 2], int64.
+        groups: As of `SavedShard`. [n, 3], int64.
         room: Slots and rows of each shard.
     Raises:
         StoreFullError: They do not fit.

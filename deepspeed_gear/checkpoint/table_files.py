@@ -92,6 +92,7 @@ def _save_rows(table: Table, slots: np.ndarray, folder: Path) -> None:
     if table.groups is not None:
         np.save(folder / "groups.npy", table.groups.export(slots))
         np.save(folder / "group_counts.npy", table.groups.counts)
+        np.save(folder / "consumed_groups.npy", table.groups.consumed)
     for column in table.spec.schema:
         data, path = table.columns[column.name], folder / file_of(column.name)
         if column.rows == "1":
@@ -192,7 +193,7 @@ def _read_shard(folder: Path, manifest: dict[str, Any]) -> SavedShard:
             others[kind] = _loaded(folder / name, digest)
     slots, numbers = others.get("slots"), others.get("numbers")
     retention, next_id = others.get("retention"), manifest["next_id"]
-    groups = others.get("groups"), others.get("group_counts")
+    groups = others.get("groups"), others.get("group_counts"), others.get("consumed_groups")
     inserted = tuple(manifest["inserted"][:2])
     return SavedShard(slots, numbers, next_id, streams, retention, inserted, *groups)
 
@@ -299,7 +300,8 @@ def load_rows(
         assert group_counts is not None
         if division is not None and table.spec.shard is not None:
             saved, group_counts = groups_of(found.whole, division, table.spec.shard.index)
-        table.groups.restore(saved, group_counts)
+        consumed = np.empty(0, np.int64) if found.whole.consumed is None else found.whole.consumed
+        table.groups.restore(saved, group_counts, consumed)
 
 
 def _copy_rows(to: np.ndarray, files: Sequence[np.ndarray], extents: np.ndarray) -> None:

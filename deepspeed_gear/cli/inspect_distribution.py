@@ -19,7 +19,7 @@ from deepspeed_gear.sampling.anchors import AnchorRule
 from deepspeed_gear.sampling.exclusions import Exclusion, count_exclusions, count_waiting, rule_of_json
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.group_forecast import forecast_groups
-from deepspeed_gear.store.group_spec import GroupCount, GroupSpec
+from deepspeed_gear.store.group_spec import COUNTED, GroupSpec
 from deepspeed_gear.store.live_stores import LiveStore
 from deepspeed_gear.store.step_priorities import rows_of
 
@@ -300,9 +300,7 @@ def _saved_groups(found: SavedTable, committed: np.ndarray) -> dict[str, int | N
     return {
         "complete": len(np.unique(leaders[leaders > 0])),
         "incomplete": incomplete,
-        "rejected": int(counts[GroupCount.REJECTED]),
-        "oversized": int(counts[GroupCount.OVERSIZED]),
-        "late": int(counts[GroupCount.LATE]),
+        **{name: int(counts[word]) for name, word in COUNTED.items()},
     }
 
 

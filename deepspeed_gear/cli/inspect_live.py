@@ -119,8 +119,10 @@ def _lines(summary: dict[str, Any] | None) -> list[str]:
     if summary["groups"] is not None:
         groups = {name: "not known" if n is None else f"{n:,}" for name, n in summary["groups"].items()}
         lines.append("  groups        {complete} complete, {incomplete} incomplete".format(**groups))
-        ever = "{rejected} groups rejected, {oversized} too large, {late} late trajectories"
+        ever = "{rejected} groups rejected, {oversized} too large, {evicted_unsampled} evicted unsampled"
         lines.append("  left out      " + ever.format(**groups))
+        ever = "{late} late, {late_consumed} of groups that had left, {unfilled} unfilled, {surplus} surplus"
+        lines.append("  trajectories  " + ever.format(**groups))
     waiting = f" ({summary['waiting']:,} added since the latest selection)" if summary["waiting"] else ""
     lines.append(f"  drawable      {summary['drawable']:,}{waiting}")
     for one in summary["excluded"] or []:

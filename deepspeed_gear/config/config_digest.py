@@ -60,6 +60,8 @@ def batch_options(config: GearOptions) -> dict[str, Any]:
             del table[option]
         if table["group"] is None:  # as before there were groups
             del table["group"]
+        else:
+            del table["group"]["remember"]
         if table["data"] is not None:
             del table["data"]["replicate"]
     return section

@@ -76,8 +76,8 @@ def _check_group(group: GroupConfig, table: TableConfig, at: str) -> None:
     if held is not None and most > held:
         rule = f"must be at least the trajectories of a group ({most})"
         raise ConfigError(f"{at.removesuffix('.group')}.capacity_trajectories", rule, held)
-    if table.data is not None and (group.needs or group.after_s is not None):
-        option = "needs" if group.needs else "after_s"
+    if table.data is not None and (group.needs or group.after_s is not None or group.remember):
+        option = "needs" if group.needs else "after_s" if group.after_s is not None else "remember"
         raise ConfigError(f"{at}.{option}", "must not be given for a data set", getattr(group, option))
     for column, condition in group.where.items():
         _check_condition(condition, f"{at}.where.{column}")

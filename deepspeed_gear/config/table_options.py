@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le, Lt, MinLen
-from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
+from pydantic import BeforeValidator, Field, Strict, field_serializer, field_validator, model_validator
 
 from deepspeed_gear.config.types import (
     ColumnDtype,
@@ -87,6 +87,9 @@ class VersionConfig(GearModel):
     )
 
 
+MOST_REMEMBERED = 4096  # groups that have left a table, by default
+
+
 class GroupBoundsConfig(GearModel):
     """Bounds of a statistic."""
 
@@ -143,11 +146,19 @@ class GroupConfig(GearModel):
     after_s: Positive | None = Field(
         default=None,
         description=(
-            "Seconds after its latest trajectory at which a group of at least `min_size` members is "
-            "complete without the others. null: never."
+            "Seconds after its latest trajectory, or the latest `fill` of one, at which a group of at least "
+            "`min_size` members is complete without the others. null: never."
         ),
     )
     min_size: Count | None = Field(default=None, description="Members of such a group, at least.")
+    remember: Annotated[int, Strict(), Ge(0), Lt(2**31)] | None = Field(
+        default=None,
+        description=(
+            "Groups that have left the table (trained, rejected or evicted), the latest so many on each "
+            "node: trajectories with the number of one are evicted, and counted. null: with `after_s` as "
+            f"many groups as the table holds, at most {MOST_REMEMBERED}; else 0."
+        ),
+    )
     where: dict[Name, GroupConditionConfig] = Field(
         default={},
         description=(

@@ -23,6 +23,7 @@ from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.sampling.batch_info import BatchInfo
+from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.stream_specs import read_columns
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.group_options import group_spec_of
@@ -179,6 +180,37 @@ def environment_sizes(name: str, table: TableConfig, schema: Schema) -> tuple[in
     return max(rows, least), own_slots + 1
 
 
+def check_holds_batch(config: GearConfig, name: str, schema: Schema, stream: StreamSpec, count: int) -> None:
+    """Raise if a table can never hold the items of a global batch at once, so that none is ever drawn.
+
+    Args:
+        config: The config.
+        name: Of the table, which has a capacity.
+        schema: Of its trajectories.
+        stream: Its training stream.
+        count: Stores that hold it together.
+    Raises:
+        ConfigError: It is too small.
+    """
+    table, sampler, samples = config.resolved_tables[name], stream.sampler, stream.num_samples(0)
+    queue = table.rate_limiter is not None and table.rate_limiter.queue is not None
+    if not (sampler.each_once or sampler.drops_tail):
+        samples = -(-samples // table.max_times_sampled) if table.max_times_sampled and not queue else 0
+    steps, slots = capacity_of(name, table, schema, count)
+    if stream.rule.unit == "step":
+        option, held, needed, what = "capacity_steps", steps * count, samples, "steps"
+    else:
+        least = 1 if table.group is None else table.group.min_size or table.group.size
+        held, needed, what = slots // least * least * count, samples * least, "trajectories"
+        option = "capacity_trajectories"
+        if steps * count < needed:  # of one step each
+            option, held = "capacity_steps", steps * count
+    if held < needed:
+        rule = f"must be at least the {what} of a batch ({needed})"
+        remedy = "raise it, or lower the size of the batch: no batch would ever be complete"
+        raise ConfigError(f"gear.tables.{name}.{option}", rule, held, remedy)
+
+
 def num_items_of(config: GearConfig, name: str, schema: Schema, dataset: Dataset | None) -> int:
     """Return an upper bound on the items that a table ever holds; the same for any number of nodes.
 
@@ -233,15 +265,16 @@ def table_specs(
     def spec(name: str, table: TableConfig) -> TableSpec:
         schema, shard = schemas[name], (shards or {}).get(name)
         read = read_columns(config.item_sampler, fields, table.group)
-        group = None if table.group is None else group_spec_of(table.group, schema, read)
         part = (shard, 0, 0)  # a caller adds rows and slots for arrivals
         if name in datasets:
             assert table.data is not None
             held, in_memory = datasets[name], table.data.load == "memory"
             slots, rows = _held_of(name, held, shard)
             sizes = (slots, rows, held, in_memory, name in returns, num_peers)
+            group = None if table.group is None else group_spec_of(table.group, schema, read)
             return TableSpec(name, schema, *sizes, *part, group=group)
         steps, slots = capacity_of(name, table, schema, 1 if shard is None else shard.count)
+        group = None if table.group is None else group_spec_of(table.group, schema, read, slots)
         rows, longest = steps + (slots if schema.has_final_row else 0), table.max_length
         retention = retention_of(config, name, (steps, slots), (batches or {}).get(name, 0))
         most_rows = None if longest is None else longest + int(schema.has_final_row)

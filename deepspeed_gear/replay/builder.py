@@ -266,6 +266,11 @@ def _table_specs(
         plan.placement.shards,
         batches,
     )
+    for spec in found:
+        if spec.dataset is None and spec.name in specs:
+            count = 1 if spec.shard is None else spec.shard.count
+            train = next(stream for stream in specs[spec.name] if stream.name == TRAIN)
+            config_resolution.check_holds_batch(plan.config, spec.name, spec.schema, train, count)
     arrivals = spread.arrivals(specs, {spec.name: (spec.num_rows, spec.num_slots) for spec in found})
     return [
         replace(spec, arrival_rows=rows, arrival_slots=slots)

@@ -25,7 +25,7 @@ from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, ShapeError, StoreError
 from deepspeed_gear.replay import (
     clamp_warnings,
-    late_warnings,
+    group_warnings,
     priority_updates,
     replay_statistics,
     table_edits,
@@ -36,7 +36,7 @@ from deepspeed_gear.replay.builder import build
 from deepspeed_gear.replay.can_sample import Readiness
 from deepspeed_gear.replay.clamp_warnings import ClampWarning
 from deepspeed_gear.replay.evaluation import Evaluation
-from deepspeed_gear.replay.late_warnings import LateWarning
+from deepspeed_gear.replay.group_warnings import GroupWarning
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.progress import Totals
 from deepspeed_gear.replay.replay_base import ReplayBase
@@ -126,11 +126,11 @@ class Replay(ReplayBase):
             divisor = partial(getattr, self, "gradient_divisor")
             self._loader = RolloutLoader(parts, self.metrics, engine_dtype, to, divisor)
             self._rollouts = self._loader
-        self._warnings: list[ClampWarning | LateWarning] = []
+        self._warnings: list[ClampWarning | GroupWarning] = []
         if plan.topology.leads_node:  # each for its own store
             self._warnings = [
                 *clamp_warnings.warnings_of(parts.train),
-                *late_warnings.warnings_of(parts.train),
+                *group_warnings.warnings_of(parts.train),
             ]
         self._questions = Readiness(parts, self._loader)
         self._finalizer = weakref.finalize(self, parts.resources.release)
@@ -331,8 +331,7 @@ class Replay(ReplayBase):
             remedy = "use rollout() or step(), which return packed batches"
             raise ConfigError("gear.pack", "must not be given for sample()", None, remedy)
         batch = self._loader.next()
-        for warning in self._warnings:
-            warning.check()
+        self._warn()
         return batch
 
     def rollout(self) -> Rollout:
@@ -348,8 +347,7 @@ class Replay(ReplayBase):
             NotReadyError: Too few items are there in time; at once where no other process may add any.
         """
         found = self._packed().next()
-        for warning in self._warnings:
-            warning.check()
+        self._warn()
         return found
 
     def step(self) -> TrainStep:
@@ -360,8 +358,7 @@ class Replay(ReplayBase):
             StoreError: As `rollout`, like the others.
         """
         found = self._packed().step()
-        for warning in self._warnings:
-            warning.check()
+        self._warn()
         return found
 
     def set_model(self, model: Any) -> None:
@@ -391,6 +388,10 @@ class Replay(ReplayBase):
         """
         self.metrics.skipped_step()
 
+    def _warn(self) -> None:
+        for warning in self._warnings:
+            warning.check()
+
     def _packed(self) -> RolloutLoader:
         self._check_reads()
         if self._rollouts is None:
@@ -404,7 +405,9 @@ class Replay(ReplayBase):
         For simulators in the training ranks: step them while it is False, and sample once it is True.
         """
         self._check_reads()
-        return self._questions.ask(self._loader.next_key)
+        answer = self._questions.ask(self._loader.next_key)
+        self._warn()
+        return answer
 
     def missing_groups(self, table: str | None = None) -> int:
         """Return how many groups this rank should generate before the next batch is selected. Collective.
@@ -413,7 +416,8 @@ class Replay(ReplayBase):
         the replicas; the first ones have one more where it does not divide. The tensor and sequence ranks of
         a replica get the same number, which they generate together: one of them adds the responses. With a
         limit of draws, groups count as often as they can still be drawn. Groups that fail a condition leave
-        the table when they are complete, so ask again: `while not replay.can_sample():
+        the table when they are complete, so it asks for more by the rate at which the latest 256 passed, at
+        most 8 times as many and no more than the table admits; and ask again: `while not replay.can_sample():
         generate(replay.missing_groups())`.
 
         Args:
@@ -429,7 +433,10 @@ class Replay(ReplayBase):
             rule, remedy = "must have groups", f"set gear.tables.{target.spec.name}.group"
             raise ConfigError(f"table {target.spec.name}", rule, None, remedy)
         refuse_read_only(target)
-        return self._questions.missing(self._parts.streams[target.spec.name][TRAIN], self._loader.next_key)
+        stream = self._parts.streams[target.spec.name][TRAIN]
+        missing = self._questions.missing(stream, self._loader.next_key)
+        self._warn()
+        return missing
 
     def _take_turn(self, action: Callable[[], T]) -> T:
         """Run an action and pass the batch barrier of the ranks; without a barrier, only run it.

@@ -49,15 +49,24 @@ def of_groups(tables: Sequence[Table]) -> dict[str, float]:
     """Return the groups that were left out, of all sampled tables together; empty without groups.
 
     Returns:
-        `groups_held`, `groups_rejected` (with those that had too many trajectories) and `late_members`.
+        `groups_held`, `groups_rejected` (with those that had too many trajectories),
+        `groups_evicted_unsampled`, `late_members` (also of groups that had left the table),
+        `unfilled_members` and `surplus_members`.
     """
     known = [table.groups for table in tables if table.groups is not None]
     if not known:
         return {}
     words = np.sum([groups.counts for groups in known], axis=0)
     rejected = words[GroupCount.REJECTED] + words[GroupCount.OVERSIZED]
-    counts = words[GroupCount.HELD], rejected, words[GroupCount.LATE]
-    return dict(zip(("groups_held", "groups_rejected", "late_members"), map(float, counts), strict=True))
+    counts = {
+        "groups_held": words[GroupCount.HELD],
+        "groups_rejected": rejected,
+        "groups_evicted_unsampled": words[GroupCount.EVICTED_UNSAMPLED],
+        "late_members": words[GroupCount.LATE] + words[GroupCount.LATE_CONSUMED],
+        "unfilled_members": words[GroupCount.UNFILLED],
+        "surplus_members": words[GroupCount.SURPLUS],
+    }
+    return {name: float(count) for name, count in counts.items()}
 
 
 def of_priorities(streams: Sequence[BatchStream]) -> dict[str, int]:

@@ -101,7 +101,7 @@ def remove(table: Table, ids: Sequence[int] | torch.Tensor) -> int:
     numbers = arguments.integers("ids", ids)
     with quiet(table, table.lock.timeout_s):
         slots = table.slots_of(numbers)
-        return len(table.evict(distinct(slots[slots >= 0])))
+        return len(table.evict(distinct(slots[slots >= 0]), removed=True))
 
 
 def clear(table: Table, streams: list[BatchStream]) -> None:
@@ -109,7 +109,9 @@ def clear(table: Table, streams: list[BatchStream]) -> None:
     refuse_read_only(table)
     evictor = Evictor(table, SelectionPins(table), Context(timeout_s=table.lock.timeout_s))
     with quiet(table, table.lock.timeout_s):
-        table.evict(np.nonzero(table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0])
+        table.evict(np.nonzero(table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0], removed=True)
+        if table.groups is not None:
+            table.groups.forget()
         for stream in streams:
             stream.state.end_epoch()
         evictor.free_retired()

@@ -20,6 +20,8 @@ from deepspeed_gear.store.retention import UNLIMITED
 from deepspeed_gear.store.stream_records import Head
 from deepspeed_gear.store.table import Table
 
+MOST_ASKED = 8  # times as many groups as are missing, where few pass the conditions
+
 
 class NothingToSampleError(Exception):
     """Too few items can be drawn for a selection. Never leaves the stream.
@@ -40,11 +42,16 @@ class ItemsHeld(NamedTuple):
         draws: How often they can be drawn, if each counts once where there is no limit.
         size: Items held, where there is a rate limiter.
         inserted: Items ever added, likewise.
+        passed, failed: Of the latest groups how many are complete, and how many failed a condition.
+        room: Complete groups that fit in beside those held.
     """
 
     draws: int
     size: int
     inserted: int
+    passed: int = 0
+    failed: int = 0
+    room: int = 0
 
 
 class SelectionLimiter:
@@ -104,22 +111,31 @@ class SelectionLimiter:
         drawable, rate = self._drawable(), self.retention.rate_limiter
         draws = int((self.most - self._times[drawable]).sum()) if self.most else len(drawable)
         size, inserted = (0, 0) if rate is None else self._table.counted(rate)[:2]
-        return ItemsHeld(draws, size, inserted)
+        groups = self._table.groups
+        if groups is None:
+            return ItemsHeld(draws, size, inserted)
+        room = len(self._table.slots) // groups.spec.size - groups.statistics["complete"]
+        return ItemsHeld(draws, size, inserted, *groups.recent, room)
 
     def missing(self, count: int, held: Sequence[ItemsHeld]) -> int:
         """Return how many items must be added before `count` different ones may be drawn.
 
-        Items that are drawn several times without limit count once.
+        Items that are drawn several times without limit count once. Of groups it is how many must be made at
+        the rate at which the latest ones passed the conditions: at most `MOST_ASKED` times as many, and no
+        more than may be added.
 
         Args:
             count: Samples to draw.
             held: What each store of the table holds.
         """
-        size, inserted = sum(one.size for one in held), sum(one.inserted for one in held)
-        missing, rate = max(count - sum(one.draws for one in held), 0), self.retention.rate_limiter
-        if rate is None:
-            return missing
-        return max(missing, rate.missing(size, inserted, self.sampled, count))
+        draws, size, inserted, passed, failed, room = (int(words) for words in np.sum(held, axis=0))
+        missing, rate = max(count - draws, 0), self.retention.rate_limiter
+        if rate is not None:
+            missing = max(missing, rate.missing(size, inserted, self.sampled, count))
+            if rate.holds_back:
+                room = min(room, rate.room(size, inserted, self.sampled))
+        at_rate = -(-missing * (passed + failed + 1) // (passed + 1))
+        return max(missing, min(at_rate, MOST_ASKED * missing, room))
 
     def fewest(self) -> int:
         """Return the number of draws after which the first trajectory may be used up. Cost: one pass."""

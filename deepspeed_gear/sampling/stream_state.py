@@ -23,6 +23,7 @@ from deepspeed_gear.sampling.selection_failure import SelectionFailure
 from deepspeed_gear.sampling.staleness import Staleness
 from deepspeed_gear.sampling.stream_spec import FAILURE_WORDS, StreamSpec
 from deepspeed_gear.sampling.sum_tree import ItemMasses
+from deepspeed_gear.store.group_spec import SlotGroup
 from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.records import Control
@@ -198,6 +199,7 @@ class StreamState:
         if self.last_drawn is not None:
             slots = records[:, Resolution.SLOT].numpy()
             if self.spec.by_group:
+                self.groups.words[slots, SlotGroup.DRAWN] = 1
                 slots, _ = self.groups.trajectories(slots)
             self.last_drawn[slots] = key
 

@@ -15,7 +15,7 @@ from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.group_spec import GroupSpec
 from deepspeed_gear.store.groups import TableGroups
 
-_CHANGED = ("slots", "groups", "group_counts", "retention", "control")
+_CHANGED = ("slots", "groups", "group_counts", "consumed_groups", "retention", "control")
 
 
 class _CopiedExtents:

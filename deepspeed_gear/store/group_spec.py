@@ -13,15 +13,17 @@ class SlotGroup:
     """Words of a slot in a table of groups. Of the leader of a complete group also those from FIRST on."""
 
     LEADER: Final = 0  # slot of the group's leader, plus 1; 0: the group is not complete; or REJECTED
-    LEAVING: Final = 1  # 1: its group is being evicted
-    TIME: Final = 2  # of its commit, in nanoseconds of the monotonic clock
+    LEAVING: Final = 1  # its group is being evicted: 1, or REMOVED by the program
+    TIME: Final = 2  # of its commit, or of its latest `fill`, in nanoseconds of the monotonic clock
     NEXT: Final = 3  # slot of the group's next trajectory, plus 1; 0: it is the last one
     FIRST: Final = 4  # slot of the group's first trajectory, plus 1
     COUNT: Final = 5  # trajectories
     STEPS: Final = 6  # of all of them
     NUMBER: Final = 7  # complete groups ever, up to this one
-    NUM_WORDS: Final = 8
+    DRAWN: Final = 8  # 1: a selection has drawn the group
+    NUM_WORDS: Final = 9
     REJECTED: Final = -1  # a data set's group that fails a condition
+    REMOVED: Final = 2
 
 
 class GroupCount:
@@ -33,8 +35,29 @@ class GroupCount:
     INSERTED: Final = 3  # complete groups ever
     REJECTED: Final = 4  # groups ever that failed a condition
     OVERSIZED: Final = 5  # groups ever that had too many trajectories
-    LATE: Final = 6  # trajectories ever that were evicted since their group was complete without them
+    # Trajectories ever that were evicted since their group is complete without them:
+    LATE: Final = 6  # they came when it was complete
+    LATE_CONSUMED: Final = 7  # they came when it had left the table
+    UNFILLED: Final = 8  # they lacked a late column when it became complete
+    SURPLUS: Final = 9  # they were more than `size` when it became complete
+    EVICTED_UNSAMPLED: Final = 10  # complete groups ever that were evicted before any selection drew them
+    RECENT_PASSED: Final = 11  # of the latest groups, at most RECENT: those that are complete,
+    RECENT_FAILED: Final = 12  # and those that failed a condition or were too large
+    CONSUMED: Final = 13  # numbers ever written to the ring of groups that have left the table
     NUM_WORDS: Final = 16
+
+
+RECENT: Final = 256  # groups
+# Counts of `TableGroups.statistics`, in its order, beside the numbers of complete and incomplete groups.
+COUNTED: Final = {
+    "rejected": GroupCount.REJECTED,
+    "oversized": GroupCount.OVERSIZED,
+    "late": GroupCount.LATE,
+    "late_consumed": GroupCount.LATE_CONSUMED,
+    "unfilled": GroupCount.UNFILLED,
+    "surplus": GroupCount.SURPLUS,
+    "evicted_unsampled": GroupCount.EVICTED_UNSAMPLED,
+}
 
 
 def _std(values: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -97,11 +120,12 @@ class GroupSpec:
         member: Per-trajectory column of integers that tells the members of a group apart; None: each
             trajectory is a member.
         late: Late columns that a trajectory must have.
-        after_s: Seconds after its latest commit at which a group with `min_size` members is complete; None:
-            never.
+        after_s: Seconds after its latest commit or `fill` at which a group with `min_size` members is
+            complete; None: never.
         min_size: See `after_s`.
         where: Conditions; a group that fails one is evicted when it is complete.
         max_trajectories: Most trajectories of a group.
+        remember: Groups that have left the table, at most, of which late trajectories are dropped.
     """
 
     column: str
@@ -112,6 +136,7 @@ class GroupSpec:
     min_size: int = 0
     where: tuple[GroupCondition, ...] = ()
     max_trajectories: int = 0
+    remember: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the specification as JSON-able values."""

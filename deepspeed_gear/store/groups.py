@@ -23,13 +23,14 @@ from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.group_spec import GroupCount, GroupSpec, SlotGroup
+from deepspeed_gear.store.group_spec import COUNTED, RECENT, GroupCount, GroupSpec, SlotGroup
 from deepspeed_gear.store.records import Control, SlotRetention
 from deepspeed_gear.store.row_allocator import RowAllocator
 from deepspeed_gear.store.slot_sets import distinct
 
 NEVER: Final = 1 << 62
-SAVED_WORDS: Final = 2  # of a slot in a checkpoint: position of its leader, plus 1, and SlotGroup.NUMBER
+# Of a slot in a checkpoint: position of its leader, plus 1, and the leader's SlotGroup.NUMBER and DRAWN.
+SAVED_WORDS: Final = 3
 
 
 class TableGroups:
@@ -57,6 +58,7 @@ class TableGroups:
         self.words: np.ndarray = views["groups"]
         self.counts: np.ndarray = views["group_counts"]
         self._count_words: memoryview = self.counts.data
+        self._ring: np.ndarray = views["consumed_groups"]
         self._slots: np.ndarray = views["slots"]
         self._control: memoryview = views["control"].data
         self._present: np.ndarray | None = None
@@ -138,9 +140,7 @@ class TableGroups:
         return {
             "complete": words[GroupCount.HELD],
             "incomplete": self.num_incomplete,
-            "rejected": words[GroupCount.REJECTED],
-            "oversized": words[GroupCount.OVERSIZED],
-            "late": words[GroupCount.LATE],
+            **{name: words[word] for name, word in COUNTED.items()},
         }
 
     def counted(self) -> tuple[int, int, int]:
@@ -185,6 +185,10 @@ class TableGroups:
     def begin(self, slot: int) -> None:
         """Reset the words of a reserved slot, before its commit."""
         self.words[slot] = 0
+        self.note_time(slot)
+
+    def note_time(self, slot: int) -> None:
+        """Restart `after_s` of a slot's group: it was committed or gets a late column."""
         self.words[slot, SlotGroup.TIME] = time.monotonic_ns()
 
     # ---- forming ---------------------------------------------------------------------------------
@@ -239,8 +243,10 @@ class TableGroups:
         has_leader = self.words[slots, SlotGroup.LEADER] != 0
         is_formed = np.zeros(len(wanted), bool)
         is_formed[group[has_leader]] = True
-        self._drop_late(slots[is_formed[group] & ~has_leader])
-        self._form(slots[~is_formed[group]], now)
+        has_left = ~is_formed & self._is_consumed(wanted)
+        self._drop(slots[is_formed[group] & ~has_leader], GroupCount.LATE)
+        self._drop(slots[has_left[group]], GroupCount.LATE_CONSUMED)
+        self._form(slots[~(is_formed | has_left)[group]], now)
 
     def _form(self, slots: np.ndarray, now: int) -> None:
         """Form those groups of slots that are complete; none of the slots has a leader. [n], int64."""
@@ -261,11 +267,11 @@ class TableGroups:
         order = np.lexsort((ids[of_member], ~is_ready, group))  # those that are ready, as they came, first
         rank = np.empty(len(order), np.int64)
         rank[order] = np.arange(len(order)) - first[group[order]]
-        is_in = np.repeat(
-            is_complete[group] & is_ready & (rank < self.spec.size), _sizes(of_member, len(slots))
-        )
-        of_complete = np.repeat(is_complete, _sizes(of_group, len(slots)))
-        self._drop_late(slots[of_complete & ~is_in])
+        of_each = _sizes(of_member, len(slots))
+        is_in = np.repeat(is_complete[group] & is_ready & (rank < self.spec.size), of_each)
+        is_out, is_filled = np.repeat(is_complete[group], of_each) & ~is_in, np.repeat(is_ready, of_each)
+        self._drop(slots[is_out & ~is_filled], GroupCount.UNFILLED)
+        self._drop(slots[is_out & is_filled], GroupCount.SURPLUS)
         if is_in.any():
             self._accept(slots[is_in], numbers[is_in], members[is_in])
 
@@ -305,7 +311,11 @@ class TableGroups:
         passes = self._holds(slots, _begins(numbers, members), begins)
         self.counts[GroupCount.OVERSIZED] += np.count_nonzero(~is_small)
         self.counts[GroupCount.REJECTED] += np.count_nonzero(is_small & ~passes)
-        stays = np.repeat(is_small & passes, counts)
+        passes &= is_small
+        num_passed = int(np.count_nonzero(passes))
+        self._count_recent(num_passed, len(passes) - num_passed)
+        stays = np.repeat(passes, counts)
+        self._remember(distinct(numbers[~stays]))
         self._reject(slots[~stays])
         if not stays.any():
             return
@@ -314,6 +324,18 @@ class TableGroups:
         if self._extents is not None:
             for leader in leaders.tolist():
                 self._extents.note(leader)
+
+    def _count_recent(self, passed: int, failed: int) -> None:
+        """Count groups for `recent`: the older ones half as much whenever there are more than RECENT."""
+        counts = self.counts[[GroupCount.RECENT_PASSED, GroupCount.RECENT_FAILED]] + (passed, failed)
+        while counts.sum() > RECENT:
+            counts //= 2
+        self.counts[[GroupCount.RECENT_PASSED, GroupCount.RECENT_FAILED]] = counts
+
+    @property
+    def recent(self) -> tuple[int, int]:
+        """How many of the latest groups are complete, and how many failed a condition or were too large."""
+        return self._count_words[GroupCount.RECENT_PASSED], self._count_words[GroupCount.RECENT_FAILED]
 
     def _holds(self, slots: np.ndarray, of_member: np.ndarray, of_group: np.ndarray) -> np.ndarray:
         """Return which groups pass all conditions. [groups], bool."""
@@ -350,16 +372,27 @@ class TableGroups:
 
     # ---- evicting --------------------------------------------------------------------------------
 
-    def evict(self, slots: np.ndarray) -> np.ndarray:
-        """Evict the whole groups of committed slots. Returns the evicted slots. [n] -> [m], int64."""
+    def evict(self, slots: np.ndarray, removed: bool = False) -> np.ndarray:
+        """Evict the whole groups of committed slots. Returns the evicted slots. [n] -> [m], int64.
+
+        Args:
+            slots: Any slots of the groups.
+            removed: Whether the program removes them, and may add groups of the same numbers again.
+        """
         members = self.whole(slots) if len(slots) else slots
+        leaders = members[self.is_leader(members)]
+        self.words[members, SlotGroup.LEAVING] = SlotGroup.REMOVED if removed else 1
+        if not removed:
+            self._remember(self.numbers(leaders))
         self._evict(members)
+        if not removed:
+            unsampled = np.count_nonzero(self.words[leaders, SlotGroup.DRAWN] == 0)
+            self.counts[GroupCount.EVICTED_UNSAMPLED] += unsampled
         return members
 
     def _evict(self, members: np.ndarray) -> None:
         """Evict whole groups. [n], int64."""
         assert self._extents is not None
-        self.words[members, SlotGroup.LEAVING] = 1
         self.counts[GroupCount.HELD] -= np.count_nonzero(self.is_leader(members))
         for slot in members.tolist():
             self._extents.retire(slot)
@@ -368,23 +401,55 @@ class TableGroups:
         if self._extents is None:
             self.words[slots, SlotGroup.LEADER] = SlotGroup.REJECTED
         else:
+            self.words[slots, SlotGroup.LEAVING] = 1
             self._evict(slots)
 
-    def _drop_late(self, slots: np.ndarray) -> None:
-        """Evict trajectories whose group is complete without them; those of a data set are left out."""
-        self.counts[GroupCount.LATE] += len(slots)
+    def _drop(self, slots: np.ndarray, word: int) -> None:
+        """Evict trajectories whose group is complete without them; those of a data set are left out.
+
+        Args:
+            slots: [n], int64.
+            word: Of `GroupCount`, which counts them.
+        """
+        self.counts[word] += len(slots)
         if self._extents is not None:
             for slot in slots.tolist():
                 self._extents.retire(slot)
+
+    # ---- groups that have left the table ---------------------------------------------------------
+
+    @property
+    def consumed(self) -> np.ndarray:
+        """Numbers of the groups that have left the table and are remembered, the oldest first. [n], int64."""
+        count, size = self._count_words[GroupCount.CONSUMED], len(self._ring)
+        return self._ring.copy()[:count] if count <= size else np.roll(self._ring, -(count % size))
+
+    def _is_consumed(self, wanted: np.ndarray) -> np.ndarray:
+        """Return which groups have left the table and are remembered. Numbers, [n], int64 -> [n], bool."""
+        known = self._ring[: self._count_words[GroupCount.CONSUMED]]
+        return np.isin(wanted, known[np.isin(known, wanted)])
+
+    def _remember(self, numbers: np.ndarray) -> None:
+        """Write the numbers of groups that leave the table to the ring, unless they are there. [n], int64."""
+        if not len(self._ring):
+            return
+        numbers = numbers[~self._is_consumed(numbers)][-len(self._ring) :]
+        count = self._count_words[GroupCount.CONSUMED]
+        self._ring[(count + np.arange(len(numbers))) % len(self._ring)] = numbers
+        self._count_words[GroupCount.CONSUMED] = count + len(numbers)
+
+    def forget(self) -> None:
+        """Forget the groups that have left the table: any number may be added again."""
+        self._count_words[GroupCount.CONSUMED] = 0
 
     # ---- repair and content ----------------------------------------------------------------------
 
     def recover(self) -> None:
         """Finish evictions and groups that a dead process has begun; count the groups again."""
         words, is_held = self.words, self._slots[:, Slot.STATE] == SlotState.COMMITTED
-        leaving = np.nonzero(is_held & (words[:, SlotGroup.LEAVING] != 0))[0]
-        if len(leaving):
-            self.evict(leaving)
+        for removed in (True, False):
+            is_marked = words[:, SlotGroup.LEAVING] == (SlotGroup.REMOVED if removed else 1)
+            self.evict(np.nonzero(is_held & is_marked)[0], removed)
             is_held = self._slots[:, Slot.STATE] == SlotState.COMMITTED
         known = np.nonzero(is_held & (words[:, SlotGroup.LEADER] > 0))[0]
         leaders = words[known, SlotGroup.LEADER] - 1
@@ -405,14 +470,16 @@ class TableGroups:
         leaders = self.words[slots, SlotGroup.LEADER] - 1
         at = np.minimum(np.searchsorted(slots, leaders), max(len(slots) - 1, 0))
         is_saved = (leaders >= 0) & (slots[at] == leaders) if len(slots) else np.zeros(0, bool)
-        return np.stack([np.where(is_saved, at + 1, 0), self.words[slots, SlotGroup.NUMBER]], axis=1)
+        words = self.words[slots][:, [SlotGroup.NUMBER, SlotGroup.DRAWN]]
+        return np.concatenate([np.where(is_saved, at + 1, 0)[:, None], words], axis=1)
 
-    def restore(self, saved: np.ndarray, counts: np.ndarray) -> None:
-        """Restore what `export` and `counts` were; the table's first slots are already restored.
+    def restore(self, saved: np.ndarray, counts: np.ndarray, consumed: np.ndarray) -> None:
+        """Restore what `export`, `counts` and `consumed` were; the table's first slots are already restored.
 
         Args:
-            saved: Of the first n slots. [n, SAVED_WORDS], int64.
+            saved: Of the first n slots. [n, SAVED_WORDS], int64; of an earlier version [n, 2].
             counts: The words of `GroupCount`. [16], int64.
+            consumed: Numbers of the groups that have left the table, the oldest first. [m], int64.
         """
         self.words[:] = 0
         self.words[:, SlotGroup.TIME] = time.monotonic_ns()
@@ -422,7 +489,10 @@ class TableGroups:
             order = np.lexsort((ids, self._members_of(slots), groups))
             leaders = self._link(slots[order], groups[order])
             self.words[leaders, SlotGroup.NUMBER] = saved[leaders, 1]
+            self.words[leaders, SlotGroup.DRAWN] = saved[leaders, 2] if saved.shape[1] > 2 else 1
         self.counts[:] = counts
+        self.forget()
+        self._remember(consumed)
         self._count()
         # Streams are restored after this: what has changed since is formed before their next selection.
         self._count_words[GroupCount.SEEN], self._count_words[GroupCount.DUE] = (

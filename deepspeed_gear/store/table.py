@@ -353,16 +353,19 @@ class Table:
         assert self.slots[slot, Slot.STATE] == SlotState.COMMITTED
         self._extents.retire(slot)
 
-    def evict(self, slots: np.ndarray) -> np.ndarray:
+    def evict(self, slots: np.ndarray, removed: bool = False) -> np.ndarray:
         """Evict committed trajectories; of a table with groups the whole groups of these. Requires the lock.
 
         Args:
             slots: Each once. [n], int64.
+            removed: As of `TableGroups.evict`.
         Returns:
             The evicted slots. [m], int64.
         """
         if self.groups is not None:
-            return self.groups.evict(slots)
+            if not removed:
+                self.groups.update()  # so that those that are complete by now are counted as such
+            return self.groups.evict(slots, removed)
         for slot in slots.tolist():
             self.retire(slot)
         return slots

@@ -166,6 +166,7 @@ class TableSpec:
             regions += [
                 Region("groups", "int64", (self.num_slots, SlotGroup.NUM_WORDS)),
                 Region("group_counts", "int64", (GroupCount.NUM_WORDS,)),
+                Region("consumed_groups", "int64", (self.group.remember,)),
             ]
         if self.in_memory:
             regions += [

@@ -62,6 +62,8 @@ def fill(table: Table, trajectory_id: int, columns: Mapping[str, Any], timeout_s
                 f"{name}: column {written[0]}", "must be written once", f"id {trajectory_id} has it"
             )
         _write(table, slot, arrays)
+        if table.groups is not None:
+            table.groups.note_time(slot)
         retention[slot, SlotRetention.PRESENT] |= bits  # the commit point
         assert table.extents is not None
         table.extents.note(slot)

@@ -31,12 +31,21 @@ STEPS = st.lists(
     by_member=st.booleans(),
     needs_reward=st.booleans(),
     has_condition=st.booleans(),
+    remember=st.sampled_from([0, 2, 9]),
+    once=st.booleans(),
     steps=STEPS,
 )
 def test_groups_follow_the_rules(
-    size: int, by_member: bool, needs_reward: bool, has_condition: bool, steps: list[Any]
+    size: int,
+    by_member: bool,
+    needs_reward: bool,
+    has_condition: bool,
+    remember: int,
+    once: bool,
+    steps: list[Any],
 ) -> None:
-    group: dict[str, Any] = {"column": "prompt", "size": size}
+    group: dict[str, Any] = {"column": "prompt", "size": size, "remember": remember}
+    options = {"max_times_sampled": 1} if once else {}
     if by_member:
         group.update(member="sample", max_trajectories=MOST_PER_GROUP)
     if needs_reward:
@@ -44,8 +53,8 @@ def test_groups_follow_the_rules(
     if has_condition:
         group["where"] = {"reward": {"std": {"min": 0.1}}}
     least = 0.1 if has_condition else None
-    model, key = Model(size, by_member, needs_reward or has_condition, least), 0
-    with Replay(section(group, batch={"groups": 1})) as replay:
+    model, key = Model(size, by_member, needs_reward or has_condition, least, remember), 0
+    with Replay(section(group, batch={"groups": 1}, **options)) as replay:
         stream = train(replay)
         for name, first, second in steps:
             if name == "add":
@@ -75,7 +84,10 @@ def test_groups_follow_the_rules(
                 model.update()
                 check_groups(replay)
                 if model.groups:  # fifo: that of the lowest highest id
-                    assert take(stream, key) == [min(model.groups.values(), key=max)]
+                    oldest = min(model.groups.values(), key=max)
+                    assert take(stream, key) == [oldest]
+                    if once:
+                        model.consume(oldest)
                     key += 1
                 else:
                     assert not replay.can_sample()
@@ -84,7 +96,8 @@ def test_groups_follow_the_rules(
         found = replay.statistics()["groups"]["main"]
         incomplete = {row.prompt for row in model.rows.values()} - set(model.groups)
         wanted = {"complete": len(model.groups), "incomplete": len(incomplete)}
-        assert found == {**wanted, "rejected": model.rejected, "oversized": 0, "late": model.late}
+        assert found == {**wanted, **model.counts}
+        assert train(replay).table.groups.consumed.tolist() == model.left
 
 
 @settings(max_examples=30)

@@ -13,6 +13,7 @@ from deepspeed_gear import Replay
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import Selection
+from deepspeed_gear.store.group_spec import COUNTED
 from deepspeed_gear.store.stream_records import Head
 
 COLUMNS = {
@@ -134,23 +135,27 @@ class Model:
     """The rules of groups, evaluated from scratch.
 
     Args:
-        size, by_member, needs_reward, least_std: Of the groups.
+        size, by_member, needs_reward, least_std, remember: Of the groups.
     """
 
     size: int
     by_member: bool = False
     needs_reward: bool = False
     least_std: float | None = None
+    remember: int = 0
     rows: dict[int, Row] = field(default_factory=dict)
     groups: dict[int, list[int]] = field(default_factory=dict)  # complete ones, in their order
-    late: int = 0
-    rejected: int = 0
+    left: list[int] = field(default_factory=list)  # prompts of groups that have left the table
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0))
 
     def update(self) -> None:
         for prompt in sorted({row.prompt for row in self.rows.values()}):
             of_it = [row for row in self.rows.values() if row.prompt == prompt]
             if prompt in self.groups:
-                self._drop([row for row in of_it if row.id not in self.groups[prompt]])
+                self._drop([row for row in of_it if row.id not in self.groups[prompt]], "late")
+                continue
+            if prompt in self.left:
+                self._drop(of_it, "late_consumed")
                 continue
             members: dict[int, list[Row]] = {}
             for row in sorted(of_it, key=lambda row: row.id):
@@ -163,16 +168,29 @@ class Model:
             if len(ready) < self.size:
                 continue
             chosen = sorted(sorted(ready, key=lambda name: members[name][0].id)[: self.size])
-            self._drop([row for name, rows in members.items() if name not in chosen for row in rows])
+            for name, rows in members.items():
+                if name not in chosen:
+                    self._drop(rows, "surplus" if name in ready else "unfilled")
             values = [members[name][-1].reward or 0.0 for name in chosen]
             if self.least_std is not None and np.std(values, ddof=int(len(values) > 1)) < self.least_std:
-                self.rejected += 1
+                self.counts["rejected"] += 1
                 self.remove([row.id for name in chosen for row in members[name]])
+                self._remember(prompt)
                 continue
             self.groups[prompt] = [row.id for name in chosen for row in members[name]]
 
-    def _drop(self, rows: list[Row]) -> None:
-        self.late += len(rows)
+    def _remember(self, prompt: int) -> None:
+        self.left = [*self.left, *([] if prompt in self.left else [prompt])][-self.remember :]
+        self.left = self.left if self.remember else []
+
+    def consume(self, ids: list[int]) -> None:
+        """Evict a group that was drawn for the last time."""
+        prompt = self.rows[ids[0]].prompt
+        self.remove(ids)
+        self._remember(prompt)
+
+    def _drop(self, rows: list[Row], why: str) -> None:
+        self.counts[why] += len(rows)
         for row in rows:
             del self.rows[row.id]
 

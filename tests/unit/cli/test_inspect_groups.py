@@ -16,7 +16,7 @@ from group_support import GROUP, add, add_groups, check_groups, section, train
 from deepspeed_gear import Replay
 from deepspeed_gear.cli import inspect
 from deepspeed_gear.cli.inspect_distribution import Distribution, of_living, of_saved
-from deepspeed_gear.store.group_spec import GroupCount
+from deepspeed_gear.store.group_spec import COUNTED, GroupCount
 from deepspeed_gear.store.live_stores import living_stores
 
 
@@ -38,9 +38,7 @@ def numbers(complete: int, incomplete: int, **left_out: int) -> dict[str, int]:
     return {
         "complete": complete,
         "incomplete": incomplete,
-        "rejected": 0,
-        "oversized": 0,
-        "late": 0,
+        **dict.fromkeys(COUNTED, 0),
         **left_out,
     }
 
@@ -71,7 +69,8 @@ def test_groups_that_no_selection_has_seen(
         for line in (
             "  lengths       min 5, 10% 5, 50% 5, 90% 5, max 12, mean 5.7",
             "  groups        3 complete, 1 incomplete",
-            "  left out      0 groups rejected, 0 too large, 0 late trajectories",
+            "  left out      0 groups rejected, 0 too large, 0 evicted unsampled",
+            "  trajectories  0 late, 0 of groups that had left, 0 unfilled, 0 surplus",
             "  drawable      3 (3 added since the latest selection)",
         ):
             assert line in text.splitlines()
@@ -98,7 +97,7 @@ def test_rejected_oversized_and_late(tmp_path: Path, capsys: pytest.CaptureFixtu
         late = add(replay, 1, 3)
         replay.fill(late, reward=0.0)
         found = living(replay)
-        assert found.groups == numbers(2, 1, rejected=1, late=1)
+        assert found.groups == numbers(2, 1, rejected=1, surplus=1)
         assert sorted(found.lengths.tolist()) == [3, 3, 3, 4, 4, 4, 5, 5, 5]  # type: ignore[union-attr]
         assert found.groups == replay.statistics()["groups"]["main"]  # which forms them
         assert living(replay).groups == found.groups
@@ -111,7 +110,8 @@ def test_rejected_oversized_and_late(tmp_path: Path, capsys: pytest.CaptureFixtu
         (store,) = (one for one in stores if one["run"]["id"] == replay.run)
         assert store["distribution"]["groups"] == found.groups
         text = shown(capsys, "--living", str(os.getpid()))
-        assert "  left out      1 groups rejected, 0 too large, 1 late trajectories\n" in text
+        assert "  left out      1 groups rejected, 0 too large, 0 evicted unsampled\n" in text
+        assert "  trajectories  0 late, 0 of groups that had left, 0 unfilled, 1 surplus\n" in text
 
 
 def test_a_group_that_time_completes() -> None:

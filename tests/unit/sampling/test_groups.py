@@ -27,6 +27,7 @@ from scipy.stats import chisquare
 from deepspeed_gear import ConfigError, DataError, DatasetWriter, NotReadyError, Replay, Schema, StoreError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.sampling.exclusions import exclusions_of
+from deepspeed_gear.store.group_spec import COUNTED
 from deepspeed_gear.store.stream_records import Head
 
 MEMBERS = {**GROUP, "member": "sample", "max_trajectories": 8}
@@ -136,12 +137,13 @@ def test_members_by_age_and_late_ones() -> None:
         for sample in (4, 1, 0):
             replay.fill(ids[sample], reward=1.0)
         assert take(train(replay), 0) == [[ids[0], ids[1], ids[4]]]
-        assert replay.statistics()["groups"]["main"]["late"] == 2
+        assert replay.statistics()["groups"]["main"]["unfilled"] == 2
         with pytest.raises(StoreError, match="must be stored"):
             replay.fill(ids[3], reward=1.0)
         late = add(replay, 7, 5)
         assert late in stored(replay)
-        assert replay.statistics()["groups"]["main"]["late"] == 3
+        found = replay.statistics()["groups"]["main"]
+        assert (found["late"], found["unfilled"], found["surplus"]) == (1, 2, 0)
         assert late not in stored(replay)
 
 
@@ -159,7 +161,7 @@ def test_a_number_that_is_used_again_is_named_once(caplog: pytest.LogCaptureFixt
         caplog.clear()
         add_groups(replay, [7], size=4)
         replay.rollout()
-        assert replay.statistics()["groups"]["main"]["late"] == 1
+        assert replay.statistics()["groups"]["main"]["surplus"] == 1
         assert not caplog.records
 
 
@@ -228,14 +230,74 @@ def test_stragglers() -> None:
         time.sleep(0.15)
         assert take(train(replay), 0) == [ids]
         assert waiting not in stored(replay)
-        assert replay.statistics()["groups"]["main"] == {
-            "complete": 1,
-            "incomplete": 1,
-            "rejected": 0,
-            "oversized": 0,
-            "late": 1,
-        }
+        found = replay.statistics()["groups"]["main"]
+        assert found == {**dict.fromkeys(COUNTED, 0), "complete": 1, "incomplete": 1, "unfilled": 1}
         check_groups(replay)
+
+
+def test_rewards_that_come_one_after_the_other_restart_the_clock() -> None:
+    """No member is left out whose reward comes within `after_s` of the one before."""
+    group = {**GROUP, "needs": ["reward"], "after_s": 0.4, "min_size": 1}
+    with Replay(section(group, batch={"groups": 1})) as replay:
+        ids = [add(replay, 1, sample) for sample in range(3)]
+        for one in ids:
+            time.sleep(0.25)
+            replay.fill(one, reward=0.0)
+        assert take(train(replay), 0) == [ids]
+
+
+@pytest.mark.parametrize("how", ["drawn", "rejected", "evicted"])
+def test_stragglers_of_groups_that_have_left_form_no_second_group(how: str, tmp_path: Path) -> None:
+    """Also after a save and a load; groups that the program removes may be added again."""
+    group = {**GROUP, "after_s": 0.05, "min_size": 1}
+    options: dict[str, Any] = {"capacity_trajectories": 6, "remove": "fifo", "max_times_sampled": 1}
+    if how == "rejected":
+        group["where"] = {"weight": {"min": {"min": 1.0}}}
+    config = section(group, batch={"groups": 1}, **options)
+
+    def late(replay: Replay) -> int:
+        time.sleep(0.06)
+        found = replay.statistics()["groups"]["main"]
+        assert found["complete"] + found["incomplete"] == len(stored(replay)) // 3
+        return int(found["late_consumed"])
+
+    with Replay(config) as replay:
+        add(replay, 1, weight=0.0 if how == "rejected" else 1.0)
+        time.sleep(0.06)
+        assert replay.can_sample() == (how != "rejected")
+        if how == "drawn":
+            trained(replay)
+        elif how == "evicted":
+            add_groups(replay, [2, 3])
+            assert replay.statistics()["groups"]["main"]["evicted_unsampled"] == 1
+        add(replay, 1, 1)
+        assert late(replay) == 1
+        state = replay.save(tmp_path)
+        add(replay, 1, 2)
+        assert late(replay) == 2
+    with Replay(config) as replay:
+        replay.load(tmp_path, state)
+        add(replay, 1, 2)
+        assert late(replay) == 2
+        replay.clear()
+        again = add(replay, 1)
+        time.sleep(0.06)
+        assert trained(replay) == [[again]]
+        replay.remove([add(replay, 4)])
+        again = add(replay, 4)
+        time.sleep(0.06)
+        assert trained(replay) == [[again]]
+
+
+def test_numbers_of_groups_that_have_left_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    group, options = {**GROUP, "remember": 9}, {"batch": {"groups": 1}, "max_times_sampled": 1}
+    with Replay(section(group, **options)) as replay:
+        for _ in range(3):
+            add_groups(replay, [5])
+            if replay.can_sample():
+                trained(replay)
+        (line,) = [one.getMessage() for one in caplog.records if "has left" in one.getMessage()]
+        assert line.startswith("gear: table main: 3 trajectories since the latest batch had the number of a")
 
 
 def test_a_sampler_waits_for_stragglers() -> None:
@@ -248,6 +310,91 @@ def test_a_sampler_waits_for_stragglers() -> None:
         replay.remove([number])
         with pytest.raises(StoreError, match="add trajectories first"):
             replay.rollout()
+
+
+# ---- groups that are generated in vain ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("table", "sampler", "text"),
+    [
+        ({"capacity_trajectories": 11}, {}, r"capacity_trajectories must be at least .* batch \(12\), got 9"),
+        ({"capacity_trajectories": 5, "max_times_sampled": 2}, {"kind": "uniform"}, r"\(6\), got 3"),
+        ({"capacity_trajectories": 11, "max_times_sampled": 2}, {"kind": "uniform"}, None),
+        ({"capacity_trajectories": 3}, {"kind": "uniform"}, None),
+        ({"group": {**GROUP, "after_s": 1.0, "min_size": 2}, "capacity_trajectories": 8}, {}, None),
+    ],
+    ids=str,
+)
+def test_a_table_that_never_holds_a_batch_is_refused(table: Any, sampler: Any, text: str | None) -> None:
+    config = section(batch={"groups": 4}, sampler=sampler, **table)
+    if text is None:
+        Replay(config).close()
+        return
+    with pytest.raises(ConfigError, match=text):
+        Replay(config)
+
+
+def test_trajectories_and_steps_of_a_batch_must_fit_as_well() -> None:
+    config = section(batch={"trajectories": 7}, capacity_trajectories=6)
+    del config["tables"]["main"]["group"]
+    with pytest.raises(ConfigError, match=r"trajectories of a batch \(7\), got 6"):
+        Replay({**config, "sampler": {"kind": "fifo"}})
+    steps = {name: config[name] for name in ("tables", "fields")}
+    steps["tables"]["main"]["capacity_steps"] = 30
+    with pytest.raises(ConfigError, match=r"steps must be at least the steps of a batch \(31\), got 30"):
+        Replay({**steps, "sampler": {"kind": "fifo", "unit": "step"}, "batch_size": 31})
+
+
+def test_complete_groups_that_are_evicted_unsampled_are_named(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """As of a table that holds the trajectories of a batch, but not their steps."""
+    sizes = {"capacity_steps": 100, "capacity_trajectories": 30, "remove": "fifo"}
+    config = section(batch={"groups": 4}, max_times_sampled=1, **sizes)
+    with Replay(config) as replay:
+        add_groups(replay, range(4))
+        trained(replay)
+        for turn in range(3):
+            add_groups(replay, range(4 + 4 * turn, 8 + 4 * turn), steps=15)
+            assert not replay.can_sample()
+            assert replay.missing_groups() == 2
+        assert replay.statistics()["groups"]["main"]["evicted_unsampled"] == 10
+        (line,) = [one.getMessage() for one in caplog.records if "before any batch" in one.getMessage()]
+        assert "complete groups were evicted" in line
+    with Replay(section(sampler={"kind": "uniform"}, **sizes)) as replay:
+        add_groups(replay, [0], steps=15)
+        trained(replay)
+        state = replay.save(tmp_path)
+        replay.load(tmp_path, state)
+        add_groups(replay, range(1, 4), steps=15)
+        assert replay.statistics()["groups"]["main"]["evicted_unsampled"] == 1  # the first one was drawn
+
+
+@pytest.mark.parametrize("kind", ["plain", "queue"])
+def test_a_condition_that_few_groups_pass(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """`missing_groups` asks for more by the rate at which they pass, and the log has the rate."""
+    group = {**GROUP, "size": 1, "where": {"weight": {"min": {"min": 1.0}}}}
+    limit = {"rate_limiter": {"queue": 6}} if kind == "queue" else {"max_times_sampled": 1}
+    with Replay(section(group, batch={"groups": 4}, **limit)) as replay:
+        number, asked = 0, []
+        for turn in range(12):
+            asked.append(replay.missing_groups())
+            for _ in range(asked[-1]):
+                add(replay, number, weight=float(turn == 11))  # until then all of them fail
+                number += 1
+        assert asked[:4] == [4, 6, 6, 6] if kind == "queue" else asked[:4] == [4, 20, 32, 32]
+        assert replay.can_sample()
+        (line,) = [one.getMessage() for one in caplog.records if "group.where" in one.getMessage()]
+        assert "(0.0% passed)" in line
+        trained(replay)
+        for _ in range(40):
+            while missing := replay.missing_groups():
+                for _ in range(missing):
+                    add(replay, number, weight=float(number % 2))
+                    number += 1
+            trained(replay)
+        assert replay.missing_groups() <= 10  # half of the latest ones passed
 
 
 # ---- limits ------------------------------------------------------------------------------------------

@@ -1,0 +1,93 @@
+"""Group warnings: groups and trajectories of a table that were generated and are never trained."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from deepspeed_gear.sampling.batch_stream import BatchStream
+from deepspeed_gear.sampling.rate_limiting import MOST_ASKED
+from deepspeed_gear.store.group_spec import GroupCount
+from deepspeed_gear.store.groups import TableGroups
+from deepspeed_gear.store.records import Control
+from deepspeed_gear.store.stream_records import Head
+
+LOG = logging.getLogger("deepspeed_gear")
+PAUSE_S = 600.0  # between two warnings of one kind
+MOST_REJECTED = 10  # batches of groups that may fail the conditions while one batch is generated
+
+
+class GroupWarning:
+    """Logs what a table of groups leaves out, each kind at most once in `PAUSE_S` seconds.
+
+    Args:
+        stream: The training stream of the table.
+        groups: Of the table.
+    """
+
+    def __init__(self, stream: BatchStream, groups: TableGroups) -> None:
+        self._stream, self._groups, self._table = stream, groups, stream.table.spec.name
+        limited = stream.table.spec.retention.max_times_sampled
+        self._draws_each = bool(limited) or stream.spec.sampler.each_once  # no group may leave unsampled
+        self._first, self._loads = groups.counts.copy(), stream.table.control[Control.LOADS]
+        # The next global batch, and the counts when it became that.
+        self._key, self._at_key = stream.position[Head.KEY], self._first
+        self._next: dict[str, float] = {}  # when each kind may be logged again
+
+    def check(self) -> None:
+        """Log the warnings that are due. Cost: reads a few words."""
+        counts, spec, key = self._groups.counts.copy(), self._groups.spec, self._stream.position[Head.KEY]
+        if self._loads != self._stream.table.control[Control.LOADS]:
+            self._first, self._loads, self._key = counts, self._stream.table.control[Control.LOADS], -1
+        if key != self._key:
+            self._key, self._at_key = key, counts
+        since = counts - self._at_key  # the latest selection
+        failed = int(since[GroupCount.REJECTED] + since[GroupCount.OVERSIZED])
+        if failed >= MOST_REJECTED * self._stream.spec.batch:
+            judged = failed + int(since[GroupCount.INSERTED])
+            self._log(
+                "conditions",
+                f"{failed} of {judged} groups since the latest batch failed group.where or were too large "
+                f"({1 - failed / judged:.1%} passed), and were evicted; check the column of the condition, "
+                f"or relax it. missing_groups() asks for up to {MOST_ASKED} times as many groups",
+            )
+        reused = int(since[GroupCount.LATE_CONSUMED])
+        if reused >= spec.size * self._stream.spec.batch:
+            self._log(
+                "reused",
+                f"{reused} trajectories since the latest batch had the number of a group that has left the "
+                f"table, and were dropped; column {spec.column} tells groups apart: give new responses a new "
+                "number, or lower group.remember",
+            )
+        new = counts - self._first
+        late = int(new[[GroupCount.LATE, GroupCount.SURPLUS]].sum())
+        if late and spec.after_s is None:
+            self._log(
+                "late",
+                f"{late} trajectories came when their group was complete, and were dropped; column "
+                f"{spec.column} tells groups apart: give new responses a number that no stored group has, "
+                f"and each group {spec.size} members. statistics()['groups'] counts them as late and surplus",
+                pause_s=np.inf,
+            )
+        unsampled = int(new[GroupCount.EVICTED_UNSAMPLED])
+        if unsampled and self._draws_each:
+            self._log(
+                "unsampled",
+                f"{unsampled} complete groups were evicted before any batch drew them: the table is too "
+                f"small, or they are too old; raise capacity_steps or capacity_trajectories, lower the "
+                f"groups of a batch ({self._stream.spec.batch}), or generate fewer at once",
+            )
+
+    def _log(self, kind: str, text: str, pause_s: float = PAUSE_S) -> None:
+        if time.monotonic() >= self._next.get(kind, 0.0):
+            self._next[kind] = time.monotonic() + pause_s
+            LOG.warning("gear: table %s: %s", self._table, text)
+
+
+def warnings_of(streams: Sequence[BatchStream]) -> list[GroupWarning]:
+    """Return the warnings of the streams' tables that have groups."""
+    known = ((stream, stream.table.groups) for stream in streams if stream.table.spec.dataset is None)
+    return [GroupWarning(stream, groups) for stream, groups in known if groups is not None]
