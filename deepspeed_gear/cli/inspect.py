@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deepspeed_gear.cli.value_distribution import LEVELS, distribution
+from deepspeed_gear.cli.value_distribution import LEVELS, distribution, returns_of
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.errors import ConfigError, DataError
 
@@ -88,8 +88,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summarize(dataset: Dataset) -> dict[str, Any]:
-    """Return what `gear inspect --json` prints; JSON-able. Cost: reads extents and returns only."""
-    returns = dataset.schema.role("return")
+    """Return what `gear inspect --json` prints; JSON-able. Cost: reads extents, and returns or rewards."""
+    returns = returns_of(dataset)
     summary: dict[str, Any] = {
         "path": str(dataset.path),
         "fingerprint": dataset.fingerprint,
@@ -100,7 +100,7 @@ def summarize(dataset: Dataset) -> dict[str, Any]:
         "split": _splits(dataset),
         "source": dataset.source,
         "length": distribution(dataset.lengths),
-        "return": None if returns is None else distribution(dataset.columns[returns.name]),
+        "return": None if returns is None else distribution(returns),
         "columns": {},
     }
     for column in dataset.schema:

@@ -88,6 +88,13 @@ class Distribution:
         }
 
     @property
+    def items(self) -> str:
+        """What the tree draws: steps where these have priorities, else groups or trajectories."""
+        if self.unit == "step" and self.priorities is not None:
+            return "steps"
+        return "groups" if self.unit == "group" else "trajectories"
+
+    @property
     def weights(self) -> np.ndarray:
         """The priorities; where there are none, the masses."""
         return self.masses if self.priorities is None else self.priorities
@@ -256,8 +263,9 @@ def of_saved(folder: Path) -> Distribution:
         raise CheckpointError(str(folder), "must be of a table that is sampled", None)
     held, waiting = leaves if bases is None else bases, 0
     if queued is not None and held is not None:
-        new = queued[(queued > 0) & (held == 0)]
-        waiting = int(new.sum() if priorities is not None and known["unit"] == "step" else len(new))
+        by_steps = priorities is not None and known["unit"] == "step"
+        more = np.maximum(queued - held, 0) if by_steps else (queued > 0) & (held == 0)
+        waiting = int(more.sum())
     committed = None if slots is None else slots[:, Slot.STATE] == SlotState.COMMITTED
     lengths = None if slots is None or committed is None else slots[committed, Slot.NUM_STEPS]
     return Distribution(

@@ -34,37 +34,52 @@ def plot_distributions(found: Sequence[Distribution], path: Path) -> None:
 
 
 def _weights(axis: Any, one: Distribution) -> None:
+    new = f"\n{one.waiting:,} of them added since the latest selection" if one.waiting else ""
+    title = f"{one.table}: {len(one.masses) + one.waiting:,} {one.items} can be drawn{new}"
+    axis.set_title(title, fontsize="medium")
     bins = histogram(one.weights)
+    if not bins:
+        _note(axis, _no_masses(one))
+        return
     axis.bar(list(bins), list(bins.values()), width=0.95, align="edge", color=COLOR)
-    if bins:
-        axis.set_xlim(min(bins) - 1, max(bins) + 2)
+    axis.set_xlim(min(bins) - 1, max(bins) + 2)
     tick_whole_numbers(axis, True)
     axis.set_xlabel("log2 of the mass" if one.priorities is None else "log2 of the priority")
-    axis.set_ylabel("items")
-    axis.set_title(f"{one.table}: {len(one.masses):,} can be drawn", fontsize="medium")
+    axis.set_ylabel(one.items)
 
 
 def _cumulative(axis: Any, one: Distribution) -> None:
     """Draw the share of the total mass that the items of highest mass have together."""
-    if len(one.masses):
-        falling = np.sort(one.masses)[::-1]
-        mass = np.concatenate([[0.0], np.cumsum(falling) / falling.sum()])
-        at = np.unique(np.linspace(0, len(falling), _POINTS).astype(np.int64))
-        axis.plot(at / len(falling), mass[at], color=COLOR)
+    if not len(one.masses):
+        _note(axis, _no_masses(one))
+        return
+    falling = np.sort(one.masses)[::-1]
+    mass = np.concatenate([[0.0], np.cumsum(falling) / falling.sum()])
+    at = np.unique(np.linspace(0, len(falling), _POINTS).astype(np.int64))
+    axis.plot(at / len(falling), mass[at], color=COLOR)
     axis.plot([0, 1], [0, 1], color=ACCENT, linewidth=0.8, linestyle="--", label="equal masses")
     axis.legend(loc="lower right", frameon=False)  # no curve lies below the diagonal
-    axis.set_xlabel("part of the items, highest mass first")
+    axis.set_xlabel(f"part of the {one.items}, highest mass first")
     axis.set_ylabel("part of the mass")
 
 
 def _draws(axis: Any, one: Distribution) -> None:
     if one.draws is None or not len(one.draws):
-        axis.text(0.5, 0.5, "draws are not counted\n(gear.count_draws)", ha="center", va="center")
-        axis.set_axis_off()
+        _note(axis, "draws are not counted\n(gear.count_draws)" if one.draws is None else _no_masses(one))
         return
     axis.hist(one.draws, bins=bin_edges(one.draws.astype(np.float64), _MAX_BINS), color=COLOR)
     tick_whole_numbers(axis, True)
     axis.axvline(one.draws.mean(), color=ACCENT)
     axis.set_xlabel("times drawn")
-    axis.set_ylabel("items")
+    axis.set_ylabel("steps" if one.unit == "step" else one.items)
     axis.set_title(f"never: {(one.draws == 0).mean():.1%}", fontsize="medium")
+
+
+def _no_masses(one: Distribution) -> str:
+    return "masses are set by\nthe next selection" if one.waiting else "nothing can be drawn"
+
+
+def _note(axis: Any, text: str) -> None:
+    axis.text(0.5, 0.5, text, ha="center", va="center", transform=axis.transAxes)
+    axis.set_xticks([])
+    axis.set_yticks([])

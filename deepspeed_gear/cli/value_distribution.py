@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from deepspeed_gear.data.dataset import Dataset
+
 LEVELS = (0.1, 0.5, 0.9)
+
+
+def returns_of(dataset: Dataset) -> NDArray[Any] | None:
+    """Return the return of each trajectory: stored, or the sum of its rewards; None without either."""
+    stored, reward = dataset.schema.role("return"), dataset.schema.role("reward")
+    if stored is not None:
+        return dataset.columns[stored.name]
+    if reward is None:
+        return None
+    first_rows = np.cumsum(dataset.lengths) - dataset.lengths
+    return np.add.reduceat(dataset.columns[reward.name], first_rows, dtype=np.float64)
 
 
 def distribution(values: NDArray[Any]) -> dict[str, float | None]:

@@ -82,12 +82,13 @@ def count_waiting(
         else trajectories or groups.
     """
     _, left = _admitted(rule, schema, views, values)
-    slots, priorities = views["slots"], stream + "priorities"
-    if priorities in views:
-        left = left[views[stream + "generations"][left] != slots[left, Slot.GENERATION]]
-        if rule.unit == "step":
-            return int(rule.anchors.num_anchors(slots[left, Slot.NUM_STEPS]).sum())
-        return len(left)
+    if stream + "priorities" in views:
+        known = _has_priority(stream, views, left)
+        if rule.unit != "step":
+            return int((~known).sum())
+        before = np.where(known, rule.anchors.num_anchors(views[stream + "steps"][left]), 0)
+        now = rule.anchors.num_anchors(views["slots"][left, Slot.NUM_STEPS])
+        return int(np.maximum(now - before, 0).sum())
     is_new = views[stream + "sums"][left] == 0
     if rule.window is not None:  # it may be outside
         is_new &= views[stream + "queued"][left] > 0
@@ -155,9 +156,7 @@ def _exclude_undrawable(
             reason = "too old for the window of the sampler, or newer than the latest selection"
             _add(found, slots, left[is_out], reason, "check sampler.newest and sampler.within")
         return
-    left = left[
-        views[stream + "generations"][left] == slots[left, Slot.GENERATION]
-    ]  # the next selection adds the others
+    left = left[_has_priority(stream, views, left)]  # the next selection adds the others
     reason, remedy = "of priority 0", "report priorities above 0"
     if rule.unit != "step":
         _add(found, slots, left[sums[left] == 0], reason, remedy)
@@ -165,9 +164,15 @@ def _exclude_undrawable(
     ends = np.append(0, np.cumsum(sums[: len(views[stream + "priorities"])] > 0))
     first = slots[left, Slot.FIRST_ROW]
     drawable = ends[first + slots[left, Slot.NUM_STEPS]] - ends[first]
-    fewer = rule.anchors.num_anchors(slots[left, Slot.NUM_STEPS]) - drawable
+    fewer = rule.anchors.num_anchors(views[stream + "steps"][left]) - drawable  # later steps are new
     if (fewer > 0).any():
         found.append(Exclusion(reason, remedy, int((fewer > 0).sum()), int(fewer[fewer > 0].sum())))
+
+
+def _has_priority(stream: str, views: Mapping[str, np.ndarray], slots: np.ndarray) -> np.ndarray:
+    """Return which slots had a priority, 0 or above, at the latest selection. [n] -> [n], bool."""
+    is_current = views[stream + "generations"][slots] == views["slots"][slots, Slot.GENERATION]
+    return np.asarray(is_current & (views[stream + "bases"][slots] > 0))
 
 
 def _add(found: list[Exclusion], slots: np.ndarray, which: np.ndarray, reason: str, remedy: str) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from deepspeed_gear.cli import inspect, plot
+from deepspeed_gear.cli import inspect, plot, value_distribution
 from deepspeed_gear.cli.figures import bin_edges, new_figure, save
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_statistics import compute_statistics
@@ -148,6 +149,37 @@ def test_axes_of_constant_values() -> None:
         )["x"]
         plot._elements(axis, column, axis_statistics)
         assert axis.get_ylim() == pytest.approx(limits)
+
+
+def test_returns_are_those_of_the_rewards_where_none_are_stored(tmp_path: Path) -> None:
+    """And nothing is drawn of what there is not; the values of discrete actions are counted."""
+    pytest.importorskip("matplotlib")
+    action, reward = Column("action", "int64", (2,), "action"), Column("reward", "float32", (), "reward")
+    for columns in ([action, reward], [action]):
+        schema = Schema(columns)
+        with DatasetWriter(tmp_path / "set", schema, overwrite=True) as writer:
+            for i, length in enumerate((1, 7, 3)):
+                actions = np.tile(np.array([[i, 5]]), (length, 1))
+                rewards = np.arange(length, dtype=np.float32) + i
+                known = {"action": actions, "reward": rewards}
+                writer.add({column.name: known[column.name] for column in schema})
+        dataset = Dataset.open(tmp_path / "set")
+        returns = value_distribution.returns_of(dataset)
+        if reward in columns:
+            assert returns is not None
+            assert returns.tolist() == [0, 28, 9]
+            assert inspect.summarize(dataset)["return"]["mean"] == 37 / 3
+        else:
+            assert returns is None
+        plot.plot_dataset(dataset, tmp_path / "a.svg")
+        labels = re.findall(r"<!-- (.*?) -->", (tmp_path / "a.svg").read_text())
+        assert ("return of a trajectory" in labels) == (reward in columns)
+        assert labels.count("trajectories") == 1 + (reward in columns)
+        assert {"element 0", "element 1", "value"} <= set(labels)
+    axis = new_figure(4, 4).subplots()
+    plot._classes(axis, action, dataset.columns["action"])
+    counts = [[int(bar.get_height()) for bar in bars] for bars in axis.containers]
+    assert counts == [[1, 7, 3, 0, 0, 0], [0, 0, 0, 0, 0, 11]]
 
 
 def test_a_data_set_without_returns_or_finite_values(

@@ -21,7 +21,7 @@ from replay_support import streams_of
 from snapshot_support import into_shards
 
 from deepspeed_gear import DeviceReplay, Replay
-from deepspeed_gear.cli import inspect
+from deepspeed_gear.cli import inspect, plot_distribution
 from deepspeed_gear.cli.inspect_distribution import Distribution, histogram, of_living, of_saved, saved_tables
 from deepspeed_gear.errors import CheckpointError, ConfigError, StoreError
 from deepspeed_gear.ops.records import Slot, SlotState
@@ -228,6 +228,58 @@ def test_a_saved_store(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[
         file.write(b"\xff")
     with pytest.raises(CheckpointError, match=r"stream.train.draws.npy must be as it was saved"):
         run(str(tmp_path / "tag"))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "drawable", "items"),
+    [
+        (SAMPLERS["steps"], (8, 14, 14), "steps"),
+        ({**SAMPLERS["steps"], "anchors": {"every": 2}}, (4, 8, 8), "steps"),
+        (SAMPLERS["trajectories"], (2, 2, 2), "trajectories"),
+        (SAMPLERS["uniform"], (2, 2, 2), "trajectories"),
+    ],
+)
+def test_steps_since_the_latest_selection_can_be_drawn(
+    sampler: dict[str, Any], drawable: tuple[int, ...], items: str, tmp_path: Path
+) -> None:
+    """Before a selection, after steps of open trajectories, and after the selection that adds them."""
+    figure = pytest.importorskip("matplotlib.figure")
+    section = config_of(sampler=sampler, batch_size=4, fields={"code": {}})
+    section["tables"]["main"]["max_length"] = 50
+    with Replay(section, schemas={"main": SCHEMA}) as replay:
+        writer = replay.vector_writer(2, "next_step")
+
+        def step(count: int) -> None:
+            for _ in range(count):
+                rows = {
+                    c.name: np.ones((2, *c.shape)) for c in SCHEMA.step_columns if c.role != "observation"
+                }
+                ends = {"terminated": np.zeros(2, bool), "truncated": np.zeros(2, bool)}
+                writer.step(**{**rows, **ends}, observation=np.ones((2, 3)), publish=True)
+
+        def seen() -> list[Distribution]:
+            (living,) = (s for s in living_stores(os.getpid()) if s.run.id == replay.run)
+            replay.save(tmp_path / "gear")
+            one = of_living(living)
+            assert one is not None
+            return [one, of_saved(tmp_path / "gear" / "main")]
+
+        writer.reset(observation=np.zeros((2, 3)), task=np.zeros(2))
+        step(4)
+        first = seen()
+        replay.sample()
+        step(3)
+        then = seen()
+        replay.sample()
+        last = seen()
+    for shown, wanted, held in zip((first, then, last), drawable, (0, drawable[0], drawable[2]), strict=True):
+        for one in shown:
+            summary = one.summary()
+            assert (summary["drawable"], summary["waiting"]) == (wanted, wanted - held)
+            assert not summary["excluded"]
+            axis = figure.Figure().subplots()
+            plot_distribution._weights(axis, one)
+            assert axis.get_title().startswith(f"main: {wanted} {items} can be drawn")
 
 
 def test_a_checkpoint_of_a_position_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
