@@ -103,13 +103,12 @@ def known_names(name: str, known: Iterable[str]) -> str:
     return near_name(name, known := list(known)) or f"known are {', '.join(known) or 'none'}"
 
 
-def readable_bytes(size: float) -> str:
-    """Write a size for people: "512 bytes", "1.5 MiB"."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:,.4g} TiB"
+def show_bytes(count: float) -> str:
+    """Return a size as people read it: "0 B", "1.5 GiB"."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while count >= 1024 and len(units) > 1:
+        count, units = count / 1024, units[1:]
+    return f"{count:.3g} {units[0]}" if count < 1000 else f"{count:.0f} {units[0]}"
 
 
 _RAISED = " [raised on "

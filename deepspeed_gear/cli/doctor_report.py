@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from deepspeed_gear.errors import ConfigError, DataError, GearError, PeerError, StoreError
+from deepspeed_gear.errors import ConfigError, DataError, GearError, PeerError, StoreError, show_bytes
 
 Facts = Mapping[str, Any]
 
@@ -197,14 +197,6 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
         )
         for row in rows
     ]
-
-
-def show_bytes(count: int) -> str:
-    """Return "1.5 GiB"."""
-    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.3g} {units[0]}" if size < 1000 else f"{size:.0f} {units[0]}"
 
 
 def _groups(items: Mapping[str, Any], key: Any) -> dict[Any, list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.errors import ConfigError, show_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
         overwrite=args.overwrite,
         progress=not args.quiet,
     )
-    size = dataset.num_bytes / 1e6
-    print(f"{dataset.path}: {len(dataset)} trajectories, {dataset.num_steps} steps, {size:.1f} MB")
+    size = show_bytes(dataset.num_bytes)
+    print(f"{dataset.path}: {len(dataset):,} trajectories, {dataset.num_steps:,} steps, {size}")
     return 0
 
 

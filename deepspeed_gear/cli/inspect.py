@@ -11,7 +11,7 @@ import numpy as np
 
 from deepspeed_gear.cli.value_distribution import LEVELS, distribution, returns_of
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
-from deepspeed_gear.errors import ConfigError, DataError
+from deepspeed_gear.errors import ConfigError, DataError, show_bytes
 
 if TYPE_CHECKING:
     from deepspeed_gear.data.dataset import Dataset
@@ -154,7 +154,7 @@ def format_table(summary: dict[str, Any]) -> str:
         f"  fingerprint   {summary['fingerprint']}" + ("  (verified)" if summary["verified"] else ""),
         f"  trajectories  {summary['trajectories']:,}",
         f"  steps         {summary['steps']:,}",
-        f"  bytes         {summary['bytes']:,}",
+        f"  size          {show_bytes(summary['bytes'])}",
     ]
     if (part := summary["part"]) is not None:
         ids = f"ids {part['first']:,} to {part['end'] - 1:,} of {part['trajectories']:,}"
@@ -173,14 +173,14 @@ def format_table(summary: dict[str, Any]) -> str:
         "",
         *grid_of(heads, [[name, *(_number(values[key]) for key in keys)] for name, values in found]),
     ]
-    heads = ["column", "dtype", "shape", "rows", "bytes", "mean", "std", "min", "max"]
+    heads = ["column", "dtype", "shape", "rows", "size", "mean", "std", "min", "max"]
     rows = [
         [
             name,
             c["dtype"],
             f"max_bytes {c['max_bytes']}" if "max_bytes" in c else str(c["shape"]),
             c["rows"],
-            f"{c['bytes']:,}",
+            show_bytes(c["bytes"]),
             *map(_number, c["overall"].values()),
         ]
         for name, c in summary["columns"].items()

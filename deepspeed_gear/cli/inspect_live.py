@@ -10,7 +10,7 @@ from typing import Any
 from deepspeed_gear.checkpoint import position, save_folders
 from deepspeed_gear.cli.inspect_distribution import Distribution, num_replicas, of_living, of_saved
 from deepspeed_gear.cli.value_distribution import LEVELS
-from deepspeed_gear.errors import CheckpointError, StoreError
+from deepspeed_gear.errors import CheckpointError, StoreError, show_bytes
 from deepspeed_gear.store.live_stores import living_stores
 
 
@@ -38,7 +38,7 @@ def inspect_living(process: int | None, as_json: bool, plot: str | None) -> None
         print("no process of this user holds a store")
     for store, summary in [] if as_json else known:
         held = ", ".join(map(str, store.processes))
-        print(f"table {store.table} of process {held}: {store.layout.total_bytes:,} bytes")
+        print(f"table {store.table} of process {held}: {show_bytes(store.layout.total_bytes)}")
         print(f"  run           {store.run}")
         print("\n".join(_lines(summary)))
     drawn = [one for _, one in found if one is not None]

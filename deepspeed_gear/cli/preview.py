@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from deepspeed_gear.arguments import parse_json
-from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.errors import ConfigError, show_bytes
 
 if TYPE_CHECKING:
     from deepspeed_gear.config import GearConfig
@@ -181,8 +181,8 @@ def _groups_of_ranks(found: Preview) -> list[str]:
             *textwrap.wrap(_fields(ranks[0]), _WIDTH, initial_indent="  ", subsequent_indent="  "),
         ]
         if ranks[0].shapes:
-            size = f"{ranks[0].num_bytes:,} bytes a micro batch"
-            lines.append(f"  {size}; padding {padding} of the rows")
+            size = show_bytes(ranks[0].num_bytes)
+            lines.append(f"  {size} a micro batch; padding {padding} of the rows")
     return [*lines, ""]
 
 
@@ -204,14 +204,14 @@ def _groups_of_nodes(found: Preview) -> list[str]:
         sizes.setdefault(rank.node, []).append(rank.num_bytes)
     exchanges = len(sizes) > 1
     title = "Micro batches of a node's ranks"
-    heads = ["nodes", "ranks each", "bytes each", "most of a rank"]
+    heads = ["nodes", "ranks each", "size each", "most of a rank"]
     if exchanges:
-        title += ", and rows that nodes send and receive for the first global batch, in bytes"
+        title += ", and rows that nodes send and receive for the first global batch"
         heads += ["sent", "most of a node", "received", "most of a node"]
     rows = []
     for nodes in _grouped(sizes, lambda node: tuple(sizes[node])):
         equal = sizes[nodes[0]]
-        row = [_spans(nodes), str(len(equal)), f"{sum(equal):,}", f"{max(equal):,}"]
+        row = [_spans(nodes), str(len(equal)), show_bytes(sum(equal)), show_bytes(max(equal))]
         for axis in (1, 0) if exchanges else ():
             row += _total_and_most(found.traffic.sum(axis), nodes)
         rows.append(row)
@@ -219,8 +219,8 @@ def _groups_of_nodes(found: Preview) -> list[str]:
     if exchanges:
         a, b = np.unravel_index(int(found.traffic.argmax()), found.traffic.shape)
         most = int(found.traffic[a, b])
-        text = f", at most {most:,} from node {a} to node {b}" if most else ""
-        lines += [f"Rows between all nodes: {int(found.traffic.sum()):,} bytes{text}.", ""]
+        text = f", at most {show_bytes(most)} from node {a} to node {b}" if most else ""
+        lines += [f"Rows between all nodes: {show_bytes(found.traffic.sum())}{text}.", ""]
     return lines
 
 
@@ -228,7 +228,8 @@ def _total_and_most(by_node: np.ndarray, nodes: Sequence[int]) -> list[str]:
     """Return the sum over a group of nodes, and the most of one with its number."""
     mine = by_node[list(nodes)]
     index = int(mine.argmax())
-    return [f"{mine.sum():,}", f"{mine[index]:,} (node {nodes[index]})" if mine[index] else "0"]
+    most = show_bytes(mine[index])
+    return [show_bytes(mine.sum()), f"{most} (node {nodes[index]})" if mine[index] else most]
 
 
 def _grid(heads: list[str], rows: list[list[str]], num_left: int = 1) -> list[str]:
@@ -265,18 +266,18 @@ def _spans(numbers: Iterable[int]) -> str:
 
 
 def _each_rank(found: Preview) -> list[str]:
-    heads = ["rank", "node", "place", "fields of a micro batch", "first ids", "bytes", "padding"]
+    heads = ["rank", "node", "place", "fields of a micro batch", "first ids", "size", "padding"]
     rows = []
     for rank in found.ranks:
         ids = " ".join(map(str, rank.ids)) or "-"
-        numbers = [f"{rank.num_bytes:,}", f"{rank.padding:.1%}"]
+        numbers = [show_bytes(rank.num_bytes), f"{rank.padding:.1%}"]
         rows.append([str(rank.rank), str(rank.node), str(rank.place), _fields(rank), ids, *numbers])
     return [*_grid(heads, rows, num_left=5), ""]
 
 
 def _each_two_nodes(found: Preview) -> list[str]:
     pairs = np.argwhere(found.traffic).tolist()
-    lines = [f"node {a} -> node {b}  {found.traffic[a, b]:,} bytes" for a, b in pairs]
+    lines = [f"node {a} -> node {b}  {show_bytes(found.traffic[a, b])}" for a, b in pairs]
     return [*lines, ""] if lines else []
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.errors import ConfigError, show_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `gear split`."""
     parser.description = (
         "Divide a data set into contiguous parts of about equal bytes, OUT/part-0 and so on, one per node "
-        "that "
-        "consumes. Each is read like any data set; copy part i to node i."
+        "that consumes. Each is read like any data set; copy part i to node i."
     )
     parser.add_argument("dataset", metavar="DATASET", help="folder of a whole data set")
     parser.add_argument("out", metavar="OUT", help="folder to make")
@@ -38,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--nodes", f"must be in [1, {len(dataset)}], the trajectories", args.nodes)
     bounds = non_empty(shards_of(dataset.lengths * dataset.schema.row_bytes, args.nodes))
     for part in write_parts(dataset, Path(args.out), bounds, args.overwrite):
-        size = part.num_bytes / 1e6
-        ids = f"ids {part.first_id} to {part.first_id + len(part) - 1}"
-        print(f"{part.path}: {len(part)} trajectories ({ids}), {part.num_steps} steps, {size:.1f} MB")
+        ids = f"ids {part.first_id:,} to {part.first_id + len(part) - 1:,}"
+        steps = f"{part.num_steps:,} steps, {show_bytes(part.num_bytes)}"
+        print(f"{part.path}: {len(part):,} trajectories ({ids}), {steps}")
     return 0

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from deepspeed_gear import errors
 from deepspeed_gear.arguments import parse_json
-from deepspeed_gear.errors import DataError, GearError, PeerError
+from deepspeed_gear.errors import DataError, GearError, PeerError, show_bytes
 from deepspeed_gear.schema import Column, Schema
 
 VERSION = 2  # 1 was Arrow Flight
@@ -85,8 +85,8 @@ def decode(
     """
     batch = _read_batch(schema, content)
     if (least := batch.num_rows * _VALUE_BYTES * (len(schema) + 1)) > most_bytes:
-        rule, remedy = f"must take at most {most_bytes} bytes", "send fewer trajectories per call"
-        raise DataError(f"batch of {batch.num_rows} trajectories", rule, least, remedy)
+        rule, remedy = f"must take at most {show_bytes(most_bytes)}", "send fewer trajectories per call"
+        raise DataError(f"batch of {batch.num_rows} trajectories", rule, show_bytes(least), remedy)
     if any(column.null_count for column in batch.columns):
         raise DataError("batch", "must have no nulls")
     columns = {c.name: _decoded(c, array) for c, array in zip(schema, batch.columns[1:], strict=True)}

@@ -16,7 +16,7 @@ import numpy as np
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory
-from deepspeed_gear.errors import ConfigError, DataError, GearError, StoreError
+from deepspeed_gear.errors import ConfigError, DataError, GearError, StoreError, show_bytes
 from deepspeed_gear.remote.connection import Connection, ConnectionLost, raise_error
 from deepspeed_gear.remote.gateway_messages import MOST_MAX_MESSAGE_BYTES, VERSION, trajectory_bytes
 from deepspeed_gear.remote.send_queue import SendQueue
@@ -147,9 +147,9 @@ class RemoteWriter(ProcessBound):
         check_finite(name, self.schema, arrays)
         num_bytes = trajectory_bytes(arrays)
         if num_bytes > self._max_bytes:
-            rule = f"must have at most {self._max_bytes} bytes, the gateway's --max-message"
+            rule = f"must have at most {show_bytes(self._max_bytes)}, the gateway's --max-message"
             remedy = "divide it, or raise --max-message"
-            raise DataError(f"{name}: trajectory", rule, num_bytes, remedy)
+            raise DataError(f"{name}: trajectory", rule, show_bytes(num_bytes), remedy)
         number = self._outbox.put(
             {name: np.array(array, order="C") for name, array in arrays.items()}, num_bytes
         )

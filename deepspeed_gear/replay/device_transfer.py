@@ -35,7 +35,7 @@ from deepspeed_gear.batching.transfer.methods import (
 )
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.distributed.read_needs import ReadNeeds
-from deepspeed_gear.errors import BuildError, ConfigError
+from deepspeed_gear.errors import BuildError, ConfigError, show_bytes
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.store.cuda_registration import (
     CudaRuntime,
@@ -214,8 +214,9 @@ class DeviceTransfer:
             self._refused |= dict.fromkeys((DIRECT, COPIES), text)
         suits = any(suits_copies(field, self._least_copy_bytes) for field in reached)
         if self._ops is not None and reached and not suits:
-            least = f", of windows of at least {self._least_copy_bytes} bytes" * (self._least_copy_bytes > 0)
-            self._refused[COPIES] = f"no field that the device reads in place suits the copy engine{least}"
+            least = self._least_copy_bytes
+            windows = f", of windows of at least {show_bytes(least)}" if least else ""
+            self._refused[COPIES] = f"no field that the device reads in place suits the copy engine{windows}"
         return [way for way in WAYS if way not in self._refused]
 
     # ---- the choice ------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from deepspeed_gear.errors import show_bytes
 from deepspeed_gear.store.native_handle import address
 from deepspeed_gear.store.records import Peer
 from deepspeed_gear.store.shared_memory import MADV_POPULATE_WRITE, SharedMemory
@@ -235,7 +236,7 @@ class Registration:
             self.calls.append(call)
             return ""
         self._runtime.clear_error()
-        return f"registering {call.num_bytes} bytes failed: {self._runtime.text(error)}"
+        return f"registering {show_bytes(call.num_bytes)} failed: {self._runtime.text(error)}"
 
     def _covers(self, column: Span) -> bool:
         at = column.begin

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from deepspeed_gear.errors import StoreFullError
+from deepspeed_gear.errors import StoreFullError, show_bytes
 
 Read = Callable[[str], str | None]
 _REMEDY = (
@@ -63,8 +63,9 @@ def check_available(num_bytes: int) -> None:
     """
     limit = tightest(read_file)
     if limit is not None and num_bytes > limit.available:
-        rule = f"must leave {num_bytes} bytes for a store"
-        raise StoreFullError(limit.name, rule, f"{limit.available} bytes ({limit.description})", _REMEDY)
+        rule = f"must leave {show_bytes(num_bytes)} for a store"
+        known = f"{show_bytes(limit.available)} ({limit.description})"
+        raise StoreFullError(limit.name, rule, known, _REMEDY)
 
 
 def read_file(path: str) -> str | None:
@@ -103,7 +104,9 @@ def _cgroup_limit(read: Read, files: _Files, folder: str) -> MemoryLimit | None:
         return None
     entries = _entries(read(f"{folder}/memory.stat"))
     cache = sum(entries.get(key, 0) for key in files.cache)
-    description = f"limit {limit}, used {used}, of this {cache} page cache"
+    description = (
+        f"limit {show_bytes(limit)}, used {show_bytes(used)}, of this {show_bytes(cache)} page cache"
+    )
     return MemoryLimit(path, max(0, limit - max(0, used - cache)), description)
 
 

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError, StoreGoneError
+from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError, StoreGoneError, show_bytes
 from deepspeed_gear.liveness import hold, release
 from deepspeed_gear.store.memory_layout import MAGIC
 from deepspeed_gear.store.memory_limits import check_available
@@ -123,7 +123,7 @@ class SharedMemory:
             _refuse_no_descriptor(SHM, error)
             if error.errno in _NO_MEMORY:
                 raise _full(num_bytes, error) from error
-            raise StoreError(str(SHM), f"must provide {num_bytes} bytes", error.strerror) from error
+            raise StoreError(str(SHM), f"must provide {show_bytes(num_bytes)}", error.strerror) from error
         except BaseException:
             release(fd)
             raise
@@ -335,8 +335,8 @@ def _full(num_bytes: int, error: OSError) -> StoreFullError:
     free = os.statvfs(SHM)
     return StoreFullError(
         str(SHM),
-        f"must have {num_bytes} bytes free",
-        f"{free.f_bavail * free.f_frsize} bytes ({error.strerror})",
+        f"must have {show_bytes(num_bytes)} free",
+        f"{show_bytes(free.f_bavail * free.f_frsize)} ({error.strerror})",
         "lower the table's capacity, use load: mmap, enlarge /dev/shm, or run `gear clean`",
     )
 

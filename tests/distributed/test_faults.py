@@ -299,7 +299,7 @@ def refused_cases(name: str) -> list[tuple[str, list[Any], list[str], list[str],
             [capacity(name, 1 << 44)] * 2,
             same,
             ["StoreFullError", "PeerError"],
-            ["/dev/shm", "bytes free"],
+            ["/dev/shm", "TiB free"],
         ),
         ("fine", [fine] * 2, same, ["none"] * 2, ["["]),
     ]

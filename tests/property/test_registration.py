@@ -153,7 +153,7 @@ def test_a_failed_call_leaves_its_columns_out_and_no_error(memory: SharedMemory)
     assert list(found.columns) == ["a"]
     assert found.left_out["file"] == IS_FILE
     assert (
-        found.left_out["b"] == found.left_out["c"] == "registering 8192 bytes failed: Cannot allocate memory"
+        found.left_out["b"] == found.left_out["c"] == "registering 8 KiB failed: Cannot allocate memory"
     )
     assert runtime.cleared == 1
     assert runtime.locked == [(base, 8192)]

@@ -16,7 +16,7 @@ from deepspeed_gear.cli.figures import bin_edges, new_figure, save
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_statistics import compute_statistics
 from deepspeed_gear.data.dataset_writer import DatasetWriter
-from deepspeed_gear.errors import ConfigError, DataError
+from deepspeed_gear.errors import ConfigError, DataError, show_bytes
 from deepspeed_gear.schema import Column, Schema
 
 SCHEMA = Schema(
@@ -66,11 +66,11 @@ def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines["fingerprint"] == [dataset.fingerprint]
     assert lines["trajectories"] == ["4"]
     assert lines["steps"] == ["10"]
-    assert lines["bytes"] == [f"{dataset.num_bytes:,}"]
+    assert " ".join(lines["size"]) == show_bytes(dataset.num_bytes)
     assert lines["length"] == ["1", "1", "2", "4", "4", "2.5", "1.118"]
     assert lines["return"][:4] == ["float64", "[]", "1", "32"]
-    assert lines["observation"] == ["float32", "[2]", "T+1", "112", "1", "2", "-1", "3"]
-    assert lines["image"][:6] == ["uint8", "[10,", "10]", "T", "1,400", lines["image"][5]]
+    assert lines["observation"] == ["float32", "[2]", "T+1", "112", "B", "1", "2", "-1", "3"]
+    assert lines["image"][:6] == ["uint8", "[10,", "10]", "T", "1.37", "KiB"]
     assert lines["note:"] == ["no", "timeouts"]
     train, held_out = int(lines["train"][0]), int(lines["eval"][0])
     assert train + held_out == 4
@@ -190,7 +190,7 @@ def test_a_data_set_without_returns_or_finite_values(
         writer.add({"x": np.full(3, np.nan, np.float32)})
     assert run(str(tmp_path / "set"), "--plot", str(tmp_path / "a.svg")) == 0
     lines = lines_of(capsys.readouterr().out)
-    assert lines["x"] == ["float32", "[]", "T", "12", "-", "-", "-", "-"]
+    assert lines["x"] == ["float32", "[]", "T", "12", "B", "-", "-", "-", "-"]
     assert "return" not in lines
     assert json.dumps(inspect.summarize(Dataset.open(tmp_path / "set")), allow_nan=False)
 

@@ -219,7 +219,7 @@ def test_what_exceeds_the_gateways_limit_is_not_sent() -> None:
             connect(gateway.url, sending=SendOptions(batch_bytes=(1 << 20) + 1))
         with connect(gateway.url, sending=SendOptions(batch_bytes=1 << 20)) as writer:
             writer.add(trajectory(0))
-            with pytest.raises(DataError, match=r"trajectory must have at most 1048576 bytes.*--max-message"):
+            with pytest.raises(DataError, match=r"trajectory must have at most 1 MiB.*--max-message"):
                 writer.add(trajectory(9, 50_000))
             most = ((1 << 20) - 256 * 7 - 8 - 12) // 26  # a step has 26 bytes, the last observation 12
             writer.add(trajectory(1, most))
@@ -283,7 +283,7 @@ def test_what_a_call_takes_is_bounded_whatever_it_holds(monkeypatch: pytest.Monk
     tiny = Schema([Column("x", "uint8")])
     many = gateway_messages.encode(tiny, [(n, {"x": np.zeros(1, np.uint8)}) for n in range(5000)])
     with pytest.raises(
-        DataError, match="batch of 5000 trajectories must take at most 1048576 bytes, got 2560000"
+        DataError, match=r"batch of 5000 trajectories must take at most 1 MiB, got '2.44 MiB"
     ):
         list(gateway_messages.decode(tiny, _stream(many), 1 << 20))
     assert gateway_messages.trajectory_bytes({"x": np.zeros(1, np.uint8)}) * 5000 > 1 << 20, (

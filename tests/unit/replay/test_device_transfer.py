@@ -221,7 +221,7 @@ def test_what_is_not_measured_is_the_first_possible_way(monkeypatch: pytest.Monk
             assert set(told["seconds"]) == (set(WAYS) if fields is large else {"direct", "staged"})
             assert told["way"] == min(told["seconds"], key=lambda way: told["seconds"][way]["busy_s"])
             assert told["measured"]["samples"] == 8
-            assert ("at least 16384 bytes" in told["refused"].get("copies", "")) == (fields is FIELDS)
+            assert ("at least 16 KiB" in told["refused"].get("copies", "")) == (fields is FIELDS)
 
 
 def test_one_field_of_a_column_is_enough_for_the_copy_engine() -> None:

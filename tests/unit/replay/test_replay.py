@@ -82,7 +82,7 @@ def test_no_room_is_an_error_that_leaves_nothing() -> None:
     capacity = status.f_bavail * status.f_frsize // 20
     tables = {"main": {"capacity_steps": capacity, "capacity_trajectories": 10}}
     with pytest.raises(
-        StoreFullError, match=r"/dev/shm must have \d+ bytes free, got .*; lower the table's capacity"
+        StoreFullError, match=r"/dev/shm must have [\d.]+ \w+ free, got .*; lower the table's capacity"
     ):
         online(tables=tables)
     assert len(os.listdir("/proc/self/fd")) == files

@@ -38,7 +38,7 @@ def test_version_2_along_all_parents() -> None:
     assert limit is not None
     assert limit.name == "/sys/fs/cgroup/job/memory.max"
     assert limit.available == 400 * MIB
-    assert limit.description == f"limit {1000 * MIB}, used {700 * MIB}, of this {100 * MIB} page cache"
+    assert limit.description == "limit 1000 MiB, used 700 MiB, of this 100 MiB page cache"
     files["/proc/meminfo"] = meminfo(399)
     limit = tightest(files.get)
     assert limit is not None
@@ -114,7 +114,7 @@ def test_a_store_above_the_limit_is_refused_before_anything_is_allocated(
         memory_limits, "read_file", lambda path: meminfo(10) if path == "/proc/meminfo" else real(path)
     )
     SharedMemory.create(4096).close()
-    text = rf"MemAvailable must leave {11 * MIB} bytes for a store, got '{10 * MIB} bytes .*lower the table's"
+    text = "MemAvailable must leave 11 MiB for a store, got '10 MiB .*lower the table's"
     with pytest.raises(StoreFullError, match=text):
         SharedMemory.create(11 * MIB)
 
