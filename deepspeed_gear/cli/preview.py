@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.errors import ConfigError, show_bytes
 
 if TYPE_CHECKING:
@@ -60,19 +59,19 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: The config is wrong, or has no batch size.
         DataError: A data set is missing or broken.
     """
-    from deepspeed_gear.config import batch_sizes, parse
+    from deepspeed_gear.config import batch_sizes, ds_config, parse
     from deepspeed_gear.replay.rank_preview import preview
 
-    whole = _load(Path(args.config))
-    config = parse(whole.get("gear", whole))
+    section, sizes = ds_config.read(args.config)
+    config = parse(section)
     worlds = {axis: getattr(args, option) for option, axis in _AXES.items()}
     if args.lengths is not None:
         return _preview_packs(config, Path(args.lengths), worlds, args.json)
     if config.pack is not None:
         remedy = "give --lengths FILE, with one length a line"
         raise ConfigError("--lengths", "must be given where the config has gear.pack", None, remedy)
-    if "gear" in whole:
-        micro, accumulation = _sizes(whole, worlds["data"])
+    if sizes:
+        micro, accumulation = ds_config.micro_and_accumulation(sizes, worlds["data"])
     else:
         micro, accumulation = batch_sizes(config, worlds["data"])[0], config.gradient_accumulation_steps
     found = preview(config, micro, accumulation, worlds, args.nodes, args.batches)
@@ -89,42 +88,6 @@ def _preview_packs(config: GearConfig, path: Path, worlds: dict[str, int], as_js
     else:
         print("\n".join(format_pack_preview(found, worlds["data"])))
     return 0
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        loaded = parse_json(path.read_text())
-    except OSError as error:
-        raise ConfigError("CONFIG", "must be a readable file", str(path), str(error.strerror)) from error
-    except ValueError as error:
-        raise ConfigError(f"CONFIG {path}", "must be JSON", None, str(error)) from error
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"CONFIG {path}", "must be a JSON object", type(loaded).__name__)
-    return loaded
-
-
-def _sizes(config: dict[str, Any], replicas: int) -> tuple[int, int]:
-    """Return micro batch and accumulation of a ds_config, from any two of its three sizes.
-
-    Raises:
-        ConfigError: They are too few, or do not agree.
-    """
-    batch, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
-    steps = config.get("gradient_accumulation_steps")
-    if micro is None:
-        if batch is None:
-            raise ConfigError("train_micro_batch_size_per_gpu", "or train_batch_size must be given")
-        micro = batch // replicas // (steps or 1)
-    if steps is None:
-        steps = 1 if batch is None else batch // replicas // micro
-    if micro < 1 or steps < 1 or batch not in (None, micro * steps * replicas):
-        raise ConfigError(
-            "train_batch_size",
-            f"must be micro batch * accumulation * replicas ({micro} * {steps} * {replicas})",
-            batch,
-            "give train_micro_batch_size_per_gpu and gradient_accumulation_steps instead",
-        )
-    return micro, steps
 
 
 def as_json(found: Preview) -> dict[str, Any]:

@@ -285,7 +285,10 @@ def batch_sizes(config: GearOptions, replicas: int) -> tuple[int, int]:
     if config.batch_size is None:
         if config.micro_batch_size is None:
             raise ConfigError(
-                "gear.batch_size", "must be given where there is no engine", None, "or micro_batch_size"
+                "gear.batch_size",
+                "must be given where there is no engine",
+                None,
+                "or micro_batch_size; train_batch_size in a ds_config",
             )
         return config.micro_batch_size, config.micro_batch_size * parts
     micro = config.micro_batch_size if config.micro_batch_size is not None else config.batch_size // parts
@@ -315,7 +318,7 @@ def refuse_batch_sizes(config: GearOptions) -> None:
         if value != default:
             raise ConfigError(
                 f"gear.{option}",
-                "must not be given with an engine",
+                "must not be given with an engine or a ds_config",
                 value,
                 f"use {of_the_engine} of ds_config.json",
             )

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.config import (
     GearConfig,
     ResolvedField,
@@ -14,7 +12,9 @@ from deepspeed_gear.config import (
     batch_sizes,
     check_against,
     difference,
+    ds_config,
     parse,
+    refuse_batch_sizes,
 )
 from deepspeed_gear.config.pack_checks import check_ranks
 from deepspeed_gear.data.dataset import Dataset
@@ -33,23 +33,29 @@ from deepspeed_gear.store.table_spec import Shard, TableSpec, spare_rows_for
 STEPS_PER_SLOT, LEAST_SLOTS = 16, 1024  # trajectories of a table whose config gives no number
 
 
-def read_config(exchange: ControlPlane, section: Any) -> GearConfig:
+def read_config(exchange: ControlPlane, given: Any) -> tuple[GearConfig, dict[str, Any]]:
     """Parse the config on every rank and compare. Collective.
 
+    Returns:
+        The config, and the batch sizes of the ds_config around it, if there is one.
     Raises:
         ConfigError: It is wrong, or differs between ranks.
     """
+    section, sizes = exchange.agree("reading the config", lambda: ds_config.read(given))
     config = exchange.agree("the gear section", lambda: parse(section))
-    others = exchange.gather(config.to_json())
-    for rank, other in enumerate(others):
-        found = difference(parse(others[0]), parse(other)) if other != others[0] else []
+    others = exchange.gather((config.to_json(), sizes))
+    first, first_sizes = others[0]
+    for rank, (other, other_sizes) in enumerate(others):
+        found = difference(parse(first), parse(other)) if other != first else []
+        if other_sizes != first_sizes:
+            found.append(f"batch sizes of the ds_config: {first_sizes} and {other_sizes}")
         if found:
             raise ConfigError(
                 "the gear section",
                 "must be the same on all ranks",
                 f"rank 0 and rank {rank}: {'; '.join(found)}",
             )
-    return config
+    return config, sizes
 
 
 def compare_placement(exchange: ControlPlane, topology: Topology, config: GearConfig) -> None:
@@ -310,21 +316,10 @@ def statistics_of(config: GearConfig, data: Mapping[str, Dataset]) -> Mapping[st
     return dataset.statistics if dict(dataset.split) == split else dataset.statistics_for(split)
 
 
-def section_of(config: Mapping[str, Any] | GearConfig | str | Path) -> Any:
-    """Return the gear section of a config, dictionary or JSON file."""
-    if not isinstance(config, (str, Path)):
-        return config
-    try:
-        loaded = parse_json(Path(config).read_text())
-    except OSError as error:
-        raise ConfigError("config", "must be a readable file", str(config), str(error.strerror)) from error
-    except ValueError as error:
-        raise ConfigError(f"config {config}", "must be JSON", None, str(error)) from error
-    return loaded.get("gear", loaded) if isinstance(loaded, dict) else loaded
-
-
-def batch_info(config: GearConfig, topology: Topology, given: BatchInfo | None) -> BatchInfo:
-    """Return the sizes of a batch: those of an engine, of the config, or of packed batches.
+def batch_info(
+    config: GearConfig, topology: Topology, given: BatchInfo | None, sizes: Mapping[str, Any]
+) -> BatchInfo:
+    """Return the sizes of a batch: those of an engine, a ds_config, the config, or of packed batches.
 
     Raises:
         ConfigError: They do not suit the ranks.
@@ -336,8 +331,12 @@ def batch_info(config: GearConfig, topology: Topology, given: BatchInfo | None) 
         size = config.rollout_size
         assert size is not None
         return BatchInfo(1, 1, *worlds, items=size.size)
+    if given is not None or sizes:
+        refuse_batch_sizes(config)
     if given is not None:
         return given
+    if sizes:
+        return BatchInfo(*ds_config.micro_and_accumulation(sizes, place.data_world), place.data_world)
     micro, _ = batch_sizes(config, place.data_world)
     return BatchInfo(micro, config.gradient_accumulation_steps, place.data_world)
 

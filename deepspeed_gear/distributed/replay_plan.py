@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.config import GearConfig, ResolvedField, refuse_batch_sizes
+from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.config.pack_checks import check_lengths
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
@@ -105,17 +105,13 @@ def make_plan(
     arguments.one_of("place", place, (RankCoordinates, type(None)), "a RankCoordinates")
     exchange = ControlPlane(process_group)
     agree = exchange.agree
-    checked = config_resolution.read_config(
-        exchange, agree("reading the config", lambda: config_resolution.section_of(config))
-    )
+    checked, ds_sizes = config_resolution.read_config(exchange, config)
     ops = agree("loading the ops", lambda: load_backend(checked.backend))
     here = place or RankCoordinates(exchange.rank, exchange.world_size)
     topology = Topology.discover(exchange, here)
     if checked.pack is not None:
         agree("the process group", lambda: check_process_group(topology, process_group))
-    sizes = agree("the batch sizes", lambda: config_resolution.batch_info(checked, topology, info))
-    if info is not None:
-        agree("the batch sizes", lambda: refuse_batch_sizes(checked))
+    sizes = agree("the batch sizes", lambda: config_resolution.batch_info(checked, topology, info, ds_sizes))
     config_resolution.compare_placement(exchange, topology, checked)
     datasets = config_resolution.open_data(exchange, checked)
     longest = {name: dataset.longest for name, dataset in datasets.items()}

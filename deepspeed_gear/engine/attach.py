@@ -14,7 +14,7 @@ from deepspeed.utils import logger
 
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.batching.batch import Batch
-from deepspeed_gear.config import parse, refuse_batch_sizes
+from deepspeed_gear.config import ds_config, parse, refuse_batch_sizes
 from deepspeed_gear.distributed import deepspeed_compat
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.topology import RankCoordinates
@@ -70,7 +70,7 @@ def attach(
         engine: From `deepspeed.initialize`, Accelerate or a Trainer.
         replay: A Replay to share, for example another engine's `gear`; None makes one, which is a
             DeviceReplay where the table has `"placement": "device"`.
-        config: The gear section; None takes it from the engine's config.
+        config: The gear section, a ds_config with one, or the path of either; None: the engine's config.
         schemas: Schemas of tables that have a capacity and no schema in the config.
         checkpoint: Of an engine that has trained or loaded a checkpoint already: the folder that its
             `load_checkpoint` got, or that of the tag, of which the replay's part is loaded; False starts at
@@ -178,7 +178,8 @@ def _section_in(config: Mapping[str, Any]) -> Any:
 def _make_replay(
     engine: Any, config: Any, schemas: Mapping[str, Schema] | None, checkpoint: engine_checkpoint.Checkpoint
 ) -> ReplayBase:
-    section = _section_in({"gear": deepspeed_compat.gear_section(engine) if config is None else config})
+    given = deepspeed_compat.gear_section(engine) if config is None else ds_config.read(config)[0]
+    section = _section_in({"gear": given})
     exchange = ControlPlane()
 
     def sizes() -> tuple[RankCoordinates, BatchInfo, bool]:

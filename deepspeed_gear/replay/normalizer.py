@@ -13,7 +13,7 @@ import torch
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.gather import N_STEP_DTYPES, N_STEP_NAMES, affine
 from deepspeed_gear.checkpoint import save_folders
-from deepspeed_gear.config import GearConfig, ResolvedField, parse
+from deepspeed_gear.config import GearConfig, ResolvedField, ds_config, parse
 from deepspeed_gear.config.field_checks import DERIVED
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
@@ -176,7 +176,7 @@ class Normalizer:
         arguments.one_of("engine_dtype", engine_dtype, torch.dtype, "a torch.dtype")
         for name, schema in arguments.mapping("schemas", schemas or {}, "table -> Schema").items():
             arguments.one_of(f"schemas: {name}", schema, Schema, "a Schema")
-        checked = parse(config_resolution.section_of(config))
+        checked = parse(ds_config.read(config)[0])
         paths = {name: t.data.path for name, t in checked.resolved_tables.items() if t.data is not None}
         if dataset is not None and len(paths) != 1:
             rule = "must be given where the config names one data set"

@@ -73,8 +73,8 @@ class Replay(ReplayBase):
     same time.
 
     Args:
-        config: The `gear` section: a mapping, a GearConfig, or the path of a JSON file (a whole ds_config
-            or the section alone).
+        config: The `gear` section, or a ds_config with one, whose batch sizes are those of an engine: a
+            mapping, a GearConfig, or the path of a JSON file.
         process_group: Ranks that sample different parts of one global batch; None for all.
         schemas: Schemas of the tables that have a capacity and no schema in the config.
         info: Batch sizes where an engine decides them. The ranks then train together: an error, a death or

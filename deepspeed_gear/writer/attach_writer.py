@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.arguments import parse_json
+from deepspeed_gear.config import ds_config
 from deepspeed_gear.errors import ConfigError, StoreError, StoreGoneError
 from deepspeed_gear.ops.backends import load_library
 from deepspeed_gear.store.memory_layout import read_header
@@ -192,13 +192,7 @@ class _Search:
 
 
 def _section(config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
-    if isinstance(config, (str, Path)):
-        try:
-            config = parse_json(Path(config).read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"config {config}", "must be a readable JSON file", None, str(error)) from error
-    section = _object("the config", config)
-    return _object("gear", section.get("gear", section))
+    return _object("gear", ds_config.read(config)[0])
 
 
 def _object(name: str, value: object) -> Mapping[str, Any]:

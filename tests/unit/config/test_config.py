@@ -298,7 +298,8 @@ def test_batch_sizes_with_an_engine_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         refuse_batch_sizes(parse(_with("batch_size", 64)))
     assert str(caught.value) == (
-        "gear.batch_size must not be given with an engine, got 64; use train_batch_size of ds_config.json"
+        "gear.batch_size must not be given with an engine or a ds_config, got 64; "
+        "use train_batch_size of ds_config.json"
     )
 
 

@@ -150,7 +150,8 @@ def test_sizes_of_a_ds_config(
     ("config", "options", "text"),
     [
         ({"train_batch_size": 7}, ["--dp", "2"], "train_batch_size must be micro batch"),
-        ({}, [], "train_micro_batch_size_per_gpu or train_batch_size must be given"),
+        ({}, [], "gear.batch_size must be given where there is no engine"),
+        ({"gradient_accumulation_steps": 2}, [], "train_batch_size must be given"),
         ({"train_batch_size": 8}, ["--nodes", "3"], "nodes must divide the 1 ranks, got 3"),
         ({"train_batch_size": 8}, ["--sp", "3"], "length must be a multiple of the sequence ranks (3)"),
     ],

@@ -27,13 +27,17 @@ from deepspeed_gear.replay.progress import Progress, ProgressMeter, Totals
 def test_a_config_is_a_mapping_or_a_file(data: Path, tmp_path: Path) -> None:
     section = config_of(data, batch_size=16, fields=FIELDS)
     (tmp_path / "gear.json").write_text(json.dumps(section))
-    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 99, "gear": section}))
     found = []
-    for config in (section, tmp_path / "gear.json", str(tmp_path / "ds.json")):
+    for config in (section, tmp_path / "gear.json"):
         with Replay(config) as replay:
             found.append(replay.sample().clone())
-    assert same(found[0], found[1])
-    assert same(found[0], found[2])
+    inner = {key: value for key, value in section.items() if key != "batch_size"}
+    ds_config = {"train_batch_size": section["batch_size"], "optimizer": {"type": "Adam"}, "gear": inner}
+    (tmp_path / "ds.json").write_text(json.dumps(ds_config))
+    for config in (ds_config, str(tmp_path / "ds.json")):
+        with Replay(config) as replay:
+            found.append(replay.sample().clone())
+    assert all(same(found[0], other) for other in found[1:])
 
 
 @pytest.mark.parametrize(
@@ -52,6 +56,16 @@ def test_a_config_is_a_mapping_or_a_file(data: Path, tmp_path: Path) -> None:
             "gear.batch_size must be given where there is no engine",
         ),
         (lambda t: online(batch_size=8, micro_batch_size=3), ConfigError, "gear.batch_size must be"),
+        (
+            lambda t: Replay({"train_batch_size": 8, "gear": config_of(batch_size=8)}),
+            ConfigError,
+            "gear.batch_size must not be given with an engine or a ds_config, got 8; use train_batch_size",
+        ),
+        (
+            lambda t: Replay({"train_batch_size": "auto", "gear": config_of()}),
+            ConfigError,
+            "train_batch_size must be an integer >= 1 where there is no engine, got 'auto'",
+        ),
         (
             lambda t: Replay(config_of(batch_size=2)),
             ConfigError,

@@ -1,0 +1,63 @@
+"""The `gear` section of a ds_config, and the batch sizes that an engine takes from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deepspeed_gear.arguments import parse_json
+from deepspeed_gear.errors import ConfigError
+
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def read(config: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the gear section of a config, and the batch sizes of the ds_config around it.
+
+    Args:
+        config: A ds_config with a section `gear`, or the section alone: a mapping, or the path of a JSON
+            file. Anything else is returned as it is.
+    Raises:
+        ConfigError: The file cannot be read, or is no JSON.
+    """
+    if isinstance(config, (str, Path)):
+        try:
+            config = parse_json(Path(config).read_text())
+        except OSError as error:
+            remedy = str(error.strerror)
+            raise ConfigError("config", "must be a readable file", str(config), remedy) from error
+        except ValueError as error:
+            raise ConfigError(f"config {config}", "must be JSON", None, str(error)) from error
+    if not isinstance(config, Mapping) or "gear" not in config:
+        return config, {}
+    return config["gear"], {name: config[name] for name in SIZES if name in config}
+
+
+def micro_and_accumulation(sizes: Mapping[str, Any], replicas: int) -> tuple[int, int]:
+    """Return the samples of a micro batch, and the micro batches of a rank in a global batch, as an engine.
+
+    Args:
+        sizes: Those of `SIZES` that a ds_config has.
+        replicas: Ranks that train on different samples.
+    Raises:
+        ConfigError: They are too few, no counts, or do not agree for this number of ranks.
+    """
+    for name, value in sizes.items():
+        if type(value) is not int or value < 1:
+            raise ConfigError(name, "must be an integer >= 1 where there is no engine", value)
+    batch, micro, steps = map(sizes.get, SIZES)
+    if micro is None:
+        if batch is None:
+            raise ConfigError("train_micro_batch_size_per_gpu", "or train_batch_size must be given")
+        micro = batch // replicas // (steps or 1)
+    if steps is None:
+        steps = 1 if batch is None or micro < 1 else batch // replicas // micro
+    if micro < 1 or steps < 1 or batch not in (None, micro * steps * replicas):
+        raise ConfigError(
+            "train_batch_size",
+            f"must be micro batch * accumulation * replicas ({micro} * {steps} * {replicas})",
+            batch,
+            "give train_micro_batch_size_per_gpu and gradient_accumulation_steps instead",
+        )
+    return micro, steps
