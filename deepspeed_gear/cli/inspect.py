@@ -163,8 +163,9 @@ def format_table(summary: dict[str, Any]) -> str:
     for name, part in summary["split"].items():
         text = f"{part['trajectories']:,} trajectories, {part['steps']:,} steps"
         lines.append(f"  {name:<12}  {text} ({part['share']:.1%} asked for)")
-    for source in summary["source"].get("sources", []):
-        lines.append(f"  source        {source['name']} ({source['format']}, {source['episodes']} episodes)")
+    recorded = summary["source"]
+    for source in recorded.get("sources", [recorded] if recorded else []):
+        lines.append(f"  source        {_source(source)}")
         lines += [f"                note: {note}" for note in source.get("notes", [])]
     heads = ["", "min", *(f"{level:.0%}" for level in LEVELS), "max", "mean", "std"]
     keys = ["min", *map(str, LEVELS), "max", "mean", "std"]
@@ -188,6 +189,15 @@ def format_table(summary: dict[str, Any]) -> str:
     whole = "" if summary["part"] is None else " of the whole"
     note = f"Statistics of columns: training split{whole}, over all elements of a row (--json has each)."
     return "\n".join([*lines, "", *grid_of(heads, rows, num_left=4), "", note])
+
+
+def _source(source: dict[str, Any]) -> str:
+    """Describe a source in one line; only ingest's own formats record all of name, format and episodes."""
+    if "name" not in source:
+        return json.dumps(source)
+    known = [str(source["format"])] if "format" in source else []
+    known += [f"{source['episodes']} episodes"] if "episodes" in source else []
+    return f"{source['name']} ({', '.join(known)})" if known else str(source["name"])
 
 
 def _number(value: float | None) -> str:

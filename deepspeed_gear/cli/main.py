@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 2 for an error that names its remedy, 130 after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if os.getcwd() not in sys.path:  # "module:Class" of options and configs; installed modules come first
+        sys.path.append(os.getcwd())
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
         if command is not None and command not in COMMANDS:

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from deepspeed_gear import ConfigError, DataError, Replay, TrajectoryWriter
+from deepspeed_gear.cli.main import main
 from deepspeed_gear.config import parse
 from deepspeed_gear.data.ingest import ingest
+from deepspeed_gear.data.ingest.reader import Episode
 
 HOW_TO = Path(__file__).resolve().parents[2] / "docs" / "how-to"
 MOST_LINES = 60
@@ -93,7 +95,9 @@ def test_an_actor_attaches_to_a_table_with_it() -> None:
         assert replay.sample()["code"][0] == 4
 
 
-def test_the_ingest_format_of_the_page(modules: Path) -> None:
+def test_the_ingest_format_of_the_page(
+    modules: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, format = modules / "episodes.jsonl", "jsonl_episodes:JsonlReader"
     lines = [
         {"observation": [[i, t] for t in range(i + 2)], "action": [1] * (i + 1), "reward": [0.5] * (i + 1)}
@@ -107,11 +111,24 @@ def test_the_ingest_format_of_the_page(modules: Path) -> None:
     found = dataset.trajectory(3)
     assert found["observation"].tolist() == lines[3]["observation"]
     assert found["truncated"].tolist() == [False, False, False, True]
+    # The command finds the module in its working directory; a reader may record as little as this one.
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(modules))])
+    monkeypatch.chdir(modules)
+    sys.modules.pop("jsonl_episodes")
+    assert main(["ingest", source.name, "of-command", "--format", format, "--quiet"]) == 0
+    assert main(["inspect", "of-command"]) == 0
+    assert re.search(r"^  source +episodes\.jsonl \(jsonl\)$", capsys.readouterr().out, re.M)
     source.write_text(source.read_text().replace("[3, 4]]", "]").replace(", ]", "]"))
     with pytest.raises(
         DataError, match=r"episodes.jsonl: line 4 must have an observation after the last step"
     ):
         ingest([source], modules / "set", format=format, overwrite=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            sys.modules["jsonl_episodes"].JsonlReader, "episodes", lambda self: [Episode("episode 0", {})]
+        )
+        with pytest.raises(DataError, match=r"episode 0 must have the column reward"):
+            ingest([source], modules / "set", format=format, overwrite=True)
     for name, text in {
         "csv": "must be one of auto, d4rl, minari, or module:Class",
         "json:JSONDecoder": "subclass of Reader",

@@ -185,6 +185,9 @@ def _trajectories(readers: Sequence[Reader], schema: Schema) -> Iterator[tuple[s
     for i, reader in enumerate(readers):
         for episode in reader.episodes():
             arrays = dict(episode.arrays)
+            if "reward" not in arrays:
+                rule = "must have the column reward, of a row per step"
+                raise DataError(f"{reader.path}: {episode.name}", rule, sorted(arrays))
             arrays["return"] = np.asarray(arrays["reward"].astype(np.float64).sum())
             arrays["length"] = np.asarray(len(arrays["reward"]), dtype=np.int64)
             if "source" in schema:

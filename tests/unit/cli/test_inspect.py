@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,6 +91,24 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert summary["columns"]["observation"]["overall"] == {"mean": 1, "std": 2, "min": -1, "max": 3}
     assert summary["source"] == SOURCE
     assert set(summary["split"]) == {"train", "eval"}
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ({}, []),
+        ({"sources": [{"name": "a.csv", "format": "csv"}]}, ["a.csv (csv)"]),
+        ({"sources": [{"name": "a", "episodes": 2}, {"name": "b"}]}, ["a (2 episodes)", "b"]),
+        ({"by": "a program", "seed": 3}, ['{"by": "a program", "seed": 3}']),
+    ],
+)
+def test_a_source_that_records_something_else(
+    source: dict[str, Any], shown: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with DatasetWriter(tmp_path / "set", Schema([Column("code", "int64")]), source=source) as writer:
+        writer.add({"code": [1, 2]})
+    run(str(tmp_path / "set"))
+    assert re.findall(r"^  source +(.*)$", capsys.readouterr().out, re.M) == shown
 
 
 def test_verify_finds_a_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
