@@ -43,6 +43,7 @@ class Block:
         replaced: Texts that are replaced when it runs.
         file: The file that the page says it is; Python is then imported and not run.
         not_run: Why it is compiled only, or "".
+        hidden: Whether it stands in a comment.
     """
 
     page: Path
@@ -52,6 +53,7 @@ class Block:
     file: str = ""
     not_run: str = ""
     replaced: tuple[tuple[str, str], ...] = ()
+    hidden: bool = False
 
     @property
     def name(self) -> str:
@@ -90,7 +92,7 @@ def blocks(page: Path, language: str | None = None) -> Iterator[Block]:
         start = part.start("hidden") + 1 if kind else part.start("text")
         line = source.count("\n", 0, start) + 1
         if kind:
-            block = Block(page, line, "python", (hidden or "")[1:] + "\n")
+            block = Block(page, line, "python", (hidden or "")[1:] + "\n", hidden=True)
         else:
             options = notes.pop("file", ""), notes.pop("compile only", "")
             block = Block(page, line, part["language"], part["text"], *options, tuple(replaced))
@@ -101,7 +103,8 @@ def blocks(page: Path, language: str | None = None) -> Iterator[Block]:
 
 def page_code(page: str, holds: str) -> str:
     """Return the block of Python on a how-to page that holds a text."""
-    (code,) = [block.text for block in blocks(HOW_TO / page, "python") if holds in block.text]
+    shown = [block.text for block in blocks(HOW_TO / page, "python") if not block.hidden]
+    (code,) = [text for text in shown if holds in text]
     return code
 
 
@@ -164,16 +167,8 @@ def run_page(page: Path) -> None:
     known["configs"] = list(configs.values())
     torch.manual_seed(0)
     for block in blocks(page, "python"):
-        if not (block.file or block.not_run or page in UNFINISHED):
+        if not (block.file or block.not_run):
             exec(block.compile(), known)
-
-
-UNFINISHED = {ROOT / "README.md", ROOT / "docs" / "coming-from.md"} | {
-    HOW_TO / f"{name}.md"
-    for name in """batches change-ranks data-sets gpu hugging-face inference language-models megatron-mpu
-    normalisation online parallelism prioritized-replay recurrent-models remote-actors resume
-    transition-buffer""".split()
-}
 
 
 def failures(pages: list[Path]) -> dict[str, str]:

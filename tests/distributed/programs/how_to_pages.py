@@ -43,7 +43,7 @@ def run(code: str, name: str, arguments: list[str], **helpers: Any) -> None:
     """Run a program of a page; `my_task` is the module from which it imports its helpers."""
     sys.modules["my_task"] = my_task = ModuleType("my_task")
     my_task.__dict__.update(helpers)
-    sys.argv = [name, *arguments]
+    sys.argv = [name, f"--local_rank={os.environ['LOCAL_RANK']}", *arguments]  # as the launcher gives them
     exec(compile(code, name, "exec"), {"__name__": "__main__"})
 
 

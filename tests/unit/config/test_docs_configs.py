@@ -11,10 +11,8 @@ import pytest
 import torch
 from gear_support import config_of
 from page_support import page_code, page_json
-from torch import Tensor
 
-from deepspeed_gear import Column, DeviceReplay, Replay, Schema
-from deepspeed_gear.config import parse
+from deepspeed_gear import Column, Replay, Schema
 from deepspeed_gear.config.table_options import DataConfig
 from deepspeed_gear.errors import ShapeError
 
@@ -87,32 +85,3 @@ def test_recurrent() -> None:
             replay.update_priorities(batch, td)
         replay.update_priorities(batch, td, learns)
         replay.sample()
-
-
-def test_gpu(checkout: Path) -> None:
-    """The config and the first program of the page, on the host; what is left of it needs a card."""
-    page = (checkout / "docs" / "how-to" / "gpu.md").read_text()
-    config, mixture = page_json("gpu.md")
-    assert parse({**mixture, "batch_size": 256}).on_device
-    use, steps, graph, compiled = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    known: dict[str, Any] = {"config": config, "device": "cpu"}
-    torch.manual_seed(0)
-    exec(use, known)
-    replay, batch = known["replay"], known["batch"]
-    assert isinstance(replay, DeviceReplay)
-    assert 16 * 8 < replay.num_steps < 3 * 16 * 8
-    assert replay.statistics()["priorities_applied"] == batch.num_samples == 256
-    assert known["loss"] > 0
-    replay.check()
-    replay.close()
-
-    def step(_: Tensor) -> tuple[Tensor, ...]:
-        ends = torch.rand(16) < 0.1
-        return torch.randn(16, 3), torch.zeros(16), ends, torch.zeros_like(ends), torch.randn(16, 3)
-
-    known |= {"step": step, "observation": torch.randn(16, 3), "action": torch.zeros(16, 1)}
-    exec(steps, known)
-    with known["replay"] as replay:
-        assert replay.num_steps == len(replay) == 16
-    for program in (graph, compiled):
-        compile(program, str(checkout / "docs" / "how-to" / "gpu.md"), "exec")

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 import pickle
-import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from gear_support import config_of
-from page_support import page_json
 
 from deepspeed_gear import Column, Dataset, DatasetWriter, Normalizer, Replay, Schema
 from deepspeed_gear.data.trajectory_checks import as_numbers, as_stored
@@ -335,42 +331,3 @@ def test_refusals_name_the_field(data: Path) -> None:
         normalizer.normalize("raw", np.full((2, 2), 256))
     with pytest.raises(DataError, match="observation must hold real numbers"):
         normalizer.normalize("observation", torch.ones(3, dtype=torch.complex64))
-
-
-# ---- the page ------------------------------------------------------------------------------------
-
-
-def test_the_page(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (checkout / "docs" / "how-to" / "normalisation.md").read_text(encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    columns = [
-        Column("observation", "float32", (11,), "observation", "T+1"),
-        Column("action", "float32", (3,), "action"),
-        Column("reward", "float32", (), "reward"),
-    ]
-    random = np.random.default_rng(0)
-    with DatasetWriter("data/hopper", Schema(columns)) as writer:
-        for steps in (20, 30):
-            action = random.uniform(-2, 2, (steps, 3))
-            observation = random.normal(3, 2, (steps + 1, 11))
-            writer.add({"observation": observation, "action": action, "reward": np.ones(steps)})
-    (gear,) = page_json("normalisation.md")
-    gear |= {"batch_size": 4, "shared_memory": config_of()["shared_memory"]}
-    Path("ds_config.json").write_text(json.dumps({"gear": gear}))
-    taken: list[np.ndarray] = []
-    reset = lambda seed: (random.normal(3, 2, (5, 11)), {})  # noqa: E731
-    with Replay("ds_config.json") as replay:
-        known: dict[str, Any] = {
-            "replay": replay,
-            "torch": torch,
-            "envs": SimpleNamespace(reset=reset, step=taken.append),
-            "policy": lambda seen, goal: torch.full((5, 3), goal / 3.6),
-        }
-        for program in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-            exec(program, known)
-        assert equal(known["normalizer"], replay.normalizer)
-        highest = replay.datasets["main"].statistics["action"].max
-    assert math.isclose(known["goal"], 3.6, rel_tol=1e-6)
-    assert known["seen"].shape == (5, 11)
-    assert known["seen"].dtype == np.float32
-    assert np.allclose(taken[0], highest)

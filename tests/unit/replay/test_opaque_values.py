@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import pickle
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gear_support import ROOT, prefix, shared_files
-from page_support import page_code
+from gear_support import prefix, shared_files
 from torch.utils import _pytree as pytree
 
 from deepspeed_gear import Batch, Column, DatasetWriter, DeviceReplay, Normalizer, Replay, Schema
@@ -316,18 +313,3 @@ def test_the_schema_of_a_config() -> None:
     del columns["raw"]["max_bytes"]
     with pytest.raises(ConfigError, match="max_bytes must be an integer in"):
         Replay(section({"which": {}}, tables={"main": table}))
-
-
-def test_the_page() -> None:
-    page = (ROOT / "docs" / "how-to" / "data-sets.md").read_text()
-    (options,) = [block for block in re.findall(r"```json\n(.*?)```", page, re.S) if "max_bytes" in block]
-    with Replay({**section(), **json.loads(f"{{{options}}}")}) as replay:
-        names: dict[str, Any] = {"replay": replay, "tokens": np.arange(5)}
-        code = page_code("data-sets.md", "batch.opaque")
-        added, rest = code.split("\n", 1)
-        exec(added, names)
-        batch = names["batch"] = replay.sample()
-        exec(rest, names)
-        assert batch.opaque("metadata") == [{"prompt": 17, "tags": ["arithmetic"]}] * 16
-        found = replay.read([names["number"]])[0]
-        assert (found["answer"], found["verdict"]) == (b"42", {"passed": True})
