@@ -19,6 +19,7 @@ from deepspeed_gear.distributed import deepspeed_compat
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.engine import engine_checkpoint, packed_steps
+from deepspeed_gear.engine.launch_environment import be_single_rank_unless_launched
 from deepspeed_gear.engine.pipeline_engine import attach_pipeline, check_section, keep_sizes
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import stale_locks
@@ -37,6 +38,8 @@ def initialize(
 ) -> tuple[Any, Any, Iterator[Batch], Any]:
     """Call `deepspeed.initialize` and attach the replay of its config's `gear` section. Collective.
 
+    Without a launcher, as in a notebook, the process is rank 0 of 1.
+
     Args:
         *arguments: Those of `deepspeed.initialize`.
         **options: Likewise; `config` is a dict or the path of a JSON file.
@@ -49,6 +52,8 @@ def initialize(
         GearError: On every rank, with the text of the rank that has found it.
     """
     stale_locks.remove()  # DeepSpeed's init_distributed would wait for one without end
+    if options.get("dist_init_required") is not False:
+        be_single_rank_unless_launched()
     if options.get("training_data") is not None:
         raise ConfigError("training_data", "must not be given beside a gear section", None, "use one of them")
     _check_section_first(_config_of(arguments, options), options)

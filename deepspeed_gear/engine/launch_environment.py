@@ -1,0 +1,57 @@
+"""The environment of ranks: makes a process that no launcher has started rank 0 of 1."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+
+import torch.distributed as dist
+
+from deepspeed_gear.errors import ConfigError
+
+_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MV2_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
+_SLURM = "SLURM_STEP_NUM_TASKS"  # of srun; 1 or absent in a batch script
+_CLOUDS = ("AZUREML_EXPERIMENT_ID", "SM_TRAINING_ENV")  # DeepSpeed reads their variables without mpi4py
+_ALONE = "GEAR_SINGLE_RANK_PORT"  # the port of variables that were set here
+_START = "start with deepspeed or torchrun (one rank: deepspeed --num_gpus 1 train.py)"
+
+
+def be_single_rank_unless_launched() -> None:
+    """Set the variables of ranks for a process without a launcher: a notebook, or plain python.
+
+    DeepSpeed would look for an MPI environment, for which it imports mpi4py. Where MPI or srun has started
+    the process, the variables are left to DeepSpeed.
+
+    Raises:
+        ConfigError: Some of the variables are set and others are not, or DeepSpeed needs mpi4py, which is
+            not installed.
+    """
+    if dist.is_initialized():
+        return
+    if _ALONE in os.environ and os.environ[_ALONE] == os.environ.get("MASTER_PORT"):
+        for name in _LAUNCHED:  # of the parent, such as a notebook's kernel: this process is a run of its own
+            os.environ.pop(name, None)
+    missing = [name for name in _LAUNCHED if name not in os.environ]
+    if not missing or any(name in os.environ for name in _CLOUDS):
+        return
+    started = next((name for name in _MPI if name in os.environ), None)
+    if started is None and int(os.environ.get(_SLURM, "1")) > 1:
+        started = _SLURM
+    if started is not None:
+        if importlib.util.find_spec("mpi4py") is None:
+            rule = f"must be installed where {started} is set and {', '.join(missing)} are not"
+            raise ConfigError("mpi4py", rule, None, f"pip install mpi4py, or {_START}")
+        return
+    some = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
+    if some:
+        rule = f"must be set where {', '.join(some)} {'is' if len(some) == 1 else 'are'}"
+        raise ConfigError(", ".join(missing), rule, None, f"{_START}, or unset the variables for one rank")
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    if "MASTER_PORT" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
+    os.environ[_ALONE] = os.environ["MASTER_PORT"]
