@@ -31,7 +31,7 @@ class TransitionSamples(NamedTuple):
     [B, *shape] each, and [B, 1] for a column without a shape. The tensors are those of `batch`, and are
     overwritten with it: see Batch.
 
-    Args:
+    Attributes:
         observations: Before the actions.
         actions: The actions.
         next_observations: After the actions; with `n_step`, after its last step.
