@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from deepspeed_gear.errors import ConfigError, show_bytes
 
@@ -29,6 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="optional columns to keep, e.g. infos.qpos,observation.*; '' for none; default: all",
     )
     parser.add_argument("--allow-nan", action="store_true", help="allow NaN and infinities, and record it")
+    parser.add_argument(
+        "--max-expansion",
+        type=float,
+        default=100.0,
+        metavar="N",
+        help="most bytes of arrays for each byte of a source's files, above 256 MiB (default 100)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace a data set at DEST")
     parser.add_argument("--quiet", action="store_true", help="no progress bar and no notes")
 
@@ -39,14 +47,15 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         GearError: An argument or a source is wrong; DEST is not made.
     """
-    from deepspeed_gear.data.ingest import ingest
+    from deepspeed_gear.data.dataset_writer import check_destination
+    from deepspeed_gear.data.ingest import ingest, open_source
 
+    check_destination(Path(args.dest), args.overwrite)
+    columns = parse_columns(args.columns)
     dataset = ingest(
-        args.source,
+        [open_source(path, args.format, columns, args.max_expansion) for path in args.source],
         args.dest,
-        format=args.format,
         split=parse_split(args.split),
-        columns=parse_columns(args.columns),
         allow_nan=args.allow_nan,
         overwrite=args.overwrite,
         progress=not args.quiet,

@@ -10,7 +10,6 @@ converted.
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -20,6 +19,7 @@ import pyarrow as pa
 
 from deepspeed_gear import errors
 from deepspeed_gear.arguments import parse_json
+from deepspeed_gear.data.arrow_messages import decompressed_bytes
 from deepspeed_gear.errors import DataError, GearError, PeerError, show_bytes
 from deepspeed_gear.schema import Column, Schema
 
@@ -155,7 +155,7 @@ def _read_batch(schema: Schema, content: pa.Buffer) -> pa.RecordBatch:
         if own.names != names or own.types != types:
             raise DataError("batch", f"must have the columns {names} of large_binary", str(own))
         message = pa.ipc.read_message(source)
-        if message.type == "record batch" and _is_compressed(message.metadata):
+        if message.type == "record batch" and decompressed_bytes(message) is not None:
             remedy = "write the stream without compression: a short message would take any amount of memory"
             raise DataError("batch", "must not be compressed", None, remedy)
         batch = pa.ipc.read_record_batch(message, own)
@@ -163,28 +163,6 @@ def _read_batch(schema: Schema, content: pa.Buffer) -> pa.RecordBatch:
         return batch
     except (pa.ArrowException, OSError, EOFError) as error:
         raise DataError("batch", "must be an Arrow stream of one record batch", None, str(error)) from error
-
-
-def _is_compressed(metadata: pa.Buffer) -> bool:
-    """Return whether the body of a record batch is compressed: pyarrow would decompress without a limit.
-
-    Args:
-        metadata: Of the message, a flatbuffer (Message.fbs) that pyarrow has verified.
-    """
-    view = memoryview(metadata)
-
-    def number(form: str, at: int) -> int:
-        return int(struct.unpack_from(form, view, at)[0])
-
-    def field(table: int, index: int) -> int:  # position of a field of a table, 0: it is absent
-        fields = table - number("<i", table)
-        at = 4 + 2 * index
-        offset = number("<H", fields + at) if at < number("<H", fields) else 0
-        return table + offset if offset else 0
-
-    header = field(number("<I", 0), 2)  # Message: version, header_type, header
-    batch = header + number("<I", header)
-    return bool(field(batch, 3))  # RecordBatch: length, nodes, buffers, compression
 
 
 # ---- errors and schemas --------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def read_lengths(path: Path) -> np.ndarray:
     """
     try:
         found = (
-            np.load(path, allow_pickle=False)
+            np.lib.format.open_memmap(path, mode="r")
             if path.suffix == ".npy"
             else np.loadtxt(path, np.int64, ndmin=1)
         )

@@ -9,9 +9,7 @@ from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.group_spec import STATISTICS, GroupCondition, GroupSpec
 
 
-def group_spec_of(
-    group: GroupConfig, schema: Schema, read: Iterable[str], num_slots: int = 0
-) -> GroupSpec:
+def group_spec_of(group: GroupConfig, schema: Schema, read: Iterable[str], num_slots: int = 0) -> GroupSpec:
     """Return the specification of a table's groups.
 
     Args:

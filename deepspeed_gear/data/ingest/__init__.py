@@ -12,12 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+import deepspeed_gear.arguments as arguments
 from deepspeed_gear.config.schedules import imported
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_writer import DatasetWriter, check_destination
 from deepspeed_gear.data.ingest.d4rl import D4rlReader
 from deepspeed_gear.data.ingest.minari import MinariReader
 from deepspeed_gear.data.ingest.reader import EpisodeSelection, Reader
+from deepspeed_gear.data.ingest.source_checks import MAX_EXPANSION, Expansion, check_source
 from deepspeed_gear.errors import ConfigError, DataError, near_name
 from deepspeed_gear.schema import Column, Schema
 
@@ -29,19 +31,28 @@ _DERIVED = (
 _SOURCE = Column("source", "int64", rows="1")
 
 
-def open_source(path: str | Path, format: str = "auto", columns: Sequence[str] | None = None) -> Reader:
-    """Open a source in the given format, or in the one that its content shows.
+def open_source(
+    path: str | Path,
+    format: str = "auto",
+    columns: Sequence[str] | None = None,
+    max_expansion: float = MAX_EXPANSION,
+) -> Reader:
+    """Check a source, and open it in the given format, or in the one that its content shows.
 
     Args:
         path: File or folder.
         format: A key of `READERS`, "module:Class" of a user's reader, or "auto".
         columns: Patterns of optional columns to keep; None keeps all.
+        max_expansion: Most bytes of its arrays for each byte of its files, above 256 MiB.
     Raises:
-        DataError: The source is missing, unknown or malformed.
+        DataError: The source is missing, unknown or malformed, refers to other files, or declares arrays that
+            are too large for its files.
     """
-    path, select = Path(path), EpisodeSelection(columns)
+    path = arguments.folder("source", path)
+    select = EpisodeSelection(columns, Expansion(max_expansion))
     if not path.exists():
         raise DataError(str(path), "must exist", None, "check the path of the source")
+    check_source(path, select.expansion)
     if format != "auto":
         return reader_class(format).open(path, select)
     for reader in READERS.values():
@@ -87,7 +98,7 @@ def _content(path: Path) -> str:
 
 
 def ingest(
-    sources: Sequence[str | Path],
+    sources: Sequence[str | Path | Reader],
     dest: str | Path,
     *,
     format: str = "auto",
@@ -104,7 +115,8 @@ def ingest(
     sources give the same bytes.
 
     Args:
-        sources: Files or folders whose columns agree.
+        sources: Files or folders whose columns agree; or what `open_source` returns of them, for its other
+            options. Readers are closed.
         dest: The folder to make.
         format: Of all sources; "auto" detects it by the content of each.
         split: Share of each held-out part by name; the statistics are those of the rest.
@@ -122,7 +134,8 @@ def ingest(
         raise DataError("sources", "must name at least one file or folder")
     check_destination(Path(dest), overwrite)
     with ExitStack() as stack:
-        readers = [stack.enter_context(open_source(path, format, columns)) for path in sources]
+        opened = (s if isinstance(s, Reader) else open_source(s, format, columns) for s in sources)
+        readers = [stack.enter_context(reader) for reader in opened]
         schema = _common_schema(readers)
         if allow_nan:
             schema = schema.allowing_nan()

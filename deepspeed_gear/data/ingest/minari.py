@@ -25,6 +25,7 @@ from deepspeed_gear.data.ingest.reader import (
     open_hdf5,
     read_rows,
 )
+from deepspeed_gear.data.ingest.source_checks import Expansion
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column
 
@@ -46,8 +47,8 @@ _JPEG = b"\xff\xd8\xff"
 class Hdf5Store(EpisodeStore):
     """Groups `episode_<n>` of one HDF5 file."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._file = path, open_hdf5(path)
+    def __init__(self, path: Path, expansion: Expansion) -> None:
+        self._path, self._file, self._expansion = path, open_hdf5(path), expansion
         matches = (re.fullmatch(r"episode_(\d+)", name) for name in self._file)
         self.numbers = sorted(int(match[1]) for match in matches if match)
 
@@ -75,7 +76,9 @@ class Hdf5Store(EpisodeStore):
         rows = read_rows(where, array, 0, len(array))
         ragged = h5py.check_vlen_dtype(array.dtype) == np.uint8
         packed = array.dtype == np.uint8 and array.ndim == 2 and len(rows) and rows[0, :3].tobytes() == _JPEG
-        return decode_jpeg(where, [row.tobytes() for row in rows]) if ragged or packed else rows
+        return (
+            decode_jpeg(where, [row.tobytes() for row in rows], self._expansion) if ragged or packed else rows
+        )
 
     def close(self) -> None:
         self._file.close()
@@ -137,7 +140,7 @@ class MinariReader(Reader):
         metadata = metadata if "data_format" in metadata else {}
         if metadata.get("total_episodes") == 0:
             raise DataError(str(path), "must hold at least one episode", 0, "the data set is empty")
-        store = _open_store(path, folder, metadata)
+        store = _open_store(path, folder, metadata, select.expansion)
         try:
             return cls(path, store, metadata, select)
         except BaseException:
@@ -263,13 +266,15 @@ def _is_minari(folder: Path) -> bool:
         return False
 
 
-def _open_store(path: Path, folder: Path, metadata: dict[str, Any]) -> EpisodeStore:
+def _open_store(path: Path, folder: Path, metadata: dict[str, Any], expansion: Expansion) -> EpisodeStore:
     if path.is_file():
-        return Hdf5Store(path)
+        return Hdf5Store(path, expansion)
     form = metadata.get("data_format", "hdf5")
-    makers: dict[str, Callable[[], EpisodeStore]] = {"hdf5": lambda: Hdf5Store(folder / _MAIN_FILE)}
+    makers: dict[str, Callable[[], EpisodeStore]] = {
+        "hdf5": lambda: Hdf5Store(folder / _MAIN_FILE, expansion)
+    }
     if form in _TABLE_FORMS:
-        makers[form] = lambda: TableStore(folder, form, metadata)
+        makers[form] = lambda: TableStore(folder, form, metadata, expansion)
     if form not in makers:
         rule = f"must be one of hdf5, {', '.join(_TABLE_FORMS)}"
         raise DataError(f"{folder / _METADATA_FILE}: data_format", rule, form)

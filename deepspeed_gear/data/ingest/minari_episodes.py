@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_gear.data.ingest.source_checks import Expansion
 from deepspeed_gear.errors import DataError
 
 Key = tuple[str, ...]
@@ -43,11 +44,12 @@ class EpisodeStore(ABC):
         """Release the files; safe to call twice."""
 
 
-def decode_jpeg(where: str, frames: list[bytes]) -> NDArray[np.uint8]:
+def decode_jpeg(where: str, frames: list[bytes], expansion: Expansion) -> NDArray[np.uint8]:
     """Decode Minari's image observations. Returns [N, height, width(, channels)], uint8.
 
     Raises:
-        DataError: Pillow is missing, or a frame is not an image of the size of the first.
+        DataError: Pillow is missing, a frame is not an image of the size of the first, or they are too large
+            for their bytes.
     """
     try:
         import io
@@ -56,6 +58,11 @@ def decode_jpeg(where: str, frames: list[bytes]) -> NDArray[np.uint8]:
     except ImportError:
         raise DataError(where, "must be decoded from JPEG", None, "pip install pillow") from None
     try:
-        return np.stack([np.asarray(Image.open(io.BytesIO(frame)), dtype=np.uint8) for frame in frames])
-    except (OSError, ValueError) as error:
+        images = [Image.open(io.BytesIO(frame)) for frame in frames]  # reads the headers
+        pixels = sum(image.width * image.height * len(image.getbands()) for image in images)
+        expansion.check(where, pixels, sum(map(len, frames)))
+        return np.stack([np.asarray(image, dtype=np.uint8) for image in images])
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        if isinstance(error, DataError):
+            raise
         raise DataError(where, "must hold images of one size", str(error)) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,26 +9,35 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_gear.arguments import parse_json
+from deepspeed_gear.data.arrow_messages import decompressed_bytes
 from deepspeed_gear.data.dataset_files import read_json
 from deepspeed_gear.data.ingest.minari_episodes import EpisodeStore, Key, decode_jpeg
+from deepspeed_gear.data.ingest.source_checks import Expansion
 from deepspeed_gear.errors import DataError
 
 _METADATA_FILE = "metadata.json"
+_ARROW_MAGIC_BYTES = 8  # of a file, before the messages
+_BATCH_ROWS = 1024
 
 
 class TableStore(EpisodeStore):
     """Folders `<n>` with one table each, of T + 1 rows; the last is padding but in observations and infos."""
 
-    def __init__(self, folder: Path, form: str, metadata: Mapping[str, Any]) -> None:
-        self._folder, self._form = folder, form
+    def __init__(self, folder: Path, form: str, metadata: Mapping[str, Any], expansion: Expansion) -> None:
+        self._folder, self._form, self._expansion = folder, form, expansion
         names = (entry.name for entry in folder.iterdir() if entry.is_dir())
         self.numbers = sorted(int(name) for name in names if name.isdigit())
         self._shapes: dict[Key, tuple[int, ...]] = {}
         for group in ("observation", "action"):
             space = metadata.get(f"{group}_space")
             if space is not None:
-                space = json.loads(space) if isinstance(space, str) else space
-                self._shapes.update(leaf_shapes(space, f"{group}s"))
+                try:
+                    space = parse_json(space) if isinstance(space, str) else space
+                    self._shapes.update(leaf_shapes(space, f"{group}s"))
+                except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                    where = f"{folder / _METADATA_FILE}: {group}_space"
+                    raise DataError(where, "must be a serialised space", None, repr(error)) from error
         self._loaded: tuple[int, dict[Key, Any]] | None = None
 
     def where(self, number: int, *key: str) -> str:
@@ -73,7 +81,7 @@ class TableStore(EpisodeStore):
         if not files:
             raise DataError(str(path), f"must hold a .{self._form} file", None, "download the data set again")
         try:
-            table = pyarrow.dataset.dataset([str(file) for file in files], format=self._form).to_table()
+            table = self._read_bounded(path, files)
         except (pyarrow.ArrowException, OSError) as error:
             remedy = "the file is damaged or incomplete; download the data set again"
             raise DataError(
@@ -84,6 +92,35 @@ class TableStore(EpisodeStore):
             raise DataError(str(path), f"must have {steps + 1} rows for {steps} steps", table.num_rows)
         return table.combine_chunks()
 
+    def _read_bounded(self, path: Path, files: list[Path]) -> Any:
+        """Read tables, as long as they are not too large for their files.
+
+        A record batch of Arrow is checked before it is decompressed. Parquet is read in small batches, since
+        a value that is repeated takes no bytes there.
+        """
+        import pyarrow
+        import pyarrow.dataset
+
+        file_bytes = sum(file.stat().st_size for file in files)
+        if self._form == "arrow":
+            for file in files:
+                with pyarrow.memory_map(str(file)) as source:
+                    source.seek(_ARROW_MAGIC_BYTES)
+                    stated = sum(
+                        decompressed_bytes(message) or 0
+                        for message in pyarrow.ipc.MessageReader.open_stream(source)
+                        if message.type in ("record batch", "dictionary")
+                    )
+                self._expansion.check(str(file), stated, file.stat().st_size)
+        read = pyarrow.dataset.dataset([str(file) for file in files], format=self._form)
+        ahead = {"batch_size": _BATCH_ROWS, "batch_readahead": 1, "fragment_readahead": 1}
+        batches, num_bytes = [], 0
+        for batch in read.scanner(**ahead).to_batches():
+            num_bytes += batch.nbytes
+            self._expansion.check(str(path), num_bytes, file_bytes)
+            batches.append(batch)
+        return pyarrow.Table.from_batches(batches, read.schema)
+
     def _decode(self, where: str, key: Key, array: Any, field: Any) -> NDArray[Any]:
         import pyarrow
 
@@ -92,7 +129,7 @@ class TableStore(EpisodeStore):
                 where, "must not have empty values", array.null_count, "leave it out with --columns"
             )
         if pyarrow.types.is_binary(array.type):
-            return decode_jpeg(where, array.to_pylist())
+            return decode_jpeg(where, array.to_pylist(), self._expansion)
         if not pyarrow.types.is_fixed_size_list(array.type):
             return np.asarray(array.to_numpy(zero_copy_only=False))
         size, shape = array.type.list_size, self._shape(key, field, array.type.list_size)

@@ -15,6 +15,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_gear.data.ingest.source_checks import Expansion
 from deepspeed_gear.data.trajectory_checks import CORRECT, cast
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import DTYPES, Column, Rows
@@ -105,7 +106,8 @@ class EpisodeSelection:
     `action` are kept whole where no pattern names them, and every other optional column is left out.
     """
 
-    def __init__(self, patterns: Sequence[str] | None = None) -> None:
+    def __init__(self, patterns: Sequence[str] | None = None, expansion: Expansion | None = None) -> None:
+        self.expansion = Expansion() if expansion is None else expansion  # bound of what files decompress to
         self.patterns = None if patterns is None else tuple(patterns)
         self._used: set[str] = set()
 

@@ -125,8 +125,7 @@ WRONG_TRAJECTORIES: dict[str, tuple[dict[str, np.ndarray], str]] = {
     "missing": (without("done"), "trajectory 1: column done must be in every trajectory"),
     "unknown": (
         {**trajectory(3), "extra": np.zeros(3)},
-        "trajectory 1: column extra must be in the schema; "
-        "known are observation, action, done, task, return",
+        "trajectory 1: column extra must be in the schema; known are observation, action, done, task, return",
     ),
     "dtype": (
         {**trajectory(3), "done": np.zeros(3, complex)},

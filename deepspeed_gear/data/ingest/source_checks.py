@@ -1,0 +1,138 @@
+"""Checks of a source before it is read: it holds its own data, and no more than its files can be worth.
+
+A downloaded file could name others of this machine, whose bytes would become a column, and a few kilobytes
+could decompress to any amount of memory and disk. A reader never sees such a source, one from outside of the
+package neither.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+
+from deepspeed_gear.errors import ConfigError, DataError
+
+MAX_EXPANSION = 100.0  # default: bytes of arrays for each byte of their files
+FLOOR_BYTES = 256 << 20  # which any source may take: constant columns compress by more
+_OWN = "take a source that holds its data itself"
+
+
+class Expansion:
+    """The bound of a source's size in memory, by that of its files.
+
+    Args:
+        most: Bytes of arrays for each byte of their files, above 256 MiB.
+    Raises:
+        ConfigError: It is no number of at least 1.
+    """
+
+    def __init__(self, most: float = MAX_EXPANSION) -> None:
+        if isinstance(most, bool) or not isinstance(most, (int, float)) or not most >= 1:
+            raise ConfigError("max_expansion", "must be a number of at least 1", most)
+        self.most = most
+
+    def check(self, where: str, num_bytes: int, file_bytes: int) -> None:
+        """Raise if arrays are too large for their files.
+
+        Args:
+            where: The name of the source in the error.
+            num_bytes: Of the arrays, as they are declared or were read so far.
+            file_bytes: Of the files.
+        Raises:
+            DataError: They are.
+        """
+        if num_bytes > max(FLOOR_BYTES, self.most * file_bytes):
+            raise DataError(
+                where,
+                f"must hold at most {self.most:g} bytes for each of the {file_bytes} bytes of its files",
+                num_bytes,
+                "if the source is to be trusted, raise --max-expansion, or max_expansion of open_source",
+            )
+
+
+def check_source(path: Path, expansion: Expansion) -> None:
+    """Check a file or folder, and all HDF5 files in it.
+
+    Raises:
+        DataError: A link leads out of it, an HDF5 file refers to other files or to nothing, or it declares
+            arrays that are too large for it; names file and key.
+    Cost: the links and headers of all files; no array is read.
+    """
+    for file in [path] if path.is_file() else _files_in(path):
+        if h5py.is_hdf5(file):
+            check_hdf5(file, expansion)
+
+
+def _files_in(folder: Path) -> Iterator[Path]:
+    root = folder.resolve()
+    for at, folders, files in os.walk(folder):
+        for name in sorted([*folders, *files]):
+            path = Path(at, name)
+            if path.is_symlink():
+                if not path.resolve().is_relative_to(root):
+                    remedy = "if it is to be trusted, copy the folder with its targets: cp -rL"
+                    rule = f"must not be a link out of {folder}"
+                    raise DataError(str(path), rule, os.readlink(path), remedy)
+                continue  # its target is checked at its own place
+            mode = path.stat().st_mode
+            if stat.S_ISREG(mode):
+                yield path
+            elif not stat.S_ISDIR(mode):
+                raise DataError(str(path), "must be a file or a folder", stat.filemode(mode))
+
+
+def check_hdf5(path: Path, expansion: Expansion) -> None:
+    """Check the links and arrays of an HDF5 file, as `check_source`."""
+    total, seen = 0, set()
+    try:
+        with h5py.File(path, "r") as file:
+            waiting = [file["/"]]
+            while waiting:
+                group = waiting.pop()
+                for name in group:
+                    where = f"{path}: {group.name.strip('/')}/{name}".replace(": /", ": ")
+                    node = _node(where, group, name)
+                    address = h5py.h5o.get_info(node.id).addr
+                    if address in seen:
+                        continue
+                    seen.add(address)
+                    if isinstance(node, h5py.Group):
+                        waiting.append(node)
+                    elif isinstance(node, h5py.Dataset):
+                        total += _declared_bytes(where, node)
+    except (OSError, RuntimeError, KeyError) as error:
+        remedy = "the file is damaged or incomplete; copy it again"
+        raise DataError(str(path), "must be a readable HDF5 file", str(error), remedy) from error
+    expansion.check(str(path), total, path.stat().st_size)
+
+
+def _node(where: str, group: Any, name: str) -> Any:
+    """Return what a name of a group is linked to."""
+    try:
+        link = group.get(name, getlink=True)
+    except TypeError as error:
+        raise DataError(where, "must be a link of HDF5's own", None, str(error)) from error
+    if isinstance(link, h5py.ExternalLink):
+        raise DataError(where, "must not be a link to another file", f"{link.filename}: {link.path}", _OWN)
+    if isinstance(link, h5py.SoftLink) and group.get(name) is None:
+        raise DataError(where, "must not be a link to nothing", link.path, "take a complete file")
+    return group[name]
+
+
+def _declared_bytes(where: str, array: Any) -> int:
+    """Return the bytes that an array takes when it is read: its own, or those of one chunk."""
+    if array.external:
+        files = ", ".join(str(entry[0]) for entry in array.external)
+        raise DataError(where, "must not have its rows in other files", files, _OWN)
+    if array.is_virtual:
+        files = ", ".join(sorted({str(entry.file_name) for entry in array.virtual_sources()}))
+        raise DataError(where, "must not be a virtual data set over other files", files, _OWN)
+    if array.shape is None:
+        return 0
+    return int(array.dtype.itemsize * max(math.prod(array.shape), math.prod(array.chunks or (0,))))
