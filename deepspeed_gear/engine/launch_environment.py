@@ -11,8 +11,8 @@ import torch.distributed as dist
 from deepspeed_gear.errors import ConfigError
 
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MV2_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
-_SLURM = "SLURM_STEP_NUM_TASKS"  # of srun; 1 or absent in a batch script
+# Numbers of processes that MPI or srun has started; a batch script of Slurm is one process of a larger job.
+_COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _CLOUDS = ("AZUREML_EXPERIMENT_ID", "SM_TRAINING_ENV")  # DeepSpeed reads their variables without mpi4py
 _ALONE = "GEAR_SINGLE_RANK_PORT"  # the port of variables that were set here
 _START = "start with deepspeed or torchrun (one rank: deepspeed --num_gpus 1 train.py)"
@@ -22,7 +22,7 @@ def be_single_rank_unless_launched() -> None:
     """Set the variables of ranks for a process without a launcher: a notebook, or plain python.
 
     DeepSpeed would look for an MPI environment, for which it imports mpi4py. Where MPI or srun has started
-    the process, the variables are left to DeepSpeed.
+    several processes, the variables are left to DeepSpeed.
 
     Raises:
         ConfigError: Some of the variables are set and others are not, or DeepSpeed needs mpi4py, which is
@@ -36,9 +36,7 @@ def be_single_rank_unless_launched() -> None:
     missing = [name for name in _LAUNCHED if name not in os.environ]
     if not missing or any(name in os.environ for name in _CLOUDS):
         return
-    started = next((name for name in _MPI if name in os.environ), None)
-    if started is None and int(os.environ.get(_SLURM, "1")) > 1:
-        started = _SLURM
+    started = next((name for name in _COUNTS if os.environ.get(name, "1") != "1"), None)
     if started is not None:
         if importlib.util.find_spec("mpi4py") is None:
             rule = f"must be installed where {started} is set and {', '.join(missing)} are not"

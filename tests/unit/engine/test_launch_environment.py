@@ -11,17 +11,14 @@ from deepspeed_gear.engine import launch_environment
 from deepspeed_gear.errors import ConfigError
 
 RANKS = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
-OF_JOBS = ["GEAR_SINGLE_RANK_PORT", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MV2_COMM_WORLD_SIZE"]
+PORT = "GEAR_SINGLE_RANK_PORT"
+COUNTS = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"]
 
 
 def prepared(monkeypatch: pytest.MonkeyPatch, **given: str) -> dict[str, str]:
     """Prepare an environment; return its variables of ranks."""
-    for name in (*RANKS, *OF_JOBS, "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    for name in (*RANKS, OF_JOBS[0]):
-        monkeypatch.setenv(name, os.environ.get(name, ""))  # so that what is set here is undone
+    for name in (*RANKS, PORT, *COUNTS):
+        monkeypatch.setenv(name, given.get(name, ""))  # also what is set below is undone after the test
         if name not in given:
             monkeypatch.delenv(name)
     launch_environment.be_single_rank_unless_launched()
@@ -35,14 +32,14 @@ def test_a_process_without_a_launcher_is_rank_0_of_1(monkeypatch: pytest.MonkeyP
         server.bind((first["MASTER_ADDR"], int(first["MASTER_PORT"])))  # the port is free
         server.listen()
         # A child, such as `!python train.py` in a notebook, inherits the variables: it gets its own port.
-        child = prepared(monkeypatch, **first, GEAR_SINGLE_RANK_PORT=first["MASTER_PORT"])
+        child = prepared(monkeypatch, **first, **{PORT: first["MASTER_PORT"]})
     assert child["MASTER_PORT"] != first["MASTER_PORT"]
     # A launcher that the notebook starts has set its own.
-    assert prepared(monkeypatch, **RANKS, GEAR_SINGLE_RANK_PORT=first["MASTER_PORT"]) == RANKS
+    assert prepared(monkeypatch, **RANKS, **{PORT: first["MASTER_PORT"]}) == RANKS
     assert prepared(monkeypatch, MASTER_PORT="29501")["MASTER_PORT"] == "29501"
 
 
-@pytest.mark.parametrize("name", [*OF_JOBS[1:], "SLURM_STEP_NUM_TASKS"])
+@pytest.mark.parametrize("name", COUNTS)
 def test_mpi_and_srun_are_left_to_deepspeed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert prepared(monkeypatch, **RANKS, **{name: "2"}) == RANKS
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
@@ -52,8 +49,8 @@ def test_mpi_and_srun_are_left_to_deepspeed(name: str, monkeypatch: pytest.Monke
     assert prepared(monkeypatch, **{name: "2"}) == {}
 
 
-def test_a_batch_script_of_slurm_is_no_srun(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert prepared(monkeypatch, SLURM_STEP_NUM_TASKS="1", SLURM_NTASKS="8")["WORLD_SIZE"] == "1"
+def test_one_process_of_mpi_or_a_batch_script_needs_no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert prepared(monkeypatch, **dict.fromkeys(COUNTS, "1"))["WORLD_SIZE"] == "1"
 
 
 @pytest.mark.parametrize("absent", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
