@@ -168,6 +168,8 @@ class Schema:
             if not isinstance(column, Column):
                 raise SchemaError("schema", "must be a list of Columns", type(column).__name__)
         self._by_name = {column.name: column for column in self.columns}
+        #: Columns of the roles terminated and truncated.
+        self.end_columns = tuple(c for c in self.columns if c.role in ("terminated", "truncated"))
         if not self.columns:
             raise SchemaError("schema", "must have at least one column")
         if len(self._by_name) != len(self.columns):

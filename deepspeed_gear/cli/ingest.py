@@ -31,6 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--allow-nan", action="store_true", help="allow NaN and infinities, and record it")
     parser.add_argument(
+        "--split-by-flags",
+        action="store_true",
+        help="divide episodes after each step with an end flag, which is refused inside otherwise",
+    )
+    parser.add_argument(
         "--max-expansion",
         type=float,
         default=100.0,
@@ -59,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
         allow_nan=args.allow_nan,
         overwrite=args.overwrite,
         progress=not args.quiet,
+        split_by_flags=args.split_by_flags,
     )
     size = show_bytes(dataset.num_bytes)
     print(f"{dataset.path}: {len(dataset):,} trajectories, {dataset.num_steps:,} steps, {size}")

@@ -10,7 +10,7 @@ from array import array as packed
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ from deepspeed_gear.data.dataset_files import (
     write_json,
 )
 from deepspeed_gear.data.dataset_statistics import check_split, compute_statistics, training_trajectories
+from deepspeed_gear.data.episode_ends import split_episodes
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory
 from deepspeed_gear.errors import DataError
@@ -91,7 +92,27 @@ class DatasetWriter:
                 self.discard()
             raise unwritable(self.dest, error) from error
 
-    def add(self, trajectory: Mapping[str, Any], name: str = "") -> int:
+    @overload
+    def add(
+        self, trajectory: Mapping[str, Any], name: str = "", *, split_by_flags: Literal[False] = False
+    ) -> int: ...
+    @overload
+    def add(
+        self,
+        trajectory: Mapping[str, Any],
+        name: str = "",
+        *,
+        split_by_flags: Literal[True],
+        final: Mapping[str, Any] | None = None,
+    ) -> list[int]: ...
+    def add(
+        self,
+        trajectory: Mapping[str, Any],
+        name: str = "",
+        *,
+        split_by_flags: bool = False,
+        final: Mapping[str, Any] | None = None,
+    ) -> int | list[int]:
         """Append a trajectory and return its id.
 
         Values are converted as by `Replay.add`.
@@ -101,11 +122,14 @@ class DatasetWriter:
                 [T+1, *shape] or, with one value per trajectory, [*shape]. T >= 1 is the same for all. Columns
                 with dots in their names may come nested, as in `Replay.add`.
             name: Its name in errors; "trajectory <id>" unless given.
+            split_by_flags: As `Replay.add`.
+            final: As `Replay.add`.
         Returns:
-            The ordinal of the trajectory in the data set.
+            The ordinal of the trajectory in the data set; with `split_by_flags` those of the parts.
         Raises:
             DataError: A column is missing, unknown, of another shape or length, holds what its dtype cannot
-                hold, or NaN or an infinity without `allow_nan`; nothing is written.
+                hold, NaN or an infinity without `allow_nan`, or an end flag before the last step; nothing is
+                written.
         """
         if self._closed:
             raise DataError(str(self.dest), "must be open to be written", None, "make a new DatasetWriter")
@@ -114,6 +138,8 @@ class DatasetWriter:
         for column in self.schema.late_columns:  # nothing is filled in a data set later
             if column.name not in trajectory:
                 raise DataError(f"{name}: column {column.name}", "must be in every trajectory")
+        if split_by_flags:
+            return [self.add(part, name) for part in split_episodes(name, self.schema, trajectory, final)]
         arrays, length = check_trajectory(name, self.schema, trajectory)
         check_finite(name, self.schema, arrays)
         try:

@@ -15,10 +15,12 @@ from deepspeed_gear.errors import DataError, known_names
 from deepspeed_gear.schema import Column, Schema
 
 CORRECT = "correct it, or give the column a dtype that holds it"
+ENDS_LAST = "must be set at the last step of a trajectory only"
+SPLIT = "add each episode, or all with split_by_flags=True (gear ingest: --split-by-flags)"
 
 
 def check_trajectory(
-    name: str, schema: Schema, trajectory: Mapping[str, Any]
+    name: str, schema: Schema, trajectory: Mapping[str, Any], may_end_inside: bool = False
 ) -> tuple[dict[str, np.ndarray], int]:
     """Check a trajectory against a schema.
 
@@ -26,12 +28,13 @@ def check_trajectory(
         name: Of the table, for error texts.
         schema: Of the table.
         trajectory: Column -> array, tensor or nested list; see `nested_columns.flatten`.
+        may_end_inside: Whether end flags may be set before the last step.
     Returns:
         Its columns as arrays of the stored dtypes, late ones that are missing as zeros, and its number of
         steps. NaN and infinities are left to `check_finite`, or to the native module.
     Raises:
         DataError: A column is missing, unknown, or has a wrong shape, dtype or length, or a value that the
-            stored dtype cannot hold.
+            stored dtype cannot hold; or an end flag is set before the last step.
     """
     unknown = sorted(set(trajectory) - set(schema.names))
     if unknown:
@@ -47,10 +50,30 @@ def check_trajectory(
     num_steps = _num_steps(name, schema, arrays)
     if num_steps < 1:
         raise DataError(f"{name}: trajectory", "must have at least one step", num_steps)
+    if not may_end_inside:
+        check_ends(name, schema, arrays)
     for column in schema.late_columns:
         if column.name not in arrays:
             arrays[column.name] = no_values(column, num_steps)
     return arrays, num_steps
+
+
+def check_ends(name: str, schema: Schema, arrays: Mapping[str, np.ndarray]) -> None:
+    """Reject an end flag before the last step: returns, windows and bootstraps would run across it.
+
+    Args:
+        name: Owner of the columns, for error texts.
+        schema: Of the table.
+        arrays: Its columns of end flags. [T].
+    Raises:
+        DataError: There is one; names its step.
+    Cost: a pass over each column of end flags, below 1 us for 1,000 steps.
+    """
+    for column in schema.end_columns:
+        inner = arrays[column.name][:-1]
+        if np.count_nonzero(inner):
+            step = f"a flag at step {int(np.argmax(inner != 0))} of {len(inner) + 1}"
+            raise DataError(f"{name}: column {column.name}", ENDS_LAST, step, SPLIT)
 
 
 def _num_steps(name: str, schema: Schema, arrays: Mapping[str, np.ndarray]) -> int:

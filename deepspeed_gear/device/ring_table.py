@@ -15,6 +15,7 @@ from torch import Tensor
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.data.trajectory_checks import ENDS_LAST
 from deepspeed_gear.device.host_rows import HostRows, RowSize
 from deepspeed_gear.errors import DataError, SchemaError, ShapeError
 from deepspeed_gear.ops import Ops
@@ -341,6 +342,35 @@ class RingTable:
                 "lengths", f"must be [{count}], int64", f"{list(lengths.shape)}, {lengths.dtype}"
             )
         return count, steps
+
+    def without_inner_ends(
+        self, columns: Mapping[str, Tensor], lengths: Tensor | None, steps: int
+    ) -> Tensor | None:
+        """Return the lengths of checked trajectories, -1 (refused) where an end flag precedes the last step.
+
+        Args:
+            columns: Of the trajectories. [E, T, *shape].
+            lengths: Steps of each; None: all `steps`. [E], int64.
+            steps: T.
+        Raises:
+            DataError: There is such a flag, in host memory: a device is not waited for.
+        """
+        flags = [columns[column.name][:, :-1].bool() for column in self.schema.end_columns]
+        if not flags or steps == 1:
+            return lengths
+        inner = flags[0] if len(flags) == 1 else flags[0] | flags[1]
+        if lengths is not None:
+            inner = inner & (torch.arange(1, steps, device=self.device) < lengths[:, None])
+        has_inner = inner.any(1)
+        if self.device.type == "cpu" and not torch.compiler.is_compiling() and bool(has_inner.any()):
+            number, step = inner.nonzero()[0].tolist()
+            names = " or ".join(column.name for column in self.schema.end_columns)
+            remedy = "add each episode as a trajectory, or steps with num_envs and add_steps_"
+            raise DataError(
+                f"column {names}", ENDS_LAST, f"a flag at step {step} of trajectory {number}", remedy
+            )
+        kept = torch.full_like(has_inner, steps, dtype=torch.int64) if lengths is None else lengths
+        return torch.where(has_inner, -1, kept)
 
     def as_trajectories(
         self, columns: Mapping[str, Tensor], following: Mapping[str, Tensor]

@@ -9,11 +9,12 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.data.episode_ends import split_episodes
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory
 from deepspeed_gear.errors import ConfigError, DataError, GearError, StoreError, show_bytes
@@ -122,14 +123,32 @@ class RemoteWriter(ProcessBound):
 
     # ---- adding ----------------------------------------------------------------------------------
 
-    def add(self, trajectory: Mapping[str, Any]) -> int:
+    @overload
+    def add(self, trajectory: Mapping[str, Any], *, split_by_flags: Literal[False] = False) -> int: ...
+    @overload
+    def add(
+        self,
+        trajectory: Mapping[str, Any],
+        *,
+        split_by_flags: Literal[True],
+        final: Mapping[str, Any] | None = None,
+    ) -> list[int]: ...
+    def add(
+        self,
+        trajectory: Mapping[str, Any],
+        *,
+        split_by_flags: bool = False,
+        final: Mapping[str, Any] | None = None,
+    ) -> int | list[int]:
         """Send a whole trajectory, which is copied; waits while the buffer is full.
 
         Args:
             trajectory: Column -> [T, *shape], [T+1, *shape] or [*shape], as the schema defines; or nested, as
                 in `Replay.add`. Late columns too: nothing can be filled from here later.
+            split_by_flags: As `Replay.add`.
+            final: As `Replay.add`.
         Returns:
-            Its number.
+            Its number; with `split_by_flags` those of the parts.
         Raises:
             DataError: It does not fit the schema, or an earlier one was refused: see `refused`.
             StoreFullError: An earlier one found no free rows, and the table evicts nothing.
@@ -143,6 +162,9 @@ class RemoteWriter(ProcessBound):
             if column.name not in trajectory:
                 remedy = "a remote writer cannot fill it later: add it, or write on a node of the table"
                 raise DataError(f"{name}: column {column.name}", "must be in every trajectory", None, remedy)
+        if split_by_flags:
+            parts = split_episodes(name, self.schema, trajectory, final, self.max_length)
+            return [self.add(part) for part in parts]
         arrays, num_steps = check_trajectory(name, self.schema, trajectory)
         check_finite(name, self.schema, arrays)
         num_bytes = trajectory_bytes(arrays)

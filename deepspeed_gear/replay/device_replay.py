@@ -262,11 +262,13 @@ class DeviceReplay(ReplayBase):
             columns: By name, on the device, of the columns' dtypes: [E, T, *shape], [E, T + 1, *shape] for a
                 column of T+1 rows, [E, *shape] for a value per trajectory. T at most `max_length`.
                 Trajectories that fail a condition of `sampler.where` are not stored.
-            lengths: Steps of each; 0 adds nothing. Lengths outside [0, T] are refused on the device:
-                nothing is added, and `statistics` counts them. None: all T. [E], int64.
+            lengths: Steps of each; 0 adds nothing. Lengths outside [0, T], and trajectories with an end flag
+                before their last step, are refused on the device: nothing is added, and `statistics` counts
+                them. None: all T. [E], int64.
             table: Which table of a mixture; None: the only one that holds no data set.
         Raises:
-            SchemaError, ShapeError, DataError: A column is missing or does not fit.
+            SchemaError, ShapeError, DataError: A column is missing or does not fit; or, in host memory, an
+                end flag is set before a last step.
             StoreError: The table holds a data set, or takes steps of environments.
         """
         into = self._changing(table)
@@ -276,6 +278,7 @@ class DeviceReplay(ReplayBase):
         count, steps = into.table.check(columns, lengths)
         if lengths is not None and steps < into.table.most_steps:
             lengths = torch.where(lengths <= steps, lengths, -1)
+        lengths = into.table.without_inner_ends(columns, lengths, steps)
         lengths = into.filter.lengths(columns, lengths, steps)
         into.selection.add_(columns, lengths, count, steps)
         into.mark_filled()
@@ -498,7 +501,7 @@ class DeviceReplay(ReplayBase):
         return Totals(self._num_selected() * self.batch_info.global_batch, None, None)
 
     def check(self) -> None:
-        """Raise if the device has refused a length or a priority, or had nothing to draw. Waits for it.
+        """Raise if the device has refused a trajectory or a priority, or had nothing to draw. Waits for it.
 
         The first rank of a node logs a warning if many priorities were clamped since the last call.
 
@@ -507,7 +510,10 @@ class DeviceReplay(ReplayBase):
         """
         refused = sum(int(table.state[RingState.REFUSED]) for table in self.tables.values())
         if refused:
-            rule = "must be in range: lengths in [0, T], priorities finite and at least 0, beta in [0, 1]"
+            rule = (
+                "must be in range: lengths in [0, T], end flags at last steps only, priorities finite and at "
+                "least 0, beta in [0, 1]"
+            )
             raise DataError("input of the device", rule, f"{refused} that were not")
         for table in self.tables.values():
             device_checkpoint.check_drawn(table)

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args, overload
 
 import numpy as np
 import torch
@@ -162,7 +162,31 @@ class Replay(ReplayBase):
 
     # ---- tables --------------------------------------------------------------------------------
 
-    def add(self, trajectory: Mapping[str, Any], table: str | None = None) -> int:
+    @overload
+    def add(
+        self,
+        trajectory: Mapping[str, Any],
+        table: str | None = None,
+        *,
+        split_by_flags: Literal[False] = False,
+    ) -> int: ...
+    @overload
+    def add(
+        self,
+        trajectory: Mapping[str, Any],
+        table: str | None = None,
+        *,
+        split_by_flags: Literal[True],
+        final: Mapping[str, Any] | None = None,
+    ) -> list[int]: ...
+    def add(
+        self,
+        trajectory: Mapping[str, Any],
+        table: str | None = None,
+        *,
+        split_by_flags: bool = False,
+        final: Mapping[str, Any] | None = None,
+    ) -> int | list[int]:
         """Store a trajectory, which the next selection may sample.
 
         Args:
@@ -171,13 +195,24 @@ class Replay(ReplayBase):
                 {"observation": {"a": x, "b": (y, z)}} is `observation.a`, `observation.b.0` and
                 `observation.b.1`.
             table: Name of the table; None for the sampled one.
+            split_by_flags: Whether it holds several episodes, such as a rollout with resets inside: it is
+                divided after each step with an end flag, and every part is a trajectory. Columns of one value
+                per trajectory are those of every part; of the roles return and length they are computed anew.
+            final: With `split_by_flags`, of columns of T+1 rows the state after each step, of which the rows
+                where a part ends inside are read: [T, *shape], or T objects as gymnasium's `final_obs`. It
+                must be given where an episode is truncated inside: the next row is the next episode's. After
+                a terminated step the place is filled with the state before it, which nothing bootstraps from.
         Returns:
-            Its id.
+            Its id; with `split_by_flags` those of the parts.
         Raises:
-            DataError: It does not fit the schema; nothing has changed.
-            StoreFullError: Too few rows are free.
+            DataError: It does not fit the schema, or has an end flag before its last step; nothing has
+                changed.
+            StoreFullError: Too few rows are free; earlier parts of a trajectory that is split stay.
         """
         self._check_open()
+        if split_by_flags:
+            parts = self._access.inserter(table).split(trajectory, final)
+            return [self._access.add(part, table) for part in parts]
         return self._access.add(trajectory, table)
 
     def set_policy_version(self, version: int, table: str | None = None) -> None:

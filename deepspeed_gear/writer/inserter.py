@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.context import Context
+from deepspeed_gear.data.episode_ends import split_episodes
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory
 from deepspeed_gear.errors import DataError, StoreError
@@ -59,6 +60,7 @@ class Inserter:
         steps = next((c for c in table.spec.schema if c.rows != "1"), None)
         assert steps is not None
         self._measured, self._extra = steps.name, int(steps.rows == "T+1")
+        self._ends = [self._names.index(column.name) for column in table.spec.schema.end_columns]
         self._position = table.views.get("stream/train/position")
         self._open: dict[int, int] = {}  # oldest policy version of each of this process's writers
         self.growing: set[Any] = set()  # trajectories that are published as they grow; see `Publisher`
@@ -96,7 +98,8 @@ class Inserter:
         Args:
             trajectory: Column -> [T, *shape], [T+1, *shape] or [*shape]; or nested.
         Raises:
-            DataError: It does not fit the schema, or a value is not finite and must be; nothing is added.
+            DataError: It does not fit the schema, has an end flag before its last step, or a value is not
+                finite and must be; nothing is added.
                 Values are checked while they are copied, so evictions until then remain; the next trajectory
                 uses the rows. So it is where its group has `max_trajectories` already.
             StoreFullError: Too few rows are free, and the table evicts nothing.
@@ -115,6 +118,10 @@ class Inserter:
             return self._add_plainly(columns, num_steps, self.table.spec.schema.late_bits(trajectory))
         return self._add(columns, num_steps)
 
+    def split(self, trajectory: Mapping[str, Any], final: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+        """Return the trajectories of rows of several episodes; as `split_episodes`."""
+        return split_episodes(self._name, self.table.spec.schema, trajectory, final, self.max_length)
+
     def _add_stored_form(self, trajectory: Mapping[str, Any]) -> int | None:
         """Add a trajectory whose arrays have the stored form; None, without effect, if one has not."""
         try:
@@ -126,6 +133,10 @@ class Inserter:
             return None
         if self.max_length is not None and num_steps > self.max_length:
             return None
+        for index in self._ends if num_steps > 1 else ():
+            flags = columns[index]
+            if not isinstance(flags, np.ndarray) or np.count_nonzero(flags[:-1]):
+                return None  # `check_trajectory` refuses the flag by its step
         found = self._store_add(self._address, columns, num_steps, self.timeout_s)
         if found is None:
             return None

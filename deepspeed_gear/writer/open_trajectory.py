@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.data.nested_columns import flatten
-from deepspeed_gear.data.trajectory_checks import as_stored, check_finite, not_finite
+from deepspeed_gear.data.trajectory_checks import ENDS_LAST, as_stored, check_finite, not_finite
 from deepspeed_gear.errors import DataError, known_names
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.native_handle import form_of
@@ -59,6 +59,8 @@ class OpenTrajectory(ProcessBound):
         floats = [c for c in steps if c.must_be_finite and c.dtype != "bfloat16" and not c.shape]
         self._floats = {c.name: (c.numpy_dtype, float(np.finfo(c.numpy_dtype).max)) for c in floats}
         self._ends = {column.name for column in steps if column.rows == "T+1"}
+        self._flags = [column.name for column in schema.end_columns]
+        self._has_ended = False  # an end flag is set at the last step
         self._watch: tuple[str, Notify] | None = None
         self.trajectory_id: int | None = None  # once it is added, or its first steps are published
         self.completed: CompletedTrajectory | None = None  # once it has ended and is stored
@@ -82,8 +84,9 @@ class OpenTrajectory(ProcessBound):
                 one value per trajectory must be set.
             **columns: A row of each column of steps; or nested, as in `Replay.add`.
         Raises:
-            DataError: A column is missing or unknown, does not fit, or is not finite and must be; or the
-                trajectory has ended: nothing has changed. Or the table does not admit open trajectories.
+            DataError: A column is missing or unknown, does not fit, or is not finite and must be; the step
+                before it has an end flag; or the trajectory has ended: nothing has changed. Or the table does
+                not admit open trajectories.
             StoreFullError, NotReadyError: The step is appended, but not published; as `TrajectoryWriter.add`.
         """
         name = self._name
@@ -96,9 +99,15 @@ class OpenTrajectory(ProcessBound):
         if missing and given.keys() != self._ends:
             remedy = f"after the last step append {sorted(self._ends)} alone" if self._ends else ""
             raise DataError(f"{name}: column {missing[0]}", "must be in every step", None, remedy)
+        if self._has_ended and not missing:
+            step = f"step {len(self._rows[self._flags[0]]) - 1}"
+            remedy = "end this trajectory with its last observation, and begin another"
+            raise DataError(f"{name}: end flag of {step}", ENDS_LAST, "a step after it", remedy)
         rows = {column: self._stored(column, row) for column, row in given.items()}
         for column, row in rows.items():
             self._rows[column].append(row)
+        if not missing:
+            self._has_ended = any(rows[column] for column in self._flags)
         if self._watch is not None and len(self._rows[self._watch[0]]) == 1:
             self._watch[1](self, rows[self._watch[0]].reshape(1).astype(np.int64))
         if publish:

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
 import numpy as np
 
@@ -171,21 +171,42 @@ class TrajectoryWriter(ProcessBound):
 
     # ---- adding ----------------------------------------------------------------------------------
 
-    def add(self, trajectory: Mapping[str, Any]) -> int:
+    @overload
+    def add(self, trajectory: Mapping[str, Any], *, split_by_flags: Literal[False] = False) -> int: ...
+    @overload
+    def add(
+        self,
+        trajectory: Mapping[str, Any],
+        *,
+        split_by_flags: Literal[True],
+        final: Mapping[str, Any] | None = None,
+    ) -> list[int]: ...
+    def add(
+        self,
+        trajectory: Mapping[str, Any],
+        *,
+        split_by_flags: bool = False,
+        final: Mapping[str, Any] | None = None,
+    ) -> int | list[int]:
         """Add a whole trajectory; batches from the next selection on may hold it.
 
         Args:
             trajectory: Column -> [T, *shape], [T+1, *shape] or [*shape], as the schema defines; or nested, as
                 in `Replay.add`.
+            split_by_flags: As `Replay.add`.
+            final: As `Replay.add`.
         Returns:
-            Its id.
+            Its id; with `split_by_flags` those of the parts.
         Raises:
-            DataError: It does not fit the schema; nothing has changed.
+            DataError: It does not fit the schema, or has an end flag before its last step; nothing has
+                changed.
             StoreFullError: Too few rows are free, and the table evicts nothing.
             NotReadyError: The ranks have not sampled in time, as the table's rate limiter requires.
             StoreError: The run has ended.
         """
         self._look()
+        if split_by_flags:
+            return [self.add(part) for part in self._inserter.split(trajectory, final)]
         number = self._inserter.add(trajectory)
         self._num_whole += 1
         return number

@@ -55,8 +55,9 @@ def scenes(draw: st.DrawFn) -> Scene:
     for steps in draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)):
         rows = {"T": (steps,), "T+1": (steps + 1,), "1": ()}
         found = {c.name: values(c.dtype, (*rows[c.rows], *c.shape), random) for c in schema}
-        found["terminated"] = torch.from_numpy(random.random(steps) < 0.15)
-        found["truncated"] = torch.from_numpy(random.random(steps) < 0.15)
+        last = np.arange(steps) == steps - 1
+        found["terminated"] = torch.from_numpy(last & (random.random(steps) < 0.4))
+        found["truncated"] = torch.from_numpy(last & (random.random(steps) < 0.4))
         trajectories.append(found)
     options: dict[str, Any] = {"sampler": {"unit": draw(st.sampled_from(["step", "trajectory"]))}}
     options["seed"] = draw(st.integers(0, 100))

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,9 @@ from deepspeed_gear.data.ingest.reader import EpisodeSelection, Reader
 from deepspeed_gear.data.ingest.source_checks import MAX_EXPANSION, Expansion, check_source
 from deepspeed_gear.errors import ConfigError, DataError, near_name
 from deepspeed_gear.schema import Column, Schema
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing's from Python 3.11 on
 
 READERS: dict[str, type[Reader]] = {reader.format: reader for reader in (D4rlReader, MinariReader)}
 _DERIVED = (
@@ -97,6 +100,19 @@ def _content(path: Path) -> str:
         return f"HDF5 with {', '.join(sorted(file)[:8]) or 'nothing'}"
 
 
+class Repairs(TypedDict, total=False):
+    """What is done with sources that would be refused.
+
+    Args:
+        allow_nan: Allow NaN and infinities in every floating column, and record it in the schema.
+        split_by_flags: Divide episodes after each step with an end flag; as `DatasetWriter.add`. An episode
+            that is truncated inside is refused where it has columns of T+1 rows: its last state is unknown.
+    """
+
+    allow_nan: bool
+    split_by_flags: bool
+
+
 def ingest(
     sources: Sequence[str | Path | Reader],
     dest: str | Path,
@@ -104,9 +120,9 @@ def ingest(
     format: str = "auto",
     split: Mapping[str, float] | None = None,
     columns: Sequence[str] | None = None,
-    allow_nan: bool = False,
     overwrite: bool = False,
     progress: bool = False,
+    **repairs: Unpack[Repairs],
 ) -> Dataset:
     """Turn one or more sources into a data set.
 
@@ -121,15 +137,17 @@ def ingest(
         format: Of all sources; "auto" detects it by the content of each.
         split: Share of each held-out part by name; the statistics are those of the rest.
         columns: Patterns of optional columns to keep; None keeps all.
-        allow_nan: Allow NaN and infinities in every floating column, and record it in the schema.
         overwrite: Replace a data set at `dest`.
         progress: Show a bar and notes on stderr.
+        **repairs: What is done with sources that would be refused: see `Repairs`.
     Raises:
         DataError: A source is malformed or differs from the first, or `dest` cannot be written; `dest` is
             not made.
     Cost: two passes over the sources' observations, one over the rest; memory for one episode and a few
         blocks.
     """
+    for name in repairs.keys() - Repairs.__annotations__.keys():
+        raise TypeError(f"ingest() got an unexpected keyword argument '{name}'")
     if not sources:
         raise DataError("sources", "must name at least one file or folder")
     check_destination(Path(dest), overwrite)
@@ -137,7 +155,7 @@ def ingest(
         opened = (s if isinstance(s, Reader) else open_source(s, format, columns) for s in sources)
         readers = [stack.enter_context(reader) for reader in opened]
         schema = _common_schema(readers)
-        if allow_nan:
+        if repairs.get("allow_nan"):
             schema = schema.allowing_nan()
         if progress:
             for reader in readers:
@@ -158,7 +176,10 @@ def ingest(
         writer = DatasetWriter(dest, schema, split=split, overwrite=overwrite, source=source)
         with writer:
             for name, arrays in _trajectories(readers, schema):
-                writer.add(arrays, name)
+                if repairs.get("split_by_flags"):
+                    writer.add(arrays, name, split_by_flags=True)
+                else:
+                    writer.add(arrays, name)
                 bar.update(len(arrays["reward"]))
             return writer.close()
 

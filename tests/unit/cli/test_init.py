@@ -77,6 +77,8 @@ def make_dataset(folder: Path, kind: str, lengths: tuple[int, ...] = (5, 1, 30, 
                 values = rows[column.rows].reshape(-1, *(1 for _ in column.shape))
                 values = np.broadcast_to(values, (len(values), *column.shape))
                 trajectory[column.name] = _encode(values, column)
+            for column in schema.end_columns:
+                trajectory[column.name][:-1] = False
             writer.add(trajectory)
     return Dataset.open(folder)
 

@@ -36,6 +36,8 @@ def trajectory(length: int, schema: Schema = SCHEMA) -> dict[str, np.ndarray]:
         rows = {"T": (length,), "T+1": (length + 1,), "1": ()}[column.rows]
         values = random.integers(0, 100, (*rows, *column.shape))
         result[column.name] = np.asarray(values).astype(column.numpy_dtype)
+    for column in schema.end_columns:
+        result[column.name][:-1] = False
     return result
 
 
