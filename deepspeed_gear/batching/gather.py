@@ -25,11 +25,10 @@ SOURCES = {"T": 0, "T+1": 1, "1": 2}  # enum Source of ops/csrc/gather/gather.h
 COMPUTED = {"timestep": 3, "position": 4}
 ALIGNS = {"in_place": 0, "left": 1, "right": 2}
 PADS = {"zero": 0, "value": 0, "edge": 1}
-WIDE = (torch.float64, torch.int64, torch.int32)  # sources whose arithmetic needs float64
 N_STEP_NAMES = ("return_n", "discount", "steps_n")
 N_STEP_DTYPES = (torch.float32, torch.float32, torch.int64)
 PERIOD_ELEMENTS = 4096  # shift and gain are repeated up to this many elements, so that inner loops are long
-CONSTANT = 1e-7  # deviations below this part of the mean are rounding: the element is constant
+LEAST_SPREAD = 2.0**9  # of normalised values, in units of the last place of their shift: off by 0.1% at most
 _TAKES_MANY = TorchVersion(torch.__version__) >= "2.5"
 
 
@@ -156,7 +155,7 @@ class Gatherer:
         dtype = engine_dtype if field.dtype == "engine" else DTYPES[field.dtype]
         if field.mask_only and field.derived not in COMPUTED:
             column, shape, dtype = column.reshape(len(column), -1)[:, :0], (0,), column.dtype
-        numbers = affine(field, statistics, column.dtype, dtype, shape)
+        numbers = affine(field, statistics, shape)
         shift, gain = (part.to(self._device) for part in numbers)
         follows = field.offset == "n_step"
         offset = 0 if field.offset == "n_step" else int(field.offset)
@@ -347,47 +346,54 @@ class Gatherer:
 
 
 def affine(
-    field: ResolvedField,
-    statistics: Mapping[str, ColumnStatistics],
-    source: torch.dtype,
-    target: torch.dtype,
-    shape: tuple[int, ...],
+    field: ResolvedField, statistics: Mapping[str, ColumnStatistics], shape: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return shift and gain of (x - shift) * gain, repeated along the window; empty for the identity.
+    """Return float64 shift and gain of (x - shift) * gain, repeated along the window; empty: the identity.
 
     Args:
         field: The field.
         statistics: Of the columns.
-        source: Dtype of the field's column.
-        target: Dtype of the field.
         shape: Of a row of the column.
     Raises:
-        ConfigError: The field is normalised, and its column has no statistics.
+        ConfigError: The field is normalised, and its column has no statistics, or float64 does not hold its
+            shift and gain.
     """
-    wide = torch.float64 if source in WIDE or target == torch.float64 else torch.float32
     if not field.is_converted:
-        return torch.empty(0, dtype=wide), torch.empty(0, dtype=wide)
+        return torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.float64)
     if field.normalize is None:
-        return torch.zeros(1, dtype=wide), torch.full((1,), field.scale, dtype=wide)
+        return torch.zeros(1, dtype=torch.float64), torch.full((1,), field.scale, dtype=torch.float64)
     assert field.column is not None
+    at = f"gear.fields.{field.name}.normalize"
     if field.column.name not in statistics:
-        raise ConfigError(
-            f"gear.fields.{field.name}.normalize",
+        rule, remedy = (
             "must be of a column with statistics",
-            field.column.name,
             "use a data set made by `gear ingest`, or leave it out",
         )
+        raise ConfigError(at, rule, field.column.name, remedy)
     known = statistics[field.column.name]
+    low, high = np.asarray(known.min), np.asarray(known.max)
     mean, spread = np.asarray(known.mean), np.asarray(known.std)
-    if field.normalize == "min_max":
-        low, high = np.asarray(known.min), np.asarray(known.max)
-        mean, spread = (low + high) / 2, (high - low) / 2
-    constant = ~(spread > CONSTANT * np.abs(mean))
-    gain = field.scale / np.where(constant, 1.0, spread)
+    varies = low < high  # a constant element keeps its distances; one without a finite value is NaN
+    if field.column.dtype == "int64":
+        varies = varies | (np.abs(low) > 2.0**53)  # float64 has rounded differences away
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        if field.normalize == "min_max":
+            mean, spread = low + (high - low) / 2, (high - low) / 2
+        gain = field.scale / np.where(varies, spread, 1.0)
+        holds = (spread >= LEAST_SPREAD * np.spacing(np.abs(mean))) & np.isfinite(gain)
+        holds &= np.isfinite(1 / spread) & (1 / spread >= np.finfo(np.float64).tiny)
+    wrong = np.argwhere(varies & ~holds)
+    if len(wrong):
+        element = tuple(wrong[0].tolist())
+        rule = "must be of values with a spread from 1e-307 to 1e307 and above 2^-43 of their offset"
+        value = (
+            f"{known.min[element]} to {known.max[element]} in element {list(element)} of {field.column.name}"
+        )
+        raise ConfigError(at, rule, value, "store the column less an offset or in other units, or use scale")
     elements = int(np.prod(shape, dtype=np.int64))
     repeats = max(1, min(field.collected_length or 1, PERIOD_ELEMENTS // elements)) if elements > 1 else 1
 
     def tiled(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.tile(values.reshape(-1), repeats)).to(wide)
+        return torch.from_numpy(np.tile(values.reshape(-1), repeats))
 
     return tiled(mean), tiled(gain)

@@ -59,7 +59,7 @@ class PackGatherer:
                 continue
             assert field.column is not None
             column, dtype = table.gather_source(field.column.name), _dtype_of(field, engine_dtype)
-            numbers = affine(field, statistics, column.dtype, dtype, field.column.shape)
+            numbers = affine(field, statistics, field.column.shape)
             self._per_trajectory[field.name] = column, dtype, *numbers
 
     def _add(
@@ -75,7 +75,7 @@ class PackGatherer:
             source, column = SOURCES[field.column.rows], self._table.gather_source(field.column.name)
             shape = field.column.shape
         dtype = _dtype_of(field, engine_dtype)
-        shift, gain = affine(field, statistics, column.dtype, dtype, shape)
+        shift, gain = affine(field, statistics, shape)
         self._columns.append(column)
         self._shifts.append(shift)
         self._gains.append(gain)

@@ -95,6 +95,7 @@ class Moments:
     """Count, mean, variance and bounds of rows that arrive in blocks.
 
     Blocks are merged by their means and squared deviations, so no difference of large sums is ever taken.
+    Sums are of distances from an element's first value: those of time stamps would lose the bits that differ.
 
     Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances",
         1979, equation 1.5b.
@@ -102,7 +103,8 @@ class Moments:
 
     def __init__(self, num_elements: int) -> None:
         self.count: Int64 = np.zeros(num_elements, dtype=np.int64)
-        self.mean: Float64 = np.zeros(num_elements)
+        self._first: Float64 = np.zeros(num_elements)  # value of each element
+        self._mean: Float64 = np.zeros(num_elements)  # less the first value
         self.squares: Float64 = np.zeros(num_elements)
         self.min: Float64 = np.full(num_elements, np.inf)
         self.max: Float64 = np.full(num_elements, -np.inf)
@@ -115,20 +117,30 @@ class Moments:
         count = finite.sum(axis=0)
         present = np.maximum(count, 1)
         low = high = rows
-        if not finite.all():
+        begins = np.nonzero((self.count == 0) & (count > 0))[0]
+        self._first[begins] = rows[finite[:, begins].argmax(axis=0), begins]
+        if finite.all():
+            rows = rows - self._first
+        else:
             low, high = np.where(finite, rows, np.inf), np.where(finite, rows, -np.inf)
-            rows = np.where(finite, rows, 0.0)
+            rows = np.where(finite, rows - self._first, 0.0)
         mean = rows.sum(axis=0) / present
         delta = (rows - mean) * finite
         squares = (delta * delta).sum(axis=0) - delta.sum(axis=0) ** 2 / present
         total = np.maximum(self.count + count, 1)
-        shift = mean - self.mean
+        shift = mean - self._mean
         self.squares += squares + shift * shift * (self.count * (count / total))
-        self.mean += shift * (count / total)
+        self._mean += shift * (count / total)
         self.count += count
         self.non_finite += finite.size - int(count.sum())
         self.min = np.minimum(self.min, low.min(axis=0, initial=np.inf))
         self.max = np.maximum(self.max, high.max(axis=0, initial=-np.inf))
+
+    @property
+    @np.errstate(over="ignore", invalid="ignore")
+    def mean(self) -> Float64:
+        """Mean of the finite values. [elements], float64."""
+        return self._first + self._mean
 
     @property
     def std(self) -> Float64:

@@ -40,7 +40,7 @@ class FieldConversion:
         stored: Dtype of the column.
         dtype: Dtype in the batch.
         shape: Of a row of the column.
-        shift: [*shape], or [] for all elements; of the dtype of the arithmetic. None: only the dtype changes.
+        shift: [*shape], or [] for all elements; float64. None: only the dtype changes.
         gain: As `shift`; both or none.
     """
 
@@ -52,7 +52,7 @@ class FieldConversion:
 
     @property
     def arithmetic(self) -> torch.dtype:
-        """Dtype of the arithmetic: float32, or float64 where float32 would lose bits."""
+        """Dtype by way of which the dtype changes: float32, or float64 where float32 would lose bits."""
         return arithmetic_dtype(self.stored, self.dtype)
 
     def to(self, device: torch.device) -> FieldConversion:
@@ -67,13 +67,13 @@ class FieldConversion:
         if self.stored.is_floating_point:
             values = _rounded(values, self.stored)  # as the store does
         if self.shift is not None and self.gain is not None:
-            return _rounded((widen(values, self.arithmetic) - self.shift) * self.gain, self.dtype)
+            return _rounded((widen(values, torch.float64) - self.shift) * self.gain, self.dtype)
         return self._cast(name, values, self.dtype)
 
     def revert(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Convert values in the field's units to the column's."""
         if self.shift is not None and self.gain is not None:
-            values = widen(values, self.arithmetic) / self.gain + self.shift
+            values = widen(values, torch.float64) / self.gain + self.shift
         elif not self.dtype.is_floating_point:
             return self._cast(name, values, self.stored)
         return _rounded(values, self.stored if self.stored.is_floating_point else self.arithmetic)
@@ -103,7 +103,7 @@ class FieldConversion:
         found = cls(DTYPES[entry["stored"]], DTYPES[entry["dtype"]], tuple(entry["shape"]))
         if entry["gain"] is None:
             return found
-        shift, gain = (torch.tensor(entry[name], dtype=found.arithmetic) for name in ("shift", "gain"))
+        shift, gain = (torch.tensor(entry[name], dtype=torch.float64) for name in ("shift", "gain"))
         return replace(found, shift=shift, gain=gain)
 
 
@@ -344,7 +344,7 @@ def _conversion(
     dtype = engine_dtype if field.dtype == "engine" else DTYPES[field.dtype]
     shape = () if column is None else column.shape
     row = replace(field, length=None, part_first=0, part_length=None)
-    shift, gain = affine(row, statistics, stored, dtype, shape)
+    shift, gain = affine(row, statistics, shape)
     if not len(gain):
         return FieldConversion(stored, dtype, shape)
     form = shape if field.normalize else ()

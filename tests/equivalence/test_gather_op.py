@@ -52,7 +52,7 @@ def test_every_conversion(reference: Ops, native: Ops, same_bits: SameBits, sour
     column, resolutions = random_bits(from_dtype, NUM_ROWS, 61), resolutions_of(33)
     shift, gain = torch.randn(61, dtype=torch.float64), torch.randn(61, dtype=torch.float64)
     for scaled, pad in itertools.product((False, True), (0.0, 1.0, "edge")):
-        scale = scaling(shift, gain, from_dtype, to_dtype) if scaled else (NONE, NONE)
+        scale = scaling(shift, gain) if scaled else (NONE, NONE)
         field = Field(column, offset=-2, length=5, pad=pad, dtype=to_dtype, shift=scale[0], gain=scale[1])
         if meaning.is_allowed(from_dtype, to_dtype, scaled):
             check(reference, native, same_bits, [field], resolutions)
@@ -105,7 +105,7 @@ def test_column_at_an_odd_address(reference: Ops, native: Ops, same_bits: SameBi
 @pytest.mark.parametrize("repeats", [1, 5])
 def test_scaling_repeats(reference: Ops, native: Ops, same_bits: SameBits, repeats: int) -> None:
     torch.manual_seed(3)
-    shift, gain = torch.randn(2, 11).unbind()
+    shift, gain = torch.randn(2, 11, dtype=torch.float64).unbind()
     column = torch.randn(NUM_ROWS, 11)
     plain = Field(column, offset=-3, length=7, pad=2.5, shift=shift, gain=gain)
     more = Field(column, offset=-3, length=7, pad=2.5, shift=shift.repeat(repeats), gain=gain.repeat(repeats))
@@ -159,7 +159,7 @@ def test_parts_of_windows(
     """Every part has the reference's bits and counters, also one that meets no real row."""
     torch.manual_seed(count * 100 + length + part)
     floats, bytes_ = random_bits(torch.float32, NUM_ROWS, 5), random_bits(torch.uint8, NUM_ROWS, 3)
-    scale = scaling(*torch.randn(2, 5, dtype=torch.float64), torch.float32, torch.bfloat16)
+    scale = scaling(*torch.randn(2, 5, dtype=torch.float64))
     n_steps, resolutions = torch.randint(1, 6, (count,)), resolutions_of(count)
     aligns = (Align.IN_PLACE, Align.LEFT, Align.RIGHT)
     firsts = sorted({*range(0, length - part + 1, part), length - part})

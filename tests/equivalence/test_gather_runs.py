@@ -79,7 +79,7 @@ def test_shifts_and_gains(
     torch.manual_seed(elements)
     resolutions, rows = runs_of(range(1, 14))
     values = random_bits(source, rows, elements)
-    shift, gain = scaling(*torch.randn(2, elements, dtype=torch.float64), source, target)
+    shift, gain = scaling(*torch.randn(2, elements, dtype=torch.float64))
     fields = [
         Field(column, offset=-5, length=7, pad=pad, dtype=target, shift=s, gain=g)
         for column in (values, at_offset(values, 16 - source.itemsize))
@@ -98,7 +98,7 @@ def test_frames(reference: Ops, native: Ops, same_bits: SameBits, target: torch.
     column = at_offset(random_bits(torch.uint8, rows, 7056), offset)
     fields = [Field(column, offset=-2, length=3, dtype=target)]
     if target.is_floating_point:
-        scale = scaling(*torch.rand(2, 7056, dtype=torch.float64), torch.uint8, target)
+        scale = scaling(*torch.rand(2, 7056, dtype=torch.float64))
         fields += [
             Field(column, offset=-3, length=5, pad="edge", dtype=target, shift=s, gain=g)
             for s, g in (scale, (scale[0][:1], scale[1][:1]))

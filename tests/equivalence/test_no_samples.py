@@ -44,7 +44,7 @@ def test_all_that_is_collected_is_padding(
     torch.manual_seed(count)
     resolutions, is_none = mixed(count)
     floats, bytes_ = random_bits(torch.float32, NUM_ROWS, 5), random_bits(torch.uint8, NUM_ROWS, 3)
-    shift, gain = scaling(*torch.randn(2, 5, dtype=torch.float64), torch.float32, torch.bfloat16)
+    shift, gain = scaling(*torch.randn(2, 5, dtype=torch.float64))
     scaled: dict[str, Any] = {"dtype": torch.bfloat16, "shift": shift, "gain": gain}
     per_trajectory = random_bits(torch.float64, len(LENGTHS), 4)
     fields = []

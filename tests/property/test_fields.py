@@ -175,12 +175,10 @@ class Oracle:
         ] * behind
 
     def convert(self, value: torch.Tensor, field: dict[str, Any], target: torch.dtype) -> torch.Tensor:
-        own = str(value.dtype)[6:]
         if field["scale"] == 1.0 and not field.get("normalize"):
             return value.to(target)
-        wide = torch.float64 if own in WIDE or target == torch.float64 else torch.float32
-        shift, gain = (torch.as_tensor(x, dtype=torch.float64).to(wide) for x in self.affine(field))
-        found = (value.to(wide) - shift) * gain
+        shift, gain = (torch.as_tensor(x, dtype=torch.float64) for x in self.affine(field))
+        found = (value.double() - shift) * gain
         return found.float().to(target) if target in (torch.float16, torch.bfloat16) else found.to(target)
 
     def affine(self, field: dict[str, Any]) -> tuple[Any, Any]:
@@ -190,8 +188,8 @@ class Oracle:
         if field["normalize"] == "mean_std":
             middle, spread = np.asarray(known.mean), np.asarray(known.std)
         else:
-            middle, spread = (known.min + known.max) / 2, (known.max - known.min) / 2
-        return middle, field["scale"] / np.where(spread > 1e-7 * np.abs(middle), spread, 1.0)
+            middle, spread = known.min + (known.max - known.min) / 2, (known.max - known.min) / 2
+        return middle, field["scale"] / np.where(known.max > known.min, spread, 1.0)
 
     def check(self, batch: Batch) -> None:
         """Check every field and mask of a batch, bit for bit."""

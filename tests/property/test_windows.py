@@ -146,7 +146,7 @@ def gather(
     scale, n_steps = (none, none), torch.arange(len(resolutions)) % 4 + 1
     if kind.scaled:
         both = torch.stack((torch.linspace(-3, 3, kind.elements), torch.linspace(0.3, 2, kind.elements)))
-        scale = op_wrappers.scaling(both[0], both[1], kind.stored, kind.dtype)
+        scale = op_wrappers.scaling(both[0], both[1])
     out = torch.full((len(resolutions), count, kind.elements), 1).to(kind.dtype)
     mask = torch.ones(len(resolutions), count, dtype=torch.bool)
     counters = torch.zeros(3, dtype=torch.int64)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepspeed_gear.ops import Ops, load_backend, reference
+from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.constants import (
     MOST_MASS_BITS,
     ONE_Q62,
@@ -145,11 +145,10 @@ def gather(
     return (out[:, 0], mask[:, 0]) if length is None else (out, mask)
 
 
-def scaling(shift: Tensor, gain: Tensor, source: torch.dtype, target: torch.dtype) -> tuple[Tensor, Tensor]:
+def scaling(shift: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
     """Prepare the (x - shift) * gain of one field for `gather_`."""
-    dtype = reference.arithmetic_dtype(source, target)
     repeats = 1 if shift.numel() == 1 else -(-_SCALING_ELEMENTS // shift.numel())
-    return (shift.reshape(-1).to(dtype).repeat(repeats), gain.reshape(-1).to(dtype).repeat(repeats))
+    return (shift.reshape(-1).double().repeat(repeats), gain.reshape(-1).double().repeat(repeats))
 
 
 def assign_draws(

@@ -1,4 +1,4 @@
-"""Conversion of elements while they are gathered: (x - shift) * gain, one rounding an operation.
+"""Conversion of elements while they are gathered: (x - shift) * gain in float64, one rounding an operation.
 
 A value that is only copied keeps its bits. A NaN that a conversion yields is the one quiet NaN of its type,
 because processors differ in its payload.
@@ -21,7 +21,7 @@ _WIDENING = {
 
 
 def arithmetic_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
-    """Choose the type of the arithmetic: float64 where float32 would lose bits of the source or target."""
+    """Choose the type by way of which a dtype changes: float64 where float32 would lose bits of either."""
     return torch.float64 if source in _WIDE or target in _WIDE else torch.float32
 
 
@@ -40,7 +40,7 @@ def convert(
     Args:
         x: Of a stored dtype. [..., elements].
         target: One of the pairs that `is_allowed` admits.
-        shift: Of `arithmetic_dtype`, like `gain`: both or none. [1 or elements].
+        shift: float64, like `gain`: both or none. [1 or elements].
         gain: See `shift`.
     Raises:
         ShapeError: There is no conversion between these dtypes.
@@ -49,10 +49,9 @@ def convert(
         raise ShapeError("dtype", f"must be one that {x.dtype} can be converted to", target)
     if x.dtype == target and gain is None:
         return x
-    y = widen(x, arithmetic_dtype(x.dtype, target))
     if shift is not None and gain is not None:
-        y = (y - shift) * gain
-    return narrow(y, target)
+        return narrow((widen(x, torch.float64) - shift) * gain, target)
+    return narrow(widen(x, arithmetic_dtype(x.dtype, target)), target)
 
 
 def widen(x: Tensor, target: torch.dtype) -> Tensor:

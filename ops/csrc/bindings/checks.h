@@ -144,13 +144,8 @@ inline cpu::Field FieldOf(const int64_t* spec, double pad_value, const at::Tenso
               "gear: time steps and positions must be int64");
   TORCH_CHECK(cpu::IsComputed(field.source) || column.numel() % field.elements == 0,
               "gear: column must hold whole rows of ", field.elements, " elements");
-  const auto needs_double = [](int64_t dtype) {
-    return dtype == kFloat64 || dtype == kInt64 || dtype == kInt32;
-  };
-  const bool wide = needs_double(field.from) || needs_double(field.to);
   if (gain.numel() > 0) {
-    for (const at::Tensor* t : {&shift, &gain})
-      CheckTensor(*t, "shift and gain", wide ? at::kDouble : at::kFloat);
+    for (const at::Tensor* t : {&shift, &gain}) CheckTensor(*t, "shift and gain", at::kDouble);
     field.period = gain.numel();
     TORCH_CHECK(
         shift.numel() == gain.numel() && (field.period == 1 || field.period % field.elements == 0),

@@ -100,11 +100,10 @@ struct ConvertedElements {
   }
 
   __device__ static T Convert(const Field& field, F from, int64_t scale) {
-    C x = Load<C>(from);
-    if (field.gain != nullptr)
-      x = (x - __ldg(static_cast<const C*>(field.shift) + scale)) *
-          __ldg(static_cast<const C*>(field.gain) + scale);
-    return Store<T, C>::From(x);
+    if (field.gain == nullptr) return Store<T, C>::From(Load<C>(from));
+    const double shift = __ldg(static_cast<const double*>(field.shift) + scale);
+    const double gain = __ldg(static_cast<const double*>(field.gain) + scale);
+    return Store<T, double>::From((Load<double>(from) - shift) * gain);
   }
 
   // Writes a group from element `first` of a run of `count` on, as far as it lies in it.

@@ -36,7 +36,7 @@ struct Field {
   int64_t to_bytes;      // of one element
   double pad_value;      // 0 for kPadEdge: a record that is no sample has no edge
   const void* column;
-  const void* shift;  // [period] of the arithmetic type, or null
+  const void* shift;  // [period], double, or null
   const void* gain;
   int64_t period;  // elements after which shift and gain repeat: 1 or a multiple of `elements`
   void* out;       // [count, part.count, elements]

@@ -13,18 +13,20 @@ namespace gear::cpu {
 template <typename From, typename To>
 void Convert(const From* from, To* to, int64_t count, const Field& field) {
   using C = std::conditional_t<NeedsDouble<From>::value || NeedsDouble<To>::value, double, float>;
-  const C* shift = static_cast<const C*>(field.shift);
-  const C* gain = static_cast<const C*>(field.gain);
-  if (shift == nullptr && gain == nullptr) {
+  const auto* shift = static_cast<const double*>(field.shift);
+  const auto* gain = static_cast<const double*>(field.gain);
+  if (gain == nullptr) {
     for (int64_t i = 0; i < count; ++i) to[i] = Store<To, C>::From(Load<C>(from[i]));
   } else if (field.period == 1) {
-    const C s = shift ? shift[0] : C{0}, g = gain ? gain[0] : C{1};
-    for (int64_t i = 0; i < count; ++i) to[i] = Store<To, C>::From((Load<C>(from[i]) - s) * g);
+    const double s = shift[0], g = gain[0];
+    for (int64_t i = 0; i < count; ++i)
+      to[i] = Store<To, double>::From((Load<double>(from[i]) - s) * g);
   } else {
     for (int64_t done = 0; done < count; done += field.period) {
       const int64_t n = Min(field.period, count - done);
       for (int64_t i = 0; i < n; ++i)
-        to[done + i] = Store<To, C>::From((Load<C>(from[done + i]) - shift[i]) * gain[i]);
+        to[done + i] =
+            Store<To, double>::From((Load<double>(from[done + i]) - shift[i]) * gain[i]);
     }
   }
 }
