@@ -16,6 +16,7 @@ from deepspeed_gear.store.stream_records import Head
 
 FORMAT = 2
 WORDS = ("batches", "samples", "epoch", "epoch_first", "epoch_size")
+_LEAST = {"epoch_first": -(1 << 62)}  # items that were evicted move the beginning of their epoch back
 
 
 Position = dict[str, dict[str, int]]  # by sampled table
@@ -110,7 +111,7 @@ def check(state: Mapping[str, Any], config: GearConfig, fingerprint: dict[str, s
     for table in config.sampled_tables:
         words = entry(train, table, dict, f"{at}: train")
         for word in WORDS:
-            entry(words, word, int, f"{at}: train.{table}")
+            entry(words, word, int, f"{at}: train.{table}", _LEAST.get(word, 0))
 
 
 def describe(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,7 +131,9 @@ def describe(state: Mapping[str, Any]) -> dict[str, Any]:
         return {"train": {table: counts}, "passes": {}, "data": entry(state, "fingerprints", dict, at)}
     train: dict[str, dict[str, int]] = {}
     for table, words in entry(state, "train", dict, at).items():
-        batches, samples, epoch, first, size = (entry(words, word, int, f"{at}: train") for word in WORDS)
+        batches, samples, epoch, first, size = (
+            entry(words, word, int, f"{at}: train", _LEAST.get(word, 0)) for word in WORDS
+        )
         train[table] = {"global_batches": batches, "samples": samples}
         if size:
             train[table] |= {"epoch": epoch, "epoch_samples": samples - first, "epoch_items": size}

@@ -48,7 +48,7 @@ def new_id() -> str:
     return secrets.token_hex(16)
 
 
-def entry(mapping: Mapping[str, Any], name: str, kind: type[T], of: str) -> T:
+def entry(mapping: Mapping[str, Any], name: str, kind: type[T], of: str, least: int = 0) -> T:
     """Return an entry of a state or a manifest.
 
     Args:
@@ -56,13 +56,14 @@ def entry(mapping: Mapping[str, Any], name: str, kind: type[T], of: str) -> T:
         name: The key.
         kind: The type of its value.
         of: Name of the mapping in the error.
+        least: Least value of an integer.
     Raises:
         CheckpointError: It is missing or of another type.
     """
     value = mapping.get(name) if isinstance(mapping, Mapping) else None
     is_one = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
-    if is_one and isinstance(value, int) and not 0 <= value < _MOST_COUNT:
-        raise CheckpointError(f"{of}: {name}", f"must be in [0, {_MOST_COUNT})", value, _EDITED)
+    if is_one and isinstance(value, int) and not least <= value < _MOST_COUNT:
+        raise CheckpointError(f"{of}: {name}", f"must be in [{least}, {_MOST_COUNT})", value, _EDITED)
     if not is_one:
         rule = f"must have the entry {name!r} ({kind.__name__})"
         found = None if value is None else type(value).__name__

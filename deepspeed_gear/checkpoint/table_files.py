@@ -65,7 +65,10 @@ def shard_folder(folder: Path, index: int) -> Path:
 
 
 def _write(table: Table, streams: list[BatchStream], to: Path, batches: int, more: dict[str, Any]) -> str:
-    slots = np.nonzero(np.isin(table.slots[:, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED)))[0]
+    is_saved = np.isin(table.slots[:, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED))
+    for stream in streams:
+        is_saved[stream.state.skipped_slots] = True
+    slots = np.nonzero(is_saved)[0]
     if table.spec.dataset is None:
         _save_rows(table, slots, to)
         if table.spec.shard is not None:  # priority updates and selections refer to slots of the store
@@ -87,6 +90,9 @@ def _write(table: Table, streams: list[BatchStream], to: Path, batches: int, mor
 
 def _save_rows(table: Table, slots: np.ndarray, folder: Path) -> None:
     records = table.slots[slots]
+    skipped = ~np.isin(records[:, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED))
+    records[skipped, Slot.STATE] = SlotState.FREE
+    records[skipped, Slot.NUM_STEPS : Slot.NUM_ROWS + 1] = 0
     np.save(folder / "slots.npy", records)
     np.save(folder / "retention.npy", table.views["retention"][slots])
     if table.groups is not None:

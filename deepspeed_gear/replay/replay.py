@@ -686,6 +686,7 @@ class Replay(ReplayBase):
             "batches": self.metrics.num_batches,
             "digest": self.metrics.digest,
             **replay_statistics.of_priorities(self._parts.train),
+            **replay_statistics.of_epochs(self._parts.train),
             **self.take_metrics(),
             **replay_statistics.of_selection(self._parts.train),
             **self._parts.assembler.describe(),

@@ -78,6 +78,12 @@ def of_priorities(streams: Sequence[BatchStream]) -> dict[str, int]:
     return dict(found)
 
 
+def of_epochs(streams: Sequence[BatchStream]) -> dict[str, int]:
+    """Return how many items were evicted before their turn in an epoch, of all tables; empty without any."""
+    states = [stream.state for stream in streams if stream.state.walked is not None]
+    return {"epoch_items_skipped": sum(state.words[Head.SKIPPED] for state in states)} if states else {}
+
+
 def of_last_batch(streams: Sequence[BatchStream]) -> dict[str, float]:
     """Return the cheap statistics of the newest global batch; empty before the first one.
 

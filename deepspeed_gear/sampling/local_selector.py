@@ -68,6 +68,30 @@ class LocalSelector:
         count = coordinates.size(0)  # `len` of a tensor takes ten times as long
         self.masses.resolve(rows if count == rows.size(0) else rows[done : done + count], coordinates, first)
 
+    def walk(self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int) -> int:
+        """Resolve the next coordinates of an epoch, without items that were evicted since it began.
+
+        Args:
+            rows: As `resolve`.
+            done: As `resolve`.
+            coordinates: As `resolve`.
+            first: Sample number of the first item that is left.
+        Returns:
+            How many are left.
+        """
+        self.resolve(rows, done, coordinates, first)
+        if self.state.walked is None:
+            return coordinates.size(0)
+        slots = rows[done : done + coordinates.size(0), Resolution.SLOT].numpy()
+        left = torch.from_numpy(~self.state.evicted(slots))
+        if not left.all():
+            coordinates = coordinates[left]
+            self.resolve(rows, done, coordinates, first)  # with the sample numbers of those that are left
+        return coordinates.size(0)
+
+    def drop(self) -> None:
+        """Drop the samples of the selection so far: they do not fill a batch at the end of an epoch."""
+
     def resolve_until(
         self,
         rows: torch.Tensor,

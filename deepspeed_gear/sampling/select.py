@@ -233,38 +233,51 @@ class SelectionMaker:
 
         A selection that fails or dies after that point cannot resolve the old epoch's last items again, since
         the tree has changed: it continues after them (Position.DONE), as their resolutions are in the ring.
+
+        An epoch is of the items that were there when it began and still are. Of evicted ones the masses stay,
+        so that coordinates keep their meaning; they are skipped, and the epoch moves forward by as many.
         """
         state, selector, sampler = self._state, self._selector, self._sampler
-        done, count = state.words[Position.DONE], len(rows)
+        has_ended, count = state.words[Position.DONE] > 0, len(rows)
+        done = max(state.words[Position.DONE] - 1, 0)
         end = after[Head.EPOCH_FIRST] + after[Head.EPOCH_SIZE]
         if sampler.drops_tail and done == 0 and after[Head.SAMPLES] + count > end:
             after[Head.SAMPLES] = end
         while done < count:
             at = after[Head.SAMPLES] + done - after[Head.EPOCH_FIRST]
-            if at >= after[Head.EPOCH_SIZE]:
+            if at >= after[Head.EPOCH_SIZE] or has_ended:
+                has_ended = False
+                if sampler.drops_tail and done:  # items were skipped, so that the rest fills no batch
+                    selector.drop()
+                    after[Head.SAMPLES], done = after[Head.SAMPLES] + done, 0
                 if sampler.is_pass and after[Head.EPOCH_SIZE] > 0:
                     after[Head.FILLERS] = max(after[Head.FILLERS], count - done)
                 else:
                     self._begin_epoch(key, done, after)
                 at = 0  # in a pass: fillers repeat the first items and are marked as such
             n = min(count - done, after[Head.EPOCH_SIZE] - at)
-            epochs[done : done + n] = after[Head.EPOCH]
             first = after[Head.SAMPLES] + done
             draw = _Draw(state, selector, n, first, after[Head.EPOCH_SIZE], after[Head.EPOCH], at)
-            selector.resolve(rows, done, sampler.sample(draw), first)
+            left = selector.walk(rows, done, sampler.sample(draw), first)
+            epochs[done : done + left] = after[Head.EPOCH]
+            after[Head.EPOCH_FIRST] -= n - left
+            if state.walked is not None:
+                after[Head.SKIPPED] += n - left
             if selector.in_store:
-                state.pin(key, rows[done : done + n])
+                state.pin(key, rows[done : done + left])
             if after[Head.FILLERS]:
                 after[Head.EPOCH_FIRST] = first + n - after[Head.EPOCH_SIZE]
-            done += n
+            done += left
 
     def _begin_epoch(self, key: int, done: int, after: list[int]) -> None:
         if after[Head.EPOCH_SIZE] > 0:
             after[Head.EPOCH] += 1
         after[Head.EPOCH_FIRST] = after[Head.SAMPLES] + done
         if self._selector.in_store and self._state.masses.waiting:
-            self._state.words[Position.DONE] = done
+            self._state.words[Position.DONE] = 1 + done
         size = self._checked(self._selector.apply(key))
+        with contextlib.nullcontext() if self._selector.in_store else self._state.table.lock:
+            self._state.begin_epoch()
         after[Head.EPOCH_SIZE] = after[Head.TOTAL] = size
         if self._sampler.drops_tail and size < self._spec.batch:
             raise NothingToSampleError(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.ops.constants import SHARD_BITS, UNKNOWN
-from deepspeed_gear.ops.records import Resolution, Slot
+from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.sampling.age_masses import AgeMasses
 from deepspeed_gear.sampling.joint_rate_limiting import JointSelectionLimiter
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
@@ -67,7 +67,13 @@ def stream_regions(spec: StreamSpec, table: TableSpec) -> list[Region]:
         *masses,
         *SampleCounts.regions(spec, table),
         *([] if table.dataset is not None else [Region(at + "last_drawn", "int64", (table.num_slots,))]),
+        *([Region(at + "walked", "int64", (table.num_slots,))] if _skips(spec, table) else []),
     ]
+
+
+def _skips(spec: StreamSpec, table: TableSpec) -> bool:
+    """Return whether the stream walks epochs whose items may be evicted."""
+    return spec.sampler.walks and not spec.sampler.is_pass and table.dataset is None
 
 
 def _noting(counts: SampleCounts | None, staleness: Staleness | None) -> Callable[[np.ndarray], None] | None:
@@ -105,6 +111,8 @@ class StreamState:
         self.epochs = torch.from_numpy(views[at + "epochs"])
         self.origins = torch.from_numpy(views[at + "origins"]) if spec.num_shards > 1 else None
         self.last_drawn: np.ndarray | None = views.get(at + "last_drawn")  # newest selection of each slot
+        #: Generation of each slot when the epoch began; None: its items stay until the end. [slots], int64.
+        self.walked: np.ndarray | None = views.get(at + "walked")
         # Words one by one: with cold caches, as after a batch, a NumPy call takes 10 us and more.
         self.words: memoryview = self.position.data
         self.control: memoryview = table.control.data
@@ -203,6 +211,19 @@ class StreamState:
                 slots, _ = self.groups.trajectories(slots)
             self.last_drawn[slots] = key
 
+    def begin_epoch(self) -> None:
+        """Note the trajectories that the tree has masses of, as an epoch begins."""
+        if self.walked is not None:
+            self.walked[:] = self.table.slots[:, Slot.GENERATION]
+
+    def evicted(self, slots: np.ndarray) -> np.ndarray:
+        """Return which slots' items of the epoch were evicted since it began. [n] -> [n], bool."""
+        if self.walked is None:
+            return np.zeros(len(slots), bool)
+        records = self.table.slots[slots]
+        is_same = records[:, Slot.GENERATION] == self.walked[slots]
+        return np.asarray(~is_same | (records[:, Slot.STATE] != SlotState.COMMITTED))
+
     def members(self, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the records of all trajectories of drawn groups, group by group.
 
@@ -237,6 +258,14 @@ class StreamState:
         """The groups of the table, of a stream whose items they are."""
         assert self.table.groups is not None
         return self.table.groups
+
+    @property
+    def skipped_slots(self) -> np.ndarray:
+        """Slots that hold no trajectory, but whose evicted items the epoch still counts. [n], int64."""
+        if self.walked is None:
+            return np.empty(0, np.int64)
+        is_held = np.isin(self.table.slots[:, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED))
+        return np.nonzero((self.masses.leaves > 0) & ~is_held)[0]
 
     def end_epoch(self) -> None:
         """End the epoch: changes that wait for its end take effect at the next selection."""
@@ -281,6 +310,7 @@ class StreamState:
         return {
             **self.masses.export(slots),
             **({} if self.counts is None else self.counts.export(slots)),
+            **({} if self.walked is None else {"walked": self.walked[slots]}),
             "position": self.position[: Head.NUM_SET].copy(),
             "heads": self.heads[unused],
             "ring": ring,
@@ -317,6 +347,8 @@ class StreamState:
         self.masses.restore(slots, content)
         if self.counts is not None:
             self.counts.restore(slots, content)
+        if self.walked is not None:
+            self.walked[slots] = content.get("walked", self.table.slots[slots, Slot.GENERATION])
         self.position[Position.AHEAD] = NOTHING
         if self.origins is not None or not self.keeps_selections(content):
             return

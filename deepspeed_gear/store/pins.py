@@ -30,6 +30,7 @@ class _Reader:
         leaves: Masses of the slots, unless steps have priorities. [slots], int64.
         steps: The priorities of steps, if they have any.
         draws: How often each row was drawn, if counted. [rows], int32.
+        skips: Whether an epoch skips evicted items.
     """
 
     position: np.ndarray
@@ -38,10 +39,13 @@ class _Reader:
     leaves: np.ndarray
     steps: StepPriorities | None
     draws: np.ndarray | None
+    skips: bool
 
     @property
     def is_frozen(self) -> bool:
-        """Whether an epoch is under way, whose items stay until its end."""
+        """Whether a pass is under way, whose items stay until its end."""
+        if self.skips:
+            return False
         position = self.position
         walked = position[Head.SAMPLES] + position[Position.DONE] - position[Head.EPOCH_FIRST]
         return bool(walked < position[Head.EPOCH_SIZE])
@@ -74,6 +78,7 @@ class SelectionPins:
             views[f"{name}/sums"][: table.spec.num_slots],
             StepPriorities.find(table.ops, views, name),
             views.get(f"{name}/draws") if counts_rows else None,
+            f"{name}/walked" in views,
         )
 
     @property
@@ -83,7 +88,7 @@ class SelectionPins:
 
     @property
     def are_frozen(self) -> bool:
-        """Whether an epoch is under way in any stream, whose items stay until its end."""
+        """Whether a pass is under way in any stream, whose items stay until its end."""
         return any(reader.steps is None and reader.is_frozen for reader in self._readers)
 
     @property

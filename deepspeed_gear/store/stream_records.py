@@ -19,7 +19,8 @@ class Head:
     TOTAL: Final = 5  # sum of all masses
     COUNT: Final = 6  # records: samples, or the trajectories of sampled groups
     FILLERS: Final = 7  # samples beyond the end of a pass
-    NUMERATOR: Final = 8
+    SKIPPED: Final = 8  # in epochs: items ever that were evicted before their turn
+    NUMERATOR: Final = 8  # of the weights of a selection with priorities
     DIVISOR: Final = 9
     EXPONENT: Final = 10
     NUM_SET: Final = 11  # words that a selection sets
@@ -29,7 +30,7 @@ class Head:
 class Position(Head):
     """Words of a batch stream's position: those of its latest head, with the next KEY, and these."""
 
-    DONE: Final = 11  # samples of the next selection that are already resolved
+    DONE: Final = 11  # 0, or 1 + samples of the next selection that were resolved before its epoch ended
     AHEAD: Final = 12  # global batch whose draws are in its ring entry before it is selected
     RECOVERED: Final = 13  # RECOVERIES of the store when this stream was last repaired
     WRITES: Final = 14  # over nodes: a process of this node writes too, and must not wait for itself

@@ -192,6 +192,25 @@ class ShardedSelector(SelectionAgreement):
     def resolve(self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int) -> None:
         self._keep(done, first, *self._found(coordinates, first))
 
+    def walk(self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int) -> int:
+        owner, own, records = self._found(coordinates, first)
+        if self.state.walked is not None:
+            with self._table.lock:
+                evicted = self.state.evicted(records[:, Resolution.SLOT].numpy())
+            skipped = np.concatenate(self.channel.gather_ragged(own[evicted, None])).reshape(-1)
+            if len(skipped):
+                left = np.ones(len(coordinates), bool)
+                left[skipped] = False
+                owner, own, records = self._found(coordinates[torch.from_numpy(left)], first)
+        self._keep(done, first, owner, own, records)
+        return len(owner)
+
+    def drop(self) -> None:
+        selection = self._selection
+        assert selection is not None
+        selection.own.clear()
+        selection.records.clear()
+
     def _found(self, coordinates: torch.Tensor, first: int) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
         """Return the node of each coordinate, the indices of this node's, and their resolutions."""
         owner, mine, points = torch.empty(3, len(coordinates), dtype=torch.int64).unbind()

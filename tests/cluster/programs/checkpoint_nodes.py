@@ -94,6 +94,12 @@ def cases(data: Path) -> dict[str, dict[str, Any]]:
         "online_uniform": {"tables": {"main": ONLINE}, "fields": WINDOWS, "prefetch": 2},
         "changed": {"tables": {"main": ONLINE}, "fields": WINDOWS, "sampler": PRIORITIZED, "prefetch": 1},
         "changed_uniform": {"tables": {"main": ONLINE}, "fields": WINDOWS, "prefetch": 2},
+        "changed_epoch": {
+            "tables": {"main": ONLINE},
+            "fields": WINDOWS,
+            "sampler": {"kind": "epoch", "unit": "step"},
+            "prefetch": 1,
+        },
     }
 
 
