@@ -15,11 +15,12 @@ from deepspeed_gear.distributed.read_needs import shards_of
 from deepspeed_gear.errors import StoreFullError
 from deepspeed_gear.ops.constants import ANY_SLOT, SHARD_BITS, UNKNOWN
 from deepspeed_gear.ops.records import LogEntry, PriorityUpdate, Resolution, Slot, SlotState, UpdateCount
+from deepspeed_gear.sampling.priority_log import without_slots
 from deepspeed_gear.store.group_spec import GroupCount
 from deepspeed_gear.store.stream_records import Head
 
 Content = dict[str, np.ndarray]  # of a stream, named as by `export`
-PER_SLOT, PER_ITEM = ("leaves", "queued", "bases", "steps"), ("priorities", "draws")
+PER_SLOT, PER_ITEM = ("leaves", "queued", "bases", "steps", "walked"), ("priorities", "draws")
 SELECTION_NAMES = ("heads", "ring", "epochs")
 
 
@@ -192,7 +193,7 @@ def _merge_stream(contents: Sequence[Content], shards: Sequence[SavedShard], bef
 
 
 def _merge_logs(logs: Sequence[np.ndarray], shards: Sequence[SavedShard], before: np.ndarray) -> np.ndarray:
-    """Merge the priority logs, in order, without updates of evicted trajectories, which have no effect."""
+    """Merge the priority logs, in order; updates of evicted trajectories count for the highest priority."""
     log = np.concatenate(logs)
     shard, slot = log[:, PriorityUpdate.SLOT] >> SHARD_BITS, log[:, PriorityUpdate.SLOT] & ANY_SLOT
     position = np.full(len(log), -1, np.int64)
@@ -202,7 +203,8 @@ def _merge_logs(logs: Sequence[np.ndarray], shards: Sequence[SavedShard], before
         found = _found(numbers, slot[of_it], np.arange(len(numbers)))
         position[of_it] = np.where(found < 0, -1, found + before[index])
     log[:, PriorityUpdate.SLOT] = position
-    log = log[(position >= 0) | (slot == ANY_SLOT)]
+    num_slots = sum(one.num_slots for one in shards)
+    log = without_slots(log, (position >= 0) | (slot == ANY_SLOT), np.arange(num_slots)[:1])
     return np.asarray(log[np.lexsort((log[:, LogEntry.SAMPLE_NUMBER], log[:, LogEntry.BATCH]))])
 
 

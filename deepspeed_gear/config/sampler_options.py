@@ -176,7 +176,7 @@ class PriorityOptions(GearModel):
 
     initial: Positive | None = Field(
         default=None,
-        description="Priority of new items. null: the highest that was ever reported, 1 at the beginning.",
+        description="Priority of new items. null: the highest reported, as of the latest batch; 1 at first.",
     )
     reduce: Literal["max", "mean", "mix"] = Field(
         default="mix",

@@ -157,6 +157,9 @@ def restore(plan: ReplayPlan, tables: Tables, state: Mapping[str, Any]) -> None:
         for name in table.content:
             if _key(tables, table_name, name) in content:
                 table.overwrite(name, content[_key(tables, table_name, name)])
+        highest = table.state[RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY]
+        if not table.state[RingState.INITIAL]:  # of a release without this word
+            table.state[RingState.INITIAL] = highest
         for word in (OpenTrajectory.NUM_STEPS, OpenTrajectory.ENDED):
             table.opened[:, word] = 0  # the environments are at other steps
 

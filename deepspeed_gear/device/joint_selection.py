@@ -110,9 +110,8 @@ class JointSelection:
         state[RingState.TOTAL] = total
         state[RingState.SAMPLES] += self._spec.batch
         state[RingState.BATCH] += 1
-        state[RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY] = max(
-            part[ReplicaRecord.HIGHEST] for part in parts
-        )
+        highest = max(part[ReplicaRecord.HIGHEST] for part in parts)
+        state[RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY] = state[RingState.INITIAL] = highest
 
     def _exchange_records(self) -> list[list[int]]:
         """Return the record of each replica: its masses and its position.

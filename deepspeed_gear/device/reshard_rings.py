@@ -198,8 +198,8 @@ def _finish(
         state[word] = states[:, word].max()
     if own_numbers:  # sample i of a replica has number i * replicas + replica
         state[RingState.SAMPLES] = -(-states[:, RingState.SAMPLES].sum() // replicas)
-    highest = RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY
-    state[highest] = states[:, highest].max()
+    for word in (RingState.INITIAL, RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY):
+        state[word] = states[:, word].max()
     state[RingState.COUNTS + UpdateCount.DRAWABLE] = torch.count_nonzero(content["sums"][: table.num_items])
     state[RingState.TAIL], state[RingState.NEXT] = base, base + len(stored)
     state[RingState.HEAD] = stored[:, Slot.NUM_ROWS].sum()

@@ -167,7 +167,7 @@ class RingTable:
         self.opened = zeros(spec.num_envs, OpenTrajectory.NUM_WORDS)
         has_owners = spec.num_envs > 0 and not items_are_rows
         self.owners = zeros(num_rows, dtype=torch.int32) if has_owners else self.row_slots
-        self.state[RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY] = _ONE
+        self.state[RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY] = self.state[RingState.INITIAL] = _ONE
         self._sources = [SOURCES[column.rows] for column in schema]
         for tensor in self.content.values():
             torch._dynamo.mark_static_address(tensor)  # "reduce-overhead" then mutates it in place

@@ -11,6 +11,7 @@ UNKNOWN = -1  # id of a sample whose resolution a node has not received
 
 # common/power.h: masses are Q24, exponents Q62.
 MASS_BITS, MOST_MASS_BITS = 24, 40
+EXACT_MASS_BITS = 6  # masses below 2^6 are rounded by more than 1 / 128
 ONE_Q62 = 1 << 62
 MOST_TOTAL_BITS = 62  # the sum of all masses is below 2 to this
 

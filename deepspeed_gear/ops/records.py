@@ -187,6 +187,7 @@ class RingState:
     COUNTS: Final = 8  # the words of UpdateCount begin here
     EMPTY: Final = 14  # global batches without samples
     DROPPED: Final = 15  # steps of open trajectories that were evicted by the same call
+    INITIAL: Final = 22  # highest priority so far when the latest batch was drawn, float32 bits
     NUM_WORDS: Final = 32
 
 

@@ -1,4 +1,4 @@
-"""Clamp warnings: priorities whose masses are clamped have another probability than they should."""
+"""Clamp warnings: priorities whose masses are clamped or coarse have another probability than they should."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from deepspeed_gear.ops.constants import MASS_BITS
+from deepspeed_gear.ops.constants import EXACT_MASS_BITS, MASS_BITS
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.priority_masses import WINDOW
 
@@ -49,10 +49,12 @@ class ClampWarning:
             return
         self._next = time.monotonic() + PAUSE_S
         LOG.warning(
-            "gear: table %s: priority ** alpha should be in [2^-25, 2^%d], got %d of %d reports outside %s, "
-            "which count as the nearest bound; clip or scale what is reported, or lower sampler.alpha; with "
-            "sampler.initial an outlier is not the first priority of new items",
+            "gear: table %s: priority ** alpha should be in [2^%d, 2^%d], got %d of %d reports outside %s: "
+            "smaller ones are rounded by more than 1%%, larger ones count as the bound; scale or clip what "
+            "is reported, or lower sampler.alpha; with sampler.initial an outlier is not the first priority "
+            "of new items",
             self._table,
+            EXACT_MASS_BITS - MASS_BITS,
             self._largest,
             clamped,
             applied,

@@ -245,7 +245,7 @@ class PriorityRule:
     Args:
         alpha: Exponent of the priorities by global batch, in [0, 1].
         beta: Exponent of the importance weights by global batch, in [0, 1].
-        initial: Priority of new items; None: the highest ever reported, 1 at first.
+        initial: Priority of new items; None: the highest reported, as of the latest selection, 1 at first.
         normalize: Divide the weights by the largest of the global batch, of the table, or not.
         lag: Global batches that are prefetched.
         log_size: Priority updates of one rank that may wait.

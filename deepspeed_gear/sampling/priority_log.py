@@ -17,11 +17,12 @@ import numpy as np
 import torch
 
 from deepspeed_gear.errors import DataError, ShapeError, StoreError
-from deepspeed_gear.ops.records import LogEntry, Resolution
+from deepspeed_gear.ops.records import LogEntry, PriorityUpdate, Resolution
 from deepspeed_gear.sampling.selection_readers import SelectionReaders
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.native_handle import address
+from deepspeed_gear.store.stream_records import NOTHING
 from deepspeed_gear.store.table import Table
 
 NEVER = -(1 << 62)  # no batch was requested yet
@@ -314,6 +315,23 @@ def check_priorities(priorities: np.ndarray) -> None:
     raise DataError(
         f"priority {at}", "must be finite and at least 0", float(priorities[at]), "nothing was changed"
     )
+
+
+def without_slots(log: np.ndarray, is_saved: np.ndarray, any_slot: np.ndarray) -> np.ndarray:
+    """Return updates of which those of slots that are not saved are of no trajectory of another slot.
+
+    They will be stale, but count for the highest priority.
+
+    Args:
+        log: [n, 6], int64.
+        is_saved: Whether the slot of each is saved. [n], bool.
+        any_slot: One that is saved; empty: none is, and these updates are dropped. [1] or [0], int64.
+    """
+    found = log.copy() if len(any_slot) else log[is_saved]
+    if len(any_slot):
+        found[~is_saved, PriorityUpdate.SLOT] = any_slot
+        found[~is_saved, PriorityUpdate.GENERATION] = NOTHING
+    return np.asarray(found)
 
 
 def _sorted(entries: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ import torch
 from deepspeed_gear.ops.constants import FAN_OUT, ONE_Q62, minima_size
 from deepspeed_gear.ops.records import PriorityUpdate, Slot, SlotState, UpdateCount
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES
-from deepspeed_gear.sampling.priority_log import PriorityLog
+from deepspeed_gear.sampling.priority_log import PriorityLog, without_slots
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.sum_tree import ItemMasses, TreeChanges
 from deepspeed_gear.sampling.top_priorities import oldest_of_equal
@@ -459,18 +459,16 @@ class PriorityMasses(ItemMasses):
         known = self._generations[slots] == self.table.slots[slots, Slot.GENERATION]
         bases = np.where(known, self._bases[slots], 0)  # else they are an earlier trajectory's
         items, _ = self._items_of(slots, bases)
-        log, counts = self.reports.waiting(), self.counts.copy()
+        log = self.reports.waiting()
         if self.spec.num_shards == 1:  # else they may be of any shard
-            saved = np.isin(log[:, PriorityUpdate.SLOT], slots)
-            log = log[saved]
+            log = without_slots(log, np.isin(log[:, PriorityUpdate.SLOT], slots), slots[:1])
             log[:, PriorityUpdate.SLOT] = np.searchsorted(slots, log[:, PriorityUpdate.SLOT])
-            counts[UpdateCount.STALE] += len(saved) - len(log)
         return {
             "priorities": self.values[items],
             "bases": bases,
             **({} if self._steps is None else {"steps": self._steps[slots]}),
             "queued": self.queued[slots],
-            "counts": counts,
+            "counts": self.counts.copy(),
             "alpha": np.array([self.words[TreeChanges.ALPHA]]),
             "log": log,
         }

@@ -63,7 +63,7 @@ class Environments:
         }
         self.truncations = torch.zeros(num_rows, dtype=torch.bool)
         self.state, self.slots = self.tensors["state"], self.tensors["slots"]
-        self.state[RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY] = 0x3F800000
+        self.state[[RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY, RingState.INITIAL]] = 0x3F800000
 
     def step(
         self, terminated: Tensor, truncated: Tensor | None, mask: Tensor | None, next_step: bool = False

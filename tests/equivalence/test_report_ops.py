@@ -18,7 +18,7 @@ from priority_op_cases import (
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.constants import ONE_Q62, minima_size
+from deepspeed_gear.ops.constants import EXACT_MASS_BITS, ONE_Q62, minima_size
 from deepspeed_gear.ops.records import LogEntry, MassUnit, Resolution, SlotState, UpdateCount
 from deepspeed_gear.sampling.anchors import AnchorRule
 
@@ -170,8 +170,10 @@ def prioritize_by_hand(
     masses = torch.zeros(len(updates)).long()
     ops.mass_(masses, values, alpha, 40)
     exact = values.double() ** (alpha / ONE_Q62) * 2**24
-    is_clamped = (values > 0) & ((exact < 0.5) | (exact > 1 << 40))
+    is_clamped = (values > 0) & ((masses < 1 << EXACT_MASS_BITS) | (exact > 1 << 40))
     for i, (index, generation, anchor, _) in enumerate(updates.tolist()):
+        highest = max(int(counts[UpdateCount.HIGHEST_PRIORITY]), int(values[i].view(torch.int32)))
+        counts[UpdateCount.HIGHEST_PRIORITY] = highest
         is_current = 0 <= index < len(slots) and slots[index, 0] == SlotState.COMMITTED
         if not is_current or slots[index, 1] != generation or not 0 <= anchor < slots[index, 4]:
             counts[UpdateCount.STALE] += 1
@@ -183,9 +185,6 @@ def prioritize_by_hand(
         item = int(slots[index, 3]) + anchor if unit == MassUnit.STEP else index
         counts[UpdateCount.APPLIED] += 1
         counts[UpdateCount.CLAMPED] += is_clamped[i]
-        counts[UpdateCount.HIGHEST_PRIORITY] = max(
-            int(counts[UpdateCount.HIGHEST_PRIORITY]), int(values[i].view(torch.int32))
-        )
         counts[UpdateCount.DRAWABLE] += int(masses[i] > 0) - int(sums[item] > 0)
         sums[item], priorities[item] = masses[i], values[i]
     ops.tree_build_(sums, len(priorities))

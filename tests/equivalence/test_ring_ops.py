@@ -62,7 +62,7 @@ class Ring:
             "row_slots": ((self.num_rows if self.by_row else 0,), torch.int32),
         }
         self.tensors = {name: torch.zeros(size, dtype=dtype) for name, (size, dtype) in zeros.items()}
-        self.tensors["state"][RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY] = ONE
+        self.tensors["state"][[RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY, RingState.INITIAL]] = ONE
 
     def __getattr__(self, name: str) -> Tensor:
         return self.__dict__["tensors"][name]
@@ -512,7 +512,7 @@ def test_a_ring_without_masses_gives_none_and_goes_on(
                 ring.update(records, torch.ones(33))
     turns = normalize + 1
     for ring in both:
-        changed = {RingState.EMPTY: turns, RingState.BATCH: turns, RingState.SAMPLES: 33 * turns}
+        changed = {RingState.EMPTY: turns}
         changed |= {
             RingState.COUNTS + UpdateCount.STALE: 33 * turns * kind[2],
             RingState.TOTAL: -int(before[RingState.TOTAL]),

@@ -207,10 +207,15 @@ def test_reports_of_other_shards_go_where_their_trajectories_went() -> None:
     first = shard([0, 2], [3, 7], [(1, 9, 1), (1, ANY_SLOT, 5), (1, 2, 1), (0, 7, 4)])
     whole = reshard.merge([first, shard([1, 3, 5], [0, 8, 9], [])])
     log = whole.streams["train"]["log"]
-    assert log[:, [PriorityUpdate.SLOT, PriorityUpdate.GENERATION]].tolist() == [[1, 4], [4, 1], [-1, 5]]
+    assert log[:, [PriorityUpdate.SLOT, PriorityUpdate.GENERATION]].tolist() == [
+        [0, -1],  # it is stale, but counts for the highest priority
+        [1, 4],
+        [4, 1],
+        [-1, 5],
+    ]
     division = ShardDivision.of(np.array([0, 0, 0, 0, 1]))
     parts = [reshard.part_of(whole, "train", division, index, None)["log"] for index in range(2)]
-    assert (parts[0][:, PriorityUpdate.SLOT] & ANY_SLOT).tolist() == [1]
+    assert (parts[0][:, PriorityUpdate.SLOT] & ANY_SLOT).tolist() == [0, 1]
     assert (parts[1][:, PriorityUpdate.SLOT] & ANY_SLOT).tolist() == [0, ANY_SLOT]
     assert whole.positions_of(np.array([5, 4, 2, -1])).tolist() == [4, -1, 1, -1]
     assert whole.positions_of(empty).tolist() == []

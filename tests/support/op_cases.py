@@ -187,7 +187,8 @@ def ring_arguments(name: str) -> tuple[Any, ...]:
         torch.zeros(RingState.NUM_WORDS, dtype=torch.int64),
         torch.zeros(200, PlacedTrajectory.NUM_WORDS).long(),
     )
-    state[RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY] = int(torch.tensor(1.0).view(torch.int32))
+    highest = RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY
+    state[[highest, RingState.INITIAL]] = int(torch.tensor(1.0).view(torch.int32))
     slots, begins = torch.zeros(NUM_SLOTS, 8).long(), torch.zeros(NUM_SLOTS).long()
     rows, num_slots = RING_SHAPE[:2]
     sums, minima = torch.zeros(tree_size(rows)).long(), torch.zeros(minima_size(rows)).long()

@@ -15,7 +15,6 @@ from deepspeed_gear.ops.records import (
     RingState,
     Slot,
     SlotState,
-    UpdateCount,
 )
 from deepspeed_gear.ops.reference.priorities import mass_of
 from deepspeed_gear.ops.reference.ring_table import MassChanges
@@ -70,7 +69,7 @@ def ring_extend_(
         rule_ = "must have rows for two longest trajectories, and two slots, of each environment"
         raise ShapeError("shape", rule_, list(shape))
     by_row = len(priorities) > 0 and unit == MassUnit.STEP
-    bits = initial if initial >= 0 else int(state[RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY])
+    bits = initial if initial >= 0 else int(state[RingState.INITIAL])
     mass = int(mass_of(torch.tensor([bits]), alpha, most_bits)[0]) if len(priorities) else 0
     following, tail = int(state[RingState.NEXT]), int(state[RingState.TAIL])
     stays = tail  # the first id that is not evicted

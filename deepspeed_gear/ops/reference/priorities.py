@@ -18,7 +18,7 @@ from deepspeed_gear.ops.records import (
 )
 
 from ...errors import ShapeError
-from ..constants import FAN_OUT, MASS_BITS, MOST_MASS_BITS, ONE_Q62, minima_levels
+from ..constants import EXACT_MASS_BITS, FAN_OUT, MASS_BITS, MOST_MASS_BITS, ONE_Q62, minima_levels
 from .integers import LOW_32
 from .power import exp2, float_bits, log2, power_of_priority, scale
 from .select import check_coordinates, check_items, descend, num_anchors, tree_update_
@@ -54,7 +54,7 @@ def order_of(bits: Tensor) -> Tensor:
 
 
 def mass_of(bits: Tensor, alpha: int, most_bits: int) -> tuple[Tensor, Tensor]:
-    """Return masses, and where they are clamped: where power * 2^24 is below 0.5 or above 2^most_bits.
+    """Return masses, and where they are clamped: above 2^most_bits, or below 2^EXACT_MASS_BITS by rounding.
 
     Args:
         bits: Of priorities, from `order_of`. [n], int64.
@@ -68,7 +68,8 @@ def mass_of(bits: Tensor, alpha: int, most_bits: int) -> tuple[Tensor, Tensor]:
     is_high = (shift < least_shift) | ((shift == least_shift) & (significand > ONE_Q62))
     mass = ((significand >> (shift.clamp(least_shift, 63) - 1)) + 1) >> 1
     mass = torch.where(is_low, 1, torch.where(is_high, 1 << most_bits, mass))
-    return torch.where(is_zero, 0, mass), (is_low | is_high) & ~is_zero
+    is_coarse = mass < 1 << EXACT_MASS_BITS
+    return torch.where(is_zero, 0, mass), (is_coarse | is_high) & ~is_zero
 
 
 def importance_(weights: Tensor, resolutions: Tensor, numerator: int, count: int, beta: int) -> None:
@@ -187,9 +188,9 @@ def prioritize_(
 
     An update is a slot, its generation, an anchor and a priority (float32 bits, in the lower half of its
     word). Updates come in their order; reports (see `append_reports_`) by batch and sample number, equal ones
-    in their order. Those of an evicted trajectory change nothing, nor where items are steps do those of a
-    step that is no anchor (`rule`) of its trajectory as it is. `counts` has the words of `UpdateCount`; empty
-    `minima` are not maintained.
+    in their order. Those of an evicted trajectory change nothing but the highest priority, nor where items
+    are steps do those of a step that is no anchor (`rule`) of its trajectory as it is. `counts` has the words
+    of `UpdateCount`; empty `minima` are not maintained.
     """
     _check_exponent("alpha", alpha)
     _check_most_bits(most_bits)
@@ -198,6 +199,7 @@ def prioritize_(
         updates = updates[updates[:, LogEntry.SAMPLE_NUMBER].argsort(stable=True)]
         updates = updates[updates[:, LogEntry.BATCH].argsort(stable=True)]
     bits = order_of(updates[:, PriorityUpdate.PRIORITY] & LOW_32)
+    counts[UpdateCount.HIGHEST_PRIORITY] = max([int(counts[UpdateCount.HIGHEST_PRIORITY]), *bits.tolist()])
     current = _is_current(slots, updates, rule, unit)
     item, bits = _items_of(slots, updates[current], unit), bits[current]
     check_items(item, len(priorities))
@@ -212,7 +214,6 @@ def prioritize_(
     counts[UpdateCount.APPLIED] += len(item)
     counts[UpdateCount.STALE] += len(updates) - len(item)
     counts[UpdateCount.CLAMPED] += is_clamped.sum()
-    counts[UpdateCount.HIGHEST_PRIORITY] = max([int(counts[UpdateCount.HIGHEST_PRIORITY]), *bits.tolist()])
     counts[UpdateCount.DRAWABLE] += (sums[changed] > 0).sum() - num_before
 
 

@@ -86,14 +86,15 @@ def ring_add_(
     The oldest trajectories are evicted until rows and slots suffice. `placed` has the place of each one (see
     `PlacedTrajectory`), slot -1 where nothing was added: a length of 0, or an invalid one, which is counted.
     Without priorities an item is a slot. With them it is a slot, or where the unit is a step a row; the first
-    priority is `initial` (float32 bits), or where that is negative the highest one so far. `shape`: rows,
+    priority is `initial` (float32 bits), or where that is negative the highest one when a batch was last
+    drawn: as in host memory, where reports and additions between two batches have no order. `shape`: rows,
     slots, 1 where columns have a row more than steps, the longest trajectory.
     """
     num_rows, num_slots, final_row, most_steps = shape
     if len(lengths) > num_slots or len(lengths) >= num_rows // (most_steps + final_row):
         raise ShapeError("lengths", "must fit, and one more, into the rows and slots", len(lengths))
     by_row = len(priorities) > 0 and unit == MassUnit.STEP
-    bits = initial if initial >= 0 else int(state[RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY])
+    bits = initial if initial >= 0 else int(state[RingState.INITIAL])
     mass = int(mass_of(torch.tensor([bits]), alpha, most_bits)[0]) if len(priorities) else 0
     head, following, tail = (int(state[word]) for word in (RingState.HEAD, RingState.NEXT, RingState.TAIL))
     old_next = following
@@ -335,11 +336,13 @@ def _numbers(state: Tensor, count: int, draw: Sequence[int]) -> Tensor:
 
 
 def _advance(state: Tensor, total: int, count: int) -> None:
-    """Count a global batch; `total` 0: it has no samples."""
+    """Count a global batch; `total` 0: it has no samples, and the next one gets its numbers."""
     state[RingState.TOTAL] = total
-    state[RingState.SAMPLES] += count
-    state[RingState.BATCH] += 1
+    if total:
+        state[RingState.SAMPLES] += count
+        state[RingState.BATCH] += 1
     state[RingState.EMPTY] += int(total == 0)
+    state[RingState.INITIAL] = state[RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY]
 
 
 def _no_samples(state: Tensor, resolutions: Tensor, weights: Tensor, numbers: Tensor) -> None:
@@ -387,8 +390,9 @@ def ring_update_(
 ) -> None:
     """Set the priorities of samples; of equal items the last wins.
 
-    Values that are no priorities are counted and change nothing; nor do those of evicted trajectories, of
-    steps that are no anchors of theirs as it is, and of records that are no samples. The state's counts are
+    Values that are no priorities are counted and change nothing; nor do those of records that are no samples.
+    Those of evicted trajectories, and of steps that are no anchors of theirs as it is, count for the highest
+    priority alone. The state's counts are
     those of `prioritize_`.
     """
     counts = state[RingState.COUNTS :]
@@ -400,6 +404,9 @@ def ring_update_(
             state[RingState.REFUSED] += 1
             continue
         slot, anchor = record[Resolution.SLOT], record[Resolution.ANCHOR]
+        if slot >= 0:
+            highest = max(int(counts[UpdateCount.HIGHEST_PRIORITY]), bits & (_MINUS_ZERO - 1))
+            counts[UpdateCount.HIGHEST_PRIORITY] = highest
         known = slots[slot].tolist() if 0 <= slot < len(slots) else None
         is_current = (
             known is not None
@@ -419,7 +426,6 @@ def ring_update_(
         changes.set(known[Slot.FIRST_ROW] + anchor if unit == MassUnit.STEP else slot, int(mass), bits)
         counts[UpdateCount.APPLIED] += 1
         counts[UpdateCount.CLAMPED] += int(is_clamped)
-        counts[UpdateCount.HIGHEST_PRIORITY] = max(int(counts[UpdateCount.HIGHEST_PRIORITY]), bits)
     changes.apply(state)
 
 

@@ -14,6 +14,7 @@ namespace gear {
 
 inline constexpr int kMassBits = 24;      // the mass of priority 1 is 2^24
 inline constexpr int kMostMassBits = 40;  // masses are at most 2^40, of large tables less
+inline constexpr int kExactMassBits = 6;  // masses below 2^6 are rounded by more than 1 / 128
 inline constexpr uint64_t kOneQ62 = uint64_t{1} << 62;
 inline constexpr int kLogBits = 54;
 inline constexpr int kTableBits = 6;
@@ -210,7 +211,7 @@ struct MassScale {
 
 struct Mass {
   uint64_t value;
-  bool clamped;  // the power is above the largest mass, or so small that it would round to 0
+  bool clamped;  // the power is above the largest mass, or so small that rounding changes it
 };
 
 // round(priority^alpha * 2^24), halves up, clamped to [1, 2^most_bits]; 0 for priority 0. `bits`:
@@ -223,7 +224,8 @@ GEAR_HOST_DEVICE Mass MassOfPriority(uint32_t bits, MassScale scale) {
   const int least_shift = 62 - scale.most_bits;
   if (shift < least_shift || (shift == least_shift && power.significand > kOneQ62))
     return {uint64_t{1} << scale.most_bits, true};
-  return {((power.significand >> (shift - 1)) + 1) >> 1, false};
+  const uint64_t mass = ((power.significand >> (shift - 1)) + 1) >> 1;
+  return {mass, mass < (uint64_t{1} << kExactMassBits)};
 }
 
 // The float32 nearest to a power, ties to even; the largest one beyond the range, 0 below the

@@ -32,6 +32,7 @@ enum RingWord : int64_t {
   kRingFreedTo = 19,      //
   kRingAddedFrom = 20,    // and the items of the added ones
   kRingAddedTo = 21,      //
+  kRingInitial = 22,      // highest priority so far when the latest batch was drawn: float32 bits
   kRingBlocks = 31,       // in a kernel whose last block goes on: blocks that have ended
   kRingWords = 32
 };

@@ -63,7 +63,6 @@ void SetPriority(const Priorities& priorities, const TreeShape& shape, int64_t i
     MendMinima(priorities.sums, priorities.minima, shape, 1, item, before, mass.value);
   counts[kApplied] += 1;
   counts[kClamped] += mass.clamped;
-  counts[kHighestPriority] = Max(counts[kHighestPriority], int64_t{priority});
   counts[kDrawable] += int64_t{mass.value > 0} - int64_t{before > 0};
 }
 
@@ -248,6 +247,8 @@ void Prioritize(const Priorities& priorities, const Updates& updates, const int6
     for (int64_t i = 0; i < n; ++i) masses[i] = MassOfPriority(OrderOf(updates[begin + i]), scale);
     for (int64_t i = 0; i < n; ++i) {
       const int64_t item = items[begin + i];
+      counts[kHighestPriority] =
+          Max(counts[kHighestPriority], int64_t{OrderOf(updates[begin + i])});
       if (item >= 0)
         SetPriority(priorities, shape, item, OrderOf(updates[begin + i]), masses[i], counts);
       else

@@ -63,15 +63,15 @@ __global__ void PrioritizeKernel(const Table table, const Updates updates, int64
   int64_t highest = -1;
   for (int64_t i = GlobalThread(); i < count; i += GlobalThreads()) {
     const int64_t item = items[i];
+    const uint32_t priority = OrderOf(static_cast<uint32_t>(UpdateAt(updates, i).priority));
+    highest = Max(highest, int64_t{priority});
     if (item < 0) {
       ++stale;
       continue;
     }
-    const uint32_t priority = OrderOf(static_cast<uint32_t>(UpdateAt(updates, i).priority));
     const Mass mass = MassOfPriority(priority, scale);
     ++applied;
     clamped += mass.clamped;
-    highest = Max(highest, int64_t{priority});
     if (!table.IsLast(item, i)) continue;
     const uint64_t before = sums[item];  // one thread an item
     sums[item] = mass.value;

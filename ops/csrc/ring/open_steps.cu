@@ -128,8 +128,7 @@ __global__ void ExtendKernel(const Ring ring, const OpenRing open, const RingSha
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   int64_t* state = ring.state;
   const int64_t part = shape.num_rows / steps.num_envs, stays = state[kRingTail];
-  const int64_t highest = state[kRingCounts + cpu::kHighestPriority];
-  const auto priority = static_cast<uint32_t>(initial < 0 ? highest : initial);
+  const auto priority = static_cast<uint32_t>(initial < 0 ? state[kRingInitial] : initial);
   const uint64_t mass = rule.has_priorities ? MassOfPriority(priority, rule.scale).value : 0;
   uint64_t added = 0, dropped = 0, drawable = 0;
   for (int64_t env = GlobalThread() / kWarp; env < steps.num_envs; env += GlobalThreads() / kWarp) {

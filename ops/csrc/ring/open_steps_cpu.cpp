@@ -36,8 +36,7 @@ void RingExtend(const Ring& ring, const OpenRing& open, const RingShape& shape,
                 const RingRule& rule, const EnvSteps& steps, int64_t initial, PlacedStep* placed,
                 int64_t* begun) {
   int64_t* state = ring.state;
-  const int64_t highest = state[kRingCounts + kHighestPriority];
-  const auto priority = static_cast<uint32_t>(initial < 0 ? highest : initial);
+  const auto priority = static_cast<uint32_t>(initial < 0 ? state[kRingInitial] : initial);
   const int64_t part = shape.num_rows / steps.num_envs;
   int64_t next = state[kRingNext], stays = state[kRingTail];
   for (int64_t env = 0; env < steps.num_envs; ++env) {

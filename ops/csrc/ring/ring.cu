@@ -98,6 +98,7 @@ __device__ void FindItems(const Table& table, const Ring& ring, const RingShape&
   const int64_t unit = rule.by_row ? kStep : kTrajectory;
   const auto follows = [](int64_t a, int64_t b) { return a > b; };
   uint64_t refused = 0, stale = 0;
+  int64_t highest = -1;
   for (int64_t i = thread; i < values.count; i += threads) {
     const auto bits = BitCast<uint32_t>(values.priorities[i]);
     const Resolution& r = values.resolutions[i];
@@ -107,6 +108,7 @@ __device__ void FindItems(const Table& table, const Ring& ring, const RingShape&
       ++refused;
     } else if (!IsCurrent(ring.slots, shape.num_slots, rule.anchors, unit, update)) {
       ++stale;
+      if (r.slot >= 0) highest = Max(highest, int64_t{OrderOf(bits)});
     } else {
       item = ItemOf(ring.slots, unit, update);
       table.Put(item, i, follows);
@@ -115,6 +117,7 @@ __device__ void FindItems(const Table& table, const Ring& ring, const RingShape&
   }
   AddToCount(ring.state, kRingRefused, refused);
   AddToCount(ring.state + kRingCounts, cpu::kStale, stale);
+  RaiseCount(ring.state + kRingCounts, cpu::kHighestPriority, highest);
 }
 
 // Sets the leaves and priorities of the items, and adds their changes to the sums above.

@@ -48,7 +48,7 @@ GEAR_HOST_DEVICE int64_t NumberOf(const RingDraw& draw, const int64_t* state, in
 }
 
 // Adds one trajectory: lengths outside [0, most_steps] are rejected and counted; 0 adds nothing.
-// `initial`: bits of the priority of new items; below 0: the highest so far.
+// `initial`: bits of the priority of new items; below 0: the highest when a batch was last drawn.
 void RingAdd(const Ring& ring, const RingShape& shape, const RingRule& rule, const int64_t* lengths,
              int64_t count, int64_t initial, Placed* placed);
 

@@ -220,8 +220,7 @@ __device__ void Fill(const Ring& ring, const RingShape& shape, const RingRule& r
                      int64_t threads) {
   const int64_t lane = thread % team;
   int64_t* state = ring.state;
-  const int64_t highest = state[kRingCounts + cpu::kHighestPriority];
-  const auto priority = static_cast<uint32_t>(initial < 0 ? highest : initial);
+  const auto priority = static_cast<uint32_t>(initial < 0 ? state[kRingInitial] : initial);
   const uint64_t mass = rule.has_priorities ? MassOfPriority(priority, rule.scale).value : 0;
   uint64_t steps = 0, drawable = 0;
   for (int64_t i = thread / team; i < count; i += threads / team) {

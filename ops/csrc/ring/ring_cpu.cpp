@@ -49,8 +49,7 @@ uint64_t LeastOf(const Ring& ring, const TreeShape& shape) {
 void RingAdd(const Ring& ring, const RingShape& shape, const RingRule& rule, const int64_t* lengths,
              int64_t count, int64_t initial, Placed* placed) {
   int64_t* state = ring.state;
-  const int64_t highest = state[kRingCounts + kHighestPriority];
-  const auto first = static_cast<uint32_t>(initial < 0 ? highest : initial);
+  const auto first = static_cast<uint32_t>(initial < 0 ? state[kRingInitial] : initial);
   const int64_t old_tail = state[kRingTail], old_next = state[kRingNext];
   int64_t head = state[kRingHead], next = old_next;
   for (int64_t i = 0; i < count; ++i) {
@@ -103,9 +102,12 @@ void Weigh(const Ring& ring, const RingShape& shape, const RingRule& rule, const
 
 void Advance(int64_t* state, uint64_t total, int64_t count) {
   state[kRingTotal] = static_cast<int64_t>(total);
-  state[kRingSamples] += count;
-  state[kRingBatch] += 1;
+  if (total != 0) {
+    state[kRingSamples] += count;
+    state[kRingBatch] += 1;
+  }
   state[kRingEmpty] += total == 0;
+  state[kRingInitial] = state[kRingCounts + kHighestPriority];
 }
 
 void FillEmpty(const Ring& ring, const RingDraw& draw, int64_t count, Resolution* resolutions,
@@ -166,6 +168,8 @@ void RingUpdate(const Ring& ring, const RingShape& shape, const RingRule& rule,
       continue;
     }
     const PriorityUpdate update{r.slot, r.generation, r.anchor, bits};
+    if (r.slot >= 0)  // also of evicted trajectories, but not of records that are no samples
+      counts[kHighestPriority] = Max(counts[kHighestPriority], int64_t{OrderOf(bits)});
     if (!IsCurrent(ring.slots, shape.num_slots, rule.anchors, unit, update)) {
       counts[kStale] += 1;
       continue;
@@ -174,7 +178,6 @@ void RingUpdate(const Ring& ring, const RingShape& shape, const RingRule& rule,
     changes.Set(ItemOf(ring.slots, unit, update), mass.value, BitCast<float>(OrderOf(bits)));
     counts[kApplied] += 1;
     counts[kClamped] += mass.clamped;
-    counts[kHighestPriority] = Max(counts[kHighestPriority], int64_t{OrderOf(bits)});
   }
   changes.Apply();
 }

@@ -38,9 +38,12 @@ __device__ inline void Weigh(const Ring& ring, const RingDraw& draw, const TreeS
 // By one thread: the state after the batch; total 0: it has no samples.
 __device__ inline void Advance(int64_t* state, uint64_t total, int64_t count) {
   state[kRingTotal] = static_cast<int64_t>(total);
-  state[kRingSamples] += count;
-  state[kRingBatch] += 1;
+  if (total != 0) {
+    state[kRingSamples] += count;
+    state[kRingBatch] += 1;
+  }
   state[kRingEmpty] += total == 0;
+  state[kRingInitial] = state[kRingCounts + cpu::kHighestPriority];
   state[kRingLeast] = 0;
 }
 

@@ -188,7 +188,8 @@ def priorities_and_exponents(count: int) -> list[tuple[int, int]]:
     generator, one = random.Random(8), constants.ONE_Q62
     alphas = [0, one, round(0.6 * one), one - 1, 1]
     edges = [1, 2, 0x7FFFFF, 0x800000, 0x3F7FFFFF, 0x3F800000, 0x3F800001, 0x7F7FFFFF]
-    # Beside the ends of the masses with alpha 1: 2^-25 is rounded to 1, 2^16 is 2^40.
+    # Beside the ends of the masses with alpha 1: 2^-25 is rounded to 1, 2^-18 is 2^6, 2^16 is 2^40.
+    edges += [0x367FFFFF, 0x36800000, 0x36800001]
     edges += [0x32FFFFFF, 0x33000000, 0x33000001, 0x477FFFFF, 0x47800000, 0x47800001]
     cases = [(bits, alpha) for bits in edges for alpha in alphas]
     for _ in range(count):
@@ -208,7 +209,7 @@ def test_masses_are_the_rounded_exact_powers(ask: Ask) -> None:
             (priority,) = struct.unpack("<f", struct.pack("<I", bits))
             exact = mp.mpf(priority) ** (mp.mpf(alpha) / (1 << 62)) * (1 << 24)
             expected = min(max(int(mp.floor(exact + 0.5)), 1), 1 << 40)
-            assert is_clamped == (exact < 0.5 or exact > 1 << 40)
+            assert is_clamped == (mass < 1 << constants.EXACT_MASS_BITS or exact > 1 << 40)
             assert abs(mass - expected) <= (0 if alpha == constants.ONE_Q62 else 1)
             different += mass != expected
     assert different <= 3

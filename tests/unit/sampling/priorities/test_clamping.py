@@ -52,7 +52,7 @@ def test_outliers_end_no_run(
         state = replay.save(tmp_path)
     warned = [record.getMessage() for record in caplog.records]
     assert len(warned) == 1, "one warning for many cuts"
-    assert r"table main: priority ** alpha should be in [2^-25, 2^16]" in warned[0]
+    assert r"table main: priority ** alpha should be in [2^-18, 2^16]" in warned[0]
     assert "lower sampler.alpha" in warned[0]
     with replay_of(4000, 256, {"alpha": 0.6}, backend=backend) as replay:
         replay.load(tmp_path, state)
@@ -74,7 +74,36 @@ def test_a_table_on_a_device_warns_as_well(
             replay.sample()
             replay.check()
         assert replay.statistics()["priorities_clamped"] == 96
-    assert len([record for record in caplog.records if "should be in [2^-25, 2^" in record.getMessage()]) == 1
+    assert len([record for record in caplog.records if "should be in [2^-18, 2^" in record.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_small_scales_are_warned_of(
+    device: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1e-7 and 3e-7 are drawn 2 : 5; a thousand times as much is drawn 1 : 3, without a warning."""
+    monkeypatch.setattr(logging.getLogger("deepspeed_gear"), "propagate", True)
+    for scale, num_clamped in ((1e-7, 2), (1e-4, 0)):
+        caplog.clear()
+        of = {"kind": "prioritized", "unit": "trajectory", "alpha": 1.0, "normalize": None}
+        table = {"capacity_steps": 8, "max_length": 1, "remove": "fifo", "schema": COLUMN}
+        section = config_of(batch_size=64, sampler=of, tables={"main": table})
+        if device:
+            table["placement"] = "device"
+        with DeviceReplay(section, "cpu") if device else Replay(section) as replay:
+            for number in range(2):
+                x = torch.full((1, 1) if device else (1,), number, dtype=torch.uint8)
+                replay.add_({"x": x}) if isinstance(replay, DeviceReplay) else replay.add({"x": x.numpy()})
+            batch = replay.sample()
+            replay.update_priorities(batch, scale * (1 + 2 * batch.trajectory_id.float()))
+            batch = replay.sample()
+            if isinstance(replay, DeviceReplay):
+                replay.check()
+            found = replay.statistics()["priorities_clamped"]
+            of_first = batch.probability[batch.trajectory_id == 0][0].item()
+        messages = [r.getMessage() for r in caplog.records if "smaller ones are rounded" in r.getMessage()]
+        assert (found > 0, len(messages)) == ((True, 1) if num_clamped else (False, 0))
+        assert of_first == pytest.approx(2 / 7 if num_clamped else 0.25, abs=1e-3)
 
 
 def test_a_full_table_of_the_largest_masses_does_not_overflow() -> None:
