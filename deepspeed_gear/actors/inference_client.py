@@ -193,8 +193,8 @@ class InferenceClient(VectorWriter):
 
     # ---- rows ------------------------------------------------------------------------------------
 
-    def _make_room(self, check: Callable[[], None]) -> None:
-        self._room = 1  # `post` has reserved the row
+    def _make_room(self, which: Any, check: Callable[[], None]) -> None:
+        del which, check  # `post` has reserved the row
 
     def _reserve_rows(self, envs: np.ndarray) -> None:
         """Ensure a free row for the next step of environments that do not wait."""

@@ -68,6 +68,12 @@ class Store:
     def set_columns(self, columns: Sequence[tuple[int, int, RowForm]], /) -> None:
         """Set the columns: address, code of `rows`, form."""
 
+    def set_compaction(self, compacts: bool, spare_rows: int, ahead: Sequence[int], /) -> None:
+        """Set whether extents are moved, through how many rows, and the words of draws made ahead."""
+
+    def set_ends(self, terminated: int, truncated: int, /) -> None:
+        """Set the addresses of the columns of these roles, of one byte a row; 0: there is none."""
+
     def set_retention(
         self,
         pins: Sequence[tuple[int, int, int]],
@@ -79,9 +85,6 @@ class Store:
 
     def reserve(self, num_rows: int, num_steps: int, /) -> int:
         """Take a slot and a run of rows. Wants the lock."""
-
-    def make_room(self, num_rows: int, num_steps: int, /) -> int:
-        """Reserve, evicting trajectories. Wants the lock."""
 
     def commit(self, slot: int, num_steps: int, num_rows: int, born: int, /) -> int:
         """Publish a reserved slot; return its id. Wants the lock."""
@@ -118,19 +121,27 @@ class VectorSteps:
         columns: Sequence[tuple[str, int, RowForm, bool]],
         ends: tuple[str, str],
         num_envs: int,
-        next: int,
-        first: int,
-        waits: int,
+        length: int,
+        words: Sequence[int],
         autoreset: str,
+        truncated_column: int,
     ) -> None: ...
     @property
     def address(self) -> int:
         """Where it lies, for direct calls; it must live as long as they use it."""
 
-    def set_publishing(
-        self, store: int, sources: Sequence[int], growing: int, most_steps: int, timeout_s: float, /
+    def set_store(
+        self,
+        *,
+        of_store: int,
+        of_columns: Sequence[int],
+        most: int,
+        whole: bool,
+        begins: bool,
+        cuts: bool,
+        timeout: float,
     ) -> None:
-        """Set the store to publish to, the staged rows of each column (0: none), and `Growing` words."""
+        """Set the store of the steps, the rows of each column (0: late), and what the call may do."""
 
 class GatherCall:
     """The arguments of `gather_` that stay the same, and the tensors whose versions it increments."""
@@ -187,20 +198,17 @@ def rows_put(targets: int, columns: Sequence[Any], rows: Any, /) -> int:
         not left out holds NaN or an infinity and must not; then nothing has happened.
     """
 
-def vector_step(steps: int, columns: dict[str, Any], /) -> int:
-    """Take a step of all environments.
+def vector_step(steps: int, columns: Any, final: Any, observed: Any, publish: bool, /) -> int:
+    """Take a step of all environments, store the trajectories that end, publish the others.
 
     Returns:
-        0; 1 if episodes begin, plus 2 if some end: the caller handles these and then advances the rows; -1 if
-        a column is not a buffer of the stored form, or the step is not plain otherwise: nothing has changed.
+        0, or a sum: 1 where trajectories were completed, 2 where some that have ended are left to store, 4
+        where steps are left to publish; -1 if a column is not a buffer of the stored form, or the step is not
+        plain otherwise: nothing has changed, unless trajectories of `most` steps were stored.
     """
 
-def vector_publish(steps: int, /) -> int:
-    """Publish the new steps of open trajectories that are published already; takes the lock.
-
-    Returns:
-        How many environments have steps left to publish, which is the caller's task.
-    """
+def vector_publish(steps: int, /) -> bool:
+    """Publish the steps of open trajectories; takes the lock. Returns whether none are left to Python."""
 
 def gather_into(call: int, resolutions: torch.Tensor, n_steps: torch.Tensor | None, /) -> None:
     """Call `gather_` with the arguments of a GatherCall, by its address; releases the GIL."""

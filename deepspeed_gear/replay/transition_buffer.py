@@ -19,10 +19,11 @@ from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
 
 LOG = logging.getLogger("deepspeed_gear")
-LONGEST = 128  # steps of a trajectory, where the table has no max_length: rows for it are reserved and freed
+LONGEST = 128  # steps of a trajectory, where no field reads others: rows for it are reserved and freed
 MARGIN = 32  # one of so many transitions is held besides: free rows may be scattered
 FIRST_CHECK = 256  # gaps before the log may have a warning
 MOST_GAPS = 1 / 8  # of the transitions, without a warning
+FIRST_RESETS = 8  # episodes before the log may have a warning of the autoreset mode
 
 
 class TransitionSamples(NamedTuple):
@@ -120,9 +121,10 @@ class TransitionBuffer:
         autoreset: As `Replay.vector_writer`; with a number it must be given. With "next_step" the step that
             resets an environment is no transition and is left out; with "same_step" `next_obs` holds the last
             observation where an episode was truncated.
-        table: More options of the table, such as `max_length`, the steps of the longest trajectory: 128 by
-            default, or `buffer_size` / (N + 1) if that is less. A longer episode is stored in parts, at whose
-            ends only n-step returns and longer windows end.
+        table: More options of the table, such as `max_length`, the steps of the longest trajectory. A longer
+            episode is stored in parts, at whose ends n-step returns and windows end. By default 128; where a
+            field reads other steps than a transition's (frame stacks, time steps), the environment's
+            `spec.max_episode_steps`, or without one as many as fit; and at most `buffer_size` / (N + 1).
         **options: More options of the `gear` section: `batch_size` (256 by default), `seed`, `sampler`,
             `n_step`, `fields`, ...
     Raises:
@@ -152,16 +154,16 @@ class TransitionBuffer:
         ]
         self._forms = [_Rows.of(column.name, column, self.num_envs) for column in columns]
         self._next_form = self._forms[0]._replace(argument="next_obs")
-        section = _section(buffer_size, self.num_envs, table or {}, options)
+        most = getattr(getattr(n_envs, "spec", None), "max_episode_steps", None)
+        section = _section(buffer_size, self.num_envs, table or {}, options, most)
         self.replay = Replay(section, schemas={"main": Schema(columns)}, device=device)
         # "same_step" is "disabled" here: an episode's first observation comes with its first transition.
         self._resets_itself = mode == "next_step"
         self._writer = self.replay.vector_writer(
             self.num_envs, "next_step" if self._resets_itself else "disabled"
         )
-        self._last: bytes | None = None  # the next observations of the last transitions; None: begin anew
-        self._ended: np.ndarray | None = None  # which environments have ended with these, if any; [N], bool
-        self._num_gaps = 0
+        self._begins_anew = False  # after an error, which may have come before or after the step was taken
+        self._num_gaps = self._num_resets = 0
 
     # ---- adding ----------------------------------------------------------------------------------
 
@@ -179,37 +181,53 @@ class TransitionBuffer:
             DataError: An argument does not fit its space, or is not finite: nothing was added.
             StoreFullError, NotReadyError: As `VectorWriter.step`; the next transitions begin trajectories.
         """
+        done_by = {"action": action, "reward": reward, "terminated": terminated, "truncated": truncated}
+        try:
+            if self._begins_anew or not self._writer.take_after(obs, {"observation": next_obs, **done_by}):
+                self._add_converted(obs, next_obs, done_by)
+        except StoreError:
+            self._begins_anew = True
+            raise
+
+    def _add_converted(self, obs: Any, next_obs: Any, done_by: Mapping[str, Any]) -> None:
+        """Add transitions that are not in the stored form, or before which trajectories begin."""
         observation, *others = self._forms
         before, after = observation.read(obs), self._next_form.read(next_obs)
-        done_by: dict[str, Any] = {
-            form.column.name: form.read(value)
-            for form, value in zip(others, (action, reward, terminated, truncated), strict=True)
-        }
-        seen = before.tobytes()
-        if self._ended is not None or seen != self._last:
+        given = {form.column.name: form.read(done_by[form.column.name]) for form in others}
+        columns: dict[str, Any] = {"observation": after, **given}
+        if self._begins_anew or not self._writer.take_after(before, columns):
             self._begin(before)
-            self._last, self._ended = seen, None
-        try:
-            added = self._writer.step(publish=True, observation=after, **done_by)
-        except StoreError:
-            self._last = None
-            raise
-        self._last = after.tobytes()
-        if added and not self._resets_itself:
-            self._ended = done_by["terminated"] | done_by["truncated"]
+            self._writer.step(publish=True, **columns)
 
     def _begin(self, observations: np.ndarray) -> None:
         """Begin trajectories where episodes have ended, or where observations do not follow the last ones."""
-        begins = np.ones(self.num_envs, bool)
-        if self._last is not None:
-            last = np.frombuffer(self._last, observations.dtype).reshape(observations.shape)
-            begins = (observations != last).reshape(self.num_envs, -1).any(axis=1)
-            gaps = begins
-            if self._ended is not None:
-                gaps, begins = begins & ~self._ended, begins | self._ended
-            self._note_gaps(int(gaps.sum()))
+        writer = self._writer
+        last = writer.last_states("observation")
+        differs = (observations != last).reshape(self.num_envs, -1).any(axis=1)
+        ended, fresh = writer.waits, ~writer.has_begun
+        if self._begins_anew:
+            begins = np.ones(self.num_envs, bool)
+        else:
+            begins = differs | fresh if self._resets_itself else differs | ended
+            self._note_gaps(int((differs & ~ended).sum()))
+            if self._resets_itself:
+                self._note_resets(int((differs & ended & ~fresh).sum()))
         if begins.any():
-            self._writer.reset(begins, observation=observations)
+            writer.reset(begins, observation=observations)
+        self._begins_anew = False
+
+    def _note_resets(self, num_resets: int) -> None:
+        """Log a warning, once, if steps after the ends of episodes do not begin at their last states."""
+        before = self._num_resets
+        self._num_resets += num_resets
+        are_most = self._num_resets > self._writer.num_trajectories / 2
+        if before < FIRST_RESETS <= self._num_resets and are_most:
+            LOG.warning(
+                'gear: TransitionBuffer: autoreset "next_step": obs after the end of an episode should be '
+                "its last next_obs, in the step that resets it, got another one after %d episodes: "
+                "give the environment as n_envs, or its own autoreset mode",
+                self._num_resets,
+            )
 
     def _note_gaps(self, num_gaps: int) -> None:
         """Log a warning, once, if transitions are added out of order: a gap stores an observation twice."""
@@ -299,10 +317,32 @@ def _column(role: str, space: Any, rows: Any) -> Column:
     return Column(role, np.dtype(dtype).name, tuple(shape), role, rows)
 
 
+def _reads_other_steps(field: tuple[str, Any]) -> bool:
+    """Return whether a field reads other steps than a transition's own and its next observation."""
+    name, options = field
+    if not isinstance(options, Mapping):
+        return False  # the config refuses it
+    column, offset = options.get("column", name), options.get("offset", 0)
+    is_next = column == "observation" and offset in (1, "n_step")
+    derived = name in ("timestep", "return_to_go") or options.get("derived") is not None
+    return derived or options.get("length") is not None or not (offset == 0 or is_next)
+
+
 def _section(
-    buffer_size: int, num_envs: int, table: Mapping[str, Any], options: dict[str, Any]
+    buffer_size: int,
+    num_envs: int,
+    table: Mapping[str, Any],
+    options: dict[str, Any],
+    most_steps: int | None,
 ) -> dict[str, Any]:
     """Return the `gear` section of a buffer.
+
+    Args:
+        buffer_size: As `TransitionBuffer`; likewise the next three.
+        num_envs: N.
+        table: Options of the table.
+        options: The others.
+        most_steps: Of an episode; None: not known.
 
     Rows for the longest trajectory of each environment are reserved while it grows. These come on top of
     `buffer_size`, and those that an eviction may free in excess.
@@ -315,7 +355,9 @@ def _section(
             raise ConfigError(
                 name, "must be left out", None, "the buffer has one table: give its options in table"
             )
-    default = max(1, min(LONGEST, buffer_size // (num_envs + 1)))
+    fields = arguments.mapping("fields", options.get("fields", {}))
+    longest = most_steps if any(map(_reads_other_steps, fields.items())) else LONGEST
+    default = max(1, min(longest or buffer_size, buffer_size // (num_envs + 1)))
     longest = arguments.count(
         "table.max_length", arguments.mapping("table", table).get("max_length", default)
     )
@@ -336,6 +378,6 @@ def _section(
             "reward": {},
             "terminated": {"as": "float32"},
             "next_observation": {"column": "observation", "offset": next_offset},
-            **arguments.mapping("fields", options.get("fields", {})),
+            **fields,
         },
     }

@@ -19,6 +19,7 @@ from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 MOST_LOOKED_AT = 1024  # extents, from where rows were last found
+CHEAP = 4  # so many rows may move for each one of the run
 
 
 class Compactor:
@@ -153,7 +154,8 @@ class Compactor:
 def cheapest_run(
     gaps: np.ndarray, lengths: np.ndarray, can_move: np.ndarray, wanted: int
 ) -> tuple[int, int] | None:
-    """Choose the gaps between extents to join, so that as few rows as possible move.
+    """Choose the gaps between extents to join: the first ones for which at most 4 * `wanted` rows move, else
+    those for which the fewest do.
 
     Args:
         gaps: Free rows between neighbours. [n], int64.
@@ -173,5 +175,7 @@ def cheapest_run(
     first, last = first[possible], last[possible]
     if not len(first):
         return None
-    best = int(np.argmin(rows[last] - rows[first]))
+    moved = rows[last] - rows[first]
+    cheap = np.flatnonzero(moved <= CHEAP * wanted)
+    best = int(cheap[0] if len(cheap) else np.argmin(moved))
     return int(first[best]), int(last[best])

@@ -58,6 +58,8 @@ def open_store(
             for column in spec.schema
         ]
     )
+    roles = [spec.schema.role(role) for role in ("terminated", "truncated")]
+    store.set_ends(*(0 if column is None else address(columns.by_name[column.name]) for column in roles))
     return store
 
 

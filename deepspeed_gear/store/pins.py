@@ -87,6 +87,13 @@ class SelectionPins:
         return [(address(r.last_drawn), address(r.consumed), len(r.consumed)) for r in self._readers]
 
     @property
+    def ahead(self) -> list[int] | None:
+        """The address of each stream's word of draws made ahead; None: rows have more that moves along."""
+        if any(reader.steps is not None or reader.draws is not None for reader in self._readers):
+            return None
+        return [address(reader.position[Position.AHEAD :]) for reader in self._readers]
+
+    @property
     def are_frozen(self) -> bool:
         """Whether a pass is under way in any stream, whose items stay until its end."""
         return any(reader.steps is None and reader.is_frozen for reader in self._readers)

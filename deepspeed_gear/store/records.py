@@ -59,7 +59,18 @@ class Growing:
     LOADS: Final = 2
     FIRST: Final = 3  # steps before the stored ones
     PUBLISHED: Final = 4
-    NUM_WORDS: Final = 5
+    ID: Final = 5  # of the stored trajectory
+    NUM_WORDS: Final = 6
+
+
+class StepCount:
+    """Words of a writer of many environments, which its native call changes too."""
+
+    STEPS_TAKEN: Final = 0
+    WHOLE_ADDED: Final = 1  # trajectories that the native call has stored whole
+    BEGUN: Final = 2  # trajectories whose first steps it has published
+    NUM_COMPLETED: Final = 3  # of these, not collected yet
+    NUM_WORDS: Final = 4
 
 
 class Refusal:

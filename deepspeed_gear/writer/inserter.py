@@ -64,6 +64,7 @@ class Inserter:
         self._position = table.views.get("stream/train/position")
         self._open: dict[int, int] = {}  # oldest policy version of each of this process's writers
         self.growing: set[Any] = set()  # trajectories that are published as they grow; see `Publisher`
+        self.has_orphans = False  # whether the owner of some was dropped
         self._late = bool(table.spec.schema.late_columns)
         self._opaque = any(column.is_opaque for column in table.spec.schema)
         self._native = self._open_native()
@@ -79,8 +80,11 @@ class Inserter:
         plain = not (self._readers.have_step_priorities or self._readers.orders or self.table.groups)
         rate = retention.rate_words
         policy = self.evictor.policy
-        code = policy.code if plain or not policy.evicts else EvictionCode.BY_CALLER
+        code = policy.code if plain else EvictionCode.BY_CALLER
         self.table.handle.set_retention(self._readers.pins, code, [rate] if rate else [])
+        ahead, spec = self._readers.ahead, self.table.spec
+        compacts = plain and ahead is not None and spec.spare_rows > 0 and not spec.return_to_go
+        self.table.handle.set_compaction(compacts, spec.spare_rows, ahead or [])
         whole = (
             plain
             and code != EvictionCode.BY_CALLER
@@ -89,6 +93,27 @@ class Inserter:
             and self.table.groups is None
         )
         return self.table.handle if whole else None
+
+    @property
+    def adds_natively(self) -> bool:
+        """Whether a native call may store whole trajectories whose values were checked."""
+        return self._native is not None and not self._checks
+
+    @property
+    def begins_natively(self) -> bool:
+        """Whether a native call may publish first steps, at least where free rows need no eviction."""
+        return self.table.handle is not None and not self._checks and self._committed is None
+
+    def note_orphan(self) -> None:
+        """Note that the owner of trajectories in `growing` was dropped."""
+        self.has_orphans = True
+
+    def take_orphans(self) -> list[Any]:
+        """Remove and return the trajectories in `growing` whose owner was dropped."""
+        self.has_orphans = False
+        orphans = [growing for growing in self.growing if growing.owner() is None]
+        self.growing.difference_update(orphans)
+        return orphans
 
     # ---- adding ----------------------------------------------------------------------------------
 

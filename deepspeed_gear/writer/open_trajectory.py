@@ -46,7 +46,9 @@ class OpenTrajectory(ProcessBound):
     ) -> None:
         self._name, self._schema, self._add = f"table {table}", schema, add
         self._once: dict[str, np.ndarray] = {}
-        self._publisher, self._growing = publisher, GrowingTrajectory(weakref.ref(self))
+        self._publisher = publisher
+        dropped = None if publisher is None else publisher.note_orphan
+        self._growing = GrowingTrajectory(weakref.ref(self, dropped))
         steps = [column for column in schema if column.rows != "1" and not column.late]
         self._rows: dict[str, list[np.ndarray]] = {column.name: [] for column in steps}
         self._row = {column.name: replace(column, rows="1") for column in steps}  # form of one row

@@ -14,10 +14,10 @@ from deepspeed_gear.errors import DataError
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.open_slots import OpenHandle
-from deepspeed_gear.store.records import Growing, Refusal
+from deepspeed_gear.store.records import Growing, Refusal, StepCount
 from deepspeed_gear.writer.inserter import Inserter
 
-UNPUBLISHED = (-1, 0, 0, 0, 0)  # the words of a growing trajectory before its first publication
+UNPUBLISHED = (-1, 0, 0, 0, 0, -1)  # the words of a growing trajectory before its first publication
 
 
 class GrowingTrajectory:
@@ -25,15 +25,27 @@ class GrowingTrajectory:
 
     Args:
         owner: The object that appends to it; the trajectory ends when that is deleted.
-        words: Its state, which the native module reads and writes too: see `Growing`. [5], int64.
+        words: Its state, which the native module reads and writes too: see `Growing`. [6], int64; None: it
+            is new, and used once.
     """
 
-    def __init__(self, owner: weakref.ref[object], words: np.ndarray | None = None) -> None:
-        self.owner, self.trajectory_id = owner, None
-        self._words = np.empty(Growing.NUM_WORDS, np.int64) if words is None else words
+    def __init__(self, owner: weakref.ref[Any], words: np.ndarray | None = None) -> None:
+        self.owner, self.is_used_again = owner, words is not None
+        self._words = np.array(UNPUBLISHED, np.int64) if words is None else words
+
+    def reset(self) -> None:
+        """Begin another trajectory of the same owner."""
         self._words[:] = UNPUBLISHED
 
-    trajectory_id: int | None  # set once steps are published
+    @property
+    def trajectory_id(self) -> int | None:
+        """Its id; None: no step was published."""
+        number = int(self._words[Growing.ID])
+        return None if number < 0 else number
+
+    @trajectory_id.setter
+    def trajectory_id(self, number: int) -> None:
+        self._words[Growing.ID] = number
 
     @property
     def first(self) -> int:
@@ -115,7 +127,8 @@ class Publisher:
         self._inserter, self._table, self._check = inserter, inserter.table, check
         self._name = f"table {inserter.table.spec.name}"
         self._growing: set[GrowingTrajectory] = set()
-        self.num_begun = 0  # trajectories with published steps
+        self._num_begun = 0  # trajectories with published steps
+        self._counts: list[np.ndarray] = []
 
     @property
     def native_store(self) -> Any:
@@ -123,9 +136,56 @@ class Publisher:
         return self._table.handle
 
     @property
+    def adds_natively(self) -> bool:
+        """Whether a native call may store whole trajectories."""
+        return self._inserter.adds_natively
+
+    @property
+    def begins_natively(self) -> bool:
+        """Whether a native call may publish the first steps of trajectories."""
+        return self._inserter.begins_natively
+
+    @property
+    def is_suited(self) -> bool:
+        """Whether steps of open trajectories can be published; `check` raises why not."""
+        spec = self._table.spec
+        return self._inserter.max_length is not None and not spec.return_to_go and self._table.groups is None
+
+    @property
+    def num_added(self) -> int:
+        """Number of trajectories with published steps, and of those that native calls have stored whole."""
+        words = (StepCount.WHOLE_ADDED, StepCount.BEGUN)
+        return self._num_begun + sum(int(counts[word]) for counts in self._counts for word in words)
+
+    def count(self, counts: np.ndarray) -> None:
+        """Count what a native call adds: the words of `StepCount`."""
+        self._counts.append(counts)
+
+    @property
     def limits(self) -> tuple[int, float]:
         """Most steps of a trajectory, and the longest wait for the lock in seconds."""
         return self._inserter.max_length or 0, self._inserter.timeout_s
+
+    def look(self) -> None:
+        """Raise if writing has ended; end the trajectories of writers that were dropped."""
+        self._check()
+        if self._inserter.has_orphans:
+            self._end_orphans()
+
+    def register(self, growing: Sequence[GrowingTrajectory]) -> None:
+        """End trajectories when this publisher is closed, or their owner was dropped."""
+        self._growing.update(growing)
+        self._inserter.growing.update(growing)
+
+    def unregister(self, growing: Sequence[GrowingTrajectory]) -> None:
+        """Undo `register`, when the trajectories have ended."""
+        self._growing.difference_update(growing)
+        self._inserter.growing.difference_update(growing)
+
+    def note_orphan(self, owner: object) -> None:
+        """Note that the owner of registered trajectories was dropped: the callback of a weak reference."""
+        del owner
+        self._inserter.note_orphan()
 
     def check(self) -> None:
         """Raise if steps of open trajectories cannot be published.
@@ -135,16 +195,17 @@ class Publisher:
                 trajectories.
             StoreError: The run has ended.
         """
-        self._check()
+        self.look()
+        if self.is_suited:
+            return
         if self._inserter.max_length is None:
             rule = "must have max_length for steps of open trajectories to be published"
             raise DataError(self._name, rule, None, "set gear.tables.<name>.max_length")
         if self._table.spec.return_to_go:
             rule = "must not keep returns-to-go where steps of open trajectories are published"
             raise DataError(self._name, rule, None, "leave out the field return_to_go, or do not publish")
-        if self._table.groups is not None:
-            rule = "must have no groups for steps of open trajectories to be published"
-            raise DataError(self._name, rule, None, "a group can be sampled when all of it has ended")
+        rule = "must have no groups for steps of open trajectories to be published"
+        raise DataError(self._name, rule, None, "a group can be sampled when all of it has ended")
 
     # ---- publishing ------------------------------------------------------------------------------
 
@@ -154,7 +215,6 @@ class Publisher:
         Raises:
             StoreFullError, NotReadyError: As `Inserter.add`; trajectories without published steps have none.
         """
-        self._end_orphans()
         until = time.monotonic() + self._inserter.timeout_s
         longer = [part for part in parts if part.num_new > 0]
         for part in longer:
@@ -197,8 +257,7 @@ class Publisher:
         while not growing.is_published:
             slot = self._inserter.reserve(limit, inserts=part.num_steps)
             growing.handle = unfinished.handle_of(slot)
-            self._growing.add(growing)
-            self._inserter.growing.add(growing)
+            self.register([growing])
             try:
                 with self._table.lock:
                     if not unfinished.stands(growing.handle):  # a checkpoint was loaded in the meantime
@@ -210,7 +269,7 @@ class Publisher:
                 self.end(growing)
                 raise
         growing.published = part.num_steps
-        self.num_begun += 1
+        self._num_begun += 1
 
     def _check_length(self, num_steps: int) -> None:
         limit = self._inserter.max_length
@@ -249,17 +308,18 @@ class Publisher:
 
     def _end_slot(self, growing: GrowingTrajectory, truncated: bool) -> None:
         unfinished, handle = self._table.unfinished, growing.handle
-        self._growing.discard(growing)
-        self._inserter.growing.discard(growing)
+        if not growing.is_used_again:
+            self.unregister([growing])
         if handle is not None and unfinished.is_own(handle):
             unfinished.end(handle.slot, truncated)
 
     def _end_orphans(self) -> None:
         """End trajectories whose writer was deleted without being closed."""
-        for growing in [growing for growing in self._inserter.growing if growing.owner() is None]:
+        orphans = [growing for growing in self._inserter.take_orphans() if growing.is_published]
+        for growing in orphans:
             self.end(growing, truncated=True)
 
     def close(self) -> None:
         """End all open trajectories: published steps stay, marked as truncated."""
-        for growing in list(self._growing):
+        for growing in [growing for growing in self._growing if growing.is_published]:
             self.end(growing, truncated=True)

@@ -214,7 +214,7 @@ class TrajectoryWriter(ProcessBound):
     @property
     def num_added(self) -> int:
         """Number of trajectories that this writer has added or published."""
-        return self._num_whole + self._publisher.num_begun
+        return self._num_whole + self._publisher.num_added
 
     def fill(self, trajectory_id: int, **columns: Any) -> None:
         """Write late columns of a stored trajectory, once; as `Replay.fill`.

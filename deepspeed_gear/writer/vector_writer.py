@@ -19,7 +19,7 @@ from deepspeed_gear.public_names import public_names
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.native_handle import address, form_of
 from deepspeed_gear.store.process_bound import ProcessBound
-from deepspeed_gear.store.records import Growing
+from deepspeed_gear.store.records import Growing, StepCount
 from deepspeed_gear.writer.completed_trajectory import CompletedTrajectory
 from deepspeed_gear.writer.episode_limit import EpisodeLimit
 from deepspeed_gear.writer.partial_publish import (
@@ -29,11 +29,15 @@ from deepspeed_gear.writer.partial_publish import (
     Publisher,
     no_publisher,
 )
+from deepspeed_gear.writer.reset_check import ResetCheck
 from deepspeed_gear.writer.staged_rows import Staging
 
 _FIRST_LENGTH = 256
 _FLAG = Column("flag", "bool")
-INTERNAL = frozenset({"watch_versions"})  # used by other modules of this package, and by no program
+_LEFT = -1  # the native call did nothing
+_COMPLETED, _ENDS_LEFT, _PUBLISH_LEFT = 1, 2, 4  # what it did, and left: StepEvent of store/vector_steps.h
+# Used by other modules of this package, and by no program.
+INTERNAL = frozenset({"has_begun", "last_states", "take_after", "waits", "watch_versions"})
 
 
 class VectorWriter(ProcessBound):
@@ -86,7 +90,7 @@ class VectorWriter(ProcessBound):
         self._truncated = schema.role("truncated")
         roles = {role: schema.role(role) for role in ("terminated", "truncated")}
         self._names = {role: role if column is None else column.name for role, column in roles.items()}
-        self.num_steps = self.num_trajectories = 0
+        self.num_trajectories = 0
         self._values = {c.name: np.zeros((num_envs, *c.shape), c.numpy_dtype) for c in self._once}
         self._column_names = frozenset({*schema.names, *self._names.values()})
         states, once = [c.name for c in self._state], [c.name for c in self._once]
@@ -94,17 +98,35 @@ class VectorWriter(ProcessBound):
         self._step_names = self._reset_names.union([c.name for c in self._done_by], self._names.values())
         self._completed: list[CompletedTrajectory] = []  # not returned yet
         self._waits = np.ones(num_envs, bool)  # for its first observation
-        self._any_waits, self._room = True, 0
+        self._unstored = np.zeros(num_envs, bool)  # ended, and left to Python by the native call
+        self._was_truncated = np.zeros(num_envs, bool)  # its latest episode
+        self._reward = schema.role("reward")
+        self._check = ResetCheck()
+        # Whether it goes on: Python takes the steps that it looks at.
+        self._checks_resets = np.array([autoreset != "next_step" or self._reward is not None])
+        self._counts = np.zeros(StepCount.NUM_WORDS, np.int64)
+        self._just_completed = np.zeros((2 * num_envs, len(CompletedTrajectory._fields)), np.int64)
         self._notify: Callable[[object, np.ndarray], None] | None = None
-        self._publisher, self._growing = publisher, dict[int, GrowingTrajectory]()  # by environment
+        self._publisher, self._growing = publisher, list[GrowingTrajectory]()  # one an environment, or none
         self._growing_words = np.empty((num_envs, Growing.NUM_WORDS), np.int64)
         self._growing_words[:] = UNPUBLISHED
         self._native_steps: Any = None  # takes plain steps; None: Python does
-        self._publishes = False  # whether it publishes them too
+        self._stores = self._publishes = False  # whether it stores whole trajectories; publishes steps
         length = min(_FIRST_LENGTH, limit.max_length or _FIRST_LENGTH)
         own = Staging.private(schema.step_columns, num_envs, length, native) if staging is None else staging
         self._next = own.first.copy()  # row of each environment's next state
         self._use(own, native if staging is None else None)
+        if publisher is not None:
+            publisher.count(self._counts)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps that were appended."""
+        return int(self._counts[StepCount.STEPS_TAKEN])
+
+    @property
+    def _any_waits(self) -> bool:
+        return bool(self._waits.any())
 
     def __repr__(self) -> str:
         return (
@@ -144,24 +166,41 @@ class VectorWriter(ProcessBound):
         if native is None:
             return
         given = [(column, True) for column in self._state] + [(column, False) for column in self._done_by]
+        words = (self._next, staging.first, self._waits, self._unstored, self._was_truncated,
+                 self._checks_resets, self._counts, self._just_completed, self._growing_words)  # fmt: skip
+        columns = [column.name for column, _ in given]
         self._native_steps = native.VectorSteps(
             columns=[(c.name, address(staging.arrays[c.name]), form_of(native, c), is_state)
                      for c, is_state in given],
             ends=(self._names["terminated"], self._names["truncated"]),
             num_envs=self.num_envs,
-            next=address(self._next),
-            first=address(staging.first),
-            waits=address(self._waits),
+            length=staging.length,
+            words=[address(array) for array in words],
             autoreset=self.autoreset,
+            truncated_column=-1 if self._truncated is None else columns.index(self._truncated.name),
         )  # fmt: skip
         self._steps_address = self._native_steps.address
-        store = None if self._publisher is None else self._publisher.native_store
-        self._publishes = store is not None
-        if store is not None and self._publisher is not None:
-            sources = [address(staging.arrays[c.name]) if c.name in staging.arrays and not c.late else 0
-                       for c in self._schema]  # fmt: skip
-            words = address(self._growing_words)
-            self._native_steps.set_publishing(store.address, sources, words, *self._publisher.limits)
+        if self._publisher is not None and self._publisher.native_store is not None:
+            self._store_natively(staging, self._publisher)
+
+    def _store_natively(self, staging: Staging, publisher: Publisher) -> None:
+        """Let the native call store trajectories that end, and publish steps."""
+        arrays = {**staging.arrays, **self._values}
+        sources = [0 if c.late else address(arrays[c.name]) for c in self._schema]
+        roles = [self._schema.role(role) for role in ("terminated", "truncated")]
+        are_bytes = all(column is None or column.numpy_dtype.itemsize == 1 for column in roles)
+        is_longest = staging.length == self._max_length
+        most, timeout_s = publisher.limits
+        self._native_steps.set_store(
+            of_store=publisher.native_store.address,
+            of_columns=sources,
+            most=most,
+            whole=publisher.adds_natively,
+            begins=publisher.begins_natively,
+            cuts=is_longest and are_bytes and not self._limit.whole_fields,
+            timeout=timeout_s,
+        )
+        self._stores, self._publishes = True, publisher.is_suited and are_bytes
 
     def _grow(self, length: int) -> None:
         """Enlarge the staging to trajectories of `length` steps, keeping its rows."""
@@ -216,13 +255,14 @@ class VectorWriter(ProcessBound):
         once = self._values_in(given, which, self.num_envs, which)
         state, first = self._pick(self._state, given, "reset"), self._staging.first
         self._state_rows.put(state, np.where(which, first, -1))
+        ended = np.flatnonzero(which & self._waits & self.has_begun)
+        if self.autoreset == "disabled" and len(ended):
+            self._check_states(ended, self._next[ended] - 1)
         self._set_values(once, which)
-        for env in [env for env in self._growing if which[env]]:
+        for env in np.flatnonzero(which & self._has_published()).tolist():
             self._end_growing(env, truncated=True)
         self._next[which] = first[which] + 1
         self._waits[which] = False
-        self._any_waits = bool(self._waits.any())
-        self._room = 0
         self._begin(np.flatnonzero(which))
         return self._take_completed()
 
@@ -253,83 +293,171 @@ class VectorWriter(ProcessBound):
                 nothing has changed, and the step may be appended again. Or errors of `add`.
             StoreFullError, NotReadyError: The step is appended, but not published; the next one tries again.
         """
-        events = self._take_plain(columns) if envs is None else -1
-        if events < 0:
-            self._take(final, envs, columns)
-        elif events:
-            self._follow(columns)
-        if publish:
+        taken = self._take_plain(columns, final, publish) if envs is None else _LEFT
+        if taken < 0:
+            taken = self._take(final, envs, columns, publish)
+        if publish and taken & _PUBLISH_LEFT:
             self._publish()
         return self._take_completed() if self._completed else []
 
-    def _take(self, final: Mapping[str, Any] | None, envs: np.ndarray | None, given: dict[str, Any]) -> None:
-        """Take a step that is nested, or not plain; arguments as `step`."""
+    def _take(
+        self,
+        final: Mapping[str, Any] | None,
+        envs: np.ndarray | None,
+        given: dict[str, Any],
+        publish: bool = False,
+    ) -> int:
+        """Take a step that is nested, or not plain; arguments as `step`. Returns what is left."""
         columns = flatten("step", given, self._column_names)
         if envs is None and columns is not given:
-            events = self._take_plain(columns)
-            if events > 0:
-                self._follow(columns)
-            if events >= 0:
-                return
+            flat = final if final is None else flatten("final", final, self._column_names)
+            taken = self._take_plain(columns, flat, publish)
+            if taken >= 0:
+                return taken
         envs = None if envs is None else self._numbers(envs)
         self._refuse_others("step", columns, self._step_names)
         which: Any = slice(None) if envs is None else envs
         waits = self._waits[which]
-        if self._any_waits:
+        if waits.any():
             self._check_begun(np.arange(self.num_envs)[which][waits])
         once = self._values_in(columns, which, len(waits)) if self._once else {}
         done_by = self._pick(self._done_by, columns, "step")
         state = self._pick(self._state, columns, "step")
-        ended = self._ended(columns, len(waits)) & ~waits
+        ended, cut = self._ended(columns, len(waits))
+        ended &= ~waits
         at = np.flatnonzero(ended)
         finals = self._finals(at, envs, final) if self.autoreset == "same_step" and len(at) else {}
-        if self._room <= 0:
-            self._make_room(partial(self._check_rows, which, waits, done_by, state))
+        self._make_room(which, partial(self._check_rows, which, waits, done_by, state))
         rows, following = self._rows_for(which, waits)
         self._done_rows.put(done_by, rows)  # rows that do not count yet, if the next line raises
         self._state_rows.put(state, following)
         if once:
             self._set_values(once, which)
         self._next[which] = following
-        self._room -= 1
-        self.num_steps += len(rows)
+        self._counts[StepCount.STEPS_TAKEN] += len(rows)
+        self._was_truncated[which] = np.where(ended, cut, self._was_truncated[which])
         if self._notify is not None:
             self._note_versions(rows, which, ended)
-        if self._any_waits:
+        if waits.any():
+            self._check_rewards(columns, waits)
             self._begin_again(waits, which)
         if len(at):
             self._end(at, envs, finals, state)
         self._next[which] += 1
+        return _PUBLISH_LEFT
+
+    # ---- transitions -----------------------------------------------------------------------------
+
+    def take_after(self, observed: Any, columns: Mapping[str, Any]) -> bool:
+        """Append and publish a step that was taken at given observations, by one native call.
+
+        Args:
+            observed: The last states; with "disabled", where an episode has ended, the first one of the next
+                episode, which begins. [N, *shape]
+            columns: As `step`; rows of no shape also [N, 1], and those of one environment without an axis.
+        Returns:
+            Whether it was taken; else nothing has changed.
+        Raises:
+            StoreFullError, NotReadyError: As `step`.
+        """
+        taken = self._take_plain(columns, None, True, observed)
+        if taken > 0 and taken & _PUBLISH_LEFT:
+            self._publish()
+        self._completed.clear()
+        return taken >= 0
+
+    def last_states(self, name: str) -> np.ndarray:
+        """Return the last states of all environments. [N, *shape], a copy; undefined before `reset`."""
+        column = self._schema[name]
+        return np.asarray(self._staging.arrays[name].reshape(-1, *column.shape)[self._next - 1])
+
+    @property
+    def waits(self) -> np.ndarray:
+        """Which environments wait for a first observation. [N], bool, a copy."""
+        return np.array(self._waits)
+
+    @property
+    def has_begun(self) -> np.ndarray:
+        """Which environments have begun an episode ever. [N], bool."""
+        return np.asarray(self._next != self._staging.first)
+
+    def _check_states(self, envs: np.ndarray, last_rows: np.ndarray) -> None:
+        """Compare the last states of truncated episodes with the first ones of those after them.
+
+        Args:
+            envs: The environments, whose first rows hold the first states. [n], int64.
+            last_rows: Rows of the last states. [n], int64.
+        """
+        cut = self._was_truncated[envs]
+        if self._check.is_done or not cut.any():
+            return
+        rows = (last_rows[cut] - 1, last_rows[cut], self._staging.first[envs[cut]])
+        flat = [self._staging.arrays[c.name].reshape(-1, *c.shape) for c in self._state]
+        self._check.note_states(*([values[at] for values in flat] for at in rows))
+        self._checks_resets[0] = not self._check.is_done
+
+    def _check_rewards(self, columns: Mapping[str, Any], waits: np.ndarray) -> None:
+        """Look at the rewards of steps that are taken as resets, with "next_step"."""
+        if self._checks_resets[0] and self._reward is not None:
+            self._check.note_rewards(np.asarray(columns[self._reward.name])[waits])
+            self._checks_resets[0] = not self._check.is_done
 
     def _take_completed(self) -> list[CompletedTrajectory]:
         """Return the trajectories that were completed since the last call."""
         completed, self._completed = self._completed, []
         return completed
 
-    def _take_plain(self, columns: Mapping[str, Any]) -> int:
-        """Take a step of all environments by one native call.
+    def _take_plain(
+        self, columns: Mapping[str, Any], final: Any, publish: bool, observed: np.ndarray | None = None
+    ) -> int:
+        """Take a step of all environments by one native call, which stores and publishes too.
 
+        Args:
+            columns: By name.
+            final: As `step`, not nested.
+            publish: As `step`.
+            observed: The observations that the step was taken at, which must be the last states, or begin an
+                episode with "disabled"; None: the last states. [N, *shape].
         Returns:
-            0, or more where episodes begin or end: see `_follow`; -1 if it is not plain (columns to convert
-            or to refuse, names of other columns, no free rows): nothing has changed.
+            _PUBLISH_LEFT, or 0, if the step was taken; _LEFT if it is not plain (columns to convert or to
+            refuse, names of other columns, no free rows): nothing has changed.
         """
-        if self._native_steps is None or self._room <= 0 or self._notify is not None:
-            return -1
-        events: int = self._vector_step(self._steps_address, columns)
-        if events >= 0:
-            self._room -= 1
-            self.num_steps += self.num_envs
-        return events
+        if self._native_steps is None or self._notify is not None:
+            return _LEFT
+        if self._stores:
+            self._look(publish)
+        events: int = self._vector_step(
+            self._steps_address, columns, final, observed, publish and self._publishes
+        )
+        if events == 0:
+            return 0 if self._publishes else _PUBLISH_LEFT
+        if self._counts[StepCount.NUM_COMPLETED]:
+            self._collect()
+        if events > 0 and events & _ENDS_LEFT:
+            self._end_unstored(columns, final)
+        return events if events < 0 or self._publishes else _PUBLISH_LEFT
 
-    def _follow(self, columns: Mapping[str, Any]) -> None:
-        """Begin and end the episodes of a step that was taken natively."""
-        waits = self._waits.copy()
-        at = np.flatnonzero(self._ended(columns, self.num_envs) & ~waits)
-        if self._any_waits:
-            self._begin_again(waits, slice(None))
-        if len(at):
-            self._end(at, None, {}, [])
-        self._next += 1
+    def _look(self, publish: bool) -> None:
+        """Raise unless the run goes on; register the open trajectories before their first publication."""
+        assert self._publisher is not None
+        self._publisher.look()
+        if publish and self._publishes and not self._growing:
+            self._register()
+
+    def _collect(self) -> None:
+        """Note the trajectories that the native call has completed."""
+        count = int(self._counts[StepCount.NUM_COMPLETED])
+        self._counts[StepCount.NUM_COMPLETED] = 0
+        self.num_trajectories += count
+        self._completed += map(CompletedTrajectory._make, self._just_completed[:count].tolist())
+
+    def _end_unstored(self, columns: Mapping[str, Any], final: Any) -> None:
+        """Store the trajectories that have ended in a step, which the native call left."""
+        at = np.flatnonzero(self._unstored)
+        self._unstored[at] = False
+        finals = self._finals(at, None, final) if self.autoreset == "same_step" else {}
+        self._end(at, None, finals, [columns[column.name] for column in self._state])
+        self._next[at] += 1
 
     def _numbers(self, envs: object) -> np.ndarray:
         """Return numbers of environments, checked. [n], int64."""
@@ -338,18 +466,19 @@ class VectorWriter(ProcessBound):
             raise DataError("envs", f"must be in [0, {self.num_envs})", found.tolist())
         return found
 
-    def _ended(self, columns: Mapping[str, Any], num_envs: int) -> np.ndarray:
-        """Return which environments' episodes end. [n], bool, a new array."""
+    def _ended(self, columns: Mapping[str, Any], num_envs: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return which environments' episodes end, and which are truncated. [n] each, bool, new arrays."""
         if self._names["terminated"] not in columns:
             raise DataError(f"column {self._names['terminated']}", "must be in every step")
-        ended = np.zeros(num_envs, bool)
-        for name in self._names.values():
+        ended, cut = np.zeros(num_envs, bool), np.zeros(num_envs, bool)
+        for role, flags in (("terminated", ended), ("truncated", cut)):
+            name = self._names[role]
             if name in columns:
                 given = arguments.array(f"column {name}", columns[name])
-                if given.shape != ended.shape:
+                if given.shape != flags.shape:
                     raise DataError(f"column {name}", f"must have shape [{num_envs}]", list(given.shape))
-                ended |= cast(given, _FLAG, f"column {name}")
-        return ended
+                flags |= cast(given, _FLAG, f"column {name}")
+        return ended | cut, cut
 
     def _check_begun(self, waiting: np.ndarray) -> None:
         """Raise if a step has environments that wait for `reset`.
@@ -369,7 +498,7 @@ class VectorWriter(ProcessBound):
         """Return a step's rows: of action columns (-1 where an episode begins), and of state columns."""
         following = self._next[which]
         rows = following - 1
-        if self._any_waits:
+        if waits.any():
             following = np.where(waits, self._staging.first[which], following)
             rows[waits] = -1
         return rows, following
@@ -432,9 +561,8 @@ class VectorWriter(ProcessBound):
     def _begin_again(self, waits: np.ndarray, which: Any) -> None:
         """Begin the episodes whose first observation was in this step."""
         begun = np.arange(self.num_envs)[which][waits]
-        self.num_steps -= len(begun)
+        self._counts[StepCount.STEPS_TAKEN] -= len(begun)
         self._waits[begun] = False
-        self._any_waits = bool(self._waits.any())
         self._begin(begun)
 
     def _begin(self, envs: np.ndarray) -> None:
@@ -464,14 +592,15 @@ class VectorWriter(ProcessBound):
             firsts = np.full(self.num_envs if envs is None else len(envs), -1, np.int64)
             firsts[at] = first[ended]
             self._state_rows.put(state, firsts)
+            self._check_states(ended, self._next[ended])
             self._next[ended] = first[ended]
             self._begin(ended)
         else:
-            self._waits[ended] = self._any_waits = True
+            self._waits[ended] = True
 
     def _commit(self, env: int, num_steps: int, is_truncated: bool = False) -> None:
         """Add the steps in the first rows of an environment's place as a trajectory."""
-        if env in self._growing:
+        if self._has_published()[env]:
             self._commit_rest(env, num_steps, is_truncated)
             return
         trajectory: dict[str, Any] = {}
@@ -498,13 +627,27 @@ class VectorWriter(ProcessBound):
         if self._publisher is None:
             raise no_publisher()
         self._publisher.check()
-        if self._publishes and self._vector_publish(self._steps_address) == 0:
-            return
+        if self._stores:
+            self._look(True)
+            if self._publishes and self._vector_publish(self._steps_address):
+                return
+        if not self._growing:
+            self._register()
         used = self._used()
-        for env in np.flatnonzero(used).tolist():
-            if env not in self._growing:
-                self._growing[env] = GrowingTrajectory(weakref.ref(self), self._growing_words[env])
-        self._publisher.publish([self._part_of(env, int(used[env])) for env in self._growing])
+        envs = np.flatnonzero(used).tolist()
+        self._publisher.publish([self._part_of(env, int(used[env])) for env in envs])
+
+    def _register(self) -> None:
+        """Let the publisher end the open trajectories if this writer is dropped."""
+        assert self._publisher is not None
+        owner = weakref.ref(self, self._publisher.note_orphan)
+        self._growing = [GrowingTrajectory(owner, words) for words in self._growing_words]
+        self._publisher.register(self._growing)
+
+    def _has_published(self) -> np.ndarray:
+        """Return which open trajectories were published, though some were evicted since. [N], bool."""
+        words = self._growing_words
+        return np.asarray((words[:, Growing.SLOT] >= 0) | (words[:, Growing.FIRST] > 0))
 
     def _part_of(self, env: int, num_steps: int) -> PublishedPart:
         """Return an environment's open trajectory, with `num_steps` steps in the rows of its place."""
@@ -519,11 +662,12 @@ class VectorWriter(ProcessBound):
 
     def _end_growing(self, env: int, truncated: bool) -> None:
         assert self._publisher is not None
-        growing = self._growing.pop(env)
+        growing = self._growing[env]
         is_published = growing.is_published
         self._publisher.end(growing, truncated)
         if is_published and growing.trajectory_id is not None:
             self._completed.append(CompletedTrajectory(env, growing.trajectory_id, growing.published))
+        growing.reset()
 
     def _rows_of(self, env: int, column: Column, first: int, end: int) -> np.ndarray:
         num_steps = end - int(column.rows == "T+1") - self._steps_before(env)
@@ -543,8 +687,11 @@ class VectorWriter(ProcessBound):
         Returns:
             The trajectories of published steps that end here.
         """
-        for env in list(self._growing):
+        for env in np.flatnonzero(self._has_published()).tolist():
             self._end_growing(env, truncated=True)
+        if self._growing and self._publisher is not None:
+            self._publisher.unregister(self._growing)
+            self._growing = []
         return self._take_completed()
 
     def __enter__(self) -> VectorWriter:
@@ -559,20 +706,21 @@ class VectorWriter(ProcessBound):
         """Return how many steps each environment has in the staging. [N]."""
         return np.where(self._waits, 0, self._next - self._staging.first - 1)
 
-    def _make_room(self, check: Callable[[], None]) -> None:
-        """Provide rows for the next steps: grow the staging, or truncate the longest trajectories.
+    def _make_room(self, which: Any, check: Callable[[], None]) -> None:
+        """Provide rows for a step: grow the staging, or truncate the longest trajectories.
 
         Args:
+            which: The environments of the step, as an index.
             check: Called before anything is truncated; raises if the step is invalid.
         """
-        used, length = self._used(), self._staging.length
-        if int(used.max()) >= length:
-            if self._max_length is None or length < self._max_length:
-                self._grow(2 * length if self._max_length is None else min(2 * length, self._max_length))
-            else:
-                check()
-                self._truncate(np.flatnonzero(used >= length))
-        self._room = self._staging.length - int(self._used().max())
+        used, length = self._used()[which], self._staging.length
+        if int(used.max(initial=0)) < length:
+            return
+        if self._max_length is None or length < self._max_length:
+            self._grow(2 * length if self._max_length is None else min(2 * length, self._max_length))
+        else:
+            check()
+            self._truncate(np.arange(self.num_envs)[which][used >= length])
 
     def _truncate(self, envs: np.ndarray) -> None:
         """Add trajectories of max_length as truncated; the next ones begin at their last states.

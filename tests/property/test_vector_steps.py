@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_gear import Column, Replay, Schema
+from deepspeed_gear import Column, Replay, Schema, TransitionBuffer
 from deepspeed_gear.errors import GearError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.writer.vector_writer import VectorWriter
@@ -62,7 +63,7 @@ def nested(columns: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_python(writer: VectorWriter) -> VectorWriter:
-    writer._native_steps, writer._publishes = None, False
+    writer._native_steps, writer._stores, writer._publishes = None, False, False
     return writer
 
 
@@ -75,7 +76,7 @@ def stored(replay: Replay) -> list[Any]:
             continue
         first, steps = int(record[Slot.FIRST_ROW]), int(record[Slot.NUM_STEPS])
         rows = {}
-        for column in SCHEMA:
+        for column in table.spec.schema:
             end = {"T": first + steps, "T+1": first + steps + 1, "1": slot + 1}[column.rows]
             begin = slot if column.rows == "1" else first
             rows[column.name] = np.array(table.columns[column.name][begin:end]).tolist()
@@ -185,3 +186,68 @@ def test_native_steps_are_those_of_python(scene: tuple[int, str, bool, list[dict
         for writer in (native, plain):
             writer.close()
         assert stored(one) == stored(other)
+
+
+@st.composite
+def transitions(draw: st.DrawFn) -> tuple[int, str, int, list[dict[str, Any]]]:
+    num_envs = draw(st.integers(1, 3))
+    flags = st.lists(st.sampled_from([False] * 6 + [True]), min_size=num_envs, max_size=num_envs)
+    one = st.fixed_dictionaries(
+        {
+            "terminated": flags,
+            "truncated": flags,
+            "jumps": st.lists(st.sampled_from([False] * 9 + [True]), min_size=num_envs, max_size=num_envs),
+            "form": st.sampled_from(("plain",) * 12 + ("lists", "wide", "nan", "column", "negative zero")),
+            "sample": st.booleans(),
+        }
+    )
+    mode = draw(st.sampled_from(["next_step", "same_step", "disabled"]))
+    return num_envs, mode, draw(st.integers(1, 8)), draw(st.lists(one, min_size=4, max_size=40))
+
+
+@settings(deadline=None)
+@given(transitions())
+def test_native_transitions_are_those_of_python(scene: tuple[int, str, int, list[dict[str, Any]]]) -> None:
+    """With gaps, ends of both kinds, parts of `max_length`, and a table that evicts and compacts."""
+    spaces = pytest.importorskip("gymnasium").spaces
+    num_envs, mode, longest, steps = scene
+    space, actions = spaces.Box(-1e6, 1e6, (2,), np.float32), spaces.Discrete(5)
+    options = {"n_envs": num_envs, "autoreset": mode, "batch_size": 4, "table": {"max_length": longest}}
+    buffers = [TransitionBuffer(12, space, actions, **options) for _ in range(2)]
+    in_python(buffers[1]._writer)
+    obs = np.zeros((num_envs, 2), np.float32)
+    for at, step in enumerate(steps):
+        base = np.repeat(np.arange(num_envs) * 100 + at + 1, 2).reshape(num_envs, 2).astype(np.float32)
+        ended = np.array(step["terminated"]) | step["truncated"]
+        rows: dict[str, Any] = {
+            "next_obs": base,
+            "action": np.full(num_envs, at % 5),
+            "reward": np.full(num_envs, at / 2),
+            "terminated": np.array(step["terminated"]),
+            "truncated": np.array(step["truncated"]),
+        }
+        match step["form"]:
+            case "lists":
+                rows = {name: value.tolist() for name, value in rows.items()}
+            case "wide":
+                rows["next_obs"] = base.astype(np.float64)
+            case "nan":
+                rows["next_obs"] = np.where(base == base.max(), np.float32("nan"), base)
+            case "column":
+                rows["reward"], rows["action"] = rows["reward"].reshape(-1, 1), rows["action"].reshape(-1, 1)
+            case "negative zero":
+                rows["next_obs"] = base * np.float32(-0.0)
+        found = [outcome(held.add, obs=obs, **rows) for held in buffers]
+        assert found[0] == found[1], step
+        if step["sample"] and len(buffers[0]):
+            for held in buffers:
+                outcome(held.sample)
+        assert stored(buffers[0].replay) == stored(buffers[1].replay), step
+        if found[0] is None:  # it was added
+            obs = np.asarray(rows["next_obs"], np.float32) + np.float32(0)
+            new = np.array(step["jumps"])
+            if mode != "next_step":
+                new |= ended
+            obs = np.where(new[:, None], np.float32(1000 + at), obs)
+    for held in buffers:
+        held.close()

@@ -51,8 +51,10 @@ PyMethodDef kMethods[] = {
         "store_add", "store_add(store, columns, num_steps, timeout_s) -> (id, slot)"),
     Function<gear::python::RowFits>("row_fits", "row_fits(targets, target, row) -> bool"),
     Function<gear::python::PutRows>("rows_put", "rows_put(targets, columns, rows) -> column"),
-    Function<gear::python::TakeStep>("vector_step", "vector_step(steps, columns) -> events"),
-    Function<gear::python::PublishSteps>("vector_publish", "vector_publish(steps) -> number left"),
+    Function<gear::python::TakeStep>(
+        "vector_step", "vector_step(steps, columns, final, observed, publish) -> events"),
+    Function<gear::python::PublishSteps>("vector_publish",
+                                         "vector_publish(steps) -> whether all is published"),
     Function<gear::python::GatherInto>("gather_into",
                                        "gather_into(call, resolutions, n_steps) -> None"),
     Function<gear::python::TakeSelection>(

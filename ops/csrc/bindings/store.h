@@ -279,10 +279,21 @@ inline void Bind(py::module_& module) {
            py::arg("most_steps"), py::arg("position"), py::arg("least_free_rows"))
       .def("set_columns", &Store::SetColumns)
       .def("set_retention", &Store::SetRetention)
+      .def(
+          "set_compaction",
+          [](Store& store, bool compacts, int64_t spare_rows, const std::vector<uintptr_t>& ahead) {
+            store.compacts = compacts;
+            store.spare_rows = spare_rows;
+            store.ahead.clear();
+            for (const uintptr_t word : ahead) store.ahead.push_back(At<int64_t>(word));
+          })
+      .def("set_ends",
+           [](Store& store, uintptr_t terminated, uintptr_t truncated) {
+             store.terminated = At<bool>(terminated);
+             store.truncated = At<bool>(truncated);
+           })
       .def("reserve", [](Store& store, int64_t rows,
                          int64_t steps) { return cpu::Reserve(store, rows, steps); })
-      .def("make_room", [](Store& store, int64_t rows,
-                           int64_t steps) { return cpu::ReserveWithRemoval(store, rows, steps); })
       .def("commit", [](Store& store, int64_t slot, int64_t steps, int64_t rows,
                         int64_t born) { return cpu::Commit(store, slot, steps, rows, born); })
       .def("retire", [](Store& store, int64_t slot) { cpu::Retire(store, slot); })

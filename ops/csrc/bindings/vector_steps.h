@@ -1,144 +1,203 @@
-// The steps of many environments at once: one call takes a step into the writer's staging, another
-// one publishes it. A step that is not plain is left to Python (writer/vector_writer.py), which
-// does the same.
+// The steps of many environments at once, from Python's buffers: one call takes a step, stores the
+// trajectories that end and publishes the others. A step that is not plain is left to Python
+// (writer/vector_writer.py), which does the same.
 #pragma once
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "bindings/direct.h"
 #include "bindings/store.h"
+#include "store/vector_steps.h"
 
 namespace gear::python {
 
-struct VectorSteps {
-  struct Column {
+struct VectorSteps : cpu::VectorSteps {
+  struct Source {
     py::str name;
-    char* base;
     RowForm form;
-    bool is_state;  // of the state that a step leads to; else of what was done
+    std::vector<float> converted;  // rows that came as float64
   };
-  std::vector<Column> columns;
+  std::vector<Source> given;  // by column
   // Given in every step also where the schema has no such columns.
   struct End {
     py::str name;
     bool is_column;
   };
   End terminated, truncated;
-  int64_t num_envs;
-  int64_t* next;         // row of each environment's next state
-  const int64_t* first;  // row of each environment's first state
-  const bool* waits;     // for its first observation
-  bool resets,
-      has_final;  // the step after the last one resets; the last one comes with a final state
-  // Of the table, for publishing; null: Python does it.
-  Store* store = nullptr;
-  std::vector<const char*> staged;  // by column of the store
-  cpu::Growing* growing = nullptr;
-  int64_t most_steps = 0;
-  double timeout_s = 0;
-  std::vector<int64_t> rows, following;
-  std::vector<cpu::Staged> steps;
+  std::vector<const char*> values;
 
-  void SetPublishing(uintptr_t of_store, const std::vector<uintptr_t>& sources, uintptr_t words,
-                     int64_t most, double timeout) {
+  void SetStore(uintptr_t of_store, const std::vector<uintptr_t>& of_columns, int64_t most,
+                bool whole, bool begins, bool cuts, double timeout) {
     store = At<Store>(of_store);
-    staged.clear();
-    for (const uintptr_t source : sources) staged.push_back(At<const char>(source));
-    growing = At<cpu::Growing>(words);
+    sources.clear();
+    for (const uintptr_t source : of_columns) sources.push_back(At<const char>(source));
     most_steps = most;
+    adds = whole;
+    may_begin = begins;
+    may_cut = cuts;
     timeout_s = timeout;
   }
 
-  // Reads a flag of each environment; false: it is not [num_envs] bool, or not given and needed.
-  // Adds one to `num_others` if it was given and is no column.
-  bool ReadFlags(PyObject* given, const End& end, bool needed, std::vector<bool>* flags,
-                 size_t* num_others) const {
-    PyObject* values = PyDict_GetItemWithError(given, end.name.ptr());
-    if (values == nullptr) return !needed && PyErr_Occurred() == nullptr;
-    if (!end.is_column) ++*num_others;
-    const Buffer buffer(values);
-    if (!buffer.held() || KindOf(buffer.view().format) != 'b') return false;
-    if (buffer.view().ndim != 1 || buffer.view().shape[0] != num_envs) return false;
-    const bool* set = static_cast<const bool*>(buffer.view().buf);
-    for (int64_t i = 0; i < num_envs; ++i) {
-      if (set[i]) (*flags)[static_cast<size_t>(i)] = true;
+  // A flag of each environment; null if they are not [num_envs] bool.
+  const char* Flags(const Buffer& buffer) const {
+    if (!buffer.held() || KindOf(buffer.view().format) != 'b') return nullptr;
+    const Py_buffer& view = buffer.view();
+    const bool fits = (view.ndim == 1 && view.shape[0] == num_envs) ||
+                      (view.ndim == 2 && view.shape[0] == num_envs && view.shape[1] == 1);
+    return fits ? static_cast<const char*>(view.buf) : nullptr;
+  }
+
+  // Whether a buffer holds a row of each environment, of its form or of float64 for float32. A row
+  // of no shape may have one of [1], and rows of one environment no axis.
+  bool Fits(const RowForm& form, const Buffer& buffer, bool* converts) const {
+    if (!buffer.held()) return false;
+    const Py_buffer& view = buffer.view();
+    *converts = form.kind == 'f' && form.item_bytes == 4 && view.itemsize == 8;
+    const Py_ssize_t item_bytes = *converts ? 8 : form.item_bytes;
+    if (view.itemsize != item_bytes || KindOf(view.format) != form.kind) return false;
+    const auto rank = static_cast<int>(form.shape.size());
+    const int lead = num_envs == 1 && view.ndim == rank && rank > 0 ? 0 : 1;
+    if (lead == 1 && (view.ndim < 1 || view.shape[0] != num_envs)) return false;
+    if (rank == 0) return view.ndim == 1 || (view.ndim == 2 && view.shape[1] == 1);
+    if (view.ndim != rank + lead) return false;
+    return std::equal(form.shape.begin(), form.shape.end(), view.shape + lead);
+  }
+
+  // The rows of a buffer in the stored form; null if it does not fit, or a value overflows.
+  const char* RowsIn(size_t column, const Buffer& buffer) {
+    Source& source = given[column];
+    bool converts = false;
+    if (!Fits(source.form, buffer, &converts)) return nullptr;
+    if (!converts) return static_cast<const char*>(buffer.view().buf);
+    const auto* wide = static_cast<const double*>(buffer.view().buf);
+    const auto count = static_cast<size_t>(buffer.view().len / 8);
+    source.converted.resize(count);
+    bool fits = true;
+    for (size_t i = 0; i < count; ++i) {
+      source.converted[i] = static_cast<float>(wide[i]);
+      fits &= std::isfinite(source.converted[i]) || !std::isfinite(wide[i]);
+    }
+    return fits ? reinterpret_cast<const char*>(source.converted.data()) : nullptr;
+  }
+
+  // The last states of the environments that end, from `final` of the step; false: not plain.
+  bool ReadFinals(PyObject* final, const char* ends, const char* cuts,
+                  std::vector<const char*>* rows, std::vector<Buffer>* buffers) {
+    if (!PyDict_Check(final)) return false;
+    size_t num_states = 0;
+    for (size_t c = 0; c < columns.size(); ++c) num_states += columns[c].is_state ? 1 : 0;
+    if (static_cast<size_t>(PyDict_GET_SIZE(final)) != num_states) return false;
+    const auto count = static_cast<size_t>(num_envs);
+    rows->reserve(num_states * count);
+    buffers->reserve(num_states * (count + 1));  // references to them stay valid
+    for (size_t c = 0; c < columns.size(); ++c) {
+      if (!columns[c].is_state) continue;
+      const RowForm& form = given[c].form;
+      PyObject* value = PyDict_GetItemWithError(final, given[c].name.ptr());
+      if (value == nullptr) return false;
+      const Buffer& buffer = buffers->emplace_back(value);
+      const bool is_array = form.Fits(buffer, num_envs);
+      const bool are_objects = buffer.held() && buffer.view().format != nullptr &&
+                               std::strcmp(buffer.view().format, "O") == 0 &&
+                               buffer.view().ndim == 1 && buffer.view().shape[0] == num_envs;
+      if (!is_array && !are_objects) return false;
+      for (int64_t i = 0; i < num_envs; ++i) {
+        const char* row = nullptr;
+        if (waits[i] || (ends[i] == 0 && (cuts == nullptr || cuts[i] == 0))) {
+          rows->push_back(nullptr);
+          continue;
+        }
+        if (is_array) {
+          row = static_cast<const char*>(buffer.view().buf) + i * form.row_bytes;
+        } else {
+          PyObject* one = static_cast<PyObject**>(buffer.view().buf)[i];
+          if (one == nullptr) return false;
+          const Buffer& held_row = buffers->emplace_back(one);
+          if (!form.Fits(held_row, -1)) return false;
+          row = static_cast<const char*>(held_row.view().buf);
+        }
+        if (!cpu::AllFinite(row, form.row_bytes, form.checked)) return false;
+        rows->push_back(row);
+      }
     }
     return true;
   }
 
-  // Takes a step of all environments. Returns kLeft, and nothing has happened, or which events are
-  // left to Python, which then also advances `next`.
-  enum : int64_t { kLeft = -1, kBegun = 1, kEnded = 2 };
-  int64_t Take(PyObject* given) {
-    const auto count = static_cast<size_t>(num_envs);
-    std::vector<bool> ended(count, false);
-    size_t num_others = 0;
-    if (!ReadFlags(given, terminated, true, &ended, &num_others) ||
-        !ReadFlags(given, truncated, false, &ended, &num_others))
-      return kLeft;
+  // Takes a step of all environments: columns by name, last states of episodes with same_step, the
+  // observations that it was taken at or null. Returns StepEvent's; kLeft: nothing has happened.
+  int64_t TakeStep(PyObject* step, PyObject* final, PyObject* observed, bool publish) {
+    PyObject* ends = PyDict_GetItemWithError(step, terminated.name.ptr());
+    if (ends == nullptr) return cpu::kLeft;
+    PyObject* cuts = PyDict_GetItemWithError(step, truncated.name.ptr());
+    const size_t num_others =
+        (terminated.is_column ? 0 : 1) + (cuts == nullptr || truncated.is_column ? 0 : 1);
     // All columns must be given, so another number is another name: Python takes or refuses it.
-    if (static_cast<size_t>(PyDict_GET_SIZE(given)) != columns.size() + num_others) return kLeft;
-    int64_t events = 0;
-    for (size_t i = 0; i < count; ++i) {
-      rows[i] = next[i] - 1;
-      following[i] = next[i];
-      if (waits[i]) {
-        if (!resets || next[i] == first[i]) return kLeft;
-        rows[i] = -1;
-        following[i] = first[i];
-        events |= kBegun;
-      } else if (ended[i]) {
-        events |= kEnded;
-      }
+    if (static_cast<size_t>(PyDict_GET_SIZE(step)) != columns.size() + num_others)
+      return cpu::kLeft;
+    const Buffer end_flags(ends);
+    std::optional<Buffer> cut_flags;
+    const char* ended = Flags(end_flags);
+    const char* cut = nullptr;
+    if (cuts != nullptr) cut = Flags(cut_flags.emplace(cuts));
+    if (ended == nullptr || (cuts != nullptr && cut == nullptr)) return cpu::kLeft;
+    std::optional<Buffer> at;
+    const char* observations = nullptr;
+    if (observed != nullptr) {
+      bool converts = false;
+      at.emplace(observed);
+      if (!Fits(given[0].form, *at, &converts) || converts) return cpu::kLeft;
+      observations = static_cast<const char*>(at->view().buf);
     }
-    if ((events & kEnded) != 0 && has_final) return kLeft;
+    if (!Plan(ended, cut, observations)) return cpu::kLeft;
     std::vector<Buffer> buffers;
     buffers.reserve(columns.size());
-    for (const Column& column : columns) {
-      PyObject* value = PyDict_GetItemWithError(given, column.name.ptr());
-      if (value == nullptr) return kLeft;
-      const Buffer& buffer = buffers.emplace_back(value);
-      const int64_t* places = column.is_state ? following.data() : rows.data();
-      if (!column.form.Fits(buffer, num_envs) ||
-          !RowsAreFinite(column.form, static_cast<const char*>(buffer.view().buf), places,
-                         num_envs))
-        return kLeft;
-    }
     for (size_t c = 0; c < columns.size(); ++c) {
-      const Column& column = columns[c];
-      cpu::ScatterRows(column.base, static_cast<const char*>(buffers[c].view().buf),
-                       column.form.row_bytes, column.is_state ? following.data() : rows.data(),
-                       num_envs);
+      PyObject* value = PyDict_GetItemWithError(step, given[c].name.ptr());
+      if (value == nullptr) return cpu::kLeft;
+      values[c] = RowsIn(c, buffers.emplace_back(value));
+      const int64_t* places = columns[c].is_state ? following.data() : rows.data();
+      if (values[c] == nullptr || !RowsAreFinite(given[c].form, values[c], places, num_envs))
+        return cpu::kLeft;
     }
-    for (size_t i = 0; i < count; ++i) next[i] = following[i] + (events == 0 ? 1 : 0);
-    return events;
-  }
-
-  // Publishes the steps of all environments; returns how many have some left, for Python to do.
-  int64_t Publish() {
-    for (int64_t i = 0; i < num_envs; ++i) {
-      const int64_t used = waits[i] ? 0 : next[i] - first[i] - 1;
-      steps[static_cast<size_t>(i)] = {staged.data(), first[i], used};
+    if (observations != nullptr) {  // only those that begin an episode are stored
+      for (int64_t i = 0; i < num_envs; ++i) {
+        const char* row = observations + i * columns[0].row_bytes;
+        if (starts[i] != 0 && !cpu::AllFinite(row, columns[0].row_bytes, given[0].form.checked))
+          return cpu::kLeft;
+      }
     }
-    const WithoutLock unlocked;
-    return cpu::Grow(*store, steps.data(), growing, num_envs, most_steps, timeout_s);
+    std::vector<Buffer> final_buffers;
+    std::vector<const char*> finals;
+    if (has_ends && autoreset == cpu::Autoreset::kSameStep &&
+        !ReadFinals(final, ended, cut, &finals, &final_buffers))
+      return cpu::kLeft;
+    if (!has_ends && !has_cuts && !publish)
+      return Take(values.data(), finals, observations, ended, cut, false);
+    const WithoutLock unlocked;  // a wait for the store's lock must not stop other threads
+    return Take(values.data(), finals, observations, ended, cut, publish);
   }
 };
 
-// Columns: name, address of the staging, form, whether it is of the state.
+// Columns: name, address of the staging, form, whether it is of the state. Words: the addresses of
+// next, first, waits, unstored, was_truncated, checks_resets, counts, completed, growing.
 inline VectorSteps MakeVectorSteps(
     const std::vector<std::tuple<py::str, uintptr_t, RowForm, bool>>& columns,
-    const std::pair<py::str, py::str>& ends, int64_t num_envs, uintptr_t next, uintptr_t first,
-    uintptr_t waits, const std::string& autoreset) {
+    const std::pair<py::str, py::str>& ends, int64_t num_envs, int64_t length,
+    const std::vector<uintptr_t>& words, const std::string& autoreset, int64_t truncated_column) {
   VectorSteps made;
-  for (const auto& [name, base, form, is_state] : columns)
-    made.columns.push_back({name, At<char>(base), form, is_state});
+  for (const auto& [name, base, form, is_state] : columns) {
+    made.columns.push_back({At<char>(base), form.row_bytes, is_state});
+    made.given.push_back({name, form, {}});
+  }
   const auto end = [&made](const py::str& name) {
-    const auto& all = made.columns;
+    const auto& all = made.given;
     return VectorSteps::End{name, std::any_of(all.begin(), all.end(), [&name](const auto& column) {
                               return column.name.equal(name);
                             })};
@@ -146,40 +205,63 @@ inline VectorSteps MakeVectorSteps(
   made.terminated = end(ends.first);
   made.truncated = end(ends.second);
   made.num_envs = num_envs;
-  made.next = At<int64_t>(next);
-  made.first = At<const int64_t>(first);
-  made.waits = At<const bool>(waits);
-  made.resets = autoreset == "next_step";
-  made.has_final = autoreset == "same_step";
-  made.rows.resize(static_cast<size_t>(num_envs));
-  made.following.resize(static_cast<size_t>(num_envs));
-  made.steps.resize(static_cast<size_t>(num_envs));
+  made.length = length;
+  made.next = At<int64_t>(words.at(0));
+  made.first = At<const int64_t>(words.at(1));
+  made.waits = At<bool>(words.at(2));
+  made.unstored = At<bool>(words.at(3));
+  made.was_truncated = At<bool>(words.at(4));
+  made.checks_resets = At<const bool>(words.at(5));
+  made.counts = At<int64_t>(words.at(6));
+  made.completed = At<cpu::Completed>(words.at(7));
+  made.growing = At<cpu::Growing>(words.at(8));
+  made.truncated_column = truncated_column;
+  made.autoreset = autoreset == "next_step"   ? cpu::Autoreset::kNextStep
+                   : autoreset == "same_step" ? cpu::Autoreset::kSameStep
+                                              : cpu::Autoreset::kDisabled;
+  const auto count = static_cast<size_t>(num_envs);
+  made.rows.resize(count);
+  made.following.resize(count);
+  made.starts.resize(count);
+  made.latest.resize(count, {0, -1});
+  made.values.resize(columns.size());
   return made;
 }
 
-// vector_step(steps, columns) -> events, or -1
+// vector_step(steps, columns, final, observed, publish) -> events, or -1
 inline PyObject* TakeStep(PyObject* const* given, Py_ssize_t count) {
-  direct::CheckCount(count, 2);
+  direct::CheckCount(count, 5);
   if (!PyDict_Check(given[1])) direct::RaiseType("a dict", given[1]);
-  const int64_t events = direct::AddressOf<VectorSteps>(given[0])->Take(given[1]);
+  PyObject* observed = given[3] == Py_None ? nullptr : given[3];
+  const bool publish = PyObject_IsTrue(given[4]) == 1;
+  const int64_t events =
+      direct::AddressOf<VectorSteps>(given[0])->TakeStep(given[1], given[2], observed, publish);
   if (PyErr_Occurred() != nullptr) throw direct::PythonError{};
   return PyLong_FromLongLong(events);
 }
 
-// vector_publish(steps) -> environments with steps left to publish
+// vector_publish(steps) -> whether all is published
 inline PyObject* PublishSteps(PyObject* const* given, Py_ssize_t count) {
   direct::CheckCount(count, 1);
-  return PyLong_FromLongLong(direct::AddressOf<VectorSteps>(given[0])->Publish());
+  auto& steps = *direct::AddressOf<VectorSteps>(given[0]);
+  bool done = false;
+  {
+    const WithoutLock unlocked;
+    done = steps.Publish();
+  }
+  return PyBool_FromLong(done);
 }
 
 inline void BindVectorSteps(py::module_& module) {
   py::class_<VectorSteps>(module, "VectorSteps", py::module_local())
       .def(py::init(&MakeVectorSteps), py::kw_only(), py::arg("columns"), py::arg("ends"),
-           py::arg("num_envs"), py::arg("next"), py::arg("first"), py::arg("waits"),
-           py::arg("autoreset"))
+           py::arg("num_envs"), py::arg("length"), py::arg("words"), py::arg("autoreset"),
+           py::arg("truncated_column"))
       .def_property_readonly("address",
                              [](VectorSteps& steps) { return reinterpret_cast<uintptr_t>(&steps); })
-      .def("set_publishing", &VectorSteps::SetPublishing);
+      .def("set_store", &VectorSteps::SetStore, py::kw_only(), py::arg("of_store"),
+           py::arg("of_columns"), py::arg("most"), py::arg("whole"), py::arg("begins"),
+           py::arg("cuts"), py::arg("timeout"));
 }
 
 }  // namespace gear::python

@@ -1,5 +1,6 @@
 #include "store/store.h"
 #include "store/bell.h"
+#include "store/compact.h"
 #include "store/held.h"
 
 #include <algorithm>
@@ -49,8 +50,8 @@ void Note(Store& store, int64_t slot) {
   }
 }
 
-// The extent after which `num_rows` rows are free; -1 if there is none.
-int64_t FindGap(Store& store, int64_t num_rows) {
+// The extent after which `num_rows` rows are free, among the next `most` ones; -1 if there is none.
+int64_t FindGap(Store& store, int64_t num_rows, int64_t most) {
   const int64_t sentinel = store.num_slots, start = store.control[kRover];
   int64_t at = start;
   do {
@@ -60,7 +61,7 @@ int64_t FindGap(Store& store, int64_t num_rows) {
     const int64_t end = next == sentinel ? store.num_rows : store.slots[next].first_row;
     if (end - begin >= num_rows) return at;
     at = next;
-  } while (at != start);
+  } while (at != start && --most > 0);
   return -1;
 }
 
@@ -99,6 +100,9 @@ bool Write(Store& store, int64_t slot, const void* const* sources, int64_t num_s
   return true;
 }
 
+// The global batch that is selected next.
+int64_t BornNow(const Store& store) { return store.position == nullptr ? 0 : store.position[0]; }
+
 bool IsOver(const Store& store, int64_t num_steps) {
   const int64_t held = store.control[kNumCommitted] + store.control[kPending];
   const int64_t final_rows = RowsOf(store, 0);
@@ -136,11 +140,13 @@ void FreeUnpinned(Store& store) {
 
 }  // namespace
 
-int64_t Reserve(Store& store, int64_t num_rows, int64_t num_steps) {
+namespace {
+
+int64_t ReserveAmong(Store& store, int64_t num_rows, int64_t num_steps, int64_t most) {
   const int64_t slot = store.control[kFreeSlot];
   if (slot < 0) return kNoSlot;
   if (num_rows > store.control[kFreeRows]) return kNoRows;
-  const int64_t behind = FindGap(store, num_rows);
+  const int64_t behind = FindGap(store, num_rows, most);
   if (behind < 0) return kScattered;
   const Slot& before = store.slots[behind];
   Slot& record = store.slots[slot];
@@ -158,6 +164,18 @@ int64_t Reserve(Store& store, int64_t num_rows, int64_t num_steps) {
   CountPending(store, record, 1);
   store.control[kRowsHeld] += num_rows;
   return slot;
+}
+
+// Whether extents are moved here, and that is cheaper than eviction.
+bool Compacts(const Store& store, int64_t num_rows) {
+  const bool pays = store.control[kFreeRows] - num_rows >= store.least_free_rows;
+  return pays && store.compacts && store.removal != kByCaller && store.control[kSelecting] == 0;
+}
+
+}  // namespace
+
+int64_t Reserve(Store& store, int64_t num_rows, int64_t num_steps) {
+  return ReserveAmong(store, num_rows, num_steps, INT64_MAX);
 }
 
 int64_t Commit(Store& store, int64_t slot, int64_t num_steps, int64_t num_rows, int64_t born) {
@@ -239,22 +257,34 @@ bool MayInsert(const Store& store, int64_t num_steps) {
   return ahead - static_cast<double>(sampled) <= rate.most;
 }
 
-int64_t ReserveWithRemoval(Store& store, int64_t num_rows, int64_t num_steps) {
+int64_t ReserveWithRemoval(Store& store, int64_t num_rows, int64_t num_steps, int64_t inserts) {
+  // A search of all extents takes longer than moving a few near ones, and so does a compaction that
+  // fails: in a large table it is tried again when more rows are free.
+  constexpr int64_t kNear = 8, kMany = 1024;
   bool freed = false;
+  int64_t compact_from = 0;
   while (true) {
     int64_t found =
-        IsOver(store, num_steps) ? int64_t{kNoRows} : Reserve(store, num_rows, num_steps);
+        IsOver(store, num_steps) ? int64_t{kNoRows} : ReserveAmong(store, num_rows, inserts, kNear);
     if (found >= 0) return found;
-    if (!freed) {
+    if (!freed && store.removal != kByCaller) {
       FreeUnpinned(store);
       freed = true;
       continue;
     }
-    if (store.removal == kNoEviction || store.removal == kByCaller) return found;
-    const int64_t left = store.control[kFreeRows] - num_rows;
-    if (found == kScattered && left >= store.least_free_rows) return found;
+    const int64_t free = store.control[kFreeRows];
+    const bool compacts = found == kScattered && Compacts(store, num_rows);
+    if (compacts && store.control[kNumCommitted] > kMany) {
+      if (free >= compact_from && MakeRun(store, num_rows)) continue;
+      if (free >= compact_from) compact_from = free + num_rows / 2;
+    } else if (found == kScattered) {
+      if (compacts && MakeRun(store, num_rows)) continue;
+      found = Reserve(store, num_rows, inserts);
+    }
+    if (found >= 0 || store.removal == kByCaller || store.removal == kNoEviction) return found;
+    if (found == kScattered && free - num_rows >= store.least_free_rows && !compacts) return found;
     const int64_t waiting = RowsBeingRead(store);
-    const bool fits = waiting > 0 && store.control[kFreeRows] + waiting >= num_rows;
+    const bool fits = waiting > 0 && free + waiting >= num_rows;
     if (store.control[kSelecting] != 0 || (fits && !IsOver(store, num_steps))) return kPinned;
     const int64_t slot = NextToEvict(store);
     if (slot == store.num_slots) {
@@ -272,7 +302,7 @@ Added Add(Store& store, const void* const* sources, int64_t num_steps, double ti
     const Held held(store.mutex, store.holder, timeout_s);
     if (RefusalOf(held) != 0) return {RefusalOf(held), -1};
     if (!MayInsert(store, num_steps)) return {kRateLimited, -1};
-    slot = ReserveWithRemoval(store, RowsOf(store, num_steps), num_steps);
+    slot = ReserveWithRemoval(store, RowsOf(store, num_steps), num_steps, num_steps);
     if (slot < 0) return {slot, -1};
   }
   const bool finite = Write(store, slot, sources, num_steps);  // the rows belong to this process
@@ -283,8 +313,7 @@ Added Add(Store& store, const void* const* sources, int64_t num_steps, double ti
     return {kNotFinite, -1};
   }
   if (RefusalOf(held) != 0) return {RefusalOf(held), slot};
-  const int64_t born = store.position == nullptr ? 0 : store.position[0];
-  return {Commit(store, slot, num_steps, store.slots[slot].num_rows, born), slot};
+  return {Commit(store, slot, num_steps, store.slots[slot].num_rows, BornNow(store)), slot};
 }
 
 namespace {
@@ -297,48 +326,101 @@ bool Stands(const Store& store, const Growing& growing) {
   return is_same && record.state == kCommitted && OpenOf(store, growing.slot) != 0;
 }
 
-// Copies steps [published, num_steps) into the slot's rows, which no process reads yet.
-void WriteSteps(Store& store, const Staged& staged, const Growing& growing, int64_t num_steps) {
-  const int64_t to = store.slots[growing.slot].first_row, from = staged.first_row + growing.first;
+void CopyRows(char* to, const char* from, int64_t row_bytes, int64_t count) {
+  if (count == 1) {
+    switch (row_bytes) {  // those of scalars; a call of memcpy costs more than they do
+      case 1:
+        *to = *from;
+        return;
+      case 4:
+        std::memcpy(to, from, 4);
+        return;
+      case 8:
+        std::memcpy(to, from, 8);
+        return;
+      case 16:
+        std::memcpy(to, from, 16);
+        return;
+      default:
+        break;
+    }
+  }
+  std::memcpy(to, from, static_cast<size_t>(count * row_bytes));
+}
+
+// Copies steps [published, num_steps) into the slot's rows, which no process reads yet; with the
+// first ones also the first rows of the columns of T+1, and the values per trajectory.
+void WriteSteps(Store& store, int64_t slot, const Staged& staged, int64_t first, int64_t published,
+                int64_t num_steps) {
+  const int64_t to = store.slots[slot].first_row, from = staged.first_row + first;
   for (size_t i = 0; i < store.columns.size(); ++i) {
     const ColumnOf& column = store.columns[i];
-    if (column.rows == kPerTrajectory) continue;
-    const int64_t begin = growing.published + column.rows, end = num_steps + column.rows;
-    char* rows = column.base + (to + begin) * column.row_bytes;
-    const auto num_bytes = static_cast<size_t>((end - begin) * column.row_bytes);
-    if (staged.columns[i] == nullptr)
-      std::memset(rows, 0, num_bytes);
+    const bool single = column.rows == kPerTrajectory;
+    if (single && published > 0) continue;
+    const int64_t begin = single || published == 0 ? 0 : published + column.rows;
+    const int64_t count = single ? 1 : num_steps + column.rows - begin;
+    char* rows = column.base + (single ? slot : to + begin) * column.row_bytes;
+    const char* source = staged.columns[i];
+    if (source == nullptr)
+      std::memset(rows, 0, static_cast<size_t>(count * column.row_bytes));
     else
-      std::memcpy(rows, staged.columns[i] + (from + begin) * column.row_bytes, num_bytes);
+      CopyRows(rows, source + (single ? staged.env : from + begin) * column.row_bytes,
+               column.row_bytes, count);
   }
 }
 
 }  // namespace
 
-int64_t Grow(Store& store, const Staged* staged, Growing* growing, int64_t count,
-             int64_t most_steps, double timeout_s) {
-  const Held held(store.mutex, store.holder, timeout_s);
-  if (RefusalOf(held) != 0) return count;
-  int64_t left = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    Growing& one = growing[i];
-    const int64_t num_steps = staged[i].num_steps - one.first, more = num_steps - one.published;
-    if (staged[i].num_steps == 0 || (one.slot >= 0 && more <= 0)) continue;
-    const bool goes = one.slot >= 0 && one.published > 0 && num_steps <= most_steps &&
-                      Stands(store, one) && (!store.rate.per_step || MayInsert(store, more));
-    if (!goes) {
-      ++left;
-      continue;
-    }
-    WriteSteps(store, staged[i], one, num_steps);
-    one.published = num_steps;
-    // The commit point: pairs with the acquire of processes that read the slot without the lock.
-    __atomic_store_n(&store.slots[one.slot].num_steps, num_steps, __ATOMIC_RELEASE);
-    store.control[kStepsCommitted] += more;
-    store.control[kStepsInserted] += more;
-    Note(store, one.slot);
-  }
-  return left;
+bool Grow(Store& store, const Staged& staged, Growing& growing, int64_t most_steps) {
+  const int64_t num_steps = staged.num_steps - growing.first, more = num_steps - growing.published;
+  if (!Stands(store, growing)) return false;
+  if (more <= 0) return true;
+  if (num_steps > most_steps || (store.rate.per_step && !MayInsert(store, more))) return false;
+  WriteSteps(store, growing.slot, staged, growing.first, growing.published, num_steps);
+  growing.published = num_steps;
+  // The commit point: pairs with the acquire of processes that read the slot without the lock.
+  __atomic_store_n(&store.slots[growing.slot].num_steps, num_steps, __ATOMIC_RELEASE);
+  store.control[kStepsCommitted] += more;
+  store.control[kStepsInserted] += more;
+  Note(store, growing.slot);
+  return true;
+}
+
+int64_t Begin(Store& store, const Staged& staged, Growing& growing, int64_t most_steps) {
+  const int64_t num_steps = staged.num_steps - growing.first;
+  if (num_steps > most_steps) return kNoRows;
+  if (!MayInsert(store, num_steps)) return kRateLimited;
+  const int64_t slot = ReserveWithRemoval(store, RowsOf(store, most_steps), most_steps, num_steps);
+  if (slot < 0) return slot;
+  WriteSteps(store, slot, staged, growing.first, 0, num_steps);
+  OpenOf(store, slot) = 1;  // before the commit point: an open trajectory keeps its rows
+  growing.id = Commit(store, slot, num_steps, store.slots[slot].num_rows, BornNow(store));
+  growing.slot = slot;
+  growing.generation = store.slots[slot].generation;
+  growing.loads = store.control[kLoads];
+  growing.published = num_steps;
+  return 0;
+}
+
+void EndGrowth(Store& store, const Growing& growing, bool truncated) {
+  Slot& record = store.slots[growing.slot];
+  const int64_t last = record.first_row + record.num_steps - 1;
+  if (truncated && store.truncated != nullptr)
+    store.truncated[last] |= store.terminated == nullptr || !store.terminated[last];
+  const int64_t num_rows = RowsOf(store, record.num_steps), fewer = record.num_rows - num_rows;
+  record.num_rows = num_rows;
+  store.control[kFreeRows] += fewer;
+  store.control[kRowsHeld] -= fewer;
+  OpenOf(store, growing.slot) = 0;
+}
+
+int64_t AddStaged(Store& store, const Staged& staged) {
+  if (!MayInsert(store, staged.num_steps)) return kRateLimited;
+  const int64_t num_rows = RowsOf(store, staged.num_steps);
+  const int64_t slot = ReserveWithRemoval(store, num_rows, staged.num_steps, staged.num_steps);
+  if (slot < 0) return slot;
+  WriteSteps(store, slot, staged, 0, 0, staged.num_steps);
+  return Commit(store, slot, staged.num_steps, num_rows, BornNow(store));
 }
 
 }  // namespace gear::cpu

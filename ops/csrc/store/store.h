@@ -97,10 +97,14 @@ struct Store {
   const int64_t*
       position;  // of the training stream: global batch that is selected next, samples; or null
   int64_t least_free_rows;  // besides those requested: from there on the caller compacts
+  bool *terminated = nullptr, *truncated = nullptr;  // columns of these roles, by row; null: none
   std::vector<ColumnOf> columns;
   std::vector<Pins> pins;
   Removal removal = kNoEviction;
   Rate rate;
+  bool compacts = false;        // whether extents are moved here; else the caller does
+  int64_t spare_rows = 0;       // after `num_rows`: extents are moved through them
+  std::vector<int64_t*> ahead;  // of each stream: the global batch that was drawn ahead
 };
 
 // ---- with the lock held
@@ -110,8 +114,9 @@ void Retire(Store& store, int64_t slot);
 void Free(Store& store, int64_t slot);
 bool IsPinned(const Store& store, int64_t slot);
 // Frees retired slots that no process reads, then evicts trajectories until the rows fit;
-// kScattered where compaction is cheaper.
-int64_t ReserveWithRemoval(Store& store, int64_t num_rows, int64_t num_steps);
+// kScattered where the caller has to compact. `num_steps`: of the rows; `inserts`: that are
+// inserted now.
+int64_t ReserveWithRemoval(Store& store, int64_t num_rows, int64_t num_steps, int64_t inserts);
 bool MayInsert(const Store& store, int64_t num_steps);
 
 // ---- takes the lock
@@ -131,21 +136,28 @@ struct Growing {
   int64_t generation, loads;
   int64_t first;      // steps before the stored ones, which belong to an evicted trajectory
   int64_t published;  // stored steps that batches may hold
+  int64_t id;         // once steps are published
 };
-static_assert(sizeof(Growing) == 40, "a growing trajectory is a row of 5 int64");
+static_assert(sizeof(Growing) == 48, "a growing trajectory is a row of 6 int64");
 
-// Where the steps of a trajectory lie until they are published.
+// Where the rows of a trajectory lie until they are stored; each value was checked when it came.
 struct Staged {
-  const char* const* columns;  // by column of the store; null: late, or one value per trajectory
+  const char* const* columns;  // by column of the store; null: late
   int64_t first_row;           // row of its first step
   int64_t num_steps;
+  int64_t env;  // row of its values per trajectory
 };
 
-// Publishes the new steps of trajectories that are published already; takes the lock. Returns how
-// many still have steps to publish: such as are not published yet, whose slot was evicted, that are
-// longer than `most_steps`, or that the rate limiter holds back; all of them if the lock cannot be
-// taken. The same in plain Python: deepspeed_gear/writer/partial_publish.py.
-int64_t Grow(Store& store, const Staged* staged, Growing* growing, int64_t count,
-             int64_t most_steps, double timeout_s);
+// ---- with the lock held; the same in plain Python: deepspeed_gear/writer/partial_publish.py
+// Publishes the new steps of a trajectory that is published already. False, and nothing has
+// changed: its slot was evicted, it has more than `most_steps`, or the rate limiter holds it back.
+bool Grow(Store& store, const Staged& staged, Growing& growing, int64_t most_steps);
+// Publishes the first steps of a trajectory, with rows for `most_steps`. Returns 0 or a refusal.
+int64_t Begin(Store& store, const Staged& staged, Growing& growing, int64_t most_steps);
+// Ends a published trajectory that stands, and frees the rows after it. `truncated`: marks its last
+// step as truncated unless it is terminated.
+void EndGrowth(Store& store, const Growing& growing, bool truncated);
+// Stores a whole trajectory. Returns its id, or a refusal.
+int64_t AddStaged(Store& store, const Staged& staged);
 
 }  // namespace gear::cpu

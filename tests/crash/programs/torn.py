@@ -2,11 +2,11 @@
 
     [GEAR_TORN_REMOVE=uniform] python tests/crash/programs/torn.py --seconds 60 [--kill | --stop 100]
 
-Two ranks sample, four processes write, all extents are reused over and over; each row carries its step, the
-length and a checksum of its trajectory. With --kill the writers are killed with SIGKILL every 100 ms. With
---stop so many times a writer is stopped with SIGSTOP for up to half of `timeout_s` and continued; all writers
-then still run at the end. At the end everything must be free, and no process may hold the lock. Prints a line
-of JSON.
+Two ranks sample, four processes write, every second one step by step; all extents are reused over and over;
+each row carries its step, the length and a checksum of its trajectory. With --kill the writers are killed
+with SIGKILL every 100 ms. With --stop so many times a writer is stopped with SIGSTOP for up to half of
+`timeout_s` and continued; all writers then still run at the end. At the end everything must be free, and no
+process may hold the lock. Prints a line of JSON.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SCHEMA = Schema(
         Column("key", "int64", rows="1"),
     ]
 )
-WINDOW, BATCH, WRITERS, MOST_STEPS = 8, 256, 4, 60
+WINDOW, BATCH, WRITERS, MOST_STEPS, ENVIRONMENTS = 8, 256, 4, 60, 3
 MOST_LATE_S = 60.0  # how much longer a slow machine may take to add enough
 PREFIX = f"geartorn{os.environ.get('GEAR_TORN', '')}"
 SECTION: dict[str, Any] = {
@@ -137,6 +137,30 @@ def write(seed: int) -> None:
             writer.add(rows(int(random.integers(1 << 40)), int(random.integers(1, MOST_STEPS + 1))))
 
 
+def marks(key: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """Return a row of each environment. [N, 4], int64."""
+    return np.stack([key, step, steps, mix(key, step, steps)], axis=1)
+
+
+def write_steps(seed: int) -> None:
+    """Publish steps of environments at full speed until this process is killed; some episodes are cut."""
+    random = np.random.default_rng(seed)
+    with TrajectoryWriter.attach(SECTION, wait_s=60) as writer:
+        vector = writer.vector_writer(ENVIRONMENTS, "disabled")
+        key, step, steps = np.zeros((3, ENVIRONMENTS), np.int64)
+        ended = np.ones(ENVIRONMENTS, bool)
+        while True:
+            if ended.any():
+                key[ended] = random.integers(1 << 40, size=int(ended.sum()))
+                steps[ended] = random.integers(1, MOST_STEPS + 10, size=int(ended.sum()))
+                step[ended] = 0
+                vector.reset(ended, mark=marks(key, step, steps), key=key)
+            before = marks(key, step, steps)
+            step += 1
+            ended = step == steps
+            vector.step(publish=True, mark=marks(key, step, steps), again=before, terminated=ended)
+
+
 def stop_and_continue(children: list[int], count: int, is_over: list[int]) -> dict[str, int]:
     """Stop one busy writer after the other, and continue it in time; count those that held the lock."""
     stops, held, random = 0, 0, np.random.default_rng(count)
@@ -169,7 +193,7 @@ def host(kill: bool, stops: int) -> None:
             if child == 0:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 try:
-                    write(count + os.getpid() * 1000)
+                    (write_steps if count % 2 else write)(count + os.getpid() * 1000)
                 except Exception as error:  # the run has ended
                     print(f"a writer has ended: {error}", file=sys.stderr)
                 os._exit(1)

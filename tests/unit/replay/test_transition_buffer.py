@@ -310,3 +310,124 @@ def test_transitions_out_of_order_are_logged_once(caplog: pytest.LogCaptureFixtu
             held.add(row, row + 0.5, 0, 0.0, False, False)
         assert len(held) == 600
     assert sum("should be the next_obs" in record.message for record in caplog.records) == 1
+
+
+# ---- autoreset modes that are not the environment's ------------------------------------------------
+
+
+class Walk:
+    """Two environments that count steps from a random first state; an episode is truncated after 5 steps."""
+
+    def __init__(self, mode: str, first: Callable[[np.random.Generator], float], moves: bool = True) -> None:
+        self.mode, self.first, self.moves, self.random = mode, first, moves, np.random.default_rng(0)
+        self.states, self.steps = np.array([first(self.random) for _ in range(2)]), np.array([0, 2])
+
+    def observe(self) -> np.ndarray:
+        return np.repeat(self.states, 3).reshape(2, 3).astype(np.float32)
+
+    def step(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return the next observations, the last ones of episodes that end, rewards and truncations."""
+        resets = self.steps == 5
+        self.steps = np.where(resets, 0, self.steps + 1)
+        self.states = np.where(resets, [self.first(self.random) for _ in range(2)], self.states + self.moves)
+        final, ended = self.observe(), self.steps == 5
+        rewards = np.where(resets, 0, self.random.random(2))
+        if self.mode == "same_step":
+            self.states = np.where(ended, [self.first(self.random) for _ in range(2)], self.states)
+            self.steps[ended] = 0
+        return self.observe(), final, rewards, ended
+
+
+def anywhere(random: np.random.Generator) -> float:
+    return float(random.random())
+
+
+def at_zero(random: np.random.Generator) -> float:
+    return 0.0
+
+
+RESETS = {
+    # the environment's mode, the given one, whether last observations are passed, first state, moves
+    "right": ("same_step", "same_step", True, anywhere, True, None),
+    "right, next_step": ("next_step", "next_step", False, anywhere, True, None),
+    "forgotten": ("same_step", "same_step", False, anywhere, True, "last observations of all 8 truncated"),
+    "forgotten, disabled": ("same_step", "disabled", False, anywhere, True, "last observations of all"),
+    "next_step as same_step": ("next_step", "same_step", False, anywhere, True, "last observations of all"),
+    "next_step as disabled": ("next_step", "disabled", False, anywhere, True, "last observations of all"),
+    "same_step as next_step": ("same_step", "next_step", False, anywhere, True, "rewards that vary"),
+    "final, as next_step": (
+        "same_step",
+        "next_step",
+        True,
+        anywhere,
+        True,
+        "obs after the end of an episode",
+    ),
+    "ends where it begins": ("same_step", "same_step", False, at_zero, True, None),
+    "stands still": ("same_step", "same_step", False, at_zero, False, None),
+}
+
+
+@pytest.mark.parametrize("name", RESETS)
+def test_resets_that_do_not_suit_the_mode_are_logged_once(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    mode, given, passes_final, first, moves, warning = RESETS[name]
+    walk = Walk(mode, first, moves)
+    with buffer(n_envs=2, autoreset=given) as held, caplog.at_level(logging.WARNING, "deepspeed_gear"):
+        obs, no = walk.observe(), np.zeros(2, bool)
+        for _ in range(150):
+            following, final, rewards, ended = walk.step()
+            after = final if passes_final else following
+            held.add(obs, after, np.zeros(2, np.int64), rewards, no, ended)
+            obs = following
+    logged = [record.getMessage() for record in caplog.records if "gear" in record.getMessage()]
+    assert len(logged) == (warning is not None), logged
+    assert warning is None or warning in logged[0]
+
+
+def test_a_vector_writer_checks_final_observations(caplog: pytest.LogCaptureFixture) -> None:
+    walk = Walk("same_step", anywhere)
+    with buffer(autoreset="disabled") as held, caplog.at_level(logging.WARNING, "deepspeed_gear"):
+        writer = held.replay.vector_writer(2, "same_step")
+        writer.reset(observation=walk.observe())
+        for _ in range(60):
+            following, _, rewards, ended = walk.step()
+            flags = {"terminated": np.zeros(2, bool), "truncated": ended}
+            more = {"action": np.zeros(2, np.int64), "reward": rewards.astype(np.float32)}
+            writer.step(final={"observation": following}, observation=following, **flags, **more)
+    assert [record.getMessage()[:50] for record in caplog.records] == [
+        "gear: the last observations of all 8 truncated epi"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "longest"),
+    [
+        ({"number": {"column": "action", "as": "float32"}}, 128),
+        ({"next": {"column": "observation", "offset": 1, "scale": 0.5}}, 128),
+        ({"stack": {"column": "observation", "offset": -3, "length": 4}}, 10_000 // 3),
+        ({"timestep": {}}, 10_000 // 3),
+        ({"last_action": {"column": "action", "offset": -1}}, 10_000 // 3),
+    ],
+    ids=str,
+)
+def test_windows_reach_over_whole_episodes(fields: dict[str, Any], longest: int) -> None:
+    with buffer(10_000, n_envs=2, autoreset="disabled", fields=fields) as held:
+        assert held.replay.config.tables["main"].max_length == longest
+
+
+def test_frame_stacks_of_a_long_episode_have_no_gap() -> None:
+    env = Recorder(0)
+    env.spec = type("Spec", (), {"max_episode_steps": 400})()
+    stack = {"stack": {"column": "observation", "offset": -3, "length": 4}}
+    with buffer(2_000, n_envs=env, autoreset="disabled", fields=stack) as held:
+        assert held.replay.config.tables["main"].max_length == 400
+        for at in range(400):
+            before, after = (np.full((1, 3), step, np.float32) for step in (at, at + 1))
+            held.add(before, after, [0], [0.0], [False], [at == 399])
+        batch = held.sample().batch
+        steps, frames = batch["observation"][:, 0], batch["stack"][..., 0]
+        wanted = torch.clamp(steps[:, None] + torch.arange(-3, 1), min=0)
+        assert (frames == wanted).all()
+        assert (batch.mask["stack"].sum(1) == torch.clamp(steps + 1, max=4)).all()
