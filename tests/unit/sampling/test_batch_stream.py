@@ -206,6 +206,23 @@ def test_an_epoch_skips_items_that_go(scenes: Any) -> None:
     check_whole(scene.table, scene.streams)
 
 
+def test_a_dropped_tail_may_be_of_skipped_items(scenes: Any) -> None:
+    """Each batch is of one epoch, and no item is in two batches of it."""
+    scene = scenes(stream_spec("epoch", batch=3, drop=True), lengths=[1] * 12, num_slots=12)
+    seen: dict[int, list[int]] = {}
+    for key in range(20):
+        cut = scene.streams[0].get(key)
+        assert len(set(cut.epochs[:3].tolist())) == 1
+        seen.setdefault(int(cut.epochs[0]), []).extend(cut.resolutions[:, 0].tolist())
+        scene.streams[0].release(key)
+        oldest = min(scene.table.slots[scene.table.slots[:, 0] == 2, 2].tolist())
+        table_edits.remove(scene.table, [oldest] * (key % 2))
+        assert scene.add(1) > 11 if key % 2 else True
+    assert all(len(visited) == len(set(visited)) for visited in seen.values())
+    assert len(seen) > 4
+    check_whole(scene.table, scene.streams)
+
+
 def test_rows_are_free_at_the_end_of_an_epoch(scenes: Any) -> None:
     """Exactly at the end nothing of the epoch is left to visit."""
     scene = scenes(stream_spec("epoch", "step", 3), lengths=[3], num_slots=1)
