@@ -300,7 +300,7 @@ def test_a_mixture_of_replicas_with_tables_of_their_own(replicas: Replicas, accu
     replicas.run(step)
     own = device_support.BATCH // REPLICAS
     for found in drawn:
-        assert (len(found[0]), len(found[1])) == (round(0.3 * own), own - round(0.3 * own))
+        assert (len(found[0]), len(found[1])) == (own // 4, own - own // 4)
     for table in (0, 1):
         assert set(drawn[0][table]).isdisjoint(drawn[1][table]), "no two share a random word"
 
