@@ -23,6 +23,7 @@ class PackBudget:
     linear: int = 1
     quadratic: int = 0
     multiple: int = 1  #: N is a multiple of it
+    trajectories: int | None = None  #: a pack holds at most so many; None: as many as the tokens hold
 
     def __post_init__(self) -> None:
         """Check the ranges.
@@ -36,6 +37,7 @@ class PackBudget:
             "linear": (self.linear, 0, end - 1),
             "quadratic": (self.quadratic, 0, end - 1),
             "multiple": (self.multiple, 1, self.tokens),
+            "trajectories": (self.most_trajectories, 1, MOST_PACK_TOKENS),
         }
         for name, (value, least, most) in ranges.items():
             if not least <= value <= most:
@@ -44,6 +46,11 @@ class PackBudget:
             raise ConfigError(
                 "PackBudget", "must have a cost: linear and quadratic are 0", [0, 0], "use 1, 0"
             )
+
+    @property
+    def most_trajectories(self) -> int:
+        """Of a pack, whether they are bounded or not: each has a token."""
+        return MOST_PACK_TOKENS if self.trajectories is None else self.trajectories
 
     @property
     def room(self) -> int:
@@ -83,8 +90,10 @@ def plan_packs(lengths: torch.Tensor, budget: PackBudget, width: int, ops: Ops) 
     """Plan the packs of a batch: a pure function, so every rank computes the same plan.
 
     The number K of micro batches of a rank is the smallest that is found: the smallest that the tokens need,
-    unless the trajectories are too long to fill the packs. What the costliest rank of each micro step costs,
-    summed, is kept close to the mean over the ranks, and so are the costs of ranks over all micro steps.
+    unless the trajectories are too long to fill the packs. It is never more than where the longest trajectory
+    first goes into the emptiest pack, nor where every pack gets one a round. What the costliest rank of each
+    micro step costs, summed, is kept close to the mean over the ranks, and so are the costs of ranks over all
+    micro steps.
 
     Args:
         lengths: Of the trajectories, in tokens. [n], int64.
@@ -108,7 +117,8 @@ def plan_packs(lengths: torch.Tensor, budget: PackBudget, width: int, ops: Ops) 
     micro, rank = torch.empty_like(lengths), torch.empty_like(lengths)
     num_micro = torch.empty(1, dtype=torch.int64)
     lengths = lengths.contiguous()
-    ops.plan_packs_(micro, rank, num_micro, lengths, budget.room, budget.linear, budget.quadratic, width)
+    budgets = (budget.room, budget.linear, budget.quadratic, width, budget.most_trajectories)
+    ops.plan_packs_(micro, rank, num_micro, lengths, *budgets)
     return PackingPlan(int(num_micro), width, micro, rank)
 
 

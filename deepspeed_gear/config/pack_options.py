@@ -40,6 +40,13 @@ class PackConfig(GearModel):
         ),
     )
     pad: PackPadConfig = Field(default=PackPadConfig(), description="Padding at the end of a micro batch.")
+    max_trajectories: Annotated[Int, Ge(1), Lt(1 << 31)] | None = Field(
+        default=None,
+        description=(
+            "Most trajectories of a micro batch; 1 for models that carry state from one trajectory of a pack "
+            "to the next, such as Mamba. null: as many as `tokens` hold."
+        ),
+    )
     plan_width: Count | None = Field(
         default=None,
         description=(

@@ -89,7 +89,7 @@ def pack_preview(config: GearConfig, lengths: np.ndarray, replicas: int, sequenc
         rule = f"must hold the longest trajectory ({longest} steps)"
         raise ConfigError("gear.pack.tokens", rule, pack.tokens, 'raise it, or set "too_long": "truncate"')
     packed = np.minimum(lengths, most)
-    budget = PackBudget(most, pack.cost[0], pack.cost[1], pack.pad.multiple)
+    budget = PackBudget(most, pack.cost[0], pack.cost[1], pack.pad.multiple, pack.max_trajectories)
     width = pack.plan_width or replicas
     plan = plan_packs(torch.from_numpy(packed), budget, width, load_backend("auto").on_host())
     bins = (plan.micro * width + plan.rank).numpy()

@@ -86,7 +86,7 @@ class PackSettings:
         """Return the budget of a pack; `tokens`: of another size."""
         pack = self.pack if tokens is None else self.pack.model_copy(update={"tokens": tokens})
         linear, quadratic = pack.cost
-        return PackBudget(room(pack), linear, quadratic, pack.pad.multiple)
+        return PackBudget(room(pack), linear, quadratic, pack.pad.multiple, pack.max_trajectories)
 
     def gathered(self) -> list[ResolvedField]:
         """Return the fields that packs are gathered with: those of a micro batch, targets and flags."""

@@ -106,7 +106,7 @@ def arguments(name: str) -> tuple[Any, ...]:
             2,
             9,
         ),
-        "plan_packs_": (out + 0, out + 0, out[:1] + 0, torch.arange(1, COUNT + 1), 9, 1, 1, 2),
+        "plan_packs_": (out + 0, out + 0, out[:1] + 0, torch.arange(1, COUNT + 1), 9, 1, 1, 2, 9),
         "suffix_sum_": (rows[:, 0] * 0, rows[:, 0].contiguous(), extents),
         "n_step_": (*torch.zeros(2, COUNT), out, rows[:, 0].contiguous(), ends, ends, powers, resolutions, 2),
         "gather_": (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import heapq
 from collections.abc import Callable
 from itertools import product
 
@@ -25,13 +27,20 @@ def sums(plan: PackingPlan, values: torch.Tensor) -> torch.Tensor:
 
 
 @settings(max_examples=150)
-@given(LENGTHS, st.integers(0, 60), st.integers(1, 7), st.integers(1, 12), st.sampled_from([(1, 0), (9, 1)]))
+@given(
+    LENGTHS,
+    st.integers(0, 60),
+    st.integers(1, 7),
+    st.integers(1, 12),
+    st.sampled_from([(1, 0), (9, 1)]),
+    st.sampled_from([1, 2, 3, None]),
+)
 def test_every_plan_holds(
-    lengths: list[int], room: int, multiple: int, width: int, cost: tuple[int, int]
+    lengths: list[int], room: int, multiple: int, width: int, cost: tuple[int, int], most: int | None
 ) -> None:
     tokens = max([*lengths, multiple]) + room
     tokens += -tokens % multiple
-    budget = PackBudget(tokens + room % multiple, *cost, multiple)
+    budget = PackBudget(tokens + room % multiple, *cost, multiple, most)
     values = torch.tensor(lengths, dtype=torch.int64)
     plan = plan_packs(values, budget, width, OPS)
     assert sorted(i for rank in range(width) for pack in plan.packs(rank) for i in pack.tolist()) == list(
@@ -44,13 +53,17 @@ def test_every_plan_holds(
             assert torch.equal(pack, torch.nonzero((plan.micro == micro) & (plan.rank == rank))[:, 0])
             padded = -(-int(values[pack].sum()) // multiple) * multiple
             assert padded <= budget.tokens
+            assert len(pack) <= (most or len(lengths))
             if len(lengths) >= plan.num_micro * width:
                 assert len(pack)
     if not lengths:
         assert plan.num_micro == 0
         return
     least = -(-int(values.sum()) // (budget.room * width))
-    assert least <= plan.num_micro <= min(-(-len(lengths) // width), 2 * least)
+    if most:
+        least = max(least, -(-len(lengths) // (most * width)))
+    assert least <= plan.num_micro <= -(-len(lengths) // width)
+    assert plan.num_micro <= (2 if most is None else 3) * least
     costs = sums(plan, cost[0] * values + cost[1] * values * values)
     assert (costs.max(1).values.diff() <= 0).all(), "the costliest micro step first"
     assert costs.max(1).values.sum() >= costs.sum(0).max()
@@ -72,6 +85,66 @@ def test_a_plan_is_a_function_of_the_lengths(
     random.shuffle(shuffled)
     assert packs(lengths) == first
     assert packs(shuffled) == first
+
+
+def emptiest(lengths: list[int], packs: int, tokens: int) -> bool:
+    """Return whether the longest first, each into the emptiest pack, fit."""
+    sizes = [0] * packs
+    for length in lengths:
+        heapq.heapreplace(sizes, sizes[0] + length)
+    return max(sizes) <= tokens
+
+
+def rounds(lengths: list[int], packs: int, tokens: int) -> bool:
+    """Return whether they fit where every pack gets one a round, the emptiest the longest."""
+    sizes = [0] * packs
+    for first in range(0, len(lengths), packs):
+        part = lengths[first : first + packs]
+        sizes = sorted(sizes)
+        sizes = [size + length for size, length in zip(sizes, part, strict=False)] + sizes[len(part) :]
+    return max(sizes) <= tokens
+
+
+def best_fit(lengths: list[int], packs: int, tokens: int) -> bool:
+    """Return whether the longest first, each into the fullest pack with room, fit."""
+    rooms = [tokens] * packs
+    for length in lengths:
+        at = bisect.bisect_left(rooms, length)
+        if at == packs:
+            return False
+        bisect.insort(rooms, rooms.pop(at) - length)
+    return True
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from(["log-normal", "pareto", "two modes", "thirds", "fourths", "halves"]),
+    st.integers(1, 600),
+    st.sampled_from([1, 2, 8, 33]),
+    st.integers(10, 800),
+    st.integers(0, 1 << 30),
+)
+def test_no_simple_rule_needs_fewer_packs(kind: str, count: int, width: int, spread: int, seed: int) -> None:
+    random, tokens = np.random.default_rng(seed), 16384
+    part = {"thirds": 3, "fourths": 4, "halves": 2}.get(kind, 0)
+    lengths = {
+        "log-normal": lambda: 100 + np.exp(random.normal(7.6, 0.9, count)),
+        "pareto": lambda: 200 * (1 + random.pareto(1.2, count)),
+        "two modes": lambda: random.choice([300, 6000], count) + random.integers(0, spread, count),
+    }.get(kind, lambda: tokens // part + random.integers(-spread, spread, count))()
+    values = np.minimum(lengths, tokens).astype(np.int64)
+    plan = plan_packs(torch.from_numpy(values), PackBudget(tokens, 24576, 1), width, OPS)
+    ordered = sorted(values.tolist(), reverse=True)
+    for fits in (emptiest, rounds, best_fit):
+        for num_micro in range(-(-sum(ordered) // (tokens * width)), plan.num_micro):
+            assert not fits(ordered, num_micro * width, tokens), (fits.__name__, num_micro, plan.num_micro)
+
+
+@pytest.mark.parametrize("spread", [100, 200, 400, 800])
+def test_lengths_near_a_third_of_the_budget(spread: int) -> None:
+    """Packs of two hold the longest ones, so that three others fit; the tokens need 32."""
+    lengths = np.random.default_rng(1).integers(16384 // 3 - spread, 16384 // 3 + spread, 768)
+    assert plan_packs(torch.from_numpy(lengths), PackBudget(16384, 24576, 1), 8, OPS).num_micro <= 34
 
 
 def fewest(lengths: list[int], tokens: int, width: int) -> int:

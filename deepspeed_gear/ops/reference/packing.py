@@ -4,7 +4,8 @@
    the pack that is furthest below its target cost, of those with room for it, which gives similar costs.
    Where the budget is so tight that this fails, it does so for the longest ones only, and each of the others
    goes into the fullest pack with room for it, which wastes the fewest tokens; how many are the longest ones
-   is found by halving.
+   is found by halving. Where that fails too, each goes into the pack with the most room, or every pack gets
+   one a round, and the longest go to packs with one less: these suit lengths near a third of the budget.
 2. `_Balancing` sorts the packs by cost, so that `width` neighbours are a micro step, and exchanges
    trajectories between packs above and below the mean of their micro steps.
 3. In each micro step the costliest pack goes to the rank with the least cost so far.
@@ -30,6 +31,7 @@ _MOST_CHANGES = 16  # of a pack in a pass
 _MEMBERS = 32  # of a pack that are considered: its longest at first
 _WINDOW = 32  # shorter trajectories that one is compared with
 _TOLERANCE_BITS = 12  # a cost is balanced at 2^-12 above its target
+_SHARES = 8  # of a pack in the bound by long trajectories
 _COST_END = 1 << MOST_TOTAL_BITS  # of all trajectories
 _NONE = -1  # in place of a trajectory
 
@@ -43,6 +45,7 @@ def plan_packs_(
     linear: int,
     quadratic: int,
     width: int,
+    trajectories: int,
 ) -> None:
     """Plan packs: whole trajectories, as many packs on every rank, none over the budget.
 
@@ -59,19 +62,20 @@ def plan_packs_(
         linear: Cost of a token.
         quadratic: Cost of each pair of tokens of a trajectory.
         width: Ranks.
+        trajectories: Of a pack at most.
     Raises:
         ShapeError: A length or an argument lies outside its range, or all costs together are 2^62 or more;
             nothing is written.
     Cost: O(n log n) for the packs and O(packs) to balance them; if not even the fewest packs that the tokens
         need suffice, as much again for each number of them that is tried.
     """
-    _check(lengths, tokens, linear, quadratic, width)
+    _check(lengths, tokens, linear, quadratic, width, trajectories)
     values = lengths.tolist()
     if not values:
         num_micro[0] = 0
         return
     items = _Items.of(values, linear, quadratic)
-    packs = _Filling(items, tokens, width).run()
+    packs = _Filling(items, tokens, width, trajectories).run()
     _Balancing(items, width, packs).run()
     order = packs.by_cost()
     ranks = [(0, r) for r in range(width)]  # cost so far, rank
@@ -88,12 +92,13 @@ def plan_packs_(
     num_micro[0] = packs.num_micro
 
 
-def _check(lengths: Tensor, tokens: int, linear: int, quadratic: int, width: int) -> None:
+def _check(lengths: Tensor, tokens: int, linear: int, quadratic: int, width: int, trajectories: int) -> None:
     ranges = {
         "tokens": (tokens, 1, MOST_PACK_TOKENS),
         "linear": (linear, 0, _COST_END - 1),
         "quadratic": (quadratic, 0, _COST_END - 1),
         "width": (width, 1, MOST_PACK_WIDTH),
+        "trajectories": (trajectories, 1, MOST_PACK_TOKENS),
     }
     for name, (value, least, most) in ranges.items():
         if not least <= value <= most:
@@ -134,18 +139,15 @@ class _Packs:
     pack: list[int]  # of each trajectory, by falling length
     cost: list[int]  # of each pack
     room: list[int]  # of each pack, in tokens
+    places: list[int]  # of each pack, in trajectories
     num_empty: int
-
-    @classmethod
-    def of(cls, num_micro: int, width: int, count: int, tokens: int) -> _Packs:
-        size = num_micro * width
-        return cls(num_micro, tokens, [0] * count, [0] * size, [tokens] * size, size)
 
     def put(self, i: int, pack: int, items: _Items) -> None:
         self.num_empty -= self.room[pack] == self.tokens
         self.pack[i] = pack
         self.cost[pack] += items.cost[i]
         self.room[pack] -= items.length[i]
+        self.places[pack] -= 1
 
     def by_cost(self) -> list[int]:
         """Return the packs by falling cost: `width` neighbours are a micro step."""
@@ -155,34 +157,91 @@ class _Packs:
 class _Filling:
     """Fills as few packs as possible."""
 
-    def __init__(self, items: _Items, tokens: int, width: int) -> None:
-        self._items, self._tokens, self._width = items, tokens, width
+    def __init__(self, items: _Items, tokens: int, width: int, trajectories: int) -> None:
+        self._items, self._tokens, self._width, self._trajectories = items, tokens, width, trajectories
 
     def run(self) -> _Packs:
-        alone = sum(length > self._tokens // 2 for length in self._items.length)  # no two share a pack
-        least = max(-(-sum(self._items.length) // self._tokens), alone)
-        num_micro = -(-least // self._width)
-        while True:
-            packs = self._fill(num_micro)
-            if packs:
-                return packs
-            num_micro = max(num_micro + 1, -(-self._count_best_fit() // self._width))
+        num_micro = -(-self._count_at_least() // self._width)
+        packs = self._fill(num_micro, by_cost=True)
+        num_best_fit = 0 if packs else self._count_best_fit()
+        while packs is None:
+            num_micro += 1
+            packs = self._fill(num_micro, by_cost=num_micro * self._width >= num_best_fit)
+        return packs
 
-    def _fill(self, num_micro: int) -> _Packs | None:
-        packs, most = self._spread(num_micro)
+    def _fill(self, num_micro: int, by_cost: bool) -> _Packs | None:
+        """Fill the packs; `by_cost`: also by the ways that look at costs, and take longer."""
+        spread, most = self._spread(num_micro) if by_cost else (self._empty(num_micro), 0)
         if most == len(self._items):
-            return packs
-        spread, least, found = packs.pack, 0, None
+            return spread
+        packs = self._fill_roomiest(num_micro) or self._fill_in_rounds(num_micro, evenly=False)
+        packs = packs or self._fill_in_rounds(num_micro, evenly=True)
+        return packs or (self._fill_by_best_fit(num_micro, spread.pack, most) if by_cost else None)
+
+    def _empty(self, num_micro: int) -> _Packs:
+        size, count = num_micro * self._width, len(self._items)
+        room, places = [self._tokens] * size, [self._trajectories] * size
+        return _Packs(num_micro, self._tokens, [0] * count, [0] * size, room, places, size)
+
+    def _count_at_least(self) -> int:
+        """No plan has fewer packs: of trajectories longer than a k-th of it, a pack holds less than k."""
+        lengths = self._items.length
+        bounds = [-(-sum(lengths) // self._tokens), -(-len(lengths) // self._trajectories)]
+        for k in range(2, _SHARES + 1):
+            bounds.append(-(-sum(length > self._tokens // k for length in lengths) // (k - 1)))
+        return max(bounds)
+
+    def _fill_roomiest(self, num_micro: int) -> _Packs | None:
+        """Put each trajectory into the pack with the most room; None if there is none."""
+        items, packs = self._items, self._empty(num_micro)
+        rooms = [(-room, pack) for pack, room in enumerate(packs.room)]
+        for i, length in enumerate(items.length):
+            if not rooms or -rooms[0][0] < length:
+                return None
+            _, pack = heapq.heappop(rooms)
+            packs.put(i, pack, items)
+            if packs.places[pack]:
+                heapq.heappush(rooms, (-packs.room[pack], pack))
+        return packs
+
+    def _fill_in_rounds(self, num_micro: int, evenly: bool) -> _Packs | None:
+        """Give every pack one trajectory a round, the longest to the one with the most room.
+
+        Args:
+            num_micro: Micro steps.
+            evenly: At first the longest to those packs that get one less than the others.
+        """
+        packs, count = self._empty(num_micro), len(self._items)
+        size = len(packs.room)
+        most = -(-count // size)
+        fewer = most * size - count if evenly else 0
+        longest = fewer * (most - 1)
+        parts = (range(longest), range(fewer)), (range(longest, count), range(fewer, size))
+        is_filled = all(self._put_in_rounds(packs, items, into) for items, into in parts)
+        return packs if is_filled else None
+
+    def _put_in_rounds(self, packs: _Packs, items: range, into: range) -> bool:
+        for first in items[:: max(1, len(into))]:
+            order = sorted(into, key=lambda pack: (-packs.room[pack], pack))
+            for i, pack in zip(range(first, items.stop), order, strict=False):
+                if packs.room[pack] < self._items.length[i]:
+                    return False
+                packs.put(i, pack, self._items)
+        return True
+
+    def _fill_by_best_fit(self, num_micro: int, spread: list[int], most: int) -> _Packs | None:
+        """Leave as many of the longest as they were spread, and put the others where they fit best."""
+        least, packs = 0, None
         for _ in range(_HALVINGS):
             if least >= most:
                 break
             first = (least + most) // 2
             packed = self._best_fit(num_micro, spread, first)
             if packed:
-                found, least = packed, first
+                packs, least = packed, first
             else:
                 most = first
-        return found or self._best_fit(num_micro, spread, 0)
+        return packs or self._best_fit(num_micro, spread, 0)
 
     def _targets(self, num_micro: int) -> list[int]:
         """Return what a pack of each micro step should cost: the same, but no less than its longest item."""
@@ -203,7 +262,7 @@ class _Filling:
             The packs, and the number of trajectories up to the first one that has no room.
         """
         items, width, targets = self._items, self._width, self._targets(num_micro)
-        packs = _Packs.of(num_micro, width, len(items), self._tokens)
+        packs = self._empty(num_micro)
         open_ = [(-targets[p // width], p) for p in range(num_micro * width)]
         heapq.heapify(open_)
         full: list[tuple[int, int]] = []  # by falling room: packs without room for the last trajectory
@@ -211,9 +270,10 @@ class _Filling:
             while full and -full[0][0] >= length:
                 pack = heapq.heappop(full)[1]
                 heapq.heappush(open_, (packs.cost[pack] - targets[pack // width], pack))
-            while open_ and packs.room[open_[0][1]] < length:
+            while open_ and (not packs.places[open_[0][1]] or packs.room[open_[0][1]] < length):
                 pack = heapq.heappop(open_)[1]
-                heapq.heappush(full, (-packs.room[pack], pack))
+                if packs.places[pack]:
+                    heapq.heappush(full, (-packs.room[pack], pack))
             if not open_:
                 return packs, i
             pack = open_[0][1]
@@ -226,10 +286,10 @@ class _Filling:
     def _best_fit(self, num_micro: int, spread: list[int], first: int) -> _Packs | None:
         """Put each trajectory from `first` on into the fullest pack with room; None if there is none."""
         items = self._items
-        packs = _Packs.of(num_micro, self._width, len(items), self._tokens)
+        packs = self._empty(num_micro)
         for i in range(first):
             packs.put(i, spread[i], items)
-        rooms = sorted((room, pack) for pack, room in enumerate(packs.room))
+        rooms = sorted((room, pack) for pack, room in enumerate(packs.room) if packs.places[pack])
         for i in range(first, len(items)):
             needs_empty = packs.num_empty >= len(items) - i
             found = bisect.bisect_left(rooms, (self._tokens if needs_empty else items.length[i], -1))
@@ -237,17 +297,21 @@ class _Filling:
                 return None
             _, pack = rooms.pop(found)
             packs.put(i, pack, items)
-            bisect.insort(rooms, (packs.room[pack], pack))
+            if packs.places[pack]:
+                bisect.insort(rooms, (packs.room[pack], pack))
         return packs
 
     def _count_best_fit(self) -> int:
         """Return the packs that best fit needs if any number may be opened."""
-        rooms: list[int] = []
+        rooms: list[tuple[int, int]] = []  # room and places of each pack with a place
+        count = 0
         for length in self._items.length:
-            found = bisect.bisect_left(rooms, length)
-            room = rooms.pop(found) if found < len(rooms) else self._tokens
-            bisect.insort(rooms, room - length)
-        return len(rooms)
+            fits = bisect.bisect_left(rooms, (length, 0))
+            count += fits == len(rooms)
+            room, places = rooms.pop(fits) if fits < len(rooms) else (self._tokens, self._trajectories)
+            if places > 1:
+                bisect.insort(rooms, (room - length, places - 1))
+        return count
 
 
 class _Balancing:
@@ -298,7 +362,8 @@ class _Balancing:
             return False
         other = lowest[self._next_lowest]
         mine, theirs = self._members[pack], self._members[other]
-        takes = [*([_NONE] if len(mine) > 1 else []), *theirs[:_MEMBERS]]
+        can_move = len(mine) > 1 and self._packs.places[other] > 0
+        takes = [*([_NONE] if can_move else []), *theirs[:_MEMBERS]]
         best, chosen = excess[pack], None
         for give in mine[:_MEMBERS]:
             for take in takes:
@@ -341,6 +406,7 @@ class _Balancing:
         for p, sign in ((pack, -1), (other, 1)):
             self._packs.cost[p] += sign * cost
             self._packs.room[p] -= sign * length
+            self._packs.places[p] -= sign * (take == _NONE)
             self._excess[p] += sign * cost
         mine, theirs = self._members[pack], self._members[other]
         self._packs.pack[give] = other

@@ -7,7 +7,7 @@ namespace gear {
 
 void PlanPacks(at::Tensor& micro, at::Tensor& rank, at::Tensor& num_micro,
                const at::Tensor& lengths, int64_t tokens, int64_t linear, int64_t quadratic,
-               int64_t width) {
+               int64_t width, int64_t trajectories) {
   const int64_t count = lengths.numel();
   CheckTensor(lengths, "lengths", at::kLong);
   CheckTensor(micro, "micro", at::kLong);
@@ -19,6 +19,8 @@ void PlanPacks(at::Tensor& micro, at::Tensor& rank, at::Tensor& num_micro,
               "gear: tokens must be in [1, 2^31), got ", tokens);
   TORCH_CHECK(width >= 1 && width <= cpu::kMostPackWidth, "gear: width must be in [1, 2^20], got ",
               width);
+  TORCH_CHECK(trajectories >= 1 && trajectories <= cpu::kMostPackTokens,
+              "gear: trajectories must be in [1, 2^31), got ", trajectories);
   constexpr int64_t kEnd = int64_t{1} << 62;  // of the cost of all trajectories
   TORCH_CHECK(
       linear >= 0 && quadratic >= 0 && linear < kEnd && quadratic < kEnd && linear + quadratic > 0,
@@ -34,7 +36,7 @@ void PlanPacks(at::Tensor& micro, at::Tensor& rank, at::Tensor& num_micro,
                 "gear: the cost of all trajectories must be below 2^62");
   }
   num_micro.mutable_data_ptr<int64_t>()[0] =
-      cpu::PlanPacks(values, count, {tokens, linear, quadratic}, width,
+      cpu::PlanPacks(values, count, {tokens, linear, quadratic, trajectories}, width,
                      micro.mutable_data_ptr<int64_t>(), rank.mutable_data_ptr<int64_t>());
 }
 

@@ -66,7 +66,7 @@
      "Tensor places, int[] spec, float[] pad_values, int first, int rows") \
   OP(plan_packs_, PlanPacks, \
      "Tensor(a!) micro, Tensor(b!) rank, Tensor(c!) num_micro, Tensor lengths, int tokens, " \
-     "int linear, int quadratic, int width") \
+     "int linear, int quadratic, int width, int trajectories") \
   OP(assign_draws_, AssignDraws, \
      "Tensor(a!) owner, Tensor(b!) own, Tensor(c!) points, Tensor(d!) found, " \
      "Tensor coordinates, Tensor totals, int index") \

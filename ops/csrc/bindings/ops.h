@@ -57,7 +57,7 @@ void DrawGoals(at::Tensor& goal_step, const at::Tensor& resolutions, int64_t see
 
 void PlanPacks(at::Tensor& micro, at::Tensor& rank, at::Tensor& num_micro,
                const at::Tensor& lengths, int64_t tokens, int64_t linear, int64_t quadratic,
-               int64_t width);
+               int64_t width, int64_t trajectories);
 
 void SuffixSum(at::Tensor& out, const at::Tensor& reward, const at::Tensor& extents);
 

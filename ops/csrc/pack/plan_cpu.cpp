@@ -19,6 +19,7 @@ constexpr int kMostChanges = 16;    // of a pack in a pass
 constexpr int64_t kMembers = 32;    // of a pack that are considered: its longest at first
 constexpr int64_t kWindow = 32;     // shorter trajectories that one is compared with
 constexpr int kToleranceBits = 12;  // a cost is balanced at 2^-12 above its target
+constexpr int64_t kMostShares = 8;  // of a pack in the bound by long trajectories
 
 using Keyed = std::pair<int64_t, int64_t>;  // key, pack
 using Values = std::vector<int64_t>;
@@ -50,53 +51,131 @@ struct Sorted {
 // micro step k takes at first.
 struct Packs {
   int64_t num_micro = 0, empty = 0;
-  Values pack;        // of each trajectory, by falling length
-  Values cost, room;  // of each pack; room in tokens
+  Values pack;                // of each trajectory, by falling length
+  Values cost, room, places;  // of each pack; room in tokens, places in trajectories
 
   int64_t Count() const { return static_cast<int64_t>(cost.size()); }
 
-  Packs(int64_t micro, int64_t width, int64_t count, int64_t tokens)
+  Packs(int64_t micro, int64_t width, int64_t count, const PackBudget& budget)
       : num_micro(micro),
         empty(micro * width),
         pack(count, 0),
         cost(micro * width, 0),
-        room(micro * width, tokens) {}
+        room(micro * width, budget.tokens),
+        places(micro * width, budget.trajectories) {}
 };
 
 class Filling {
  public:
-  Filling(const Sorted& items, int64_t tokens, int64_t width)
-      : items_(items), tokens_(tokens), width_(width) {}
+  Filling(const Sorted& items, const PackBudget& budget, int64_t width)
+      : items_(items), budget_(budget), tokens_(budget.tokens), width_(width) {}
 
   // Finds the number of micro steps, and fills their packs.
   Packs Run() {
-    const int64_t half = std::partition_point(items_.length.begin(), items_.length.end(),
-                                              [&](int64_t l) { return l > tokens_ / 2; }) -
-                         items_.length.begin();
-    int64_t num_micro = CeilDiv(Max(CeilDiv(items_.tokens, tokens_), half), width_);
-    while (!Fill(num_micro)) num_micro = Max(num_micro + 1, CeilDiv(CountBestFit(), width_));
+    int64_t num_micro = CeilDiv(CountAtLeast(), width_);
+    if (Fill(num_micro, true)) return std::move(best_);
+    const int64_t num_best_fit = CountBestFit();
+    do {
+      ++num_micro;
+    } while (!Fill(num_micro, num_micro * width_ >= num_best_fit));
     return std::move(best_);
   }
 
  private:
-  Packs Empty(int64_t num_micro) const { return {num_micro, width_, items_.Count(), tokens_}; }
+  Packs Empty(int64_t num_micro) const { return {num_micro, width_, items_.Count(), budget_}; }
 
-  bool Fill(int64_t num_micro) {
-    const Packs spread = Spread(num_micro);
-    int64_t most = spread_count_;
-    best_ = spread;
-    if (most == items_.Count()) return true;
-    bool is_found = false;
-    for (int64_t least = 0, i = 0; i < kHalvings && least < most; ++i) {
+  // `by_cost`: also by the ways that look at costs, and take longer.
+  bool Fill(int64_t num_micro, bool by_cost) {
+    return (by_cost && FillBySpread(num_micro)) || FillRoomiest(num_micro) ||
+           FillInRounds(num_micro, false) || FillInRounds(num_micro, true) ||
+           (by_cost && FillByBestFit());
+  }
+
+  // No plan has fewer packs: of trajectories longer than a k-th of it, a pack holds less than k.
+  int64_t CountAtLeast() const {
+    int64_t least = Max(CeilDiv(items_.tokens, tokens_), CeilDiv(items_.Count(), budget_.trajectories));
+    for (int64_t k = 2; k <= kMostShares; ++k) {
+      const auto end = std::partition_point(items_.length.begin(), items_.length.end(),
+                                            [&](int64_t length) { return length > tokens_ / k; });
+      least = Max(least, CeilDiv(end - items_.length.begin(), k - 1));
+    }
+    return least;
+  }
+
+  // Puts each trajectory into the pack with the most room. False if one has none, else `best_` has
+  // the packs.
+  bool FillRoomiest(int64_t num_micro) {
+    Packs packs = Empty(num_micro);
+    const int64_t in_order = Min(packs.Count(), items_.Count());  // an empty pack has the most room
+    for (int64_t i = 0; i < in_order; ++i) Put(&packs, i, i);
+    std::vector<Keyed> keys;
+    for (int64_t p = 0; p < in_order; ++p)
+      if (packs.places[p] > 0) keys.emplace_back(-packs.room[p], p);
+    std::priority_queue<Keyed, std::vector<Keyed>, std::greater<>> rooms({}, std::move(keys));
+    for (int64_t i = in_order; i < items_.Count(); ++i) {
+      if (rooms.empty() || -rooms.top().first < items_.length[i]) return false;
+      const int64_t pack = rooms.top().second;
+      rooms.pop();
+      Put(&packs, i, pack);
+      if (packs.places[pack] > 0) rooms.emplace(-packs.room[pack], pack);
+    }
+    best_ = std::move(packs);
+    return true;
+  }
+
+  // Gives every pack one trajectory a round, the longest to the one with the most room; `evenly`: at
+  // first the longest to those packs that get one less than the others. False if one has no room,
+  // else `best_` has the packs.
+  bool FillInRounds(int64_t num_micro, bool evenly) {
+    Packs packs = Empty(num_micro);
+    const int64_t most = CeilDiv(items_.Count(), packs.Count());
+    const int64_t fewer = evenly ? most * packs.Count() - items_.Count() : 0;
+    const int64_t longest = fewer * (most - 1);
+    if (!PutInRounds(0, longest, 0, fewer, &packs) ||
+        !PutInRounds(longest, items_.Count(), fewer, packs.Count(), &packs))
+      return false;
+    best_ = std::move(packs);
+    return true;
+  }
+
+  // Trajectories [i, end) into packs [low, high).
+  bool PutInRounds(int64_t i, int64_t end, int64_t low, int64_t high, Packs* packs) const {
+    std::vector<Keyed> keys(high - low);
+    while (i < end) {
+      for (int64_t p = low; p < high; ++p) keys[p - low] = {-packs->room[p], p};
+      std::sort(keys.begin(), keys.end());
+      for (const auto& [room, pack] : keys) {
+        if (i == end) break;
+        if (-room < items_.length[i]) return false;
+        Put(packs, i++, pack);
+      }
+    }
+    return true;
+  }
+
+  // Puts each trajectory into the pack furthest below its target cost. False if one has no room.
+  bool FillBySpread(int64_t num_micro) {
+    spread_ = Spread(num_micro);
+    if (spread_count_ < items_.Count()) return false;
+    best_ = std::move(spread_);
+    return true;
+  }
+
+  // Leaves as many of the longest as they were spread, and puts each of the others into the fullest
+  // pack with room. False if one has none.
+  bool FillByBestFit() {
+    int64_t least = 0, most = spread_count_;
+    bool is_filled = false;
+    for (int i = 0; i < kHalvings && least < most; ++i) {
       const int64_t first = (least + most) / 2;
-      if (BestFit(spread, first)) {
-        is_found = true;
+      if (BestFit(spread_, first)) {
+        is_filled = true;
         least = first;
       } else {
         most = first;
       }
     }
-    return is_found || BestFit(spread, 0);
+    return is_filled || BestFit(spread_, 0);
   }
 
   void Put(Packs* packs, int64_t i, int64_t pack) const {
@@ -104,6 +183,7 @@ class Filling {
     packs->pack[i] = pack;
     packs->cost[pack] += items_.cost[i];
     packs->room[pack] -= items_.length[i];
+    --packs->places[pack];
   }
 
   // What a pack of each micro step should cost: the same, but no less than its longest trajectory.
@@ -140,8 +220,10 @@ class Filling {
         reopen(full.top().second);
         full.pop();
       }
-      while (!open.empty() && packs.room[open.top().second] < length) {
-        full.emplace(packs.room[open.top().second], open.top().second);
+      while (!open.empty()) {
+        const int64_t pack = open.top().second;
+        if (packs.places[pack] > 0 && packs.room[pack] >= length) break;
+        if (packs.places[pack] > 0) full.emplace(packs.room[pack], pack);
         open.pop();
       }
       if (open.empty()) break;
@@ -160,8 +242,9 @@ class Filling {
   bool BestFit(const Packs& spread, int64_t first) {
     Packs packs = Empty(spread.num_micro);
     for (int64_t i = 0; i < first; ++i) Put(&packs, i, spread.pack[i]);
-    std::vector<Keyed> keys(packs.Count());
-    for (int64_t p = 0; p < packs.Count(); ++p) keys[p] = {packs.room[p], p};
+    std::vector<Keyed> keys;
+    for (int64_t p = 0; p < packs.Count(); ++p)
+      if (packs.places[p] > 0) keys.emplace_back(packs.room[p], p);
     std::sort(keys.begin(), keys.end());
     std::set<Keyed> rooms(keys.begin(), keys.end());
     for (int64_t i = first; i < items_.Count(); ++i) {
@@ -171,6 +254,7 @@ class Filling {
       auto node = rooms.extract(found);
       const int64_t pack = node.value().second;
       Put(&packs, i, pack);
+      if (packs.places[pack] == 0) continue;
       node.value().first = packs.room[pack];
       rooms.insert(std::move(node));
     }
@@ -180,24 +264,26 @@ class Filling {
 
   // The packs that best fit needs if any number may be opened.
   int64_t CountBestFit() const {
-    std::multiset<int64_t> rooms;
+    std::multiset<Keyed> rooms;  // room and places of each pack with a place
+    int64_t count = 0;
     for (const int64_t length : items_.length) {
-      const auto found = rooms.lower_bound(length);
-      if (found == rooms.end()) {
-        rooms.insert(tokens_ - length);
-        continue;
+      const auto fits = rooms.lower_bound({length, 0});
+      auto [room, places] = fits == rooms.end() ? Keyed{tokens_, budget_.trajectories} : *fits;
+      if (fits == rooms.end()) {
+        ++count;
+      } else {
+        rooms.erase(fits);
       }
-      auto node = rooms.extract(found);
-      node.value() -= length;
-      rooms.insert(std::move(node));
+      if (places > 1) rooms.emplace(room - length, places - 1);
     }
-    return static_cast<int64_t>(rooms.size());
+    return count;
   }
 
   const Sorted& items_;
+  const PackBudget& budget_;
   const int64_t tokens_, width_;
   int64_t spread_count_ = 0;
-  Packs best_{0, 0, 0, 0};
+  Packs spread_{0, 0, 0, {}}, best_{0, 0, 0, {}};
 };
 
 // The packs by falling cost: `width` neighbours are a micro step.
@@ -276,7 +362,7 @@ class Balancing {
     for (int64_t x = 0; x < NumConsidered(pack); ++x) {
       const int64_t give = members_[pack][x], cost = items_.cost[give];
       const int64_t room = packs_.room[other] - items_.length[give];
-      if (members_[pack].size() > 1 && room >= 0) {
+      if (members_[pack].size() > 1 && room >= 0 && packs_.places[other] > 0) {
         const int64_t most = Max(excess - cost, below + cost);
         if (most < best.most) best = {most, give, -1};
       }
@@ -339,6 +425,8 @@ class Balancing {
     excess_[to] += cost;
     packs_.room[from] += length;
     packs_.room[to] -= length;
+    ++packs_.places[from];
+    --packs_.places[to];
   }
 
   const Sorted& items_;
@@ -356,7 +444,7 @@ int64_t PlanPacks(const int64_t* lengths, int64_t count, const PackBudget& budge
                   int64_t* micro, int64_t* rank) {
   if (count == 0) return 0;
   const Sorted items(lengths, count, budget);
-  Packs packs = Filling(items, budget.tokens, width).Run();
+  Packs packs = Filling(items, budget, width).Run();
   Balancing(items, width, &packs).Run();
   // The costliest pack of a micro step goes to the rank with the least cost so far.
   const Values order = ByCost(packs);

@@ -90,6 +90,7 @@ def test_wrong_width(width: int) -> None:
         ((8, 0, 0), "must have a cost"),
         ((8, 1, 0, 0), "multiple must be in"),
         ((8, 1, 0, 9), "multiple must be in"),
+        ((8, 1, 0, 1, 0), "trajectories must be in"),
     ],
 )
 def test_wrong_budgets(arguments: tuple[int, ...], text: str) -> None:
