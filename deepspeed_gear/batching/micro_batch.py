@@ -10,12 +10,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from deepspeed_gear.batching.packed_models import PackedModel, named_inputs
 from deepspeed_gear.errors import ConfigError, FieldError, ShapeError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.public_names import public_names
 
-Attention = Literal["sdpa", "flash_attention_2", "flash_attention_3", "mask"]
-ATTENTIONS = ("sdpa", "flash_attention_2", "flash_attention_3", "mask")
 PADDING = -1  # the sequence of places that belong to no trajectory
 INTERNAL = frozenset({"host_source", "reported"})  # used by other modules of this package, and by no program
 
@@ -274,35 +273,33 @@ class MicroBatch(Mapping[str, torch.Tensor]):
         owner = torch.from_numpy(whole.owners()).to(self._device)
         return ((owner[:, None] == owner[None, :]).tril())[None, None]
 
-    def model_inputs(self, attention: str = "sdpa") -> dict[str, Any]:
+    def model_inputs(self, model: Any) -> dict[str, Any]:
         """Return the keyword arguments of a causal language model of transformers 5.
 
-        Without a cache, since with one the model takes the pack for a single sequence. "sdpa" (and "eager"):
-        the model finds the sequences by their positions, so no mask is given.
+        Without a cache, since with one the model takes the pack for a single sequence. A model is accepted if
+        its family is known to keep trajectories apart with its attention: docs/how-to/language-models.md has
+        the table. Packs of one trajectory suit every model.
 
         Args:
-            attention: The model's: "sdpa", "flash_attention_2", "flash_attention_3", or "mask" for a mask
-                [1, 1, N, N].
+            model: It, or an engine, a DDP or FSDP module, a compiled or a peft model around it. Or the name
+                of its attention, where `Replay.check_packing` accepts that: "sdpa", "eager",
+                "flex_attention", "flash_attention_2", "flash_attention_3" or "flash_attention_4".
         Raises:
-            ConfigError: There is no such attention, or the table has no column of the role token.
+            ConfigError: The model is not known to keep trajectories apart, there is no such attention, or the
+                table has no column of the role token.
         """
-        if attention not in ATTENTIONS:
-            raise ConfigError("attention", f"must be one of {', '.join(ATTENTIONS)}", attention)
         if self._token is None or self._token not in self._tensors:
             rule = 'must have a field of a column with the role "token"'
             raise ConfigError("gear.fields", rule, None, "give the column of token ids that role")
-        found = {
-            "input_ids": self._tensors[self._token],
-            "position_ids": self.position_ids,
-            "use_cache": False,
-        }
-        if attention.startswith("flash"):
-            bounds, longest = self.cu_seqlens, self.max_seqlen
-            found |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-            found |= {"max_length_q": longest, "max_length_k": longest}
-        elif attention == "mask":
-            found["attention_mask"] = self.block_mask
-        return found
+        inputs = {"input_ids": self._tensors[self._token], "use_cache": False}
+        if isinstance(model, str):
+            return inputs | named_inputs(model, self)
+        packed = PackedModel(model)
+        if self._shape.end - self._shape.first < self._shape.rows:
+            return inputs | packed.slice_inputs(self)
+        if self.num_trajectories <= 1:
+            return inputs | packed.padded_inputs(self)
+        return inputs | packed.inputs(self)
 
     # ---- loss ------------------------------------------------------------------------------------
 

@@ -406,6 +406,26 @@ class Replay(ReplayBase):
         """
         self.gradient_divisor = gradient_divisor(model)
 
+    def check_packing(
+        self, model: Any, attention: str | None = None, tolerance: float | None = None
+    ) -> float:
+        """Check that a model gives the trajectories of a pack the logits that each of them has alone.
+
+        Runs a pack of random tokens, as long as a micro batch, and its trajectories one by one, without
+        gradients and without dropout. With ZeRO 3 all ranks call it.
+
+        Args:
+            model: A causal language model of transformers, or an engine or another module around it.
+            attention: The name that `MicroBatch.model_inputs` gets; None: it gets the model.
+            tolerance: Of the difference of a trajectory's logits, relative to their size (root mean squares);
+                None: 1e-4 in float32, 0.03 in 16 bits. Check in float32 where you can.
+        Returns:
+            The largest difference.
+        Raises:
+            ConfigError: The logits differ, `model_inputs` refuses the model, or there is no `gear.pack`.
+        """
+        return self._packed().check_packing(model, attention, tolerance)
+
     def observe_steps(self, begun: Callable[[TrainStep], None]) -> None:
         """Call a function with each train step before its first micro batch.
 

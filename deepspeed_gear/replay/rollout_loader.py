@@ -15,6 +15,7 @@ from deepspeed_gear.distributed.sequence_sum import sequence_sum
 from deepspeed_gear.errors import CheckpointError, ConfigError, EmptyTableError, NotReadyError, StoreError
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Metrics
+from deepspeed_gear.replay.packing_check import check_packing
 from deepspeed_gear.replay.rollout import Rollout, RolloutHooks
 from deepspeed_gear.replay.rollout_data import PackSettings, RolloutData
 from deepspeed_gear.replay.rollout_nodes import RolloutNodes
@@ -115,6 +116,10 @@ class RolloutLoader:
         self._first_step, self._first_tokens, self._first_columns, self._current = 0, None, {}, made
         self._metrics.waited(time.perf_counter() - begin, self._epoch)
         return made
+
+    def check_packing(self, model: Any, attention: str | None, tolerance: float | None) -> float:
+        """Return the largest difference that packing makes: `Replay.check_packing`."""
+        return check_packing(model, attention, tolerance, self._settings)
 
     def _select(self) -> SelectedItems:
         """Make or read the next selection of every table.

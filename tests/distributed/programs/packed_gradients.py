@@ -242,7 +242,7 @@ class ModuleTrainer:
 
 
 def nll(model: Any, micro: MicroBatch, is_slice: bool) -> Tensor:
-    inputs = micro.model_inputs()
+    inputs = micro.model_inputs("sdpa")
     if is_slice:
         inputs["block_mask"] = micro.block_mask
     logits = model(**inputs).logits

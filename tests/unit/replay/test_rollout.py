@@ -134,7 +134,7 @@ def test_without_tokens_steps_stand_at_their_places() -> None:
             assert torch.equal(micro["timestep"][real], micro.position_ids[real])
             assert torch.equal(micro["next"][real], micro["state"][real] + 2)
             with pytest.raises(ConfigError, match='role "token"'):
-                micro.model_inputs()
+                micro.model_inputs("sdpa")
 
 
 def test_opaque_values_are_lists() -> None:
@@ -657,8 +657,6 @@ def test_wrong_calls_are_refused(rolled: Any) -> None:
         micro.fill(x=micro["logp"])
     with pytest.raises(StoreError, match="train step 0 of rollout batch 0 must be iterated once"):
         next(iter(step))
-    with pytest.raises(ConfigError, match="attention must be one of"):
-        micro.model_inputs("none")
 
 
 def test_other_batches_are_refused() -> None:
@@ -718,18 +716,18 @@ def difference(micro: MicroBatch, logits: torch.Tensor, alone: list[torch.Tensor
     return [float((logits[micro.sequence == which] - own).abs().max()) for which, own in enumerate(alone)]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "mask"])
-def test_a_model_of_transformers_sees_the_sequences_apart(packed: Any, attention: str) -> None:
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_model_of_transformers_sees_the_sequences_apart(packed: Any, is_named: bool) -> None:
     model, micro, alone = packed
     with torch.no_grad():
-        logits = model(**micro.model_inputs(attention)).logits
+        logits = model(**micro.model_inputs("sdpa" if is_named else model)).logits
     assert max(difference(micro, logits, alone)) < 2e-6
 
 
 def test_with_its_default_cache_transformers_takes_a_pack_for_one_sequence(packed: Any) -> None:
     """Why `model_inputs` sets `use_cache`: nothing but it differs here, and nothing is raised."""
     model, micro, alone = packed
-    inputs = micro.model_inputs()
+    inputs = micro.model_inputs(model)
     del inputs["use_cache"]
     with torch.no_grad():
         found = difference(micro, model(**inputs).logits, alone)

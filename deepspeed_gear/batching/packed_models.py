@@ -1,0 +1,255 @@
+"""What causal language models of transformers take to keep the trajectories of a pack apart.
+
+transformers derives masks from positions that restart, but not every model passes its positions on; recurrent
+layers take the sequences only where kernels of other packages run, and some factors depend on the place in
+the pack. So a model is accepted where its family is known to give the logits that each trajectory has alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any, Final, Protocol
+
+import torch
+
+from deepspeed_gear.errors import ConfigError
+
+FLASH: Final = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+ATTENTIONS: Final = ("sdpa", "eager", "flex_attention", *FLASH)
+ONE_EACH: Final = 'train one trajectory per pack: "pack": {"max_trajectories": 1}'
+_MODELS: Final = "transformers.models."
+_CHECKED: Final = (5, 24)  # of transformers: the table of families in docs/how-to/language-models.md
+_CONVOLUTION: Final = ("causal_conv1d",)
+_MAMBA_2: Final = ("causal_conv1d", "mamba_ssm")
+_DELTA_RULE: Final = ("causal_conv1d", "fla")
+
+#: Families by `config.model_type`: their attention layers derive masks from positions.
+BY_POSITIONS: Final = frozenset(
+    "apertus arcee cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 exaone4 falcon gemma gemma2 "
+    "gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gptj granite granitemoe helium "
+    "hunyuan_v1_dense llama llama4_text minimax_m2 ministral ministral3 mistral mixtral nemotron olmo "
+    "olmo2 olmo3 olmoe phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm "
+    "starcoder2".split()
+)
+#: Families whose models derive no masks from positions, and take them as an argument.
+BY_MASKS: Final = frozenset(["afmoe", "gpt_oss", "granitemoehybrid", "opt"])
+#: Families whose flash attention gets neither positions nor bounds, or is chosen when they are built.
+_NOT_BY_FLASH: Final = frozenset(["falcon", "nemotron"])
+#: Families with recurrent layers, and the packages whose kernels keep the sequences of these apart.
+BY_KERNELS: Final = {
+    "bamba": _MAMBA_2,
+    "falcon_h1": _MAMBA_2,
+    "granitemoehybrid": _MAMBA_2,
+    "lfm2": _CONVOLUTION,
+    "nemotron_h": _MAMBA_2,
+    "olmo_hybrid": _DELTA_RULE,
+    "qwen3_5_text": _DELTA_RULE,
+    "qwen3_next": _DELTA_RULE,
+}
+#: How the names of classes end whose outputs have a row per token.
+_PER_TOKEN: Final = ("ForCausalLM", "LMHeadModel", "ForTokenClassification", "Model")
+
+
+class Places(Protocol):
+    """Where the sequences of a pack lie: the properties of `MicroBatch`."""
+
+    @property
+    def lengths(self) -> torch.Tensor: ...
+    @property
+    def sequence(self) -> torch.Tensor: ...
+    @property
+    def position_ids(self) -> torch.Tensor: ...
+    @property
+    def cu_seqlens(self) -> torch.Tensor: ...
+    @property
+    def max_seqlen(self) -> int: ...
+
+
+class PackedModel:
+    """A causal language model of transformers, and how its layers keep trajectories apart.
+
+    Args:
+        model: It, or an engine, a DDP or FSDP module, a compiled or a peft model around it.
+    Raises:
+        ConfigError: It is no such model, or adds places of its own.
+    """
+
+    def __init__(self, model: Any) -> None:
+        inner = unwrapped(model)
+        config: Any = getattr(inner, "config", None)
+        if not isinstance(inner, torch.nn.Module) or not hasattr(config, "model_type"):
+            rule = "must be a causal language model of transformers, or the name of its attention"
+            remedy = "give a model of your own micro.position_ids with micro.cu_seqlens or micro.block_mask"
+            raise ConfigError("micro.model_inputs: model", rule, type(inner).__name__, remedy)
+        self.config: Any = config
+        self.family: str = config.model_type
+        self.attention: str | None = getattr(config, "_attn_implementation", None)
+        self._inner = inner
+        self.name = f"{type(inner).__name__} ({self.family})"
+        prompt = getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
+        if prompt:
+            self.refuse("a prompt of peft adds places to every sequence", "use LoRA")
+
+    def refuse(self, rule: str, remedy: str = ONE_EACH) -> None:
+        """Raise the error that names the model, what its packs would do, and the remedy."""
+        raise ConfigError(f"packs with the model {self.name}", f"must be exact: {rule}", None, remedy)
+
+    def inputs(self, places: Places) -> dict[str, Any]:
+        """Return the arguments that keep the sequences of a whole pack apart.
+
+        Raises:
+            ConfigError: The model is not known to keep them apart.
+        """
+        lengths, sequence = places.lengths, places.sequence
+        self._check_family()
+        self._check_positions(lengths, sequence.shape[1])
+        given: dict[str, Any] = {"position_ids": places.position_ids}
+        if self.attention in FLASH:
+            given |= _flash_inputs(places)
+        elif self.family in BY_MASKS:
+            given["attention_mask"] = self._masks(places.position_ids)
+        if self.family in BY_KERNELS:
+            self._check_kernels(sequence.device)
+            given["seq_idx"] = sequence.where(sequence >= 0, len(lengths)).int()
+            given["cu_seq_lens_q"] = places.cu_seqlens
+        return given
+
+    def padded_inputs(self, places: Places) -> dict[str, Any]:
+        """Return the arguments for one trajectory with padding after it, which suit every model."""
+        is_step = places.sequence >= 0
+        given = {"attention_mask": (is_step | ~is_step.any()).long()}
+        if "position_ids" in inspect.signature(self._inner.forward).parameters:
+            # 0 at padding: rotations may depend on the last position.
+            given["position_ids"] = torch.arange(is_step.shape[1], device=is_step.device) * is_step
+        return given
+
+    def slice_inputs(self, places: Places) -> dict[str, Any]:
+        """Return the arguments for a sequence rank's slice, which flash attention gets the bounds of."""
+        self._check_family()
+        if self.attention not in FLASH or self.family not in BY_POSITIONS:
+            remedy = 'use attn_implementation="flash_attention_2", or one of your own that is given by name'
+            self.refuse("sequence ranks have a part of its places, from which no mask can be made", remedy)
+        return {"position_ids": places.position_ids, **_flash_inputs(places)}
+
+    # ---- what is known -----------------------------------------------------------------------------
+
+    def _check_family(self) -> None:
+        """Raise unless logits of this class of models are known to be of its places and their past alone."""
+        if self.family not in BY_POSITIONS | BY_MASKS | BY_KERNELS.keys():
+            kinds = sorted(set(getattr(self.config, "layer_types", None) or ()))
+            layers = f" with layers {', '.join(map(str, kinds))}" if kinds else ""
+            rule = f"no family known to keep the trajectories of a pack apart{layers}"
+            check = "check it by replay.check_packing(model, attention) and give that name"
+            self.refuse(rule, f"{ONE_EACH}; or {check}")
+        bases = [base for base in type(self._inner).__mro__ if base.__module__.startswith(_MODELS)]
+        if not bases or not bases[0].__name__.endswith(_PER_TOKEN):
+            self.refuse("its class is not known to have a row of logits per token")
+        if not getattr(self.config, "is_causal", True):
+            self.refuse("its attention is not causal")
+        if self.attention not in ATTENTIONS:
+            remedy = 'load it with attn_implementation="sdpa"'
+            self.refuse(f"attention {self.attention!r} is not one of {', '.join(ATTENTIONS)}", remedy)
+        if self.attention in FLASH and self.family in _NOT_BY_FLASH:
+            self.refuse("its flash attention gets no sequences", 'load it with attn_implementation="sdpa"')
+
+    def _check_positions(self, lengths: torch.Tensor, rows: int) -> None:
+        """Raise where something depends on the place in the pack, or on its longest sequence."""
+        config = self.config
+        if getattr(config, "alibi", False):
+            self.refuse("its ALiBi biases are of places in the pack")
+        chunk = getattr(config, "attention_chunk_size", None) or rows
+        if rows > chunk and _installed() < _CHECKED:
+            self.refuse("its chunks are of places in the pack", f"install transformers {_text(_CHECKED)}")
+        if getattr(config, "attn_temperature_tuning", False) and rows >= config.floor_scale:
+            rule = f"queries are scaled by the place in the pack from {config.floor_scale - 1} on"
+            self.refuse(f"{rule} (attn_temperature_tuning)")
+        longest = int(lengths.max()) if len(lengths) else 0
+        most = max(longest, rows - int(lengths.sum()))
+        for kind, trained in _growing_rotations(config):
+            if most > trained and (most != longest or int(lengths.min()) != longest):
+                rule = f"rotations of kind {kind!r} are of the longest sequence where it is over {trained}"
+                self.refuse(rule, f"keep trajectories and padding below {trained}, or {ONE_EACH}")
+
+    def _check_kernels(self, device: torch.device) -> None:
+        packages = BY_KERNELS[self.family]
+        missing = [package for package in packages if find_spec(package) is None]
+        if _installed() < _CHECKED:
+            self.refuse("its recurrent layers ignore sequences", f"install transformers {_text(_CHECKED)}")
+        if missing or device.type != "cuda":
+            where = f"without {' and '.join(missing)}" if missing else f"on {device.type}"
+            rule = f"its recurrent layers carry state from one trajectory to the next {where}"
+            install = f"install {' and '.join(packages)} for a GPU"
+            self.refuse(rule, f"{ONE_EACH}; or {install}")
+
+    def _masks(self, position_ids: torch.Tensor) -> Any:
+        """Return the masks of each kind of layer, as transformers makes them from positions."""
+        from transformers import masking_utils
+
+        make = masking_utils.create_masks_for_generate
+        dtype, device = next(self._inner.parameters()).dtype, position_ids.device
+        shape = torch.empty(*position_ids.shape, 0, dtype=dtype, device=device)
+        given = {
+            "config": self.config,
+            "inputs_embeds": shape,
+            "input_embeds": shape,
+            "attention_mask": None,
+            "cache": None,
+            "past_key_values": None,
+            "cache_position": torch.arange(position_ids.shape[1], device=device),
+            "position_ids": position_ids,
+        }
+        return make(**{name: given[name] for name in inspect.signature(make).parameters if name in given})
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the model inside engines, DDP and FSDP modules, compiled and peft models."""
+    while True:
+        inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
+        if not isinstance(inner, torch.nn.Module):
+            base = getattr(model, "get_base_model", None)
+            inner = base() if callable(base) else model
+        if inner is model:
+            return model
+        model = inner
+
+
+def named_inputs(attention: str, places: Places) -> dict[str, Any]:
+    """Return the arguments for an attention of which the name is given, and nothing is known.
+
+    Raises:
+        ConfigError: There is no such attention.
+    """
+    if attention not in ATTENTIONS:
+        remedy = "give the model, or micro.block_mask to a model of your own"
+        rule = f"must be the model or one of {', '.join(ATTENTIONS)}"
+        raise ConfigError("micro.model_inputs: attention", rule, attention, remedy)
+    return {"position_ids": places.position_ids, **(_flash_inputs(places) if attention in FLASH else {})}
+
+
+def _flash_inputs(places: Places) -> dict[str, Any]:
+    ends, longest = places.cu_seqlens, places.max_seqlen
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
+def _growing_rotations(config: Any) -> list[tuple[str, int]]:
+    """Return the rotary embeddings that depend on the longest sequence: kind, and from which length on."""
+    growing = []
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for part in [given, *(value for value in given.values() if isinstance(value, dict))]:
+        kind = part.get("rope_type", part.get("type"))
+        if kind in ("dynamic", "longrope"):
+            trained = part.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            growing.append((str(kind), int(trained or config.max_position_embeddings)))
+    return growing
+
+
+def _installed() -> tuple[int, ...]:
+    return tuple(int(part) for part in version("transformers").split(".")[:2])
+
+
+def _text(parts: tuple[int, ...]) -> str:
+    return ".".join(map(str, parts))

@@ -1,0 +1,75 @@
+"""Check of a model: a pack of random tokens against its trajectories alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from deepspeed_gear.batching.micro_batch import MicroBatch, PackLoss, PackShape, PackSources
+from deepspeed_gear.batching.packed_models import ONE_EACH, PackedModel
+from deepspeed_gear.config.pack_checks import room
+from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.replay.rollout_data import PackSettings
+
+_EXACT, _ROUNDED = 1e-4, 3e-2  # of float32, and of 16 bits
+
+
+def check_packing(
+    model: Any, attention: str | None, tolerance: float | None, settings: PackSettings
+) -> float:
+    """Compare the logits of a pack with those of each of its trajectories alone: `Replay.check_packing`."""
+    if settings.place.sequence_world > 1:
+        remedy = "check the model with one rank per sequence"
+        raise ConfigError(
+            "check_packing", "must have whole trajectories", settings.place.sequence_world, remedy
+        )
+    packed_model = PackedModel(model)
+    micro = _pack(packed_model.config.get_text_config().vocab_size, settings)
+    inputs = micro.model_inputs(attention or model)
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()  # without dropout
+    try:
+        with torch.no_grad():
+            logits = model(**inputs).logits[0]
+            if tolerance is None:
+                is_exact = {logits.dtype, next(model.parameters()).dtype} == {torch.float32}
+                tolerance = _EXACT if is_exact else _ROUNDED
+            ends = micro.lengths.cumsum(0).tolist()
+            most = 0.0
+            for begin, end in zip([0, *ends], ends, strict=False):
+                tokens = inputs["input_ids"][:, begin:end]
+                alone = model(input_ids=tokens, use_cache=False).logits[0].float()
+                apart = (logits[begin:end].float() - alone).square().mean().sqrt()
+                most = max(most, float(apart / alone.square().mean().sqrt()))
+                if not most <= tolerance:
+                    rule = f"must give the {end - begin} tokens from place {begin} on their logits alone"
+                    at = f"check_packing: a pack of {packed_model.name}"
+                    given = f"a relative difference of {most:.1e} (tolerance {tolerance:.1e})"
+                    raise ConfigError(at, rule, given, ONE_EACH)
+    finally:
+        for module, mode in modes:  # parents come before their children
+            module.train(mode)
+    return most
+
+
+def _pack(vocabulary: int, settings: PackSettings) -> MicroBatch:
+    """Return a pack of random tokens as long as a micro batch: halves, down to one token, and padding."""
+    rows, pack = room(settings.pack), settings.pack
+    rest = rows - rows // 8
+    lengths: list[int] = []
+    while rest and len(lengths) < (pack.max_trajectories or rest):
+        lengths.append(-(-rest // 2))
+        rest -= lengths[-1]
+    tokens = torch.randint(vocabulary, (1, rows), generator=torch.Generator().manual_seed(0))
+    none = torch.zeros(0)
+    return MicroBatch(
+        {} if settings.token is None else {settings.token: tokens.to(settings.device)},
+        None,
+        PackShape(np.array(lengths, np.int64), rows, 0, rows),
+        PackLoss(none, none, 0.0, 1.0),
+        PackSources(none, none, none, none, none),
+        settings.token,
+        settings.device,
+    )

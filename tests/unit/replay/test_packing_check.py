@@ -1,0 +1,70 @@
+"""`Replay.check_packing`: models that keep the trajectories of a pack apart, and others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from rollout_support import filled, section
+
+from deepspeed_gear import Replay
+from deepspeed_gear.errors import ConfigError
+
+pytest.importorskip("transformers")
+
+from packed_families import tiny
+
+PACK = {"tokens": 96, "pad": {"multiple": 16}}
+
+
+@pytest.fixture
+def replay() -> Any:
+    made, _ = filled(section(pack=PACK))
+    with made:
+        yield made
+
+
+def test_models_that_are_right(replay: Any) -> None:
+    model = tiny("mistral", "sdpa")
+    model.model.layers[1].train()
+    modes = [module.training for module in model.modules()]
+    assert replay.check_packing(model) < 1e-5
+    assert replay.check_packing(model, "sdpa") < 1e-5
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert replay.check_packing(tiny("qwen2").bfloat16()) < 0.03
+
+
+def test_models_that_are_wrong(replay: Any) -> None:
+    model = tiny("mamba2").train()
+    with pytest.raises(ConfigError, match=r"packs with the model Mamba2ForCausalLM \(mamba2\) must be exact"):
+        replay.check_packing(model)
+    text = r"a pack of Mamba2ForCausalLM \(mamba2\) must give the \d+ tokens from place \d+ on their logits"
+    with pytest.raises(ConfigError, match=text):
+        replay.check_packing(model, "eager")
+    assert all(module.training for module in model.modules())
+    assert replay.check_packing(model, "eager", tolerance=9.0) > 0.01
+
+
+def test_one_trajectory_per_pack_suits_what_is_wrong_else() -> None:
+    config = section(pack={**PACK, "max_trajectories": 1})
+    made, _ = filled(config)
+    model = tiny("mamba2")
+    with made:
+        assert made.check_packing(model) < 1e-5
+        packs = [micro for step in made.rollout() for micro in step]
+        assert all(micro.num_trajectories <= 1 for micro in packs)
+        with torch.no_grad():
+            micro = next(micro for micro in packs if micro.num_trajectories)
+            tokens = micro["tokens"] % 64
+            logits = model(**{**micro.model_inputs(model), "input_ids": tokens}).logits[0, : micro.num_tokens]
+            alone = model(input_ids=tokens[:, : micro.num_tokens], use_cache=False).logits[0]
+        assert torch.allclose(logits, alone, atol=1e-4 * float(alone.abs().max()))
+
+
+def test_a_replay_without_packs_is_refused() -> None:
+    config = {key: value for key, value in section().items() if key not in ("pack", "rollout")}
+    rule = r"gear\.pack must be given for packed batches"
+    with Replay({**config, "batch_size": 4}) as plain, pytest.raises(ConfigError, match=rule):
+        plain.check_packing(tiny("llama"))
