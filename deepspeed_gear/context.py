@@ -2,10 +2,39 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from deepspeed_gear.timeouts import DEFAULT_TIMEOUT_S
+
+LOG = logging.getLogger("deepspeed_gear")
+LOG_EVERY_S = 30.0
+
+
+class WaitLog:
+    """Measures a wait for other ranks, and logs every 30 s which of them it waits for.
+
+    Args:
+        what: What waits.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what, self._begin, self._next = what, time.monotonic(), LOG_EVERY_S
+
+    def note(self, who: Callable[[], str]) -> float:
+        """Log the wait if that is due; return its duration so far, in seconds.
+
+        Args:
+            who: Returns the ranks that it waits for; "": another rank logs them.
+        """
+        waited = time.monotonic() - self._begin
+        if waited >= self._next:
+            self._next += LOG_EVERY_S
+            if named := who():
+                LOG.warning("gear: %s has waited %.0f s for %s", self._what, waited, named)
+        return waited
 
 
 def no_check() -> None:

@@ -30,6 +30,7 @@ from deepspeed_gear.config.types import (
     as_data,
     refuse,
 )
+from deepspeed_gear.timeouts import DEFAULT_TIMEOUT_S
 
 
 class FieldConfig(GearModel):
@@ -284,7 +285,12 @@ class GearOptions(GearModel):
         default=TransferConfig(), description="How batches get from shared memory to a GPU."
     )
     timeout_s: Timeout = Field(
-        default=60.0, description="Seconds after which a wait for another rank is an error; at most 7 days."
+        default=60.0,
+        description=(
+            "Seconds after which a wait for another rank is an error; at most 7 days. Where ranks may "
+            "generate (with `pack`, and in `can_sample()` and `missing_groups()`) the largest "
+            "`rate_limiter.timeout_s` counts if it is larger, without a rate limiter 600."
+        ),
     )
     threads: Annotated[Int, Ge(1), Le(1024)] = Field(
         default=1, description="Threads that copy one batch. Ranks on busy cores are fastest with one."
@@ -295,6 +301,13 @@ class GearOptions(GearModel):
     def resolved_tables(self) -> dict[str, TableConfig]:
         """All tables by name; the short form `data` is the table "main"."""
         return {"main": TableConfig(data=self.data)} if self.data is not None else dict(self.tables)
+
+    @property
+    def rollout_timeout_s(self) -> float:
+        """Longest wait for a rank that generates or computes rewards, as for items: of the rate limiters."""
+        rates = [self.resolved_tables[name].rate_limiter for name in self.sampled_tables]
+        limits = [DEFAULT_TIMEOUT_S if rate is None else rate.timeout_s for rate in rates]
+        return max(self.timeout_s, *limits)
 
     @property
     def rollout_size(self) -> RolloutConfig | None:

@@ -19,6 +19,7 @@ from typing import Final, NoReturn, TypeVar
 
 import numpy as np
 
+from deepspeed_gear.context import WaitLog
 from deepspeed_gear.distributed import node_messages
 from deepspeed_gear.distributed.failure_detector import MOST_BEAT_S, SPREAD_BEATS, FailureDetector
 from deepspeed_gear.distributed.node_channel import MUST_TAKE_ALL, NodeChannel
@@ -30,6 +31,7 @@ from deepspeed_gear.store.table import Table
 T = TypeVar("T")
 _NOT_READY = "not ready: "  # prefix of the text of a rank that may be ready later
 MOST_DRAIN_S = 3.0  # longest wait of a rank that ends for other nodes
+LOOK_S = 0.25  # between two looks for ranks that have died, while another thing is waited for
 SETTLE_S = 0.1  # after it the last writes of a rank that has ended are visible
 GRACE_S = 2 + 2 * SPREAD_BEATS * MOST_BEAT_S  # ranks wait longer for their leader than it for other nodes
 NO_DIGEST = 0
@@ -107,7 +109,7 @@ class BatchBarrier:
         if self._follows:
             self._lagging = self._lagging_of_leader
         self._leader_ended: float | None = None  # when the leader was first found to have ended
-        self._end = EndCode.WELL
+        self._end, self._next_look = EndCode.WELL, 0.0
         self._count = 0  # barriers that this rank has reached
         self._is_open = False  # this rank has reached the last one, but not passed it yet
         self._takes_part = table.memory.peer in members
@@ -207,9 +209,9 @@ class BatchBarrier:
             NotReadyError: One is not ready: this barrier is over, and the next one may succeed.
         """
         if self._lagging():
-            begin = time.monotonic()
+            log = WaitLog(f"rank {self._topology.rank}")
             while self._lagging():
-                waited = time.monotonic() - begin
+                waited = log.note(self._named_lagging)
                 if waited < _AWAKE_S:
                     os.sched_yield()
                     continue
@@ -334,6 +336,11 @@ class BatchBarrier:
         self._raise_failure(self._count + 1)
         if self._detector is not None:
             self._detector.check()
+        elif time.monotonic() > self._next_look:
+            self._next_look = time.monotonic() + LOOK_S
+            for peer in self._members:
+                if not self._table.memory.is_alive(peer) and not self._words[peer, BarrierWord.ENDED]:
+                    raise self._died(peer)
         if self._follows and self._words[0, BarrierWord.ENDED]:
             self._leader_ended = self._leader_ended or time.monotonic()
             if time.monotonic() - self._leader_ended > SETTLE_S:  # by then its selections are visible
@@ -356,20 +363,33 @@ class BatchBarrier:
         for peer in self._members:
             if self._reached[peer] >= self._count:
                 continue
-            name = f"rank {self._ranks[peer]}"
-            had = f"{int(self._reached[peer])} of {self._count} batch barriers"
             lives = self._table.memory.is_alive(peer)
             if self._words[peer, BarrierWord.ENDED] and self._reached[peer] < self._count:
                 self._raise_ended(peer)
             if not lives and self._reached[peer] < self._count:
-                raise PeerError(name, "must live as long as the others train", None, f"it died after {had}")
+                raise self._died(peer)
             if waited_s > self._timeout_s:
                 raise PeerError(
-                    name,
-                    f"must have its batch in gear.timeout_s = {self._timeout_s} s",
-                    had,
-                    "look at what it does; if it evaluates or saves for so long, raise gear.timeout_s",
+                    f"rank {self._ranks[peer]}",
+                    f"must have its batch within {self._timeout_s} s",
+                    f"{int(self._reached[peer])} of {self._count} batch barriers",
+                    "look at what it does; if it evaluates or saves for so long, raise gear.timeout_s; with "
+                    "gear.pack, where it may generate, the timeout_s of the table's rate_limiter",
                 )
+
+    def _died(self, peer: int) -> PeerError:
+        had = f"{int(self._reached[peer])} of {self._count} batch barriers"
+        name, rule = f"rank {self._ranks[peer]}", "must live as long as the others train"
+        return PeerError(name, rule, None, f"it died after {had}")
+
+    def _named_lagging(self) -> str:
+        """Name the ranks that this one waits for, for the log, on the first that waits; else return ""."""
+        if self._follows:
+            return ""
+        late = [peer for peer in self._members if self._reached[peer] < self._count]
+        first = next(peer for peer in self._members if peer not in late)
+        named = ", ".join(f"rank {self._ranks[peer]}" for peer in late)
+        return named if self._table.memory.peer == first else ""
 
     def _raise_ended(self, peer: int) -> NoReturn:
         """Raise that a rank of this node has ended while this one still samples."""
@@ -390,7 +410,7 @@ class BatchBarrier:
         if not lives and self._lagging():
             raise PeerError(name, "must live as long as the others train", None, "it died")
         if waited_s > self._timeout_s + GRACE_S:
-            rule = f"must publish the outcome of the other nodes in gear.timeout_s = {self._timeout_s} s"
+            rule = f"must publish the outcome of the other nodes within {self._timeout_s} s"
             raise PeerError(name, rule, None, "look at what it does, and at its log")
 
     def _compare_digests(self, known: Sequence[tuple[int, int, int]]) -> None:

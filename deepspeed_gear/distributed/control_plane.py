@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from deepspeed_gear.context import WaitLog
 from deepspeed_gear.errors import GearError, NotReadyError, PeerError, relayed
 
 T = TypeVar("T")
@@ -19,6 +21,9 @@ SETUP_TIMEOUT_S = 900.0  # building the op, loading a data set
 # Gloo's threads drop the tensors of a collective after it has returned, and take the interpreter's lock for
 # that. If the interpreter ends meanwhile, as after an error that all ranks raise, the process aborts.
 EXIT_PAUSE_S = 0.1
+_LISTEN_S = 0.1  # between two looks for lost ranks
+# A rank may send its part of a collective and end: if the collective is not over after so long, it never is.
+LOST_S = 5.0  # and longest time until it is known which loss has broken a connection
 
 
 class ControlPlane:
@@ -35,25 +40,84 @@ class ControlPlane:
     def __init__(self, process_group: Any = None, timeout_s: float = SETUP_TIMEOUT_S) -> None:
         self.rank, self.world_size = 0, 1
         self._group: Any = None
+        self._ranks: tuple[int, ...] = ()
+        self._lost: Callable[[], GearError | None] | None = None
         if not (dist.is_available() and dist.is_initialized()):
             return
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         if self.world_size > 1:
             # torch 2.4 does not accept None in get_process_group_ranks.
             group = dist.group.WORLD if process_group is None else process_group
-            ranks = tuple(dist.get_process_group_ranks(group))
-            self._group = _control_group(ranks, max(timeout_s, SETUP_TIMEOUT_S))
+            self._ranks = tuple(dist.get_process_group_ranks(group))
+            self.allow(timeout_s)
+
+    def allow(self, timeout_s: float) -> None:
+        """Let later calls wait for other ranks for so long, at least for `SETUP_TIMEOUT_S`. Collective."""
+        if self.world_size > 1:
+            self._group = _control_group(self._ranks, max(timeout_s, SETUP_TIMEOUT_S))
+
+    def watch(self, lost: Callable[[], GearError | None]) -> None:
+        """Look for lost ranks while this one waits for others, until `close`.
+
+        Args:
+            lost: Returns the error that names a rank that is lost; None: there is none.
+        """
+        self._lost = lost
+
+    def run(self, start: Callable[[], Any]) -> None:
+        """Run a collective of gloo; while it waits, look for lost ranks.
+
+        Args:
+            start: Begins the collective; returns its work.
+        Raises:
+            PeerError: A rank is lost, which it names, or does not answer.
+        """
+        try:
+            work = start()
+        except RuntimeError as error:
+            raise self._failure(error) from error
+        log, lost_s = WaitLog(f"rank {self.rank}"), 0.0
+        while True:
+            is_over = work.is_completed()
+            try:
+                work.wait(timedelta(seconds=_LISTEN_S))
+                return
+            except RuntimeError as error:  # also of a wait that is over before the collective
+                if is_over:
+                    raise self._failure(error) from error
+            found = None if self._lost is None else self._lost()
+            lost_s = 0.0 if found is None else lost_s + _LISTEN_S
+            if found is not None and lost_s > LOST_S:
+                raise found
+            log.note(lambda: "the other ranks, in a collective of all")
+
+    def _failure(self, error: RuntimeError) -> GearError:
+        """Return the error of a collective that has failed: that of a lost rank, if it is known in time."""
+        until = time.monotonic() + LOST_S
+        while self._lost is not None and time.monotonic() < until:
+            if (found := self._lost()) is not None:
+                return found
+            time.sleep(_LISTEN_S / 2)
+        text, remedy = str(error).splitlines()[0], "look for the first error in the other ranks' logs"
+        return PeerError("a rank", "must answer", text, remedy)
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, in the order of ranks."""
-        if self._group is None:
+        group = self._group
+        if group is None:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        try:
-            dist.all_gather_object(values, value, group=self._group)
-        except RuntimeError as error:
-            raise _lost(error) from error
-        return values
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = torch.zeros(self.world_size, 1, dtype=torch.int64)
+        each = list(sizes.unbind())
+        self.run(lambda: dist.all_gather(each, torch.tensor([len(mine)]), group, async_op=True))
+        sent = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        sent[: len(mine)] = mine
+        rows = list(torch.zeros(self.world_size, len(sent), dtype=torch.uint8).unbind())
+        self.run(lambda: dist.all_gather(rows, sent, group, async_op=True))
+        return [
+            pickle.loads(row[:size].numpy().tobytes())
+            for row, (size,) in zip(rows, sizes.tolist(), strict=True)
+        ]
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """Return the value of one rank."""
@@ -61,11 +125,9 @@ class ControlPlane:
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of a tensor in host memory over all ranks; the argument may be overwritten."""
-        if self._group is not None:
-            try:
-                dist.all_reduce(tensor, group=self._group)
-            except RuntimeError as error:
-                raise _lost(error) from error
+        group = self._group
+        if group is not None:
+            self.run(lambda: dist.all_reduce(tensor, group=group, async_op=True))
         return tensor
 
     def barrier(self) -> None:
@@ -117,7 +179,7 @@ class ControlPlane:
 
     def close(self) -> None:
         """Drop the process group; the next ControlPlane over the same ranks uses it again."""
-        self._group = None
+        self._group = self._lost = None
 
 
 # A group that is made again over the same ranks can find the addresses of the one before it in the
@@ -194,11 +256,6 @@ def rendezvous(timeout_s: float) -> Any:
     connection = default.clone()
     connection.set_timeout(timeout)
     return connection
-
-
-def _lost(error: RuntimeError) -> PeerError:
-    text = str(error).splitlines()[0]
-    return PeerError("a rank", "must answer", text, "look for the first error in the other ranks' logs")
 
 
 def _text(error: Exception) -> str:

@@ -265,7 +265,7 @@ class NodeChannel:
         text = str(error).splitlines()[0]
         node = 1 - self.index if node is None and self.count == 2 else node
         name = SOME_NODE if node is None else self.name(node)
-        rule = f"must answer in gear.timeout_s = {self.timeout_s} s"
+        rule = f"must answer within {self.timeout_s} s"
         remedy = "look for the first error in the logs of its ranks, and at the network"
         self._broken = LostNodeError(name, rule, text, remedy)
         self._broken.__cause__ = error

@@ -106,6 +106,7 @@ def make_plan(
     exchange = ControlPlane(process_group)
     agree = exchange.agree
     checked, ds_sizes = config_resolution.read_config(exchange, config)
+    exchange.allow(checked.rollout_timeout_s)
     ops = agree("loading the ops", lambda: load_backend(checked.backend))
     here = place or RankCoordinates(exchange.rank, exchange.world_size)
     topology = Topology.discover(exchange, here)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed_gear.distributed.control_plane import lanes
+from deepspeed_gear.distributed.control_plane import ControlPlane, lanes
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import ConfigError
 
@@ -35,7 +35,7 @@ def check_process_group(topology: Topology, group: Any) -> None:
 
 
 def sequence_sum(
-    topology: Topology, device: torch.device, timeout_s: float, group: Any
+    topology: Topology, device: torch.device, timeout_s: float, group: Any, exchange: ControlPlane
 ) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Return the sum over the ranks that share this rank's sequences; None: there are no others. Collective.
 
@@ -44,6 +44,7 @@ def sequence_sum(
         device: Of the tensors.
         timeout_s: Longest wait for another rank.
         group: The process group whose ranks the topology counts; None for all.
+        exchange: Names the rank that is lost where the sum fails.
     """
     place = topology.place
     if place.sequence_world == 1:
@@ -55,13 +56,16 @@ def sequence_sum(
         parts.setdefault(key, []).append(known[rank])
     backend, own = "nccl" if device.type == "cuda" else "gloo", known[topology.rank]
     made = lanes([tuple(part) for part in parts.values()], own, "sequence", timeout_s, backend)
-    return _sum_over(made)
+    return _sum_over(made, exchange if backend == "gloo" else None)
 
 
-def _sum_over(group: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def _sum_over(group: Any, exchange: ControlPlane | None) -> Callable[[torch.Tensor], torch.Tensor]:
     def total(values: torch.Tensor) -> torch.Tensor:
         found = values.clone()
-        dist.all_reduce(found, group=group)
+        if exchange is None:  # NCCL's work is waited for on the device
+            dist.all_reduce(found, group=group)
+        else:
+            exchange.run(lambda: dist.all_reduce(found, group=group, async_op=True))
         return found
 
     class Sum(torch.autograd.Function):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.distributed.node_channel import NodeChannel
 from deepspeed_gear.distributed.quota_agreement import agree_on_quotas
 from deepspeed_gear.distributed.replay_plan import ReplayPlan
+from deepspeed_gear.distributed.topology import Topology
+from deepspeed_gear.errors import LostNodeError, PeerError
 from deepspeed_gear.replay.async_priority_updates import AsyncPriorityUpdates
 from deepspeed_gear.replay.attach_stores import attach_tables
 from deepspeed_gear.replay.batch_assembler import BatchAssembler
@@ -34,6 +37,7 @@ from deepspeed_gear.sampling.mixture import Mixture
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.stream_specs import SampledTable, mixture_of, stream_specs, weight_total
 from deepspeed_gear.sampling.stream_state import StreamState
+from deepspeed_gear.store.records import Peer
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec
 
@@ -181,6 +185,7 @@ def build(
         barrier = made.barrier = None if turns is None else _barrier(plan, first, turns, detector)
         releases = DeferredRelease()
         context = _context(plan, detector, releases)
+        control_plane.watch(partial(_lost_rank, first, topology, detector))
         relabelling = control_plane.agree(
             "the fields", lambda: HindsightRelabelling(config, plan.ops, plan.fields, plan.needs.fields)
         )
@@ -325,10 +330,30 @@ def _start_detector(plan: ReplayPlan, table: Table) -> FailureDetector | None:
     return detector
 
 
+def _lost_rank(table: Table, topology: Topology, detector: FailureDetector | None) -> PeerError | None:
+    """Return the error of a rank that takes part in no collective any more; None: there is none."""
+    if detector is not None:
+        try:
+            detector.check()
+        except LostNodeError as error:
+            return error
+        return None
+    ranks, peers = topology.peers, table.peers
+    dead = [peer for peer in range(len(ranks)) if not table.memory.is_alive(peer)]
+    if not dead:
+        return None
+    first = max(dead, key=lambda peer: int(peers[peer, Peer.LOST]))  # others may have ended because of it
+    peers[first, Peer.LOST] = 1
+    process = f"process {int(peers[first, Peer.PID])} died, or closed its replay"
+    return PeerError(f"rank {ranks[first]}", "must live as long as the others train", None, process)
+
+
 def _barrier(plan: ReplayPlan, table: Table, turns: Turns, detector: FailureDetector | None) -> BatchBarrier:
     """Return the batch barrier of the ranks. Collective over the leaders of nodes."""
     topology, config = plan.topology, plan.config
-    only_readers, timeout_s = turns != "schedule", config.timeout_s
+    # Between two barriers of rollout batches a rank may generate, or compute rewards.
+    timeout_s = config.timeout_s if config.pack is None else config.rollout_timeout_s
+    only_readers = turns != "schedule"
     if detector is None:
         return BatchBarrier(table, topology, only_readers, timeout_s)
     order = topology.holders if only_readers else list(range(topology.num_nodes))

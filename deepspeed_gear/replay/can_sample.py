@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 
+from deepspeed_gear.context import WaitLog
 from deepspeed_gear.distributed.quota_agreement import may_select
 from deepspeed_gear.errors import PeerError
 from deepspeed_gear.replay.batch_loader import BatchLoader
@@ -27,7 +28,9 @@ class Readiness:
     """
 
     def __init__(self, parts: ReplayParts, loader: BatchLoader | RolloutLoader) -> None:
-        self._parts, self._timeout_s, self._loader = parts, parts.context.timeout_s, loader
+        self._parts, self._timeout_s, self._loader = parts, parts.plan.config.rollout_timeout_s, loader
+        barrier = parts.barrier
+        self._check = parts.context.check if barrier is None else barrier.check  # raises if a rank is lost
         self._streams, self._table = parts.train, parts.train[0].table
         self._asked: np.ndarray = self._table.views["questions/asked"]
         self._answers: np.ndarray = self._table.views["questions/answers"]
@@ -123,10 +126,10 @@ class Readiness:
         if self._parts.plan.leads_shard:
             with self._table.lock:
                 entry[:] = number + 1, answer
-        until = time.monotonic() + self._timeout_s
+        log = WaitLog("can_sample()")
         while plan.topology.node in plan.placement.order and entry[0] != number + 1:
-            self._parts.context.check()
-            if time.monotonic() > until:
+            self._check()
+            if log.note(lambda: "") > self._timeout_s:
                 raise PeerError("the first rank of this node", f"must answer within {self._timeout_s} s")
             time.sleep(_POLL_S)
 
@@ -146,16 +149,21 @@ class Readiness:
             return stream.can_select(key)
 
     def _wait_for_slowest(self, number: int) -> None:
-        until = time.monotonic() + self._timeout_s
-        while True:
-            lagging = self._lagging(number)
-            if not lagging:
-                return
-            self._parts.context.check()
-            if time.monotonic() > until:
+        log, ranks = WaitLog("can_sample() or missing_groups()"), self._parts.plan.topology.peers
+        while lagging := self._lagging(number):
+            self._check()
+            if log.note(partial(self._named, lagging)) > self._timeout_s:
                 rule = f"must call can_sample() as often as this rank, within {self._timeout_s} s"
-                raise PeerError(f"local rank {lagging[0]}", rule, None, "every rank must call it in turn")
+                remedy = "every rank must call it in turn; one that generates for longer needs a larger "
+                remedy += "timeout_s of the table's rate_limiter"
+                raise PeerError(f"rank {ranks[lagging[0]]}", rule, None, remedy)
             time.sleep(_POLL_S)
+
+    def _named(self, lagging: list[int]) -> str:
+        """Name ranks for the log, on the first rank of the node that waits for them; else return ""."""
+        ranks = self._parts.plan.topology.peers
+        is_first = self._peer == min(set(range(len(ranks))) - set(lagging))
+        return ", ".join(f"rank {ranks[peer]}" for peer in lagging) if is_first else ""
 
     def _lagging(self, number: int) -> list[int]:
         """Return the living readers that have not read the answer that would be overwritten."""

@@ -103,4 +103,5 @@ class Peer:
     OLDEST_OPEN: Final = 1  # oldest policy version of its open trajectories, plus 1
     REGISTERED: Final = 2  # bytes registered with CUDA, plus 1
     WAITS: Final = 3  # 1: its training stream waits for items, so it adds none
+    LOST: Final = 4  # 1: another rank was waiting for it when it died
     NUM_WORDS: Final = 8
