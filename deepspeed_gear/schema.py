@@ -33,7 +33,7 @@ OPAQUE = ("bytes", "json")  # one value per trajectory, in a row of fixed size: 
 LENGTH_BYTES = 4  # of an opaque row, before the value: its length, little-endian
 MOST_OPAQUE_BYTES = (1 << 31) - 1
 ROLES = (
-    *("observation", "action", "reward", "terminated", "truncated", "return", "length"),
+    *("observation", "next_observation", "action", "reward", "terminated", "truncated", "return", "length"),
     *("token", "loss_mask", "other"),
 )
 TOKEN_DTYPES = ("uint8", "int8", "int16", "int32", "int64")
@@ -150,6 +150,12 @@ class Column:
     @property
     def is_floating(self) -> bool:
         return self.dtype in FLOATING
+
+    @property
+    def is_next_observation(self) -> bool:
+        """Whether row t is the state after step t: it has the role, or a data set's name next_observation."""
+        named = self.role == "observation" and self.name.split(".")[0] == "next_observation"
+        return self.rows == "T" and (named or self.role == "next_observation")
 
     @property
     def must_be_finite(self) -> bool:

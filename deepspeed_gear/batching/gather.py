@@ -157,8 +157,7 @@ class Gatherer:
             column, shape, dtype = column.reshape(len(column), -1)[:, :0], (0,), column.dtype
         numbers = affine(field, statistics, shape)
         shift, gain = (part.to(self._device) for part in numbers)
-        follows = field.offset == "n_step"
-        offset = 0 if field.offset == "n_step" else int(field.offset)
+        follows, offset = field.follows, field.first
         length, part = field.length or 1, field.collected_length
         count = part or 1
         own = field.name if field.hindsight is not None else None  # a relabelled goal is always real

@@ -162,6 +162,7 @@ def _check_table(
         _resolve(name, field, schema, statistics_available, shifts) for name, field in requested.items()
     ]
     _check_duplicates(resolved)
+    _check_bootstraps(config, resolved)
     hindsight_checks.check_fields(config, resolved)
     return resolved
 
@@ -211,6 +212,24 @@ def _check_n_step(config: GearOptions, schema: Schema) -> None:
             raise ConfigError(
                 "gear.n_step", f"must have a {role} column in the sampled table", None, _known(schema)
             )
+
+
+def _check_bootstraps(config: GearOptions, fields: list[ResolvedField]) -> None:
+    """Reject fields of the state after an n-step return that have no row of it at the end of a trajectory."""
+    if config.item_sampler.anchors == "fits":
+        return
+    for field in fields:
+        column = field.column
+        if not field.follows or column is None or column.rows != "T" or column.is_next_observation:
+            continue
+        rule = 'must have a row after the last step with offset "n_step": padding would be bootstrapped from'
+        remedy = (
+            "store the observations in T+1 rows, or the next ones in a column of the role next_observation; "
+            'or leave out the last n steps of each trajectory by "anchors": "fits"'
+        )
+        raise ConfigError(
+            f"{dotted('gear', 'fields', field.name)}.column", rule, f"{column.name} of T rows", remedy
+        )
 
 
 def _source(name: str, field: FieldConfig, schema: Schema) -> tuple[Column | None, str | None]:

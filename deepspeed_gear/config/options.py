@@ -52,7 +52,9 @@ class FieldConfig(GearModel):
         default=None,
         description=(
             'First step of the window, relative to the anchor; "n_step" is the step that an n-step '
-            "return bootstraps from: `n_step.n` later, or fewer where the trajectory ends before. null: 0; "
+            "return bootstraps from: `n_step.n` later, or fewer where the trajectory ends before (of a "
+            "column of next observations, the row that is the same state); the column has T+1 rows or next "
+            "observations. null: 0; "
             "in packed batches of a table with tokens 1 for its other columns of a row per step, so that "
             "they stand where the token is predicted."
         ),

@@ -47,6 +47,21 @@ class ResolvedField:
     hindsight: Column | None = None
 
     @property
+    def follows(self) -> bool:
+        """Whether the steps of the n-step return are added to the offset."""
+        return self.offset == "n_step"
+
+    @property
+    def first(self) -> int:
+        """Offset without the steps of the n-step return.
+
+        The state after k steps is row k after the anchor's of the states, and row k - 1 of the next states.
+        """
+        if self.offset != "n_step":
+            return self.offset
+        return -1 if self.column is not None and self.column.is_next_observation else 0
+
+    @property
     def collected_length(self) -> int | None:
         """Steps of the window that are gathered; None for no time axis."""
         return self.length if self.part_length is None else self.part_length

@@ -210,6 +210,7 @@ class ColumnConfig(GearModel):
     )
     role: Literal[
         "observation",
+        "next_observation",
         "action",
         "reward",
         "terminated",

@@ -207,7 +207,7 @@ def anchor_rule(config: GearConfig, fields: Sequence[ResolvedField]) -> AnchorRu
             if field.column is not None and field.column.rows == "1":
                 continue
             extra = 1 if field.column is not None and field.column.rows == "T+1" else 0
-            offset = n if field.offset == "n_step" else int(field.offset)
+            offset = field.first + (n if field.follows else 0)
             windows.append(WindowSpan(offset, field.length or 1, extra))
         return AnchorRule.fits(windows)
     if isinstance(anchors, str):

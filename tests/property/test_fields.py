@@ -79,7 +79,8 @@ def draw_fields(draw: st.DrawFn, schema: Schema, has_n_step: bool) -> dict[str, 
         own = DERIVED.get(source) or schema[source].dtype
         computed = source in ("timestep", "position")
         if column is None or column.rows != "1":
-            field["offset"] = draw(st.integers(-12, 12) | st.sampled_from(["n_step"] * has_n_step or [0]))
+            follows = has_n_step and (column is None or column.rows == "T+1")
+            field["offset"] = draw(st.integers(-12, 12) | st.sampled_from(["n_step"] * follows or [0]))
             if source == "position" or draw(st.booleans()):
                 field["length"] = draw(st.integers(1, 12))
                 field["align"] = draw(st.sampled_from(["in_place", "left", "right"]))

@@ -39,7 +39,10 @@ class D4rlReader(Reader):
 
     The two flags become `terminated` and `truncated`. A fragment at the end of the file without either is
     truncated. Where `next_observations` are the shifted observations inside every episode, to the last bit,
-    `observation` gets one more row per episode, the last next observation; otherwise both are stored. Other
+    `observation` gets one more row per episode, the last next observation; otherwise both are stored. Without
+    them the observation after the last step of an episode is not known: a terminated episode repeats its last
+    one there, which nothing bootstraps from, and the last step of any other episode is left out, so that its
+    observation is the last one. Other
     arrays with a row per step become columns (`infos/qpos` is `infos.qpos`); groups named `metadata` are
     left out.
     """
@@ -52,16 +55,23 @@ class D4rlReader(Reader):
         self._file = file
         self._check_required()
         self._keys = self._choose_extras(select)
-        self._ends, trailing = self._find_episodes()
-        self._shifted = _NEXT in file and self._next_is_shifted()
+        self._ends, self._terminates, trailing = self._find_episodes()
+        self._has_next = _NEXT in file
+        self._shifted = self._has_next and self._next_is_shifted()
         self.columns = self._make_columns()
         check_unique(path, [c.name for c in self.columns])
         self.num_steps = len(file["rewards"])
-        self.description.update(episodes=len(self._ends), steps=self.num_steps, shifted=self._shifted)
+        is_cut = np.zeros(len(self._ends), bool) if self._has_next else ~self._terminates
+        self.num_steps -= int(is_cut.sum())
+        kept = int((np.diff(self._ends, prepend=0) > is_cut).sum())
+        self.description.update(episodes=kept, steps=self.num_steps, shifted=self._shifted)
         if trailing:
             self.notes.append(f"the last {trailing} steps have no end flag: kept as a truncated episode")
-        if _NEXT not in file:
-            self.notes.append(f"there is no {_NEXT}: what follows the last step of an episode is not known")
+        if not self._has_next:
+            self.notes.append(
+                f"there is no {_NEXT}: the last step of {is_cut.sum()} episodes that do not terminate is "
+                "left out, as the observation after it is not known"
+            )
         elif not self._shifted:
             self.notes.append(f"{_NEXT} are not the shifted observations: stored as a column of their own")
 
@@ -144,16 +154,20 @@ class D4rlReader(Reader):
             self._where(key), read_rows(self._where(key), self._file[key], low, high).reshape(-1), column
         )
 
-    def _find_episodes(self) -> tuple[NDArray[np.int64], int]:
-        """Return the row after each episode's last, and the length of an unflagged fragment at the end."""
-        length, ends = len(self._file["rewards"]), []
+    def _find_episodes(self) -> tuple[NDArray[np.int64], NDArray[np.bool_], int]:
+        """Return the end row of each episode, whether it terminates, and the length of an unflagged one."""
+        length, ends, terminates = len(self._file["rewards"]), [], []
         for low in range(0, length, _BLOCK_ROWS):
             high = min(low + _BLOCK_ROWS, length)
-            last = self._flags("terminals", low, high) | self._flags("timeouts", low, high)
-            ends.append(low + 1 + np.flatnonzero(last))
-        found = np.concatenate(ends).astype(np.int64)
-        flagged = int(found[-1]) if len(found) else 0
-        return (found if flagged == length else np.append(found, length)), length - flagged
+            terminals = self._flags("terminals", low, high)
+            last = np.flatnonzero(terminals | self._flags("timeouts", low, high))
+            ends.append(low + 1 + last)
+            terminates.append(terminals[last])
+        found, flags = np.concatenate(ends).astype(np.int64), np.concatenate(terminates)
+        trailing = length - (int(found[-1]) if len(found) else 0)
+        if trailing:
+            found, flags = np.append(found, length), np.append(flags, False)
+        return found, flags, trailing
 
     def _next_is_shifted(self) -> bool:
         """Return whether next_observations[i] is observations[i + 1], bit for bit, inside all episodes."""
@@ -177,7 +191,7 @@ class D4rlReader(Reader):
             shape = () if scalar else array.shape[1:]
             return make_column(self._where(key), name, array.dtype, shape, role, "T+1" if final else "T")
 
-        columns = [column("observations", "observation", "observation", self._shifted)]
+        columns = [column("observations", "observation", "observation", self._shifted or not self._has_next)]
         if _NEXT in self._file and not self._shifted:
             columns.append(column(_NEXT, "next_observation", "observation"))
         columns.append(column("actions", "action", "action"))
@@ -199,12 +213,20 @@ class D4rlReader(Reader):
         readers = {c.name: self._reader(sources[c.name]) for c in self.columns}
         following = self._reader(_NEXT) if self._shifted else None
         low = 0
-        for number, high in enumerate(self._ends.tolist()):
+        for number, (high, terminates) in enumerate(zip(self._ends.tolist(), self._terminates, strict=True)):
+            end = high if self._has_next or terminates else high - 1  # of the steps that are kept
+            if end == low:
+                low = high
+                continue
             arrays = {}
             for column in self.columns:
-                rows = readers[column.name](low, high)
-                if column.rows == "T+1" and following is not None:
-                    rows = np.concatenate([rows, following(high - 1, high)])
+                if column.rows == "T":
+                    rows = readers[column.name](low, end)
+                elif following is not None:
+                    rows = np.concatenate([readers[column.name](low, end), following(high - 1, high)])
+                else:
+                    rows = readers[column.name](low, high)
+                    rows = np.concatenate([rows, rows[-1:]]) if terminates else rows
                 where = f"{self._where(sources[column.name])}, episode {number}"
                 arrays[column.name] = convert(where, rows.reshape(len(rows), *column.shape), column)
             if not (arrays["terminated"][-1] or arrays["truncated"][-1]):

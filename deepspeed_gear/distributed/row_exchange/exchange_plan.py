@@ -161,16 +161,15 @@ def _add_field(
         return
     name = RETURN_TO_GO if field.column is None else field.column.name
     final_row = int(field.column is not None and field.column.rows == "T+1")
-    follows = field.offset == "n_step"
     first, end = _window(field)
-    reads[WindowRead(name, first, end, follows, field.pad_kind == "edge", final_row)] = None
+    reads[WindowRead(name, first, end, field.follows, field.pad_kind == "edge", final_row)] = None
     if field.hindsight is not None:
         goals[field.hindsight.name, int(field.hindsight.rows == "T+1")] = None
 
 
 def _window(field: ResolvedField) -> tuple[int, int]:
     """Return the steps that a field's part of its window may read, from the anchor on."""
-    offset = 0 if field.offset == "n_step" else int(field.offset)
+    offset = field.first
     length = field.length or 1
     if field.part_length is None or field.align != "in_place" or field.pad_kind == "edge":
         return offset, offset + length

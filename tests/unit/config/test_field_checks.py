@@ -114,6 +114,12 @@ def test_offset_of_n_step() -> None:
         fields={"observation": {}, "next_observation": {"column": "observation", "offset": "n_step"}},
     )
     assert fields["next_observation"].offset == "n_step"
+    at_end = {"action": {}, "following": {"column": "action", "offset": "n_step"}}
+    with pytest.raises(
+        ConfigError, match=r"following.column must have a row after the last .*'action of T rows'; store"
+    ):
+        resolve(n_step={"n": 1, "gamma": 0.99}, fields=at_end)
+    resolve(n_step={"n": 1, "gamma": 0.99}, fields=at_end, sampler={"unit": "step", "anchors": "fits"})
 
 
 def test_statistics() -> None:

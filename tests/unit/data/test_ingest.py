@@ -110,11 +110,24 @@ def test_a_shift_is_checked_across_blocks(
 
 
 def test_without_next_observations(tmp_path: Path, d4rl: Maker) -> None:
-    d4rl(tmp_path / "a.hdf5", next_observations=None)
+    """Terminated episodes repeat the last observation; others lose the step whose next one is not known."""
+    ends = ("terminals", "timeouts", "timeouts", "both", "")
+    arrays = d4rl(tmp_path / "a.hdf5", (3, 1, 4, 2, 2), ends, next_observations=None)
     dataset = ingest([tmp_path / "a.hdf5"], tmp_path / "out")
-    assert dataset.schema["observation"].rows == "T"
+    assert dataset.schema["observation"].rows == "T+1"
     assert "next_observation" not in dataset.schema
-    assert "what follows the last step of an episode is not known" in dataset.source["sources"][0]["notes"][0]
+    kept = [(0, 3, 2, True), (4, 7, 7, False), (8, 10, 9, True), (10, 11, 11, False)]
+    assert len(dataset) == len(kept)
+    for number, (low, high, last, terminated) in enumerate(kept):
+        stored = dataset.trajectory(number)
+        rows = arrays["observations"][[*range(low, high), last]]
+        np.testing.assert_array_equal(stored["observation"], rows)
+        np.testing.assert_array_equal(stored["reward"], arrays["rewards"][low:high])
+        assert stored["terminated"].tolist() == [False] * (high - low - 1) + [terminated]
+        assert stored["truncated"].tolist()[-1] == (not terminated or number == 2)
+    source = dataset.source["sources"][0]
+    assert (source["episodes"], source["steps"]) == (4, 9)
+    assert "the last step of 3 episodes that do not terminate is left out" in source["notes"][1]
 
 
 def test_other_arrays_become_columns(tmp_path: Path, d4rl: Maker) -> None:
@@ -157,7 +170,7 @@ def test_dtypes_of_a_source(tmp_path: Path, d4rl: Maker) -> None:
         "int64",
     ]
     assert dataset.schema["observation"].shape == ()
-    np.testing.assert_array_equal(dataset.columns["observation"], np.arange(8))
+    np.testing.assert_array_equal(dataset.columns["observation"], [0, 1, 2, 2, 3, 3, 4, 5, 6, 7, 7])
     assert dataset.columns["return"].tolist() == [3.0, 3.0, 22.0]
 
 

@@ -90,7 +90,7 @@ BROKEN_D4RL: dict[str, tuple[dict[str, Any], str]] = {
         'correct it, or set "allow_nan" of the column (gear ingest: --allow-nan)',
     ),
     "infinity": (
-        {"observations": INF, "next_observations": None},
+        {"observations": INF},
         ": episode 1: column observation must be finite, got 'inf at step 0'; "
         'correct it, or set "allow_nan" of the column (gear ingest: --allow-nan)',
     ),
