@@ -276,7 +276,8 @@ def _resolve(
         raise ConfigError(
             f"{at}.scale", "must not be given for a bool column", field.scale, 'use "as": "float32"'
         )
-    dtype = field.dtype or ("float32" if converted and not floating else own)
+    narrowed = own == "float64" or (converted and not floating)  # float64 breaks models of float32
+    dtype = field.dtype or ("float32" if narrowed else own)
     if field.dtype is not None:
         check_dtype(at, own, field.dtype, column, converted)
     pad_value = 0 if isinstance(field.pad, str) else field.pad

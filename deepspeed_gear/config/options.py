@@ -96,8 +96,8 @@ class FieldConfig(GearModel):
         description=(
             'Type in the batch; "engine" is the type the engine computes in: not for rewards, returns, flags'
             " and derived fields, from which losses are computed and which keep at least float32, nor for"
-            " integers that are neither normalised nor scaled. null: the column's own, or float32 where a"
-            " column of integers is normalised or scaled."
+            " integers that are neither normalised nor scaled. null: the column's own, or float32 where it"
+            " is float64, or where a column of integers is normalised or scaled."
         ),
     )
 

@@ -217,7 +217,7 @@ class Oracle:
         derived = DERIVED.get(str(field.get("derived")))
         own = derived or self.scene.schema[field["column"]].dtype
         converted = field["scale"] != 1.0 or field.get("normalize")
-        return torch.float32 if converted and own not in FLOATING else DTYPES[own]
+        return torch.float32 if own == "float64" or (converted and own not in FLOATING) else DTYPES[own]
 
     def check_n_step(self, batch: Batch) -> None:
         """Check n-step returns, discounts and steps."""

@@ -157,3 +157,25 @@ def test_every_way_into_a_table_takes_values_that_fit(way: Callable[..., None], 
                 continue
             with pytest.raises(DataError, match=r"must hold values that .* can hold, got .*; correct it"):
                 way(replay, {**good, name: value}, tmp_path)
+
+
+def test_float64_data_sets_train_float32_models(tmp_path: Path) -> None:
+    """As of Minari; normalised in float64 and rounded once. `as` keeps float64."""
+    schema = Schema([Column("observation", "float64", (2,), "observation", "T+1"), Column("action", "int64")])
+    observations = 1e6 + np.random.default_rng(0).random((9, 2))
+    with DatasetWriter(tmp_path / "set", schema) as writer:
+        writer.add({"observation": observations, "action": np.zeros(8)})
+    fields = {
+        "observation": {"normalize": "mean_std"},
+        "plain": {"column": "observation"},
+        "kept": {"column": "observation", "as": "float64"},
+    }
+    section = {"data": str(tmp_path / "set"), "batch_size": 4, "sampler": {"unit": "step"}, "fields": fields}
+    with Replay(section) as replay:
+        batch = replay.sample()
+        assert torch.nn.Linear(2, 1)(batch["observation"]).shape == (4, 1)
+        exact = torch.from_numpy(observations)[batch.anchor]
+        assert torch.equal(batch["plain"], exact.float())
+        assert torch.equal(batch["kept"], exact)
+        mean, std = observations.mean(0), observations.std(0)
+        assert torch.allclose(batch["observation"].double(), (exact - mean) / std, atol=1e-6)

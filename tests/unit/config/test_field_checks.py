@@ -38,7 +38,7 @@ def one(**options: Any) -> ResolvedField:
 def test_no_fields_are_all_columns_at_their_anchors() -> None:
     fields = resolve()
     assert list(fields) == list(SCHEMA.names)
-    assert fields["action"] == ResolvedField(name="action", column=ACTION, dtype="float64")
+    assert fields["action"] == ResolvedField(name="action", column=ACTION, dtype="float32")
     assert fields["return"].column == RETURN
 
 
@@ -79,7 +79,8 @@ def test_parts_of_a_window() -> None:
 def test_dtypes() -> None:
     assert one().dtype == "float32"
     assert one(**{"as": "engine"}).dtype == "engine"
-    assert one(column="action", normalize="mean_std").dtype == "float64"
+    assert one(column="action", normalize="mean_std").dtype == "float32"
+    assert one(column="action", normalize="mean_std", **{"as": "float64"}).dtype == "float64"
     assert one(column="pixels").dtype == "uint8"
     assert one(column="pixels", scale=0.5).dtype == "float32"
     assert one(column="pixels", normalize="min_max").dtype == "float32"

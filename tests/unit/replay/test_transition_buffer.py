@@ -234,6 +234,7 @@ def test_every_plain_space() -> None:
         found = data.observations, data.next_observations, data.actions
         for tensor, given in zip(found, (before, after, action), strict=True):
             rows = torch.from_numpy(given)[which]
+            rows = rows.float() if rows.dtype == torch.float64 else rows  # as fields of float64 columns are
             assert torch.equal(tensor, rows if rows.dim() > 1 else rows[:, None])
 
 
