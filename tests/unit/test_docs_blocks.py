@@ -15,6 +15,7 @@ from process_support import environment
 
 from deepspeed_gear.cli.main import build_parser
 
+pytestmark = pytest.mark.timeout(600)  # the first page may wait for the build of the native op
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 RUN = [page for page in PAGES if any(b.page == page and b.language in ("python", "json") for b in BLOCKS)]
 
@@ -40,7 +41,7 @@ def failed(request: pytest.FixtureRequest) -> dict[str, str]:
     """Run the pages of the chosen tests in one process, which imports once; return outputs of failures."""
     chosen = [item.callspec.params["page"] for item in request.session.items if "failed" in item.fixturenames]
     command = [sys.executable, str(ROOT / "tests" / "support" / "page_support.py"), *map(str, chosen)]
-    ran = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
+    ran = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=580)
     assert ran.returncode == 0, ran.stderr
     outputs: dict[str, str] = json.loads(ran.stdout.splitlines()[-1])
     return outputs
