@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -445,11 +444,11 @@ def training(data: str, config_path: str, steps: int, prefetch: int) -> dict[str
     average = copy.deepcopy(model)
     engine, *_ = deepspeed_gear.initialize(model=model, model_parameters=model.parameters(), config=config)
     engine.gear.transform = shorten_history
-    quiet: Any = SimpleNamespace(evaluate_every=steps + _WARM_UP, target=[3600.0])
-    hopper.train(engine, average, None, quiet, _WARM_UP)
+    record, last = hopper.Record(), steps + _WARM_UP
+    hopper.train(engine, average, record, _WARM_UP, last, lambda: None)
     engine.gear.take_metrics()
     begin = time.perf_counter()
-    hopper.train(engine, average, None, quiet, steps)
+    hopper.train(engine, average, record, last, last, lambda: None)
     step_ms = (time.perf_counter() - begin) / steps * 1e3
     metrics = engine.gear.take_metrics()
     num_nodes = engine.gear._topology.num_nodes

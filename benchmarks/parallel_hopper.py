@@ -118,8 +118,8 @@ def worker(options: argparse.Namespace) -> None:
     plain = DecisionTransformer(OBSERVATION, ACTION, config["gear"]["fields"]["action"]["length"])
     engine = engine_of(options.mode, config, plain)
     engine.gear.transform = shorten_history
-    evaluate = Evaluation(engine, config)
-    before = evaluate(plain, TARGET)
+    evaluate = Evaluation(engine, config).episodes
+    before = evaluate(plain, TARGET)[0]
     average = [parameter.detach().clone() for parameter in engine.module.parameters()]
     losses, begin = [], time.perf_counter()
     for step in range(1, options.steps + 1):
@@ -129,7 +129,7 @@ def worker(options: argparse.Namespace) -> None:
     curve = torch.stack(losses).double()
     dist.all_reduce(curve)
     plain.load_state_dict(whole_weights(engine, average, options.mode == "pp2"))
-    after = evaluate(plain, TARGET)
+    after = evaluate(plain, TARGET)[0]
     row = {
         "mode": options.mode,
         "steps": options.steps,

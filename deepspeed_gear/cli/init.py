@@ -29,13 +29,17 @@ _WINDOW = 8
 _HELD_OUT = "eval"  # the split that is made where the data set has none
 _SHARES = (0.1, 0.25, 0.5)  # of it: the smallest that holds out a trajectory
 _MOST_CPU_RANKS = 4  # more ranks train so small a model no faster
+_BATCH = 128  # samples of all ranks together, at least
+_PREFETCH = 2  # batches prepared ahead, where ranks would wait for each other's, or a device for its
 
 _SCRIPT = Template('''\
 """Behaviour cloning on $data: trains, evaluates on held-out trajectories, and saves.
 
     $launch
 
-The same command continues from the latest checkpoint.
+The same command continues from the latest checkpoint, on another number of ranks too: train_batch_size of
+$config is the batch of all ranks together, a multiple of their number. The checkpoint "best" has the lowest
+held-out error.
 """
 
 import argparse
@@ -101,8 +105,10 @@ model = nn.Sequential(
 engine, *_ = deepspeed_gear.initialize(
     model=model, model_parameters=model.parameters(), config=str(HERE / "$config")
 )
+best = float("inf")  # held-out error of the checkpoint "best"
 if (args.checkpoints / "latest").exists():
-    engine.load_checkpoint(str(args.checkpoints))
+    _, state = engine.load_checkpoint(str(args.checkpoints))
+    best = state["best"]
     report(f"continuing after step {engine.global_steps}")
 
 while engine.global_steps < args.steps:
@@ -117,9 +123,14 @@ while engine.global_steps < args.steps:
     if step % args.print_every == 0 or is_last:
         report(f"step {step} of {args.steps}, loss {loss.item():.4f}; {engine.gear.progress()}")
     if step % args.save_every == 0 or is_last:
-        if HELD_OUT:
-            report(f"step {step}, held-out error {held_out_error():.4f}")
-        engine.save_checkpoint(str(args.checkpoints))
+        error = held_out_error() if HELD_OUT else best
+        is_best, best = error < best, min(error, best)
+        engine.save_checkpoint(str(args.checkpoints), client_state={"best": best})
+        if is_best:
+            report(f"step {step}, held-out error {error:.4f}, the best so far")
+            engine.save_checkpoint(str(args.checkpoints), "best", {"best": best}, save_latest=False)
+        elif HELD_OUT:
+            report(f"step {step}, held-out error {error:.4f}")
 
 if any(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*")):
     report("DeepSpeed leaves 66 MiB of each rank in /dev/shm; remove them after the run: gear clean")
@@ -181,11 +192,10 @@ def run(args: argparse.Namespace) -> int:
         DataError: The data set cannot be used, or a file exists and may not be overwritten.
         ConfigError: The hostfile is missing or malformed.
     """
-    if args.hostfile is not None:
-        read_hostfile(args.hostfile)
+    slots = None if args.hostfile is None else read_hostfile(args.hostfile)
     dataset = Dataset.open(args.data)
-    launch = launcher(args.hostfile)
-    config, script = make_config(dataset), make_script(dataset, shlex.join([*launch, SCRIPT_FILE]))
+    launch, num_ranks = launcher(args.hostfile, sum((slots or {}).values()))
+    config, script = make_config(dataset, num_ranks), make_script(dataset, shlex.join([*launch, SCRIPT_FILE]))
     files = {args.out / CONFIG_FILE: json.dumps(config, indent=2) + "\n", args.out / SCRIPT_FILE: script}
     for path in files:
         if path.exists() and not args.force:
@@ -216,14 +226,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def launcher(hostfile: str | None) -> list[str]:
-    """Return the words of the command before the script: for this machine, or for the hosts of a file."""
+def launcher(hostfile: str | None, num_slots: int = 0) -> tuple[list[str], int]:
+    """Return the words of the command before the script, and the number of ranks that it starts.
+
+    Args:
+        hostfile: For its hosts; None: for this machine.
+        num_slots: Of the hosts.
+    """
     if hostfile is not None:  # DeepSpeed sends no variables of the shell; those hosts may have other devices
-        return ["deepspeed", "--hostfile", hostfile]
+        return ["deepspeed", "--hostfile", hostfile], num_slots
     num_gpus = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else torch.cuda.device_count()
     settings = [] if num_gpus else ["DS_ACCELERATOR=cpu", "OMP_NUM_THREADS=1"]
     num_ranks = num_gpus or min(_MOST_CPU_RANKS, len(os.sched_getaffinity(0)))
-    return [*settings, "deepspeed", "--num_gpus", str(num_ranks)]
+    return [*settings, "deepspeed", "--num_gpus", str(num_ranks)], num_ranks
 
 
 def held_out_split(dataset: Dataset) -> tuple[dict[str, float], str | None]:
@@ -240,9 +255,12 @@ def held_out_split(dataset: Dataset) -> tuple[dict[str, float], str | None]:
     return dataset.split, None
 
 
-def make_config(dataset: Dataset) -> dict[str, Any]:
+def make_config(dataset: Dataset, num_ranks: int = 1) -> dict[str, Any]:
     """Return a ds_config whose `gear` section fits a data set.
 
+    Args:
+        dataset: The data set.
+        num_ranks: Ranks of the first start; others keep the batch of all ranks together.
     Raises:
         DataError: The data set has no observations or no actions.
     """
@@ -263,9 +281,11 @@ def make_config(dataset: Dataset) -> dict[str, Any]:
     if split := held_out_split(dataset)[0]:
         data["split"] = split
     gear = {"seed": 0, "data": data, "sampler": {"kind": "uniform", "unit": "step"}, "fields": fields}
+    if num_ranks > 1 or torch.cuda.is_available():
+        gear["prefetch"] = _PREFETCH
     check_against(parse(gear), {"main": dataset.schema})
     return {
-        "train_micro_batch_size_per_gpu": 32,
+        "train_batch_size": -(-_BATCH // num_ranks) * num_ranks,
         "gradient_accumulation_steps": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 1e-4, "torch_adam": True}},
         "gradient_clipping": 1.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from gear_support import ROOT, SHM, prefix
 from hopper_support import hopper_data
-from process_support import environment, free_port
+from process_support import environment, free_port, run_ranks
 
 pytest.importorskip("mujoco", reason="the example evaluates in MuJoCo")
 pytest.importorskip("gymnasium", reason="likewise")
@@ -69,10 +70,14 @@ def test_progress_and_a_summary_are_all_that_it_writes(
         rf"\[.*\] \[INFO\] gear: global batch {BATCH} = micro batch {BATCH // 2} x accumulation 1 x data 2",
         rf"step 0: return {number}",
         rf"step {EVERY} of {STEPS}: return {number}",
-        rf"return \(mean of 5 episodes, asked for 3600\): {number} before training, {number} after \d+ s; "
+        rf"step {STEPS} of {STEPS}: return {number}",
+        rf"return \(mean of 5 episodes, asked for 3600\): {number} before training; after \d+ s {number} at "
+        rf"the best evaluation, of step ({EVERY}|{STEPS}), and {number} at the last; "
         r"mean of the data set: 3728",
+        rf"the return varies from one evaluation to the next: {number}, {number}",
         r"behaviour: untrained, the hopper falls after \d+ of 1000 steps; trained, it falls after \d+",
         rf"curves: {run}/curves\.png",
+        rf"best weights: {run}/checkpoint/best",
         rf"checkpoint: {run}/checkpoint/global_step{STEPS}",
     ]
     lines = lines_of(ran)
@@ -91,11 +96,27 @@ def test_no_number_is_nan_and_no_line_comes_twice(ran: subprocess.CompletedProce
 def test_what_it_names_is_there_and_the_result_ends_stdout(
     ran: subprocess.CompletedProcess[str], out: Path
 ) -> None:
-    paths = [line.split(": ", 1)[1] for line in lines_of(ran)[-2:]]
+    paths = [line.split(": ", 1)[1] for line in lines_of(ran)[-3:]]
     assert Path(paths[0]).read_bytes().startswith(b"\x89PNG")
-    assert (Path(paths[1]) / "gear" / "position.json").is_file()
+    assert all((Path(path) / "gear" / "position.json").is_file() for path in paths[1:])
     result: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     assert (result["steps"], result["ranks"], result["checkpoint"]) == (STEPS, 2, f"global_step{STEPS}")
     assert math.isfinite(result["return_after"])
     curves = json.loads((out / "run" / "result.json").read_text())["curves"]
-    assert [step for step, _ in curves["return"]] == [0, EVERY, STEPS]
+    returns = dict(curves["return"])
+    assert list(returns) == [0, EVERY, STEPS]
+    assert result["return_best"] == round(max(returns[EVERY], returns[STEPS]), 1)
+    assert result["return_best"] == round(returns[result["best_step"]], 1)
+
+
+def test_a_resumed_run_ends_as_the_whole_one(ran: subprocess.CompletedProcess[str], out: Path) -> None:
+    """From the save in the middle, with the evaluations before it."""
+    shutil.copytree(out / "run" / "checkpoint", out / "again" / "checkpoint")
+    (out / "again" / "checkpoint" / "latest").write_text(f"global_step{EVERY}")
+    options = ["--config", str(out / "config.json"), "--out", str(out / "again"), "--steps", str(STEPS)]
+    options += ["--evaluate-every", str(EVERY), "--resume"]
+    output = run_ranks(ROOT / "examples" / "hopper.py", 2, *options)[0]
+    whole, again = (json.loads((out / name / "result.json").read_text()) for name in ("run", "again"))
+    assert again["curves"]["return"] == whole["curves"]["return"], output
+    for name in ("returns", "return_best", "best_step", "return_before", "episode_steps"):
+        assert again[name] == whole[name], output

@@ -227,6 +227,12 @@ def test_launch_line(
     *notes, command = capsys.readouterr().out.splitlines()
     assert command == f"train with: {wanted}"
     assert any(".deepspeed_env" in note for note in notes) == ("hostfile" in settings)
+    written = json.loads(Path("gear_config.json").read_text())
+    num_ranks = 16 if "hostfile" in settings else int(wanted.split()[-2])
+    assert 128 <= written["train_batch_size"] < 128 + num_ranks
+    assert written["train_batch_size"] % num_ranks == 0
+    assert "train_micro_batch_size_per_gpu" not in written, "it would scale with the number of ranks"
+    assert written["gear"]["prefetch"] > 0
     assert f"    {wanted}\n" in Path("train.py").read_text()
 
 
@@ -304,4 +310,8 @@ def test_the_script_trains_and_continues_after_a_kill(
     errors = dict(re.findall(r"step (\d+), held-out error ([\d.]+)", output + continued))
     assert {"20", "40", "43"} <= errors.keys()
     assert float(errors["43"]) < float(errors["20"])
+    state = torch.load(tmp_path / "checkpoints" / "best" / "mp_rank_00_model_states.pt", weights_only=False)
+    assert f"{state['best']:.4f}" == min(errors.values(), key=float)
+    best = next(step for step, error in errors.items() if error == f"{state['best']:.4f}")
+    assert state["global_steps"] == int(best)
     assert (tmp_path / "checkpoints" / "latest").read_text() == "global_step43"
