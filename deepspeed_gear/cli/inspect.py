@@ -49,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
     from deepspeed_gear.cli.inspect_live import inspect_living, inspect_saved
 
     if (args.dest is None) == (args.living is None):
-        raise ConfigError("DEST", "or --living must be given, not both", args.dest)
+        rule = "or --living must be given" if args.dest is None else "and --living must not both be given"
+        raise ConfigError("DEST", rule, args.dest, "gear inspect --help shows both")
     position: Path | None = None
     tables: list[Path] = []
     if args.dest is not None:

@@ -9,6 +9,7 @@ from typing import Any
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.errors import ConfigError
 
+_OF_DEEPSPEED = {"train_batch_size", "train_micro_batch_size_per_gpu", "optimizer", "zero_optimization"}
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -29,7 +30,12 @@ def read(config: Any) -> tuple[Any, dict[str, Any]]:
             raise ConfigError("config", "must be a readable file", str(config), remedy) from error
         except ValueError as error:
             raise ConfigError(f"config {config}", "must be JSON", None, str(error)) from error
-    if not isinstance(config, Mapping) or "gear" not in config:
+    if not isinstance(config, Mapping):
+        return config, {}
+    if "gear" not in config:
+        if config.keys() & _OF_DEEPSPEED and not config.keys() & {"data", "tables"}:
+            remedy = 'add "gear": {"data": "path/of/the/data/set"}'
+            raise ConfigError("the config", 'must have a section "gear"', ", ".join(config), remedy)
         return config, {}
     return config["gear"], {name: config[name] for name in SIZES if name in config}
 

@@ -15,6 +15,7 @@ from tqdm import tqdm
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.config.schedules import imported
 from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.data.dataset_files import SCHEMA_FILE
 from deepspeed_gear.data.dataset_writer import DatasetWriter, check_destination
 from deepspeed_gear.data.ingest.d4rl import D4rlReader
 from deepspeed_gear.data.ingest.minari import MinariReader
@@ -55,6 +56,8 @@ def open_source(
     select = EpisodeSelection(columns, Expansion(max_expansion))
     if not path.exists():
         raise DataError(str(path), "must exist", None, "check the path of the source")
+    if (path / SCHEMA_FILE).is_file():
+        raise DataError(str(path), "must not be a data set already", None, "train from it as it is")
     check_source(path, select.expansion)
     if format != "auto":
         return reader_class(format).open(path, select)

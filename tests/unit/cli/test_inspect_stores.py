@@ -415,9 +415,9 @@ def test_summary() -> None:
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="DEST or --living must be given, not both"):
+    with pytest.raises(ConfigError, match="DEST or --living must be given; gear inspect"):
         run()
-    with pytest.raises(ConfigError, match="DEST or --living must be given, not both"):
+    with pytest.raises(ConfigError, match="DEST and --living must not both be given"):
         run(str(tmp_path), "--living")
     with pytest.raises(ConfigError, match="--verify must be of a data set"):
         run("--living", "--verify")

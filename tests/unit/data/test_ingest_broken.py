@@ -161,6 +161,9 @@ def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
         == f"{folder} must have a known layout, got 'a folder with episode.npz'; {known}"
     )
     assert refused(other, dest) == f"{other} must have a known layout, got 'HDF5 with images'; {known}"
+    (made := tmp_path / "made").mkdir()
+    (made / "schema.json").write_text("{}")
+    assert refused(made, dest) == f"{made} must not be a data set already; train from it as it is"
     assert refused(other, dest, format="rlds") == (
         "format must be one of auto, d4rl, minari, or module:Class, got 'rlds'; "
         "docs/how-to/add-an-ingest-format.md adds one"

@@ -62,6 +62,11 @@ def test_a_config_is_a_mapping_or_a_file(data: Path, tmp_path: Path) -> None:
             "gear.batch_size must not be given with an engine or a ds_config, got 8; use train_batch_size",
         ),
         (
+            lambda t: Replay({"train_batch_size": 8, "optimizer": {}}),
+            ConfigError,
+            'the config must have a section "gear", got .*; add "gear": {"data": ',
+        ),
+        (
             lambda t: Replay({"train_batch_size": "auto", "gear": config_of()}),
             ConfigError,
             "train_batch_size must be an integer >= 1 where there is no engine, got 'auto'",
