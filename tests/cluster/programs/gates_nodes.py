@@ -27,10 +27,14 @@ def tried(replay: Replay) -> list[Any]:
 
 
 def late(rank: int) -> list[Any]:
-    """No process adds; then one rank does."""
-    section = section_of("uniform", "step", rate_limiter={"min_size": 50, "timeout_s": 0.5})
+    """No process adds; then one rank does. At first none may add, then an actor might."""
+    rate = {"min_size": 50, "timeout_s": 0.5}
+    alone = section_of("uniform", "step", rate_limiter={**rate, "timeout_s": 60.0})
+    with Replay(alone, schemas={"main": SCHEMA}) as replay:
+        found: list[Any] = [tried(replay)]
+    section = section_of("uniform", "step", rate_limiter=rate, writers=1)
     with Replay(section, schemas={"main": SCHEMA}) as replay:
-        found = [tried(replay), replay.can_sample()]
+        found += [tried(replay), replay.can_sample()]
         if rank == 3:
             for number in range(2):
                 replay.add(trajectory(number, 25))
