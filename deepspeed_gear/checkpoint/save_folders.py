@@ -448,7 +448,15 @@ def _versions(folder: Path, table: str) -> tuple[Path, ...]:
 
 def _manifests(path: Path) -> list[Path]:
     own = path / MANIFEST
-    return [own] if own.is_file() else sorted(path.glob(f"shard-*/{MANIFEST}"))
+    return [own] if own.is_file() else shard_manifests(path)
+
+
+def shard_manifests(folder: Path) -> list[Path]:
+    """Return the manifests of the shards in a table's folder; [] also if it is removed meanwhile."""
+    try:
+        return sorted(folder.glob(f"shard-*/{MANIFEST}"))
+    except OSError:
+        return []
 
 
 def _id_in(manifest: Path) -> str | None:

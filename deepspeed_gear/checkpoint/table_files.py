@@ -166,7 +166,7 @@ def find_shards(folder: Path) -> tuple[list[Path], list[dict[str, Any]]]:
     Raises:
         CheckpointError: One is missing, of another format, or not of the same table as the others.
     """
-    shards = sorted(folder.glob(f"shard-*/{save_folders.MANIFEST}"))
+    shards = save_folders.shard_manifests(folder)
     if (folder / save_folders.MANIFEST).exists() or not shards:
         return [folder], [_manifest_of(folder)]
     count = _shard_of(shards[0].parent, _manifest_of(shards[0].parent))[1]

@@ -8,15 +8,29 @@ import subprocess
 import sys
 from pathlib import Path
 
+from process_support import environment
+
 PROGRAM = Path(__file__).parent / "programs" / "soak.py"
 SECONDS = 120.0 if os.environ.get("GEAR_LONG_TESTS") else 8.0
+
+
+def test_random_kills_while_saves_are_loaded() -> None:
+    """The long form: python tests/crash/programs/soak_kills.py --minutes 20."""
+    program = PROGRAM.with_name("soak_kills.py")
+    minutes = "2" if os.environ.get("GEAR_LONG_TESTS") else "0.1"
+    command = [sys.executable, str(program), "--minutes", minutes, "--seed", "7"]
+    found = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
+    assert found.returncode == 0, found.stdout + found.stderr[-3000:]
+    result = json.loads(found.stdout.splitlines()[-1])
+    assert result["failures"] == result["left_in_shm"] == []
+    assert sum(result["kills"].values()) > 0
 
 
 def test_a_run_that_goes_on_does_not_grow() -> None:
     mark = str(os.getpid())
     command = [sys.executable, str(PROGRAM), "--seconds", str(SECONDS)]
-    environment = {**os.environ, "GEAR_SOAK": mark}
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    surroundings = {**os.environ, "GEAR_SOAK": mark}
+    found = subprocess.run(command, env=surroundings, capture_output=True, text=True, timeout=280)
     assert found.returncode == 0, found.stdout + found.stderr[-3000:]
     result = json.loads(found.stdout.splitlines()[-1])
     assert result["wrong"] == 0

@@ -152,9 +152,7 @@ def test_a_failed_call_leaves_its_columns_out_and_no_error(memory: SharedMemory)
         LIBC.mprotect(pages, ctypes.c_size_t(8192), mmap.PROT_READ | mmap.PROT_WRITE)
     assert list(found.columns) == ["a"]
     assert found.left_out["file"] == IS_FILE
-    assert (
-        found.left_out["b"] == found.left_out["c"] == "registering 8 KiB failed: Cannot allocate memory"
-    )
+    assert found.left_out["b"] == found.left_out["c"] == "registering 8 KiB failed: Cannot allocate memory"
     assert runtime.cleared == 1
     assert runtime.locked == [(base, 8192)]
     found.close()

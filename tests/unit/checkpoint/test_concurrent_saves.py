@@ -129,6 +129,15 @@ def test_a_loader_gives_up_and_says_why(both: tuple[Replay, Replay], tmp_path: P
         loader.load(tmp_path)
 
 
+def test_a_folder_that_vanishes_while_it_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def vanished(*_: Any) -> Any:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(Path, "glob", vanished)
+    with pytest.raises(CheckpointError, match=r"manifest\.json must be readable"):
+        table_files.find_shards(tmp_path)
+
+
 def test_a_device_replay_loads_beside_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = section({**TABLE, "placement": "device", "schema": {"columns": {"x": {"dtype": "int64"}}}})
     with DeviceReplay(config, "cpu") as saver, DeviceReplay(config, "cpu") as loader:

@@ -282,9 +282,7 @@ def test_what_a_call_takes_is_bounded_whatever_it_holds(monkeypatch: pytest.Monk
     """Many empty trajectories, a long header or name, refusals that are never received."""
     tiny = Schema([Column("x", "uint8")])
     many = gateway_messages.encode(tiny, [(n, {"x": np.zeros(1, np.uint8)}) for n in range(5000)])
-    with pytest.raises(
-        DataError, match=r"batch of 5000 trajectories must take at most 1 MiB, got '2.44 MiB"
-    ):
+    with pytest.raises(DataError, match=r"batch of 5000 trajectories must take at most 1 MiB, got '2.44 MiB"):
         list(gateway_messages.decode(tiny, _stream(many), 1 << 20))
     assert gateway_messages.trajectory_bytes({"x": np.zeros(1, np.uint8)}) * 5000 > 1 << 20, (
         "a writer splits it"
