@@ -1,9 +1,6 @@
 """Compaction: moves extents where enough rows are free but no run of them is long enough.
 
-Neighbouring extents slide towards each other until the gaps between them are one run. An extent never moves
-onto rows of its own: its rows are copied to free ones, one write of its first row publishes the copy, and
-only then the old rows are free. Where the gap before it is too short for that, it moves through the table's
-spare rows. So a death at any instruction leaves the extent whole, in the old or the new place.
+Neighbouring extents slide towards each other until the gaps between them are one run (`extent_move.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.records import Control, SlotLink, SlotRetention
 from deepspeed_gear.store.table import Table
-from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 MOST_LOOKED_AT = 1024  # extents, from where rows were last found
 CHEAP = 4  # so many rows may move for each one of the run
@@ -40,11 +36,7 @@ class Compactor:
     def __init__(self, table: Table, readers: SelectionPins) -> None:
         assert table.extents is not None
         self._table, self._readers, self._extents = table, readers, table.extents
-        schema, spec = table.spec.schema, table.spec
-        self._columns = [table.columns[column.name] for column in schema if column.rows != "1"]
-        if spec.return_to_go and schema.role("reward") is not None:
-            self._columns.append(table.held(RETURN_TO_GO))
-        self._end = spec.capacity_rows  # where the spare rows begin
+        self._end = table.spec.capacity_rows  # where the spare rows begin
         self.rows_copied = 0  # by this process
 
     def pays(self, num_rows: int) -> bool:
@@ -60,8 +52,6 @@ class Compactor:
         Returns:
             Whether there is such a run now; if not, extents that cannot move separate the free rows.
         """
-        if not self._clear_spare_rows():
-            return False
         near = self._near()
         begins, ends = self._bounds(near)
         gaps, can_move = begins[1:] - ends[:-1], self._can_move(near)
@@ -104,51 +94,19 @@ class Compactor:
         is_end = at == self._extents.ends
         at = np.where(is_end, 0, at)
         records = self._table.slots[at]
-        fits = (records[:, Slot.STATE] == SlotState.COMMITTED) & (
-            records[:, Slot.NUM_ROWS] <= self._table.spec.spare_rows
-        )
+        is_committed = records[:, Slot.STATE] == SlotState.COMMITTED
         is_closed = self._table.views["retention"][at, SlotRetention.OPEN] == 0
-        return np.asarray(fits & is_closed & ~is_end & ~self._readers.reading(at))
-
-    def _clear_spare_rows(self) -> bool:
-        """Move the extent that a dead process has left in the spare rows; return whether those are free."""
-        slots = self._table.slots
-        away = np.nonzero((slots[:, Slot.STATE] != SlotState.FREE) & (slots[:, Slot.FIRST_ROW] >= self._end))[
-            0
-        ]
-        if not len(away):
-            return True
-        slot = int(away[0])
-        near = self._near()
-        begins, ends = self._bounds(near)
-        wide = np.nonzero(begins[1:] - ends[:-1] >= slots[slot, Slot.NUM_ROWS])[0]
-        if not len(wide) or not self._can_move([slot])[0]:
-            return False
-        self._readers.forget_ahead()
-        self._place(slot, int(ends[wide[0]]))
-        self._extents.rebuild()
-        return True
+        return np.asarray(is_committed & is_closed & ~is_end & ~self._readers.reading(at))
 
     # ---- moving ----------------------------------------------------------------------------------
 
     def _slide(self, slot: int, to: int) -> None:
-        first, num_rows = self._table.slots[slot, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist()
-        if first == to:
-            return
-        if first - to < num_rows:
-            self._place(slot, self._end)
-        self._place(slot, to)
-
-    def _place(self, slot: int, to: int) -> None:
-        """Move an extent to free rows. The caller ends with the extents in the same order as before."""
-        record = self._table.slots[slot]
-        source, num_rows = int(record[Slot.FIRST_ROW]), int(record[Slot.NUM_ROWS])
-        for rows in self._columns:
-            rows[to : to + num_rows] = rows[source : source + num_rows]
-        self._readers.copy(source, to, num_rows)
-        record[Slot.FIRST_ROW] = to  # publishes the new place
-        self._readers.replace(source, to, num_rows)
-        self.rows_copied += num_rows
+        """Move an extent to free rows before it; the order of the extents stays."""
+        source, num_rows = self._table.slots[slot, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist()
+        if source != to:
+            self.rows_copied += self._table.move.run(slot, to)
+            self._readers.replace(source, to, num_rows, range(self._end, self._table.spec.num_rows))
+            self._table.move.end()
 
 
 def cheapest_run(

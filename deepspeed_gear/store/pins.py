@@ -29,7 +29,6 @@ class _Reader:
         consumed: The newest global batch that each process has released, plus 1. [peers], int64.
         leaves: Masses of the slots, unless steps have priorities. [slots], int64.
         steps: The priorities of steps, if they have any.
-        draws: How often each row was drawn, if counted. [rows], int32.
         skips: Whether an epoch skips evicted items.
     """
 
@@ -38,7 +37,6 @@ class _Reader:
     consumed: np.ndarray
     leaves: np.ndarray
     steps: StepPriorities | None
-    draws: np.ndarray | None
     skips: bool
 
     @property
@@ -70,14 +68,12 @@ class SelectionPins:
 
     def _reader(self, name: str) -> _Reader:
         views, table = self._table.views, self._table
-        counts_rows = self._described(name, "unit") == "step"
         return _Reader(
             views[f"{name}/position"],
             views[f"{name}/last_drawn"],
             views[f"{name}/consumed"],
             views[f"{name}/sums"][: table.spec.num_slots],
             StepPriorities.find(table.ops, views, name),
-            views.get(f"{name}/draws") if counts_rows else None,
             f"{name}/walked" in views,
         )
 
@@ -89,7 +85,7 @@ class SelectionPins:
     @property
     def ahead(self) -> list[int] | None:
         """The address of each stream's word of draws made ahead; None: rows have more that moves along."""
-        if any(reader.steps is not None or reader.draws is not None for reader in self._readers):
+        if not self._table.rows_are_columns:
             return None
         return [address(reader.position[Position.AHEAD :]) for reader in self._readers]
 
@@ -137,19 +133,11 @@ class SelectionPins:
             if reader.steps is not None:
                 reader.steps.forget(first, count)
 
-    def copy(self, source: int, to: int, num_rows: int) -> None:
-        """Copy priorities and draw counts of rows to free rows, before their trajectory is moved there."""
+    def replace(self, source: int, to: int, num_rows: int, spare: range) -> None:
+        """Derive the masses of rows anew, after their trajectory was moved."""
         for reader in self._readers:
             if reader.steps is not None:
-                reader.steps.copy(source, to, num_rows)
-            if reader.draws is not None:
-                reader.draws[to : to + num_rows] = reader.draws[source : source + num_rows]
-
-    def replace(self, source: int, to: int, num_rows: int) -> None:
-        """Derive the masses of rows that were copied, after their trajectory was moved there."""
-        for reader in self._readers:
-            if reader.steps is not None:
-                reader.steps.replace(source, to, num_rows)
+                reader.steps.replace(source, to, num_rows, spare)
 
     def forget_ahead(self) -> None:
         """Discard draws made before their selection: they hold old rows of trajectories."""

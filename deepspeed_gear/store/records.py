@@ -28,6 +28,10 @@ class Control:
     WANTED: Final = 19  # most items of an addition that the quota refused
     LISTENING: Final = 20  # whether a sampler waits for a change
     EVENT: Final = 21  # futex word that is incremented then
+    MOVING: Final = 22  # slot + 1 of the extent that is moved; 0: none
+    MOVE_FROM: Final = 23  # its old first row, its new one, and twice the rows that are done
+    MOVE_TO: Final = 24
+    MOVE_DONE: Final = 25
     NUM_WORDS: Final = 32
 
 

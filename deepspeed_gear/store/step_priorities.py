@@ -71,18 +71,15 @@ class StepPriorities:
         self.priorities[rows] = 0
         self._update(np.arange(first_row, first_row + num_rows), np.zeros(num_rows, np.int64))
 
-    def copy(self, source: int, to: int, num_rows: int) -> None:
-        """Copy priorities to free rows; `replace` follows when the trajectory has moved there."""
-        self.priorities[to : to + num_rows] = self.priorities[source : source + num_rows]
-        self.row_slots[to : to + num_rows] = self.row_slots[source : source + num_rows]
-
-    def replace(self, source: int, to: int, num_rows: int) -> None:
-        """Move the masses of rows, now free, to the rows that they were copied to."""
-        self.priorities[source : source + num_rows] = 0
+    def replace(self, source: int, to: int, num_rows: int, spare: range) -> None:
+        """Move the masses of rows to those where their priorities are now; some went through spare rows."""
         masses, steps = self.leaves[source : source + num_rows].copy(), np.arange(num_rows)
+        left = np.setdiff1d(steps + source, steps + to)
+        self.priorities[left] = 0
+        self.priorities[spare.start : spare.stop] = 0
         if masses.any():
-            items = np.concatenate([steps + source, steps + to])
-            self._update(items, np.concatenate([np.zeros_like(masses), masses]))
+            items = np.concatenate([left, steps + to])
+            self._update(items, np.concatenate([np.zeros(len(left), np.int64), masses]))
 
     def repair(self, table: Table) -> None:
         """Repair priorities and slots of rows from the slot table; the caller rebuilds the masses."""

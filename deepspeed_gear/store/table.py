@@ -21,6 +21,7 @@ from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.column_arrays import ColumnArrays, as_tensor, part_of
+from deepspeed_gear.store.extent_move import ExtentMove
 from deepspeed_gear.store.futex import FutexEvents
 from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.memory_layout import Layout, Region, RunIdentity, read_header, write_header
@@ -62,6 +63,11 @@ class Table:
         if self.extents is not None:
             ends = [spec.schema.role(role) for role in ("terminated", "truncated")]
             terminated, truncated = (None if column is None else self.columns[column.name] for column in ends)
+            spare = range(spec.capacity_rows, spec.num_rows)
+            arrays = self._row_arrays()
+            self.move = ExtentMove(self.control, self.slots, arrays, spare)
+            #: Whether nothing but columns is stored by row.
+            self.rows_are_columns = len(arrays) == sum(column.rows != "1" for column in spec.schema)
             self.unfinished = OpenSlots(
                 self.slots, self.control, self.extents, memory, terminated, truncated, self.rows_for(0)
             )
@@ -404,9 +410,25 @@ class Table:
         for recover in self._recoveries:
             recover()
 
+    def _row_arrays(self) -> list[np.ndarray]:
+        """Return all that is stored by row: columns, and priorities and draw counts of the streams."""
+        arrays = [self.columns[column.name] for column in self.spec.schema if column.rows != "1"]
+        if self.spec.return_to_go and self.spec.schema.role("reward") is not None:
+            arrays.append(self.held(RETURN_TO_GO))
+        meaning = self.layout.meaning
+        for name, view in self.views.items():
+            stream, _, part = name.rpartition("/")
+            if part == "row_slots":
+                arrays += [view, self.views[f"{stream}/priorities"]]
+            elif part == "draws" and meaning[stream.removeprefix("stream/")].get("unit") == "step":
+                arrays.append(view)
+        return arrays
+
     def _recover(self) -> None:
         if self.extents is None:
             return
+        self.move.finish()  # first: the rows of its extent are at neither place until then
+        self.move.end()
         self.unfinished.recover()
         used = self.slots[self.slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.ID]
         count = (self.spec.shard or Shard()).count

@@ -70,8 +70,8 @@ class TableSpec:
         arrival_slots: Extra rows of every column of one row per trajectory, likewise.
         num_writers: Processes besides these that may attach to write.
         retention: How long trajectories stay, and the rate limiter.
-        spare_rows: The last of the rows, through which extents are moved; no trajectory stays there. As many
-            as the longest extent that may be moved; 0: none is moved.
+        spare_rows: The last of the rows, through which extents are moved, longer ones in pieces; no
+            trajectory stays there. 0: none is moved.
         group: Its groups; None: it has none.
         whole_fields: Fields that are right in whole episodes only: returns-to-go and time steps.
     """

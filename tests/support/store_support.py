@@ -186,12 +186,8 @@ def check_whole(table: Any, streams: Sequence[Any]) -> None:
         extents = sorted(used[:, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist())
         ends = [0, *(first + count for first, count in extents)]
         assert all(first >= end for (first, _), end in zip(extents, ends, strict=False))
-        at_home = [
-            end
-            for (first, _), end in zip(extents, ends[1:], strict=True)
-            if first != table.spec.capacity_rows
-        ]
-        assert max(at_home, default=0) <= table.spec.capacity_rows
+        assert max(ends) <= table.spec.capacity_rows
+        assert not control[Control.MOVING]
         assert control[Control.FREE_ROWS] == table.spec.capacity_rows - used[:, Slot.NUM_ROWS].sum()
         for stream in streams:
             masses = stream.masses

@@ -1,5 +1,6 @@
 #include "store/compact.h"
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -18,28 +19,52 @@ struct Extent {
 Extent ExtentOf(const Store& store, int64_t slot) {
   if (slot == store.num_slots) return {slot, store.num_rows, 0, false};
   const Slot& record = store.slots[slot];
-  const bool can_move = record.state == kCommitted && record.num_rows <= store.spare_rows;
+  const bool can_move = record.state == kCommitted;
   return {slot, record.first_row, record.first_row + record.num_rows, can_move};
 }
 
-// Copies an extent to free rows, then publishes its new place.
-void Place(Store& store, int64_t slot, int64_t to) {
-  Slot& record = store.slots[slot];
+void CopyRows(Store& store, int64_t from, int64_t to, int64_t count) {
   for (const ColumnOf& column : store.columns) {
     if (column.rows == kPerTrajectory) continue;
-    std::memcpy(column.base + to * column.row_bytes,
-                column.base + record.first_row * column.row_bytes,
-                static_cast<size_t>(record.num_rows * column.row_bytes));
+    std::memcpy(column.base + to * column.row_bytes, column.base + from * column.row_bytes,
+                static_cast<size_t>(count * column.row_bytes));
   }
-  // After the copy: a process that dies before it leaves the extent where it was.
-  __atomic_store_n(&record.first_row, to, __ATOMIC_RELEASE);
 }
 
+// Between copies, so that none crosses it: what follows a death sees the word and all before it.
+void Publish(int64_t& word, int64_t value) {
+  __atomic_store_n(&word, value, __ATOMIC_SEQ_CST);
+  __atomic_signal_fence(__ATOMIC_SEQ_CST);
+}
+
+// Moves an extent to free rows before it, in pieces: a piece is as long as the distance, so that it
+// overlaps no row that is still to be copied, or as the spare rows, through which it goes then. The
+// control words hold the move; after a death the next owner of the lock finishes it
+// (deepspeed_gear/store/extent_move.py, the same in Python).
 void Slide(Store& store, int64_t slot, int64_t to) {
-  const Slot& record = store.slots[slot];
-  if (record.first_row == to) return;
-  if (record.first_row - to < record.num_rows) Place(store, slot, store.num_rows);  // spare rows
-  Place(store, slot, to);
+  Slot& record = store.slots[slot];
+  const int64_t source = record.first_row, num_rows = record.num_rows, distance = source - to;
+  if (distance == 0) return;
+  int64_t* const control = store.control;
+  control[kMoveFrom] = source;
+  control[kMoveTo] = to;
+  control[kMoveDone] = 0;
+  Publish(control[kMoving], slot + 1);
+  const int64_t longest = std::max(distance, store.spare_rows);
+  for (int64_t done = 0; done < num_rows;) {
+    const int64_t count = std::min(longest, num_rows - done);
+    int64_t from = source + done;
+    if (count > distance) {
+      CopyRows(store, from, store.num_rows, count);
+      Publish(control[kMoveDone], 2 * done + 1);
+      from = store.num_rows;
+    }
+    CopyRows(store, from, to + done, count);
+    done += count;
+    Publish(control[kMoveDone], 2 * done);
+  }
+  Publish(record.first_row, to);
+  Publish(control[kMoving], 0);
 }
 
 }  // namespace
@@ -47,9 +72,6 @@ void Slide(Store& store, int64_t slot, int64_t to) {
 bool MakeRun(Store& store, int64_t num_rows) {
   const auto next_of = [&store](int64_t slot) { return store.links[slot * kLinkWords + kAfter]; };
   const int64_t sentinel = store.num_slots;
-  const int64_t highest = store.links[sentinel * kLinkWords + kBefore];
-  if (highest != sentinel && store.slots[highest].first_row >= store.num_rows)
-    return false;  // a dead process has left an extent in the spare rows
   const int64_t held = store.control[kNumCommitted] + store.control[kPending];
   const bool are_few = held <= static_cast<int64_t>(kMostLookedAt);
   const int64_t start = are_few ? sentinel : store.control[kRover];

@@ -40,6 +40,10 @@ enum Control : int64_t {
   kWanted,
   kListening,  // whether a sampler waits for a change; set and cleared with the lock held
   kBell,       // the counter that it waits for; store/bell.h
+  kMoving,     // slot + 1 of the extent that is moved; 0: none
+  kMoveFrom,   // its old first row, its new one, and twice the rows that are done
+  kMoveTo,
+  kMoveDone,
 };
 
 // Words of a slot's links. Two lists, each with a sentinel: extents by address, and trajectories
