@@ -25,8 +25,7 @@ void Convert(const From* from, To* to, int64_t count, const Field& field) {
     for (int64_t done = 0; done < count; done += field.period) {
       const int64_t n = Min(field.period, count - done);
       for (int64_t i = 0; i < n; ++i)
-        to[done + i] =
-            Store<To, double>::From((Load<double>(from[done + i]) - shift[i]) * gain[i]);
+        to[done + i] = Store<To, double>::From((Load<double>(from[done + i]) - shift[i]) * gain[i]);
     }
   }
 }

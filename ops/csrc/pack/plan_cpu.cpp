@@ -93,7 +93,8 @@ class Filling {
 
   // No plan has fewer packs: of trajectories longer than a k-th of it, a pack holds less than k.
   int64_t CountAtLeast() const {
-    int64_t least = Max(CeilDiv(items_.tokens, tokens_), CeilDiv(items_.Count(), budget_.trajectories));
+    int64_t least =
+        Max(CeilDiv(items_.tokens, tokens_), CeilDiv(items_.Count(), budget_.trajectories));
     for (int64_t k = 2; k <= kMostShares; ++k) {
       const auto end = std::partition_point(items_.length.begin(), items_.length.end(),
                                             [&](int64_t length) { return length > tokens_ / k; });
@@ -123,9 +124,9 @@ class Filling {
     return true;
   }
 
-  // Gives every pack one trajectory a round, the longest to the one with the most room; `evenly`: at
-  // first the longest to those packs that get one less than the others. False if one has no room,
-  // else `best_` has the packs.
+  // Gives every pack one trajectory a round, the longest to the one with the most room; `evenly`:
+  // at first the longest to those packs that get one less than the others. False if one has no
+  // room, else `best_` has the packs.
   bool FillInRounds(int64_t num_micro, bool evenly) {
     Packs packs = Empty(num_micro);
     const int64_t most = CeilDiv(items_.Count(), packs.Count());
