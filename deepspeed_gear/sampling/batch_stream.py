@@ -62,6 +62,7 @@ class BatchStream:
         self._words, self._control, self._heads = state.words, state.control, state.head_words
         self._released: memoryview = state.consumed.data
         self._peer, self._num_peers = self.table.memory.peer, len(state.consumed)
+        self._waits: memoryview = self.table.peers[self._peer, Peer.WAITS : Peer.WAITS + 1].data
         self._timeout_s = self.table.lock.timeout_s
         self.readers = SelectionReaders(self.spec, self.table, state.consumed, self._timeout_s)
         self._limits_here = state.is_limited and state.joint_limiter is None
@@ -131,12 +132,12 @@ class BatchStream:
             NotReadyError: The rate limiter admits no selection in time.
             StoreError: No item has mass, or the selection is older than the ring.
         """
-        waits = self.table.peers[self._peer]
+        if self.state.limiter is not None:
+            self.state.limiter.begin_call()
         try:
             return self._get(key)
         finally:
-            if waits[Peer.WAITS]:
-                waits[Peer.WAITS] = 0
+            self._waits[0] = 0
 
     def _get(self, key: int) -> Selection:
         state, until, awaited, alone = self.state, None, 0, False
@@ -180,7 +181,7 @@ class BatchStream:
             if self.follows and self._words[Position.LIMITED]:  # the leader of this node waits
                 until = None
                 if not self._is_ahead(key):
-                    self.table.peers[self._peer, Peer.WAITS] = 1
+                    self._waits[0] += 1
                     state.limiter_wait.wait()
             elif until is None:
                 until = time.monotonic() + self._timeout_s
@@ -354,6 +355,7 @@ class BatchStream:
             if empty is not None and (limiter is None or not may_wait):
                 raise empty.error
             assert limiter is not None
+            self._waits[0] += 1  # after the check: a rank whose wait is over by an error does not wait on
             waited, waits_for_itself = wait.wait(), alone and not comes
             if waits_for_itself or waited > wait.timeout_s:
                 wait.end()
@@ -373,11 +375,11 @@ class BatchStream:
     def _is_alone(self, key: int) -> bool:
         """Return whether no other process may add the items that this one waits for. Requires the lock.
 
-        All ranks of the node are, once they wait: under the lock, none of them has added since.
+        All ranks of the node are, once they wait: none of them has added since its latest look, and this one
+        has evaluated the limiter under the lock.
         """
         if self._is_ahead(key) or self.state.limiter is None:
             return False
-        self.table.peers[self._peer, Peer.WAITS] = 1
         return self._writes_here or not self.state.limiter.may_be_filled
 
     def _listen(self) -> int:

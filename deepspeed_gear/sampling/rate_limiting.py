@@ -70,6 +70,15 @@ class SelectionLimiter:
         self.most = self.retention.max_times_sampled
         self._times: np.ndarray = table.views["retention"][:, SlotRetention.TIMES_SAMPLED]
         self._readers = SelectionPins(table)
+        self._waits: np.ndarray = table.peers[: table.spec.num_peers, Peer.WAITS]
+        self._seen = self._waits.copy()
+
+    def begin_call(self) -> None:
+        """Begin a call for a selection: ranks that wait on from here on count as waiting.
+
+        One that has not looked again may be about to leave an earlier wait, whose error it has yet to read.
+        """
+        self._seen = self._waits.copy()
 
     @property
     def is_plain(self) -> bool:
@@ -185,7 +194,8 @@ class SelectionLimiter:
         if not self.is_plain and spec.num_writers:
             return True
         may = (table.peers[:, Peer.PID] != 0) & (table.peers[:, Peer.PID] != os.getpid())
-        may[: spec.num_peers] &= not self.is_plain and table.peers[: spec.num_peers, Peer.WAITS] == 0
+        is_free = (self._waits == 0) | (self._waits == self._seen)
+        may[: spec.num_peers] &= is_free & (not self.is_plain)
         return any(table.memory.is_alive(peer) for peer in np.nonzero(may)[0].tolist())
 
     def too_late(
