@@ -198,7 +198,7 @@ class PriorityMachine(RuleBasedStateMachine):
             self.waiting[peer] -= 1
             if item in self.known:
                 self.known[item] = value
-                self.highest = max(self.highest, value)
+            self.highest = max(self.highest, value)  # also of an item that was removed meanwhile
 
     def _order(self) -> list[Item]:
         """Return the items in stored order."""

@@ -105,7 +105,7 @@ def arguments(name: str) -> tuple[Any, ...]:
     items = torch.randint(0, 20, (500,))  # many equal ones: the last wins
     none, counters = torch.empty(0), torch.zeros(3, dtype=torch.int64)
     outs = [torch.zeros(COUNT, 7, 11), torch.zeros(COUNT, 7, 11, dtype=torch.bfloat16)]
-    spec, scale = window(rows, -3, 7) * 2, [none, torch.randn(11)]
+    spec, scale = window(rows, -3, 7) * 2, [none.double(), torch.randn(11).double()]
     masks, resolutions = [torch.zeros(COUNT, 7, dtype=torch.bool)], resolutions_of(COUNT)
     returns = torch.zeros(2, COUNT)
     table = slots.clone()

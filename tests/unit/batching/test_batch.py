@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -376,25 +375,6 @@ def test_parts_pass_through_the_compiler(replay: Replay) -> None:
             wanted = part["observation"].sum() + 2 + part.mask["code"].sum() + 3
             assert loss(batch) == wanted
     assert counter.frame_count == 1
-
-
-def test_the_page(checkout: Path) -> None:
-    page = (checkout / "docs" / "how-to" / "batches.md").read_text(encoding="utf-8")
-    window = {"offset": -2, "length": 5}
-    fields = {"observation": window, "reward": window, "code": {}}
-    sampler = {"kind": "prioritized", "unit": "step"}
-    seen: list[int] = []
-    with Replay(config_of(batch_size=8, fields=fields, sampler=sampler), schemas={"main": SCHEMA}) as replay:
-        replay.add(trajectory(0, 9))
-        known: dict[str, Any] = {"replay": replay, "torch": torch, "Batch": Batch}
-        known["update"] = lambda observation, *_: seen.append(len(observation))
-        for program in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-            exec(program, known)
-        assert repr(known["batch"]) in page
-        assert known["both"].num_samples == 6
-        assert known["early"].num_samples == int((known["batch"].anchor < 5).sum())
-    assert seen == [4, 4] * 3
-    assert known["condition"].dtype == torch.bfloat16
 
 
 # ---- the ring ------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -153,11 +152,11 @@ def test_shards_do_not_outlive_a_table_that_is_saved_in_one_store(saved: tuple[P
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Iterator[tuple[Path, dict]]:
+def saved(tmp_path: Path) -> tuple[Path, dict]:
     with make("uniform", "step", 0) as replay:
         Filler().add(replay, 20)
         take(replay, 1)
-        yield tmp_path, replay.save(tmp_path)
+        return tmp_path, replay.save(tmp_path)
 
 
 def test_a_changed_file_is_refused_by_name_and_nothing_changes(saved: tuple[Path, dict]) -> None:

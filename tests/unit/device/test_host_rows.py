@@ -86,12 +86,12 @@ def test_batches_are_those_of_rows_on_the_device(sampler: str, num_envs: int | N
         found, plain = host.statistics(), device.statistics()
         assert found["bytes"] < plain["bytes"] < found["bytes"] + found["host_bytes"]
         assert "host_bytes" not in plain
-        host.save(tmp_path)
-        device.load(tmp_path)  # where rows lie is no part of the content
+        host.save(tmp_path / "host")
+        device.load(tmp_path / "host")  # where rows lie is no part of the content
         assert_same(device.sample(), host.sample())
-        device.save(tmp_path)
+        device.save(tmp_path / "device")
         host.clear()
-        host.load(tmp_path)
+        host.load(tmp_path / "device")
         assert_same(host.sample(), device.sample())
 
 
