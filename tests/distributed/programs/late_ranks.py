@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import tempfile
 import threading
 from typing import Any
 
@@ -64,8 +65,9 @@ with Replay(json.loads(sys.argv[1])[0]) as replay:
     batch = replay.sample()
     values = torch.full((batch.num_samples,), torch.nan if rank == 1 else 1.0)
     replay.update_priorities(batch, values.as_subclass(Elsewhere))
-    with pytest.raises(DataError if rank == 1 else PeerError, match="priority 0 must be finite"):
-        replay.save("unused")
+    wrong = pytest.raises(DataError if rank == 1 else PeerError, match="priority 0 must be finite")
+    with tempfile.TemporaryDirectory() as folder, wrong:
+        replay.save(folder)
     replay.sample()
 dist.barrier()
 print("done", flush=True)
