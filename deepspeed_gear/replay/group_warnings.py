@@ -59,8 +59,8 @@ class GroupWarning:
             self._log(
                 "reused",
                 f"{reused} trajectories since the latest batch had the number of a group that has left the "
-                f"table, and were dropped; column {spec.column} tells groups apart: give new responses a new "
-                "number, or lower group.remember",
+                f"table, and were dropped; column {spec.column} is the number of a group: give new "
+                "responses a new number, or lower group.remember",
             )
         new = counts - self._first
         late = int(new[[GroupCount.LATE, GroupCount.SURPLUS]].sum())
@@ -68,8 +68,9 @@ class GroupWarning:
             self._log(
                 "late",
                 f"{late} trajectories came when their group was complete, and were dropped; column "
-                f"{spec.column} tells groups apart: give new responses a number that no stored group has, "
-                f"and each group {spec.size} members. statistics()['groups'] counts them as late and surplus",
+                f"{spec.column} is the number of a group: give new responses a number that no stored group "
+                f"has, and each group {spec.size} members. statistics()['groups'] counts them as late and "
+                "surplus",
                 pause_s=np.inf,
             )
         unsampled = int(new[GroupCount.EVICTED_UNSAMPLED])

@@ -28,7 +28,7 @@ SECRET = b"root:x:0:0"
 
 
 class OwnReader(Reader):
-    """A reader from outside, which reads whatever it is given."""
+    """A reader from outside, which reads any source."""
 
     format = "own"
 
@@ -41,7 +41,7 @@ class OwnReader(Reader):
         raise AssertionError("it must not get such a source")
 
     def episodes(self) -> Any:
-        raise NotImplementedError
+        raise AssertionError("it must not be read")
 
     def close(self) -> None:
         """Close nothing."""

@@ -156,7 +156,7 @@ def test_a_number_that_is_used_again_is_named_once(caplog: pytest.LogCaptureFixt
         lines = [one.getMessage() for one in caplog.records if "were dropped" in one.getMessage()]
         assert len(lines) == 1
         assert lines[0].startswith("gear: table main: 3 trajectories came when their group was complete")
-        assert "column prompt tells groups apart" in lines[0]
+        assert "column prompt is the number of a group" in lines[0]
     with Replay(section({**GROUP, "after_s": 9.0, "min_size": 1}, batch={"groups": 1})) as replay:
         caplog.clear()
         add_groups(replay, [7], size=4)
