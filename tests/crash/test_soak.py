@@ -15,7 +15,7 @@ SECONDS = 120.0 if os.environ.get("GEAR_LONG_TESTS") else 8.0
 
 
 def test_random_kills_while_saves_are_loaded() -> None:
-    """The long form: python tests/crash/programs/soak_kills.py --minutes 20."""
+    """The long form is a command of CONTRIBUTING.md."""
     program = PROGRAM.with_name("soak_kills.py")
     minutes = "2" if os.environ.get("GEAR_LONG_TESTS") else "0.1"
     command = [sys.executable, str(program), "--minutes", minutes, "--seed", "7"]

@@ -1,6 +1,6 @@
 """A long run under random kills: a rank that samples and saves, a writer, and a process that loads.
 
-    python tests/crash/programs/soak_kills.py --minutes 20 --seed 0
+    PYTHONPATH=$PWD:tests/support python tests/crash/programs/soak_kills.py --minutes 20 --seed 0
 
 Any of the three is killed every few seconds, at a random instant, and started again; now and then it leaves a
 forked child, which must keep nothing of it alive. The rank loads the newest save when it starts, samples with
