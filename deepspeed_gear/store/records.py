@@ -32,6 +32,7 @@ class Control:
     MOVE_FROM: Final = 23  # its old first row, its new one, and twice the rows that are done
     MOVE_TO: Final = 24
     MOVE_DONE: Final = 25
+    SHORT_ROVER: Final = 26  # extent where the last search for rows of a moved extent ended
     NUM_WORDS: Final = 32
 
 

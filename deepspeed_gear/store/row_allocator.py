@@ -137,8 +137,9 @@ class RowAllocator:
         if record[Slot.STATE] == SlotState.RESERVED:
             control[Control.ROWS_HELD] -= record[Slot.NUM_ROWS]
             control[[Control.PENDING, Control.STEPS_PENDING]] -= (1, int(record[Slot.NUM_STEPS]))
-        if control[Control.ROVER] == slot:
-            control[Control.ROVER] = links[slot, SlotLink.BEFORE]
+        for rover in (Control.ROVER, Control.SHORT_ROVER):
+            if control[rover] == slot:
+                control[rover] = links[slot, SlotLink.BEFORE]
         self._take_out(slot, SlotLink.BEFORE, SlotLink.AFTER)
         links[slot, SlotLink.AFTER] = control[Control.FREE_SLOT]
         control[Control.FREE_SLOT] = slot
@@ -172,7 +173,7 @@ class RowAllocator:
         links[free, SlotLink.AFTER] = np.append(free[1:], -1) if len(free) else free
         control[Control.FREE_SLOT] = free[0] if len(free) else -1
         control[Control.FREE_ROWS] = self.num_rows - int(slots[used, Slot.NUM_ROWS].sum())
-        control[Control.ROVER] = self.ends
+        control[[Control.ROVER, Control.SHORT_ROVER]] = self.ends
         committed = slots[:, Slot.STATE] == SlotState.COMMITTED
         control[Control.NUM_COMMITTED] = int(committed.sum())
         control[Control.STEPS_COMMITTED] = int(slots[committed, Slot.NUM_STEPS].sum())

@@ -223,7 +223,7 @@ inline VectorSteps MakeVectorSteps(
   made.rows.resize(count);
   made.following.resize(count);
   made.starts.resize(count);
-  made.latest.resize(count, {0, -1});
+  made.latest.resize(count);
   made.values.resize(columns.size());
   return made;
 }

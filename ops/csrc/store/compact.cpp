@@ -19,7 +19,7 @@ struct Extent {
 Extent ExtentOf(const Store& store, int64_t slot) {
   if (slot == store.num_slots) return {slot, store.num_rows, 0, false};
   const Slot& record = store.slots[slot];
-  const bool can_move = record.state == kCommitted;
+  const bool can_move = record.state == kCommitted && !IsLeft(store, slot);
   return {slot, record.first_row, record.first_row + record.num_rows, can_move};
 }
 
@@ -67,10 +67,53 @@ void Slide(Store& store, int64_t slot, int64_t to) {
   Publish(control[kMoving], 0);
 }
 
+void ForgetAhead(Store& store) {
+  for (int64_t* ahead : store.ahead) *ahead = -1;  // draws made ahead hold old rows
+}
+
+// The extent after which `num_rows` rows are free, away from a slot's; -1 if there is none among
+// `most` extents before the rows that were evicted or filled last.
+int64_t FindGapAway(const Store& store, int64_t slot, int64_t num_rows, int most) {
+  int64_t at = store.control[kShortRover], after = LinkOf(store, at, kAfter);
+  for (int i = 0; i < most; ++i) {
+    const int64_t free = ExtentOf(store, after).begin - ExtentOf(store, at).end;
+    if (free >= num_rows && !IsLeft(store, at) && at != slot && after != slot) return at;
+    after = at;
+    at = LinkOf(store, at, kBefore);
+  }
+  return -1;
+}
+
 }  // namespace
 
+MovedOut MoveOut(Store& store, int64_t slot, int64_t num_rows, int most) {
+  const int64_t short_rows = store.slots[slot].num_rows;
+  const int64_t before = LinkOf(store, slot, kBefore), after = LinkOf(store, slot, kAfter);
+  const int64_t freed = ExtentOf(store, after).begin - ExtentOf(store, before).end;
+  if (freed < num_rows || IsPinned(store, slot)) return MovedOut::kNever;
+  const int64_t behind = FindGapAway(store, slot, short_rows, most);
+  if (behind < 0) return MovedOut::kNoRows;
+  ForgetAhead(store);
+  const int64_t to = ExtentOf(store, behind).end;
+  CopyRows(store, store.slots[slot].first_row, to, short_rows);  // which overlap no stored ones
+  Publish(store.slots[slot].first_row, to);
+  TakeOut(store, slot, kBefore, kAfter);  // after a death the lists are derived anew
+  InsertBehind(store, behind, slot, kBefore, kAfter);
+  store.control[kShortRover] = slot;
+  store.control[kRover] = before;
+  return MovedOut::kYes;
+}
+
+void SearchNear(Store& store, int64_t slot, int distance) {
+  for (int i = 0; i < distance; ++i) {
+    const int64_t before = LinkOf(store, slot, kBefore);
+    if (before == store.num_slots || store.retention[before * kRetentionWords + kOpen] != 0) break;
+    slot = before;
+  }
+  store.control[kRover] = slot;
+}
+
 bool MakeRun(Store& store, int64_t num_rows) {
-  const auto next_of = [&store](int64_t slot) { return store.links[slot * kLinkWords + kAfter]; };
   const int64_t sentinel = store.num_slots;
   const int64_t held = store.control[kNumCommitted] + store.control[kPending];
   const bool are_few = held <= static_cast<int64_t>(kMostLookedAt);
@@ -82,7 +125,9 @@ bool MakeRun(Store& store, int64_t num_rows) {
   // `moved` rows and `fixed` extents between them.
   size_t best_first = 0, best_last = 0;
   int64_t best = -1, free = 0, moved = 0, fixed = 0;
-  const auto gap = [&near](size_t i) { return near[i + 1].begin - near[i].end; };
+  const auto gap = [&](size_t i) {
+    return IsLeft(store, near[i].slot) ? 0 : near[i + 1].begin - near[i].end;
+  };
   const auto take = [&](size_t i, int64_t sign) {  // the extent after gap i
     moved += sign * (near[i + 1].end - near[i + 1].begin);
     fixed += sign * (near[i + 1].can_move ? 0 : 1);
@@ -90,7 +135,7 @@ bool MakeRun(Store& store, int64_t num_rows) {
   bool is_end = false;
   const auto look_at_next = [&] {
     if (near.size() > kMostLookedAt) return false;
-    const int64_t slot = next_of(near.back().slot);
+    const int64_t slot = LinkOf(store, near.back().slot, kAfter);
     near.push_back(ExtentOf(store, slot));
     is_end = slot == start;
     return true;
@@ -127,7 +172,7 @@ bool MakeRun(Store& store, int64_t num_rows) {
     if (!are_few) store.control[kRover] = near.back().slot;  // the next search looks elsewhere
     return false;
   }
-  for (int64_t* ahead : store.ahead) *ahead = -1;  // draws made ahead hold old rows
+  ForgetAhead(store);
   int64_t to = near[best_first].end;
   for (size_t i = best_first + 1; i <= best_last; ++i) {
     Slide(store, near[i].slot, to);

@@ -9,22 +9,6 @@
 
 namespace gear::cpu {
 
-namespace {
-
-int64_t& LinkOf(Store& store, int64_t slot, Link word) {
-  return store.links[slot * kLinkWords + word];
-}
-
-int64_t& OpenOf(const Store& store, int64_t slot) {
-  return store.retention[slot * kRetentionWords + kOpen];
-}
-
-// Adds a reserved slot's trajectory and steps to the pending counts, or subtracts them.
-void CountPending(Store& store, const Slot& record, int64_t sign) {
-  store.control[kPending] += sign;
-  store.control[kStepsPending] += sign * record.num_steps;
-}
-
 void InsertBehind(Store& store, int64_t where, int64_t slot, Link back, Link on) {
   const int64_t next = LinkOf(store, where, on);
   LinkOf(store, slot, back) = where;
@@ -39,6 +23,18 @@ void TakeOut(Store& store, int64_t slot, Link back, Link on) {
   LinkOf(store, after, back) = before;
 }
 
+namespace {
+
+int64_t& OpenOf(const Store& store, int64_t slot) {
+  return store.retention[slot * kRetentionWords + kOpen];
+}
+
+// Adds a reserved slot's trajectory and steps to the pending counts, or subtracts them.
+void CountPending(Store& store, const Slot& record, int64_t sign) {
+  store.control[kPending] += sign;
+  store.control[kStepsPending] += sign * record.num_steps;
+}
+
 void Note(Store& store, int64_t slot) {
   int64_t& changed = store.control[kChanged];
   store.log[changed % store.log_size] = slot;
@@ -51,15 +47,17 @@ void Note(Store& store, int64_t slot) {
 }
 
 // The extent after which `num_rows` rows are free, among the next `most` ones; -1 if there is none.
+// Rows that are left for a writer are found by a search of all.
 int64_t FindGap(Store& store, int64_t num_rows, int64_t most) {
   const int64_t sentinel = store.num_slots, start = store.control[kRover];
+  const bool all = most == INT64_MAX;
   int64_t at = start;
   do {
     const int64_t next = LinkOf(store, at, kAfter);
     const Slot& here = store.slots[at];
     const int64_t begin = at == sentinel ? 0 : here.first_row + here.num_rows;
     const int64_t end = next == sentinel ? store.num_rows : store.slots[next].first_row;
-    if (end - begin >= num_rows) return at;
+    if (end - begin >= num_rows && (all || !IsLeft(store, at))) return at;
     at = next;
   } while (at != start && --most > 0);
   return -1;
@@ -138,9 +136,7 @@ void FreeUnpinned(Store& store) {
   }
 }
 
-}  // namespace
-
-namespace {
+constexpr int kBack = 8;  // extents before a writer's latest one, where its search begins
 
 int64_t ReserveAmong(Store& store, int64_t num_rows, int64_t num_steps, int64_t most) {
   const int64_t slot = store.control[kFreeSlot];
@@ -166,10 +162,45 @@ int64_t ReserveAmong(Store& store, int64_t num_rows, int64_t num_steps, int64_t 
   return slot;
 }
 
-// Whether extents are moved here, and that is cheaper than eviction.
-bool Compacts(const Store& store, int64_t num_rows) {
-  const bool pays = store.control[kFreeRows] - num_rows >= store.least_free_rows;
-  return pays && store.compacts && store.removal != kByCaller && store.control[kSelecting] == 0;
+// Whether extents are moved here, and not by the caller.
+bool MovesExtents(const Store& store) {
+  return store.compacts && store.removal != kByCaller && store.control[kSelecting] == 0;
+}
+
+// Evicts a trajectory; returns whether its rows are free now.
+bool Evict(Store& store, int64_t slot) {
+  Retire(store, slot);
+  if (IsPinned(store, slot)) return false;
+  store.control[kShortRover] = LinkOf(store, slot, kBefore);
+  Free(store, slot);
+  return true;
+}
+
+// Lets the search for a long run begin where it is likely to be found. In a full table of many
+// trajectories the latest one of the same writer moves out of what was reserved for it, to rows of
+// others, which are evicted for it; else the search begins near it.
+void PrepareRun(Store& store, SlotUse last, int64_t num_rows) {
+  constexpr int kMostEvicted = 4;
+  const Slot& record = store.slots[last.slot];
+  if (record.state != kCommitted || record.generation != last.generation) return;
+  store.left_by[last.slot] = 0;
+  const int64_t free = store.control[kFreeRows] - num_rows, least = store.least_free_rows;
+  const bool is_full = free < 3 * least && store.control[kNumCommitted] > kMany;
+  if (!is_full || record.num_rows >= num_rows / 2 || !MovesExtents(store)) {
+    SearchNear(store, last.slot, kBack);
+    return;
+  }
+  // With a margin, so that compaction, which evicts below `least`, is not needed. What is free
+  // above it lies in gaps, which a longer search finds.
+  const bool evicts = free < 3 * least / 2 && store.removal != kNoEviction;
+  for (int evicted = 0;; ++evicted) {
+    const MovedOut found = MoveOut(store, last.slot, num_rows, evicts ? 32 : 1024);
+    if (found == MovedOut::kYes) return;
+    if (found == MovedOut::kNever || evicted == kMostEvicted || !evicts) break;
+    const int64_t slot = NextToEvict(store);
+    if (slot == store.num_slots || slot == last.slot || !Evict(store, slot)) break;
+  }
+  SearchNear(store, store.control[kShortRover], 4 * kBack);
 }
 
 }  // namespace
@@ -218,7 +249,9 @@ void Free(Store& store, int64_t slot) {
     store.control[kRowsHeld] -= record.num_rows;
     CountPending(store, record, -1);
   }
-  if (store.control[kRover] == slot) store.control[kRover] = LinkOf(store, slot, kBefore);
+  for (const Control rover : {kRover, kShortRover}) {
+    if (store.control[rover] == slot) store.control[rover] = LinkOf(store, slot, kBefore);
+  }
   TakeOut(store, slot, kBefore, kAfter);
   LinkOf(store, slot, kAfter) = store.control[kFreeSlot];
   store.control[kFreeSlot] = slot;
@@ -257,12 +290,14 @@ bool MayInsert(const Store& store, int64_t num_steps) {
   return ahead - static_cast<double>(sampled) <= rate.most;
 }
 
-int64_t ReserveWithRemoval(Store& store, int64_t num_rows, int64_t num_steps, int64_t inserts) {
+int64_t ReserveWithRemoval(Store& store, int64_t num_rows, int64_t num_steps, int64_t inserts,
+                           SlotUse last) {
   // A search of all extents takes longer than moving a few near ones, and so does a compaction that
-  // fails: in a large table it is tried again when more rows are free.
-  constexpr int64_t kNear = 8, kMany = 1024;
+  // fails: in a table of many it is tried again when more rows are free.
+  constexpr int64_t kNear = 2 * kBack;
   bool freed = false;
   int64_t compact_from = 0;
+  if (last.slot >= 0) PrepareRun(store, last, num_rows);
   while (true) {
     int64_t found =
         IsOver(store, num_steps) ? int64_t{kNoRows} : ReserveAmong(store, num_rows, inserts, kNear);
@@ -273,26 +308,27 @@ int64_t ReserveWithRemoval(Store& store, int64_t num_rows, int64_t num_steps, in
       continue;
     }
     const int64_t free = store.control[kFreeRows];
-    const bool compacts = found == kScattered && Compacts(store, num_rows);
-    if (compacts && store.control[kNumCommitted] > kMany) {
-      if (free >= compact_from && MakeRun(store, num_rows)) continue;
-      if (free >= compact_from) compact_from = free + num_rows / 2;
-    } else if (found == kScattered) {
-      if (compacts && MakeRun(store, num_rows)) continue;
-      found = Reserve(store, num_rows, inserts);
+    const bool pays = free - num_rows >= store.least_free_rows;  // to move rather than to evict
+    const bool moves = found == kScattered && MovesExtents(store);
+    const bool are_many = store.control[kNumCommitted] > kMany;
+    if (moves && pays && free >= compact_from) {
+      if (MakeRun(store, num_rows)) continue;
+      if (are_many) compact_from = free + num_rows / 2;
     }
-    if (found >= 0 || store.removal == kByCaller || store.removal == kNoEviction) return found;
-    if (found == kScattered && free - num_rows >= store.least_free_rows && !compacts) return found;
+    const bool evicts = store.removal == kOldest || store.removal == kNewest;
+    const int64_t slot = evicts ? NextToEvict(store) : store.num_slots;
+    if (found == kScattered && !(moves && are_many && slot != store.num_slots))
+      found = Reserve(store, num_rows, inserts);
+    if (found >= 0 || !evicts) return found;
+    if (found == kScattered && pays && !moves) return found;
     const int64_t waiting = RowsBeingRead(store);
     const bool fits = waiting > 0 && free + waiting >= num_rows;
     if (store.control[kSelecting] != 0 || (fits && !IsOver(store, num_steps))) return kPinned;
-    const int64_t slot = NextToEvict(store);
     if (slot == store.num_slots) {
       const bool comes = waiting > 0 || store.control[kPending] > 0;
       return comes ? int64_t{kPinned} : found;
     }
-    Retire(store, slot);
-    if (!IsPinned(store, slot)) Free(store, slot);
+    Evict(store, slot);
   }
 }
 
@@ -386,11 +422,13 @@ bool Grow(Store& store, const Staged& staged, Growing& growing, int64_t most_ste
   return true;
 }
 
-int64_t Begin(Store& store, const Staged& staged, Growing& growing, int64_t most_steps) {
+int64_t Begin(Store& store, const Staged& staged, Growing& growing, int64_t most_steps,
+              SlotUse last) {
   const int64_t num_steps = staged.num_steps - growing.first;
   if (num_steps > most_steps) return kNoRows;
   if (!MayInsert(store, num_steps)) return kRateLimited;
-  const int64_t slot = ReserveWithRemoval(store, RowsOf(store, most_steps), most_steps, num_steps);
+  const int64_t num_rows = RowsOf(store, most_steps);
+  const int64_t slot = ReserveWithRemoval(store, num_rows, most_steps, num_steps, last);
   if (slot < 0) return slot;
   WriteSteps(store, slot, staged, growing.first, 0, num_steps);
   OpenOf(store, slot) = 1;  // before the commit point: an open trajectory keeps its rows
@@ -403,6 +441,8 @@ int64_t Begin(Store& store, const Staged& staged, Growing& growing, int64_t most
 }
 
 void EndGrowth(Store& store, const Growing& growing, bool truncated) {
+  if (store.left_by.empty()) store.left_by.resize(static_cast<size_t>(store.num_slots));
+  store.left_by[growing.slot] = growing.generation;
   Slot& record = store.slots[growing.slot];
   const int64_t last = record.first_row + record.num_steps - 1;
   if (truncated && store.truncated != nullptr)

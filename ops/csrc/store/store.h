@@ -44,6 +44,7 @@ enum Control : int64_t {
   kMoveFrom,   // its old first row, its new one, and twice the rows that are done
   kMoveTo,
   kMoveDone,
+  kShortRover,  // the extent after which the search for rows of an extent that is moved out begins
 };
 
 // Words of a slot's links. Two lists, each with a sentinel: extents by address, and trajectories
@@ -109,9 +110,33 @@ struct Store {
   bool compacts = false;        // whether extents are moved here; else the caller does
   int64_t spare_rows = 0;       // after `num_rows`: extents are moved through them
   std::vector<int64_t*> ahead;  // of each stream: the global batch that was drawn ahead
+  // Of each slot: the generation whose writer, in this process, comes back for the rows that it has
+  // left free; 0: none. In tables of many trajectories no others are put there.
+  std::vector<int64_t> left_by;
 };
 
+// So many committed trajectories are many: searches look at some of them.
+inline constexpr int64_t kMany = 128;
+
+// A slot as it was used by one trajectory.
+struct SlotUse {
+  int64_t slot = -1, generation = 0;  // -1: none
+};
+
+// Whether the rows after a slot's are left for its writer.
+inline bool IsLeft(const Store& store, int64_t slot) {
+  return !store.left_by.empty() && store.control[kNumCommitted] > kMany && slot < store.num_slots &&
+         store.left_by[slot] == store.slots[slot].generation;
+}
+
+inline int64_t& LinkOf(const Store& store, int64_t slot, Link word) {
+  return store.links[slot * kLinkWords + word];
+}
+
 // ---- with the lock held
+// Puts a slot behind another one in a list, and takes it out.
+void InsertBehind(Store& store, int64_t where, int64_t slot, Link back, Link on);
+void TakeOut(Store& store, int64_t slot, Link back, Link on);
 int64_t Reserve(Store& store, int64_t num_rows, int64_t num_steps);  // a slot, or a refusal
 int64_t Commit(Store& store, int64_t slot, int64_t num_steps, int64_t num_rows, int64_t born);
 void Retire(Store& store, int64_t slot);
@@ -119,8 +144,9 @@ void Free(Store& store, int64_t slot);
 bool IsPinned(const Store& store, int64_t slot);
 // Frees retired slots that no process reads, then evicts trajectories until the rows fit;
 // kScattered where the caller has to compact. `num_steps`: of the rows; `inserts`: that are
-// inserted now.
-int64_t ReserveWithRemoval(Store& store, int64_t num_rows, int64_t num_steps, int64_t inserts);
+// inserted now; `last`: what the same writer has stored before, whose surroundings may be free.
+int64_t ReserveWithRemoval(Store& store, int64_t num_rows, int64_t num_steps, int64_t inserts,
+                           SlotUse last = {});
 bool MayInsert(const Store& store, int64_t num_steps);
 
 // ---- takes the lock
@@ -156,10 +182,12 @@ struct Staged {
 // Publishes the new steps of a trajectory that is published already. False, and nothing has
 // changed: its slot was evicted, it has more than `most_steps`, or the rate limiter holds it back.
 bool Grow(Store& store, const Staged& staged, Growing& growing, int64_t most_steps);
-// Publishes the first steps of a trajectory, with rows for `most_steps`. Returns 0 or a refusal.
-int64_t Begin(Store& store, const Staged& staged, Growing& growing, int64_t most_steps);
-// Ends a published trajectory that stands, and frees the rows after it. `truncated`: marks its last
-// step as truncated unless it is terminated.
+// Publishes the first steps of a trajectory, with rows for `most_steps`; `last`: the one before it
+// of the same environment. Returns 0 or a refusal.
+int64_t Begin(Store& store, const Staged& staged, Growing& growing, int64_t most_steps,
+              SlotUse last);
+// Ends a published trajectory that stands, and frees the rows after it, for its writer first.
+// `truncated`: marks its last step as truncated unless it is terminated.
 void EndGrowth(Store& store, const Growing& growing, bool truncated);
 // Stores a whole trajectory. Returns its id, or a refusal.
 int64_t AddStaged(Store& store, const Staged& staged);

@@ -180,22 +180,6 @@ Staged VectorSteps::StagedOf(int64_t env, int64_t num_steps) const {
   return {sources.data(), first[env], num_steps, env};
 }
 
-// Lets the search for free rows begin near an environment's last trajectory: the rows that were
-// reserved for it in vain are free, and extents on both sides of them may move.
-void VectorSteps::SearchNear(const Stored& last) {
-  constexpr int kSide = 8;
-  const Slot& record = store->slots[last.slot];
-  if (record.state != kCommitted || record.generation != last.generation) return;
-  int64_t slot = last.slot;
-  for (int i = 0; i < kSide; ++i) {
-    const int64_t before = store->links[slot * kLinkWords + kBefore];
-    if (before == store->num_slots || store->retention[before * kRetentionWords + kOpen] != 0)
-      break;
-    slot = before;
-  }
-  store->control[kRover] = slot;
-}
-
 // Publishes the steps of all open trajectories, first of those that are published already, as
 // Python does. False: some are left.
 bool VectorSteps::PublishHeld() {
@@ -209,8 +193,7 @@ bool VectorSteps::PublishHeld() {
         left |= !Grow(*store, StagedOf(i, num_steps), one, most_steps);
       } else {
         if (!may_begin) return false;
-        SearchNear(latest[i]);
-        if (Begin(*store, StagedOf(i, num_steps), one, most_steps) != 0) return false;
+        if (Begin(*store, StagedOf(i, num_steps), one, most_steps, latest[i]) != 0) return false;
         ++counts[kBegun];
       }
     }

@@ -60,10 +60,8 @@ struct VectorSteps {
   bool may_cut = false;              // whether longer episodes may be stored as several
   double timeout_s = 0;
 
-  struct Stored {
-    int64_t slot, generation;
-  };
-  std::vector<Stored> latest;  // the latest published trajectory of each environment that has ended
+  std::vector<SlotUse>
+      latest;  // the latest published trajectory of each environment that has ended
 
   // Of the step at hand.
   std::vector<int64_t> rows, following;  // of what was done, and of states; -1: left out
@@ -87,7 +85,6 @@ struct VectorSteps {
   Staged StagedOf(int64_t env, int64_t num_steps) const;
   int64_t bytes_per_step() const;
   bool PublishHeld();
-  void SearchNear(const Stored& last);
 };
 
 }  // namespace gear::cpu
