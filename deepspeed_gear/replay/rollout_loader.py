@@ -64,9 +64,7 @@ class RolloutLoader:
             fields=tuple(plan.needs.fields),
             opaque=tuple(plan.needs.opaque),
             member=None if group is None else group.member,
-            reduce=sequence_sum(
-                plan.topology, device, config.timeout_s, plan.group, plan.exchange
-            ),
+            reduce=sequence_sum(plan.topology, device, config.timeout_s, plan.group, plan.exchange),
         )
         statistics = plan.statistics(plan.needs.fields)
         self._gatherers = [
