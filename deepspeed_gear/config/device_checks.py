@@ -29,8 +29,6 @@ def check_device(config: GearOptions) -> None:
             if len(tables) > 1 and name not in config.sampled_tables:
                 rule = "must be sampled, alone or in a mixture, where it lies on devices"
                 raise ConfigError(at, rule, None, "leave the table out, or give it a share")
-        elif table.scope != "table":
-            raise ConfigError(f"{at}.scope", 'must be "table" for a table in host memory', table.scope)
         elif table.rows != "device":
             rule, remedy = "must not be given for a table in host memory", 'give it "placement": "device"'
             raise ConfigError(f"{at}.rows", rule, table.rows, remedy)

@@ -311,9 +311,9 @@ class TableConfig(GearModel):
     num_envs: Count | None = Field(
         default=None,
         description=(
-            "Environments whose steps are added one by one (`add_steps_`) to a table on devices; "
-            'all replicas together, each with an equal part; with `scope` "shard" of each replica. Each '
-            "environment has a part of the rows for its trajectories. null: whole trajectories are added."
+            "Environments whose steps are added one by one (`add_steps_`) to a table on devices, by each "
+            "replica. Each environment has a part of the rows for its trajectories. null: whole trajectories "
+            "are added."
         ),
     )
     writers: Writers = Field(
@@ -361,7 +361,8 @@ class TableConfig(GearModel):
         description=(
             'Where the table lies: "host", in memory that all processes of a node share; "device", in the '
             "memory of each rank's own accelerator, where drawing, training step and updates can be one CUDA "
-            "graph. A DeviceReplay has one such table."
+            "graph. On devices each replica has and draws from its own table, of the whole capacity; for one "
+            'exact distribution over all replicas use "host".'
         ),
     )
     rows: Literal["device", "host"] = Field(
@@ -370,14 +371,6 @@ class TableConfig(GearModel):
             'Where the rows of a table on devices lie: "device"; or "host", host memory of each rank that '
             "its device reads and writes in place, for tables larger than the device. Slots, tree and "
             "priorities are on the device."
-        ),
-    )
-    scope: Literal["table", "shard"] = Field(
-        default="table",
-        description=(
-            'Scope of the probabilities of a table on devices: "table", one distribution for all replicas, '
-            'whose shards have the capacity together; "shard", each replica draws from its own shard, '
-            "which has the whole capacity, so that the step can be captured."
         ),
     )
     schema_: SchemaConfig | None = Field(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from deepspeed_gear.public_names import public_names
 # Names that other modules of this package use, and no program.
 INTERNAL = frozenset(
     (
-        *("again", "buffers", "hold", "holders", "importance", "micro", "of_mixture", "of_pass", "origin"),
+        *("again", "buffers", "importance", "micro", "of_mixture", "of_pass"),
         *("owner", "place", "records", "written"),
     )
 )
@@ -36,8 +35,6 @@ class DeviceBatch(Batch):
         total: Total mass of the latest selection. [], int64.
         burn_in: Which steps only warm up.
         owner: The replay whose training stream fills it; None: it is of a pass.
-        origin: Replica and slot of each sample's trajectory, replica << 32 | slot, where they lie on the
-            devices of several. [B], int64.
     """
 
     def __init__(
@@ -49,18 +46,13 @@ class DeviceBatch(Batch):
         total: Tensor,
         burn_in: BurnIn | None,
         owner: object = None,
-        origin: Tensor | None = None,
     ) -> None:
         self.buffers, self.micro, self.owner = buffers, 0, owner
         self._mixture: TableMixture | None = None
-        #: Replica that holds each sample; None: this one holds all. [B], int64.
-        self.holders: np.ndarray | None = None
         self.written = [*buffers.all, records, *([] if weight is None else [weight])]
         epoch = torch.zeros(len(records), dtype=torch.int64, device=records.device)
         valid = records[:, Resolution.ID] >= 0
-        samples = BatchSamples(
-            records, valid, step_items, total, epoch, weight, burn_in=burn_in, origin=origin
-        )
+        samples = BatchSamples(records, valid, step_items, total, epoch, weight, burn_in=burn_in)
         super().__init__(dict(buffers.tensors), dict(buffers.mask), samples)
         self._valid: Tensor | None = None
 
@@ -68,10 +60,6 @@ class DeviceBatch(Batch):
         """Set the micro batch that it holds, the sample indices in its global batch, and their tables."""
         self._source = source
         self.micro, self._first_index, self._index_step = micro, first_index, index_step
-
-    def hold(self, holders: np.ndarray) -> None:
-        """Set the replica that holds each sample. [B], int64."""
-        self.holders = holders
 
     def of_mixture(self, mixture: TableMixture) -> None:
         """Set the tables that it is drawn from, where there are several."""
@@ -119,12 +107,6 @@ class DeviceBatch(Batch):
     def records(self) -> Tensor:
         """What the samples resolved to. [B, 8], int64."""
         return self._records
-
-    @property
-    def origin(self) -> Tensor:
-        """Replica << 32 | slot of each sample's trajectory, where they lie on several devices. [B], int64."""
-        assert self._origin is not None
-        return self._origin
 
     @property
     def importance(self) -> Tensor | None:

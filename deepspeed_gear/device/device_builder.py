@@ -8,12 +8,9 @@ import torch
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.data.trajectory_checks import as_numbers
-from deepspeed_gear.device.device_row_exchange import ArrivalBuffers
 from deepspeed_gear.device.ring_table import DatasetItems, RingTable, RingTableSpec
 from deepspeed_gear.distributed import config_resolution
 from deepspeed_gear.distributed.replay_plan import ReplayPlan
-from deepspeed_gear.distributed.row_exchange.exchange_plan import row_needs
-from deepspeed_gear.distributed.row_exchange.row_reads import RowReads
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.constants import MOST_MASS_BITS, ONE_Q62
@@ -71,42 +68,8 @@ def ops_of(config: GearConfig, ops: Ops, device: torch.device) -> Ops:
     return load_backend("cuda")
 
 
-def needs_of_rows(plan: ReplayPlan, name: str) -> RowReads:
-    """Return the rows that this rank reads of a sample."""
-    return row_needs([plan.needs], plan.config, plan.schemas[name])
-
-
-def arrivals_of(plan: ReplayPlan, name: str) -> ArrivalBuffers:
-    """Return the buffers for the samples of this rank that other replicas hold."""
-    options, info = plan.config.resolved_tables[name], plan.info
-    assert options.max_length is not None
-    n = 0 if plan.config.n_step is None else plan.config.n_step.n
-    return ArrivalBuffers(needs_of_rows(plan, name), options.max_length, n, info.micro * info.accumulation)
-
-
-def environments_of(plan: ReplayPlan, name: str, parts: int) -> int:
-    """Return the environments whose steps this rank adds; 0: whole trajectories are added.
-
-    Raises:
-        ConfigError: The environments are not a multiple of the parts of the table.
-    """
-    envs = plan.config.resolved_tables[name].num_envs or 0
-    if envs % parts:
-        rule = f"must be a multiple of the {parts} replicas, which have equal parts of the environments"
-        raise ConfigError(f"gear.tables.{name}.num_envs", rule, envs)
-    return envs // parts
-
-
-def table_of(
-    plan: ReplayPlan,
-    name: str,
-    spec: StreamSpec,
-    ops: Ops,
-    device: torch.device,
-    arrivals: tuple[int, int] = (0, 0),
-    parts: int = 1,
-) -> RingTable:
-    """Return this rank's table: with the whole data set, or empty and with its share of the capacity."""
+def table_of(plan: ReplayPlan, name: str, spec: StreamSpec, ops: Ops, device: torch.device) -> RingTable:
+    """Return this rank's table: with the whole data set, or empty and with the whole capacity."""
     options, rule = plan.config.resolved_tables[name], spec.rule
     needs_returns = any(field.derived == "return_to_go" for field in plan.fields)
     priorities = spec.priorities
@@ -117,8 +80,8 @@ def table_of(
     if dataset is None:
         schema = plan.schemas[name]
         assert options.max_length is not None
-        envs = environments_of(plan, name, parts)
-        if envs:
+        envs = options.num_envs
+        if envs is not None:
             partial = [str(field.derived) for field in plan.fields if field.needs_episode]
             if partial:
                 why = (
@@ -128,18 +91,17 @@ def table_of(
                 raise ConfigError("gear.fields.*.derived", why, None, "leave num_envs out, and use add_")
             rows, slots = config_resolution.environment_sizes(name, options, schema)
             sizes = rows * envs, slots * envs, options.max_length
-            ring = RingTableSpec(
-                schema, *sizes, by_row, priorities is not None, has_minima, False, arrivals, envs, on_host
-            )
+            kept = by_row, priorities is not None, has_minima, False
+            ring = RingTableSpec(schema, *sizes, *kept, num_envs=envs, rows_on_host=on_host)
             return RingTable(ring, ops, device)
-        steps, slots = config_resolution.capacity_of(name, options, schema, parts)
+        steps, slots = config_resolution.capacity_of(name, options, schema, 1)
         if options.capacity_trajectories is None:
             slots = max(slots, -(-steps // options.max_length))
         final = int(schema.has_final_row)
         rows = steps + slots * final + options.max_length + final  # rows that a wrap of the ring may skip
         sizes = rows, slots, options.max_length
         kept = by_row, priorities is not None, has_minima, needs_returns
-        ring = RingTableSpec(schema, *sizes, *kept, arrivals, 0, on_host)
+        ring = RingTableSpec(schema, *sizes, *kept, rows_on_host=on_host)
         return RingTable(ring, ops, device)
     if len(dataset) != dataset.num_trajectories_of_whole:
         raise ConfigError(f"gear.tables.{name}.data", "must be whole on every node for a table on devices")

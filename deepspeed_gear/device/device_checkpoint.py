@@ -245,18 +245,16 @@ def load(plan: ReplayPlan, tables: Tables, folder: Path, state: save_folders.Sta
         saved = save_folders.find(folder, name, save)
         if count == replicas:
             return shard(saved, replica), 0
-        own_numbers = plan.config.resolved_tables[name].scope == "shard"
         if name in plan.datasets:
             found = shard(saved, replica % count)
-            if own_numbers:
-                of = found["content"]["state"]
-                of[RingState.SAMPLES] = -(-of[RingState.SAMPLES] * count // replicas)
+            of = found["content"]["state"]
+            of[RingState.SAMPLES] = -(-of[RingState.SAMPLES] * count // replicas)
             return found, 0
         every = [shard(saved, number) for number in range(count)]
         for one in every:
             _check_facts(plan, one)
         contents = [save_folders.entry(one, "content", dict, "the state") for one in every]
-        dealt = reshard_rings.deal(tables[name], contents, replica, replicas, own_numbers)
+        dealt = reshard_rings.deal(tables[name], contents, replica, replicas)
         return {**_facts(plan), "content": dealt.content}, dealt.num_left_out
 
     def contents_of_all() -> tuple[dict[str, Any], dict[str, int]]:

@@ -35,7 +35,7 @@ class Dealt:
     num_left_out: int
 
 
-def deal(table: RingTable, saved: Sequence[Content], replica: int, replicas: int, own_numbers: bool) -> Dealt:
+def deal(table: RingTable, saved: Sequence[Content], replica: int, replicas: int) -> Dealt:
     """Return the trajectories of saved tables that one replica holds from then on.
 
     Trajectories are dealt in turn, in the order of the global batch at which they were added, then of their
@@ -48,7 +48,6 @@ def deal(table: RingTable, saved: Sequence[Content], replica: int, replicas: int
         saved: Of each replica of the save.
         replica: Number of this one.
         replicas: Of this run.
-        own_numbers: Whether each replica counts its own samples, and not those of the global batch.
     Raises:
         CheckpointError: A saved table has other columns, or other state of its items.
     """
@@ -62,13 +61,11 @@ def deal(table: RingTable, saved: Sequence[Content], replica: int, replicas: int
     kept, first_rows = _placed(table, slots[own, Slot.NUM_ROWS], dealt[own] % max(envs, 1))
     own = own[kept]
     following = max(int(content["state"][RingState.NEXT]) for content in saved)
-    # Ids of the whole table are id * replicas + replica: fewer replicas need higher numbers.
-    following = -(-following * max(len(saved), replicas) // replicas)
     base = -(-following // table.num_slots) * table.num_slots
     content = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in table.content.items()}
     _write_slots(table, content, slots[own], first_rows, base)
     _copy_rows(table, content, saved, shard[own], places[own], slots[own])
-    _finish(table, content, saved, base, own_numbers, replicas)
+    _finish(table, content, saved, base, replicas)
     if replica:
         for word in _COUNTED:  # those of the whole run are the first replica's
             content["state"][word] = 0
@@ -182,7 +179,6 @@ def _finish(
     content: dict[str, Tensor],
     saved: Sequence[Content],
     base: int,
-    own_numbers: bool,
     replicas: int,
 ) -> None:
     """Set the nodes above the masses, and the state."""
@@ -194,10 +190,10 @@ def _finish(
     states = torch.stack([each["state"] for each in saved])
     for word in _COUNTED:
         state[word] = states[:, word].sum()
-    for word in (RingState.BATCH, RingState.SAMPLES, RingState.TOTAL):
+    for word in (RingState.BATCH, RingState.TOTAL):
         state[word] = states[:, word].max()
-    if own_numbers:  # sample i of a replica has number i * replicas + replica
-        state[RingState.SAMPLES] = -(-states[:, RingState.SAMPLES].sum() // replicas)
+    # Sample i of a replica has number i * replicas + replica.
+    state[RingState.SAMPLES] = -(-states[:, RingState.SAMPLES].sum() // replicas)
     for word in (RingState.INITIAL, RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY):
         state[word] = states[:, word].max()
     state[RingState.COUNTS + UpdateCount.DRAWABLE] = torch.count_nonzero(content["sums"][: table.num_items])

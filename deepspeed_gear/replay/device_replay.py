@@ -18,14 +18,13 @@ from deepspeed_gear.config import GearConfig, PriorityOptions
 from deepspeed_gear.device import device_checkpoint
 from deepspeed_gear.device.add_filter import AddFilter
 from deepspeed_gear.device.device_batch import DeviceBatch
-from deepspeed_gear.device.device_builder import arrivals_of, device_of, ops_of, specs_of, table_of
+from deepspeed_gear.device.device_builder import device_of, ops_of, specs_of, table_of
 from deepspeed_gear.device.device_evaluation import DeviceEvaluation
 from deepspeed_gear.device.device_loader import DeviceLoader
-from deepspeed_gear.device.device_priority_log import reported
-from deepspeed_gear.device.device_sharing import TableSharing, join
+from deepspeed_gear.device.device_priority_log import DevicePriorityLog, reported
 from deepspeed_gear.device.device_table import DeviceTable, TableMixture
 from deepspeed_gear.device.open_steps import OpenSteps
-from deepspeed_gear.device.replica_agreement import shares_gpus
+from deepspeed_gear.device.replica_collectives import inside_replica, shares_gpus
 from deepspeed_gear.device.ring_selection import RingSelection
 from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.device.weight_exponents import WeightExponents
@@ -60,12 +59,11 @@ class DeviceReplay(ReplayBase):
     is called.
 
     A data set is copied to the device of each rank. Trajectories that are added lie on the devices of this
-    rank's replica; its tensor and sequence ranks add the same ones. All replicas draw from one distribution:
-    if their tables differ, or priorities change, `sample` exchanges rows and masses and waits for them; then
-    it is collective and cannot be captured. With `"scope": "shard"` each replica draws from its own table,
-    with its own probabilities and weights, and nothing is exchanged.
+    rank's replica; its tensor and sequence ranks add the same ones. Each replica draws from its own table,
+    with its own probabilities, priorities and weights, and exchanges nothing with other replicas: for one
+    exact distribution over all of them use a table in host memory (`"placement": "host"`).
 
-    Construction, `state_dict` and `close` are collective. Not thread-safe.
+    Construction, `save`, `load` and `close` are collective. Not thread-safe.
 
     Args:
         config: The `gear` section, or the path of a JSON file.
@@ -98,17 +96,19 @@ class DeviceReplay(ReplayBase):
             to = plan.exchange.agree("the device", lambda: device_of(device))
             super().__init__(plan, to, engine_dtype)
             is_shared = shares_gpus(plan.exchange, plan.topology, self.device)
-            spec = plan.exchange.agree("the table on the device", lambda: self._build(plan, engine_dtype))
-            draws, reports = join(plan, self._sharing, self._mixture, spec, is_shared)
+            plan.exchange.agree("the table on the device", lambda: self._build(plan, engine_dtype))
+            inner = None
+            if self._mixture.is_prioritized:
+                timeout_s, group = plan.config.timeout_s, plan.group
+                inner = inside_replica(plan.topology, self.device, is_shared, timeout_s, group)
         except BaseException:
             self._close_tables()
             plan.exchange.close()
             raise
         self._loader = DeviceLoader(
             self._mixture,
-            draws,
-            reports,
-            self._sharing,
+            DevicePriorityLog(self._mixture, plan.info.accumulation, inner),
+            plan.topology.data_rank,
             burn_in=self._burn_in,
             info=plan.info,
             owner=self,
@@ -117,50 +117,47 @@ class DeviceReplay(ReplayBase):
         self._num_before_load = 0  # global batches selected here, less the position of the latest load
         self._transform: Transform | None = None
 
-    def _build(self, plan: ReplayPlan, engine_dtype: torch.dtype) -> StreamSpec:
+    def _build(self, plan: ReplayPlan, engine_dtype: torch.dtype) -> None:
         config, info, names = plan.config, plan.info, plan.config.sampled_tables
         for name in names:
             options = config.resolved_tables[name]
             if not config.on_device:
                 rule = 'must be "device" for a DeviceReplay'
                 raise ConfigError(f"gear.tables.{name}.placement", rule, options.placement, "use Replay")
-            if len(names) > 1 and info.data_world > 1 and options.scope != "shard":
-                rule = f'must be "shard" in a mixture on the devices of {info.data_world} replicas'
-                raise ConfigError(f"gear.tables.{name}.scope", rule, options.scope)
-            if options.max_times_sampled and info.data_world > 1 and options.scope != "shard":
+            if options.data is not None and config.item_sampler.kind == "top_k" and info.data_world > 1:
                 rule = (
-                    f'must be "shard" with max_times_sampled on the devices of {info.data_world} replicas: a '
-                    "draw depends on those before it, which other replicas may hold"
+                    f'must not be "top_k" for a data set on the devices of {info.data_world} replicas: each '
+                    "takes the highest priorities of its own copy, so all would train on the same samples"
                 )
-                raise ConfigError(f"gear.tables.{name}.scope", rule, options.scope, 'write "scope": "shard"')
-        sharing = self._sharing = TableSharing.of(plan, names[0])
+                remedy = f'give gear.tables.{name} "placement": "host", where they draw together'
+                raise ConfigError("gear.sampler.kind", rule, config.item_sampler.kind, remedy)
         self._burn_in = BurnIn.of(config, plan.fields, plan.needs.fields)
         ops, specs = ops_of(config, plan.ops, self.device), [specs_of(plan, name) for name in names]
         tables = [
             self._build_table(plan, name, streams[TRAIN], ops, engine_dtype)
             for name, streams in zip(names, specs, strict=True)
         ]
-        num_parts = info.accumulation if sharing.has_own_batches else info.num_micro
-        num_samples = info.micro * num_parts
-        self._mixture = TableMixture(tables, mixture_of(config, info), num_samples, num_parts)
+        num_samples = info.micro * info.accumulation
+        self._mixture = TableMixture(tables, mixture_of(config, info), num_samples, info.accumulation)
         self.table = tables[0].table
         self.schema = self.table.schema
         splits = {name: spec for name, spec in specs[0].items() if name != TRAIN}
         self._passes = DeviceEvaluation(
             plan, self.table, splits if tables[0].has_data else {}, tables[0].gatherer, self._burn_in
         )
-        return specs[0][TRAIN]
 
     def _build_table(
         self, plan: ReplayPlan, name: str, spec: StreamSpec, ops: Ops, engine_dtype: torch.dtype
     ) -> DeviceTable:
-        config, needs, world = plan.config, plan.needs, plan.info.data_world
-        options, place = config.resolved_tables[name], plan.topology.place
-        spread = (arrivals_of(plan, name).size, world) if self._sharing.is_spread else ()
-        table = self.tables[name] = table_of(plan, name, spec, ops, self.device, *spread)
-        numbers = (world, place.data_rank) if options.scope == "shard" else (1, 0)
+        config, needs, options = plan.config, plan.needs, plan.config.resolved_tables[name]
+        table = self.tables[name] = table_of(plan, name, spec, ops, self.device)
         selection = RingSelection(
-            table, spec, WeightExponents(config, self.device), *numbers, options.max_times_sampled
+            table,
+            spec,
+            WeightExponents(config, self.device),
+            stride=plan.info.data_world,
+            offset=plan.topology.data_rank,
+            max_times_sampled=options.max_times_sampled,
         )
         gatherer = Gatherer(
             needs.fields,
@@ -213,9 +210,7 @@ class DeviceReplay(ReplayBase):
         Args:
             out: From `new_batch`.
         Raises:
-            StoreError: Nothing was added yet, or the replay is closed.
-            PeerError, LostNodeError: If replicas share one distribution: a rank samples other batches, or
-                does not answer in `gear.timeout_s`.
+            StoreError: Nothing was added to this replica's table yet, or the replay is closed.
         """
         self._check_filled()
         if not isinstance(out, DeviceBatch):
@@ -237,7 +232,7 @@ class DeviceReplay(ReplayBase):
         batch = self._loader.next()
         if self.transform is None:
             return batch
-        sizes = self._mixture.sizes(self._loader.part_of(batch.micro))
+        sizes = self._mixture.sizes(batch.micro)
         numbers = torch.split(batch.sample_number, sizes)
         keys = [
             position.transform_keys(each.selection.seed, each.selection.key, part)
@@ -373,10 +368,10 @@ class DeviceReplay(ReplayBase):
         return into.steps
 
     def fill_(self, ids: Tensor, columns: Mapping[str, Tensor], *, table: str | None = None) -> None:
-        """Write columns of trajectories; those that this replica does not store are left out.
+        """Write columns of trajectories; those that are not stored any more are left out.
 
         Args:
-            ids: As `batch.trajectory_id`. [n], int64.
+            ids: As `batch.trajectory_id` of this replica. [n], int64.
             columns: By name. [n, max_length (+ 1), *shape], or [n, *shape] for a value per trajectory. Not
                 rewards and ends, from which other quantities are derived.
             table: As `add_`.
@@ -390,16 +385,16 @@ class DeviceReplay(ReplayBase):
         into.check_fill(ids, columns)
         for name in changing.filter.columns & columns.keys():
             raise SchemaError(f"column {name}", "must not be filled: gear.sampler.where reads it when added")
-        into.fill_(self._own_ids(ids), columns)
+        into.fill_(ids, columns)
 
     def remove_(self, ids: Tensor, *, table: str | None = None) -> None:
-        """Remove trajectories from the next draw on; those that this replica does not store are left out.
+        """Remove trajectories from the next draw on; those that are not stored any more are left out.
 
         Their rows are used again when they would have been evicted; later steps of an open trajectory begin
         another one. Waits for nothing; can be captured.
 
         Args:
-            ids: As `batch.trajectory_id`. [n], int64.
+            ids: As `batch.trajectory_id` of this replica. [n], int64.
             table: As `add_`.
         Raises:
             ShapeError, DataError: `ids` is no such tensor on the device.
@@ -409,20 +404,13 @@ class DeviceReplay(ReplayBase):
         self._check_ids(ids)
         if ids.device != self.device:
             raise DataError("ids", f"must be on {self.device}", str(ids.device))
-        changing.table.remove_(self._own_ids(ids))
+        changing.table.remove_(ids)
 
     @staticmethod
     def _check_ids(ids: object) -> None:
         if not isinstance(ids, Tensor) or ids.is_nested or ids.dtype != torch.int64 or ids.dim() != 1:
             form = str(ids.dtype) if isinstance(ids, Tensor) else type(ids).__name__
             raise ShapeError("ids", "must be a tensor [n], int64", form)
-
-    def _own_ids(self, ids: Tensor) -> Tensor:
-        """Return the ids in this replica's table, -1 for those of others."""
-        if not self._sharing.is_spread:
-            return ids
-        replica, replicas = self._topology.data_rank, self.batch_info.data_world
-        return torch.where(ids % replicas == replica, ids // replicas, -1)
 
     # ---- priorities ------------------------------------------------------------------------------
 
@@ -598,40 +586,29 @@ class DeviceReplay(ReplayBase):
         return warnings
 
     def _settle(self) -> None:
-        """Apply all waiting updates; only between two global batches. Collective if updates are exchanged."""
-        if self._sharing.is_joint:
-            self._plan.exchange.agree("the state", self._check_between)
-        else:
-            self._check_between()
-        self._loader.reports.apply()
-
-    def _check_between(self) -> None:
+        """Apply all waiting updates; only between two global batches."""
         self._check_open()
         if self._loader.next_micro != 0:
             rule = "must be taken between two global batches"
             at = f"micro batch {self._loader.next_micro} of {self.batch_info.accumulation}"
             raise StoreError("the state", rule, at, "use the other micro batches first")
+        self._loader.reports.apply()
 
     def clear(self, *, table: str | None = None) -> None:
-        """Remove all trajectories of this rank; if replicas share a distribution, between two global batches.
+        """Remove all trajectories of this replica's table.
 
         Args:
             table: As `add_`.
         Raises:
-            StoreError: The table holds a data set, or some micro batches of a global batch wait.
+            StoreError: The table holds a data set.
         """
         cleared = self._changing(table)
-        if self._sharing.is_joint:
-            self._check_between()  # waiting updates are for other replicas too
-        else:
-            self._loader.begin_anew()
+        self._loader.begin_anew()
         cleared.table.clear()
         cleared.mark_filled(False)
 
     def _check_filled(self) -> None:
         self._check_open()
-        if self._sharing.is_spread:
-            return
         for each in self._mixture.tables:
             if not each.is_filled:
                 what = f"the table {each.name} on the device"

@@ -8,13 +8,13 @@ from pathlib import Path
 from gear_support import config_of, lengths_of, write_dataset
 from process_support import launch, run_ranks
 
-TABLE = {"capacity_steps": 100, "max_length": 4, "remove": "fifo", "placement": "device", "scope": "shard"}
+TABLE = {"capacity_steps": 100, "max_length": 4, "remove": "fifo", "placement": "device"}
 
 
-def test_replicas_draw_their_parts_or_from_their_own_shards(tmp_path: Path) -> None:
+def test_replicas_draw_from_their_own_tables(tmp_path: Path) -> None:
     data = write_dataset(tmp_path / "set", lengths_of(30))
     fields = {"observation": {"offset": -3, "length": 4}, "task": {}}
-    sampler = {"kind": "uniform", "unit": "step", "stratified": True}
+    sampler = {"kind": "uniform", "unit": "step"}
     options = {"fields": fields, "batch_size": 24, "gradient_accumulation_steps": 2}
     shared = config_of(data, sampler=sampler, **options)
     added = {**config_of(**options), "tables": {"main": TABLE}}
@@ -29,7 +29,6 @@ def test_an_engine_trains_from_its_devices_and_goes_on_from_a_checkpoint(tmp_pat
         "max_length": 4,
         "remove": "fifo",
         "placement": "device",
-        "scope": "shard",
     }
     section = {
         **config_of(

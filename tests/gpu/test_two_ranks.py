@@ -8,30 +8,19 @@ from pathlib import Path
 import pytest
 from gear_support import config_of, lengths_of, write_dataset
 from process_support import run_ranks
-from shard_cases import SAMPLERS, shard_case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 ENVIRONMENT = {"GEAR_TEST_DEVICE": "cuda", "LOCAL_RANK": "0"}
-TABLE = {"capacity_steps": 100, "max_length": 4, "remove": "fifo", "placement": "device", "scope": "shard"}
+TABLE = {"capacity_steps": 100, "max_length": 4, "remove": "fifo", "placement": "device"}
 
 
-def test_replicas_draw_their_parts_or_from_their_own_shards(tmp_path: Path) -> None:
+def test_replicas_draw_from_their_own_tables(tmp_path: Path) -> None:
     data = write_dataset(tmp_path / "set", lengths_of(30))
     fields = {"observation": {"offset": -3, "length": 4}, "task": {}}
     options = {"fields": fields, "batch_size": 24, "gradient_accumulation_steps": 2}
-    shared = config_of(data, sampler={"kind": "uniform", "unit": "step", "stratified": True}, **options)
+    shared = config_of(data, sampler={"kind": "uniform", "unit": "step"}, **options)
     added = {**config_of(**options), "tables": {"main": TABLE}}
     added["sampler"] = {"kind": "prioritized", "unit": "step"}
     arguments = json.dumps(shared), json.dumps(added)
     for output in run_ranks("device_ranks.py", 2, *arguments, timeout_s=400, **ENVIRONMENT):
-        assert output.endswith("done\n")
-
-
-def test_replicas_draw_what_one_process_draws(tmp_path: Path) -> None:
-    """Over gloo and memory of the host, as NCCL refuses two ranks on one GPU."""
-    data = write_dataset(tmp_path / "set", lengths_of(30, most=12))
-    cases = [shard_case(sampler, 2, 1, (24, 2)) for sampler in SAMPLERS]
-    cases += [shard_case(sampler, 2, 1, (24, 2), data) for sampler in SAMPLERS[3:]]
-    arguments = json.dumps(cases), str(tmp_path / "saved")
-    for output in run_ranks("device_shards.py", 2, *arguments, timeout_s=800, **ENVIRONMENT):
         assert output.endswith("done\n")

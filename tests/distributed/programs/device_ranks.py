@@ -1,7 +1,7 @@
 """Replicas with a table in the memory of each one's device.
 
-device_ranks.py DATA_SECTION ADDED_SECTION: batches of a data set against those of a table in shared memory;
-shards that each rank has added itself, and draws from alone.
+device_ranks.py DATA_SECTION ADDED_SECTION: uniform batches of a data set, equal to those of a table in shared
+memory; tables to which each rank adds, and from which it draws alone.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ rank, world = dist.get_rank(), dist.get_world_size()
 DEVICE = os.environ.get("GEAR_TEST_DEVICE", "cpu")
 
 
-def on_device(section: dict[str, Any], **table: Any) -> dict[str, Any]:
+def on_device(section: dict[str, Any]) -> dict[str, Any]:
     rest = {key: value for key, value in section.items() if key != "data"}
-    return {**rest, "tables": {"main": {"data": section["data"], "placement": "device", **table}}}
+    return {**rest, "tables": {"main": {"data": section["data"], "placement": "device"}}}
 
 
 shared = json.loads(sys.argv[1])

@@ -1,10 +1,10 @@
-"""No hot path of a table on a device waits for the device, but for the two waits of a joint selection."""
+"""No hot path of a table on a device waits for the device, or for another replica."""
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,8 @@ from gear_support import config_of, lengths_of, write_dataset
 from torch import Tensor
 
 from deepspeed_gear import DeviceReplay
-from deepspeed_gear.device import device_sharing
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology
-from deepspeed_gear.errors import ConfigError, StoreError
+from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.replay import device_replay
 from deepspeed_gear.sampling.batch_info import BatchInfo
 
@@ -31,8 +30,6 @@ class Replicas:
 
     def __init__(self) -> None:
         self._here = threading.local()
-        self._barrier = threading.Barrier(REPLICAS, timeout=60)
-        self._given: list[Any] = [None] * REPLICAS
 
     @property
     def here(self) -> int:
@@ -43,49 +40,10 @@ class Replicas:
 
         def one(replica: int) -> None:
             self._here.replica = replica
-            try:
-                body()
-            except BaseException:
-                self._barrier.abort()
-                raise
+            body()
 
         with ThreadPoolExecutor(REPLICAS) as pool:
             list(pool.map(one, range(REPLICAS)))
-
-    def exchange(self, value: Any) -> list[Any]:
-        """Give every replica what each of them brings."""
-        self._barrier.wait()
-        self._given[self.here] = value
-        self._barrier.wait()
-        return list(self._given)
-
-
-class Agreement:
-    """Stands for ReplicaAgreement: NCCL between devices does not wait for them, and gloo not for a device."""
-
-    def __init__(self, replicas: Replicas) -> None:
-        self._replicas = replicas
-        self.place = RankCoordinates(replicas.here, REPLICAS)
-
-    def open(self) -> None:
-        pass
-
-    def abandon(self, error: Exception) -> None:
-        pass
-
-    def share_words(self, words: Sequence[int]) -> list[int]:
-        return [given[self.place.data_rank] for given in self._replicas.exchange(list(words))]
-
-    def swap(self, rows: Tensor, outgoing: Sequence[int], coming: Sequence[int]) -> Tensor:
-        parts = torch.split(held(rows), list(outgoing))
-        found = torch.cat([parts[self.place.data_rank] for parts in self._replicas.exchange(parts)])
-        assert len(found) == sum(coming)
-        return on_device(found)
-
-    share_rows = swap
-
-    def gather(self, words: Tensor) -> Tensor:
-        return on_device(torch.stack(self._replicas.exchange(held(words).clone())))
 
 
 @pytest.fixture
@@ -100,7 +58,6 @@ def replicas(monkeypatch: pytest.MonkeyPatch) -> Replicas:
         return dataclasses.replace(plan, topology=topology, info=info)
 
     monkeypatch.setattr(device_replay, "make_plan", plan_of)
-    monkeypatch.setattr(device_sharing, "ReplicaAgreement", lambda *_: Agreement(made))
     return made
 
 
@@ -199,57 +156,21 @@ def test_a_step_of_environments(sampler: str) -> None:
         assert stub.waits == []
 
 
-@pytest.mark.parametrize("sampler", [*device_support.SAMPLERS, "highest"])
+@pytest.mark.parametrize("sampler", [*device_support.SAMPLERS, *device_support.LIMITED])
 def test_a_step_of_replicas_with_tables_of_their_own(sampler: str, replicas: Replicas) -> None:
-    """A selection reads all replicas' masses, highest priorities, and the sizes of the messages with rows."""
-
     def step() -> None:
-        waits = waits_of(section_of(sampler), replicas.here * STEPS)
-        places = ["joint_selection.py"] * (1 + (sampler == "highest")) + ["device_row_exchange.py"]
-        found = [next((place for place in places if place in wait), wait) for wait in waits]
-        assert found == places * 2 * STEPS
-
-    replicas.run(step)
-
-
-def test_limited_draws_of_replicas_are_of_their_own_shards(replicas: Replicas) -> None:
-    joint, shards = section_of("limited"), section_of("limited")
-    shards["tables"]["main"]["scope"] = "shard"
-
-    def step() -> None:
-        with pytest.raises(ConfigError, match=r'scope must be "shard" with max_times_sampled on the devices'):
-            DeviceReplay(joint, DEVICE)
-        assert waits_of(shards, replicas.here * STEPS) == []
-
-    replicas.run(step)
-
-
-def test_too_few_items_of_all_replicas_are_an_error_on_each(replicas: Replicas) -> None:
-    section, ones = section_of("highest"), torch.ones(device_support.ENVS, dtype=torch.int64)
-
-    def step() -> None:
-        with DeviceStub(), DeviceReplay(section, DEVICE) as replay:
-            if replicas.here == 0:
-                replay.add_(columns(0), on_device(ones))
-            with pytest.raises(
-                StoreError, match=rf"must hold as many items as .* \({device_support.BATCH}\)"
-            ):
-                replay.sample()
+        assert waits_of(section_of(sampler), replicas.here * STEPS) == []
 
     replicas.run(step)
 
 
 def test_steps_of_environments_of_several_replicas(replicas: Replicas) -> None:
-    """Each replica adds the steps of its part of the environments; all draw from all of them."""
+    """Each replica has `num_envs` environments, and draws their steps alone."""
     section = section_of("prioritized")
-    section["tables"]["main"] |= {"num_envs": REPLICAS * device_support.ENVS}
-    odd = section_of("prioritized")
-    odd["tables"]["main"] |= {"num_envs": 3}
-    drawn: list[set[int]] = [set() for _ in range(REPLICAS)]
+    section["tables"]["main"] |= {"num_envs": device_support.ENVS}
+    drawn: list[list[int]] = [[] for _ in range(REPLICAS)]
 
     def step() -> None:
-        with pytest.raises(ConfigError, match="num_envs must be a multiple of the 2 replicas"):
-            DeviceReplay(odd, DEVICE)
         added = columns(replicas.here)
         with DeviceStub() as stub, DeviceReplay(section, DEVICE) as replay:
             assert replay.table.num_envs == device_support.ENVS
@@ -259,14 +180,11 @@ def test_steps_of_environments_of_several_replicas(replicas: Replicas) -> None:
                 replay.add_steps_(row, {"observation": added["observation"][:, turn + 1]})
                 batch = replay.sample()
                 replay.update_priorities_(batch, batch["reward"].abs() + 1)
-            places = ["joint_selection.py", "device_row_exchange.py"]
-            found = [next((place for place in places if place in wait), wait) for wait in stub.waits]
-            assert found == places * STEPS
-            drawn[replicas.here] = set(held(batch.trajectory_id).tolist())
+            assert stub.waits == []
+            drawn[replicas.here] = held(batch.sample_number).tolist()
 
     replicas.run(step)
-    for found in drawn:
-        assert {number % REPLICAS for number in found} == set(range(REPLICAS))
+    assert set(drawn[0]).isdisjoint(drawn[1]), "no two share a random word"
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -274,15 +192,12 @@ def test_a_mixture_of_replicas_with_tables_of_their_own(replicas: Replicas, accu
     section = section_of("prioritized")
     of, table = section["sampler"], section["tables"]["main"]
     section["sampler"] = {"kind": "mixture", "shares": {"a": 0.25, "b": 0.75}, "of": of}
-    joint = {**section, "tables": {"a": table, "b": table}, "gradient_accumulation_steps": accumulation}
-    shards = {**joint, "tables": {name: {**table, "scope": "shard"} for name in "ab"}}
+    section |= {"tables": {"a": table, "b": table}, "gradient_accumulation_steps": accumulation}
     drawn: list[dict[int, list[int]]] = [{} for _ in range(REPLICAS)]
 
     def step() -> None:
-        with pytest.raises(ConfigError, match=r'a\.scope must be "shard" in a mixture on the devices of 2'):
-            DeviceReplay(joint, DEVICE)
         added = columns(replicas.here)
-        with DeviceStub() as stub, DeviceReplay(shards, DEVICE) as replay:
+        with DeviceStub() as stub, DeviceReplay(section, DEVICE) as replay:
             batches = [replay.new_batch() for _ in range(accumulation)]
             stub.waits.clear()
             for _ in range(STEPS):
@@ -314,5 +229,17 @@ def test_a_step_of_replicas_with_the_same_data_set(sampler: str, replicas: Repli
 
     def step() -> None:
         assert waits_of(section) == []
+
+    replicas.run(step)
+
+
+def test_top_k_of_copies_of_a_data_set_is_refused(replicas: Replicas, tmp_path: Path) -> None:
+    data = write_dataset(tmp_path / "data", lengths_of(20))
+    section = config_of(sampler={"kind": "top_k", "unit": "step"}, fields={"reward": {}}, batch_size=32)
+    section["tables"] = {"main": {"data": str(data), "placement": "device"}}
+
+    def step() -> None:
+        with pytest.raises(ConfigError, match=r'must not be "top_k" .* on the devices of 2 replicas.*"host"'):
+            DeviceReplay(section, DEVICE)
 
     replicas.run(step)

@@ -78,9 +78,9 @@ def replays(count: int, made: dict[str, Any]) -> Iterator[list[DeviceReplay]]:
         yield [stack.enter_context(DeviceReplay(made, "cpu")) for _ in range(count)]
 
 
-def dealt_to(targets: list[DeviceReplay], saved: list[dict[str, Tensor]], own: bool = False) -> list[Dealt]:
+def dealt_to(targets: list[DeviceReplay], saved: list[dict[str, Tensor]]) -> list[Dealt]:
     count = len(targets)
-    return [deal(replay.table, saved, number, count, own) for number, replay in enumerate(targets)]
+    return [deal(replay.table, saved, number, count) for number, replay in enumerate(targets)]
 
 
 @pytest.mark.parametrize("num_envs", [None, ENVS])
@@ -160,13 +160,13 @@ def test_the_oldest_are_left_out_where_a_table_is_too_small(num_envs: int | None
             assert not found.content["opened"][:, OpenTrajectory.NUM_STEPS].any()
 
 
-def test_replicas_that_count_their_own_samples_go_on_behind_all_of_them() -> None:
+def test_sample_numbers_continue_after_those_of_all_saved_replicas() -> None:
     with replays(3, section("uniform steps", None)) as old, replays(2, section("uniform steps", None)) as new:
         for number, replay in enumerate(old):
             fill(replay, 100 * number, 5)
         saved = [content_of(replay) for replay in old]
         samples = sum(int(content["state"][RingState.SAMPLES]) for content in saved)
-        for each in dealt_to(new, saved, own=True):
+        for each in dealt_to(new, saved):
             assert each.content["state"][RingState.SAMPLES] * 2 >= samples
 
 
@@ -205,6 +205,6 @@ def test_other_columns_are_refused_by_name() -> None:
             ("priorities", content["priorities"][:0], "priorities of shard-0 must be kept"),
         ]:
             with pytest.raises(CheckpointError, match=match):
-                deal(old[1].table, [{**content, name: values}], 0, 2, False)
+                deal(old[1].table, [{**content, name: values}], 0, 2)
         with pytest.raises(CheckpointError, match="must be that of a table of this config, got 'minima'"):
-            deal(old[1].table, [{n: v for n, v in content.items() if n != "minima"}], 0, 2, False)
+            deal(old[1].table, [{n: v for n, v in content.items() if n != "minima"}], 0, 2)
