@@ -89,42 +89,6 @@ class RingSelection:
         times = self.table.slots[:, Slot.TIMES_SAMPLED][slots.clamp(min=0)]
         self.table.remove_(torch.where(times >= self._max_times_sampled, ids, Resolution.NO_SAMPLE))
 
-    def highest(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return the items of highest priority, in the order in which `select_` takes them.
-
-        Args:
-            count: At most the number of items with a mass.
-        Returns:
-            Their priorities, and their first coordinates. [count], float32, and [count], int64.
-        Cost: a pass over all items for the coordinates, and those of `top_k_`.
-        """
-        table = self.table
-        records = torch.zeros(count, Resolution.NUM_WORDS, dtype=torch.int64, device=table.device)
-        how = (self._rule, table.shape, self._draw, self._drawn, False)
-        given = (table.state.clone(), records, table.priorities[:0], table.slots, table.sums)
-        table.ops.ring_top_k_(*given, table.priorities, table.row_slots, *how)
-        items = records[:, Resolution.SLOT]
-        if table.items_are_rows:
-            items = records[:, Resolution.FIRST_ROW] + records[:, Resolution.ANCHOR]
-        ends = table.sums[: table.num_items].cumsum(0)[items]
-        return table.priorities[items], ends - records[:, Resolution.MASS]
-
-    def resolve_(self, records: Tensor, coordinates: Tensor, first: int) -> None:
-        """Resolve coordinates to items.
-
-        Args:
-            records: Gets the resolutions. [n, 8], int64.
-            coordinates: In [0, total mass of the table). [n], int64.
-            first: Sample number of the first one.
-        """
-        table = self.table
-        known = (records, table.sums, table.slots)
-        if table.items_are_rows:
-            table.ops.resolve_rows_(*known, table.row_slots, coordinates, first)
-        else:
-            how = (self._rule, self._drawn, self.seed, self.key)
-            table.ops.resolve_(*known, coordinates, *how, first)
-
     def update_(self, records: Tensor, values: Tensor) -> None:
         """Set the priorities of samples; of equal items the last wins. [B, 8], int64; [B], float32."""
         table = self.table

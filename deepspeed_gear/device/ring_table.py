@@ -53,7 +53,6 @@ class RingTableSpec:
         has_priorities: Whether items have priorities.
         has_minima: Whether the least mass of the table is kept.
         return_to_go: Whether the derived column is kept.
-        arrivals: Rows and slots after its own, for samples from other devices.
         num_envs: Environments whose steps are added one by one, each with a part of the rows; 0: whole
             trajectories are added.
         rows_on_host: Name of the table in the config, if its rows lie in host memory.
@@ -67,7 +66,6 @@ class RingTableSpec:
     has_priorities: bool
     has_minima: bool
     return_to_go: bool
-    arrivals: tuple[int, int] = (0, 0)
     num_envs: int = 0
     rows_on_host: str | None = None
 
@@ -124,7 +122,7 @@ class RingTable:
     def __init__(self, spec: RingTableSpec, ops: Ops, device: torch.device) -> None:
         self.schema, self.ops, self.device = spec.schema, ops, device
         schema, num_rows, num_slots, most_steps = spec.schema, spec.num_rows, spec.num_slots, spec.most_steps
-        items_are_rows, arrivals, return_to_go = spec.items_are_rows, spec.arrivals, spec.return_to_go
+        items_are_rows = spec.items_are_rows
         self.num_rows, self.num_slots, self.most_steps = num_rows, num_slots, most_steps
         self.items_are_rows = items_are_rows
         self.shape = [num_rows, num_slots, int(schema.has_final_row), most_steps]
@@ -134,25 +132,20 @@ class RingTable:
         def zeros(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
-        own = {column.name: num_slots if column.rows == "1" else num_rows for column in schema}
-        own[RETURN_TO_GO] = num_rows if return_to_go else 0
         sizes = {
             column.name: RowSize(
-                (own[column.name] + arrivals[column.rows == "1"], *column.shape), DTYPES[column.dtype]
+                (num_slots if column.rows == "1" else num_rows, *column.shape), DTYPES[column.dtype]
             )
             for column in schema
         }
-        after = arrivals[0] if return_to_go else 0
-        sizes[RETURN_TO_GO] = RowSize((own[RETURN_TO_GO] + after,), torch.float32)
+        sizes[RETURN_TO_GO] = RowSize((num_rows if spec.return_to_go else 0,), torch.float32)
         #: Memory of the rows; None: it is the device's.
         self.host_rows = None if spec.rows_on_host is None else HostRows(sizes, device, spec.rows_on_host)
-        #: Sources of the gather: a table's own rows, and after them the arrivals.
-        self._gathered = (
+        held = (
             {name: zeros(*size.shape, dtype=size.dtype) for name, size in sizes.items()}
             if self.host_rows is None
             else dict(self.host_rows.columns)
         )
-        held = self._gathered if arrivals == (0, 0) else {n: r[: own[n]] for n, r in self._gathered.items()}
         self.columns = {column.name: held[column.name] for column in schema}
         self.returns_to_go = held[RETURN_TO_GO]
         reward = schema.role("reward")
@@ -192,8 +185,7 @@ class RingTable:
     @property
     def num_bytes(self) -> int:
         """Memory of the table on its device; without rows that lie in host memory."""
-        arriving = (self.arrivals(name) for name in self._gathered)
-        tensors = [*self.content.values(), *arriving]
+        tensors = [*self.content.values()]
         if self.host_rows is not None:
             rows = {*(f"column/{name}" for name in self.columns), "returns_to_go"}
             tensors = [tensor for name, tensor in self.content.items() if name not in rows]
@@ -220,22 +212,11 @@ class RingTable:
         self.host_rows.wait()
         on_host = {f"column/{name}": rows for name, rows in self.host_rows.on_host.items()}
         on_host["returns_to_go"] = self.host_rows.on_host[RETURN_TO_GO]
-        return {
-            name: on_host[name][: len(tensor)] if name in on_host else tensor
-            for name, tensor in content.items()
-        }
+        return {name: on_host.get(name, tensor) for name, tensor in content.items()}
 
     def gather_source(self, name: str) -> Tensor:
-        """Return the source of the gather: own rows, and after them the arrivals. [rows, *shape]."""
-        return self._gathered[name]
-
-    def held(self, name: str) -> Tensor:
-        """Return the own rows of a column, or of RETURN_TO_GO. [rows or slots, *shape]."""
+        """Return the rows of a column, or of RETURN_TO_GO. [rows or slots, *shape]."""
         return self.returns_to_go if name == RETURN_TO_GO else self.columns[name]
-
-    def arrivals(self, name: str) -> Tensor:
-        """Return the rows for samples from other devices, which follow the own ones. [rows, *shape]."""
-        return self._gathered[name][len(self.held(name)) :]
 
     # ---- content ---------------------------------------------------------------------------------
 
