@@ -19,7 +19,8 @@ def test_replicas_draw_from_their_own_tables(tmp_path: Path) -> None:
     shared = config_of(data, sampler=sampler, **options)
     added = {**config_of(**options), "tables": {"main": TABLE}}
     added["sampler"] = {"kind": "prioritized", "unit": "step"}
-    for output in run_ranks("device_ranks.py", 2, json.dumps(shared), json.dumps(added)):
+    arguments = json.dumps(shared), json.dumps(added), str(tmp_path / "saved")
+    for output in run_ranks("device_ranks.py", 2, *arguments):
         assert output.endswith("done\n")
 
 

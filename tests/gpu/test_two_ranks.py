@@ -21,6 +21,6 @@ def test_replicas_draw_from_their_own_tables(tmp_path: Path) -> None:
     shared = config_of(data, sampler={"kind": "uniform", "unit": "step"}, **options)
     added = {**config_of(**options), "tables": {"main": TABLE}}
     added["sampler"] = {"kind": "prioritized", "unit": "step"}
-    arguments = json.dumps(shared), json.dumps(added)
+    arguments = json.dumps(shared), json.dumps(added), str(tmp_path / "saved")
     for output in run_ranks("device_ranks.py", 2, *arguments, timeout_s=400, **ENVIRONMENT):
         assert output.endswith("done\n")

@@ -31,7 +31,7 @@ SAMPLERS = {
     "prioritized": {"kind": "prioritized", "unit": "step", "beta": {"linear": [0.4, 1.0, 20]}},
     "table": {"kind": "prioritized", "normalize": "table", "stratified": True},
 }
-#: Of one replica that adds whole trajectories; and how often each may be drawn.
+#: Where whole trajectories are added; and how often each may be drawn.
 LIMITED = {
     "highest": ({"kind": "top_k", "unit": "step"}, 0),
     "highest twice": ({"kind": "top_k"}, 2),

@@ -1,7 +1,8 @@
 """Replicas with a table in the memory of each one's device.
 
-device_ranks.py DATA_SECTION ADDED_SECTION: uniform batches of a data set, equal to those of a table in shared
-memory; tables to which each rank adds, and from which it draws alone.
+device_ranks.py DATA_SECTION ADDED_SECTION FOLDER: uniform batches of a data set, equal to those of a table in
+shared memory; tables to which each rank adds, and from which it draws alone; what all have saved, loaded
+on one replica.
 """
 
 from __future__ import annotations
@@ -57,9 +58,19 @@ with DeviceReplay(added, DEVICE, schemas={"main": SCHEMA}) as replay:
         assert set(batch["task"].tolist()) == {rank}
         numbers += batch.records[:, Resolution.SAMPLE_NUMBER].tolist()
         replay.update_priorities_(batch, torch.rand(batch.num_samples, device=DEVICE) + rank)
+    replay.save(sys.argv[3])
+    steps = replay.num_steps
 gathered: list[list[int]] = [[] for _ in range(world)]
 dist.all_gather_object(gathered, numbers)
 every = sorted(number for part in gathered for number in part)
 assert every == list(range(len(every))), "the ranks' samples have numbers of their own"
+held: list[int] = [0] * world
+dist.all_gather_object(held, steps)
+alone = [dist.new_group([i]) for i in range(world)][rank]
+with DeviceReplay(added, DEVICE, process_group=alone, schemas={"main": SCHEMA}) as one:
+    one.load(sys.argv[3])
+    assert one.num_steps == sum(held)
+    assert min(one.sample().records[:, Resolution.SAMPLE_NUMBER].tolist()) == len(every)
+dist.barrier()
 print("done", flush=True)
 dist.destroy_process_group()
