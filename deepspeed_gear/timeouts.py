@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from deepspeed_gear.errors import ConfigError
 
@@ -11,6 +13,30 @@ from deepspeed_gear.errors import ConfigError
 #: nanoseconds in 64 bits can hold.
 MOST_TIMEOUT_S = 604_800
 DEFAULT_TIMEOUT_S = 600.0
+
+T = TypeVar("T")
+
+
+def wait_until(
+    condition: Callable[[], T], timeout_s: float, pause_s: float, check: Callable[[], None] | None = None
+) -> T:
+    """Call a condition until it is fulfilled; return what it has returned last.
+
+    Args:
+        condition: Returns None or False as long as it is not. It is called once at least, and once more after
+            the timeout.
+        timeout_s: Longest wait, in seconds.
+        pause_s: Between two calls.
+        check: Called before each pause; raises where the wait cannot end.
+    """
+    until = time.monotonic() + timeout_s
+    while (found := condition()) is None or found is False:
+        if time.monotonic() > until:
+            break
+        if check is not None:
+            check()
+        time.sleep(pause_s)
+    return found
 
 
 def check_timeout(name: str, value: Any) -> float:

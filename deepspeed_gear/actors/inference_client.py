@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from deepspeed_gear.actors.inference_mailbox import InferenceMailbox, PlaceState
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.schema import Column
-from deepspeed_gear.timeouts import check_timeout
+from deepspeed_gear.timeouts import check_timeout, wait_until
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
 from deepspeed_gear.writer.completed_trajectory import CompletedTrajectory
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
@@ -268,24 +267,27 @@ def attach_places(store: str, num_envs: int, wait_s: float) -> tuple[InferenceMa
         ConfigError: `wait_s` is out of its bounds.
         StoreError: There is no loader in time, or none has so many free places.
     """
-    until, most = time.monotonic() + check_timeout("wait_s", wait_s), -1
-    while True:
+    most = -1
+
+    def claim() -> tuple[InferenceMailbox, np.ndarray] | None:
+        nonlocal most
         found = _by_free_places(store)
-        if found:
-            places = found[0].claim(num_envs)
-            for slots in found[len(places) == num_envs :]:
-                slots.close()
-            if len(places) == num_envs:
-                return found[0], places
-            most = max(most, len(places))
-        if time.monotonic() > until:
-            what = f"an inference loader of {store}"
-            if most < 0:
-                rule, remedy = f"must be open within {wait_s:g} s", "make an InferenceLoader in a rank"
-                raise StoreError(what, rule, None, remedy)
-            rule = f"must have {num_envs} free places"
-            raise StoreError(what, rule, most, "raise num_simulators")
-        time.sleep(_POLL_S)
+        if not found:
+            return None
+        places = found[0].claim(num_envs)
+        for slots in found[len(places) == num_envs :]:
+            slots.close()
+        most = max(most, len(places))
+        return (found[0], places) if len(places) == num_envs else None
+
+    claimed = wait_until(claim, check_timeout("wait_s", wait_s), _POLL_S)
+    if claimed is not None:
+        return claimed
+    what = f"an inference loader of {store}"
+    if most < 0:
+        rule, remedy = f"must be open within {wait_s:g} s", "make an InferenceLoader in a rank"
+        raise StoreError(what, rule, None, remedy)
+    raise StoreError(what, f"must have {num_envs} free places", most, "raise num_simulators")
 
 
 def _by_free_places(store: str) -> list[InferenceMailbox]:

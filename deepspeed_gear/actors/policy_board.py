@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import weakref
 import zlib
 from types import TracebackType
@@ -18,6 +17,7 @@ from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.store.memory_layout import Layout, Region, RunIdentity, read_header, write_header
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.shared_memory import SharedMemory, file_path
+from deepspeed_gear.timeouts import wait_until
 
 PREFIX = "gear"
 MAX_READERS = 1024
@@ -169,12 +169,10 @@ class PolicyBoard(ProcessBound):
         if self.version == self.loaded:
             return self.loaded
         state = self._check(module)
-        until = time.monotonic() + _PATIENCE_S
-        while (version := self._read()) is None:
-            if time.monotonic() > until:
-                rule = f"must hold a whole version within {_PATIENCE_S:g} s"
-                raise StoreError(f"board {self.name}", rule, self.version)
-            time.sleep(_POLL_S)
+        version = wait_until(self._read, _PATIENCE_S, _POLL_S)
+        if version is None:
+            rule = f"must hold a whole version within {_PATIENCE_S:g} s"
+            raise StoreError(f"board {self.name}", rule, self.version)
         _copy(state, self._parts(self._copy))
         self.loaded = version
         return version

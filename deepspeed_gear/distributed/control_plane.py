@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from deepspeed_gear.context import WaitLog
 from deepspeed_gear.errors import GearError, NotReadyError, PeerError, relayed
+from deepspeed_gear.timeouts import wait_until
 
 T = TypeVar("T")
 SETUP_TIMEOUT_S = 900.0  # building the op, loading a data set
@@ -93,11 +94,8 @@ class ControlPlane:
 
     def _failure(self, error: RuntimeError) -> GearError:
         """Return the error of a collective that has failed: that of a lost rank, if it is known in time."""
-        until = time.monotonic() + LOST_S
-        while self._lost is not None and time.monotonic() < until:
-            if (found := self._lost()) is not None:
-                return found
-            time.sleep(_LISTEN_S / 2)
+        if self._lost is not None and (found := wait_until(self._lost, LOST_S, _LISTEN_S / 2)) is not None:
+            return found
         text, remedy = str(error).splitlines()[0], "look for the first error in the other ranks' logs"
         return PeerError("a rank", "must answer", text, remedy)
 

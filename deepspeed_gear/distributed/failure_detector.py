@@ -24,6 +24,7 @@ from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import GearError, LostNodeError, NotReadyError, PeerError
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.shared_memory import SharedMemory
+from deepspeed_gear.timeouts import wait_until
 
 MOST_BEAT_S = 1.0
 SPREAD_BEATS = 3  # heartbeats after which a problem of one node has been read by all nodes
@@ -133,10 +134,10 @@ class FailureDetector:
         Raises:
             LostNodeError: It was.
         """
-        until = time.monotonic() + SPREAD_BEATS * self._beat_s
-        while time.monotonic() < until and not self._ends_itself and not self._stop.is_set():
-            self.check()
-            time.sleep(self._beat_s / 8)
+        beat_s = self._beat_s
+        wait_until(
+            lambda: self._ends_itself or self._stop.is_set(), SPREAD_BEATS * beat_s, beat_s / 8, self.check
+        )
         self.check()
 
     def part(self) -> None:
@@ -186,11 +187,8 @@ class FailureDetector:
         """
         if self._stop.is_set() or self._ends_itself:
             return
-        until = time.monotonic()
-        if _is_of_transport(error):
-            until += self._timeout_s + SPREAD_BEATS * self._beat_s
-        while not self._has_failure() and time.monotonic() < until:
-            time.sleep(self._beat_s / 4)
+        patience = self._timeout_s + SPREAD_BEATS * self._beat_s if _is_of_transport(error) else 0.0
+        wait_until(self._has_failure, patience, self._beat_s / 4)
         self._ends_itself = True
         if self._has_failure():
             if not isinstance(error, LostNodeError):
@@ -206,9 +204,7 @@ class FailureDetector:
             False if nothing is lost: the node has ended, and ranks that do not need it may continue.
         """
         patience = SPREAD_BEATS * self._beat_s + (self._timeout_s if failure.name == SOME_NODE else 0)
-        until = time.monotonic() + patience
-        while not self._has_failure() and time.monotonic() < until and not self._stop.is_set():
-            time.sleep(self._beat_s / 8)
+        wait_until(lambda: self._has_failure() or self._stop.is_set(), patience, self._beat_s / 8)
         if self._has_failure():
             return True
         if self._heartbeats is not None and self._heartbeats.has_ended(failure.name):

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deepspeed_gear.distributed.topology import Topology
+from deepspeed_gear.timeouts import wait_until
 
 LOG = logging.getLogger("deepspeed_gear")
 SOME_NODE = "another node"  # name in the error of a failure whose node is not known
@@ -87,13 +88,13 @@ class Heartbeats:
         """Keep rank 0's store for two more intervals, so that the other nodes can read how this one ended."""
         if self._topology.rank != 0 or self._is_disconnected:
             return
-        until = time.monotonic() + 2 * self._beat_s
         try:
-            while time.monotonic() < until and any(self._received_at(n) != _ENDED for n in self._others):
-                time.sleep(self._beat_s / 8)
-                self._receive()
+            wait_until(self._have_others_ended, 2 * self._beat_s, self._beat_s / 8, self._receive)
         except Exception as error:
             LOG.debug("gear: the rendezvous store has ended: %s", error)
+
+    def _have_others_ended(self) -> bool:
+        return all(self._received_at(node) == _ENDED for node in self._others)
 
     def _received_at(self, node: int) -> float | None:
         """Return when a node's last heartbeat was received; None: there was none; infinite: it has ended."""

@@ -24,6 +24,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from deepspeed_gear.ops import library_trust
+from deepspeed_gear.timeouts import wait_until
 
 from ..errors import BuildError
 from .toolchain import REFERENCE_REMEDY
@@ -85,23 +86,22 @@ class BuildLock:
         return self
 
     def _wait(self) -> None:
-        deadline = time.monotonic() + self.timeout_s
-        while True:
-            try:
-                # lockf, not flock: a forked child (a data loader of the holder) must not keep the lock alive.
-                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except (BlockingIOError, PermissionError):
-                if time.monotonic() > deadline:
-                    holder = (
-                        os.pread(self._fd, 200, 0).decode(errors="replace").strip() or "an unknown process"
-                    )
-                    raise BuildError(
-                        str(self.path),
-                        f"is still held by {holder} after {self.timeout_s:g} s of waiting for its build",
-                        remedy="end that process if it hangs, or prebuild with DS_BUILD_GEAR=1 pip install .",
-                    ) from None
-            time.sleep(_POLL_S)
+        if wait_until(self._try_lock, self.timeout_s, _POLL_S):
+            return
+        holder = os.pread(self._fd, 200, 0).decode(errors="replace").strip() or "an unknown process"
+        raise BuildError(
+            str(self.path),
+            f"is still held by {holder} after {self.timeout_s:g} s of waiting for its build",
+            remedy="end that process if it hangs, or prebuild with DS_BUILD_GEAR=1 pip install .",
+        )
+
+    def _try_lock(self) -> bool:
+        try:
+            # lockf, not flock: a forked child (a data loader of the holder) must not keep the lock alive.
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
 
     def _close(self) -> None:
         if self._fd >= 0:

@@ -22,6 +22,7 @@ from deepspeed_gear.remote import gateway_messages
 from deepspeed_gear.remote.authentication import check_plain
 from deepspeed_gear.remote.sessions import MOST_WAITING, Sessions, session_lost
 from deepspeed_gear.schema import Schema
+from deepspeed_gear.timeouts import wait_until
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 
 LOG = logging.getLogger("deepspeed_gear")
@@ -174,9 +175,7 @@ class Gateway:
     def end(self, error: GearError) -> None:
         """Send the writers the error of the end, and stop serving."""
         self.sessions.end(error)
-        until = time.monotonic() + _END_S
-        while not self.sessions.all_notified and time.monotonic() < until:
-            time.sleep(0.02)
+        wait_until(lambda: self.sessions.all_notified, _END_S, 0.02)
         self.shutdown()
         self.sessions.close()
         self._writer.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,6 +22,7 @@ from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.records import Control, Peer, SlotRetention
 from deepspeed_gear.store.slot_sets import distinct
 from deepspeed_gear.store.table import Table
+from deepspeed_gear.timeouts import wait_until
 from deepspeed_gear.writer.inserter import Inserter, refuse_read_only
 
 _POLL_S = 500e-6
@@ -132,25 +132,22 @@ def set_policy_version(table: Table, version: int, context: Context) -> None:
     if retention.version_column is None:
         rule, remedy = "must have versions", f"set gear.tables.{table.spec.name}.version"
         raise ConfigError(name, rule, None, remedy)
-    staleness, until = Staleness(table), time.monotonic() + context.timeout_s
-    while True:
+    staleness, lagging = Staleness(table), list[int]()
+    rule = f"must have no open trajectory with a lag above {retention.max_lag} at version {version}"
+
+    def try_set() -> bool:
         with table.lock:
-            lagging = staleness.open_lagging(version) if retention.waits else []
+            lagging[:] = staleness.open_lagging(version) if retention.waits else []
             if not lagging:
-                table.control[Control.POLICY_VERSION] = max(
-                    int(table.control[Control.POLICY_VERSION]), version
-                )
-                return
-            processes = [int(table.peers[peer, Peer.PID]) for peer in lagging]
-        rule = f"must have no open trajectory with a lag above {retention.max_lag} at version {version}"
+                known = int(table.control[Control.POLICY_VERSION])
+                table.control[Control.POLICY_VERSION] = max(known, version)
         if table.memory.peer in lagging:
             raise NotReadyError(name, rule, None, "end this process's own trajectories first")
-        if time.monotonic() > until:
-            raise NotReadyError(
-                name, f"{rule}, within {context.timeout_s:g} s", processes, "check these actors"
-            )
-        context.check()
-        time.sleep(_POLL_S)
+        return not lagging
+
+    if not wait_until(try_set, context.timeout_s, _POLL_S, context.check):
+        processes = [int(table.peers[peer, Peer.PID]) for peer in lagging]
+        raise NotReadyError(name, f"{rule}, within {context.timeout_s:g} s", processes, "check these actors")
 
 
 def _as_column(rows: np.ndarray, column: Column, table: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.records import Control, Refusal, SlotRetention
 from deepspeed_gear.store.stream_records import Head
 from deepspeed_gear.store.table import Table
+from deepspeed_gear.timeouts import wait_until
 
 _POLL_S, _AGREE_S = 200e-6, 0.25
 
@@ -186,16 +187,11 @@ def quiet(table: Table, timeout_s: float) -> Iterator[None]:
     Raises:
         StoreError: A selection is under way for too long.
     """
-    until = time.monotonic() + timeout_s
-    while True:
-        with table.lock:
-            if not table.control[Control.SELECTING]:
-                yield
-                return
-        if time.monotonic() > until:
+    with ExitStack() as held:
+        if not wait_until(lambda: _locked_if(held, table, Control.SELECTING), timeout_s, _POLL_S):
             rule = f"must have no selection under way within {timeout_s} s"
             raise StoreError(f"table {table.spec.name}", rule, None)
-        time.sleep(_POLL_S)
+        yield
 
 
 @contextmanager
@@ -205,16 +201,20 @@ def unwritten(table: Table, timeout_s: float) -> Iterator[None]:
     Raises:
         StoreError: A process writes for too long.
     """
-    until = time.monotonic() + timeout_s
-    while True:
-        with table.lock:
-            if table.extents is not None:
-                table.unfinished.end_abandoned()
-            if not table.control[Control.PENDING]:
-                yield
-                return
-        if time.monotonic() > until:
-            raise StoreError(
-                f"table {table.spec.name}", f"must have no open write within {timeout_s} s", None
-            )
-        time.sleep(_POLL_S)
+    with ExitStack() as held:
+        if not wait_until(lambda: _locked_if(held, table, Control.PENDING), timeout_s, _POLL_S):
+            rule = f"must have no open write within {timeout_s} s"
+            raise StoreError(f"table {table.spec.name}", rule, None)
+        yield
+
+
+def _locked_if(held: ExitStack, table: Table, word: int) -> bool:
+    """Take the lock if a control word is 0 then; else release it and return False."""
+    with ExitStack() as taken:
+        taken.enter_context(table.lock)
+        if word == Control.PENDING and table.extents is not None:
+            table.unfinished.end_abandoned()
+        if table.control[word]:
+            return False
+        held.enter_context(taken.pop_all())
+    return True

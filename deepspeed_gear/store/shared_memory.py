@@ -18,7 +18,6 @@ import mmap
 import os
 import re
 import stat
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from deepspeed_gear.liveness import hold, release
 from deepspeed_gear.store.memory_layout import MAGIC
 from deepspeed_gear.store.memory_limits import check_available
 from deepspeed_gear.store.reaper import FLOCK, WHOLE, Start, unlink_same
+from deepspeed_gear.timeouts import wait_until
 
 SHM = Path("/dev/shm")
 MADV_POPULATE_WRITE = 23  # Linux 5.14: allocate now, as a write would; an error instead of a SIGBUS
@@ -360,9 +360,7 @@ def _unlink_if_garbage(fd: int, path: Path) -> bool:
 
 def _await_removal(fd: int) -> None:
     """Wait until a process that is removing the file has done so."""
-    until = time.monotonic() + _REMOVAL_S
-    while is_held(fd, _NO_PEER, 1) and time.monotonic() < until:
-        time.sleep(1e-3)
+    wait_until(lambda: not is_held(fd, _NO_PEER, 1), _REMOVAL_S, 1e-3)
 
 
 def stores(prefix: str) -> list[Path]:

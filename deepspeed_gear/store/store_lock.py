@@ -17,6 +17,7 @@ import numpy as np
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.store.memory_layout import HOLDER_OFFSET, MUTEX_OFFSET
 from deepspeed_gear.store.shared_memory import SharedMemory
+from deepspeed_gear.timeouts import wait_until
 
 _POLL_S = 50e-6
 _REFUSALS = (StoreError, DataError)  # raised before anything has changed
@@ -118,10 +119,8 @@ class StoreLock:
         until = time.monotonic() + self.timeout_s
         if not self._threads.acquire(timeout=self.timeout_s):
             self._raise(LockResult.TIMED_OUT)
-        while not self._try_flock():
-            if time.monotonic() > until:
-                self._raise(LockResult.TIMED_OUT)
-            time.sleep(_POLL_S)
+        if not wait_until(self._try_flock, until - time.monotonic(), _POLL_S):
+            self._raise(LockResult.TIMED_OUT)
 
     def _try_flock(self) -> bool:
         try:

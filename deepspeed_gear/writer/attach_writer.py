@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from deepspeed_gear.store.named_stores import RUN_VARIABLE, NamedStore, named_st
 from deepspeed_gear.store.shared_memory import SHM, SharedMemory
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec, writer_places
-from deepspeed_gear.timeouts import check_timeout
+from deepspeed_gear.timeouts import check_timeout, wait_until
 
 _POLL_S = 0.1
 DEFAULT_PREFIX = "gear"
@@ -76,15 +75,20 @@ def attach(
         if run is not None:
             raise ConfigError("name and run", "must not both be given", [name, run], "leave run out")
         return _open(search.fitting(name))
-    until = time.monotonic() + wait_s
-    while True:
+    others: Any = None
+
+    def look() -> Attached | None:
+        nonlocal others
         store, others = search.look()
         if store is not None:
             with contextlib.suppress(StoreGoneError):  # its run has ended in the meantime: wait for the next
                 return _open(store)
-        if time.monotonic() > until:
-            raise search.not_found(wait_s, others)
-        time.sleep(_POLL_S)
+        return None
+
+    attached = wait_until(look, wait_s, _POLL_S)
+    if attached is None:
+        raise search.not_found(wait_s, others)
+    return attached
 
 
 def _open(store: NamedStore) -> Attached:
