@@ -14,18 +14,20 @@ from torch.torch_version import TorchVersion
 from deepspeed_gear.batching.batch import Batch, BatchLifetime, storages_of
 from deepspeed_gear.batching.hindsight import GoalField, GoalRows
 from deepspeed_gear.config import NStepConfig, ResolvedField
+from deepspeed_gear.config.cross_checks import N_STEP_NAMES
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.gather_spec import GatherSpec, lower
+from deepspeed_gear.ops.records import Align, Pad, Source
 from deepspeed_gear.schema import DTYPES, Schema
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
-SOURCES = {"T": 0, "T+1": 1, "1": 2}  # enum Source of ops/csrc/gather/gather.h
-COMPUTED = {"timestep": 3, "position": 4}
-ALIGNS = {"in_place": 0, "left": 1, "right": 2}
-PADS = {"zero": 0, "value": 0, "edge": 1}
-N_STEP_NAMES = ("return_n", "discount", "steps_n")
+SOURCES = {"T": Source.STEPS, "T+1": Source.STEPS_PLUS_ONE, "1": Source.TRAJECTORY}  # by a column's `rows`
+COMPUTED = {"timestep": Source.TIMESTEP, "position": Source.POSITION}
+ALIGNS = {"in_place": Align.IN_PLACE, "left": Align.LEFT, "right": Align.RIGHT}
+PADS = {"zero": Pad.VALUE, "value": Pad.VALUE, "edge": Pad.EDGE}
+#: Of the tensors that N_STEP_NAMES names.
 N_STEP_DTYPES = (torch.float32, torch.float32, torch.int64)
 PERIOD_ELEMENTS = 4096  # shift and gain are repeated up to this many elements, so that inner loops are long
 LEAST_SPREAD = 2.0**9  # of normalised values, in units of the last place of their shift: off by 0.1% at most

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, Lt, MinLen
-from pydantic import BeforeValidator, Field, field_serializer, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from deepspeed_gear.config.pack_options import BatchSizeConfig, LossConfig, PackConfig, RolloutConfig
 from deepspeed_gear.config.sampler_options import ItemSampler, MixtureSampler, SamplerConfig, UniformSampler
@@ -100,11 +100,6 @@ class FieldConfig(GearModel):
             " is float64, or where a column of integers is normalised or scaled."
         ),
     )
-
-    @field_serializer("dtype")
-    def serialize_torch_dtype(self, dtype: str | None) -> str | None:
-        # Overrides DeepSpeed's serializer of the same name, which would write null as "None".
-        return dtype
 
 
 class NStepConfig(GearModel):

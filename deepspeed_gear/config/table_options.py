@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le, Lt, MinLen
-from pydantic import BeforeValidator, Field, Strict, field_serializer, field_validator, model_validator
+from pydantic import BeforeValidator, Field, Strict, field_validator, model_validator
 
 from deepspeed_gear.config.types import (
     ColumnDtype,
@@ -249,11 +249,6 @@ class ColumnConfig(GearModel):
             "room. A longer one is refused."
         ),
     )
-
-    @field_serializer("dtype")
-    def serialize_torch_dtype(self, dtype: str) -> str:
-        # Overrides DeepSpeed's serializer of the same name, which expects a torch.dtype.
-        return dtype
 
 
 class SchemaConfig(GearModel):

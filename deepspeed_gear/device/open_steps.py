@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.device.ring_table import SOURCES, NewItems, RingTable
+from deepspeed_gear.batching.gather import SOURCES
+from deepspeed_gear.device.ring_table import NewItems, RingTable
 from deepspeed_gear.errors import ConfigError, DataError, SchemaError, ShapeError
 from deepspeed_gear.ops.records import OpenTrajectory, PlacedStep, Slot, SlotState, Source
 from deepspeed_gear.schema import DTYPES, Column

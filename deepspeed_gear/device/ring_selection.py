@@ -12,10 +12,8 @@ from deepspeed_gear.device.ring_table import NewItems, RingTable
 from deepspeed_gear.device.weight_exponents import WeightExponents
 from deepspeed_gear.ops.constants import HIGHEST_SO_FAR, MOST_MASS_BITS, ONE_Q62
 from deepspeed_gear.ops.records import MassUnit, Normalize, Resolution, Slot
-from deepspeed_gear.sampling.mass_rules import UNIT_CODES
+from deepspeed_gear.sampling.mass_rules import NORMALIZE_CODES, UNIT_CODES
 from deepspeed_gear.sampling.stream_spec import StreamSpec
-
-_NORMALIZE = {None: Normalize.NONE, "batch": Normalize.BATCH, "table": Normalize.TABLE}
 
 
 class RingSelection:
@@ -52,7 +50,7 @@ class RingSelection:
         self._alpha, self._initial, normalize = 0, HIGHEST_SO_FAR, Normalize.NONE
         self.most_bits = MOST_MASS_BITS if priorities is None else priorities.most_bits
         if priorities is not None:
-            self._alpha, normalize = int(priorities.alpha(0) * ONE_Q62), _NORMALIZE[priorities.normalize]
+            self._alpha, normalize = int(priorities.alpha(0) * ONE_Q62), NORMALIZE_CODES[priorities.normalize]
             if priorities.initial is not None:
                 self._initial = int(np.float32(priorities.initial).view(np.int32))
         #: Mass rule of items that are added.

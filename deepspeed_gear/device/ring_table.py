@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.batching.gather import SOURCES
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.trajectory_checks import ENDS_LAST
 from deepspeed_gear.device.host_rows import HostRows, RowSize
@@ -27,15 +28,12 @@ from deepspeed_gear.ops.records import (
     RingState,
     Slot,
     SlotState,
-    Source,
     UpdateCount,
 )
 from deepspeed_gear.schema import DTYPES, Schema
 from deepspeed_gear.store.column_arrays import as_tensor
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
-#: By a column's `rows`.
-SOURCES = {"T": Source.STEPS, "T+1": Source.STEPS_PLUS_ONE, "1": Source.TRAJECTORY}
 _ONE = 0x3F800000  # bits of 1.0
 _PRIORITY_COUNTS = slice(RingState.COUNTS, RingState.COUNTS + 5)
 

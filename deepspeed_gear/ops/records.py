@@ -225,7 +225,7 @@ class PlacedTrajectory:
 
 
 class Normalize:
-    """Normalisation of PER weights: what divides them."""
+    """Normalisation of PER weights: what divides them. Header: common/power.h."""
 
     NONE: Final = 0
     BATCH: Final = 1

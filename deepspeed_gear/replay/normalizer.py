@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.batching.gather import N_STEP_DTYPES, N_STEP_NAMES, affine
+from deepspeed_gear.batching.gather import N_STEP_DTYPES, affine
 from deepspeed_gear.checkpoint import save_folders
 from deepspeed_gear.config import GearConfig, ResolvedField, ds_config, parse
+from deepspeed_gear.config.cross_checks import N_STEP_NAMES
 from deepspeed_gear.config.field_checks import DERIVED
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics

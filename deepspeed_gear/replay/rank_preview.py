@@ -11,14 +11,15 @@ import numpy as np
 import torch
 
 from deepspeed_gear.batching.batch import Batch
+from deepspeed_gear.batching.gather import N_STEP_DTYPES
 from deepspeed_gear.config import GearConfig, ResolvedField
+from deepspeed_gear.config.cross_checks import N_STEP_NAMES
 from deepspeed_gear.distributed.read_needs import ReadNeeds, grid, needs_of, readers_of, shards_of
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.replay.replay import Replay
 from deepspeed_gear.sampling.batch_info import BatchInfo
 
-N_STEP_BYTES = 16  # return_n, discount, steps_n
 FIRST_IDS = 4
 
 
@@ -126,8 +127,8 @@ def _rank(
             shapes[field.name] = shape
             num_bytes += math.prod(shape) * tensor.element_size()
     if needs.n_step:
-        shapes |= dict.fromkeys(("return_n", "discount", "steps_n"), (info.micro,))
-        num_bytes += N_STEP_BYTES * info.micro
+        shapes |= dict.fromkeys(N_STEP_NAMES, (info.micro,))
+        num_bytes += sum(dtype.itemsize for dtype in N_STEP_DTYPES) * info.micro
     ids = batch.trajectory_id[part][:FIRST_IDS].tolist() if place.reads else []
     return RankPreview(rank, node, place, shapes, num_bytes, 1 - real / rows if rows else 0.0, ids)
 

@@ -12,7 +12,7 @@ import numpy as np
 from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops.constants import MOST_MASS_BITS
-from deepspeed_gear.ops.records import MassUnit
+from deepspeed_gear.ops.records import MassUnit, Normalize
 from deepspeed_gear.sampling.anchors import AnchorRule
 
 Unit = Literal["trajectory", "step", "group"]
@@ -20,6 +20,11 @@ UNIT_CODES: dict[str, int] = {
     "trajectory": MassUnit.TRAJECTORY,
     "step": MassUnit.STEP,
     "group": MassUnit.TRAJECTORY,  # of its leader
+}
+NORMALIZE_CODES: dict[str | None, int] = {
+    None: Normalize.NONE,
+    "batch": Normalize.BATCH,
+    "table": Normalize.TABLE,
 }
 
 

@@ -13,7 +13,7 @@ import torch
 
 from deepspeed_gear.ops.constants import FAN_OUT, ONE_Q62, minima_size
 from deepspeed_gear.ops.records import PriorityUpdate, Slot, SlotState, UpdateCount
-from deepspeed_gear.sampling.mass_rules import UNIT_CODES
+from deepspeed_gear.sampling.mass_rules import NORMALIZE_CODES, UNIT_CODES
 from deepspeed_gear.sampling.priority_log import PriorityLog, without_slots
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.sum_tree import ItemMasses, TreeChanges
@@ -27,7 +27,6 @@ from deepspeed_gear.store.stream_records import NOTHING
 from deepspeed_gear.store.table import Table
 
 MOST_MASS = np.iinfo(np.int64).max
-NORMALIZE_CODES = {"batch": 0, "table": 1, None: 2}  # enum Normalize of ops/csrc/select/stream.h
 WINDOW = 256  # latest global batches whose clamped updates are counted separately
 
 

@@ -14,10 +14,14 @@ namespace gear {
 
 inline constexpr int kMassBits = 24;      // the mass of priority 1 is 2^24
 inline constexpr int kMostMassBits = 40;  // masses are at most 2^40, of large tables less
+inline constexpr int kMostTotalBits = 62;  // the sum of all masses is below 2^62
 inline constexpr int kExactMassBits = 6;  // masses below 2^6 are rounded by more than 1 / 128
 inline constexpr uint64_t kOneQ62 = uint64_t{1} << 62;
 inline constexpr int kLogBits = 54;
 inline constexpr int kTableBits = 6;
+
+// Normalisation of importance weights: by nothing, the largest of the batch, or of the table.
+enum Normalize : int64_t { kNotNormalized = 0, kByBatch = 1, kByTable = 2 };
 
 // floor(a * b / 2^62).
 GEAR_HOST_DEVICE uint64_t MulQ62(uint64_t a, uint64_t b) {

@@ -99,7 +99,4 @@ GEAR_HOST_DEVICE uint64_t Stratify(uint64_t coordinate, uint64_t total, uint64_t
   return j * whole + (j * rest + coordinate) / count;
 }
 
-// Normalisation of importance weights: by nothing, the largest of the batch, or of the table.
-enum Normalize : int64_t { kNotNormalized = 0, kByBatch = 1, kByTable = 2 };
-
 }  // namespace gear

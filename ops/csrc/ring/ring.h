@@ -21,7 +21,7 @@ struct RingDraw {
   uint32_t stream;
   int64_t stride, offset;  // sample i has number (samples + i) * stride + offset
   bool stratified;
-  int64_t normalize;     // kNotNormalized, kByBatch, kByTable
+  int64_t normalize;     // Normalize
   const int64_t* betas;  // by global batch, Q62; the last one stays in force
   int64_t num_betas;
 };

@@ -12,8 +12,6 @@
 namespace gear::cpu {
 namespace {
 
-constexpr int kMostTotalBits = 62;
-
 // Keeps the order of writes: a process may die between any two of them.
 void Write(int64_t& word, int64_t value) { __atomic_store_n(&word, value, __ATOMIC_RELEASE); }
 

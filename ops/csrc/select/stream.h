@@ -40,9 +40,6 @@ enum ChangeWord : int64_t { kNumQueued, kApplying, kAlpha, kSeen };
 // Words of the ends of a process's priority log.
 enum LogEnd : int64_t { kLogHead, kLogTail, kLogNext, kLogTaking, kLogEndWords = 16 };
 
-// The numerator and the divisor of PER weights.
-enum Normalize : int64_t { kByBatch, kByTable, kNotNormalized };
-
 // Priorities of a stream's items, and the logs of their updates.
 struct StreamPriorities {
   Priorities target;
@@ -57,7 +54,7 @@ struct StreamPriorities {
   int64_t unit;     // of an update's item
   int64_t initial;  // float32 bits of a new item's priority; -1: the highest so far
   int64_t most_bits;
-  int64_t normalize;
+  int64_t normalize;  // Normalize
 };
 
 struct Stream {

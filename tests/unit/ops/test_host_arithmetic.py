@@ -388,8 +388,12 @@ def test_python_repeats_the_headers_numbers() -> None:
         "kHighestPriority": records.UpdateCount.HIGHEST_PRIORITY,
         "kDrawable": records.UpdateCount.DRAWABLE,
         "kNumUpdateCounts": records.UpdateCount.NUM_WORDS,
+        "kNotNormalized": records.Normalize.NONE,
+        "kByBatch": records.Normalize.BATCH,
+        "kByTable": records.Normalize.TABLE,
         "kMassBits": constants.MASS_BITS,
         "kMostMassBits": constants.MOST_MASS_BITS,
+        "kMostTotalBits": constants.MOST_TOTAL_BITS,
     }
     for word in (
         "Head",
