@@ -9,12 +9,12 @@ import subprocess
 import sysconfig
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from op_cases import HOST_ONLY
 from torch import Tensor
 from torch.utils.cpp_extension import TORCH_LIB_PATH, include_paths
 
@@ -172,5 +172,6 @@ def through_device(ops: Ops, device: torch.device) -> Ops:
 
         return run
 
-    wrapped = {f.name: wrap(getattr(ops, f.name)) for f in fields(ops) if f.name in OP_NAMES}
+    wrapped = {name: getattr(ops, name) for name in HOST_ONLY}
+    wrapped |= {name: wrap(getattr(ops, name)) for name in OP_NAMES if name not in HOST_ONLY}
     return Ops(f"{ops.name} through {device}", **wrapped)

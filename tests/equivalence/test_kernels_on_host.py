@@ -7,7 +7,6 @@ import torch
 
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import tree_size
-from deepspeed_gear.ops.records import SlotState
 
 OUTSIDE = pytest.raises(RuntimeError, match="index that leads outside")
 
@@ -55,12 +54,9 @@ def test_slot_outside_the_column(kernels_on_host: Ops) -> None:
         )
 
 
-def test_item_coordinate_and_extent(kernels_on_host: Ops) -> None:
+def test_coordinate_and_extent(kernels_on_host: Ops) -> None:
     sums = torch.zeros(tree_size(3), dtype=torch.int64)
     sums[:3] = 4
-    for bad in (-1, 3):
-        with OUTSIDE:
-            kernels_on_host.tree_update_(sums, 3, torch.tensor([bad]), torch.tensor([1]))
     slots, out = torch.ones(3, 8, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64)
     for bad in (-1, 12, 1 << 62):
         with OUTSIDE:
@@ -91,43 +87,6 @@ def test_window_of_one_row_too_few(
     for first_row in (-steps[0] - 1, -steps[0] + 1):
         with OUTSIDE:
             gather(first_row)
-
-
-def test_log_of_changes(kernels_on_host: Ops) -> None:
-    sums, slots = torch.zeros(tree_size(3), dtype=torch.int64), torch.ones(3, 8, dtype=torch.int64)
-    for bad in (-1, 3, 1 << 62):
-        with OUTSIDE:
-            kernels_on_host.slot_masses_(sums, slots, torch.tensor([0, bad]), 0, 2, (0, 0, 1, 9, 0), 0)
-
-
-@pytest.mark.parametrize("bad", [-1.0, float("inf"), float("nan")])
-def test_what_is_no_priority(kernels_on_host: Ops, bad: float) -> None:
-    bits = int(torch.tensor(bad).view(torch.int32)) & 0xFFFFFFFF
-    log, resolutions = torch.zeros(9, 6, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64)
-    with OUTSIDE:
-        kernels_on_host.append_reports_(log, resolutions, torch.tensor([1.0, bad]), 0, 0)
-    slots = torch.tensor([[SlotState.COMMITTED, 1, 0, 0, 4, 4, 0, 0]])
-    updates = torch.tensor([[0, 1, 0, 0x3F800000], [-1, 0, 0, bits]])  # also of a trajectory that is gone
-    kept = [torch.zeros(tree_size(1), dtype=torch.int64), torch.zeros(0, dtype=torch.int64)]
-    kept += [torch.zeros(1), torch.zeros(5, dtype=torch.int64)]
-    with OUTSIDE:
-        kernels_on_host.prioritize_(*kept, slots, updates, [0, 0, 1, 9, 0], 1, 0, 40)
-    assert not any(t.any() for t in kept)
-
-
-@pytest.mark.parametrize(("word", "value"), [(3, -3), (3, 8), (3, 1 << 62)])
-def test_item_of_an_update(kernels_on_host: Ops, word: int, value: int) -> None:
-    slots = torch.tensor(
-        [[SlotState.COMMITTED, 1, 0, 0, 4, 4, 0, 0], [SlotState.COMMITTED, 1, 0, 4, 4, 4, 0, 0]]
-    )
-    updates = torch.tensor([[0, 1, 1, 0x3F800000], [1, 1, 2, 0x3F800000]])
-    kept = [torch.zeros(tree_size(8), dtype=torch.int64), torch.zeros(0, dtype=torch.int64)]
-    kept += [torch.zeros(8), torch.zeros(5, dtype=torch.int64)]
-    kernels_on_host.prioritize_(*[t.clone() for t in kept], slots, updates, [0, 0, 1, 9, 0], 1, 1, 40)
-    slots[1, word] = value
-    with OUTSIDE:
-        kernels_on_host.prioritize_(*kept, slots, updates, [0, 0, 1, 9, 0], 1, 1, 40)
-    assert not any(t.any() for t in kept)
 
 
 @pytest.mark.parametrize(

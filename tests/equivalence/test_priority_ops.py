@@ -183,13 +183,11 @@ def test_minima_rise_and_vanish(native: Ops) -> None:
     assert op_wrappers.least_mass(sums, minima, num_items) == 0
 
 
-def test_minima_refuse(careful: Ops, kernels_on_host: Ops) -> None:
+def test_minima_refuse(careful: Ops) -> None:
     sums, minima = tree_of(torch.ones(40).long(), careful), torch.zeros(minima_size(40)).long()
     for bad in (-1, 40):
         with pytest.raises(REFUSED, match=r"items.* must lie in \[0, 40\)"):
             careful.minima_update_(minima, sums, 40, torch.tensor([0, bad]))
-        with pytest.raises(RuntimeError, match="leads outside"):
-            kernels_on_host.minima_update_(minima, sums, 40, torch.tensor([0, bad]))
 
 
 @pytest.mark.parametrize("size", [31, 33])
@@ -265,13 +263,13 @@ def orders(count: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("order", orders(0))
 @pytest.mark.parametrize("num_items", [0, 1, 7, 33, 63, 64, 65, 1025, 20000])
-def test_top_k(reference: Ops, native: Ops, num_items: int, order: str) -> None:
+def test_top_k(reference: Ops, cpu: Ops, num_items: int, order: str) -> None:
     torch.manual_seed(num_items)
     priorities, masses = orders(num_items)[order], masses_of(num_items + 3)
     for k in (0, 1, 7, 33, 300, max(num_items - 1, 0), num_items + 1):
         expected, got = torch.full((k,), 5), torch.full((k,), 5)
         reference.top_k_(expected, priorities, masses)
-        native.top_k_(got, priorities, masses)
+        cpu.top_k_(got, priorities, masses)
         assert torch.equal(got, expected)
         leaves = [i for i in range(num_items) if masses[i] > 0] if num_items < 2000 else None
         if leaves is not None:

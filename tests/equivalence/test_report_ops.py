@@ -64,7 +64,7 @@ class Kept:
 @pytest.mark.parametrize("num_slots", [1, 7, 33, 1025])
 def test_prioritize(
     reference: Ops,
-    native: Ops,
+    cpu: Ops,
     same_bits: SameBits,
     num_slots: int,
     unit: int,
@@ -80,7 +80,7 @@ def test_prioritize(
         updates = updates_of(slots, count)
         expected, got = kept.copies(), kept.copies()
         reference.prioritize_(*expected, slots, updates, rule, alpha, unit, 40)
-        native.prioritize_(*got, slots, updates, rule, alpha, unit, 40)
+        cpu.prioritize_(*got, slots, updates, rule, alpha, unit, 40)
         assert all(map(same_bits, got, expected))
         by_hand = prioritize_by_hand(kept, slots, updates, rule, alpha, unit, reference)
         assert all(map(same_bits, got, by_hand))
@@ -92,7 +92,7 @@ def samples_of(count: int) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 33, 100])
-def test_report(reference: Ops, native: Ops, size: int) -> None:
+def test_report(reference: Ops, cpu: Ops, size: int) -> None:
     torch.manual_seed(size)
     expected = torch.randint(-9, 9, (size, LogEntry.NUM_WORDS))
     got, tail = expected.clone(), (1 << 40) + 5
@@ -102,7 +102,7 @@ def test_report(reference: Ops, native: Ops, size: int) -> None:
         samples, priorities = samples_of(count), any_priorities(count)
         by_hand = expected.clone()
         reference.append_reports_(expected, samples, priorities, tail, count - 2)
-        native.append_reports_(got, samples, priorities, tail, count - 2)
+        cpu.append_reports_(got, samples, priorities, tail, count - 2)
         assert torch.equal(got, expected)
         bits = [x & 0xFFFFFFFF for x in priorities.view(torch.int32).tolist()]
         for i, (sample, word) in enumerate(zip(samples.tolist(), bits, strict=True)):
@@ -137,7 +137,7 @@ def test_report_refuses(careful: Ops, cpu: Ops) -> None:
 @pytest.mark.parametrize("count", [*SIZES, 300])
 @pytest.mark.parametrize("kind", ["in order", "two halves", "any"])
 def test_reports_count_by_batch_and_number(
-    reference: Ops, native: Ops, same_bits: SameBits, kind: str, count: int
+    reference: Ops, cpu: Ops, same_bits: SameBits, kind: str, count: int
 ) -> None:
     """Equal ones in the order in which they stand."""
     torch.manual_seed(count)
@@ -154,7 +154,7 @@ def test_reports_count_by_batch_and_number(
     reports = torch.cat([updates, keys], dim=1)
     expected = kept.copies()
     reference.prioritize_(*expected, slots, updates[order], ALL, 1, MassUnit.TRAJECTORY, 40)
-    for ops in (reference, native):
+    for ops in (reference, cpu):
         got, given = kept.copies(), reports.clone()
         ops.prioritize_(*got, slots, given, ALL, 1, MassUnit.TRAJECTORY, 40)
         assert all(map(same_bits, got, expected))

@@ -36,22 +36,22 @@ def both(reference: Ops, native: Ops, op: str, out: Tensor, *arguments: object) 
 
 @pytest.mark.parametrize("count", SIZES)
 @pytest.mark.parametrize("total", TOTALS)
-def test_draw(reference: Ops, native: Ops, count: int, total: int) -> None:
+def test_draw(reference: Ops, cpu: Ops, count: int, total: int) -> None:
     for seed, stream, first in ((0, 0, 0), ((1 << 63) - 1, (1 << 32) - 1, 5), (7, 1, (1 << 63) - 40)):
-        out = both(reference, native, "draw_", torch.full((count,), -1), seed, stream, first, total)
+        out = both(reference, cpu, "draw_", torch.full((count,), -1), seed, stream, first, total)
         assert ((out >= 0) & (out < total)).all()
 
 
 @pytest.mark.parametrize("count", SIZES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 33, 1 << 10, (1 << 10) + 1, (1 << 40) - 1, 1 << 61])
-def test_permute(reference: Ops, native: Ops, count: int, size: int) -> None:
+def test_permute(reference: Ops, cpu: Ops, count: int, size: int) -> None:
     count = min(count, size)
     for seed, stream, epoch, first in ((0, 0, 0, 0), ((1 << 63) - 1, 3, 1 << 40, size - count)):
-        both(reference, native, "permute_", torch.full((count,), -1), seed, stream, epoch, first, size)
+        both(reference, cpu, "permute_", torch.full((count,), -1), seed, stream, epoch, first, size)
 
 
-def test_permute_of_nothing(reference: Ops, native: Ops) -> None:
-    both(reference, native, "permute_", torch.empty(0, dtype=torch.int64), 0, 0, 0, 0, 0)
+def test_permute_of_nothing(reference: Ops, cpu: Ops) -> None:
+    both(reference, cpu, "permute_", torch.empty(0, dtype=torch.int64), 0, 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("num_items", NUM_ITEMS)
@@ -74,16 +74,16 @@ def test_tree(reference: Ops, native: Ops, num_items: int) -> None:
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 @pytest.mark.parametrize("unit", [MassUnit.TRAJECTORY, MassUnit.STEP, MassUnit.LENGTH])
 @pytest.mark.parametrize("num_slots", [1, 33, 1500])
-def test_slot_masses(reference: Ops, native: Ops, rule: tuple[int, ...], unit: int, num_slots: int) -> None:
+def test_slot_masses(reference: Ops, cpu: Ops, rule: tuple[int, ...], unit: int, num_slots: int) -> None:
     torch.manual_seed(num_slots)
     slots = torch.randint(0, 1 << 62, (num_slots, 8))
     slots[:, 0], slots[:, 4] = torch.randint(0, 4, (num_slots,)), torch.randint(1, 40, (num_slots,))
     log, sums = torch.randint(0, num_slots, (50,)), torch.zeros(tree_size(num_slots), dtype=torch.int64)
     sums[:num_slots] = 7
-    native.tree_build_(sums, num_slots)
+    cpu.tree_build_(sums, num_slots)
     anchors = anchors_by_hand(rule, slots[:, 4].tolist())
     for first, last in ((0, 0), (3, 40), (130, 180)):  # the last one: all round the ring
-        found = both(reference, native, "slot_masses_", sums, slots, log, first, last, rule, unit)
+        found = both(reference, cpu, "slot_masses_", sums, slots, log, first, last, rule, unit)
         for slot in {int(log[i % 50]) for i in range(first, last)}:
             steps, some = int(slots[slot, 4]), anchors[slot]
             mass = {
@@ -92,7 +92,7 @@ def test_slot_masses(reference: Ops, native: Ops, rule: tuple[int, ...], unit: i
                 MassUnit.LENGTH: steps * bool(some),
             }[unit]
             assert found[slot] == (mass if slots[slot, 0] == SlotState.COMMITTED else 0)
-        assert torch.equal(both(reference, native, "tree_build_", found, num_slots), found)
+        assert torch.equal(both(reference, cpu, "tree_build_", found, num_slots), found)
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.constants import ONE_Q62, minima_size, tree_size
-from deepspeed_gear.ops.records import Normalize, RingState, SlotState, Source, UpdateCount
+from deepspeed_gear.ops.records import Normalize, RingState, Source
 
 # The first test builds both ops, where that has not been done before.
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -186,39 +186,6 @@ def test_converted_rows_at_any_address(
         expected = gather(reference, "cpu", 0, 1, shift, gain)
         for start, threads in ((0, 1), (1, 32), (3, 4)):
             assert_equal(gather(cuda, DEVICE, start, threads, shift, gain), expected)
-
-
-@pytest.mark.parametrize("k", [1, 1000, 5000])
-@pytest.mark.parametrize("values", [1 << 20, 4])
-def test_the_highest_of_many(cuda: Ops, values: int, k: int) -> None:
-    """Also where millions are equal to the last one that counts."""
-    torch.manual_seed(k)
-    priorities, masses = (torch.rand(10_000_000) * values).floor(), torch.randint(0, 3, (10_000_000,))
-    expected = torch.zeros(k, dtype=torch.int64)
-    cuda.top_k_(expected, priorities, masses)  # by the CPU
-    got = moved(expected * 0, DEVICE)
-    cuda.top_k_(got, moved(priorities, DEVICE), moved(masses, DEVICE))
-    assert torch.equal(got.cpu(), expected)
-
-
-@pytest.mark.parametrize("num_items", [40, 1_000_000])
-def test_many_reports_at_once(cuda: Ops, num_items: int) -> None:
-    """Thousands of threads meet at few items; what they leave is what one after the other leaves."""
-    torch.manual_seed(num_items)
-    slots, count = torch.zeros(num_items, 8, dtype=torch.int64), 300_000
-    slots[:, 0], slots[:, 4] = SlotState.COMMITTED, 1
-    reports = torch.zeros(count, 6, dtype=torch.int64)
-    reports[:, 0], reports[:, 3] = (
-        torch.randint(0, num_items, (count,)),
-        torch.rand(count).view(torch.int32).long(),
-    )
-    reports[:, 4:] = torch.randint(0, 50, (count, 2))
-    sums, minima = (torch.zeros(size(num_items), dtype=torch.int64) for size in (tree_size, minima_size))
-    kept = [sums, minima, torch.zeros(num_items), torch.zeros(UpdateCount.NUM_WORDS, dtype=torch.int64)]
-    got, rule = moved(kept, DEVICE), [0, 0, 1, 9, 0]
-    cuda.prioritize_(*kept, slots, reports, rule, ONE_Q62 // 2, 0, 30)  # by the CPU
-    cuda.prioritize_(*got, moved(slots, DEVICE), moved(reports, DEVICE), rule, ONE_Q62 // 2, 0, 30)
-    assert_equal(got, kept)
 
 
 def test_column_beyond_4_gib(cuda: Ops) -> None:

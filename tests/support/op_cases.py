@@ -24,6 +24,14 @@ from deepspeed_gear.ops.records import (
 )
 
 HOST_ONLY = (
+    "draw_",
+    "permute_",
+    "tree_update_",
+    "slot_masses_",
+    "minima_update_",
+    "top_k_",
+    "append_reports_",
+    "prioritize_",
     "slot_priorities_",
     "draw_goals_",
     "pack_",
@@ -102,7 +110,6 @@ def arguments(name: str) -> tuple[Any, ...]:
     rows = torch.randn(NUM_SLOTS * LENGTH, 11)
     reward, ends = rows[:, 0].contiguous(), torch.rand(len(rows)) < 0.05
     extents = torch.stack((torch.arange(NUM_SLOTS) * LENGTH, torch.full((NUM_SLOTS,), LENGTH)), dim=1)
-    items = torch.randint(0, 20, (500,))  # many equal ones: the last wins
     none, counters = torch.empty(0), torch.zeros(3, dtype=torch.int64)
     outs = [torch.zeros(COUNT, 7, 11), torch.zeros(COUNT, 7, 11, dtype=torch.bfloat16)]
     spec, scale = window(rows, -3, 7) * 2, [none.double(), torch.randn(11).double()]
@@ -112,32 +119,16 @@ def arguments(name: str) -> tuple[Any, ...]:
     table[:, 3], table[:, 4] = torch.arange(NUM_SLOTS) * 5, 5
     row_slots = (torch.arange(NUM_SLOTS) // 5).to(torch.int32)
     minima, alpha = torch.zeros(minima_size(NUM_SLOTS), dtype=torch.int64), round(0.6 * ONE_Q62)
-    mended = minima.clone()
     table[:, 0], table[:, 1] = SlotState.COMMITTED, 3
-    reference, priorities = load_backend("reference"), (torch.rand(NUM_SLOTS) * 8).floor()
-    reference.minima_build_(mended, built, NUM_SLOTS)
-    reports = torch.randint(0, 5, (500, 6))
-    reports[:, 1], reports[:, 3] = (
-        3 - (torch.rand(500) < 0.1).long(),
-        torch.rand(500).view(torch.int32).long(),
-    )
-    counts, two, three = (torch.zeros(n, dtype=torch.int64) for n in (UpdateCount.NUM_WORDS, 2, 3))
+    two, three = (torch.zeros(n, dtype=torch.int64) for n in (2, 3))
     weighed = torch.cat((resolutions[:, :6], masses[:COUNT, None] + 1, resolutions[:, 7:]), dim=1)
     return {
-        "draw_": (out, 5, 1, 100, (1 << 62) - 1),
-        "permute_": (out, 5, 1, 2, 3, 1000),
         "tree_build_": (sums, NUM_SLOTS),
-        "tree_update_": (built, NUM_SLOTS, items, torch.randint(0, 1 << 40, (500,))),
-        "slot_masses_": (built, table, items[:50], 130, 180, ALL_ANCHORS, 1),
         "resolve_": (resolutions * 0, built, slots, coordinates, ALL_ANCHORS, 0, 5, 1, 100),
         "resolve_rows_": (resolutions * 0, built, table, row_slots, coordinates, 100),
         "mass_": (out, torch.rand(COUNT) * 99, alpha, 27),
         "importance_": (torch.zeros(COUNT), weighed, 1 << 40, 7, alpha),
         "minima_build_": (minima, built, NUM_SLOTS),
-        "minima_update_": (minima, built, NUM_SLOTS, items),
-        "top_k_": (torch.zeros(700, dtype=torch.int64), priorities, built),
-        "append_reports_": (torch.zeros(50, 6, dtype=torch.int64), weighed, torch.rand(COUNT), 40, 7),
-        "prioritize_": (built, mended, priorities, counts, table, reports, ALL_ANCHORS, alpha, 0, 27),
         "suffix_sum_": (reward * 0, reward, extents),
         "n_step_": (returns[0], returns[1], out, reward, ends, ends, powers_of(0.9, 5), resolutions, 5),
         "gather_": (

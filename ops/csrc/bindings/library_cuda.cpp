@@ -15,7 +15,6 @@
 #include "bindings/on_device.h"
 #include "bindings/op_table.h"
 #include "copies/copies.h"
-#include "draws/draws.h"
 #include "gather/gather.h"
 #include "priorities/priorities.h"
 #include "returns/returns.h"
@@ -25,55 +24,10 @@
 namespace gear {
 namespace {
 
-void Draw(at::Tensor& coordinates, int64_t seed, int64_t stream, int64_t first, int64_t total) {
-  CheckTensor(coordinates, "coordinates", at::kLong);
-  TORCH_CHECK(total > 0, "gear: total must be positive, got ", total);
-  const OnDevice device(coordinates);
-  cuda::Draw(static_cast<uint64_t>(seed), static_cast<uint32_t>(stream), first,
-             static_cast<uint64_t>(total), coordinates.numel(),
-             coordinates.mutable_data_ptr<int64_t>(), device.stream());
-}
-
-void Permute(at::Tensor& coordinates, int64_t seed, int64_t stream, int64_t epoch, int64_t first,
-             int64_t size) {
-  CheckTensor(coordinates, "coordinates", at::kLong);
-  CheckIndices(coordinates, first, size);
-  const OnDevice device(coordinates);
-  cuda::Permute(static_cast<uint64_t>(seed), static_cast<uint32_t>(stream), epoch, first,
-                static_cast<uint64_t>(size), coordinates.numel(),
-                coordinates.mutable_data_ptr<int64_t>(), device.stream());
-}
-
 void TreeBuild(at::Tensor& sums, int64_t num_items) {
   CheckTree(sums, num_items);
   const OnDevice device(sums);
   cuda::TreeBuild(Unsigned(sums), num_items, device.stream());
-}
-
-void TreeUpdate(at::Tensor& sums, int64_t num_items, const at::Tensor& items,
-                const at::Tensor& masses) {
-  CheckTree(sums, num_items);
-  CheckTensor(items, "items", at::kLong);
-  CheckTensor(masses, "masses", at::kLong);
-  CheckDevice(items, sums, "items");
-  CheckDevice(masses, sums, "masses");
-  TORCH_CHECK(items.numel() == masses.numel(), "gear: items and masses must have equal sizes");
-  const OnDevice device(sums);
-  at::Tensor scratch = ScratchFor(cuda::TreeUpdateScratch(items.numel()), items);
-  cuda::TreeUpdate(Unsigned(sums), num_items, items.const_data_ptr<int64_t>(),
-                   masses.const_data_ptr<int64_t>(), items.numel(),
-                   scratch.mutable_data_ptr<int64_t>(), device.stream());
-}
-
-void SlotMasses(at::Tensor& sums, const at::Tensor& slots, const at::Tensor& log, int64_t first,
-                int64_t last, at::IntArrayRef rule, int64_t unit) {
-  CheckSlotMasses(sums, slots, log, first, last, rule);
-  CheckDevice(slots, sums, "slots");
-  CheckDevice(log, sums, "log");
-  const OnDevice device(sums);
-  cuda::SlotMasses(Unsigned(sums), Records<Slot>(slots), slots.size(0),
-                   log.const_data_ptr<int64_t>(), log.numel(), first, last, AnchorsOf(rule), unit,
-                   device.stream());
 }
 
 void Resolve(at::Tensor& resolutions, const at::Tensor& sums, const at::Tensor& slots,
@@ -130,59 +84,6 @@ void MinimaBuild(at::Tensor& minima, const at::Tensor& sums, int64_t num_items) 
   CheckDevice(sums, minima, "sums");
   const OnDevice device(minima);
   cuda::MinimaBuild(Unsigned(sums), num_items, Unsigned(minima), device.stream());
-}
-
-void MinimaUpdate(at::Tensor& minima, const at::Tensor& sums, int64_t num_items,
-                  const at::Tensor& items) {
-  CheckMinima(minima, sums, num_items);
-  CheckTensor(items, "items", at::kLong);
-  CheckDevice(sums, minima, "sums");
-  CheckDevice(items, minima, "items");
-  const OnDevice device(minima);
-  cuda::MinimaUpdate(Unsigned(sums), num_items, items.const_data_ptr<int64_t>(), items.numel(),
-                     Unsigned(minima), device.stream());
-}
-
-void TopK(at::Tensor& items, const at::Tensor& priorities, const at::Tensor& sums) {
-  CheckTopK(items, priorities, sums);
-  CheckDevice(priorities, items, "priorities");
-  CheckDevice(sums, items, "sums");
-  const OnDevice device(items);
-  const int64_t num_items = priorities.numel(), k = items.numel();
-  at::Tensor scratch = ScratchFor(cuda::TopKScratch(num_items, k), items);
-  cuda::TopK(priorities.const_data_ptr<float>(), Unsigned(sums), num_items, k, nullptr,
-             items.mutable_data_ptr<int64_t>(), scratch.mutable_data_ptr<int64_t>(),
-             device.stream());
-}
-
-void AppendReports(at::Tensor& log, const at::Tensor& resolutions, const at::Tensor& priorities,
-                   int64_t tail, int64_t batch) {
-  CheckReport(log, resolutions, priorities, tail);
-  CheckDevice(resolutions, log, "resolutions");
-  CheckDevice(priorities, log, "priorities");
-  const OnDevice device(log);
-  cuda::AppendReports(reinterpret_cast<Report*>(log.mutable_data_ptr<int64_t>()), log.size(0),
-                      Resolutions(resolutions), priorities.const_data_ptr<float>(),
-                      priorities.numel(), tail, batch, device.stream());
-}
-
-void Prioritize(at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities, at::Tensor& counts,
-                const at::Tensor& slots, const at::Tensor& updates, at::IntArrayRef rule,
-                int64_t alpha, int64_t unit, int64_t most_bits) {
-  const MassScale scale = ScaleOf(alpha, most_bits);
-  const AnchorRule anchors = AnchorsOf(rule);
-  CheckPrioritize(sums, minima, priorities, counts, slots, updates, unit);
-  for (const at::Tensor& t : {minima, priorities, counts, slots, updates})
-    CheckDevice(t, sums, "every tensor");
-  const OnDevice device(sums);
-  const int64_t count = updates.size(0);
-  at::Tensor scratch = ScratchFor(cuda::PrioritizeScratch(count), sums);
-  const cpu::Priorities target{Unsigned(sums), minima.numel() > 0 ? Unsigned(minima) : nullptr,
-                               priorities.mutable_data_ptr<float>(), priorities.numel()};
-  cuda::Prioritize(target, Records<Slot>(slots), slots.size(0), anchors, unit,
-                   {updates.const_data_ptr<int64_t>(), updates.size(1)}, count, scale,
-                   counts.mutable_data_ptr<int64_t>(), scratch.mutable_data_ptr<int64_t>(),
-                   device.stream());
 }
 
 void SuffixSum(at::Tensor& out, const at::Tensor& reward, const at::Tensor& extents) {

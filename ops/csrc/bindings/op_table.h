@@ -7,13 +7,7 @@
 // clang-format off
 // On the host and on devices.
 #define GEAR_OPS(OP) \
-  OP(draw_, Draw, "Tensor(a!) coordinates, int seed, int stream, int first, int total") \
-  OP(permute_, Permute, \
-     "Tensor(a!) coordinates, int seed, int stream, int epoch, int first, int size") \
   OP(tree_build_, TreeBuild, "Tensor(a!) sums, int num_items") \
-  OP(tree_update_, TreeUpdate, "Tensor(a!) sums, int num_items, Tensor items, Tensor masses") \
-  OP(slot_masses_, SlotMasses, \
-     "Tensor(a!) sums, Tensor slots, Tensor log, int first, int last, int[] rule, int unit") \
   OP(resolve_, Resolve, \
      "Tensor(a!) resolutions, Tensor sums, Tensor slots, Tensor coordinates, int[] rule, " \
      "int unit, int seed, int stream, int first") \
@@ -24,13 +18,6 @@
   OP(importance_, Importance, \
      "Tensor(a!) weights, Tensor resolutions, int numerator, int count, int beta") \
   OP(minima_build_, MinimaBuild, "Tensor(a!) minima, Tensor sums, int num_items") \
-  OP(minima_update_, MinimaUpdate, "Tensor(a!) minima, Tensor sums, int num_items, Tensor items") \
-  OP(top_k_, TopK, "Tensor(a!) items, Tensor priorities, Tensor sums") \
-  OP(append_reports_, AppendReports, \
-     "Tensor(a!) log, Tensor resolutions, Tensor priorities, int tail, int batch") \
-  OP(prioritize_, Prioritize, \
-     "Tensor(a!) sums, Tensor(b!) minima, Tensor(c!) priorities, Tensor(d!) counts, " \
-     "Tensor slots, Tensor updates, int[] rule, int alpha, int unit, int most_bits") \
   OP(suffix_sum_, SuffixSum, "Tensor(a!) out, Tensor reward, Tensor extents") \
   OP(n_step_, NStepReturn, \
      "Tensor(a!) returns, Tensor(b!) discount, Tensor(c!) steps, Tensor reward, " \
@@ -48,11 +35,25 @@
      "Tensor columns, Tensor heads, int[] room") \
   OP(copy_pieces_, CopyPieces, "Tensor(a!) out, Tensor[] columns, Tensor pieces")
 
-// Only on the host: what nodes exchange about draws and reports, the first priorities of changed
-// slots, the goals of hindsight, packs and their plan. A few bytes of each sample, or step, come from
-// the host's store and go to the host's network or back into the store; a device would only add two
-// copies. A pack is copied to a device as a whole.
+// Only on the host: draws, changes of masses and priorities of tables in host memory (a table on a
+// device has the ring's ops), what nodes exchange about draws and reports, the goals of hindsight,
+// packs and their plan. A few bytes of each sample, or step, come from the host's store and go to
+// the host's network or back into the store; a device would only add two copies. A pack is copied to
+// a device as a whole.
 #define GEAR_HOST_OPS(OP) \
+  OP(draw_, Draw, "Tensor(a!) coordinates, int seed, int stream, int first, int total") \
+  OP(permute_, Permute, \
+     "Tensor(a!) coordinates, int seed, int stream, int epoch, int first, int size") \
+  OP(tree_update_, TreeUpdate, "Tensor(a!) sums, int num_items, Tensor items, Tensor masses") \
+  OP(slot_masses_, SlotMasses, \
+     "Tensor(a!) sums, Tensor slots, Tensor log, int first, int last, int[] rule, int unit") \
+  OP(minima_update_, MinimaUpdate, "Tensor(a!) minima, Tensor sums, int num_items, Tensor items") \
+  OP(top_k_, TopK, "Tensor(a!) items, Tensor priorities, Tensor sums") \
+  OP(append_reports_, AppendReports, \
+     "Tensor(a!) log, Tensor resolutions, Tensor priorities, int tail, int batch") \
+  OP(prioritize_, Prioritize, \
+     "Tensor(a!) sums, Tensor(b!) minima, Tensor(c!) priorities, Tensor(d!) counts, " \
+     "Tensor slots, Tensor updates, int[] rule, int alpha, int unit, int most_bits") \
   OP(slot_priorities_, SlotPriorities, \
      "Tensor(a!) sums, Tensor(b!) minima, Tensor(c!) priorities, Tensor(d!) counts, " \
      "Tensor(e!) bases, Tensor(f!) generations, Tensor(g!) steps, Tensor(h!) row_slots, " \

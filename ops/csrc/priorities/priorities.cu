@@ -43,14 +43,13 @@ __global__ void LeastKernel(const uint64_t* __restrict__ below, int64_t used,
 }
 
 // A warp for each item: its node of the level that lies `shift` bits above the items. Items that
-// share a node write the same value to it.
-template <bool kHasNone>  // -1 among the items
+// share a node write the same value to it; -1 is none.
 __global__ void LeastAboveKernel(const uint64_t* __restrict__ below,
                                  const int64_t* __restrict__ items, int64_t count,
                                  int64_t num_items, int shift, uint64_t* __restrict__ nodes) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   for (int64_t i = GlobalThread() / kWarp; i < count; i += GlobalThreads() / kWarp) {
-    if (kHasNone && items[i] == -1) continue;
+    if (items[i] == -1) continue;
     Require(items[i] >= 0 && items[i] < num_items);
     const int64_t node = items[i] >> shift;
     const uint64_t least = LeastOfChildren(below + node * kFanOut, lane);
@@ -61,22 +60,6 @@ __global__ void LeastAboveKernel(const uint64_t* __restrict__ below,
 const uint64_t* LevelBelow(const uint64_t* sums, const uint64_t* minima, const TreeShape& shape,
                            int level) {
   return level == 1 ? sums : minima + MinimaOffset(shape, level - 1);
-}
-
-// Recomputes every node above an item, level by level: the launches are in order, so that a level
-// is complete before the next one reads it. No early stop, because other threads change nodes as
-// well.
-template <bool kHasNone>
-void Mend(const uint64_t* sums, int64_t num_items, const int64_t* items, int64_t count,
-          uint64_t* minima, void* stream) {
-  if (count == 0) return;
-  const TreeShape shape = ShapeOfTree(num_items);
-  for (int level = 1; level < shape.levels; ++level) {
-    LeastAboveKernel<kHasNone><<<Blocks(count * kWarp), kThreads, 0, AsStream(stream)>>>(
-        LevelBelow(sums, minima, shape, level), items, count, num_items, level * kFanOutBits,
-        minima + MinimaOffset(shape, level));
-    CheckLaunch("MinimaUpdate");
-  }
 }
 
 }  // namespace
@@ -106,14 +89,18 @@ void MinimaBuild(const uint64_t* sums, int64_t num_items, uint64_t* minima, void
   }
 }
 
-void MinimaUpdate(const uint64_t* sums, int64_t num_items, const int64_t* items, int64_t count,
-                  uint64_t* minima, void* stream) {
-  Mend<false>(sums, num_items, items, count, minima, stream);
-}
-
+// The launches are in order, so that a level is complete before the next one reads it. No early
+// stop, because other threads change nodes as well.
 void MinimaAbove(const uint64_t* sums, int64_t num_items, const int64_t* items, int64_t count,
                  uint64_t* minima, void* stream) {
-  Mend<true>(sums, num_items, items, count, minima, stream);
+  if (count == 0) return;
+  const TreeShape shape = ShapeOfTree(num_items);
+  for (int level = 1; level < shape.levels; ++level) {
+    LeastAboveKernel<<<Blocks(count * kWarp), kThreads, 0, AsStream(stream)>>>(
+        LevelBelow(sums, minima, shape, level), items, count, num_items, level * kFanOutBits,
+        minima + MinimaOffset(shape, level));
+    CheckLaunch("MinimaAbove");
+  }
 }
 
 }  // namespace gear::cuda

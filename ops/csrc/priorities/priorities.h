@@ -96,9 +96,6 @@ int64_t SlotPriorities(const Priorities& priorities, const PrioritizedSlots& kno
 
 namespace gear::cuda {
 
-using cpu::Priorities;
-using cpu::Updates;
-
 void MassOf(const float* priorities, int64_t count, MassScale scale, int64_t* masses, void* stream);
 
 void Importance(const Resolution* resolutions, int64_t size, uint64_t numerator, uint64_t count,
@@ -106,25 +103,10 @@ void Importance(const Resolution* resolutions, int64_t size, uint64_t numerator,
 
 void MinimaBuild(const uint64_t* sums, int64_t num_items, uint64_t* minima, void* stream);
 
-void MinimaUpdate(const uint64_t* sums, int64_t num_items, const int64_t* items, int64_t count,
-                  uint64_t* minima, void* stream);
-
 // Words of scratch memory that TopK needs.
 int64_t TopKScratch(int64_t num_items, int64_t k);
-// `first`: a word in device memory, the leaf from which on equal ones are taken, round the end;
-// null: leaf 0.
+// `first`: a word in device memory, the leaf from which on equal ones are taken, round the end.
 void TopK(const float* priorities, const uint64_t* sums, int64_t num_items, int64_t k,
           const int64_t* first, int64_t* items, int64_t* scratch, void* stream);
-
-void AppendReports(Report* log, int64_t size, const Resolution* resolutions,
-                   const float* priorities, int64_t count, int64_t tail, int64_t batch,
-                   void* stream);
-
-// Words of scratch memory that Prioritize needs: items, and a hash table of them.
-int64_t PrioritizeScratch(int64_t count);
-// Reports need not be in order: the hash table finds the last one of an item.
-void Prioritize(const Priorities& priorities, const Slot* slots, int64_t num_slots,
-                const AnchorRule& rule, int64_t unit, const Updates& updates, int64_t count,
-                MassScale scale, int64_t* counts, int64_t* scratch, void* stream);
 
 }  // namespace gear::cuda

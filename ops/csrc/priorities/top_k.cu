@@ -194,7 +194,7 @@ __global__ void WriteItemsKernel(const Ordered* __restrict__ found, int64_t most
 }
 
 __global__ void BeginKernel(Search* search, uint64_t k, const int64_t* first) {
-  *search = {0, k, 0, first == nullptr ? 0 : *first};
+  *search = {0, k, 0, *first};
 }
 
 struct Memory {
@@ -233,7 +233,6 @@ void TopK(const float* priorities, const uint64_t* sums, int64_t num_leaves, int
   const auto fill = [&](void* to, int byte, size_t bytes) {
     Check(cudaMemsetAsync(to, byte, bytes, on), "cudaMemsetAsync");
   };
-  if (num_leaves == 0) return fill(items, 0xFF, static_cast<size_t>(k) * sizeof(int64_t));
   const Leaves leaves{priorities, sums, num_leaves};
   fill(memory.counts, 0, kPasses * kDigits * sizeof(uint64_t));
   // Places without a leaf are sorted after all others, and their leaf is -1.

@@ -1,28 +1,11 @@
-// Draws, the epoch's permutation, and the resolution of draws.
+// The resolution of draws.
 #include "common/launch_cuda.h"
-#include "common/permutation.h"
 #include "common/tree.h"
 #include "select/descend_cuda.h"
 #include "select/select.h"
 
 namespace gear::cuda {
 namespace {
-
-__global__ void DrawKernel(uint64_t seed, uint32_t stream_number, int64_t first, uint64_t total,
-                           int64_t count, int64_t* __restrict__ coordinates) {
-  for (int64_t i = GlobalThread(); i < count; i += GlobalThreads()) {
-    const Word128 word =
-        Philox(seed, static_cast<uint64_t>(first + i), stream_number, kForCoordinate);
-    coordinates[i] = static_cast<int64_t>(Coordinate(word, total));
-  }
-}
-
-__global__ void PermuteKernel(const Permutation permutation, int64_t first, int64_t count,
-                              int64_t* __restrict__ coordinates) {
-  for (int64_t i = GlobalThread(); i < count; i += GlobalThreads())
-    coordinates[i] =
-        static_cast<int64_t>(gear::Permute(permutation, static_cast<uint64_t>(first + i)));
-}
 
 struct Second {  // the draw of the anchor
   AnchorRule rule;
@@ -69,24 +52,6 @@ __global__ void ResolveRowsKernel(const uint64_t* __restrict__ sums, const Slot*
 }
 
 }  // namespace
-
-void Draw(uint64_t seed, uint32_t stream_number, int64_t first, uint64_t total, int64_t count,
-          int64_t* coordinates, void* stream) {
-  if (count == 0) return;
-  DrawKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(seed, stream_number, first, total,
-                                                               count, coordinates);
-  CheckLaunch("Draw");
-}
-
-void Permute(uint64_t seed, uint32_t stream_number, int64_t epoch, int64_t first, uint64_t size,
-             int64_t count, int64_t* coordinates, void* stream) {
-  if (count == 0) return;
-  const Permutation permutation =
-      MakePermutation(seed, stream_number, static_cast<uint64_t>(epoch), size);
-  PermuteKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(permutation, first, count,
-                                                                  coordinates);
-  CheckLaunch("Permute");
-}
 
 void Resolve(const uint64_t* sums, const Slot* slots, int64_t num_slots, const int64_t* coordinates,
              int64_t count, const AnchorRule& rule, int64_t unit, uint64_t seed,

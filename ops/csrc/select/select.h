@@ -53,24 +53,7 @@ void DrawGoals(const Resolution* resolutions, int64_t count, uint64_t seed, uint
 
 namespace gear::cuda {
 
-void Draw(uint64_t seed, uint32_t stream_number, int64_t first, uint64_t total, int64_t count,
-          int64_t* coordinates, void* stream);
-
-void Permute(uint64_t seed, uint32_t stream_number, int64_t epoch, int64_t first, uint64_t size,
-             int64_t count, int64_t* coordinates, void* stream);
-
 void TreeBuild(uint64_t* sums, int64_t num_items, void* stream);
-
-// Words of scratch memory that TreeUpdate needs for `count` items: a hash table, to find the last
-// of equal items.
-int64_t TreeUpdateScratch(int64_t count);
-void TreeUpdate(uint64_t* sums, int64_t num_items, const int64_t* items, const int64_t* masses,
-                int64_t count, int64_t* scratch, void* stream);
-
-// Entries [first, last) of a ring that lies on the device; their slots are checked there.
-void SlotMasses(uint64_t* sums, const Slot* slots, int64_t num_slots, const int64_t* log,
-                int64_t log_size, int64_t first, int64_t last, const AnchorRule& rule, int64_t unit,
-                void* stream);
 
 void Resolve(const uint64_t* sums, const Slot* slots, int64_t num_slots, const int64_t* coordinates,
              int64_t count, const AnchorRule& rule, int64_t unit, uint64_t seed,

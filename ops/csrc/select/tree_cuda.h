@@ -51,7 +51,7 @@ __device__ void ForEachNode(int64_t count, int64_t thread, int64_t threads, cons
     visit(first + team < count ? first + team : -1);
 }
 
-// MinimaUpdate of items among which -1 means none.
+// Repairs the minima above leaves that have changed; items may repeat, -1 is none.
 void MinimaAbove(const uint64_t* sums, int64_t num_items, const int64_t* items, int64_t count,
                  uint64_t* minima, void* stream);
 
