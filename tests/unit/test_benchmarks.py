@@ -61,19 +61,6 @@ def test_gather_runs(run_python: Run, tmp_path: Path) -> None:
     assert (tmp_path / "ratios.png").stat().st_size > 1000
 
 
-@LONG
-def test_parallel_runs(run_python: Run, tmp_path: Path) -> None:
-    rows = rows_of(run_python, tmp_path / "parallel.json", "parallel")
-    assert [(row["grid"], row["ranks"]) for row in rows] == [
-        ("dp2", "reads"),
-        ("tp2 x dp2", "reads"),
-        ("pp3", "reads"),
-        ("pp3", "inner stage"),
-    ]
-    assert rows[1]["ratio"] == pytest.approx(rows[1]["cpu_us"] / rows[0]["cpu_us"])
-    assert rows[3]["gear_sample_us"] > 0
-
-
 def test_scale_runs(run_python: Run, tmp_path: Path) -> None:
     rows = rows_of(run_python, tmp_path / "scale.json", "scale", "--figure", str(tmp_path / "scale.png"))
     assert [(row["nodes"], row["samples"]) for row in rows] == [(1, 8), (2, 16), (4, 32)]
