@@ -17,15 +17,12 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import support  # noqa: F401  # puts the checkout first
 import gpu_device_table
-import gpu_hopper
 import gpu_host_table
-import gpu_programs
 import gpu_replay
 import torch
 from support.report import Disturbance, document, print_table, write_json
@@ -35,7 +32,7 @@ BLOCKS, BLOCK_S = 9, 0.05
 Figure = Callable[[], Iterator[Row]]
 
 
-FIGURES = ("gather", "selection", "steps", "online", "host", "replay", "examples", "hopper")
+FIGURES = ("gather", "selection", "steps", "online", "host", "replay")
 
 
 def figures(clock: Clock, is_smoke: bool, tables: Sequence[str] = gpu_host_table.TABLES) -> dict[str, Figure]:
@@ -57,8 +54,6 @@ def figures(clock: Clock, is_smoke: bool, tables: Sequence[str] = gpu_host_table
         "online": lambda: gpu_device_table.online(clock, device),
         "host": lambda: gpu_host_table.collections(clock, host),
         "replay": lambda: gpu_replay.replays(clock, host),
-        "examples": lambda: gpu_programs.turns(clock.device, is_smoke),
-        "hopper": lambda: gpu_hopper.waits(clock.device, is_smoke),
     }
 
 
@@ -74,14 +69,8 @@ def measured(name: str, figure: Figure) -> Iterator[dict[str, Any]]:
 
 def card(device: torch.device) -> dict[str, Any]:
     """Describe the device as far as it decides the numbers."""
-    more: dict[str, Any] = {"torch_cuda": torch.version.cuda}
-    for package in ("torchrl", "tensordict"):
-        try:
-            more[package] = version(package)
-        except PackageNotFoundError:
-            more[package] = None
     if device.type != "cuda":
-        return {"name": "cpu", **more}
+        return {"name": "cpu"}
     facts = torch.cuda.get_device_properties(device)
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
@@ -94,7 +83,7 @@ def card(device: torch.device) -> dict[str, Any]:
         "capability": f"{facts.major}.{facts.minor}",
         **size,
         "driver": driver,
-        **more,
+        "torch_cuda": torch.version.cuda,
     }
 
 
@@ -103,11 +92,6 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
     columns = ("figure", "case", "what", "us", "gb_per_s", "ceiling_us", "fraction", "asked", "holds")
     good = [row for row in rows if "error" not in row]
     print_table(columns, [[row.get(column) for column in columns] for row in good])
-    turns = [row for row in good if "turns_per_s" in row]
-    if turns:
-        print()
-        columns = ("program", "compile", "cudagraphs", "turns_per_s", "return")
-        print_table(columns, [[row[column] for column in columns] for row in turns])
     for row in rows:
         if "error" in row:
             print(f"{row['figure']}: {row['error']}")

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
 
 import torch
-from gpu_baselines import (
-    ALPHA,
-    BETA,
-    TorchPrioritized,
-    gather_by_threads,
-    has_nvcc,
-    torchrl_step,
-)
 from gpu_clock import Clock, Row, Run, median_us, rows_against
 from torch import Tensor
 
 from deepspeed_gear import DeviceReplay
 from deepspeed_gear.ops import load_backend
 
+ALPHA, BETA = 0.6, 0.4
 FIRST_ROW, ANCHOR = 3, 5  # words of a resolution, ops/csrc/common/slot.h
 LENGTH, ROW_BYTES = 20, 64  # of the windows, in steps; of a step
 ROUNDS, OUTS = 16, 4  # gathers of a graph, and how many batches they rotate over
@@ -159,13 +151,7 @@ def _gathers_of(clock: Clock, sizes: Sizes, replay: DeviceReplay, card: float) -
                     out = outs[turn % OUTS][name][:size].flatten(0, 1)
                     torch.index_select(column, 0, part, out=out)
 
-        def threads(size: int = size) -> None:
-            for turn, part in enumerate(firsts):
-                gather_by_threads(packed, part[:size], targets[turn % OUTS][:size])
-
         runs = {"gear": gear, COPY: copy, "torch.index_select": select}
-        if clock.is_cuda and has_nvcc():
-            runs["a thread per 64 bytes, packed rows"] = threads
         times = clock.compare({name: clock.graph(run) for name, run in runs.items()})
         num_bytes, case = num_rows * ROW_BYTES, f"{len(names)} column(s), B={size}"
         found = rows_against("gather", case, times, COPY, ROUNDS, num_bytes)
@@ -260,7 +246,7 @@ def _other_selections(clock: Clock, sizes: Sizes) -> Iterator[Row]:
 
 
 def steps(clock: Clock, sizes: Sizes) -> Iterator[Row]:
-    """Sample and update at B=256, as one captured graph; and others that do the same."""
+    """Sample and update at B=256, as one captured graph."""
     count, items = 256, sizes.items
     sampler = {"kind": "prioritized", "unit": "step", "alpha": ALPHA, "beta": BETA}
     fields: dict[str, Any] = {name: {} for name in TRANSITION}
@@ -268,7 +254,6 @@ def steps(clock: Clock, sizes: Sizes) -> Iterator[Row]:
     with replay_of(TRANSITION, items, 1, clock.device, **options) as replay:
         batch, td = replay.new_batch(), torch.rand(count, device=clock.device)
         columns = {name: column[:items] for name, column in replay.table.columns.items()}
-        plain = TorchPrioritized(columns, count)
         source = torch.zeros(count, sum(c[0].numel() * c.element_size() for c in columns.values()))
         source = source.to(torch.uint8).to(clock.device)
         target = torch.zeros_like(source)
@@ -277,15 +262,13 @@ def steps(clock: Clock, sizes: Sizes) -> Iterator[Row]:
             replay.sample_(batch)
             replay.update_priorities_(batch, td)
 
-        graphs = {"gear": gear, COPY: lambda: target.copy_(source), "plain torch": lambda: plain.step(td)}
+        graphs = {"gear": gear, COPY: lambda: target.copy_(source)}
         runs = {name: clock.graph(run) for name, run in graphs.items()}
         times = clock.compare(runs, sizes.replays)
         case = f"B={count}, {items} items, mean of {sizes.replays}"
         found = rows_against("sample and update", case, times, COPY, 1, source.numel())
         found["gear"].judged, found["gear"].at_most = "us", 12.0
         yield from found.values()
-        if find_spec("torchrl") is not None:
-            yield _torchrl(clock, columns, td, runs[COPY], max(2, sizes.replays // 20))
 
 
 def online(clock: Clock, sizes: Sizes) -> Iterator[Row]:
@@ -398,12 +381,3 @@ def _sums(clock: Clock, sizes: Sizes) -> Iterator[Row]:
     for row, case, bound in zip(found.values(), cases, (3.0, 20.0), strict=True):
         row.figure, row.case, row.what, row.judged, row.at_most = row.what, case, "gear", "us", bound
         yield row
-
-
-def _torchrl(clock: Clock, columns: Mapping[str, Tensor], td: Tensor, copy: Run, calls: int) -> Row:
-    name, case = "TorchRL, not captured", f"B={len(td)}, {len(columns['done'])} items, mean of {calls}"
-    try:
-        runs = {name: torchrl_step(columns, len(td), td), COPY: copy}
-        return rows_against("sample and update", case, clock.compare(runs, calls), COPY)[name]
-    except Exception as error:  # one that is installed and does not run must not end gear's figures
-        return Row("sample and update", f"{case}: left out, {error}", name, None)

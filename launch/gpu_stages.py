@@ -7,7 +7,6 @@ not end the stage. `--dry-run` runs what a machine without a GPU can: compilers,
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib.util
 import json
 import os
@@ -145,36 +144,16 @@ def builds(here: Machine) -> list[Wave]:
     return [[cpu, cuda]]
 
 
-def ceilings(here: Machine) -> tuple[Step, Step]:
-    """The standalone program: its build, and its run."""
-    source = ROOT / "benchmarks" / "gpu_ceilings.cu"
-    architecture = "sm_90" if "gpu" in here.missing else "native"
-    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
-    program = here.cache / f"gpu_ceilings-{architecture}-{digest}"
-    flags = f"-O3 -std=c++17 -arch={architecture} -cudart=static"
-    part = f"{program}.{os.getpid()}"
-    compiled = f"{here.tool('nvcc')} {flags} -o {part} {source} && mv {part} {program}"
-    build = ("bash", "-c", f"test -x {program} || {{ {compiled}; }}")
-    run = ("bash", "-c", f"set -o pipefail; {program} | tee {here.out / 'ceilings.jsonl'}")
-    elsewhere = "nothing: it measures a GPU"
-    return (
-        Step("build of the ceilings", build, 120, needs=("nvcc",)),
-        Step("ceilings", run, 90, needs=("gpu", "nvcc"), elsewhere=elsewhere),
-    )
-
-
 def stage_a(here: Machine) -> list[Wave]:
-    """The machine, its ceilings, every op against the reference, captured steps, figures of device tables."""
+    """The machine, every op against the reference, captured steps, figures of device tables."""
     facts = (
         "nvidia-smi; nvidia-smi topo -m; nvidia-smi -q -d CLOCK,PCIE,ECC | head -n 120; nvcc --version; "
         f"lscpu; free -g; df -h /dev/shm; {PYTHON} -m deepspeed_gear.cli.report --quiet"
     )
-    build, run = ceilings(here)
     both = builds(here)[0]
     support = "tests/unit/test_gpu_support.py"
     return [
-        [Step("environment", ("bash", "-c", facts), 150, needs=()), build, *both],
-        [run],
+        [Step("environment", ("bash", "-c", facts), 150, needs=()), *both],
         [
             pytest_step(
                 "ops against the reference",
@@ -300,9 +279,8 @@ def stage_c(here: Machine) -> list[Wave]:
     chosen = ("--kernel-name-base", "demangled", "--kernel-name", "regex:gear", "--launch-count", "300")
     profile = (here.tool("ncu"), "--set", "basic", *chosen, "--force-overwrite", "--export", str(report))
     profiled = (PYTHON, "benchmarks/gpu.py", "--figures", "steps")
-    build, run = ceilings(here)
     return [
-        [build, *builds(here)[0]],
+        *builds(here),
         sanitizers,
         [
             Step(
@@ -313,7 +291,6 @@ def stage_c(here: Machine) -> list[Wave]:
                 elsewhere="tests/unit/ops/test_cuda_compile.py counts registers",
             )
         ],
-        [run],
         [
             figures_step(
                 "figures, once more",

@@ -3,7 +3,7 @@
 #
 #   bash launch/test_gpu.sh A|B|C... [--out DIR] [--cache DIR] [--dry-run]
 #
-#   A  facts and ceilings of the machine, both builds, ops against the reference, figures, captured and compiled steps
+#   A  facts of the machine, both builds, ops against the reference, figures, captured and compiled steps
 #   B  equivalence in 8 processes, host placement, transfer ways, two ranks on one card, examples
 #   C  compute-sanitizer, profiles by ncu, the figures once more, the Hopper job
 #
