@@ -114,19 +114,9 @@ def write_json(path: str | Path, content: dict[str, Any]) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print rows under their columns, numbers to the right."""
-    cells = [list(columns), *([_text(value) for value in row] for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
-    numeric = [
-        all(isinstance(row[i], (int, float)) or row[i] is None for row in rows) for i in range(len(columns))
-    ]
-    for number, row in enumerate(cells):
-        parts = [
-            c.rjust(w) if right else c.ljust(w) for c, w, right in zip(row, widths, numeric, strict=True)
-        ]
-        print("  ".join(parts).rstrip())
-        if number == 0:
-            print("  ".join("-" * width for width in widths))
+    """Print rows under their columns as a Markdown table."""
+    for cells in (columns, ["---"] * len(columns), *rows):
+        print("| " + " | ".join(map(_text, cells)) + " |")
     sys.stdout.flush()
 
 
