@@ -1,7 +1,7 @@
 """How fast batches are gathered, against a C loop of memcpy over the same rows.
 
     python benchmarks/gather.py --json F                  one thread: the op, and complete samples
-    python benchmarks/gather.py --ranks 2 --busy --json F     also: ranks at once, and busy cores
+    python benchmarks/gather.py --ranks 2 --json F        also: ranks at once
 
 docs/performance-appendix.md says what the columns mean.
 """
@@ -9,7 +9,6 @@ docs/performance-appendix.md says what the columns mean.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from support.ranks import busy_cores, run_ranks
+from support.ranks import run_ranks
 from support.report import Disturbance, document, print_table, write_json
 from support.subject import Subject
 from support.workloads import SIZES, WINDOWS, workload
@@ -27,20 +26,12 @@ KINDS = ("limit", "op", "sample", "index_select")
 OP_BOUND = {"whole": 1.15, "frames": 1.15, "100": 1.4, "20": 2.2}  # times the limit, for B >= 128
 FIXED_BOUND_US = 60.0  # of sample() above the op; judged at the smallest batch, where it is not hidden
 RANKS_BOUND = 0.9  # of the rate of as many memcpy loops
-TAIL_BOUND = 10.0  # 99th percentile over median
 _BLOCK_S = 0.04  # time of one kind before the next has its turn
 RANKS_CASES = (
     ("W1", "whole", 128),
     ("W1", "whole", 512),
     ("W1", "100", 512),
     ("W1", "20", 1024),
-    ("W3", "frames", 256),
-)
-BUSY_CASES = (
-    ("W1", "whole", 128),
-    ("W1", "whole", 512),
-    ("W1", "100", 128),
-    ("W1", "20", 128),
     ("W3", "frames", 256),
 )
 
@@ -154,43 +145,10 @@ def rank_blocks(
     return times
 
 
-def busy(name: str, window: str, batch_size: int, scale: float, repeats: int) -> Row:
-    """Measure the spread of wall times while other processes keep every core busy."""
-    subject = Subject(workload(name, scale), window, batch_size)
-    times: dict[str, list[np.ndarray]] = {"limit": [], "sample": []}
-    count = 4 * _block(subject)
-    with busy_cores(len(os.sched_getaffinity(0))):
-        for _ in range(repeats):
-            for kind in times:
-                times[kind].append(getattr(subject, kind)(count)[1])
-    subject.close()
-    wall = {kind: np.concatenate(blocks) / 1e6 for kind, blocks in times.items()}
-    median = {kind: float(np.median(values)) for kind, values in wall.items()}
-    tail = {kind: float(np.percentile(values, 99)) for kind, values in wall.items()}
-    row = Row(
-        name,
-        window,
-        "busy",
-        batch_size,
-        median["sample"],
-        median["limit"],
-        median["sample"] / median["limit"],
-    )
-    row.extra = {
-        "p99_ms": tail["sample"],
-        "limit_p99_ms": tail["limit"],
-        "tail": tail["sample"] / median["sample"],
-        "limit_tail": tail["limit"] / median["limit"],
-    }
-    row.bound, row.judged = TAIL_BOUND, row.extra["tail"]
-    return row
-
-
 def run(
     *,
     quick: bool = False,
     ranks: int = 1,
-    with_busy: bool = False,
     only: Sequence[str] = (),
     repeats: int = 15,
 ) -> list[Row]:
@@ -199,7 +157,6 @@ def run(
     Args:
         quick: Few trajectories, small batches and repeats: to see that it runs, not for numbers.
         ranks: Measure this many ranks at once as well, if more than 1.
-        with_busy: Measure with busy cores as well.
         only: Workloads to measure; empty for all.
         repeats: Blocks of each kind.
     """
@@ -216,39 +173,11 @@ def run(
             if name in names:
                 rows.append(at_once(ranks, name, window, size, scale, repeats))
                 _say(f"{ranks} ranks: {name} {window} B={size}")
-    if with_busy:
-        for name, window, size in BUSY_CASES[-1:] if quick else BUSY_CASES:
-            if name in names:
-                rows.append(busy(name, window, size, scale, repeats))
-                _say(f"busy cores: {name} {window} B={size}")
     return rows
 
 
 def _say(text: str) -> None:
     print(f"gather: {text}", file=sys.stderr, flush=True)
-
-
-def figure(rows: Sequence[Row], path: Path) -> None:
-    """Draw the ratios of one thread: the op and the complete sample, by window and batch size."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    cases = [(name, window) for name in SIZES for window in WINDOWS[name]]
-    cases = [c for c in cases if any((r.workload, r.window) == c for r in rows)]
-    drawn, axes = plt.subplots(1, len(cases), figsize=(3 * len(cases), 3), sharey=True, squeeze=False)
-    for axis, (name, window) in zip(axes[0], cases, strict=True):
-        for kind, label in (("op", "op"), ("sample", "sample()"), ("index_select", "torch.index_select")):
-            mine = [r for r in rows if (r.workload, r.window, r.what) == (name, window, kind)]
-            axis.plot([str(r.B) for r in mine], [r.ratio for r in mine], marker="o", label=label)
-        axis.axhline(1.0, color="grey", linewidth=0.8)
-        axis.set(title=f"{name} {window}", xlabel="batch size", yscale="log")
-    axes[0][0].set_ylabel("time over memcpy limit")
-    axes[0][-1].legend()
-    drawn.tight_layout()
-    drawn.savefig(path, dpi=150)
-    plt.close(drawn)
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -281,9 +210,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--figure", type=Path, help="draw the ratios into this file")
     parser.add_argument("--ranks", type=int, default=1, help="measure this many ranks at once as well")
-    parser.add_argument("--busy", action="store_true", help="measure with busy cores as well")
     parser.add_argument("--only", nargs="*", default=[], choices=sorted(SIZES), help="workloads")
     parser.add_argument("--repeats", type=int, default=15, help="blocks of each kind")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
@@ -292,7 +219,6 @@ def main() -> None:
     rows = run(
         quick=options.quick,
         ranks=options.ranks,
-        with_busy=options.busy,
         only=options.only,
         repeats=options.repeats,
     )
@@ -303,8 +229,6 @@ def main() -> None:
     )
     if options.json is not None:
         write_json(options.json, document(disturbance, [row.to_json() for row in rows]))
-    if options.figure is not None:
-        figure(rows, options.figure)
 
 
 if __name__ == "__main__":

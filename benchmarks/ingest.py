@@ -1,6 +1,6 @@
 """How fast trajectories come in, against memcpy of as many bytes, and what that costs who samples.
 
-    python benchmarks/ingest.py --json F [--quick] [--reverb-python P]
+    python benchmarks/ingest.py --json F [--quick]
 
 One core per process: writers are actors that attach to the store of this process. The performance pages say
 what the columns mean.
@@ -11,21 +11,20 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from support.report import Disturbance, document, print_table, write_json
 from ingest_inference import measure
-from ingest_processes import STORE_STEPS, W1, W2, Process, reverb_steps, section
+from ingest_processes import STORE_STEPS, W1, W2, Process, section
 
 from deepspeed_gear import Replay
 from deepspeed_gear.store.records import Control
 
 BIG, SMALL = 20_000, 1_000  # steps: 1.2 MB and 61 kB
 BOUNDS = {BIG: 0.6, SMALL: 0.25}
-LEAST_STEPS, LEAST_PAIR, MOST_SLOWER = 300_000.0, 0.85, 1.3
+LEAST_STEPS, MOST_SLOWER = 300_000.0, 1.3
 LEAST_ACTIONS, MOST_ROUND_TRIP_US = 50_000.0, 100.0
 Rows = list[dict[str, Any]]
 
@@ -46,7 +45,7 @@ def whole(quick: bool) -> Rows:
     return rows
 
 
-def vector(quick: bool, reverb_python: str | None = None) -> Rows:
+def vector(quick: bool) -> Rows:
     """Take steps of 8 environments at once; also such that each can be sampled before its episode ends."""
     rows: Rows = []
     with table(W2, 500_000, 2_000):
@@ -66,31 +65,10 @@ def vector(quick: bool, reverb_python: str | None = None) -> Rows:
         published = Process("steps", 8, 3 if quick else 20, True, core=1).result()
     rows.append({"what": "steps", "system": "gear, published", **published})
     others = Process("peers", 8, core=1).result()
-    if reverb_python is not None:
-        others |= reverb_steps(reverb_python, 8, 1.0 if quick else 10.0)
     rows += [
         {"what": "steps", "system": name.split()[0], "steps_per_s": rate} for name, rate in others.items()
     ]
     return rows
-
-
-def pair(quick: bool) -> Rows:
-    """Two writers at once, against two loops of memcpy."""
-    seconds, turns, rates = (0.3, 1, []) if quick else (1.5, 9, [])
-    num_bytes = SMALL * W1.row_bytes
-    for _ in range(turns):
-        with table(W1, STORE_STEPS, BIG):
-            alone = Process("loop", SMALL, seconds, core=1).result()["adds_per_s"]
-            both = [Process("loop", SMALL, seconds, core=core) for core in (0, 1)]
-            writers = sum(process.result()["adds_per_s"] for process in both)
-        one = Process("copies", num_bytes, seconds, core=1).result()["memcpys_per_s"]
-        loops = [Process("copies", num_bytes, seconds, core=core) for core in (0, 1)]
-        two = sum(process.result()["memcpys_per_s"] for process in loops)
-        rates.append((writers / alone, two / one))
-    gear, limit = np.median(rates, axis=0).tolist()
-    ratio = gear / limit
-    row = {"what": "two writers", "times_one": gear, "memcpy_times_one": limit, "judged": ratio}
-    return [{**row, "bound": LEAST_PAIR, "holds": ratio >= LEAST_PAIR}]
 
 
 def reader(quick: bool) -> Rows:
@@ -144,7 +122,7 @@ def inference(quick: bool) -> Rows:
     return rows
 
 
-PARTS = {"inference": inference, "add": whole, "steps": vector, "pair": pair, "reader": reader}
+PARTS = {"inference": inference, "add": whole, "steps": vector, "reader": reader}
 
 
 def main() -> None:
@@ -155,14 +133,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="only some of it")
-    parser.add_argument(
-        "--reverb-python", help="an interpreter that has Reverb, whose steps are measured beside ours"
-    )
     options = parser.parse_args()
     disturbance, rows = Disturbance(), []
-    parts = {**PARTS, "steps": partial(vector, reverb_python=options.reverb_python)}
     for part in options.parts:
-        found = parts[part](options.quick)
+        found = PARTS[part](options.quick)
         rows += found
         heads = list(dict.fromkeys(head for row in found for head in row if head != "what"))
         print_table(heads, [[row.get(head) for head in heads] for row in found])

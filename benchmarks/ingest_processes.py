@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import support  # noqa: F401  # puts the checkout first
 import numpy as np
-from support import ROOT
 
 from deepspeed_gear import Column, Schema, TrajectoryWriter
 from deepspeed_gear.store.shared_memory import living
@@ -133,11 +133,6 @@ def loop(writer: TrajectoryWriter, num_steps: int, seconds: float) -> dict[str, 
     return {"adds_per_s": rate_of(add, seconds)}
 
 
-def copies(num_bytes: int, seconds: float) -> dict[str, float]:
-    """Copy at full speed for some seconds."""
-    return {"memcpys_per_s": rate_of(Memcpy(num_bytes), seconds)}
-
-
 def peers(num_envs: int) -> dict[str, float]:
     """Return steps per second of other projects' buffers, those that are installed."""
     if importlib.util.find_spec("cpprb") is None:
@@ -154,18 +149,6 @@ def peers(num_envs: int) -> dict[str, float]:
 
     rate_of(step, 0.5)
     return {"cpprb steps_per_s": num_envs * float(np.median([rate_of(step) for _ in range(20)]))}
-
-
-def reverb_steps(python: str, num_envs: int, seconds: float) -> dict[str, float]:
-    """Return steps per second of Reverb, in an interpreter that has it. Its server has another core."""
-    script = ROOT / "benchmarks" / "ingest_reverb.py"
-    call = [python, str(script), str(num_envs), str(seconds)]
-    done = subprocess.run(call, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=300)
-    if done.returncode:
-        raise RuntimeError(f"{script.name} ended with {done.returncode}: has {python} Reverb?")
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    found: dict[str, float] = json.loads(lines[-1])
-    return found
 
 
 ROLES: dict[str, Callable[..., dict[str, float]]] = {"adds": adds, "steps": steps, "loop": loop}
@@ -199,7 +182,7 @@ def _work(call: str) -> None:
         with TrajectoryWriter.attach(name=store.name) as writer:
             found = ROLES[role](writer, *arguments)
     else:
-        found = {"copies": copies, "peers": peers}[role](*arguments)
+        found = peers(*arguments)
     print(json.dumps(found))
 
 

@@ -80,13 +80,11 @@ class Wire:
 
     def __init__(self, index: int, count: int) -> None:
         self.index, self.count, self.last_wait_s, self.left = index, count, 0.0, False
-        self.sent = np.zeros(count, np.int64)
         self.received: list[np.ndarray] = []
         self._begins_cut = False
 
     def begin(self, messages: Sequence[np.ndarray]) -> Callable[[], list[np.ndarray]]:
         """Answer the record, and then what follows it."""
-        self.sent += [part.nbytes for part in messages]
         self._begins_cut = not self._begins_cut
         if not self._begins_cut:
             return lambda: self.received
@@ -113,16 +111,14 @@ class Planner:
         self._slots = torch.zeros(TRAJECTORIES, Slot.NUM_WORDS, dtype=torch.int64)
         self._nowhere = [torch.empty(0, dtype=torch.uint8)] * len(layout.names)
         self._sizes, self._needed = torch.zeros(routes.num_nodes, dtype=torch.int64), torch.zeros(2).long()
-        self.sent, self.received = np.zeros((2, routes.num_nodes), np.int64)
 
     def steps_of(self, records: torch.Tensor) -> None:
         """No window follows n-step steps."""
 
     def encode(self, outgoing: torch.Tensor, heads: torch.Tensor) -> list[np.ndarray]:
-        """Plan and count what would be sent; return messages of heads alone."""
+        """Plan what would be sent; return messages of heads alone."""
         given = self._nowhere, outgoing, *self._layout, heads, self._slots
         self._encode(torch.empty(0, dtype=torch.int64), self._sizes, *given)  # no room, so none is copied
-        self.sent += self._sizes.numpy()
         return [np.empty(head // 8, np.int64) for head in heads.tolist()]
 
     def decode(
@@ -134,11 +130,10 @@ class Planner:
         heads: torch.Tensor,
         messages: Sequence[np.ndarray],
     ) -> None:
-        """Plan and count what would be received, and say where it would lie."""
+        """Plan what would be received, and where it would lie."""
         said = [torch.from_numpy(message) for message in messages]
         given = said, which, incoming, *self._layout, heads
         self._decode(self._nowhere, ring, self._sizes, self._needed, *given, (0, 0, 0, 0, 0, 0))
-        self.received += self._sizes.numpy()
 
 
 class Batch(NamedTuple):

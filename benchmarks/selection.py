@@ -1,7 +1,7 @@
 """How fast items are selected: prioritized and uniform batches against a C loop and against cpprb.
 
-    python benchmarks/selection.py --json F                      one thread: batches, memory, growth, top-k
-    python benchmarks/selection.py --ranks 2 --json F --figure F     also: ranks at once on one store
+    python benchmarks/selection.py --json F                one thread: batches, memory
+    python benchmarks/selection.py --ranks 2 --json F      also: ranks at once on one store
 
 A batch is sampled, gathered and weighted, and its priorities are updated. The performance pages say what the
 columns mean.
@@ -21,7 +21,6 @@ import numpy as np
 from support.ranks import run_ranks
 from support.report import Disturbance, document, print_table, write_json
 from support.transitions import SAMPLERS, Cpprb, Gear, has_cpprb, limit_of, w2
-from select_growth import BATCH, microseconds, top_k_ms
 
 SIZES = (256, 4096)
 LIMIT_BOUND = {
@@ -33,10 +32,6 @@ LIMIT_BOUND = {
 CPPRB_BOUND = 2.5  # times as fast
 RANKS_BOUND = 8000.0  # batches a second of all ranks
 MEMORY_BOUND = 1.25  # store over payload
-GROWTH_BOUND = 4.0  # a draw at the most items over one at the fewest
-TOP_K_BOUND_MS = 15.0
-GROWTH = tuple(10**power for power in range(4, 9))
-TOP_K = 10**7, 1024
 _BLOCK_S = 0.04  # time of one system before the next has its turn
 
 
@@ -45,7 +40,7 @@ class Row:
     """One measurement.
 
     Args:
-        what: "batch", "ranks", "memory", "draw", "update" or "top_k".
+        what: "batch", "ranks" or "memory".
         system: "gear" or "cpprb".
         B: Samples of a batch on each rank.
         items: How many there are.
@@ -171,29 +166,6 @@ def rank_blocks(batch: int, scale: float, repeats: int) -> dict[str, list[float]
     return times
 
 
-def growth(sizes: Sequence[int], count: int) -> list[Row]:
-    """Measure a draw and an update at growing numbers of items; draws at the most are judged."""
-    rows = []
-    for items in sizes:
-        for what, us in microseconds(items, count).items():
-            row = Row(what, "gear", "prioritized", BATCH, 1, items, us * BATCH / 1e3)
-            row.extra = {"us": us}
-            rows.append(row)
-        _say(f"growth: {items:,} items")
-    draws = [row for row in rows if row.what == "draw"]
-    first, last = draws[0].ms, draws[-1].ms
-    assert first is not None
-    assert last is not None
-    draws[-1].bound, draws[-1].judged = GROWTH_BOUND, last / first
-    return rows
-
-
-def top_k(items: int, k: int, count: int) -> Row:
-    """Measure the k highest priorities."""
-    ms = top_k_ms(items, k, count)
-    return Row("top_k", "gear", "top_k", k, 1, items, ms, bound=TOP_K_BOUND_MS, judged=ms)
-
-
 def run(*, quick: bool = False, ranks: int = 1, repeats: int = 15) -> list[Row]:
     """Measure everything that is asked for.
 
@@ -211,32 +183,11 @@ def run(*, quick: bool = False, ranks: int = 1, repeats: int = 15) -> list[Row]:
     if ranks > 1:
         rows.append(at_once(ranks, SIZES[0], scale, repeats))
         _say(f"{ranks} ranks")
-    rows += growth(GROWTH[:2] if quick else GROWTH, 3 if quick else 60)
-    rows.append(top_k(10**5 if quick else TOP_K[0], TOP_K[1], 3 if quick else 30))
     return rows
 
 
 def _say(text: str) -> None:
     print(f"select: {text}", file=sys.stderr, flush=True)
-
-
-def figure(rows: Sequence[Row], path: Path) -> None:
-    """Draw the microseconds of a draw and of an update over the number of items."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    drawn, axis = plt.subplots(figsize=(5, 3))
-    for what in ("draw", "update"):
-        mine = [row for row in rows if row.what == what]
-        axis.plot([r.items for r in mine], [(r.extra or {})["us"] for r in mine], marker="o", label=what)
-    axis.set(xlabel="items", ylabel="us", xscale="log")
-    axis.set_ylim(bottom=0)
-    axis.legend()
-    drawn.tight_layout()
-    drawn.savefig(path, dpi=150)
-    plt.close(drawn)
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -255,7 +206,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--figure", type=Path, help="draw the growth into this file")
     parser.add_argument("--ranks", type=int, default=1, help="measure this many ranks at once as well")
     parser.add_argument("--repeats", type=int, default=15, help="blocks of each system")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
@@ -269,8 +219,6 @@ def main() -> None:
     )
     if options.json is not None:
         write_json(options.json, document(disturbance, [row.to_json() for row in rows]))
-    if options.figure is not None:
-        figure(rows, options.figure)
 
 
 if __name__ == "__main__":

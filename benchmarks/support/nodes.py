@@ -129,16 +129,6 @@ def nodes(count: int) -> Iterator[Nodes]:
             found.script("down")
 
 
-def on_wire() -> dict[str, int]:
-    """Return the bytes that the interface of this node has sent and received, headers included."""
-    words = next(
-        line.split(":")[1].split()
-        for line in Path("/proc/net/dev").read_text().splitlines()
-        if line.strip().startswith(f"{INTERFACE}:")
-    )
-    return {"tx_bytes": int(words[8]), "rx_bytes": int(words[0])}
-
-
 def _work(call: str, out: str) -> None:
     import torch.distributed as dist
 

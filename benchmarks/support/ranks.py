@@ -6,11 +6,8 @@ import multiprocessing
 import os
 import queue
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 _START_S = 600.0
@@ -99,21 +96,3 @@ def _rank(
         raise
     if results is not None:
         results.put((rank, None, value))
-
-
-_SPIN = (
-    "import os; p = os.getppid()\nwhile os.getppid() == p: sum(range(1000000))"  # ends when its parent dies
-)
-
-
-@contextmanager
-def busy_cores(count: int) -> Iterator[None]:
-    """Keep cores busy with other processes."""
-    processes = [subprocess.Popen([sys.executable, "-c", _SPIN]) for _ in range(count)]
-    time.sleep(0.5)  # until they have started
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()

@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -44,9 +43,8 @@ def rows_of(run_python: Run, path: Path, script: str, *arguments: str) -> list[d
 
 
 def test_gather_runs(run_python: Run, tmp_path: Path) -> None:
-    options = ("--ranks", "2", "--busy", "--figure", str(tmp_path / "ratios.png"))
-    rows = rows_of(run_python, tmp_path / "gather.json", "gather", *options)
-    assert {row["what"] for row in rows} == {"op", "sample", "index_select", "two_ranks", "busy"}
+    rows = rows_of(run_python, tmp_path / "gather.json", "gather", "--ranks", "2")
+    assert {row["what"] for row in rows} == {"op", "sample", "index_select", "two_ranks"}
     assert {(row["workload"], row["window"]) for row in rows} == {
         ("W1", "whole"),
         ("W1", "100"),
@@ -57,26 +55,17 @@ def test_gather_runs(run_python: Run, tmp_path: Path) -> None:
         assert row["ms"] > 0
         assert row["limit_ms"] > 0
         assert row["ratio"] == pytest.approx(row["ms"] / row["limit_ms"], rel=1.0)
-    assert (tmp_path / "ratios.png").stat().st_size > 1000
 
 
 def test_scale_runs(run_python: Run, tmp_path: Path) -> None:
-    rows = rows_of(run_python, tmp_path / "scale.json", "scale", "--figure", str(tmp_path / "scale.png"))
+    rows = rows_of(run_python, tmp_path / "scale.json", "scale")
     assert [(row["nodes"], row["samples"]) for row in rows] == [(1, 8), (2, 16), (4, 32)]
-    assert rows[0]["node_bytes"] == 0
     for row in rows[1:]:
         assert sum(row["parts_ms"].values()) == pytest.approx(row["plan_ms"], rel=0.5)
-        assert row["planned_node_bytes"] == pytest.approx(row["node_bytes"], rel=0.05), "counted as planned"
-        assert row["node_bytes"] == pytest.approx(row["link_bytes"] * (row["nodes"] - 1))
-        assert row["node_most_bytes"] >= row["node_bytes"]
-        slow, *_, fast = row["exchange"]
-        assert slow["least_ms"] > fast["least_ms"] > 2 * 0.05
-    assert (tmp_path / "scale.png").stat().st_size > 1000
 
 
 def test_select_runs(run_python: Run, tmp_path: Path) -> None:
-    options = ("--ranks", "2", "--figure", str(tmp_path / "growth.png"))
-    rows = rows_of(run_python, tmp_path / "selection.json", "selection", *options)
+    rows = rows_of(run_python, tmp_path / "selection.json", "selection", "--ranks", "2")
     mine = [row for row in rows if row["what"] == "batch" and row["system"] == "gear"]
     assert [(row["sampler"], row["B"]) for row in mine] == [
         ("prioritized", 256),
@@ -86,14 +75,13 @@ def test_select_runs(run_python: Run, tmp_path: Path) -> None:
     ]
     for row in mine:
         assert row["ratio"] == pytest.approx(row["ms"] / row["limit_ms"], rel=1.0)
-    assert {row["what"] for row in rows} == {"batch", "memory", "ranks", "draw", "update", "top_k"}
+    assert {row["what"] for row in rows} == {"batch", "memory", "ranks"}
     ranks = next(row for row in rows if row["what"] == "ranks")
     assert ranks["ranks"] == 2
     assert ranks["batches_per_s"] == pytest.approx(1e3 / ranks["ms"])
-    assert (tmp_path / "growth.png").stat().st_size > 1000
 
 
-PARTS_OF_INGEST = ("inference", "add", "steps", "pair", "reader")
+PARTS_OF_INGEST = ("inference", "add", "steps", "reader")
 
 
 def test_ingest_runs(run_python: Run, tmp_path: Path) -> None:
@@ -178,28 +166,9 @@ def test_the_limit_of_selection_does_what_it_is_a_limit_of(load: Load, sampler: 
     assert (drawn.items == 33).all()
 
 
-def test_the_bound_of_bytes(load: Load) -> None:
-    exchange = load("exchange")
-    assert exchange.bound_of_bytes(1000.0, 10.0, 2, 3) == 1.05 * 1000 + 64 * 10 + 2 * 3 * 16384
-
-
 def test_a_turn_takes_as_long_as_its_last_rank(load: Load) -> None:
     ranks = [{"carry": [1.0, 5.0, 2.0]}, {"carry": [4.0, 1.0, 3.0]}]
     assert load("exchange").slowest(ranks, "carry") == 4.0
-
-
-@LONG
-def test_exchange_runs(run_python: Run, tmp_path: Path, load: Load) -> None:
-    reason = load("support.nodes").why_no_nodes()
-    if reason is not None:
-        result = run_python("benchmarks/exchange.py", "--quick")
-        assert result.returncode == 1
-        assert reason in result.stderr
-        pytest.skip(reason)
-    rows = rows_of(run_python, tmp_path / "exchange.json", "exchange", "--parts", "traffic")
-    assert {row["what"] for row in rows} == {"bytes", "selection"}
-    assert all(row["holds"] for row in rows if "holds" in row)
-    assert all(row["wire"] > row["sent"] >= row["needed"] > 0 for row in rows if row["what"] == "bytes")
 
 
 GPU_FIGURES = {
@@ -325,14 +294,11 @@ def test_select_hides_no_module_of_the_standard_library(run_python: Run) -> None
 
 @LONG
 def test_memory_runs(run_python: Run, tmp_path: Path) -> None:
-    store, ranks, trained = rows_of(run_python, tmp_path / "memory.json", "memory")
+    store, ranks = rows_of(run_python, tmp_path / "memory.json", "memory")
     assert store["holds"]
     assert store["store_bytes"] > store["payload_bytes"]
     assert ranks["holds"]
     assert ranks["shared_bytes_1"] >= store["payload_bytes"]
-    assert trained["trajectories_seen"] == 50
-    assert trained["wrong_rows"] == 0
-    assert trained["loss_after"] < trained["loss_before"]
 
 
 def test_starvation_runs(run_python: Run, tmp_path: Path) -> None:
@@ -431,13 +397,6 @@ def test_determinism_compares_every_option(load: Load) -> None:
         assert {case.ranks for case in mine if case.backend == "reference"} == {1, 2, 4}
         native = {(c.ranks, c.accumulation, c.prefetch) for c in mine if c.backend == "cpu"}
         assert len(native) == 3 * 3 * 2
-
-
-def test_a_command_that_fails_under_a_limit_is_an_error(load: Load) -> None:
-    limited = load("memory_limited")
-    assert limited.run_limited([sys.executable, "-c", "pass"], 512 << 20)["mechanism"]
-    with pytest.raises(subprocess.CalledProcessError):
-        limited.run_limited([sys.executable, "-c", "raise SystemExit(3)"], 512 << 20)
 
 
 def test_results_can_be_read_again(load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
