@@ -23,7 +23,6 @@ from typing import Any
 import support  # noqa: F401  # puts the checkout first
 import gpu_device_table
 import gpu_host_table
-import gpu_replay
 import torch
 from support.report import Disturbance, document, print_table, write_json
 from gpu_clock import Clock, Row
@@ -32,7 +31,7 @@ BLOCKS, BLOCK_S = 9, 0.05
 Figure = Callable[[], Iterator[Row]]
 
 
-FIGURES = ("gather", "selection", "steps", "online", "host", "replay")
+FIGURES = ("gather", "selection", "steps", "online", "host")
 
 
 def figures(clock: Clock, is_smoke: bool, tables: Sequence[str] = gpu_host_table.TABLES) -> dict[str, Figure]:
@@ -53,7 +52,6 @@ def figures(clock: Clock, is_smoke: bool, tables: Sequence[str] = gpu_host_table
         "steps": lambda: gpu_device_table.steps(clock, device),
         "online": lambda: gpu_device_table.online(clock, device),
         "host": lambda: gpu_host_table.collections(clock, host),
-        "replay": lambda: gpu_replay.replays(clock, host),
     }
 
 
@@ -113,7 +111,7 @@ def main() -> None:
         nargs="+",
         choices=gpu_host_table.TABLES,
         default=gpu_host_table.TABLES,
-        help="tables in host memory of the figures host and replay: 1 GiB, 12 GiB; both",
+        help="tables in host memory of the figure host: 1 GiB, 12 GiB; both",
     )
     options = parser.parse_args()
     device = torch.device(options.device)

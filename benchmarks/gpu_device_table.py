@@ -77,13 +77,12 @@ def replay_of(
     trajectories: int,
     steps: int,
     device: torch.device,
-    max_times_sampled: int = 0,
     **options: Any,
 ) -> DeviceReplay:
     """Return a replay whose table is full of random content."""
     table = {"placement": "device", "remove": "fifo", "schema": {"columns": columns_of(shapes)}}
     table |= {"capacity_steps": trajectories * steps, "max_length": steps}
-    table |= {"capacity_trajectories": trajectories, "max_times_sampled": max_times_sampled}
+    table["capacity_trajectories"] = trajectories
     replay = DeviceReplay({"seed": 0, "tables": {"main": table}, **options}, device)
     at_once = min(max(1, (1 << 16) // steps), max(1, trajectories // 2))
     for first in range(0, trajectories, at_once):
@@ -207,41 +206,6 @@ def selection(clock: Clock, sizes: Sizes) -> Iterator[Row]:
         for name, bound in (("draw", 15.0), ("update", 12.0)):
             row = rows_against(name, case, times, ceiling, CALLS)[name]
             row.what, row.judged, row.at_most = "gear", "us", bound
-            yield row
-    yield from _other_selections(clock, sizes)
-
-
-def _other_selections(clock: Clock, sizes: Sizes) -> Iterator[Row]:
-    """Draws with a limit that no trajectory reaches, so rounds alone; and the highest priorities."""
-    count, items = 256, sizes.items
-    cases: dict[str, tuple[dict[str, Any], int]] = {
-        "limited draw": ({"kind": "prioritized", "alpha": ALPHA, "beta": BETA}, 2**31 - 1),
-        "top-k": ({"kind": "top_k"}, 0),
-    }
-    for name, (sampler, most) in cases.items():
-        options: dict[str, Any] = {"sampler": sampler, "fields": {"value": {}}, "batch_size": count}
-        with replay_of({"value": ()}, items, 1, clock.device, most, **options) as replay:
-            batch = replay.new_batch()
-            importance, copies = batch.importance, torch.zeros_like(batch.records)
-            assert importance is not None
-
-            def draw(
-                replay: DeviceReplay = replay, records: Tensor = batch.records, weights: Tensor = importance
-            ) -> None:
-                for _ in range(CALLS):
-                    replay._mixture.select_(records, weights)
-
-            def copy(copies: Tensor = copies, records: Tensor = batch.records) -> None:
-                for _ in range(CALLS):
-                    copies.copy_(records)
-
-            draw()
-            ceiling = "device copy of the records"
-            times = clock.compare({key: clock.graph(run) for key, run in ((name, draw), (ceiling, copy))})
-            row = rows_against(name, f"{count} of {items} items, {CALLS} in a graph", times, ceiling, CALLS)[
-                name
-            ]
-            row.what = "gear"
             yield row
 
 

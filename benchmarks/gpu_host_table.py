@@ -1,8 +1,7 @@
 """Figures of memory of the host that the device reads: by kernels, and by the copy engine.
 
 Launches and calls are those of a Replay: its number of blocks, samples in order of their rows, pieces in one
-call of `copy_pieces_`. A kernel over the whole device stands beside them. What a Replay makes of them is in
-gpu_replay.py.
+call of `copy_pieces_`. A kernel over the whole device stands beside them.
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 from support.report import Disturbance, document, print_table, write_json
-from ingest_inference import measure
-from ingest_processes import STORE_STEPS, W1, W2, Process, section
+from ingest_processes import STORE_STEPS, W1, W2, Process, actions, section
 
 from deepspeed_gear import Replay
 from deepspeed_gear.store.records import Control
@@ -111,7 +110,7 @@ def inference(quick: bool) -> Rows:
     """Closed loops of simulators and a policy of one multiplication, in two processes."""
     rows: Rows = []
     for num_envs in (64, 1):
-        found = measure(num_envs, 100 if quick else 4000)
+        found = actions(num_envs, 100 if quick else 4000)
         row = {"what": "inference", **found}
         if num_envs == 64:
             judged, bound = found["actions_per_s"], LEAST_ACTIONS

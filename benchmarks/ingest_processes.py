@@ -1,10 +1,11 @@
-"""What the processes of `ingest.py` do: writers that add or step, and memcpy beside them."""
+"""What the processes of `ingest.py` do: writers that add or step, memcpy beside them, and simulators."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
 import json
+import multiprocessing
 import subprocess
 import sys
 import time
@@ -14,8 +15,9 @@ from typing import Any
 
 import support  # noqa: F401  # puts the checkout first
 import numpy as np
+import torch
 
-from deepspeed_gear import Column, Schema, TrajectoryWriter
+from deepspeed_gear import Column, InferenceClient, InferenceLoader, Replay, Schema, TrajectoryWriter
 from deepspeed_gear.store.shared_memory import living
 
 STEPS_SCHEMA = [
@@ -26,6 +28,16 @@ STEPS_SCHEMA = [
 ]
 W1 = Schema(STEPS_SCHEMA)
 W2 = Schema([STEPS_SCHEMA[0], Column("next_observation", "float32", (11,)), *STEPS_SCHEMA[1:]])
+POLICY_SCHEMA = Schema(
+    [
+        Column("observation", "float32", (17,), "observation", "T+1"),
+        Column("action", "float32", (6,), "action"),
+        Column("reward", "float32", (), "reward"),
+        Column("terminated", "bool", (), "terminated"),
+        Column("truncated", "bool", (), "truncated"),
+    ]
+)
+EPISODE = 200  # steps of a simulator
 STORE_STEPS = 2_000_000  # of W1: what memcpy writes to is as large
 PREFIX = "gearbench"  # of the store's file
 _BLOCK_S = 0.05
@@ -152,6 +164,72 @@ def peers(num_envs: int) -> dict[str, float]:
 
 
 ROLES: dict[str, Callable[..., dict[str, float]]] = {"adds": adds, "steps": steps, "loop": loop}
+
+
+def simulate(config: dict[str, Any], num_envs: int, rounds: int, results: Any) -> None:
+    """Run environments that cost nothing; put seconds per round, and of each wait for actions.
+
+    Args:
+        config: Of the run.
+        num_envs: N.
+        rounds: Steps of each environment that are measured; a quarter of them go before.
+        results: Queue that gets the two.
+    """
+    observation, reward = np.zeros((num_envs, 17), np.float32), np.ones(num_envs, np.float32)
+    going, ends, waits = np.zeros(num_envs, bool), np.ones(num_envs, bool), []
+    with (
+        TrajectoryWriter.attach(config) as writer,
+        InferenceClient(writer, num_envs, "next_step") as simulators,
+    ):
+        simulators.reset(observation=observation)
+        for i in range(rounds + rounds // 4):
+            if i == rounds // 4:
+                begun = time.perf_counter()
+            asked = time.perf_counter()
+            observation[:, 0] = simulators.act()["action"][:, 0]
+            waits.append(time.perf_counter() - asked)
+            truncated = ends if i % EPISODE == EPISODE - 1 else going
+            simulators.step(observation=observation, reward=reward, terminated=going, truncated=truncated)
+        results.put(((time.perf_counter() - begun) / rounds, waits[rounds // 4 :]))
+
+
+def actions(num_envs: int, rounds: int) -> dict[str, float]:
+    """Measure a closed loop: one process of simulators, one of a policy that only multiplies.
+
+    Returns:
+        Actions per second, the time of a round, and of the wait from `act` to its answer, in microseconds.
+    """
+    table = {"capacity_steps": 100_000, "writers": 4, "remove": "fifo"}
+    config = {
+        "shared_memory": {"prefix": PREFIX},
+        "tables": {"main": table},
+        "sampler": {"kind": "uniform", "unit": "step"},
+        "fields": {"observation": {}, "action": {}},
+        "batch_size": 8,
+    }
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    with (
+        Replay(config, schemas={"main": POLICY_SCHEMA}) as replay,
+        InferenceLoader(replay, num_envs, timeout=0.1) as loader,
+    ):
+        process = context.Process(target=simulate, args=(config, num_envs, rounds, results), daemon=True)
+        process.start()
+        weights = torch.full((17, 6), 0.01)
+        for request in loader:
+            if request:
+                request.reply(action=request["observation"] @ weights)
+            elif not results.empty() or not process.is_alive():
+                break
+        seconds, waits = results.get(timeout=10)
+        process.join()
+    return {
+        "simulators": num_envs,
+        "actions_per_s": num_envs / seconds,
+        "round_us": seconds * 1e6,
+        "wait_us_median": float(np.median(waits)) * 1e6,
+        "wait_us_p95": float(np.percentile(waits, 95)) * 1e6,
+    }
 
 
 class Process:

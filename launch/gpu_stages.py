@@ -239,7 +239,6 @@ def stage_b(here: Machine) -> list[Wave]:
                 here,
                 "--figures",
                 "host",
-                "replay",
                 "--tables",
                 "small",
                 limit_s=120,
