@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +96,48 @@ def make_engine(model: nn.Module, gear: dict[str, Any], **options: Any) -> Any:
         model=model, model_parameters=model.parameters(), config="ds_config.json", **options
     )
     return engine
+
+
+def language_model() -> tuple[Any, Callable[[int], None], Callable[[torch.Tensor, Any], torch.Tensor]]:
+    """Make an engine whose table takes groups of four responses.
+
+    Returns:
+        The engine; what adds so many groups; the loss of each place. logits [1, N, V] -> [1, N].
+    """
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=64, **sizes, **heads))
+    columns = {
+        "tokens": {"dtype": "int32", "role": "token"},
+        "loss_mask": {"dtype": "bool", "role": "loss_mask"},
+        "reward": {"dtype": "float32", "rows": "1"},
+        "prompt_id": {"dtype": "int64", "rows": "1"},
+    }
+    table = {"capacity_trajectories": 256, "capacity_steps": 20_000, "max_length": 64, "remove": "fifo"}
+    table |= {"max_times_sampled": 1, "group": {"column": "prompt_id", "size": 4}}
+    gear = {
+        "tables": {"rollouts": {**table, "schema": {"columns": columns}}},
+        "sampler": {"kind": "fifo", "unit": "group"},
+        "pack": {"tokens": 256},
+        "rollout": {"groups": 8, "minibatches": 2},
+        "loss": {"normalize": "token"},
+    }
+    config = {"train_micro_batch_size_per_gpu": 1, "managed_gradient_accumulation": False}
+    config |= {"optimizer": adam(), "gear": gear}
+    engine, *_ = deepspeed_gear.initialize(model=model, model_parameters=model.parameters(), config=config)
+    random, numbers = np.random.default_rng(0), iter(range(10_000))
+
+    def generate(count: int) -> None:
+        for group in [next(numbers) for _ in range(count)]:
+            for _ in range(4):
+                steps = int(random.integers(5, 20))
+                columns = {"tokens": random.integers(0, 64, steps), "loss_mask": np.arange(steps) > 2}
+                engine.gear.add({**columns, "reward": random.random(), "prompt_id": group})
+
+    def policy_loss(logits: torch.Tensor, micro: Any) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(logits[0].float(), micro.targets[0], reduction="none")[None]
+        return loss * torch.as_tensor(micro["advantage"])
+
+    return engine, generate, policy_loss

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 import deepspeed_gear
 from deepspeed_gear import errors
 
-MOST_README_LINES = 160
+MOST_README_LINES = 190
 
 
 def anchors(page: Path) -> set[str]:
