@@ -1,10 +1,10 @@
-"""The same batches on any number of ranks, in any division, on every backend, and after a resume.
+"""The same batches on any number of ranks, in any division, and after a resume.
 
     python benchmarks/determinism.py [--json F] [--quick]
 
 For each sampler and seed the first 50 global batches are made in many ways. What is compared is the SHA-256
 over ids, anchors, sample numbers, probabilities, epochs, masks and the bytes of all fields, of each global
-batch, in the order of sample numbers. The reference backend on one rank is what the others must equal.
+batch, in the order of sample numbers. All must equal those of one rank without accumulation and prefetch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from deepspeed_gear import Batch, Replay
 
 GLOBAL_BATCH, NUM_BATCHES, QUICK_BATCHES = 32, 50, 12
 RANKS, ACCUMULATIONS, PREFETCHES, SEEDS = (1, 2, 4), (1, 2, 4), (0, 3), (0, 1, 2)
-QUICK_WAYS: tuple[tuple[Any, ...], ...] = ((), (2, 2, 3), (2, 1, 0, "reference"))
+QUICK_WAYS: tuple[tuple[Any, ...], ...] = ((), (2, 2, 3), (2, 1, 0))
 RESUMED_ON = (4, 1)  # killed on 2 ranks
 _WAIT_S = 300.0
 
@@ -48,17 +48,14 @@ class Case:
     ranks: int = 1
     accumulation: int = 1
     prefetch: int = 0
-    backend: str = "cpu"
 
     @property
     def variant(self) -> str:
-        return (
-            f"{self.ranks} ranks, accumulation {self.accumulation}, prefetch {self.prefetch}, {self.backend}"
-        )
+        return f"{self.ranks} ranks, accumulation {self.accumulation}, prefetch {self.prefetch}"
 
     def section(self, data: Path) -> dict[str, Any]:
         return {
-            **ragged.section(data, self.sampler, self.seed, self.prefetch, self.backend),
+            **ragged.section(data, self.sampler, self.seed, self.prefetch),
             "batch_size": GLOBAL_BATCH,
             "gradient_accumulation_steps": self.accumulation,
         }
@@ -70,7 +67,7 @@ class Row:
 
     Args:
         digest: SHA-256 over the digests of all its global batches, hex.
-        equal: To the reference backend on one rank.
+        equal: To one rank without accumulation and prefetch.
     """
 
     sampler: str
@@ -81,22 +78,14 @@ class Row:
 
 
 def cases(quick: bool) -> list[Case]:
-    """Return what is compared: for every sampler and seed the reference on one rank comes first.
+    """Return what is compared: for every sampler and seed, plain batches on one rank come first.
 
-    Full: all combinations of ranks, accumulation and prefetch on the C++ backend; on the reference backend
-    every number of ranks, and accumulation and prefetch together once. Quick: one seed, 1 and 2 ranks, each
-    option changed once.
+    Full: all combinations of ranks, accumulation and prefetch. Quick: one seed, 1 and 2 ranks.
     """
     found = []
     for sampler, seed in itertools.product(ragged.SAMPLERS, SEEDS[:1] if quick else SEEDS):
-        found.append(Case(sampler, seed, backend="reference"))
-        if quick:
-            found += [Case(sampler, seed, *way) for way in QUICK_WAYS]
-            continue
-        options = itertools.product(RANKS, ACCUMULATIONS, PREFETCHES)
+        options = QUICK_WAYS if quick else itertools.product(RANKS, ACCUMULATIONS, PREFETCHES)
         found += [Case(sampler, seed, *option) for option in options]
-        found += [Case(sampler, seed, ranks, backend="reference") for ranks in RANKS[1:]]
-        found.append(Case(sampler, seed, 2, 2, 3, "reference"))
     return found
 
 
@@ -197,7 +186,7 @@ def engine_cases(data: Path, chosen: Sequence[Case], count: int, target: Path) -
     deepspeed.init_distributed()
     found = []
     for case in chosen:
-        section = ragged.section(data, case.sampler, case.seed, case.prefetch, case.backend)
+        section = ragged.section(data, case.sampler, case.seed, case.prefetch)
         config = {
             "train_micro_batch_size_per_gpu": GLOBAL_BATCH // (case.ranks * case.accumulation),
             "gradient_accumulation_steps": case.accumulation,
@@ -308,7 +297,7 @@ def run(quick: bool = False, launcher: bool = True) -> list[Row]:
         quick: Fewer cases and batches; under half a minute.
         launcher: Include an engine under DeepSpeed's launcher.
     Returns:
-        A row per sampler, seed and variant, the reference on one rank first; after those a row per sampler
+        A row per sampler, seed and variant, plain batches on one rank first; after those a row per sampler
         and seed that says whether its batches differ from all others', so that equality means something.
     """
     count = QUICK_BATCHES if quick else NUM_BATCHES
@@ -329,7 +318,7 @@ def run(quick: bool = False, launcher: bool = True) -> list[Row]:
             more.update(_launched(data, samplers, folder, count))
             _say("under the launcher")
     rows = _compare(chosen, digests, more)
-    return rows + _distinct([row for row in rows if row.variant == Case("", 0, backend="reference").variant])
+    return rows + _distinct([row for row in rows if row.variant == Case("", 0).variant])
 
 
 def _compare(
@@ -337,7 +326,7 @@ def _compare(
 ) -> list[Row]:
     rows = []
     for sampler, seed in dict.fromkeys((case.sampler, case.seed) for case in chosen):
-        wanted = digests[Case(sampler, seed, backend="reference")]
+        wanted = digests[Case(sampler, seed)]
         mine = [case for case in chosen if (case.sampler, case.seed) == (sampler, seed)]
         found = {case.variant: digests[case] for case in mine}
         if seed == 0:

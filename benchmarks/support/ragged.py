@@ -96,7 +96,7 @@ def write(folder: Path) -> Path:
     return path
 
 
-def section(path: Path, sampler: str, seed: int, prefetch: int, backend: str) -> dict[str, Any]:
+def section(path: Path, sampler: str, seed: int, prefetch: int) -> dict[str, Any]:
     """Return the gear section, without batch sizes."""
     fields = dict(_FIELDS)
     if (
@@ -107,7 +107,7 @@ def section(path: Path, sampler: str, seed: int, prefetch: int, backend: str) ->
     tables = SAMPLERS[sampler].get("shares")
     return {
         "seed": seed,
-        "backend": backend,
+        "backend": "cpu",
         **(data if tables is None else {"tables": dict.fromkeys(tables, data)}),
         "sampler": SAMPLERS[sampler],
         "fields": fields,

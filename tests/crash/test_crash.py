@@ -45,15 +45,14 @@ def sampled(stream: Any, key: int) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize(("backend", "stride"), [("cpu", STRIDE), ("reference", 5 * STRIDE)])
-def test_death_while_adding(backend: str, stride: int) -> None:
+def test_death_while_adding() -> None:
     def make() -> StoreScene:
-        return StoreScene(backend, [stream_spec(batch=6)], LENGTHS, num_slots=7)
+        return StoreScene([stream_spec(batch=6)], LENGTHS, num_slots=7)
 
     def act(table: Any, streams: Any) -> None:
         table_edits.add(table, streams, trajectory(5, 6), None)
 
-    for scene in every_death(make, act, stride):
+    for scene in every_death(make, act, STRIDE):
         check_whole(scene.table, scene.streams)
         ids = scene.table.slots[scene.table.slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.ID].tolist()
         assert sorted(ids) in ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5])
@@ -66,15 +65,14 @@ def test_death_while_adding(backend: str, stride: int) -> None:
         check_whole(scene.table, scene.streams)
 
 
-@pytest.mark.parametrize(("backend", "stride"), [("cpu", STRIDE), ("reference", 5 * STRIDE)])
-def test_death_while_removing(backend: str, stride: int) -> None:
+def test_death_while_removing() -> None:
     def make() -> StoreScene:
-        return StoreScene(backend, [stream_spec(batch=6)], LENGTHS, num_slots=5)
+        return StoreScene([stream_spec(batch=6)], LENGTHS, num_slots=5)
 
     def act(table: Any, streams: Any) -> None:
         table_edits.remove(table, [1, 3])
 
-    for scene in every_death(make, act, stride):
+    for scene in every_death(make, act, STRIDE):
         check_whole(scene.table, scene.streams)
         ids = set(
             scene.table.slots[scene.table.slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.ID].tolist()
@@ -85,13 +83,12 @@ def test_death_while_removing(backend: str, stride: int) -> None:
             scene.add(2)
 
 
-@pytest.mark.parametrize(("backend", "stride"), [("cpu", STRIDE), ("reference", 5 * STRIDE)])
 @pytest.mark.parametrize("kind", ["random", "epoch"])
-def test_death_while_cutting(backend: str, stride: int, kind: str) -> None:
+def test_death_while_cutting(kind: str) -> None:
     """Changes are queued, and an epoch ends inside: the next process makes exactly the same selections."""
 
     def make() -> StoreScene:
-        scene = StoreScene(backend, [stream_spec(kind, "step", 10)], LENGTHS)  # 15 steps
+        scene = StoreScene([stream_spec(kind, "step", 10)], LENGTHS)  # 15 steps
         sampled(scene.streams[0], 0)
         scene.add(3)
         table_edits.remove(scene.table, [0, 4])
@@ -104,16 +101,15 @@ def test_death_while_cutting(backend: str, stride: int, kind: str) -> None:
     whole = make()
     wanted = [sampled(whole.streams[0], key) for key in (1, 2, 3)]
     whole.close()
-    for scene in every_death(make, act, stride):
+    for scene in every_death(make, act, STRIDE):
         assert [sampled(scene.streams[0], key) for key in (1, 2, 3)] == wanted
         check_whole(scene.table, scene.streams)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("op", ["slot_masses_", "tree_update_"])
-def test_death_inside_an_op(op: str, backend: str) -> None:
+def test_death_inside_an_op(op: str) -> None:
     """The tree is half changed when its writer dies."""
-    scene = StoreScene(backend, [stream_spec("epoch", "step", 10)], LENGTHS)
+    scene = StoreScene([stream_spec("epoch", "step", 10)], LENGTHS)
     stream = scene.streams[0]
     before = sampled(stream, 0)
     scene.add(3)
@@ -143,11 +139,10 @@ def test_death_inside_an_op(op: str, backend: str) -> None:
     scene.close()
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("kind", ["random", "epoch"])
-def test_random_deaths(backend: str, kind: str) -> None:
+def test_random_deaths(kind: str) -> None:
     """Two processes add, remove and sample; one after the other is killed at a random time and replaced."""
-    scene = StoreScene(backend, [stream_spec(kind, "step", 16)], LENGTHS, num_slots=12, num_rows=100)
+    scene = StoreScene([stream_spec(kind, "step", 16)], LENGTHS, num_slots=12, num_rows=100)
     stream, chance = scene.streams[0], random.Random(0)
     stream.release(1 << 60)  # this process only looks on: no process waits for it
 
@@ -188,12 +183,12 @@ def test_random_deaths(backend: str, kind: str) -> None:
     scene.close()
 
 
-@pytest.mark.parametrize(("backend", "unit"), [("cpu", "step"), ("reference", "trajectory")])
-def test_death_while_others_are_let_go(backend: str, unit: str) -> None:
+@pytest.mark.parametrize("unit", ["step", "trajectory"])
+def test_death_while_others_are_let_go(unit: str) -> None:
     def make() -> StoreScene:
         spec = stream_spec(unit=unit, batch=6, priorities=priority_rule(normalize="table"))
         retention = Retention("uniform")
-        scene = StoreScene(backend, [spec], LENGTHS, num_slots=6, num_rows=24, retention=retention)
+        scene = StoreScene([spec], LENGTHS, num_slots=6, num_rows=24, retention=retention)
         scene.streams[0].masses.ask(0)
         sampled(scene.streams[0], 0)
         return scene
@@ -216,11 +211,8 @@ def test_death_while_others_are_let_go(backend: str, unit: str) -> None:
         check_whole(scene.table, scene.streams)
 
 
-@pytest.mark.parametrize(
-    ("backend", "removal", "spare_rows"),
-    [("cpu", "uniform", 8), ("cpu", "uniform", 3), ("reference", "fifo", 3)],
-)
-def test_death_while_extents_move(backend: str, removal: str, spare_rows: int) -> None:
+@pytest.mark.parametrize(("removal", "spare_rows"), [("uniform", 8), ("uniform", 3), ("fifo", 3)])
+def test_death_while_extents_move(removal: str, spare_rows: int) -> None:
     """Wherever it strikes, each trajectory is whole in one place, with the priorities of its steps.
 
     Extents have up to 8 rows: they move through the spare rows as a whole, or in pieces.
@@ -230,7 +222,7 @@ def test_death_while_extents_move(backend: str, removal: str, spare_rows: int) -
     def make() -> StoreScene:
         spec, retention = stream_spec(unit="step", batch=6, priorities=rule), Retention(removal)
         sizes = {"num_slots": 9, "num_rows": 28, "spare_rows": spare_rows}
-        scene = StoreScene(backend, [spec], [5, 3, 7, 3, 5], retention=retention, **sizes)
+        scene = StoreScene([spec], [5, 3, 7, 3, 5], retention=retention, **sizes)
         stream = scene.streams[0]
         stream.masses.ask(0)
         sampled(stream, 0)
@@ -265,17 +257,16 @@ def test_death_while_extents_move(backend: str, removal: str, spare_rows: int) -
     assert num_moving > 1, "no death came while an extent was moved"
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("step", ["copy", "replace"])
 @pytest.mark.parametrize("to", [0, 4])
-def test_death_beside_the_point_of_a_move(backend: str, step: str, to: int) -> None:
+def test_death_beside_the_point_of_a_move(step: str, to: int) -> None:
     """Before the last piece is copied, or after the place is published: the next owner of the lock finishes.
 
     No row that is free has a priority. The extent moves by its whole length, or by less and in pieces.
     """
     spec = stream_spec(unit="step", batch=6, priorities=priority_rule(normalize="table"))
     sizes = {"num_slots": 9, "num_rows": 30, "spare_rows": 3}
-    scene = StoreScene(backend, [spec], [5, 5, 5], retention=Retention("fifo"), **sizes)
+    scene = StoreScene([spec], [5, 5, 5], retention=Retention("fifo"), **sizes)
     scene.streams[0].masses.ask(0)
     sampled(scene.streams[0], 0)
     scene.streams[0].release(0)

@@ -49,15 +49,14 @@ def sampled(stream: Any, key: int) -> list[list[int]]:
     return selection.resolutions[: selection.head[Head.COUNT]].numpy()[:, words].tolist()
 
 
-@pytest.mark.parametrize(("backend", "stride"), [("cpu", STRIDE), ("reference", 5 * STRIDE)])
 @pytest.mark.parametrize("kind", ["random", "epoch", "fifo", "priorities"])
-def test_death_while_groups_are_formed(kind: str, backend: str, stride: int) -> None:
+def test_death_while_groups_are_formed(kind: str) -> None:
     """A selection evicts late members and a group that fails, forms two groups, and draws."""
     options = {"priorities": priority_rule(lag=9)} if kind == "priorities" else {}
     spec = spec_of("random" if options else kind, **options)
 
     def make() -> StoreScene:
-        scene = StoreScene(backend, [spec], group=SPEC)
+        scene = StoreScene([spec], group=SPEC)
         scene.streams[0].masses.ask(FOREVER)
         for task in TASKS:
             scene.add(2, task)
@@ -71,7 +70,7 @@ def test_death_while_groups_are_formed(kind: str, backend: str, stride: int) -> 
     wanted = [sampled(whole.streams[0], key) for key in range(3)]
     whole.close()
     assert len(wanted[0]) == 4
-    for scene in every_death(make, act, stride):
+    for scene in every_death(make, act, STRIDE):
         assert [sampled(scene.streams[0], key) for key in range(3)] == wanted
         check_whole(scene.table, scene.streams)
         assert groups_of(scene.table) == {0: [0, 3], 1: [1, 5], 2: [4]}
@@ -82,14 +81,13 @@ def test_death_while_groups_are_formed(kind: str, backend: str, stride: int) -> 
         assert counts[GroupCount.HELD] == 3
 
 
-@pytest.mark.parametrize(("backend", "stride"), [("cpu", STRIDE), ("reference", 5 * STRIDE)])
 @pytest.mark.parametrize("remove", ["fifo", "lifo", "uniform"])
-def test_death_while_groups_are_evicted(remove: str, backend: str, stride: int) -> None:
+def test_death_while_groups_are_evicted(remove: str) -> None:
     """A writer evicts groups for its own: each is there as a whole, or not at all."""
 
     def make() -> StoreScene:
         retention = Retention(eviction=remove)
-        scene = StoreScene(backend, [spec_of("random")], num_slots=8, retention=retention, group=SPEC)
+        scene = StoreScene([spec_of("random")], num_slots=8, retention=retention, group=SPEC)
         for task in (0, 0, 1, 1, 2, 2, 3):
             scene.add(2, task)
         sampled(scene.streams[0], 0)
@@ -101,7 +99,7 @@ def test_death_while_groups_are_evicted(remove: str, backend: str, stride: int) 
             table_edits.add(table, streams, {**trajectory(9, 2), "task": np.int64(task)}, None)
         table_edits.remove(table, [2, 7])
 
-    for scene in every_death(make, act, stride):
+    for scene in every_death(make, act, STRIDE):
         check_whole(scene.table, scene.streams)
         found = groups_of(scene.table)
         assert all(len(found.get(task, [0, 0])) == 2 for task in (0, 1, 2))

@@ -29,16 +29,15 @@ from deepspeed_gear.sampling.priority_log import LogEnds
 
 LONG = bool(os.environ.get("GEAR_LONG_TESTS"))
 STRIDE = int(os.environ.get("GEAR_TEST_STRIDE", "9" if LONG else "19"))
-BACKENDS = [("cpu", STRIDE), ("reference", 5 * STRIDE)]
 LENGTHS = [3, 1, 4, 2, 5]
 FOREVER = 1 << 60
 Item = tuple[int, int]
 
 
-def scene_of(backend: str, unit: str = "step", **options: Any) -> StoreScene:
+def scene_of(unit: str = "step", **options: Any) -> StoreScene:
     sizes = {name: options.pop(name) for name in ("num_slots", "num_rows", "num_peers") if name in options}
     rule = priority_rule(normalize="table", **options)
-    return StoreScene(backend, [stream_spec(unit=unit, batch=10, priorities=rule)], LENGTHS, **sizes)
+    return StoreScene([stream_spec(unit=unit, batch=10, priorities=rule)], LENGTHS, **sizes)
 
 
 def handles(table: Any, items: list[Item]) -> np.ndarray:
@@ -59,9 +58,9 @@ def sampled(stream: Any, key: int) -> list[list[int]]:
     return found
 
 
-def contradicted(backend: str, unit: str) -> StoreScene:
+def contradicted(unit: str) -> StoreScene:
     """Return a store whose next selection applies reports of two processes, new and removed items, alpha."""
-    scene = scene_of(backend, unit, alpha=lambda key: 1 - key / 2)
+    scene = scene_of(unit, alpha=lambda key: 1 - key / 2)
     stream = scene.streams[0]
     table, (other,) = scene.attach(2)
     other.masses.ask(0)
@@ -76,9 +75,8 @@ def contradicted(backend: str, unit: str) -> StoreScene:
     return scene
 
 
-@pytest.mark.parametrize(("backend", "stride"), BACKENDS)
 @pytest.mark.parametrize("unit", ["step", "trajectory"])
-def test_death_while_reports_are_applied(backend: str, stride: int, unit: str) -> None:
+def test_death_while_reports_are_applied(unit: str) -> None:
     """Who comes next makes the very same selections; in them the last report of each item has won."""
 
     def act(table: Any, streams: Any) -> None:
@@ -88,22 +86,21 @@ def test_death_while_reports_are_applied(backend: str, stride: int, unit: str) -
         found = [sampled(scene.streams[0], key) for key in (1, 2)]
         return [*found, scene.streams[0].masses.values.tolist()]
 
-    whole = contradicted(backend, unit)
+    whole = contradicted(unit)
     wanted = cuts(whole)
     whole.close()
-    for scene in every_death(lambda: contradicted(backend, unit), act, stride):
+    for scene in every_death(lambda: contradicted(unit), act, STRIDE):
         check_whole(scene.table, scene.streams)
         scene.streams[0].masses.ask(FOREVER)
         assert cuts(scene) == wanted
         check_whole(scene.table, scene.streams)
 
 
-@pytest.mark.parametrize(("backend", "stride"), BACKENDS)
-def test_death_while_reporting(backend: str, stride: int) -> None:
+def test_death_while_reporting() -> None:
     """All of a report is accepted, or nothing."""
 
     def make() -> StoreScene:
-        scene = scene_of(backend, log_size=8)
+        scene = scene_of(log_size=8)
         sampled(scene.streams[0], 0)
         report(scene.streams[0], [(0, 0)], [3])
         return scene
@@ -114,7 +111,7 @@ def test_death_while_reporting(backend: str, stride: int) -> None:
             report(streams[0], [(2, 0), (2, 1), (2, 2)], [value] * 3)
 
     seen = set()
-    for scene in every_death(make, act, max(1, stride // 2)):
+    for scene in every_death(make, act, max(1, STRIDE // 2)):
         stream = scene.streams[0]
         sampled(stream, 1)
         first = scene.table.slots[2, Slot.FIRST_ROW]
@@ -126,14 +123,13 @@ def test_death_while_reporting(backend: str, stride: int) -> None:
     assert seen == {1.0, 5.0, 6.0}
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("op", ["prioritize_", "slot_priorities_", "tree_update_", "minima_update_", "mass_"])
-def test_death_inside_an_op(backend: str, op: str) -> None:
+def test_death_inside_an_op(op: str) -> None:
     """Sums, minima, masses and some of the priorities are changed when their writer dies."""
-    whole = contradicted(backend, "step")
+    whole = contradicted("step")
     wanted = sampled(whole.streams[0], 1)
     whole.close()
-    scene = contradicted(backend, "step")
+    scene = contradicted("step")
 
     def die() -> None:
         _, (other,) = scene.attach(1)
@@ -168,8 +164,7 @@ def test_death_inside_an_op(backend: str, op: str) -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("unit", ["step", "trajectory"])
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_random_deaths(backend: str, unit: str) -> None:
+def test_random_deaths(unit: str) -> None:
     """Processes report, draw, add and remove; one after the other is killed and replaced.
 
     Trajectory `peer` belongs to one process, which counts its first item's priority up. What was accepted
@@ -177,7 +172,7 @@ def test_random_deaths(backend: str, unit: str) -> None:
     """
     peers, deaths, seconds = (4, 50, 60.0) if LONG else (2, 8, 0.4)
     sizes = {"num_slots": 14, "num_rows": 120, "num_peers": peers + 1}
-    scene = scene_of(backend, unit, alpha=lambda key: 0.4 + key // 50 % 2 * 0.2, **sizes)
+    scene = scene_of(unit, alpha=lambda key: 0.4 + key // 50 % 2 * 0.2, **sizes)
     stream, chance = scene.streams[0], random.Random(0)
     stream.masses.ask(FOREVER)  # this process only looks on: no process waits for it
     stream.release(FOREVER)

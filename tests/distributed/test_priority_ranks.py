@@ -39,7 +39,6 @@ def cases(folder: Path, world: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "plain": {"section": section(), **changing},
         "accumulated": {"section": accumulated, **changing},
-        "reference": {"section": section(backend="reference"), **changing},
         "ahead": {"section": section(prefetch=2), "last": NUM_BATCHES},
         "trajectories": {"section": section(sampler=BY_TRAJECTORY), **changing},
         "top": {"section": section(sampler=TOP), **changing},
@@ -87,7 +86,7 @@ def assert_same(found: Arrays, wanted: Arrays) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["plain", "accumulated", "reference"])
+@pytest.mark.parametrize("name", ["plain", "accumulated"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_whole_run_is_the_same_in_every_division(ran: Path, name: str, world: int) -> None:
     assert_same(batches(ran, name, world), batches(ran, "plain", 1))

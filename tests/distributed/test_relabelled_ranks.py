@@ -1,4 +1,4 @@
-"""Goals by hindsight are the same for one, two and three ranks, and for any backend."""
+"""Goals by hindsight are the same for one, two and three ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FIELDS = {"goal": {"column": "code", "hindsight": "code"}, "observation": {}}
 
 def test_goals_on_any_number_of_ranks(dataset: Path, tmp_path: Path) -> None:
     found = []
-    for ranks, backend in ((1, "reference"), (1, "cpu"), (2, "cpu"), (3, "cpu")):
-        folder = tmp_path / f"{ranks}{backend}"
+    for ranks in (1, 2, 3):
+        folder = tmp_path / f"{ranks}"
         folder.mkdir()
-        options = {"batch_size": 12, "prefetch": ranks - 1, "backend": backend, "seed": 5}
+        options = {"batch_size": 12, "prefetch": ranks - 1, "seed": 5}
         section = config_of(dataset, hindsight={}, fields=FIELDS, sampler={"unit": "step"}, **options)
         run_ranks("relabelled_ranks.py", ranks, str(folder), json.dumps(section))
         parts = [dict(np.load(folder / f"{rank}.npz")) for rank in range(ranks)]

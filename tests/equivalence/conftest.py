@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from op_cases import HOST_ONLY
+from reference_ops import reference_ops
 from torch import Tensor
 from torch.utils.cpp_extension import TORCH_LIB_PATH, include_paths
 
@@ -27,7 +28,7 @@ CSRC = toolchain.csrc_root()
 
 @pytest.fixture(scope="session")
 def reference() -> Ops:
-    return load_backend("reference")
+    return reference_ops()
 
 
 @pytest.fixture(scope="session")
@@ -54,10 +55,11 @@ def host_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def kernels_on_host(host_library: Path) -> Ops:
     """The CUDA kernels and their binding, run by the CPU lane by lane."""
     torch.ops.load_library(host_library)
-    plain = {name: getattr(load_backend("cpu"), name) for name in OP_NAMES}  # of ops without kernels
+    cpu = load_backend("cpu")
+    plain = {name: getattr(cpu, name) for name in OP_NAMES}  # of ops without kernels
     there = [name for name in OP_NAMES if hasattr(torch.ops.gear_on_host, name)]
     ops = plain | {name: getattr(torch.ops.gear_on_host, name).default for name in there}
-    return Ops("kernels on the host", **ops)
+    return Ops("kernels on the host", **ops, native=cpu.native)
 
 
 @pytest.fixture
@@ -174,4 +176,4 @@ def through_device(ops: Ops, device: torch.device) -> Ops:
 
     wrapped = {name: getattr(ops, name) for name in HOST_ONLY}
     wrapped |= {name: wrap(getattr(ops, name)) for name in OP_NAMES if name not in HOST_ONLY}
-    return Ops(f"{ops.name} through {device}", **wrapped)
+    return Ops(f"{ops.name} through {device}", **wrapped, native=ops.native)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_ops import reference_ops
 from torch import Tensor
 
 from deepspeed_gear.errors import ShapeError
@@ -114,7 +115,7 @@ class Environments:
         assert int(used.max()) <= 1
         items = num_rows if self.by_row else num_slots
         sums, minima = self.tensors["sums"].clone(), self.tensors["minima"].clone()
-        reference = load_backend("reference")
+        reference = reference_ops()
         reference.tree_build_(sums, items)
         assert torch.equal(sums, self.tensors["sums"])
         if len(minima):
@@ -154,7 +155,7 @@ def test_equals_the_reference(
     present: float,
     next_step: bool,
 ) -> None:
-    both = [Environments(ops, num_envs, kind) for ops in (load_backend("reference"), native)]
+    both = [Environments(ops, num_envs, kind) for ops in (reference_ops(), native)]
     generator = torch.Generator().manual_seed(seed)
     for turn in range(30):
         terminated, truncated = flags(num_envs, ends, generator), flags(num_envs, ends / 2, generator)

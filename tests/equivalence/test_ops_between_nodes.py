@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from reference_ops import reference_ops
 from torch import Tensor
 
 from deepspeed_gear.errors import ShapeError
@@ -19,7 +20,7 @@ from deepspeed_gear.sampling.priority_log import NEVER
 MOST_32, MOST_BACK = (1 << 32) - 1, (1 << 16) - 1
 words_32 = st.integers(0, MOST_32) | st.sampled_from([0, 1 << 31, MOST_32])
 words_62 = st.integers(0, 1 << 62) | st.sampled_from([0, 1 << 62])
-PLAIN, FAST = load_backend("reference"), load_backend("cpu")
+PLAIN, FAST = reference_ops(), load_backend("cpu")
 
 
 def resolutions(count: int, words: np.random.Generator) -> Tensor:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from reference_ops import reference_ops
 from torch import Tensor
 
 from deepspeed_gear.errors import ShapeError
@@ -14,7 +15,7 @@ from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.gather_spec import GatherSpec, lower
 from deepspeed_gear.ops.records import Resolution, Source
 
-PLAIN, FAST = load_backend("reference"), load_backend("cpu")
+PLAIN, FAST = reference_ops(), load_backend("cpu")
 DTYPES = {
     torch.bool: [torch.bool, torch.int64, torch.float32],
     torch.uint8: [torch.uint8, torch.int32, torch.bfloat16],

@@ -11,10 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_ops import reference_ops
 from torch import Tensor
 
 from deepspeed_gear.errors import ShapeError
-from deepspeed_gear.ops import Ops, load_backend
+from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import HIGHEST_SO_FAR, ONE_Q62, minima_size, tree_size
 from deepspeed_gear.ops.records import (
     MassUnit,
@@ -178,7 +179,7 @@ def test_equals_the_reference(
     steps: list[Any],
     seed: int,
 ) -> None:
-    both = [rings(kind, load_backend("reference")), rings(kind, native)]
+    both = [rings(kind, reference_ops()), rings(kind, native)]
     latest: list[list[Tensor]] = []
     for what, argument in steps:
         if what == "remove":
@@ -495,7 +496,7 @@ def test_a_ring_without_masses_gives_none_and_goes_on(
 ) -> None:
     if why == "no priority above 0" and not kind[2]:
         pytest.skip("such items have no priorities")
-    both = [empty(ops, kind, why) for ops in (load_backend("reference"), native)]
+    both = [empty(ops, kind, why) for ops in (reference_ops(), native)]
     before = both[0].state.clone()
     for normalize in range(3 if kind[3] else 2):
         draw = [3, 1, 2, 1, normalize == 1, normalize]
@@ -535,7 +536,7 @@ def test_a_ring_without_masses_gives_none_and_goes_on(
 )
 @settings(max_examples=20, deadline=None)
 def test_rows_are_written_to_their_places(native: Ops, lengths: list[int], width: int, shift: int) -> None:
-    reference = load_backend("reference")
+    reference = reference_ops()
     placed = Ring(reference, 60, 20, 1, 5, MassUnit.STEP, ALL_ANCHORS, False).add(lengths)
     n = len(lengths)
     values = [

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from op_cases import ALL_ANCHORS, COUNT, ON_DEVICE, arguments, assert_equal, moved, resolutions_of, window
+from reference_ops import reference_ops
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops, load_backend
@@ -23,7 +24,7 @@ DEVICE = "cuda"
 
 @pytest.fixture(scope="module")
 def reference() -> Ops:
-    return load_backend("reference")
+    return reference_ops()
 
 
 @pytest.fixture(scope="module")

@@ -234,9 +234,9 @@ class Oracle:
         assert batch["return_n"].dtype == batch["discount"].dtype == torch.float32
 
 
-def filled(scene: Scene, backend: str) -> Replay:
+def filled(scene: Scene) -> Replay:
     capacity = {"capacity_steps": 100, "capacity_trajectories": 10}
-    section = config_of(tables={"main": capacity}, backend=backend, batch_size=BATCH, **scene.options)
+    section = config_of(tables={"main": capacity}, batch_size=BATCH, **scene.options)
     replay = Replay(section, schemas={"main": scene.schema})
     for trajectory in scene.trajectories:
         replay.add(trajectory)
@@ -245,10 +245,9 @@ def filled(scene: Scene, backend: str) -> Replay:
 
 @settings(max_examples=250)
 @given(scene=scenes())
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_fields(backend: str, scene: Scene) -> None:
+def test_fields(scene: Scene) -> None:
     oracle = Oracle(scene)
-    with filled(scene, backend) as replay:
+    with filled(scene) as replay:
         for _ in range(2):
             batch = replay.sample()
             oracle.check(batch)
@@ -257,8 +256,7 @@ def test_fields(backend: str, scene: Scene) -> None:
 
 @settings(max_examples=40)
 @given(scene=scenes(), in_memory=st.booleans(), normalize=st.sampled_from(["mean_std", "min_max"]))
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_normalised_fields_of_data_sets(backend: str, scene: Scene, in_memory: bool, normalize: str) -> None:
+def test_normalised_fields_of_data_sets(scene: Scene, in_memory: bool, normalize: str) -> None:
     fields: dict[str, Any] = {}
     for i, (name, field) in enumerate(scene.options["fields"].items()):
         suits = "column" in field and scene.schema[field["column"]].dtype != "bool"
@@ -269,11 +267,7 @@ def test_normalised_fields_of_data_sets(backend: str, scene: Scene, in_memory: b
             for trajectory in scene.trajectories:
                 writer.add({name: as_stored(value) for name, value in trajectory.items()})
         data = {"path": f"{folder}/d", "load": "memory" if in_memory else "mmap"}
-        section = {
-            k: v
-            for k, v in config_of(backend=backend, batch_size=BATCH, **scene.options).items()
-            if k != "tables"
-        }
+        section = {k: v for k, v in config_of(batch_size=BATCH, **scene.options).items() if k != "tables"}
         with Replay({**section, "data": data}) as replay:
             batch = replay.sample()
             oracle = Oracle(scene, replay.datasets["main"].statistics)

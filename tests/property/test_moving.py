@@ -25,13 +25,13 @@ RULES = ("fifo", "lifo", "uniform", "lowest_priority", "keep_best")
 LONGEST = 12
 
 
-def scene_of(backend: str = "cpu", removal: Any = "uniform", **options: Any) -> StoreScene:
+def scene_of(removal: Any = "uniform", **options: Any) -> StoreScene:
     """Make a store of 60 rows, of which this process alone is read."""
     column = "task" if removal == "keep_best" else None
     rule = priority_rule(initial=0.5, normalize="table", alpha=1.0)
     spec = stream_spec(batch=16, unit="step", priorities=rule, name="train")
     sizes = {"num_slots": 20, "num_rows": 60, "spare_rows": LONGEST + 1, **options}
-    return StoreScene(backend, [spec], retention=Retention(removal, column), **sizes)
+    return StoreScene([spec], retention=Retention(removal, column), **sizes)
 
 
 def priority_of(number: int, step: int) -> float:
@@ -86,9 +86,8 @@ def check_priorities(scene: StoreScene, known: dict[tuple[int, int], float]) -> 
 @settings(max_examples=12)
 @given(data=st.data())
 def test_rows_and_priorities_move_with_their_trajectory(removal: str, data: st.DataObject) -> None:
-    backend = data.draw(st.sampled_from(["cpu", "cpu", "reference"]))
     spare_rows = data.draw(st.sampled_from([LONGEST + 1, 5, 2]))  # extents move as a whole, or in pieces
-    with scene_of(backend, removal, spare_rows=spare_rows) as scene:
+    with scene_of(removal, spare_rows=spare_rows) as scene:
         add_and_take(scene, data)
 
 

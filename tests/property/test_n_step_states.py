@@ -67,16 +67,13 @@ def section(form: str, n: int, **table: Any) -> dict[str, Any]:
     ),
     st.integers(1, 4),
     st.sampled_from(list(FORMS)),
-    st.sampled_from(["reference", "cpu"]),
 )
-def test_the_state_after_the_steps_that_are_summed(
-    episodes: list[Episode], n: int, form: str, backend: str
-) -> None:
+def test_the_state_after_the_steps_that_are_summed(episodes: list[Episode], n: int, form: str) -> None:
     schemas = {"main": Schema([*COLUMNS, *FORMS[form][0]])}
     given = [
         {name: rows_of(i, one)[name] for name in schemas["main"].names} for i, one in enumerate(episodes)
     ]
-    with Replay({**section(form, n), "backend": backend}, schemas=schemas) as replay:
+    with Replay(section(form, n), schemas=schemas) as replay:
         for rows in given:
             replay.add(rows)
         check(replay.sample(), n, episodes)

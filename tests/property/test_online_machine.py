@@ -93,12 +93,11 @@ class OnlineMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
 
     @initialize(
-        backend=st.sampled_from(["cpu", "reference"]),
         kind=st.sampled_from(["uniform", "prioritized"]),
         unit=st.sampled_from(["step", "trajectory"]),
         wants_late=st.booleans(),
     )
-    def make(self, backend: str, kind: str, unit: str, wants_late: bool) -> None:
+    def make(self, kind: str, unit: str, wants_late: bool) -> None:
         table = {
             "capacity_steps": 200,
             "capacity_trajectories": CAPACITY,
@@ -109,7 +108,6 @@ class OnlineMachine(RuleBasedStateMachine):
         fields = ("state", "action", *(["after"] if wants_late else []))
         first = {"initial": 1.0} if kind == "prioritized" else {}
         section = {
-            "backend": backend,
             "tables": {"main": table},
             "sampler": {"kind": kind, "unit": unit, **first},
             "fields": {name: {} for name in fields},

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from reference_ops import ops_named
 from scipy.stats import chi2
 
 from deepspeed_gear.ops import Ops, load_backend
@@ -16,7 +17,7 @@ from deepspeed_gear.ops import Ops, load_backend
 
 @pytest.fixture(scope="module", params=["reference", "cpu"])
 def ops(request: pytest.FixtureRequest) -> Ops:
-    return load_backend(request.param)
+    return ops_named(request.param)
 
 
 @pytest.fixture(scope="module")

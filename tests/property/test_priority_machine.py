@@ -63,8 +63,7 @@ class PriorityMachine(RuleBasedStateMachine):
         )
         kind = {"top": "top_k", "stratified": "stratified"}.get(self.kind, "random")
         spec = stream_spec(kind, self.unit, self.batch, priorities=rule, seed=seed, depth=self.lag + 4)
-        backend = "cpu" if seed % 4 else "reference"
-        self.scene = StoreScene(backend, [spec], (), NUM_SLOTS, NUM_ROWS, NUM_PEERS)
+        self.scene = StoreScene([spec], (), NUM_SLOTS, NUM_ROWS, NUM_PEERS)
         self.tables, self.streams = [self.scene.table], [self.scene.streams[0]]
         for peer in range(1, NUM_PEERS):
             table, (stream,) = self.scene.attach(peer)

@@ -53,7 +53,6 @@ class ReplayMachine(RuleBasedStateMachine):
         self.replay = Replay(
             config_of(
                 seed=seed,
-                backend="cpu" if seed % 4 else "reference",
                 tables={"main": {"capacity_steps": CAPACITY_STEPS, "capacity_trajectories": NUM_SLOTS}},
                 sampler={"kind": self.kind, "unit": self.unit},
                 fields=FIELDS,

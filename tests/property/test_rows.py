@@ -12,10 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_ops import ops_named
 
 from deepspeed_gear.distributed.row_exchange.row_messages import most_rows
 from deepspeed_gear.distributed.row_exchange.row_reads import RowLayout, RowReads, WindowRead, layout_of
-from deepspeed_gear.ops import Ops, load_backend
+from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Resolution, Slot
 
 FINAL_ROW = {"a": 0, "b": 1, "c": 0}
@@ -26,7 +27,7 @@ HEAD = 16  # bytes in front of the rows of a message
 HEADS = torch.full((4,), HEAD)
 FIRST = 3, 2  # row and slot of what arrives
 FIRST_OF_ALL = 1000, 100
-BACKENDS = [load_backend(name) for name in ("reference", "cpu")]
+BACKENDS = [ops_named(name) for name in ("reference", "cpu")]
 
 
 class Sample(NamedTuple):

@@ -27,10 +27,10 @@ LONG = bool(os.environ.get("GEAR_LONG_TESTS"))
 def scenes() -> Iterator[Any]:
     made: list[StoreScene] = []
 
-    def make(kind: str, unit: str, lengths: list[int], backend: str = "cpu", **options: Any) -> StoreScene:
+    def make(kind: str, unit: str, lengths: list[int], **options: Any) -> StoreScene:
         spec = stream_spec(kind, unit, options.pop("batch", BATCH), seed=options.pop("seed", 5), **options)
         sizes = {"num_slots": len(lengths), "num_rows": sum(lengths) + len(lengths), "num_peers": 1}
-        made.append(StoreScene(backend, [spec], lengths, **sizes))
+        made.append(StoreScene([spec], lengths, **sizes))
         return made[-1]
 
     yield make

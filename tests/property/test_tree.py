@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from reference_ops import ops_named
 from torch import Tensor
 
-from deepspeed_gear.ops import Ops, load_backend
+from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import MassUnit
 
 MOST = (1 << 62) - 1
@@ -20,7 +21,7 @@ ANY_ANCHOR = (0, 0, 1, MOST, 0)
 
 @pytest.fixture(scope="module", params=["reference", "cpu"])
 def ops(request: pytest.FixtureRequest) -> Ops:
-    return load_backend(request.param)
+    return ops_named(request.param)
 
 
 def descend(ops: Ops, sums: Tensor, num_items: int, coordinates: list[int]) -> list[tuple[int, int]]:

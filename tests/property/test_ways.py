@@ -58,9 +58,9 @@ def trajectory(steps: int) -> dict[str, Any]:
     return {**made, "terminated": ends & (steps % 2 == 0), "truncated": ends & (steps % 2 == 1)}
 
 
-@pytest.fixture(scope="module", params=["cpu", "reference"])
-def table(request: pytest.FixtureRequest) -> Iterator[Table]:
-    config = config_of(fields={"return_to_go": {}}, batch_size=2, backend=request.param)
+@pytest.fixture(scope="module")
+def table() -> Iterator[Table]:
+    config = config_of(fields={"return_to_go": {}}, batch_size=2)
     with Replay(config, schemas={"main": SCHEMA}) as replay:
         for steps in LENGTHS:
             replay.add(trajectory(steps))

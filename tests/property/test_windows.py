@@ -10,14 +10,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_ops import ops_named
 
-from deepspeed_gear.ops import Ops, load_backend
+from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Align, Pad, Source
 
 
 @pytest.fixture(scope="module", params=["reference", "cpu"])
 def ops(request: pytest.FixtureRequest) -> Ops:
-    return load_backend(request.param)
+    return ops_named(request.param)
 
 
 class Table(NamedTuple):

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from op_wrappers import powers_of
+from reference_ops import reference_ops
 from torch import Tensor
 
-from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.backends import OP_NAMES
 from deepspeed_gear.ops.constants import ONE_Q62, minima_size, tree_size
 from deepspeed_gear.ops.records import (
@@ -103,7 +103,7 @@ def arguments(name: str) -> tuple[Any, ...]:
     sums = torch.zeros(tree_size(NUM_SLOTS), dtype=torch.int64)
     sums[:NUM_SLOTS] = masses
     built = sums.clone()
-    load_backend("reference").tree_build_(built, NUM_SLOTS)
+    reference_ops().tree_build_(built, NUM_SLOTS)
     slots = torch.randint(0, 1 << 40, (NUM_SLOTS, 8))
     slots[:, 4] = torch.randint(1, LENGTH, (NUM_SLOTS,))
     coordinates = (torch.rand(COUNT, dtype=torch.float64) * int(masses.sum())).long()
@@ -173,7 +173,7 @@ def rows_of(slots: Tensor) -> Tensor:
 
 def ring_arguments(name: str) -> tuple[Any, ...]:
     """Arguments of an op of a table on one device, prioritized by step, that is full and has lost some."""
-    reference, most = load_backend("reference"), RING_SHAPE[3]
+    reference, most = reference_ops(), RING_SHAPE[3]
     state, placed = (
         torch.zeros(RingState.NUM_WORDS, dtype=torch.int64),
         torch.zeros(200, PlacedTrajectory.NUM_WORDS).long(),

@@ -18,9 +18,9 @@ from deepspeed_gear.ops.records import Slot, SlotState
 ANSWERS, ASKS = ("action", "code"), ("observation", "task")
 
 
-def section(backend: str = "cpu", **table: Any) -> dict[str, Any]:
+def section(**table: Any) -> dict[str, Any]:
     main = {"capacity_steps": 4000, "capacity_trajectories": 300, "writers": 6, **table}
-    return config_of(tables={"main": main}, backend=backend, batch_size=4, fields={"observation": {}})
+    return config_of(tables={"main": main}, batch_size=4, fields={"observation": {}})
 
 
 def loader_of(

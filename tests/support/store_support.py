@@ -17,7 +17,6 @@ class StoreScene:
     """A table with streams, made without a Replay: this process is peer 0; others attach by `attach`.
 
     Args:
-        backend: Of the ops.
         specs: Streams, see `stream_spec`.
         lengths: Of the trajectories that it holds at the beginning.
         num_slots, num_rows, num_peers: Its sizes.
@@ -30,7 +29,6 @@ class StoreScene:
 
     def __init__(
         self,
-        backend: str = "cpu",
         specs: Sequence[Any] = (),
         lengths: Sequence[int] = (),
         num_slots: int = 40,
@@ -51,7 +49,7 @@ class StoreScene:
         from deepspeed_gear.store.table import Table
         from deepspeed_gear.store.table_spec import TableSpec, table_layout
 
-        self.ops, self.specs, self.timeout_s = load_backend(backend), list(specs), timeout_s
+        self.ops, self.specs, self.timeout_s = load_backend("cpu"), list(specs), timeout_s
         self.name, self.run = f"{prefix()}-{os.urandom(4).hex()}", RunIdentity("0" * 32)
         self.spec = TableSpec(
             "main",

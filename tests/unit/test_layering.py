@@ -98,7 +98,7 @@ def test_a_right_arrow_passes(source: str, module: str) -> None:
     assert wrong_arrows(source, module) == []
 
 
-# Takes no engine: every public name but those of the engine, and a batch by each backend.
+# Takes no engine: every public name but those of the engine, and a batch.
 WITHOUT_ENGINE = """
 import sys
 import deepspeed_gear
@@ -107,10 +107,9 @@ for name in names:
     getattr(deepspeed_gear, name)
 assert set(deepspeed_gear.__all__) <= set(dir(deepspeed_gear))
 table = {"capacity_steps": 9, "schema": {"columns": {"x": {"dtype": "float32"}}}}
-for backend in ("reference", "auto"):
-    with deepspeed_gear.Replay({"batch_size": 2, "backend": backend, "tables": {"main": table}}) as replay:
-        replay.add({"x": [1.0]})
-        replay.sample()
+with deepspeed_gear.Replay({"batch_size": 2, "tables": {"main": table}}) as replay:
+    replay.add({"x": [1.0]})
+    replay.sample()
 for name in ("deepspeed", "torch._dynamo"):
     assert name not in sys.modules, name
 """

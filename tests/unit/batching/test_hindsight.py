@@ -76,14 +76,13 @@ def oracle(batch: Batch, index: int, section: dict[str, Any], final_row: int, ke
     return known[((high[1] << 64 | low[1]) * len(known)) >> 128]
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize(("column", "final_row"), [("achieved", 1), ("next_achieved", 0)])
 @pytest.mark.parametrize(
     "section",
     [{}, {"strategy": "final"}, {"strategy": "episode", "fraction": 0.5}, {"fraction": 1.0}, {"fraction": 0}],
     ids=str,
 )
-def test_against_a_loop(backend: str, column: str, final_row: int, section: dict[str, Any]) -> None:
+def test_against_a_loop(column: str, final_row: int, section: dict[str, Any]) -> None:
     fields = {
         "goal": {"column": "desired", "hindsight": column},
         "next_goal": {"column": "desired_steps", "offset": 1, "hindsight": column, "scale": 2.0},
@@ -91,7 +90,7 @@ def test_against_a_loop(backend: str, column: str, final_row: int, section: dict
         "observation": {},
     }
     key, seen = key_of("main", "train"), set()
-    with replay_of(backend=backend, hindsight=section, fields=fields) as replay:
+    with replay_of(hindsight=section, fields=fields) as replay:
         for _ in range(4):
             batch = replay.sample()
             for i in range(batch.num_samples):

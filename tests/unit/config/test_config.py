@@ -221,7 +221,7 @@ def test_digest_is_of_what_ranks_share() -> None:
     base = parse(OFFLINE)
     for section in (
         _with("threads", 4),
-        _with("backend", "reference"),
+        _with("backend", "cpu"),
         _with("timeout_s", 1),
         _with("metrics", False),
         _with("data", "path", "/local/copy"),

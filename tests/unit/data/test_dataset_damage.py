@@ -252,11 +252,10 @@ def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
         data.files.check()
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_a_replay_finds_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+def test_a_replay_finds_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "data")
     monkeypatch.setattr(mapped_files, "CHECK_EVERY_S", 0.0)
-    section = {"batch_size": 4, "backend": backend, "shared_memory": {"prefix": prefix()}}
+    section = {"batch_size": 4, "shared_memory": {"prefix": prefix()}}
     data = {"path": str(tmp_path / "data"), "load": "mmap"}
     with (
         Replay({**section, "data": data}) as replay,

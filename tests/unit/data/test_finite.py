@@ -21,12 +21,11 @@ BITS = {
     "float32": (np.uint32, 0x7F800000, 23),
     "float64": (np.uint64, 0x7FF0000000000000, 52),
 }
-BACKENDS = pytest.mark.parametrize("backend", ["cpu", "reference"])
 
 
-def replay_of(schema: Schema, backend: str = "cpu", **more: Any) -> Replay:
+def replay_of(schema: Schema, **more: Any) -> Replay:
     table = {"capacity_steps": 20_000, "max_length": 10_000, "remove": "fifo", **more.pop("table", {})}
-    section = {"tables": {"main": table}, "sampler": {"unit": "step"}, "batch_size": 4, "backend": backend}
+    section = {"tables": {"main": table}, "sampler": {"unit": "step"}, "batch_size": 4}
     return Replay({**section, **more}, schemas={"main": schema})
 
 
@@ -42,16 +41,15 @@ def array_of(bits: np.ndarray, dtype: str) -> np.ndarray:
 # ---- whole trajectories --------------------------------------------------------------------------
 
 
-@BACKENDS
 @pytest.mark.parametrize("dtype", FLOATING)
-def test_add_finds_every_place_and_pattern(backend: str, dtype: str) -> None:
+def test_add_finds_every_place_and_pattern(dtype: str) -> None:
     """Blocks of 8 KiB are checked as they are copied: the places lie around their borders."""
     kind, ones, fraction = BITS[dtype]
     item = np.dtype(kind).itemsize
     num_rows, edge = 3 * 8192 // item + 5, 8192 // item
     schema = Schema([Column("n", "int64"), Column("x", dtype)])
     sign = 1 << (8 * item - 1)
-    with replay_of(schema, backend, table={"capacity_steps": 3 * num_rows, "max_length": num_rows}) as replay:
+    with replay_of(schema, table={"capacity_steps": 3 * num_rows, "max_length": num_rows}) as replay:
         good = np.arange(num_rows) % 3
         finite = np.array([0, sign, 1, ones - 1, sign | (ones - 1), 1 << fraction], kind)[good]  # and largest
         number = replay.add({"n": good, "x": array_of(finite, dtype)})
@@ -70,13 +68,12 @@ def test_add_finds_every_place_and_pattern(backend: str, dtype: str) -> None:
         assert stored.tobytes() == finite.tobytes()
 
 
-@BACKENDS
 @pytest.mark.parametrize("rows", ["T", "T+1", "1"])
 @pytest.mark.parametrize("given", [np.asarray, torch.tensor, np.ndarray.tolist])
-def test_every_form_of_a_column_is_checked(backend: str, rows: Any, given: Callable[..., Any]) -> None:
+def test_every_form_of_a_column_is_checked(rows: Any, given: Callable[..., Any]) -> None:
     schema = Schema([Column("n", "int64"), Column("x", "float32", (2,), rows=rows)])
     values = np.ones({"T": (3, 2), "T+1": (4, 2), "1": (2,)}[rows], np.float32)
-    with replay_of(schema, backend) as replay:
+    with replay_of(schema) as replay:
         replay.add({"n": np.arange(3), "x": given(values)})
         before = occupied(replay)
         values.reshape(-1)[-1] = np.inf
@@ -99,23 +96,21 @@ def test_tables_that_are_not_written_by_one_call(how: str) -> None:
         more = {"fields": {"return_to_go": {}}}
     else:
         more = {"table": {"remove": "uniform"}}
-    for backend in ("cpu", "reference"):
-        with replay_of(Schema(columns), backend, **more) as replay:
-            rows = {"n": np.arange(3), "reward": np.ones(3, np.float32)}
-            number = replay.add(rows)
-            before = occupied(replay)
-            rows["reward"][1] = np.nan
-            with pytest.raises(DataError, match="column reward must be finite, got 'nan at step 1'"):
-                replay.add(rows)
-            assert occupied(replay) == before
-            if how == "late columns":
-                with pytest.raises(DataError, match="column late must be finite, got '-inf at step 2'"):
-                    replay.fill(number, late=[0, 1, -np.inf])
-                replay.fill(number, late=[0, 1, 2])
+    with replay_of(Schema(columns), **more) as replay:
+        rows = {"n": np.arange(3), "reward": np.ones(3, np.float32)}
+        number = replay.add(rows)
+        before = occupied(replay)
+        rows["reward"][1] = np.nan
+        with pytest.raises(DataError, match="column reward must be finite, got 'nan at step 1'"):
+            replay.add(rows)
+        assert occupied(replay) == before
+        if how == "late columns":
+            with pytest.raises(DataError, match="column late must be finite, got '-inf at step 2'"):
+                replay.fill(number, late=[0, 1, -np.inf])
+            replay.fill(number, late=[0, 1, 2])
 
 
-@BACKENDS
-def test_allow_nan_takes_them_bit_for_bit(backend: str) -> None:
+def test_allow_nan_takes_them_bit_for_bit() -> None:
     schema = Schema([Column(dtype, dtype, allow_nan=True) for dtype in FLOATING])
     for other in (Schema.from_json(schema.to_json()), Schema(list(schema))):
         assert other == schema
@@ -125,7 +120,7 @@ def test_allow_nan_takes_them_bit_for_bit(backend: str) -> None:
     assert strict.fingerprint != schema.fingerprint
     assert strict.allowing_nan() == schema
     patterns = {d: np.array([ones, ones | 1, 0], kind) for d, (kind, ones, _) in BITS.items()}
-    with replay_of(schema, backend) as replay:
+    with replay_of(schema) as replay:
         number = replay.add({dtype: array_of(bits, dtype) for dtype, bits in patterns.items()})
         stored = replay.tables["main"].rows(int(replay.tables["main"].slots_of(np.array([number]))[0]))
         for dtype, bits in patterns.items():
@@ -187,16 +182,13 @@ def spoiled(given: dict[str, Any], column: str, value: float) -> dict[str, Any]:
     return {**given, column: array}
 
 
-@BACKENDS
 @pytest.mark.parametrize("publish", [False, True])
 @pytest.mark.parametrize("mode", ["next_step", "same_step", "disabled"])
-def test_a_refused_step_changes_nothing_and_can_be_taken_again(
-    backend: str, publish: bool, mode: Any
-) -> None:
+def test_a_refused_step_changes_nothing_and_can_be_taken_again(publish: bool, mode: Any) -> None:
     """Two writers get the same steps; one also gets each of them spoiled, before it."""
     stored = []
     for spoils in (False, True):
-        with replay_of(STEPS, backend, table={"max_length": LONGEST, "capacity_steps": 400}) as replay:
+        with replay_of(STEPS, table={"max_length": LONGEST, "capacity_steps": 400}) as replay:
             vector = replay.vector_writer(2, autoreset=mode)
             start = {"observation": np.zeros((2, 2), np.float32), "goal": np.ones(2, np.float32)}
 
@@ -259,10 +251,9 @@ def row(t: int, **more: Any) -> dict[str, Any]:
     return {"observation": [t, t], "reward": float(t), "terminated": False, "truncated": False, **more}
 
 
-@BACKENDS
 @pytest.mark.parametrize("publish", [False, True])
-def test_a_refused_row_is_not_appended(backend: str, publish: bool) -> None:
-    with replay_of(STEPS, backend, table={"max_length": LONGEST}) as replay:
+def test_a_refused_row_is_not_appended(publish: bool) -> None:
+    with replay_of(STEPS, table={"max_length": LONGEST}) as replay:
         writer = replay.writer()
         with pytest.raises(DataError, match="table main: column goal must be finite, got nan"):
             writer.trajectory(goal=np.nan)

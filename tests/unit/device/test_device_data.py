@@ -21,18 +21,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_data_set_gives_the_batches_of_shared_memory(
-    data: Path, sampler: str, backend: str, accumulation: int
-) -> None:
-    section = config_of(
-        data, sampler=SAMPLERS[sampler], fields=WINDOWS, batch_size=24, backend=backend, seed=5
-    )
+def test_a_data_set_gives_the_batches_of_shared_memory(data: Path, sampler: str, accumulation: int) -> None:
+    section = config_of(data, sampler=SAMPLERS[sampler], fields=WINDOWS, batch_size=24, seed=5)
     section["gradient_accumulation_steps"] = accumulation
     torch.manual_seed(0)
     with Replay(section) as host, DeviceReplay(on_device(section), "cpu") as device:
-        for _ in range(20 if backend == "cpu" else 4):
+        for _ in range(20):
             for _ in range(accumulation):
                 expected, got = host.sample(), device.sample()
                 assert_same(got, expected)

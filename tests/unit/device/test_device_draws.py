@@ -66,11 +66,11 @@ def without_samples(device: DeviceReplay, accumulation: int) -> None:
         assert name == "state" or torch.equal(tensor, content[name]), name
 
 
-@pytest.mark.parametrize(("backend", "accumulation"), [("cpu", 1), ("cpu", 3), ("reference", 1)])
+@pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_batches_are_those_of_a_table_in_host_memory(kind: str, backend: str, accumulation: int) -> None:
+def test_batches_are_those_of_a_table_in_host_memory(kind: str, accumulation: int) -> None:
     """Until too few items or draws are left, and after more were added; some were removed meanwhile."""
-    made = section(kind, backend=backend, gradient_accumulation_steps=accumulation)
+    made = section(kind, gradient_accumulation_steps=accumulation)
     torch.manual_seed(0)
     schemas, most, num_empty = {"main": SCHEMA}, KINDS[kind][1], 0
     removed, lowest = torch.tensor([1, 2, 299]), int(kind.startswith("top-k"))  # 0: is not drawn again

@@ -142,13 +142,10 @@ def without_masses(replay: DeviceReplay, why: str) -> None:
         ({**PRIORITIZED, "normalize": None}, "no priority"),
     ],
 )
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_a_table_without_masses_gives_batches_without_samples(
-    sampler: dict[str, Any], why: str, backend: str
-) -> None:
+def test_a_table_without_masses_gives_batches_without_samples(sampler: dict[str, Any], why: str) -> None:
     """And what can be drawn is drawn as soon as it is there."""
     fields = {"fields": {**online()["fields"], "observation": {"offset": -2, "length": 3, "pad": "edge"}}}
-    section = online(sampler, gradient_accumulation_steps=2, backend=backend, **fields)
+    section = online(sampler, gradient_accumulation_steps=2, **fields)
     with DeviceReplay(section, "cpu") as replay:
         without_masses(replay, why)
         before = replay.statistics()
@@ -225,10 +222,9 @@ def test_conditions_that_cannot_be_checked_when_added_are_refused() -> None:
         DeviceReplay(steps, "cpu")
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("sampler", ["uniform steps", "prioritized", "by the table", "by length"])
-def test_removed_trajectories_are_not_drawn_and_others_stay(sampler: str, backend: str) -> None:
-    with DeviceReplay(online(SAMPLERS[sampler], backend=backend), "cpu") as replay:
+def test_removed_trajectories_are_not_drawn_and_others_stay(sampler: str) -> None:
+    with DeviceReplay(online(SAMPLERS[sampler]), "cpu") as replay:
         for turn in range(30):
             replay.add_(trajectories(3, 4, 3 * turn))
             before, ids = replay.num_steps, torch.tensor([3 * turn + 1, 99_999, -5, 3 * turn + 1])

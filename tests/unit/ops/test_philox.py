@@ -80,13 +80,12 @@ def scenes() -> Iterator[list[StoreScene]]:
 
 @pytest.mark.parametrize("anchors", ANCHORS)
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_samples_of_any_numbers_are_those_of_the_whole(
-    scenes: list[StoreScene], backend: str, rule: str, anchors: str
+    scenes: list[StoreScene], rule: str, anchors: str
 ) -> None:
     """A node resolves its own samples of a global batch: what they are does not depend on the others."""
     spec = stream_spec(**RULES[rule], anchors=ANCHORS[anchors], seed=2**40 + 5)
-    scenes.append(StoreScene(backend, [spec], LENGTHS))
+    scenes.append(StoreScene([spec], LENGTHS))
     (stream,) = scenes[0].streams
     masses, first, count = stream.masses, 2**32 - 40, 200
     with scenes[0].table.lock:

@@ -122,10 +122,10 @@ MIXTURE = {
     [
         {"n_step": {"n": 3, "gamma": 0.9}},
         {"n_step": {"n": 2, "gamma": 0.5}, "prefetch": 2, "gradient_accumulation_steps": 2},
-        {"n_step": {"n": 1, "gamma": 1.0}, "sampler": PRIORITIZED, "backend": "reference"},
+        {"n_step": {"n": 1, "gamma": 1.0}, "sampler": PRIORITIZED},
         {"n_step": {"n": 3, "gamma": 0.9}, "prefetch": 1, **MIXTURE},
     ],
-    ids=["plain", "prefetch", "reference", "mixture"],
+    ids=["plain", "prefetch", "prioritized", "mixture"],
 )
 def test_every_way_gives_the_same_batches(way: str, options: dict[str, Any]) -> None:
     def make(chosen: str) -> Replay:

@@ -91,9 +91,8 @@ def stored(dataset: Dataset, name: str, batch: Any) -> np.ndarray:
     return np.stack([r if column.rows == "1" else r[t] for r, t in zip(rows, at, strict=True)])
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_values_of_the_store_become_the_bits_of_a_batch(data: Path, backend: str) -> None:
-    given = section(data, backend=backend, n_step={"n": 2, "gamma": 0.9})
+def test_values_of_the_store_become_the_bits_of_a_batch(data: Path) -> None:
+    given = section(data, n_step={"n": 2, "gamma": 0.9})
     with Replay(given, engine_dtype=torch.bfloat16) as replay:
         batch, dataset = replay.sample(), Dataset.open(data)
         for name in sorted({*FIELDS} - {"window", "return_to_go", "timestep"}):

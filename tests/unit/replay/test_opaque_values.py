@@ -78,13 +78,10 @@ def _nothing_is_left() -> Iterator[None]:
 # ---- batches -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["reference", "auto"])
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("transfer", [{}, {"way": "staged"}])
-def test_batches_have_the_values_of_their_samples(
-    backend: str, prefetch: int, transfer: dict[str, Any]
-) -> None:
-    with made(backend=backend, prefetch=prefetch, transfer=transfer) as replay:
+def test_batches_have_the_values_of_their_samples(prefetch: int, transfer: dict[str, Any]) -> None:
+    with made(prefetch=prefetch, transfer=transfer) as replay:
         for number in range(8):
             replay.add(trajectory(number))
         for _ in range(4):
@@ -213,9 +210,8 @@ def test_an_evaluation_pass_of_a_data_set(tmp_path: Path) -> None:
 # ---- writers, reads, saves -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["reference", "auto"])
-def test_writers_and_reads(backend: str) -> None:
-    with made(backend=backend) as replay:
+def test_writers_and_reads() -> None:
+    with made() as replay:
         whole = replay.add(trajectory(0))
         with replay.writer().trajectory(raw="é") as one:
             one.append(observation=[0, 0], terminated=True, which=1)

@@ -24,13 +24,13 @@ FIELDS = {
 }
 
 
-@pytest.fixture(params=["cpu", "reference"])
-def replays(request: pytest.FixtureRequest) -> Iterator[Callable[..., Replay]]:
+@pytest.fixture
+def replays() -> Iterator[Callable[..., Replay]]:
     made: list[Replay] = []
 
     def make(unit: str = "step", data: Path | None = None, /, **options: Any) -> Replay:
         sampler = {"kind": "prioritized", "unit": unit, **options.pop("sampler", {})}
-        given = {"batch_size": 8, "fields": FIELDS, "backend": request.param, "sampler": sampler, **options}
+        given = {"batch_size": 8, "fields": FIELDS, "sampler": sampler, **options}
         if data is not None:
             made.append(Replay(config_of(data, **given)))
             return made[-1]

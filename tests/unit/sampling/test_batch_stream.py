@@ -33,7 +33,7 @@ def scenes() -> Iterator[Any]:
     made: list[StoreScene] = []
 
     def make(*specs: Any, **options: Any) -> StoreScene:
-        made.append(StoreScene(options.pop("backend", "cpu"), specs, **options))
+        made.append(StoreScene(specs, **options))
         return made[-1]
 
     yield make
@@ -67,12 +67,9 @@ def chi_square(observed: Counter[Any], shares: dict[Any, float]) -> float:
     return float(stats.chisquare([observed[key] for key in keys], expected).pvalue)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_uniform_steps(scenes: Any, backend: str, seed: int) -> None:
-    stream = scenes(
-        stream_spec(unit="step", batch=10_000, seed=seed), lengths=LENGTHS, backend=backend
-    ).streams[0]
+def test_uniform_steps(scenes: Any, seed: int) -> None:
+    stream = scenes(stream_spec(unit="step", batch=10_000, seed=seed), lengths=LENGTHS).streams[0]
     found = Counter((int(i), int(a)) for i, a, _ in draws(stream, 0, 4))
     assert chi_square(found, dict.fromkeys(ITEMS, 1 / len(ITEMS))) > 1e-3
 
@@ -159,9 +156,8 @@ def epochs_of(stream: BatchStream, first: int, count: int) -> dict[int, list[tup
 
 
 @pytest.mark.parametrize("batch", [1, 7, 32, len(ITEMS), 2 * len(ITEMS) + 3])
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_an_epoch_visits_every_step_once(scenes: Any, batch: int, backend: str) -> None:
-    stream = scenes(stream_spec("epoch", "step", batch), lengths=LENGTHS, backend=backend).streams[0]
+def test_an_epoch_visits_every_step_once(scenes: Any, batch: int) -> None:
+    stream = scenes(stream_spec("epoch", "step", batch), lengths=LENGTHS).streams[0]
     count = -(-3 * len(ITEMS) // batch)
     found = epochs_of(stream, 0, count)
     for epoch in range(3):

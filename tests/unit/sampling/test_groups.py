@@ -46,11 +46,10 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_every_sampler_draws_whole_groups(name: str, backend: str) -> None:
+def test_every_sampler_draws_whole_groups(name: str) -> None:
     """Groups of members with one or two trajectories, in the order of the members, whatever came first."""
-    with Replay(section(MEMBERS, SAMPLERS[name], backend=backend)) as replay:
+    with Replay(section(MEMBERS, SAMPLERS[name])) as replay:
         wanted: dict[int, list[tuple[int, int]]] = {}
         words = np.random.default_rng(0)
         for prompt in range(8):

@@ -26,8 +26,8 @@ Make = Callable[..., list[StoreScene]]
 BATCH = 4
 
 
-@pytest.fixture(params=["reference", "cpu"])
-def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+@pytest.fixture
+def make() -> Iterator[Make]:
     """Return what makes the stores of some nodes."""
     made: list[StoreScene] = []
 
@@ -35,9 +35,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
         for index in range(count):
             spec = stream_spec(batch=BATCH, num_shards=count)
             shard = Shard(index, count)
-            made.append(
-                StoreScene(request.param, [spec], retention=Retention("fifo", **retention), shard=shard)
-            )
+            made.append(StoreScene([spec], retention=Retention("fifo", **retention), shard=shard))
         meet(made)
         return made
 

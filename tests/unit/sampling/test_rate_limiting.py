@@ -171,7 +171,6 @@ def test_a_wait_ends_with_an_error() -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize(
     "table",
     [
@@ -182,12 +181,10 @@ def test_a_wait_ends_with_an_error() -> None:
     ],
     ids=str,
 )
-def test_the_only_process_that_can_add_does_not_wait(
-    table: dict[str, Any], backend: str, prefetch: int
-) -> None:
+def test_the_only_process_that_can_add_does_not_wait(table: dict[str, Any], prefetch: int) -> None:
     """It gets an error at once, with any limiter; and never one from before its latest addition."""
     options = {"tables": {"main": {"capacity_steps": 300, **table}}, "sampler": {"unit": "trajectory"}}
-    section = {**options, "fields": {"which": {}}, "batch_size": 1, "backend": backend, "prefetch": prefetch}
+    section = {**options, "fields": {"which": {}}, "batch_size": 1, "prefetch": prefetch}
     with Replay(section, schemas={"main": SCHEMA}) as found:
         drawn = 0
         for number in range(6):
@@ -218,19 +215,18 @@ with TrajectoryWriter.attach(json.loads(sys.argv[1]), wait_s=60) as writer:
 """
 
 
-def writing(backend: str, adds: int, **options: Any) -> tuple[dict[str, Any], list[str]]:
+def writing(adds: int, **options: Any) -> tuple[dict[str, Any], list[str]]:
     """Return the section of a table that takes writers, and the command of a process that adds to it."""
     columns = {"which": {"dtype": "int64"}, "late": {"dtype": "int64", "late": True}}
     table = {"capacity_steps": 90, "writers": 2, "remove": "fifo", "schema": {"columns": columns}}
-    section = config_of(tables={"main": table}, fields={"which": {}}, batch_size=4, backend=backend)
+    section = config_of(tables={"main": table}, fields={"which": {}}, batch_size=4)
     section = {**section, **options}
     return section, [sys.executable, "-c", WRITER, json.dumps(section), str(adds)]
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_an_empty_table_waits_for_a_writer_that_lives(backend: str, prefetch: int) -> None:
-    section, command = writing(backend, 1, timeout_s=20.0, prefetch=prefetch)
+def test_an_empty_table_waits_for_a_writer_that_lives(prefetch: int) -> None:
+    section, command = writing(1, timeout_s=20.0, prefetch=prefetch)
     with Replay(section) as found:
         with pytest.raises(NotReadyError, match=r"must hold what the sampler admits first.*0 trajectories"):
             found.sample()  # no writer

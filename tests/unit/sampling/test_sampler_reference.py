@@ -26,11 +26,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_sample_gives_the_bits_of_the_native_draw(
-    name: str, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options: dict[str, Any] = {"sampler": KINDS[name], "backend": backend, "seed": 3}
+def test_sample_gives_the_bits_of_the_native_draw(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"sampler": KINDS[name], "seed": 3}
     sampler = SAMPLERS[type(parse({"tables": {"main": {"capacity_steps": 9}}, **options}).item_sampler)]
     own_spec, asked, sample = sampler.spec, [], sampler.sample
 

@@ -38,7 +38,7 @@ def scenes() -> Iterator[Any]:
     made: list[StoreScene] = []
 
     def make(spec: Any, **options: Any) -> StoreScene:
-        made.append(StoreScene(options.pop("backend", "cpu"), [spec], **{"lengths": LENGTHS, **options}))
+        made.append(StoreScene([spec], **{"lengths": LENGTHS, **options}))
         return made[-1]
 
     yield make
@@ -189,10 +189,9 @@ def step_items(stored: dict[int, int]) -> list[Item]:
 
 @pytest.mark.parametrize("unit", ["step", "trajectory"])
 @pytest.mark.parametrize("kind", ["fifo", "lifo"])
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_fifo_and_lifo_are_the_order_of_ids(scenes: Any, backend: str, kind: str, unit: str) -> None:
+def test_fifo_and_lifo_are_the_order_of_ids(scenes: Any, kind: str, unit: str) -> None:
     """Also where slots are used again, so that a newer trajectory lies before an older one."""
-    scene = scenes(stream_spec(kind, unit, 4), backend=backend, num_slots=6)
+    scene = scenes(stream_spec(kind, unit, 4), num_slots=6)
     stored, stream = dict(enumerate(LENGTHS)), scene.streams[0]
     for key, gone in enumerate([[], [0], [5, 3], [2], [1, 4]]):
         table_edits.remove(scene.table, gone)
@@ -252,11 +251,10 @@ def test_an_add_without_room_moves_the_window(scenes: Any) -> None:
 
 
 @pytest.mark.parametrize("unit", ["step", "trajectory"])
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_of_equal_priorities_the_lowest_ids_are_taken(scenes: Any, backend: str, unit: str) -> None:
+def test_of_equal_priorities_the_lowest_ids_are_taken(scenes: Any, unit: str) -> None:
     """Also where a newer trajectory lies in the slot and the rows of an older one."""
     spec = stream_spec("top_k", unit, 4, priorities=priority_rule())
-    scene = scenes(spec, lengths=[3, 3, 3, 3, 3], num_slots=5, num_rows=40, backend=backend)
+    scene = scenes(spec, lengths=[3, 3, 3, 3, 3], num_slots=5, num_rows=40)
     stream = scene.streams[0]
     taken(stream, 0)
     table_edits.remove(scene.table, [0])
@@ -283,11 +281,10 @@ def test_top_k_of_a_replay() -> None:
 # ---- epochs without a tail -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("batch", [7, 20, 60])
-def test_a_dropped_tail(scenes: Any, batch: int, backend: str) -> None:
+def test_a_dropped_tail(scenes: Any, batch: int) -> None:
     """60 items: no batch spans two epochs, and none visits an item twice."""
-    stream = scenes(stream_spec("epoch", "step", batch, drop=True), backend=backend).streams[0]
+    stream = scenes(stream_spec("epoch", "step", batch, drop=True)).streams[0]
     orders, numbers = [], []
     for epoch in range(3):
         visited: list[Item] = []

@@ -56,11 +56,9 @@ def test_every_kind_has_an_example() -> None:
 
 @pytest.mark.usefixtures("my_masses")
 @pytest.mark.parametrize("example", EXAMPLES, ids=[e["kind"] for e in EXAMPLES])
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_example_runs(example: dict[str, Any], backend: str) -> None:
+def test_example_runs(example: dict[str, Any]) -> None:
     tables = list(example.get("shares", {"main": 1}))
     section = {
-        "backend": backend,
         "tables": dict.fromkeys(tables, ROOM),
         "sampler": example,
         "batch_size": 12,

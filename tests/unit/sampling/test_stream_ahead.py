@@ -21,10 +21,10 @@ from deepspeed_gear.store.stream_records import NOTHING, Head, Position
 LENGTHS = [1, 2, 7, 33, 5, 64, 12, 100]
 
 
-@pytest.fixture(params=["cpu", "reference"])
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[StoreScene, BatchStream, BatchStream]]:
+@pytest.fixture
+def pair() -> Iterator[tuple[StoreScene, BatchStream, BatchStream]]:
     """A store with two processes' view of one stream."""
-    scene = StoreScene(request.param, [stream_spec(unit="step", batch=16)], lengths=LENGTHS, num_peers=2)
+    scene = StoreScene([stream_spec(unit="step", batch=16)], lengths=LENGTHS, num_peers=2)
     table, (other,) = scene.attach(1)
     yield scene, scene.streams[0], other
     table.close()
@@ -40,7 +40,7 @@ def rows(stream: BatchStream, key: int) -> np.ndarray:
 
 def alone(steps: list[Any]) -> list[np.ndarray]:
     """Make the selections with one process that does each step (a function of the scene, or None) before."""
-    scene = StoreScene("cpu", [stream_spec(unit="step", batch=16)], lengths=LENGTHS, num_peers=1)
+    scene = StoreScene([stream_spec(unit="step", batch=16)], lengths=LENGTHS, num_peers=1)
     found = []
     for key, step in enumerate(steps):
         if step is not None:
@@ -123,7 +123,7 @@ def test_seek_forgets_what_was_drawn(pair: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["epoch", "pass"])
 def test_orders_are_not_drawn_ahead(kind: str) -> None:
-    scene = StoreScene("cpu", [stream_spec(kind, unit="step", batch=16)], lengths=LENGTHS)
+    scene = StoreScene([stream_spec(kind, unit="step", batch=16)], lengths=LENGTHS)
     table, (other,) = scene.attach(1)
     for key in range(3):
         assert (rows(scene.streams[0], key) == rows(other, key)).all()
@@ -133,7 +133,7 @@ def test_orders_are_not_drawn_ahead(kind: str) -> None:
 
 
 def test_a_death_while_drawing_ahead_leaves_a_whole_stream() -> None:
-    scene = StoreScene("cpu", [stream_spec(unit="step", batch=16)], lengths=LENGTHS, num_peers=2)
+    scene = StoreScene([stream_spec(unit="step", batch=16)], lengths=LENGTHS, num_peers=2)
     wanted = alone([None] * 4)
     stream = scene.streams[0]
 
@@ -158,7 +158,7 @@ def test_a_death_while_drawing_ahead_leaves_a_whole_stream() -> None:
 
 def test_a_table_of_a_mixture_may_have_no_sample_in_the_next_batch() -> None:
     spec = replace(stream_spec("stratified", unit="step", batch=16), count=lambda key: 16 * (key % 2))
-    scene = StoreScene("cpu", [spec], lengths=LENGTHS, num_peers=2)
+    scene = StoreScene([spec], lengths=LENGTHS, num_peers=2)
     table, (other,) = scene.attach(1)
     for key in range(6):
         assert (rows(scene.streams[0], key) == rows(other, key)).all()

@@ -28,8 +28,8 @@ Make = Callable[..., StoreScene]
 BY_STEP = {"unit": "step", "priorities": priority_rule(initial=1.0, normalize="table")}
 
 
-@pytest.fixture(params=["reference", "cpu"])
-def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+@pytest.fixture
+def make() -> Iterator[Make]:
     """Return what makes stores of 5 slots and 20 rows, of which this process alone is read."""
     made: list[StoreScene] = []
 
@@ -37,9 +37,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
         retention = Retention(
             removal, **{k: options.pop(k) for k in list(options) if k in Retention.__dataclass_fields__}
         )
-        scene = StoreScene(
-            request.param, specs, **{"num_slots": 5, "num_rows": 20, **options}, retention=retention
-        )
+        scene = StoreScene(specs, **{"num_slots": 5, "num_rows": 20, **options}, retention=retention)
         made.append(scene)
         return scene
 
@@ -305,7 +303,7 @@ def test_writers_wait_as_the_rate_says(make: Make) -> None:
 @pytest.mark.parametrize("removal", ["none", "fifo", "lifo"])
 def test_one_native_call_and_plain_steps_leave_equal_stores(removal: Any, spare_rows: int) -> None:
     sizes = {"num_slots": 9, "num_rows": 60, "spare_rows": spare_rows}
-    scenes = [StoreScene("cpu", [stream_spec()], **sizes, retention=Retention(removal)) for _ in range(2)]
+    scenes = [StoreScene([stream_spec()], **sizes, retention=Retention(removal)) for _ in range(2)]
     ways = [inserter(scene) for scene in scenes]
     for way, scene in zip(ways, scenes, strict=True):
         way._native = scene.table.handle

@@ -27,9 +27,9 @@ from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import RETURN_TO_GO, TableSpec
 
 
-@pytest.fixture(params=["reference", "cpu"])
-def scene(request: pytest.FixtureRequest) -> Iterator[StoreScene]:
-    scene = StoreScene(request.param, num_slots=5, num_rows=20)
+@pytest.fixture
+def scene() -> Iterator[StoreScene]:
+    scene = StoreScene(num_slots=5, num_rows=20)
     yield scene
     scene.close()
     assert shared_files(prefix()) == []

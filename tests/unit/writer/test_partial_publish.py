@@ -31,16 +31,13 @@ SCHEMA = Schema(
 LONGEST = 8
 
 
-def replay(
-    sampler: Any = None, schema: Schema = SCHEMA, fields: Any = None, backend: str = "auto", **table: Any
-) -> Replay:
+def replay(sampler: Any = None, schema: Schema = SCHEMA, fields: Any = None, **table: Any) -> Replay:
     options = {"capacity_steps": 40, "capacity_trajectories": 6, "max_length": LONGEST, "remove": "fifo"}
     section = {
         "tables": {"main": {**options, **table}},
         "sampler": sampler or {"kind": "uniform", "unit": "step"},
         "fields": fields or {"which": {}, "observation": {"offset": 0, "length": 2}},
         "batch_size": 64,
-        "backend": backend,
         "timeout_s": 5.0,
     }
     return Replay(section, schemas={"main": schema})
@@ -111,10 +108,9 @@ def test_priorities_of_known_steps_stay(unit: str) -> None:
         opened.append(observation=np.full(2, 5, np.float32))
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_a_late_priority_of_a_step_that_is_no_anchor_changes_nothing(backend: str) -> None:
+def test_a_late_priority_of_a_step_that_is_no_anchor_changes_nothing() -> None:
     sampler = {"kind": "prioritized", "unit": "step", "anchors": "end"}
-    with replay(sampler, backend=backend) as found, found.writer().trajectory(task=0) as opened:
+    with replay(sampler) as found, found.writer().trajectory(task=0) as opened:
         append(opened, range(4))
         late = found.sample().clone()
         assert set(late["which"].tolist()) == {2}

@@ -22,10 +22,10 @@ STATE = "observation.a, observation.b"
 STEP = f"it takes action, {STATE}, task.id, terminated, truncated"
 
 
-@pytest.fixture(params=["auto", "reference"])
-def replay(request: pytest.FixtureRequest) -> Iterator[Replay]:
+@pytest.fixture
+def replay() -> Iterator[Replay]:
     table = {"capacity_steps": 100, "schema": {"columns": COLUMNS}}
-    options = {"backend": request.param, "shared_memory": {"prefix": prefix()}}
+    options = {"shared_memory": {"prefix": prefix()}}
     with Replay({"batch_size": 2, "tables": {"main": table}, **options}) as made:
         yield made
 

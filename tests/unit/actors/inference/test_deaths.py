@@ -49,9 +49,8 @@ def test_the_loader_is_closed(scene: tuple[InferenceLoader, InferenceClient]) ->
     assert list(loader) == []
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_the_loaders_process_dies(backend: str) -> None:
-    config = section(backend)
+def test_the_loaders_process_dies() -> None:
+    config = section()
 
     def rank() -> None:
         with Replay(config, schemas={"main": SCHEMA}) as replay, loader_of(replay) as loader:
@@ -91,7 +90,7 @@ def test_a_simulator_dies_while_it_waits(replay: Replay) -> None:
 
 
 def test_a_simulator_dies_anywhere_in_a_step() -> None:
-    config, deaths = section("reference"), 0  # in plain Python, where there are lines to die at
+    config, deaths = section(), 0
     with Replay(config, schemas={"main": SCHEMA}) as replay, loader_of(replay, num_simulators=3) as loader:
         for line in range(3, 300, 37):
 

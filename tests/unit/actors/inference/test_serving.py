@@ -33,10 +33,9 @@ from deepspeed_gear.errors import ConfigError, DataError, StoreError
 
 
 @pytest.mark.parametrize("in_parts", [False, True])
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("autoreset", ["next_step", "same_step", "disabled"])
-def test_steps_land_in_the_store(backend: str, autoreset: str, in_parts: bool) -> None:
-    config = section(backend)
+def test_steps_land_in_the_store(autoreset: str, in_parts: bool) -> None:
+    config = section()
     with Replay(config, schemas={"main": SCHEMA}) as replay:
         with loader_of(replay, 4, num_simulators=8, length=3, asks=ASKS) as loader:
             makers = [Envs(range(first, first + 3), autoreset, short) for first in (0, 3)]

@@ -1,4 +1,4 @@
-"""Stores whose items have priorities, on both backends."""
+"""Stores whose items have priorities."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from priority_cases import LENGTHS
 from store_support import StoreScene, priority_rule, stream_spec
 
 
-@pytest.fixture(params=["cpu", "reference"])
-def scenes(request: pytest.FixtureRequest) -> Iterator[Any]:
+@pytest.fixture
+def scenes() -> Iterator[Any]:
     made: list[StoreScene] = []
 
     def make(*, unit: str = "step", lengths: Any = LENGTHS, sizes: Any = None, **options: Any) -> StoreScene:
         spec = {key: options.pop(key) for key in ("batch", "anchors", "split", "depth") if key in options}
         rule = priority_rule(**options)
-        scene = StoreScene(
-            request.param, [stream_spec(unit=unit, priorities=rule, **spec)], lengths, **(sizes or {})
-        )
+        scene = StoreScene([stream_spec(unit=unit, priorities=rule, **spec)], lengths, **(sizes or {}))
         made.append(scene)
         return scene
 

@@ -1,0 +1,30 @@
+"""The reference ops as a backend: the oracle of equivalence tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepspeed_gear.ops import Ops, load_backend, reference
+from deepspeed_gear.ops.backends import OP_NAMES
+
+
+@dataclass(frozen=True)
+class ReferenceOps(Ops):
+    """The ops in plain PyTorch, for host memory as they are."""
+
+    def on_host(self) -> Ops:
+        return self
+
+
+def ops_named(name: str) -> Ops:
+    """Return the reference ops, or those of a backend of jobs."""
+    native = load_backend("cpu" if name == "reference" else name)
+    if name != "reference":
+        return native
+    ops = {op: getattr(reference, op) for op in OP_NAMES}
+    return ReferenceOps(name, **ops, native=native.native)
+
+
+def reference_ops() -> Ops:
+    """Return the reference ops; whatever is no op, such as locks, is native."""
+    return ops_named("reference")
