@@ -18,6 +18,7 @@ from deepspeed_gear.config.options import (
     NStepConfig,
     PipelineConfig,
     SharedMemoryConfig,
+    TransferConfig,
 )
 from deepspeed_gear.config.resolved_field import ResolvedField
 from deepspeed_gear.config.sampler_options import (
@@ -41,7 +42,6 @@ from deepspeed_gear.config.sampler_options import (
 )
 from deepspeed_gear.config.schedules import value_at
 from deepspeed_gear.config.table_options import DataConfig, TableConfig
-from deepspeed_gear.config.transfer import TransferConfig
 from deepspeed_gear.errors import ConfigError
 
 __all__ = [
