@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed_gear.config import GearConfig, ResolvedField
-from deepspeed_gear.config.burn_in_checks import first_step
+from deepspeed_gear.config.field_checks import first_step
 from deepspeed_gear.ops.records import Align, Resolution
 from deepspeed_gear.ops.reference.gather import bounds
 

@@ -13,7 +13,7 @@ import torch
 
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.config import GearConfig, ResolvedField
-from deepspeed_gear.config.hindsight_checks import reward_field
+from deepspeed_gear.config.field_checks import reward_field
 from deepspeed_gear.config.schedules import imported
 from deepspeed_gear.errors import ShapeError
 from deepspeed_gear.ops import Ops

@@ -8,9 +8,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from deepspeed_gear.config.config_digest import difference
-from deepspeed_gear.config.cross_checks import batch_sizes, refuse_batch_sizes
+from deepspeed_gear.config.ds_config import batch_sizes, refuse_batch_sizes
 from deepspeed_gear.config.error_messages import translate
-from deepspeed_gear.config.field_checks import check_against
+from deepspeed_gear.config.field_checks import ResolvedField, check_against
 from deepspeed_gear.config.model import GearConfig
 from deepspeed_gear.config.options import (
     FieldConfig,
@@ -20,7 +20,6 @@ from deepspeed_gear.config.options import (
     SharedMemoryConfig,
     TransferConfig,
 )
-from deepspeed_gear.config.resolved_field import ResolvedField
 from deepspeed_gear.config.sampler_options import (
     CustomSampler,
     DrawingOptions,

@@ -1,15 +1,21 @@
-"""Checks that cross options and need no schema."""
+"""What options require of one another, and exclude, as far as no schema is needed.
+
+`check_lengths` and `check_ranks` need data sets and a topology.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
-from deepspeed_gear.config.group_checks import check_groups
+from pydantic import BaseModel
+
 from deepspeed_gear.config.options import FieldConfig, GearOptions
-from deepspeed_gear.config.pack_checks import check_pack
-from deepspeed_gear.config.retention_checks import check_retention
-from deepspeed_gear.config.sampler_options import ItemSampler, MixtureSampler, WhereConfig
-from deepspeed_gear.config.table_options import DataConfig, TableConfig
+from deepspeed_gear.config.pack_options import PackConfig, room
+from deepspeed_gear.config.sampler_options import MixtureSampler, PrioritizedSampler
+from deepspeed_gear.config.table_options import GroupConfig, RateLimiterConfig, TableConfig
+from deepspeed_gear.config.types import dotted
 from deepspeed_gear.errors import ConfigError, known_names
 
 BATCH_NAMES = (
@@ -27,19 +33,66 @@ BATCH_NAMES = (
     "relabelled",
     "goal_step",
 )
-SHARES_TOLERANCE = 1e-6  # of the sum of the shares of a mixture
+N_STEP_NAMES = ("return_n", "discount", "steps_n")
 # Suffixes that a checkpoint adds to the name of a table's folder, and the other file beside it.
 _NOT_OF_TABLES = (".partial", ".old", ".older", "position.json")
-N_STEP_NAMES = ("return_n", "discount", "steps_n")
+_ON_HOST = 'give the table "placement": "host"'
+_WHOLE = "a pack holds every step of its trajectories"
+_WHOLE_TRAJECTORIES = f"leave num_envs out and add whole trajectories, or {_ON_HOST}"
+_NO_SPLIT_OF_GROUPS = "must be empty for a table of groups", "ingest held-out groups into another data set"
+SPLITS = 'evaluate on a data set of its own, with another Replay: "sampler": {"kind": "epoch"}'
+GOAL_EXAMPLE = '"goal": {"column": "desired_goal", "hindsight": "achieved_goal"}'
 
 
-def dotted(*parts: object) -> str:
-    """Join the parts of an option's name; keys that are no plain words stand in brackets."""
-    name = ""
-    for part in parts:
-        word = isinstance(part, str) and part.replace("-", "_").isidentifier()
-        name += (f".{part}" if name else str(part)) if word else f"[{part!r}]"
-    return name
+@dataclass(frozen=True)
+class Part:
+    """A part of the config whose options are checked. Each method raises ConfigError unless its rule holds.
+
+    Args:
+        at: Name of the part, for errors.
+        options: The part.
+    """
+
+    at: str
+    options: BaseModel
+
+    def leave_out(self, names: str, rule: str, remedy: str = "") -> None:
+        """Options, separated by spaces, must have their defaults."""
+        for name in names.split():
+            value, default = self._value_and_default(name)
+            if value != default:
+                self.refuse(name, rule, remedy)
+
+    def need(self, name: str, rule: str, remedy: str = "") -> None:
+        """An option must not be null."""
+        if self._value_and_default(name)[0] is None:
+            self.refuse(name, rule, remedy)
+
+    def admit(self, name: str, values: Collection[Any], rule: str, remedy: str = "") -> None:
+        """An option must have one of some values."""
+        if self._value_and_default(name)[0] not in values:
+            self.refuse(name, rule, remedy)
+
+    def at_most(self, name: str, limit: int | None, rule: str, remedy: str = "") -> None:
+        """An option must be null or at most `limit`, which the end of the rule shows; null is no limit."""
+        value = self._value_and_default(name)[0]
+        if value is not None and limit is not None and value > limit:
+            self.refuse(name, f"must be at most {rule} ({limit})", remedy)
+
+    def refuse(self, name: str, rule: str, remedy: str = "") -> NoReturn:
+        """An option must have another value than it has. A value that is itself a part is not shown."""
+        value = self._value_and_default(name)[0]
+        if isinstance(value, dict) and any(isinstance(inner, BaseModel) for inner in value.values()):
+            value = [*value]
+        shown = None if isinstance(value, BaseModel) else value
+        raise ConfigError(f"{self.at}.{name}", rule, shown, remedy)
+
+    def _value_and_default(self, name: str) -> tuple[Any, Any]:
+        fields = type(self.options).model_fields
+        known = {
+            info.alias or key: (getattr(self.options, key), info.default) for key, info in fields.items()
+        }
+        return known[name]
 
 
 def check_options(config: GearOptions) -> None:
@@ -48,277 +101,394 @@ def check_options(config: GearOptions) -> None:
     Raises:
         ConfigError: Two options conflict, or one needs another that is missing.
     """
-    _check_tables(config)
+    part = Part("gear", config)
+    if config.tables:
+        remedy = 'write the data set as an entry of gear.tables: {"main": {"data": ...}}'
+        part.leave_out("data", "and gear.tables must not be given together", remedy)
+    else:
+        part.need("data", "or gear.tables must be given", "name the folder that `gear ingest` wrote")
+    _check_names(config)
+    for name, table in config.resolved_tables.items():
+        at = dotted("gear", "tables", name)
+        _check_table(config, name, table, Part(at, table))
+        _check_placement(config, name, table, Part(at, table))
+        if table.group is not None:
+            _check_group(table.group, table, Part(f"{at}.group", table.group))
+        if table.rate_limiter is not None:
+            _check_rate(config, table, table.rate_limiter, Part(f"{at}.rate_limiter", table.rate_limiter))
     _check_sampler(config)
-    check_groups(config)
-    for name, table in config.tables.items():
-        if table.data is None:
-            check_retention(config, table, dotted("gear", "tables", name), name)
     for name, field in config.fields.items():
-        check_field_name(name, n_step=config.n_step is not None)
-        _check_field(name, field, config)
-    check_nesting(list(config.fields))
-    if config.exchange == "device" and config.prefetch:
-        raise ConfigError(
-            "gear.prefetch",
-            'must be 0 where gear.exchange is "device"',
-            config.prefetch,
-            "collectives of a device belong to the main thread, at one place among those of training",
-        )
-    _check_batch(config)
-    check_pack(config)
+        _check_field(config, name, field, Part(dotted("gear", "fields", name), field))
+    goals = [name for name, field in config.fields.items() if field.hindsight is not None]
+    if config.hindsight is not None and not goals:
+        part.refuse("hindsight", "must have a field with the option hindsight", GOAL_EXAMPLE)
+    if config.n_step is not None:
+        remedy = "n-step returns are sums of the rewards for the goal that was pursued"
+        part.leave_out("hindsight", "must not be given together with gear.n_step", remedy)
+    if config.exchange == "device":
+        remedy = "collectives of a device belong to the main thread, at one place among those of training"
+        part.leave_out("prefetch", 'must be 0 where gear.exchange is "device"', remedy)
+    micro, steps = config.micro_batch_size or 1, config.gradient_accumulation_steps
+    if config.batch_size is not None and config.batch_size % (micro * steps):
+        rule = f"must be a multiple of micro_batch_size * gradient_accumulation_steps ({micro} * {steps})"
+        part.refuse("batch_size", rule, "it is their product times the number of ranks")
+    if config.on_device:
+        rule = "must not be given for a table on devices"
+        part.leave_out("hindsight prefetch verify_every count_draws pipeline transfer", rule, _ON_HOST)
+    if config.burn_in:
+        _check_burn_in(config, part)
+    if config.pack is None:
+        remedy = 'give "pack": {"tokens": ...}, or leave it out'
+        part.leave_out("batch rollout loss", "must not be given without gear.pack", remedy)
+    else:
+        _check_pack(config, config.pack, part)
 
 
-def _check_tables(config: GearOptions) -> None:
-    if config.data is not None and config.tables:
-        raise ConfigError(
-            "gear.data",
-            "and gear.tables must not be given together",
-            None,
-            'write the data set as an entry of gear.tables: {"main": {"data": ...}}',
-        )
-    if config.data is None and not config.tables:
-        raise ConfigError(
-            "gear.data", "or gear.tables must be given", None, "name the folder that `gear ingest` wrote"
-        )
-    if config.data is not None:
-        _check_split(config.data, "gear.data")
-    for name, table in config.tables.items():
-        _check_table_name(name)
-        _check_table(table, dotted("gear", "tables", name))
-
-
-def _check_table_name(name: str) -> None:
-    """Reject a table whose folder in a checkpoint would be that of another table's earlier save."""
-    if name.endswith(_NOT_OF_TABLES):
-        rule = f"must not have a table whose name ends with {', '.join(_NOT_OF_TABLES)}"
-        raise ConfigError("gear.tables", rule, name, "give the table another name")
-
-
-def _check_table(table: TableConfig, at: str) -> None:
-    if table.data is None and (table.capacity_steps is None) == (table.capacity_bytes is None):
-        rule = "must have one of data, capacity_steps and capacity_bytes"
-        raise ConfigError(at, rule, None, "give the one that the table is made of")
+def _check_table(config: GearOptions, name: str, table: TableConfig, part: Part) -> None:
+    sampler, sampled = config.item_sampler, name in config.sampled_tables
     if table.data is not None:
-        given = {
-            "capacity_steps": table.capacity_steps,
-            "capacity_bytes": table.capacity_bytes,
-            "writers": table.writers or None,
-            "remove": None if table.remove == "none" else table.remove,
-            "max_times_sampled": table.max_times_sampled or None,
-            "max_age": table.max_age or None,
-            "version": table.version,
-            "rate_limiter": table.rate_limiter,
-            "capacity_trajectories": table.capacity_trajectories,
-            "max_length": table.max_length,
-            "num_envs": table.num_envs,
-            "schema": table.schema_,
-        }
-        for option, value in given.items():
-            if value is not None:
-                raise ConfigError(
-                    f"{at}.{option}", f"must not be given together with {at}.data", value, "drop one"
-                )
-        _check_split(table.data, f"{at}.data")
+        part.leave_out(
+            "capacity_steps capacity_bytes writers remove keep_best max_times_sampled max_age version "
+            "rate_limiter capacity_trajectories max_length num_envs schema",
+            f"must not be given together with {part.at}.data",
+            "drop one",
+        )
+    remedy = "a trajectory has at least one step, and must fit into the table"
+    for option in ("max_length", "capacity_trajectories"):
+        part.at_most(option, table.capacity_steps, f"{part.at}.capacity_steps", remedy)
+    if (table.remove == "keep_best") != (table.keep_best is not None):
+        rule = 'must be given with remove = "keep_best", and only then'
+        part.refuse("keep_best", rule, "name a per-trajectory column")
+    if table.remove == "lowest_priority" and not (sampled and sampler.has_priorities):
+        rule = 'must not be "lowest_priority" without priorities'
+        part.refuse("remove", rule, "use a prioritized sampler, or keep_best")
+    if not sampled or sampler.unit == "step":
+        rule = 'needs sampler.unit = "trajectory" or "group"'
+        part.leave_out("max_times_sampled", rule, "sample trajectories")
+    if getattr(sampler, "stratified", False):
+        part.leave_out("max_times_sampled", "must not be given together with sampler.stratified", "drop one")
+    if not sampled:
+        part.leave_out("rate_limiter", "must not be given for a table that is not sampled")
+    if sampled and sampler.unit == "group":
+        rule = 'must be given where sampler.unit is "group"'
+        part.need("group", rule, '"group": {"column": ..., "size": ...}')
+        part.admit("placement", ["host"], 'must be "host" for a table of groups')
+    else:
+        rule = 'must not be given unless the table is sampled with sampler.unit = "group"'
+        part.leave_out("group", rule, 'set "unit": "group", or leave it out')
+    if table.data is not None:
+        data = Part("gear.data" if config.data is not None else f"{part.at}.data", table.data)
+        if table.group is not None:
+            data.leave_out("split", *_NO_SPLIT_OF_GROUPS)
+        if sampled and config.pack is not None:
+            data.leave_out("split", "must not be given with gear.pack", SPLITS)
+        if table.placement == "device" and isinstance(config.sampler, MixtureSampler):
+            rule = "must not be given in a mixture of tables on devices"
+            data.leave_out("split", rule, "evaluate with a replay of this table alone")
+
+
+def _check_placement(config: GearOptions, name: str, table: TableConfig, part: Part) -> None:
+    """Reject options of a table in host memory that belong to one on devices, and the reverse."""
+    if table.placement == "host":
+        rule = "must not be given for a table in host memory"
+        part.leave_out("rows", rule, 'give it "placement": "device"')
+        part.leave_out("num_envs", rule, "use replay.vector_writer(num_envs)")
+        if config.on_device:
+            part.refuse("placement", 'must be "device", as that of the other tables')
         return
-    for option, limit in (
-        ("max_length", table.max_length),
-        ("capacity_trajectories", table.capacity_trajectories),
-    ):
-        if limit is not None and table.capacity_steps is not None and limit > table.capacity_steps:
-            raise ConfigError(
-                f"{at}.{option}",
-                f"must be at most {at}.capacity_steps ({table.capacity_steps})",
-                limit,
-                "a trajectory has at least one step, and must fit into the table",
-            )
+    if name not in config.sampled_tables:
+        remedy = 'leave the table out, or give it a share of a "kind": "mixture"'
+        part.refuse("placement", 'must be "host" for a table that is not sampled', remedy)
+    if table.data is not None:
+        return
+    part.need("max_length", "must be given for a table on devices", _ON_HOST)
+    rule = 'must be "fifo" for a table on devices: it is a ring that evicts the oldest trajectories'
+    part.admit("remove", ["fifo"], rule, 'write "remove": "fifo"')
+    rule = "must not be given for a table on devices"
+    part.leave_out("writers max_age version rate_limiter", rule, _ON_HOST)
+    n = 1 if config.n_step is None else config.n_step.n
+    if table.max_length == 1 and n > 1:
+        remedy = (
+            f"set it to {n} or more and add pieces of that many steps, or single steps of environments "
+            "(num_envs, add_steps_); or set gear.n_step.n to 1"
+        )
+        rule = f"must be at least 2 with gear.n_step.n {n}: a return ends with its trajectory"
+        part.refuse("max_length", rule, remedy)
+    if table.num_envs is None:
+        return
+    rule = "must not be given where steps are added one by one: an open trajectory would leave the table"
+    part.leave_out("max_times_sampled", rule, _WHOLE_TRAJECTORIES)
+    # A step of an environment must not evict the environment's own open trajectory.
+    longest = table.max_length or 1
+    least = 2 * table.num_envs * longest
+    if table.capacity_steps is not None and table.capacity_steps < least:
+        rule = f"must be at least {least}: two trajectories of {part.at}.max_length per environment"
+        part.refuse("capacity_steps", rule, "raise it, or lower max_length")
+    least = table.num_envs * (longest + 1)
+    if table.capacity_trajectories is not None and table.capacity_trajectories < least:
+        rule = f"must be at least {least}: other environments may begin as many while one trajectory is open"
+        part.refuse("capacity_trajectories", rule, "leave it out")
 
 
-def _check_split(data: DataConfig, at: str) -> None:
-    if "train" in data.split:
-        raise ConfigError(
-            f"{at}.split.train",
-            "must not be given",
-            data.split["train"],
-            "what the other splits leave is for training",
-        )
-    if sum(data.split.values()) >= 1:
-        raise ConfigError(
-            f"{at}.split", "must sum to less than 1", data.split, "nothing is left for training"
-        )
+def _check_group(group: GroupConfig, table: TableConfig, part: Part) -> None:
+    if (group.member is None) != (group.max_trajectories is None):
+        part.refuse("max_trajectories", f"must be given together with {part.at}.member, and only then")
+    if group.member == group.column:
+        part.refuse("member", "must be another column than that of the group")
+    if group.max_trajectories is not None and group.max_trajectories < group.size:
+        rule = f"must be at least {part.at}.size ({group.size})"
+        part.refuse("max_trajectories", rule, "a member has at least one trajectory")
+    if (group.after_s is None) != (group.min_size is None):
+        part.refuse("min_size", f"must be given together with {part.at}.after_s, and only then")
+    part.at_most("min_size", group.size, f"{part.at}.size")
+    most, held = group.max_trajectories or group.size, table.capacity_trajectories
+    if held is not None and most > held:
+        rule = f"must be at least the trajectories of a group ({most})"
+        raise ConfigError(f"{part.at.removesuffix('.group')}.capacity_trajectories", rule, held)
+    if table.data is not None:
+        for option in ("needs", "after_s", "remember"):
+            part.admit(option, (None, 0, []), "must not be given for a data set")
+
+
+def _check_rate(config: GearOptions, table: TableConfig, rate: RateLimiterConfig, part: Part) -> None:
+    sampler, at_table = config.item_sampler, part.at.removesuffix(".rate_limiter")
+    if rate.queue is not None:
+        rule = f"must not be given together with {part.at}.queue"
+        part.leave_out("error_buffer min_size samples_per_insert", rule, "drop one")
+        if sampler.kind != "fifo" or sampler.unit == "step":
+            part.refuse("queue", 'needs sampler.kind = "fifo" and sampler.unit = "trajectory" or "group"')
+        Part(at_table, table).admit("max_times_sampled", (0, 1), "must be 1 in a queue, or left out")
+    if rate.samples_per_insert is None:
+        part.leave_out("error_buffer", f"must not be given without {part.at}.samples_per_insert")
+    elif sampler.unit == "step":
+        rule = f"must be given with {part.at}.samples_per_insert where items are steps"
+        remedy = "the longest trajectory bounds the items of an addition"
+        Part(at_table, table).need("max_length", rule, remedy)
+    held = table.capacity_steps if sampler.unit == "step" else table.capacity_trajectories
+    if held is not None and table.group is not None:
+        held //= table.group.size
+    part.at_most("min_size", held, "what the table holds")
 
 
 def _check_sampler(config: GearOptions) -> None:
-    tables = config.resolved_tables
-    if isinstance(config.sampler, MixtureSampler):
-        _check_mixture(config.sampler, tables)
-        _check_item_sampler(config.sampler.of, config, "gear.sampler.of")
+    sampler, mixture = config.item_sampler, isinstance(config.sampler, MixtureSampler)
+    part = Part("gear.sampler.of" if mixture else "gear.sampler", sampler)
+    if mixture:
+        part.leave_out("table", "must not be given: shares name the tables")
+    if sampler.anchors == "fits" and all(f.length is None and not f.offset for f in config.fields.values()):
+        rule = 'must not be "fits" where no field has a length or an offset'
+        part.refuse("anchors", rule, 'every step fits: use "all", or give a field a length')
+    if sampler.unit == "group":
+        part.admit("anchors", ["all"], 'must be "all" where sampler.unit is "group"', "a group has all steps")
+        remedy = 'give "pack": {"tokens": ...} and "batch": {"groups": ...}'
+        Part("gear", config).need("pack", 'must be given where gear.sampler.unit is "group"', remedy)
+    if not config.on_device:
         return
-    sampler = config.sampler
-    if sampler.table is not None and sampler.table not in tables:
-        remedy = known_names(sampler.table, tables)
-        raise ConfigError("gear.sampler.table", "must be a table", sampler.table, remedy)
-    if sampler.table is None and len(tables) > 1:
+    if not sampler.on_device:
+        rule = "must be one of uniform, length, prioritized, top_k for a table on devices"
+        part.refuse("kind", rule, _ON_HOST)
+    if any(config.resolved_tables[name].num_envs is not None for name in config.sampled_tables):
+        rule = "must not be given where steps are added one by one: an episode's values may come later"
+        part.leave_out("where", rule, "leave environments out with mask")
+        if sampler.kind == "top_k":
+            rule = (
+                'must be "trajectory" where steps are added one by one: rows of several environments are not '
+                "in the order of ids, by which equal priorities are selected"
+            )
+            part.admit("unit", ["trajectory"], rule, _WHOLE_TRAJECTORIES)
+    if isinstance(sampler, PrioritizedSampler) and not isinstance(sampler.alpha, (int, float)):
+        rule = "must be a number for a table on devices: all masses follow from it"
+        part.refuse("alpha", rule, _ON_HOST)
+    for name, share in config.sampler.shares.items() if isinstance(config.sampler, MixtureSampler) else ():
+        if not isinstance(share, (int, float)):
+            rule = "must be a number for tables on devices: a captured step has fixed numbers of samples"
+            raise ConfigError(f"gear.sampler.shares.{name}", rule, share, _ON_HOST)
+
+
+def _check_field(config: GearOptions, name: str, field: FieldConfig, part: Part) -> None:
+    if field.column is not None:
+        rule = f"must not be given together with {part.at}.column ({field.column!r})"
+        part.leave_out("derived", rule, "drop one")
+    if name in ("return_to_go", "timestep", "position"):
+        part.admit("derived", (None, name), f"must be {name!r} in a field of that name", "rename the field")
+    if field.derived is not None:
+        remedy = "there are no statistics; use scale"
+        part.leave_out("normalize", "must not be given for a derived field", remedy)
+    if field.length is None:
+        rule = f"must not be given without {part.at}.length"
+        part.leave_out("align", rule, "drop it or give a length")
+    if field.offset == "n_step" and config.n_step is None:
+        part.refuse("offset", 'must not be "n_step" without gear.n_step', "give gear.n_step or a number")
+    if field.offset == "n_step" and field.length is not None and config.burn_in:
+        part.refuse("offset", "must be a number in a window where there is gear.burn_in")
+    if field.scale == 0:
+        part.refuse("scale", "must not be 0", "the field would hold zeros; leave it out")
+    if config.hindsight is None:
+        part.leave_out("hindsight", "must not be given without gear.hindsight", 'give "hindsight": {}')
+    if field.hindsight is not None:
+        remedy = "a sample has one goal: expand it over the steps in the model"
+        part.leave_out("length", "must not be given for a goal", remedy)
+        part.leave_out("derived", "must not be given for a goal", "drop one")
+    if config.pack is not None:
+        part.leave_out("length align hindsight", "must not be given with gear.pack", _WHOLE)
+        for option, value in (("offset", "n_step"), ("pad", "edge"), ("derived", "position")):
+            if getattr(field, option) == value:
+                part.refuse(option, "must be another one with gear.pack", _WHOLE)
+
+
+def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
+    rule = "must not be given with gear.pack"
+    part.leave_out("n_step burn_in hindsight pipeline prefetch verify_every", rule, "leave it out")
+    remedy = "give the size as gear.batch or gear.rollout"
+    part.leave_out("batch_size micro_batch_size gradient_accumulation_steps", rule, remedy)
+    if room(pack) == 0:
+        rule = f"must be at least gear.pack.pad.multiple ({pack.pad.multiple})"
+        raise ConfigError("gear.pack.tokens", rule, pack.tokens, "raise it, or lower the multiple")
+    unit = config.item_sampler.unit
+    sampler = Part("gear.sampler", config.item_sampler)
+    rule = 'must be "trajectory" or "group" with gear.pack'
+    sampler.admit("unit", ("trajectory", "group"), rule, _WHOLE)
+    sampler.admit("anchors", ["all"], 'must be "all" with gear.pack', _WHOLE)
+    for name in config.sampled_tables:
+        table = config.resolved_tables[name]
+        table_part = Part(dotted("gear", "tables", name), table)
+        table_part.admit("placement", ["host"], 'must be "host" with gear.pack')
+        if pack.too_long != "truncate" and table.data is None and (table.max_length or 2**62) > room(pack):
+            rule = f"must be at most {room(pack)}, what gear.pack.tokens leaves for a trajectory"
+            remedy = 'give it, so that longer ones are refused when they are added, or "too_long": "truncate"'
+            table_part.refuse("max_length", rule, remedy)
+    if (config.batch is None) == (config.rollout is None):
+        given = None if config.batch is None else "both"
+        rule = "or gear.rollout, one of them, must be given with gear.pack"
+        remedy = '"batch": {"trajectories": 256}, or "rollout" for several optimizer steps over one batch'
+        raise ConfigError("gear.batch", rule, given, remedy)
+    size = config.rollout_size
+    assert size is not None
+    at = "gear.batch" if config.batch is not None else "gear.rollout"
+    wanted = "groups" if unit == "group" else "trajectories"
+    if size.unit != wanted:
+        rule = f'must be in {wanted} where gear.sampler.unit is "{unit}"'
+        raise ConfigError(at, rule, f"{size.size} {size.unit}", "change one of them")
+    remedy = "a minibatch has one item at least"
+    Part(at, size).at_most("minibatches", size.size, "the items of the batch", remedy)
+    if unit != "group":
+        loss, rule = (
+            Part("gear.loss", config.loss),
+            'must be another one where gear.sampler.unit is not "group"',
+        )
+        for option, value in (("normalize", "group"), ("by", "member")):
+            if getattr(config.loss, option) == value:
+                loss.refuse(option, rule, "sample groups")
+
+
+def _check_names(config: GearOptions) -> None:
+    """Reject names of tables and fields that are unknown, missing, or mean something else."""
+    tables, sampler = config.resolved_tables, config.sampler
+    for name in tables:
+        if name.endswith(_NOT_OF_TABLES):  # its folder in a checkpoint would be that of an earlier save
+            rule = f"must not have a table whose name ends with {', '.join(_NOT_OF_TABLES)}"
+            raise ConfigError("gear.tables", rule, name, "give the table another name")
+    if isinstance(sampler, MixtureSampler):
+        for name in sampler.shares:
+            if name not in tables:
+                at = dotted("gear", "sampler", "shares", name)
+                raise ConfigError(at, "must be of a table", None, known_names(name, tables))
+    elif sampler.table is None and len(tables) > 1:
         rule = "must be given where there are several tables"
         raise ConfigError("gear.sampler.table", rule, None, f"one of {', '.join(tables)}")
-    _check_item_sampler(sampler, config, "gear.sampler")
+    elif sampler.table is not None and sampler.table not in tables:
+        remedy = known_names(sampler.table, tables)
+        raise ConfigError("gear.sampler.table", "must be a table", sampler.table, remedy)
+    check_field_names(list(config.fields), n_step=config.n_step is not None)
 
 
-def _check_mixture(sampler: MixtureSampler, tables: Collection[str]) -> None:
-    for name in sampler.shares:
-        if name not in tables:
-            at = dotted("gear", "sampler", "shares", name)
-            raise ConfigError(at, "must be of a table", None, known_names(name, tables))
-    constants = [share for share in sampler.shares.values() if isinstance(share, (int, float))]
-    if len(constants) == len(sampler.shares) and abs(sum(constants) - 1) > SHARES_TOLERANCE:
-        raise ConfigError("gear.sampler.shares", "must sum to 1", sampler.shares)
-    if sampler.of.table is not None:
-        raise ConfigError(
-            "gear.sampler.of.table", "must not be given: shares name the tables", sampler.of.table
-        )
+def check_field_names(names: list[str], n_step: bool) -> None:
+    """Reject fields whose names mean something else in a batch, or have no nested form (`a` and `a.b`).
 
-
-def _check_item_sampler(sampler: ItemSampler, config: GearOptions, at: str) -> None:
-    sampler.check(at)
-    if sampler.anchors == "fits" and all(f.length is None and not f.offset for f in config.fields.values()):
-        raise ConfigError(
-            f"{at}.anchors",
-            'must not be "fits" where no field has a length or an offset',
-            None,
-            'every step fits: use "all", or give a field a length',
-        )
-    for column, where in sampler.where.items():
-        _check_where(where, dotted(*at.split("."), "where", column))
-
-
-def _check_where(where: WhereConfig, at: str) -> None:
-    if where.min is None and where.max is None and where.in_ is None:
-        raise ConfigError(
-            at, "must have min, max or in", None, "an empty condition admits everything; drop it"
-        )
-    if where.in_ is not None and (where.min is not None or where.max is not None):
-        raise ConfigError(at, "must have min and max, or in, not both", None, "drop one")
-    if where.min is not None and where.max is not None and where.min > where.max:
-        raise ConfigError(f"{at}.min", f"must be at most {at}.max ({where.max})", where.min, "swap them")
-
-
-def check_field_name(name: str, n_step: bool) -> None:
-    """Reject a field whose name means something else in a batch."""
-    at = dotted("gear", "fields", name)
-    remedy = f'give it another name: {{"my_{name}": {{"column": "{name}"}}}}'
-    if name in BATCH_NAMES:
-        raise ConfigError(at, "must not be named like a part of every batch", name, remedy)
-    if n_step and name in N_STEP_NAMES:
-        raise ConfigError(at, "must not be named like what gear.n_step adds to the batch", name, remedy)
-
-
-def check_nesting(names: list[str]) -> None:
-    """Reject a field that is also a group of fields: `a` beside `a.b` has no nested form."""
+    Raises:
+        ConfigError: A name does.
+    """
     for name in names:
+        at = dotted("gear", "fields", name)
+        remedy = f'give it another name: {{"my_{name}": {{"column": "{name}"}}}}'
+        if name in BATCH_NAMES:
+            raise ConfigError(at, "must not be named like a part of every batch", name, remedy)
+        if n_step and name in N_STEP_NAMES:
+            raise ConfigError(at, "must not be named like what gear.n_step adds to the batch", name, remedy)
         inner = next((other for other in names if other.startswith(f"{name}.")), None)
         if inner is not None:
-            raise ConfigError(
-                dotted("gear", "fields", name),
-                f"must not be a field and a group (of {inner})",
-                None,
-                "rename one",
-            )
+            raise ConfigError(at, f"must not be a field and a group (of {inner})", None, "rename one")
 
 
-def _check_field(name: str, field: FieldConfig, config: GearOptions) -> None:
-    at = dotted("gear", "fields", name)
-    if field.column is not None and field.derived is not None:
-        raise ConfigError(
-            f"{at}.derived",
-            f"must not be given together with {at}.column ({field.column!r})",
-            field.derived,
-            "drop one",
-        )
-    names = ("return_to_go", "timestep", "position")
-    if field.derived is not None and name in names and name != field.derived:
-        raise ConfigError(
-            f"{at}.derived", f"must be {name!r} in a field of that name", field.derived, "rename the field"
-        )
-    if field.derived is not None and field.normalize is not None:
-        raise ConfigError(
-            f"{at}.normalize",
-            "must not be given for a derived field",
-            field.normalize,
-            "there are no statistics; use scale",
-        )
-    if field.offset == "n_step" and config.n_step is None:
-        raise ConfigError(
-            f"{at}.offset", 'must not be "n_step" without gear.n_step', None, "give gear.n_step or a number"
-        )
-    if field.align != "in_place" and field.length is None:
-        raise ConfigError(
-            f"{at}.align", f"must not be given without {at}.length", field.align, "drop it or give a length"
-        )
-    if field.scale == 0:
-        raise ConfigError(
-            f"{at}.scale", "must not be 0", field.scale, "the field would hold zeros; leave it out"
-        )
+def _check_burn_in(config: GearOptions, part: Part) -> None:
+    """Reject a burn-in that leaves a sample without a step that learns."""
+    windows = {name: field for name, field in config.fields.items() if field.length is not None}
+    if not windows:
+        part.refuse("burn_in", "must not be given where no field has a length", "give fields a length")
+    first = min(int(field.offset or 0) for field in windows.values())
+    for name, field in windows.items():
+        assert field.length is not None
+        steps = int(field.offset or 0) + field.length - first
+        if steps <= config.burn_in:
+            rule = f"must be less than the steps up to the end of field {name} ({steps})"
+            part.refuse("burn_in", rule, "lengthen the field")
+    if first + config.burn_in > 0 and config.item_sampler.anchors != "fits":
+        rule = f"must be at most {max(0, -first)}, the steps of the windows in front of the anchor"
+        remedy = 'else a sample may have no step that learns: lower the offsets, or use "anchors": "fits"'
+        part.refuse("burn_in", rule, remedy)
 
 
-def _check_batch(config: GearOptions) -> None:
-    gas = config.gradient_accumulation_steps
-    micro = config.micro_batch_size or 1
-    if config.batch_size is not None and config.batch_size % (micro * gas):
-        raise ConfigError(
-            "gear.batch_size",
-            f"must be a multiple of micro_batch_size * gradient_accumulation_steps ({micro} * {gas})",
-            config.batch_size,
-            "it is their product times the number of ranks",
-        )
+def refuse_split(at: str, split: object) -> None:
+    """Raise for a data set of groups with a split, which would divide groups.
+
+    Raises:
+        ConfigError: Always.
+    """
+    rule, remedy = _NO_SPLIT_OF_GROUPS
+    raise ConfigError(f"{at}.data.split", rule, split, remedy)
 
 
-def batch_sizes(config: GearOptions, replicas: int) -> tuple[int, int]:
-    """Return the sizes of the micro batch and the global batch of a replay without an engine, in samples.
+def check_lengths(config: GearOptions, longest: Mapping[str, int]) -> None:
+    """Reject a data set with trajectories that no pack can hold.
+
+    Args:
+        config: The config.
+        longest: Steps of the longest trajectory of each data set, by table.
+    Raises:
+        ConfigError: One is longer than a micro batch.
+    """
+    if config.pack is None or config.pack.too_long == "truncate":
+        return
+    for name in config.sampled_tables:
+        if longest.get(name, 0) > room(config.pack):
+            rule = f"must hold the longest trajectory of table {name} ({longest[name]} steps)"
+            remedy = 'raise it, or set "too_long": "truncate"'
+            raise ConfigError("gear.pack.tokens", rule, config.pack.tokens, remedy)
+
+
+def check_ranks(config: GearOptions, replicas: int, sequence: int, stages: int) -> None:
+    """Reject a plan width, a multiple or a grid that packed batches do not suit.
 
     Args:
         config: The config.
         replicas: Ranks that train on different samples.
+        sequence: Ranks that share a sequence.
+        stages: Of a pipeline.
     Raises:
-        ConfigError: Neither size is given, or they do not agree for this number of ranks.
+        ConfigError: One does not suit them.
     """
-    parts = replicas * config.gradient_accumulation_steps
-    if config.batch_size is None:
-        if config.micro_batch_size is None:
-            raise ConfigError(
-                "gear.batch_size",
-                "must be given where there is no engine",
-                None,
-                "or micro_batch_size; train_batch_size in a ds_config",
-            )
-        return config.micro_batch_size, config.micro_batch_size * parts
-    micro = config.micro_batch_size if config.micro_batch_size is not None else config.batch_size // parts
-    if micro * parts != config.batch_size:
-        raise ConfigError(
-            "gear.batch_size",
-            f"must be micro_batch_size * gradient_accumulation_steps * ranks "
-            f"({config.micro_batch_size or 'any'} * {config.gradient_accumulation_steps} * {replicas})",
-            config.batch_size,
-            "change one of them, or the number of ranks",
+    pack = config.pack
+    if pack is None:
+        return
+    if pack.plan_width is not None and pack.plan_width % replicas:
+        rule = f"must be a multiple of the replicas ({replicas})"
+        raise ConfigError("gear.pack.plan_width", rule, pack.plan_width, "change it, or the number of ranks")
+    if pack.pad.multiple % sequence:
+        rule, remedy = (
+            f"must be a multiple of the sequence ranks ({sequence})",
+            "each of them gets an equal slice",
         )
-    return micro, config.batch_size
-
-
-def refuse_batch_sizes(config: GearOptions) -> None:
-    """Reject batch sizes where an engine gives them.
-
-    Raises:
-        ConfigError: One of them is given.
-    """
-    for option, of_the_engine, default in (
-        ("batch_size", "train_batch_size", None),
-        ("micro_batch_size", "train_micro_batch_size_per_gpu", None),
-        ("gradient_accumulation_steps", "gradient_accumulation_steps", 1),
-    ):
-        value = getattr(config, option)
-        if value != default:
-            raise ConfigError(
-                f"gear.{option}",
-                "must not be given with an engine or a ds_config",
-                value,
-                f"use {of_the_engine} of ds_config.json",
-            )
+        raise ConfigError("gear.pack.pad.multiple", rule, pack.pad.multiple, remedy)
+    if stages > 1:
+        remedy = "a pipeline's schedule has a fixed number of micro batches of one shape: use windows"
+        raise ConfigError("gear.pack", "must not be given where the model is a pipeline", None, remedy)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_gear.arguments import parse_json
+from deepspeed_gear.config.cross_checks import Part
+from deepspeed_gear.config.options import GearOptions
 from deepspeed_gear.errors import ConfigError
 
 _OF_DEEPSPEED = {"train_batch_size", "train_micro_batch_size_per_gpu", "optimizer", "zero_optimization"}
@@ -67,3 +69,42 @@ def micro_and_accumulation(sizes: Mapping[str, Any], replicas: int) -> tuple[int
             "give train_micro_batch_size_per_gpu and gradient_accumulation_steps instead",
         )
     return micro, steps
+
+
+def batch_sizes(config: GearOptions, replicas: int) -> tuple[int, int]:
+    """Return the sizes of the micro batch and the global batch of a replay without an engine, in samples.
+
+    Args:
+        config: The config.
+        replicas: Ranks that train on different samples.
+    Raises:
+        ConfigError: Neither size is given, or they do not agree for this number of ranks.
+    """
+    steps = config.gradient_accumulation_steps
+    parts = replicas * steps
+    if config.batch_size is None:
+        if config.micro_batch_size is None:
+            remedy = "or micro_batch_size; train_batch_size in a ds_config"
+            raise ConfigError("gear.batch_size", "must be given where there is no engine", None, remedy)
+        return config.micro_batch_size, config.micro_batch_size * parts
+    micro = config.micro_batch_size or config.batch_size // parts
+    if micro * parts != config.batch_size:
+        given = config.micro_batch_size or "any"
+        rule = (
+            f"must be micro_batch_size * gradient_accumulation_steps * ranks ({given} * {steps} * {replicas})"
+        )
+        remedy = "change one of them, or the number of ranks"
+        raise ConfigError("gear.batch_size", rule, config.batch_size, remedy)
+    return micro, config.batch_size
+
+
+def refuse_batch_sizes(config: GearOptions) -> None:
+    """Reject batch sizes where an engine gives them.
+
+    Raises:
+        ConfigError: One of them is given.
+    """
+    for option, of_the_engine in zip(("batch_size", "micro_batch_size", SIZES[2]), SIZES, strict=True):
+        remedy = f"use {of_the_engine} of ds_config.json"
+        rule = "must not be given with an engine or a ds_config"
+        Part("gear", config).leave_out(option, rule, remedy)

@@ -10,8 +10,8 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from deepspeed_gear.arguments import parse_json
-from deepspeed_gear.config.cross_checks import dotted
 from deepspeed_gear.config.describe_options import alternatives, as_model, describe, options, parts
+from deepspeed_gear.config.types import dotted
 from deepspeed_gear.errors import ConfigError, GearError, known_names, near_name
 
 # Keys that users try and the options they mean; difflib finds misspelt ones, not synonyms.
@@ -101,6 +101,12 @@ def _one(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
         kinds = [json.dumps(_kind(m)) for m in map(as_model, alternatives(annotation)) if m is not None]
         rule, kind = f"must be {', '.join(kinds[:-1])} or {kinds[-1]}", _short(error["input"].get("kind"))
         return ConfigError(f"{name}.kind", rule, kind, _hint(kind, rule))
+    if error["type"] == "gear_conflict":
+        context = error["ctx"]
+        option = dotted("gear", *path, context["option"]) if context["option"] else name
+        return ConfigError(
+            option, context["rule"].format(at=name), _short(context["value"]), context["remedy"]
+        )
     value = _short(error["input"])
     if value is None:
         return ConfigError(name, f"must be {admitted}, got null", None, "leave it out for its default")

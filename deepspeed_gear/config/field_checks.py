@@ -1,20 +1,25 @@
-"""Checks of fields against the schema of the table that they are read from."""
+"""The fields of a batch with all defaults filled in, checked against the schema that they are read from."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from deepspeed_gear.config import hindsight_checks
-from deepspeed_gear.config.cross_checks import N_STEP_NAMES, check_field_name, check_nesting, dotted
-from deepspeed_gear.config.dtypes import check_dtype, check_pad
-from deepspeed_gear.config.group_checks import check_group_columns
+import torch
+
+from deepspeed_gear.config.cross_checks import (
+    GOAL_EXAMPLE,
+    N_STEP_NAMES,
+    Part,
+    check_field_names,
+)
 from deepspeed_gear.config.options import FieldConfig, GearOptions
-from deepspeed_gear.config.resolved_field import ResolvedField
 from deepspeed_gear.config.sampler_options import WhereConfig
+from deepspeed_gear.config.table_options import GroupConfig
+from deepspeed_gear.config.types import dotted
 from deepspeed_gear.errors import ConfigError, known_names, near_name
-from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.schema import DTYPES, Column, Schema
 
 DERIVED = {"return_to_go": "float32", "timestep": "int64", "position": "int64"}
 SAMPLE_NAMES = (  # of any batch
@@ -29,8 +34,83 @@ SAMPLE_NAMES = (  # of any batch
     "relabelled",
     "goal_step",
 )
-VERSION_DTYPES = ("uint8", "int8", "int16", "int32", "int64")
 MASK, LEARNS = "mask.", "learns."  # before the name of a field: its mask, and which of its steps learn
+_VERSION_DTYPES = ("uint8", "int8", "int16", "int32", "int64")
+_GATHERED = (torch.int32, torch.int64)  # integers that the gather op converts others to
+
+
+@dataclass(frozen=True)
+class ResolvedField:
+    """A field of a batch with all defaults filled in.
+
+    Args:
+        name: Its name in the batch.
+        column: The stored column, or None for a derived field.
+        derived: "return_to_go", "timestep", "position" or None.
+        offset: First step relative to the anchor, or "n_step".
+        length: Steps of the window; None for no time axis.
+        align: "in_place", "left" or "right".
+        pad_kind: "zero", "edge" or "value".
+        pad_value: The padding where `pad_kind` is "value", else 0.
+        normalize: "mean_std", "min_max" or None.
+        scale: Factor applied after normalisation.
+        dtype: Name of the dtype in the batch, or "engine"; of an opaque column its own.
+        part_first: First step of the window that is gathered. No option: set where ranks share a window.
+        part_length: Steps that are gathered; None for the whole window.
+        mask_only: Only the mask is made, the column is not read. No option: set for pipeline stages.
+        hindsight: The column that a relabelled sample takes the row of a drawn step from, or None.
+    """
+
+    name: str
+    column: Column | None
+    derived: str | None = None
+    offset: int | Literal["n_step"] = 0
+    length: int | None = None
+    align: str = "in_place"
+    pad_kind: str = "zero"
+    pad_value: int | float = 0
+    normalize: str | None = None
+    scale: float = 1.0
+    dtype: str = "float32"
+    part_first: int = 0
+    part_length: int | None = None
+    mask_only: bool = False
+    hindsight: Column | None = None
+
+    @property
+    def follows(self) -> bool:
+        """Whether the steps of the n-step return are added to the offset."""
+        return self.offset == "n_step"
+
+    @property
+    def first(self) -> int:
+        """Offset without the steps of the n-step return.
+
+        The state after k steps is row k after the anchor's of the states, and row k - 1 of the next states.
+        """
+        if self.offset != "n_step":
+            return self.offset
+        return -1 if self.column is not None and self.column.is_next_observation else 0
+
+    @property
+    def collected_length(self) -> int | None:
+        """Steps of the window that are gathered; None for no time axis."""
+        return self.length if self.part_length is None else self.part_length
+
+    @property
+    def needs_episode(self) -> bool:
+        """Whether it is right only where a trajectory is a whole episode."""
+        return self.derived in ("return_to_go", "timestep")
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether it is a list of opaque values, not a tensor."""
+        return self.column is not None and self.column.is_opaque
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether gathering changes values other than by dtype."""
+        return self.normalize is not None or self.scale != 1.0
 
 
 def check_against(
@@ -53,24 +133,28 @@ def check_against(
     """
     for name in config.resolved_tables:
         if name not in schemas:
-            raise ConfigError(
-                dotted("gear", "tables", name),
-                "must have a schema",
-                None,
-                "give it here or to Replay(schemas=...)",
-            )
+            remedy = "give it here or to Replay(schemas=...)"
+            raise ConfigError(dotted("gear", "tables", name), "must have a schema", None, remedy)
+        _check_columns(config, name, schemas[name])
     if statistics_available is None:
         statistics_available = any(config.resolved_tables[t].data is not None for t in config.sampled_tables)
-    for name in config.resolved_tables:
-        _check_columns(config, name, schemas[name])
-    found = [_check_table(config, schemas[table], statistics_available) for table in config.sampled_tables]
-    if config.pack is not None:
-        for table in config.sampled_tables[1:]:
-            _check_packed(config, config.sampled_tables[0], table, schemas)
-    for table, resolved in zip(config.sampled_tables, found, strict=True):
-        _check_same(config.sampled_tables[0], found[0], table, resolved)
-    _check_pipeline(config, [field.name for field in found[0] if not field.is_opaque])
-    return found[0]
+    fields = {name: _fields(config, schemas[name], statistics_available) for name in config.sampled_tables}
+    first, *others = config.sampled_tables
+    for other in others:
+        if config.pack is not None:
+            _check_packed(config, first, other, schemas)
+        _check_same(first, fields[first], other, fields[other])
+    _check_pipeline(config, [field.name for field in fields[first] if not field.is_opaque])
+    return fields[first]
+
+
+def _numbers(schema: Schema) -> list[Column]:
+    return [c for c in schema.trajectory_columns if not c.shape and c.dtype != "bool"]
+
+
+def _check_listed(at: str, rule: str, name: str, known: Sequence[str]) -> None:
+    if name not in known:
+        raise ConfigError(at, rule, name, f"there are: {', '.join(known) or 'none'}")
 
 
 def _check_columns(config: GearOptions, name: str, schema: Schema) -> None:
@@ -81,14 +165,29 @@ def _check_columns(config: GearOptions, name: str, schema: Schema) -> None:
         rule = f"must not have a column of dtype {opaque[0].dtype} on devices"
         raise ConfigError(at, rule, opaque[0].name, 'give the table "placement": "host"')
     if table.group is not None:
-        check_group_columns(table.group, f"{at}.group", schema)
+        _check_group_columns(table.group, f"{at}.group", schema)
     if table.keep_best is not None:
-        _check_number(table.keep_best, f"{at}.keep_best", schema)
+        rule = "must name a column with one number per trajectory"
+        _check_listed(f"{at}.keep_best", rule, table.keep_best, [c.name for c in _numbers(schema)])
     if table.version is not None:
-        versions = [c.name for c in schema.step_columns if not c.shape and c.dtype in VERSION_DTYPES]
-        if table.version.column not in versions:
-            rule, remedy = "must name a column with one integer per step", f"there are: {versions or 'none'}"
-            raise ConfigError(f"{at}.version.column", rule, table.version.column, remedy)
+        versions = [c.name for c in schema.step_columns if not c.shape and c.dtype in _VERSION_DTYPES]
+        rule = "must name a column with one integer per step"
+        _check_listed(f"{at}.version.column", rule, table.version.column, versions)
+
+
+def _check_group_columns(group: GroupConfig, at: str, schema: Schema) -> None:
+    integers = [c.name for c in _numbers(schema) if not c.is_floating and not c.late]
+    for option, name in (("column", group.column), ("member", group.member)):
+        if name is not None:
+            rule = "must name a column with one integer per trajectory, which is not late"
+            _check_listed(f"{at}.{option}", rule, name, integers)
+    late = [column.name for column in schema.late_columns]
+    for name in group.needs:
+        _check_listed(f"{at}.needs", "must name late columns", name, late)
+    scalars = [c.name for c in schema.trajectory_columns if not c.shape]
+    for name in group.where:
+        rule = "must name a column with one number per trajectory"
+        _check_listed(f"{at}.where.{name}", rule, name, scalars)
 
 
 def _check_pipeline(config: GearOptions, fields: list[str]) -> None:
@@ -101,23 +200,17 @@ def _check_pipeline(config: GearOptions, fields: list[str]) -> None:
         names: list[str] = getattr(config.pipeline, end)
         for index, name in enumerate(names):
             if name not in known and name.removeprefix(MASK).removeprefix(LEARNS) not in fields:
-                raise ConfigError(
-                    f"gear.pipeline.{end}[{index}]",
-                    "must name a field, its mask, or what every batch has",
-                    name,
-                    known_names(name, [*known, f"{MASK}<field>"]),
-                )
+                rule = "must name a field, its mask, or what every batch has"
+                remedy = known_names(name, [*known, f"{MASK}<field>"])
+                raise ConfigError(f"gear.pipeline.{end}[{index}]", rule, name, remedy)
 
 
 def _check_same(first: str, fields: list[ResolvedField], other: str, others: list[ResolvedField]) -> None:
     """Reject tables whose samples cannot stand in one batch."""
     for a, b in zip(fields, others, strict=False):
         if a != b:
-            raise ConfigError(
-                dotted("gear", "fields", a.name),
-                f"must have the same column in tables {first} and {other}",
-                f"{a.column} and {b.column}",
-            )
+            rule = f"must have the same column in tables {first} and {other}"
+            raise ConfigError(dotted("gear", "fields", a.name), rule, f"{a.column} and {b.column}")
     if len(fields) != len(others):
         rule = f"must be given where the columns of tables {first} and {other} differ"
         raise ConfigError("gear.fields", rule)
@@ -135,14 +228,11 @@ def _check_packed(config: GearOptions, first: str, other: str, schemas: Mapping[
     groups = [config.resolved_tables[table].group for table in (first, other)]
     members = ["none" if group is None or group.member is None else group.member for group in groups]
     if members[0] != members[1]:
-        at, rule = (
-            dotted("gear", "tables", other, "group", "member"),
-            f"must be that of table {first} ({members[0]})",
-        )
-        raise ConfigError(at, rule, members[1], remedy)
+        rule = f"must be that of table {first} ({members[0]})"
+        raise ConfigError(dotted("gear", "tables", other, "group", "member"), rule, members[1], remedy)
 
 
-def _check_table(
+def _fields(
     config: GearOptions, schema: Schema, statistics_available: Collection[str] | bool
 ) -> list[ResolvedField]:
     """Check a config against one table; return the fields of its samples."""
@@ -150,36 +240,30 @@ def _check_table(
     for column, where in sampler.where.items():
         _check_where(column, where, schema)
     for option, column in sampler.columns.items():
-        _check_number(column, f"gear.sampler.{option}", schema)
-    _check_n_step(config, schema)
+        rule = "must name a column with one number per trajectory"
+        _check_listed(f"gear.sampler.{option}", rule, column, [c.name for c in _numbers(schema)])
+    for role in ("reward", "terminated") if config.n_step is not None else ():
+        if schema.role(role) is None:
+            rule = f"must have a {role} column in the sampled table"
+            raise ConfigError("gear.n_step", rule, None, _known(schema))
     requested = config.fields or {c.name: FieldConfig() for c in schema if not c.is_opaque}
-    if not config.fields:
-        for name in requested:
-            check_field_name(name, n_step=config.n_step is not None)
-        check_nesting(list(requested))
+    check_field_names(list(requested), n_step=config.n_step is not None)
     shifts = config.pack is not None and schema.role("token") is not None
     resolved = [
         _resolve(name, field, schema, statistics_available, shifts) for name, field in requested.items()
     ]
     _check_duplicates(resolved)
-    _check_bootstraps(config, resolved)
-    hindsight_checks.check_fields(config, resolved)
+    if config.item_sampler.anchors != "fits":
+        _check_bootstraps(resolved)
+    if config.hindsight is not None:
+        _check_goals(resolved)
+        if config.hindsight.reward is not None:
+            reward_field(resolved)
     return resolved
 
 
 def _known(schema: Schema) -> str:
     return f"the table has {', '.join(schema.names)}"
-
-
-def _check_number(name: str, at: str, schema: Schema) -> None:
-    numbers = [c.name for c in schema.trajectory_columns if not c.shape and c.dtype != "bool"]
-    if name not in numbers:
-        raise ConfigError(
-            at,
-            "must name a column with one number per trajectory",
-            name,
-            f"there are: {', '.join(numbers) or 'none'}",
-        )
 
 
 def _check_where(name: str, where: WhereConfig, schema: Schema) -> None:
@@ -195,41 +279,26 @@ def _check_where(name: str, where: WhereConfig, schema: Schema) -> None:
         raise ConfigError(at, "must use in, as the column is bool", None, 'write {"in": [true]}')
     for value in where.in_ or ():
         if isinstance(value, bool) and column.dtype != "bool":
-            raise ConfigError(
-                f"{at}.in", f"must hold numbers, as the column is {column.dtype}", value, "write 0 or 1"
-            )
+            rule = f"must hold numbers, as the column is {column.dtype}"
+            raise ConfigError(f"{at}.in", rule, value, "write 0 or 1")
         if not column.is_floating and value != int(value):
-            raise ConfigError(
-                f"{at}.in", f"must hold integers, as the column is {column.dtype}", value, "no row equals it"
-            )
+            rule = f"must hold integers, as the column is {column.dtype}"
+            raise ConfigError(f"{at}.in", rule, value, "no row equals it")
 
 
-def _check_n_step(config: GearOptions, schema: Schema) -> None:
-    if config.n_step is None:
-        return
-    for role in ("reward", "terminated"):
-        if schema.role(role) is None:
-            raise ConfigError(
-                "gear.n_step", f"must have a {role} column in the sampled table", None, _known(schema)
-            )
-
-
-def _check_bootstraps(config: GearOptions, fields: list[ResolvedField]) -> None:
+def _check_bootstraps(fields: list[ResolvedField]) -> None:
     """Reject fields of the state after an n-step return that have no row of it at the end of a trajectory."""
-    if config.item_sampler.anchors == "fits":
-        return
     for field in fields:
         column = field.column
         if not field.follows or column is None or column.rows != "T" or column.is_next_observation:
             continue
+        at = f"{dotted('gear', 'fields', field.name)}.column"
         rule = 'must have a row after the last step with offset "n_step": padding would be bootstrapped from'
         remedy = (
             "store the observations in T+1 rows, or the next ones in a column of the role next_observation; "
             'or leave out the last n steps of each trajectory by "anchors": "fits"'
         )
-        raise ConfigError(
-            f"{dotted('gear', 'fields', field.name)}.column", rule, f"{column.name} of T rows", remedy
-        )
+        raise ConfigError(at, rule, f"{column.name} of T rows", remedy)
 
 
 def _source(name: str, field: FieldConfig, schema: Schema) -> tuple[Column | None, str | None]:
@@ -252,127 +321,121 @@ def _source(name: str, field: FieldConfig, schema: Schema) -> tuple[Column | Non
 def _resolve(
     name: str, field: FieldConfig, schema: Schema, statistics: Collection[str] | bool, shifts: bool
 ) -> ResolvedField:
-    at = dotted("gear", "fields", name)
     column, derived = _source(name, field, schema)
-    if column is not None and column.rows == "1":
-        _check_per_trajectory(at, field, column)
-    if column is not None and column.is_opaque:
-        _check_opaque(at, field, column)
-        return ResolvedField(name, column, dtype=column.dtype)
-    if field.normalize is not None:
-        _check_normalize(at, field, column, statistics)
-    if derived in ("timestep", "position"):
-        _check_computed(at, field, "time steps" if derived == "timestep" else "positions")
-    if derived == "position":
-        _check_position(at, field)
-    own = (
-        DERIVED[derived]
-        if column is None and derived is not None
-        else (column.dtype if column is not None else "")
-    )
+    part = Part(dotted("gear", "fields", name), field)
+    if column is not None:
+        _check_column(part, column, statistics)
+        if column.is_opaque:
+            return ResolvedField(name, column, dtype=column.dtype)
+        own = column.dtype
+    else:
+        assert derived is not None
+        _check_derived(part, derived)
+        own = DERIVED[derived]
     converted = field.normalize is not None or field.scale != 1.0
     floating = own in ("float16", "bfloat16", "float32", "float64")
-    if converted and own == "bool":
-        raise ConfigError(
-            f"{at}.scale", "must not be given for a bool column", field.scale, 'use "as": "float32"'
-        )
     narrowed = own == "float64" or (converted and not floating)  # float64 breaks models of float32
     dtype = field.dtype or ("float32" if narrowed else own)
     if field.dtype is not None:
-        check_dtype(at, own, field.dtype, column, converted)
-    pad_value = 0 if isinstance(field.pad, str) else field.pad
-    check_pad(at, pad_value, dtype)
+        _check_dtype(part, own, field.dtype, column, converted)
+    if dtype != "engine" and not isinstance(field.pad, str):
+        _check_pad(part, field.pad, dtype)
+    offset = field.offset
+    if offset is None:  # a pack's columns stand where the token is predicted
+        follows = column is not None and column.rows == "T" and column.role != "token"
+        offset = int(shifts and follows)
     return ResolvedField(
         name=name,
         column=column,
         derived=derived,
-        offset=_offset_of(field, column, shifts),
+        offset=offset,
         length=field.length,
         align=field.align,
         pad_kind=field.pad if isinstance(field.pad, str) else "value",
-        pad_value=pad_value,
+        pad_value=0 if isinstance(field.pad, str) else field.pad,
         normalize=field.normalize,
         scale=field.scale,
         dtype=dtype,
-        hindsight=hindsight_checks.column_of(at, field, column, schema),
+        hindsight=None if field.hindsight is None else _goal(part, field.hindsight, column, schema),
     )
 
 
-def _offset_of(field: FieldConfig, column: Column | None, shifts: bool) -> Any:
-    """Return a field's offset; `shifts`: where none is given, columns stand where the token is predicted."""
-    if field.offset is not None:
-        return field.offset
-    follows = column is not None and column.rows == "T" and column.role != "token"
-    return int(shifts and follows)
-
-
-def _check_per_trajectory(at: str, field: FieldConfig, column: Column) -> None:
-    for option, defaults in (("offset", (None, 0)), ("length", (None,)), ("pad", ("zero",))):
-        value = getattr(field, option)
-        if value not in defaults:
-            raise ConfigError(
-                f"{at}.{option}",
-                f"must not be given: {column.name} has one value per trajectory",
-                value,
-                "drop it",
-            )
-
-
-def _check_opaque(at: str, field: FieldConfig, column: Column) -> None:
-    given = {
-        "normalize": (field.normalize, None),
-        "scale": (field.scale, 1.0),
-        "as": (field.dtype, None),
-        "hindsight": (field.hindsight, None),
-    }
-    for option, (value, default) in given.items():
-        if value != default:
-            rule = f"must not be given: column {column.name} has the dtype {column.dtype}"
-            raise ConfigError(
-                f"{at}.{option}", rule, value, "drop it: batch.opaque returns values as they are"
-            )
-
-
-def _check_computed(at: str, field: FieldConfig, what: str) -> None:
-    for option, value, only in (("scale", field.scale, (1.0,)), ("as", field.dtype, (None, "int64"))):
-        if value not in only:
-            raise ConfigError(
-                f"{at}.{option}", f"must not be given for {what}", value, "convert them in the model"
-            )
-
-
-def _check_position(at: str, field: FieldConfig) -> None:
-    if field.length is None:
-        raise ConfigError(
-            f"{at}.length", "must be given for positions", None, "they count the steps of a window"
-        )
-    if field.pad != "zero":
-        raise ConfigError(
-            f"{at}.pad",
-            "must not be given for positions",
-            field.pad,
-            "drop it: a padded step has a position, too",
-        )
-
-
-def _check_normalize(
-    at: str, field: FieldConfig, column: Column | None, statistics: Collection[str] | bool
-) -> None:
-    if column is None:
-        raise ConfigError(
-            f"{at}.normalize", "must not be given for a derived field", field.normalize, "use scale"
-        )
+def _check_column(part: Part, column: Column, statistics: Collection[str] | bool) -> None:
+    """Reject options of a field that its column does not suit."""
+    if column.rows == "1":
+        rule = f"must not be given: {column.name} has one value per trajectory"
+        part.admit("offset", (None, 0), rule, "drop it")
+        part.leave_out("length pad", rule, "drop it")
+    if column.is_opaque:
+        rule = f"must not be given: column {column.name} has the dtype {column.dtype}"
+        remedy = "drop it: batch.opaque returns values as they are"
+        part.leave_out("normalize scale as hindsight", rule, remedy)
     if column.dtype == "bool":
-        raise ConfigError(
-            f"{at}.normalize", "must not be given for a bool column", field.normalize, "drop it"
-        )
+        part.leave_out("normalize", "must not be given for a bool column", "drop it")
+        part.leave_out("scale", "must not be given for a bool column", 'use "as": "float32"')
     if not (statistics if isinstance(statistics, bool) else column.name in statistics):
-        raise ConfigError(
-            f"{at}.normalize",
-            f"must not be given: column {column.name} has no statistics",
-            field.normalize,
-            "only data sets have them; use scale",
-        )
+        rule = f"must not be given: column {column.name} has no statistics"
+        part.leave_out("normalize", rule, "only data sets have them; use scale")
+
+
+def _check_derived(part: Part, derived: str) -> None:
+    """Reject options that do not suit a derived field."""
+    part.leave_out("normalize", "must not be given for a derived field", "use scale")
+    if derived in ("timestep", "position"):
+        rule = f"must not be given for {'time steps' if derived == 'timestep' else 'positions'}"
+        part.leave_out("scale", rule, "convert them in the model")
+        part.admit("as", (None, "int64"), rule, "convert them in the model")
+    if derived == "position":
+        part.need("length", "must be given for positions", "they count the steps of a window")
+        remedy = "drop it: a padded step has a position, too"
+        part.leave_out("pad", "must not be given for positions", remedy)
+
+
+def _check_dtype(part: Part, own: str, requested: str, column: Column | None, converted: bool) -> None:
+    """Reject a conversion that loses values or the precision that they need."""
+    source = f"a derived {own}" if column is None else f"the {own} column {column.name}"
+    # Values that targets and losses are computed from keep at least the precision of float32.
+    exact = column is None or column.role in ("reward", "return", "terminated", "truncated")
+    if requested == "engine":
+        rule = f'must not be "engine" for {source}'
+        if exact:
+            kept = "rewards, returns, flags and derived fields keep their precision"
+            part.refuse("as", rule, f"{kept}; convert them in the model")
+        if own in ("int16", "int32", "int64") and not converted:
+            part.refuse("as", rule, "large integers would be rounded")
+        return
+    target, have = DTYPES[requested], DTYPES[own]
+    if target.is_floating_point:
+        if exact and target.itemsize < min(4, have.itemsize):
+            part.refuse("as", f"must keep the precision of {source}", "use float32")
+    elif converted:
+        part.refuse("as", "must be a float type where the field is normalised or scaled", "use float32")
+    elif not _holds(target, have):
+        part.refuse("as", f"must hold every value of {source}", f"use {own} or a wider type")
+    elif target != have and target not in _GATHERED:
+        part.refuse("as", f"must be {own}, int32, int64 or a float type", "use int32")
+
+
+def _holds(target: torch.dtype, have: torch.dtype) -> bool:
+    """Return whether an integer or bool type holds every value of another type."""
+    if target == have or have is torch.bool:
+        return True
+    if have.is_floating_point or target is torch.bool:
+        return False
+    wide, narrow = torch.iinfo(target), torch.iinfo(have)
+    return wide.min <= narrow.min and narrow.max <= wide.max
+
+
+def _check_pad(part: Part, pad: int | float, dtype: str) -> None:
+    target = DTYPES[dtype]
+    if dtype == "bool":
+        if pad not in (0, 1):
+            part.refuse("pad", "must be 0 or 1 for a bool field", "or convert the field with as")
+    elif target.is_floating_point:
+        if abs(pad) > torch.finfo(target).max:
+            part.refuse("pad", f"must be representable in {dtype}", "choose a smaller number")
+    elif pad != int(pad) or not torch.iinfo(target).min <= pad <= torch.iinfo(target).max:
+        part.refuse("pad", f"must be an integer that {dtype} can hold", 'or convert the field with "as"')
 
 
 def _check_duplicates(fields: list[ResolvedField]) -> None:
@@ -380,10 +443,58 @@ def _check_duplicates(fields: list[ResolvedField]) -> None:
     for field in fields:
         meaning = replace(field, name="")
         if meaning in seen:
+            rule = f"must differ from {dotted('gear', 'fields', seen[meaning])}"
             raise ConfigError(
-                dotted("gear", "fields", field.name),
-                f"must differ from {dotted('gear', 'fields', seen[meaning])}",
-                None,
-                "both hold the same; drop one",
+                dotted("gear", "fields", field.name), rule, None, "both hold the same; drop one"
             )
         seen[meaning] = field.name
+
+
+def _goal(part: Part, name: str, column: Column | None, schema: Schema) -> Column:
+    """Return the column of achieved goals that a relabelled sample takes a row of."""
+    if name not in schema:
+        part.refuse("hindsight", "must be a column of the table", _known(schema))
+    achieved = schema[name]
+    if achieved.rows == "1":
+        part.refuse("hindsight", "must be a column with a row per step")
+    if column is None:
+        raise ConfigError(part.at, "must be a stored column to be a goal", None, GOAL_EXAMPLE)
+    if (achieved.dtype, achieved.shape) != (column.dtype, column.shape):
+        rule = f"must have dtype and shape of column {column.name} ({column.dtype}{list(column.shape)})"
+        value = f"{achieved.name}: {achieved.dtype}{list(achieved.shape)}"
+        raise ConfigError(f"{part.at}.hindsight", rule, value)
+    return achieved
+
+
+def _check_goals(fields: Sequence[ResolvedField]) -> None:
+    """Reject achieved goals of different rows, and fields that sum the rewards of the pursued goal."""
+    columns = [(field, field.hindsight) for field in fields if field.hindsight is not None]
+    _, first = columns[0]
+    for field, achieved in columns:
+        if achieved.rows != first.rows:
+            option = f"{dotted('gear', 'fields', field.name)}.hindsight"
+            rule = f"must have as many rows as column {first.name} ({first.rows})"
+            raise ConfigError(option, rule, f"{achieved.name}: {achieved.rows}")
+    for field in fields:
+        if field.derived == "return_to_go":
+            rule, remedy = "must not be given with gear.hindsight", "it sums rewards for the goal pursued"
+            raise ConfigError(dotted("gear", "fields", field.name), rule, None, remedy)
+
+
+def first_step(fields: Sequence[ResolvedField]) -> int:
+    """Return the first step of a sample's sequence relative to its anchor: that of the earliest window."""
+    return min(int(field.offset or 0) for field in fields if field.length is not None)
+
+
+def reward_field(fields: Sequence[ResolvedField]) -> ResolvedField:
+    """Return the field whose values a program's reward replaces.
+
+    Raises:
+        ConfigError: There is none, or more than one.
+    """
+    found = [field for field in fields if field.column is not None and field.column.role == "reward"]
+    if len(found) != 1:
+        rule = "must have one field of the reward column to replace"
+        names = ", ".join(field.name for field in found) or "none"
+        raise ConfigError("gear.hindsight.reward", rule, names)
+    return found[0]

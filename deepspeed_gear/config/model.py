@@ -5,10 +5,7 @@ from __future__ import annotations
 from pydantic import model_validator
 
 from deepspeed_gear.config import config_digest
-from deepspeed_gear.config.burn_in_checks import check_burn_in
 from deepspeed_gear.config.cross_checks import check_options
-from deepspeed_gear.config.device_checks import check_device
-from deepspeed_gear.config.hindsight_checks import check_hindsight
 from deepspeed_gear.config.options import GearOptions
 
 
@@ -18,9 +15,6 @@ class GearConfig(GearOptions):
     @model_validator(mode="after")
     def _options_agree(self) -> GearConfig:
         check_options(self)
-        check_device(self)
-        check_hindsight(self)
-        check_burn_in(self)
         return self
 
     @property

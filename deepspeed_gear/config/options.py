@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, Lt, MinLen
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field
 
 from deepspeed_gear.config.pack_options import BatchSizeConfig, LossConfig, PackConfig, RolloutConfig
 from deepspeed_gear.config.sampler_options import ItemSampler, MixtureSampler, SamplerConfig, UniformSampler
@@ -20,6 +20,8 @@ from deepspeed_gear.config.types import (
     GearModel,
     Int,
     Name,
+    Name32,
+    Name64,
     Offset,
     Pad,
     Steps,
@@ -27,7 +29,6 @@ from deepspeed_gear.config.types import (
     Timeout,
     Words,
     as_data,
-    refuse,
 )
 from deepspeed_gear.timeouts import DEFAULT_TIMEOUT_S
 
@@ -153,31 +154,15 @@ class PipelineConfig(GearModel):
 class SharedMemoryConfig(GearModel):
     """The memory that all processes of a node share."""
 
-    prefix: Annotated[Name, Words("a name of at most 32 letters, digits, '_' and '-'")] = Field(
-        default="gear", description="First part of the names in /dev/shm."
-    )
+    prefix: Name32 = Field(default="gear", description="First part of the names in /dev/shm.")
     huge_pages: Flag = Field(default=True, description="Ask for huge pages where the system grants them.")
-    run: Annotated[Name, Words("a name of at most 64 letters, digits, '_' and '-'")] | None = Field(
+    run: Name64 | None = Field(
         default=None,
         description=(
             "Name of the run, by which actors select it where several runs of one config share a node. null: "
             "the environment's GEAR_RUN on rank 0, else none; the run's id is a name as well."
         ),
     )
-
-    @field_validator("run")
-    @classmethod
-    def _run_name(cls, run: str | None) -> str | None:
-        if run is not None and (len(run) > 64 or "." in run or not run.isascii()):
-            raise refuse("must be a name of at most 64 letters, digits, '_' and '-'")
-        return run
-
-    @field_validator("prefix")
-    @classmethod
-    def _short(cls, prefix: str) -> str:
-        if len(prefix) > 32 or "." in prefix or not prefix.isascii():
-            raise refuse("must be a name of at most 32 letters, digits, '_' and '-'")
-        return prefix
 
 
 class TransferConfig(GearModel):

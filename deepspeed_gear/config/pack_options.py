@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Le, Lt
 from pydantic import Field, field_validator, model_validator
 
-from deepspeed_gear.config.types import Count, Flag, GearModel, Int, Positive, Steps, Words, refuse
+from deepspeed_gear.config.types import Count, Flag, GearModel, Int, Positive, Steps, Words, conflict, refuse
 
 MOST_COST = 1 << 32  # of either factor; the costs of a batch are summed in 62 bits
 
@@ -70,6 +70,11 @@ class PackConfig(GearModel):
         return cost
 
 
+def room(pack: PackConfig) -> int:
+    """Return the most steps of trajectories in a micro batch, whose length is a multiple."""
+    return pack.tokens // pack.pad.multiple * pack.pad.multiple
+
+
 class BatchSizeConfig(GearModel):
     """The size of a batch: in its unit, and where tokens are given also in steps."""
 
@@ -91,7 +96,7 @@ class BatchSizeConfig(GearModel):
     def _one_unit(self) -> Any:
         if (self.groups is None) == (self.trajectories is None):
             remedy = "they are selected at once, and a batch has no more of them"
-            raise refuse("must have one of groups and trajectories", remedy if self.tokens else "")
+            raise conflict("must have one of groups and trajectories", remedy if self.tokens else "")
         return self
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import MinLen
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationError
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
 from deepspeed_gear.config.schedules import Schedule, imported
 from deepspeed_gear.config.types import (
@@ -19,12 +19,16 @@ from deepspeed_gear.config.types import (
     Name,
     Number,
     Positive,
+    RangeConfig,
     Scalar,
     Steps,
     Text,
     Words,
+    conflict,
 )
 from deepspeed_gear.errors import ConfigError
+
+_SHARES_TOLERANCE = 1e-6  # of the sum of the shares of a mixture
 
 
 class EveryConfig(GearModel):
@@ -33,14 +37,18 @@ class EveryConfig(GearModel):
     every: Steps = Field(description="Distance of two anchors in steps.")
 
 
-class WhereConfig(GearModel):
+class WhereConfig(RangeConfig):
     """Which values of a per-trajectory column are admitted; all given conditions must hold."""
 
-    min: Number | None = Field(default=None, description="Smallest admitted value.")
-    max: Number | None = Field(default=None, description="Largest admitted value.")
     in_: Annotated[list[Scalar], MinLen(1)] | None = Field(
         default=None, alias="in", description="The admitted values, compared exactly."
     )
+
+    @model_validator(mode="after")
+    def _range_or_list(self) -> Any:
+        if self.in_ is not None and (self.min is not None or self.max is not None):
+            raise conflict("must have min and max, or in, not both", "drop one")
+        return self
 
 
 class SamplerOptions(GearModel):
@@ -83,23 +91,6 @@ class SamplerOptions(GearModel):
         """The per-trajectory columns of numbers that the sampler reads, by the option that names each."""
         return {}
 
-    def check(self, at: str) -> None:
-        """Raise where options contradict one another.
-
-        Args:
-            at: Name of this part of the config, for errors.
-        Raises:
-            ConfigError: Two options conflict, or one needs another.
-        """
-        del at
-
-    def check_on_device(self) -> None:
-        """Raise where options do not suit a table on devices.
-
-        Raises:
-            ConfigError: One does not.
-        """
-
 
 class DrawingOptions(SamplerOptions):
     """Options of samplers with random draws."""
@@ -126,14 +117,13 @@ class LengthSampler(DrawingOptions):
     on_device: ClassVar[bool] = True
     kind: Literal["length"] = Field(description="Names the sampler.")
 
-    def check(self, at: str) -> None:
+    @model_validator(mode="after")
+    def _whole_trajectories(self) -> Any:
         if self.unit == "step":
-            raise ConfigError(
-                f"{at}.unit",
-                f'must be "trajectory" or "group" where {at}.kind is "length"',
-                self.unit,
-                'uniform steps have the same effect: "kind": "uniform", "unit": "step"',
-            )
+            remedy = 'uniform steps have the same effect: "kind": "uniform", "unit": "step"'
+            rule = 'must be "trajectory" or "group" where {at}.kind is "length"'
+            raise conflict(rule, remedy, "unit", self.unit)
+        return self
 
 
 class WeightedSampler(DrawingOptions):
@@ -219,12 +209,6 @@ class PrioritizedSampler(DrawingOptions, PriorityOptions):
         ),
     )
 
-    def check_on_device(self) -> None:
-        remedy = 'give the table "placement": "host"'
-        if not isinstance(self.alpha, (int, float)):
-            rule = "must be a number for a table on devices: all masses follow from it"
-            raise ConfigError("gear.sampler.alpha", rule, self.alpha, remedy)
-
 
 class TopKSampler(SamplerOptions, PriorityOptions):
     """The items of highest priority, each once in a global batch; of equal ones those with the lowest id."""
@@ -285,10 +269,11 @@ class RecentSampler(DrawingOptions):
     def columns(self) -> dict[str, str]:
         return {} if self.within is None else {"within.column": self.within.column}
 
-    def check(self, at: str) -> None:
+    @model_validator(mode="after")
+    def _has_a_window(self) -> Any:
         if self.newest is None and self.within is None:
-            remedy = 'without a window use "kind": "uniform"'
-            raise ConfigError(f"{at}.newest", f"or {at}.within must be given", None, remedy)
+            raise conflict("or {at}.within must be given", 'without a window use "kind": "uniform"', "newest")
+        return self
 
 
 class ExternalSampler(DrawingOptions):
@@ -318,9 +303,10 @@ class ExternalSampler(DrawingOptions):
             name = ".".join(["gear.sampler.options", *map(str, first["loc"])])
             raise ConfigError(name, first["msg"], first["input"]) from None
 
-    def check(self, at: str) -> None:
-        del at
+    @model_validator(mode="after")
+    def _admits_options(self) -> Any:
         assert self.made_options is not None
+        return self
 
 
 def _named(value: Any) -> Any:
@@ -361,6 +347,13 @@ class MixtureSampler(GearModel):
     of: Annotated[ItemSampler, Discriminator(_kind_of), BeforeValidator(_named)] = Field(
         default=UniformSampler(), description="How the samples of each table are selected."
     )
+
+    @model_validator(mode="after")
+    def _whole(self) -> Any:
+        numbers = [share for share in self.shares.values() if isinstance(share, (int, float))]
+        if len(numbers) == len(self.shares) and abs(sum(numbers) - 1) > _SHARES_TOLERANCE:
+            raise conflict("must sum to 1", option="shares", value=self.shares)
+        return self
 
 
 SamplerConfig = Annotated[

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, Lt, MinLen
 from pydantic import BeforeValidator, Field, Strict, field_validator, model_validator
@@ -16,13 +16,14 @@ from deepspeed_gear.config.types import (
     GearModel,
     Int,
     Name,
-    Number,
     Positive,
+    RangeConfig,
     Steps,
     Text,
     Timeout,
     Words,
     as_data,
+    conflict,
     refuse,
 )
 from deepspeed_gear.schema import Column, Schema
@@ -90,26 +91,25 @@ class VersionConfig(GearModel):
 MOST_REMEMBERED = 4096  # groups that have left a table, by default
 
 
-class GroupBoundsConfig(GearModel):
-    """Bounds of a statistic."""
-
-    min: Number | None = Field(default=None, description="Smallest admitted value.")
-    max: Number | None = Field(default=None, description="Largest admitted value.")
-
-
 class GroupConditionConfig(GearModel):
     """Conditions on a per-trajectory column over the members of a group; all given ones must hold.
 
     Of a member of several trajectories, the last one's value counts.
     """
 
-    std: GroupBoundsConfig | None = Field(
+    std: RangeConfig | None = Field(
         default=None, description="Standard deviation, divided by the number of members - 1."
     )
-    mean: GroupBoundsConfig | None = Field(default=None, description="Mean.")
-    min: GroupBoundsConfig | None = Field(default=None, description="Smallest value.")
-    max: GroupBoundsConfig | None = Field(default=None, description="Largest value.")
-    sum: GroupBoundsConfig | None = Field(default=None, description="Sum.")
+    mean: RangeConfig | None = Field(default=None, description="Mean.")
+    min: RangeConfig | None = Field(default=None, description="Smallest value.")
+    max: RangeConfig | None = Field(default=None, description="Largest value.")
+    sum: RangeConfig | None = Field(default=None, description="Sum.")
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> Any:
+        if not self.model_dump(exclude_none=True):
+            raise conflict(f"must have one of {', '.join(type(self).model_fields)}")
+        return self
 
 
 class GroupConfig(GearModel):
@@ -194,6 +194,16 @@ class DataConfig(GearModel):
             "where it fits every node's memory."
         ),
     )
+
+    @field_validator("split")
+    @classmethod
+    def _leaves_some(cls, split: dict[str, float]) -> dict[str, float]:
+        if "train" in split:
+            remedy = "what the other splits leave is for training"
+            raise conflict("must not be given", remedy, "train", split["train"])
+        if sum(split.values()) >= 1:
+            raise refuse("must sum to less than 1", "nothing is left for training")
+        return split
 
 
 class ColumnConfig(GearModel):
@@ -373,6 +383,13 @@ class TableConfig(GearModel):
         alias="schema",
         description="Columns of a table without data. null: the program gives it to `Replay(schemas=...)`.",
     )
+
+    @model_validator(mode="after")
+    def _is_made_of_something(self) -> Any:
+        if self.data is None and (self.capacity_steps is None) == (self.capacity_bytes is None):
+            rule = "must have one of data, capacity_steps and capacity_bytes"
+            raise conflict(rule, "give the one that the table is made of")
+        return self
 
     @field_validator("remove")
     @classmethod

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AfterValidator, AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Strict
+from pydantic import (
+    AfterValidator,
+    AllowInfNan,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from deepspeed_gear.schema import DTYPES, OPAQUE
@@ -42,9 +52,31 @@ def defaults_of(model: type[GearModel]) -> dict[str, Any]:
     return {name: v.model_dump(mode="json") if isinstance(v, BaseModel) else v for name, v in known.items()}
 
 
+def dotted(*parts: object) -> str:
+    """Join the parts of an option's name; keys that are no plain words stand in brackets."""
+    name = ""
+    for part in parts:
+        word = isinstance(part, str) and part.replace("-", "_").isidentifier()
+        name += (f".{part}" if name else str(part)) if word else f"[{part!r}]"
+    return name
+
+
 def refuse(rule: str, remedy: str = "") -> PydanticCustomError:
     """Return the error of a value check; `error_messages.translate` adds the option's name and the value."""
     return PydanticCustomError("gear", "{rule}", {"rule": rule, "remedy": remedy})
+
+
+def conflict(rule: str, remedy: str = "", option: str = "", value: Any = None) -> PydanticCustomError:
+    """Return the error of a model whose options contradict one another; `translate` adds the model's name.
+
+    Args:
+        rule: "must ...", with "{at}" in place of the model's name.
+        remedy: What to do.
+        option: The option of the model that the error is of; the model itself where it is empty.
+        value: The value to show.
+    """
+    context = {"rule": rule, "remedy": remedy, "option": option, "value": value}
+    return PydanticCustomError("gear_conflict", "{rule}", context)
 
 
 def _no_auto(value: Any) -> Any:
@@ -72,6 +104,14 @@ def _not_empty(text: str) -> str:
     return text
 
 
+def _short(most: int, name: str) -> str:
+    if len(name) > most or "." in name or not name.isascii():
+        raise refuse(f"must be {_SHORT.format(most)}")
+    return name
+
+
+_SHORT = "a name of at most {} letters, digits, '_' and '-'"
+
 Int = Annotated[int, Strict()]
 Count = Annotated[int, Strict(), Ge(1), Lt(2**62)]
 Steps = Annotated[int, Strict(), Ge(1), Lt(2**31)]
@@ -81,6 +121,8 @@ Name = Annotated[str, Strict(), BeforeValidator(_no_auto), AfterValidator(_legal
 Text = Annotated[
     str, Strict(), BeforeValidator(_no_auto), AfterValidator(_not_empty), Words("a non-empty string")
 ]
+Name32 = Annotated[Name, AfterValidator(partial(_short, 32)), Words(_SHORT.format(32))]
+Name64 = Annotated[Name, AfterValidator(partial(_short, 64)), Words(_SHORT.format(64))]
 Fraction = Annotated[float, Strict(), AllowInfNan(False), Gt(0), Lt(1)]
 Gamma = Annotated[float, Strict(), AllowInfNan(False), Ge(0), Le(1)]
 Positive = Annotated[float, Strict(), AllowInfNan(False), Gt(0)]
@@ -103,3 +145,20 @@ assert OPAQUE == ("bytes", "json")
 def as_data(value: Any) -> Any:
     """Read the short form of a data set: a plain string is its path."""
     return {"path": value} if isinstance(value, str) else value
+
+
+class RangeConfig(GearModel):
+    """A range of values, closed; at least one end is given."""
+
+    min: Number | None = Field(default=None, description="Smallest admitted value.")
+    max: Number | None = Field(default=None, description="Largest admitted value.")
+
+    @model_validator(mode="after")
+    def _admits_some(self) -> Any:
+        if not self.model_dump(exclude_none=True):
+            names = [info.alias or name for name, info in type(self).model_fields.items()]
+            rule = f"must have {', '.join(names[:-1])} or {names[-1]}"
+            raise conflict(rule, "an empty condition admits everything; drop it")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise conflict(f"must be at most {{at}}.max ({self.max})", "swap them", "min", self.min)
+        return self

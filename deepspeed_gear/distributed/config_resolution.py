@@ -16,7 +16,7 @@ from deepspeed_gear.config import (
     parse,
     refuse_batch_sizes,
 )
-from deepspeed_gear.config.pack_checks import check_ranks
+from deepspeed_gear.config.cross_checks import check_ranks
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.distributed.control_plane import ControlPlane

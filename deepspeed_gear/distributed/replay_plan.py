@@ -10,7 +10,7 @@ from typing import Any
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.config import GearConfig, ResolvedField
-from deepspeed_gear.config.pack_checks import check_lengths
+from deepspeed_gear.config.cross_checks import check_lengths
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.distributed import config_resolution

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from deepspeed_gear.config.pack_checks import room
+from deepspeed_gear.config.pack_options import room
 from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.distributed.node_channel import NodeChannel
 from deepspeed_gear.distributed.replay_plan import ReplayPlan

@@ -11,7 +11,8 @@ import torch
 
 from deepspeed_gear.batching.packing_plan import PackBudget, plan_packs
 from deepspeed_gear.config import GearConfig
-from deepspeed_gear.config.pack_checks import check_ranks, room
+from deepspeed_gear.config.cross_checks import check_ranks
+from deepspeed_gear.config.pack_options import room
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops import load_backend
 

@@ -9,7 +9,7 @@ import torch
 
 from deepspeed_gear.batching.micro_batch import MicroBatch, PackLoss, PackShape, PackSources
 from deepspeed_gear.batching.packed_models import ONE_EACH, PackedModel
-from deepspeed_gear.config.pack_checks import room
+from deepspeed_gear.config.pack_options import room
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.replay.rollout_data import PackSettings
 

@@ -17,7 +17,7 @@ from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.checkpoint import checkpoint
 from deepspeed_gear.config import GearConfig
-from deepspeed_gear.config.pack_checks import SPLITS
+from deepspeed_gear.config.cross_checks import SPLITS
 from deepspeed_gear.config.sampler_options import PriorityOptions
 from deepspeed_gear.distributed.gradient_divisor import gradient_divisor
 from deepspeed_gear.distributed.replay_plan import make_plan, refuse_device

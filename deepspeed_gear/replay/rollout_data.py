@@ -16,8 +16,7 @@ from deepspeed_gear.batching.opaque_values import read_opaque
 from deepspeed_gear.batching.pack_gather import PackGatherer, flags_of
 from deepspeed_gear.batching.packing_plan import PackBudget
 from deepspeed_gear.config import ResolvedField
-from deepspeed_gear.config.pack_checks import room
-from deepspeed_gear.config.pack_options import LossConfig, PackConfig
+from deepspeed_gear.config.pack_options import LossConfig, PackConfig, room
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, DataError, FieldError
 from deepspeed_gear.ops import Ops

@@ -10,7 +10,7 @@ import torch
 
 from deepspeed_gear.batching.pack_gather import PackGatherer
 from deepspeed_gear.checkpoint import position
-from deepspeed_gear.config.pack_checks import room
+from deepspeed_gear.config.pack_options import room
 from deepspeed_gear.distributed.sequence_sum import sequence_sum
 from deepspeed_gear.errors import CheckpointError, ConfigError, EmptyTableError, NotReadyError, StoreError
 from deepspeed_gear.replay.builder import ReplayParts

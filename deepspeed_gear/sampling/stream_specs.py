@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from deepspeed_gear.config import GearConfig, MixtureSampler, ResolvedField, SamplerOptions
-from deepspeed_gear.config.group_checks import refuse_split
+from deepspeed_gear.config.cross_checks import refuse_split
 from deepspeed_gear.config.table_options import GroupConfig
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.trajectory_checks import as_numbers

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_gear.batching.gather import affine
-from deepspeed_gear.config.resolved_field import ResolvedField
+from deepspeed_gear.config.field_checks import ResolvedField
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics, compute_statistics
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.reference.convert import convert

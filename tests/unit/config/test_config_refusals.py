@@ -294,7 +294,7 @@ WRONG: list[tuple[Any, str]] = [
     ),
     (
         {"data": "d", "sampler": {"anchors": "fits"}, "fields": {"action": {}}},
-        'gear.sampler.anchors must not be "fits" where no field has a length or an offset; '
+        "gear.sampler.anchors must not be \"fits\" where no field has a length or an offset, got 'fits'; "
         'every step fits: use "all", or give a field a length',
     ),
     (
@@ -351,7 +351,8 @@ WRONG: list[tuple[Any, str]] = [
     ),
     (
         _field(offset="n_step"),
-        'gear.fields.action.offset must not be "n_step" without gear.n_step; give gear.n_step or a number',
+        "gear.fields.action.offset must not be \"n_step\" without gear.n_step, got 'n_step'; "
+        "give gear.n_step or a number",
     ),
     (
         _field(align="right"),

@@ -195,7 +195,7 @@ def test_a_step_of_a_mixture_is_traced_without_a_break() -> None:
         ({"shares": {"a": {"linear": [0, 1, 9]}, "b": {"linear": [1, 0, 9]}}}, "shares.a must be a number"),
         ({"shares": {"a": 0.99, "b": 0.01}}, "shares.a must be a whole number of 32 samples"),
         ({"shares": {"a": 1.0, "b": 0.0}}, r"got 0.0; .*: use 0.03125 \(1 samples\)"),
-        ({"shares": {"a": 1.0}}, "tables.b must be sampled, alone or in a mixture"),
+        ({"shares": {"a": 1.0}}, "tables.b.placement must be .host. for a table that is not sampled"),
         ({"of": {"kind": "epoch"}}, "kind must be one of"),
     ],
 )

@@ -581,7 +581,7 @@ def test_priorities_of_a_micro_batch(tables: int) -> None:
         ({"rollout": {"trajectories": 4, "groups": 4}}, "must have one of groups and trajectories"),
         (
             {"rollout": {"tokens": 4000}},
-            "one of groups and trajectories, got {'tokens': 4000}; they are selected",
+            "one of groups and trajectories; they are selected",
         ),
         ({"rollout": {"trajectories": 2, "minibatches": 3}}, "minibatches must be at most"),
         ({"sampler": {"unit": "step"}}, "gear.sampler.unit must be"),
