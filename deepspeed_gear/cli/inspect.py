@@ -1,20 +1,33 @@
-"""`gear inspect`: what is in a data set, a checkpoint or a running process, as a table, JSON or figure."""
+"""`gear inspect`: what is in a data set, a checkpoint or a running process, as a table or JSON."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from deepspeed_gear.cli.value_distribution import LEVELS, distribution, returns_of
+from deepspeed_gear.checkpoint import position, save_folders
+from deepspeed_gear.cli.inspect_distribution import (
+    LEVELS,
+    distribution,
+    newest_tag,
+    num_replicas,
+    of_living,
+    of_saved,
+    saved_position,
+    saved_tables,
+)
+from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.data.dataset_files import SCHEMA_FILE
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
+from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.errors import ConfigError, DataError, show_bytes
-
-if TYPE_CHECKING:
-    from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.store.live_stores import living_stores
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,42 +45,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const=0,
         help="show the stores of a running process, or of all of this user, without touching them",
     )
-    parser.add_argument("--plot", metavar="FILE", help="write a figure (.png, .svg, .pdf)")
     parser.add_argument("--json", action="store_true", help="print JSON, with statistics of each element")
     parser.add_argument("--verify", action="store_true", help="compare every byte with what was written")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table or JSON, and write the figure.
+    """Print the table or JSON.
 
     Raises:
         DataError: The data set is missing, foreign, truncated or changed.
-        ConfigError: The figure cannot be written, or options contradict one another.
+        ConfigError: Options contradict one another.
         CheckpointError, StoreError: The checkpoint is damaged, or the process has no store to show.
     """
-    from deepspeed_gear.cli.inspect_distribution import newest_tag, saved_position, saved_tables
-    from deepspeed_gear.cli.inspect_live import inspect_living, inspect_saved
-
     if (args.dest is None) == (args.living is None):
         rule = "or --living must be given" if args.dest is None else "and --living must not both be given"
         raise ConfigError("DEST", rule, args.dest, "gear inspect --help shows both")
-    position: Path | None = None
+    position_folder: Path | None = None
     tables: list[Path] = []
     if args.dest is not None:
         folder = newest_tag(Path(args.dest))
-        position, tables = saved_position(folder), saved_tables(folder)
-    is_saved = position is not None or bool(tables)
+        position_folder, tables = saved_position(folder), saved_tables(folder)
+    is_saved = position_folder is not None or bool(tables)
     if args.verify and (is_saved or args.living is not None):
         raise ConfigError("--verify", "must be of a data set", None, "a checkpoint is always verified")
     if is_saved:
-        inspect_saved(position, tables, args.json, args.plot)
+        inspect_saved(position_folder, tables, args.json)
         return 0
     if args.living is not None:
-        inspect_living(args.living or None, args.json, args.plot)
+        inspect_living(args.living or None, args.json)
         return 0
-    from deepspeed_gear.data.dataset import Dataset
-    from deepspeed_gear.data.dataset_files import SCHEMA_FILE
-
     if folder.is_dir() and not (folder / SCHEMA_FILE).exists():
         rule = "must be the folder of a data set or of a checkpoint"
         remedy = (
@@ -81,11 +87,18 @@ def run(args: argparse.Namespace) -> int:
     summary = summarize(dataset)
     summary["verified"] = bool(args.verify)
     print(json.dumps(summary, indent=1) if args.json else format_table(summary))
-    if args.plot:
-        from deepspeed_gear.cli.plot import plot_dataset
-
-        plot_dataset(dataset, Path(args.plot))
     return 0
+
+
+def returns_of(dataset: Dataset) -> NDArray[Any] | None:
+    """Return the return of each trajectory: stored, or the sum of its rewards; None without either."""
+    stored, reward = dataset.schema.role("return"), dataset.schema.role("reward")
+    if stored is not None:
+        return dataset.columns[stored.name]
+    if reward is None:
+        return None
+    first_rows = np.cumsum(dataset.lengths) - dataset.lengths
+    return np.add.reduceat(dataset.columns[reward.name], first_rows, dtype=np.float64)
 
 
 def summarize(dataset: Dataset) -> dict[str, Any]:
@@ -120,8 +133,6 @@ def summarize(dataset: Dataset) -> dict[str, Any]:
 
 
 def _splits(dataset: Dataset) -> dict[str, dict[str, Any]]:
-    from deepspeed_gear.data.splits import split_of
-
     part = split_of(np.arange(len(dataset), dtype=np.int64) + dataset.first_id, dataset.split)
     names = ["train", *sorted(dataset.split)]
     return {
@@ -215,4 +226,121 @@ def grid_of(heads: list[str], rows: list[list[str]], num_left: int = 1) -> list[
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+# ---- checkpoints and running processes -----------------------------------------------------------------
+
+
+def inspect_living(process: int | None, as_json: bool) -> None:
+    """Show the stores of running processes.
+
+    Raises:
+        StoreError: There is no such process.
+    """
+    known = []
+    for store in living_stores(process):
+        found = of_living(store)
+        known.append((store, None if found is None else found.summary()))
+    if as_json:
+        entries = [
+            {
+                "processes": list(store.processes),
+                "table": store.table,
+                "run": {"id": store.run.id, "name": store.run.name or None},
+                "bytes": store.layout.total_bytes,
+                "distribution": summary,
+            }
+            for store, summary in known
+        ]
+        print(json.dumps({"stores": entries}, indent=1))
+    elif not known:
+        print("no process of this user holds a store")
+    for store, summary in [] if as_json else known:
+        held = ", ".join(map(str, store.processes))
+        print(f"table {store.table} of process {held}: {show_bytes(store.layout.total_bytes)}")
+        print(f"  run           {store.run}")
+        print("\n".join(_lines(summary)))
+
+
+def inspect_saved(folder: Path | None, tables: Sequence[Path], as_json: bool) -> None:
+    """Show the position and the tables of a checkpoint.
+
+    Args:
+        folder: Of the position; None: there is none.
+        tables: Folders of the tables.
+        as_json: Print JSON.
+    Raises:
+        CheckpointError: A file is missing or changed.
+    """
+    known = None if folder is None else position.describe(save_folders.read_position(folder))
+    replicas = {table: num_replicas(table) for table in tables}
+    found = {table: of_saved(table) for table in tables if replicas[table] is None}
+    if as_json:
+        of_devices = [{"table": save_folders.table_in(t), "replicas": n} for t, n in replicas.items() if n]
+        summaries = [one.summary() for one in found.values()]
+        print(json.dumps({"position": known, "tables": [*summaries, *of_devices]}, indent=1))
+    else:
+        if known is not None:
+            print(
+                f"position in {folder}"
+                + ("" if tables else ", without tables: data sets hold their contents")
+            )
+            print("\n".join(_position_lines(known)))
+        for table in tables:
+            print(f"table {save_folders.table_in(table)} in {table}")
+            if table in found:
+                print("\n".join(_lines(found[table].summary())))
+            else:
+                print(f"  replicas      {replicas[table]}, each with a table in its device's memory")
+
+
+def _position_lines(known: dict[str, Any]) -> list[str]:
+    lines = []
+    for table, words in known["train"].items():
+        text = f"{words['global_batches']:,} global batches, {words['samples']:,} samples of table {table}"
+        if "epoch" in words:
+            text += f"; epoch {words['epoch']}: {words['epoch_samples']:,} of {words['epoch_items']:,} items"
+        lines.append(f"  used          {text}")
+    lines += [f"  passes        {count:,} over {split}" for split, count in known["passes"].items()]
+    return [*lines, *(f"  data set      {table}: {mark}" for table, mark in known["data"].items())]
+
+
+def _lines(summary: dict[str, Any] | None) -> list[str]:
+    """Return the lines printed of a table."""
+    if summary is None:
+        return ["  not sampled"]
+    what = f"{summary['kind']}, unit {summary['unit']}" if summary["kind"] else "not known"
+    lines = [f"  sampler       {what}", f"  trajectories  {summary['trajectories']:,}"]
+    if summary["steps"] is not None:
+        lines.append(f"  steps         {summary['steps']:,}")
+    if summary["length"] is not None and summary["trajectories"]:
+        length = summary["length"]
+        levels = ", ".join(f"{level:.0%} {length[str(level)]:,.0f}" for level in LEVELS)
+        ends = f"min {length['min']:,.0f}, {levels}, max {length['max']:,.0f}"
+        lines.append(f"  lengths       {ends}, mean {length['mean']:,.1f}")
+    if summary["groups"] is not None:
+        groups = {name: "not known" if n is None else f"{n:,}" for name, n in summary["groups"].items()}
+        lines.append("  groups        {complete} complete, {incomplete} incomplete".format(**groups))
+        ever = "{rejected} groups rejected, {oversized} too large, {evicted_unsampled} evicted unsampled"
+        lines.append("  left out      " + ever.format(**groups))
+        ever = "{late} late, {late_consumed} of groups that had left, {unfilled} unfilled, {surplus} surplus"
+        lines.append("  trajectories  " + ever.format(**groups))
+    waiting = f" ({summary['waiting']:,} added since the latest selection)" if summary["waiting"] else ""
+    lines.append(f"  drawable      {summary['drawable']:,}{waiting}")
+    for one in summary["excluded"] or []:
+        what = f"{one['trajectories']:,} trajectories ({one['steps']:,} steps) {one['reason']}"
+        lines.append(f"  excluded      {what}; {one['remedy']}")
+    if summary["effective"] is not None:
+        shares = ", ".join(
+            f"top {float(part):.0%}: {share:.1%}" for part, share in summary["share_of_top"].items()
+        )
+        lines.append(f"  mass          {shares}; effective items {summary['effective']:.1%}")
+    if summary["priorities"] is not None:
+        lines.append("  priorities    " + ", ".join(f"{k} {v:.4g}" for k, v in summary["priorities"].items()))
+    if summary["draws"] is not None:
+        draws = summary["draws"]
+        lines.append(
+            f"  drawn         mean {draws['mean']:.4g}, max {draws['max']:,}, never {draws['never']:.1%}"
+        )
     return lines

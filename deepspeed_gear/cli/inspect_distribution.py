@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deepspeed_gear.checkpoint import save_folders
 from deepspeed_gear.checkpoint.table_files import SavedTable, file_of, open_rows, read_table
-from deepspeed_gear.cli.value_distribution import distribution
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.constants import MASS_BITS, ONE_Q62
@@ -27,6 +27,7 @@ TRAIN = "stream/train/"
 _GEAR = "gear"  # folder of an engine's checkpoint, in that of its tag
 _LATEST = "latest"  # file beside the tags, with the name of the newest
 _SHARES = (0.01, 0.1)
+LEVELS = (0.1, 0.5, 0.9)  # quantiles of values of trajectories
 
 
 @dataclass(frozen=True)
@@ -82,28 +83,28 @@ class Distribution:
             "effective": float(total**2 / (self.masses**2).sum() / len(falling)) if len(falling) else None,
             "share_of_top": shares,
             "priorities": None if self.priorities is None else _spread(self.priorities),
-            "histogram": {str(k): n for k, n in histogram(self.weights).items()},
             "draws": None if self.draws is None or not len(self.draws) else _draws(self.draws),
             "excluded": None if self.excluded is None else [asdict(one) for one in self.excluded],
         }
 
-    @property
-    def items(self) -> str:
-        """What the tree draws: steps where these have priorities, else groups or trajectories."""
-        if self.unit == "step" and self.priorities is not None:
-            return "steps"
-        return "groups" if self.unit == "group" else "trajectories"
 
-    @property
-    def weights(self) -> np.ndarray:
-        """The priorities; where there are none, the masses."""
-        return self.masses if self.priorities is None else self.priorities
-
-
-def histogram(values: np.ndarray) -> dict[int, int]:
-    """Count positive values: k stands for [2^k, 2^(k+1))."""
-    bins, counts = np.unique(np.frexp(values)[1] - 1, return_counts=True)
-    return dict(zip(bins.tolist(), counts.tolist(), strict=True))
+def distribution(values: NDArray[Any]) -> dict[str, float | None]:
+    """Describe one value per trajectory: least, quantiles, most, mean and deviation; None without values."""
+    numbers = np.asarray(values, dtype=np.float64)
+    numbers = numbers[np.isfinite(numbers)]
+    if not len(numbers):
+        return dict.fromkeys(("min", *map(str, LEVELS), "max", "mean", "std"))
+    # Between two whole numbers lies no value of a column that has whole numbers only.
+    is_whole = bool((numbers == np.rint(numbers)).all())
+    method: Literal["inverted_cdf", "linear"] = "inverted_cdf" if is_whole else "linear"
+    quantiles = np.quantile(numbers, LEVELS, method=method)
+    return {
+        "min": float(numbers.min()),
+        **{str(level): float(value) for level, value in zip(LEVELS, quantiles, strict=True)},
+        "max": float(numbers.max()),
+        "mean": float(numbers.mean()),
+        "std": float(numbers.std()),
+    }
 
 
 def _spread(values: np.ndarray) -> dict[str, float] | None:

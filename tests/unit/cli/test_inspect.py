@@ -1,23 +1,20 @@
-"""`gear inspect`: table, JSON, figure."""
+"""`gear inspect`: table and JSON."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from deepspeed_gear.cli import inspect, plot, value_distribution
-from deepspeed_gear.cli.figures import bin_edges, new_figure, save
+from deepspeed_gear.cli import inspect
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.dataset_statistics import compute_statistics
 from deepspeed_gear.data.dataset_writer import DatasetWriter
-from deepspeed_gear.errors import ConfigError, DataError, show_bytes
+from deepspeed_gear.errors import DataError, show_bytes
 from deepspeed_gear.schema import Column, Schema
 
 SCHEMA = Schema(
@@ -123,56 +120,7 @@ def test_verify_finds_a_change(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == ""
 
 
-def test_plot(tmp_path: Path) -> None:
-    matplotlib_image = pytest.importorskip("matplotlib.image")
-    write(tmp_path / "set", (5, 50, 500))
-    assert run(str(tmp_path / "set"), "--plot", str(tmp_path / "a.png")) == 0
-    image = matplotlib_image.imread(tmp_path / "a.png")
-    assert image.shape[0] > 300
-    assert image[..., :3].std() > 0.05, "an empty figure"
-    with pytest.raises(ConfigError, match=r"--plot .*a.txt must be writable, got .*ends in .png"):
-        run(str(tmp_path / "set"), "--plot", str(tmp_path / "a.txt"))
-    with pytest.raises(ConfigError, match="No such file or directory"):
-        save(new_figure(1, 1), tmp_path / "nowhere" / "a.png")
-
-
-@pytest.mark.parametrize(
-    ("values", "edges"),
-    [
-        ([1, 2, 2, 7], [0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5]),
-        ([-3.0], [-3.5, -2.5]),
-        ([0, 100], np.arange(-0.5, 110, 11)),  # 10 bins of 11 integers each
-        ([0.5, 0.5], [0.475, 0.525]),
-        ([1 + 2**-52, 1], [0.95, 1.05]),
-        ([0.0, 0.9], np.linspace(0, 0.9, 11)),
-        ([2.0**60, 2.0**60 + 256], [0.95 * 2.0**60, 1.05 * 2.0**60]),
-    ],
-)
-def test_bins_of_a_histogram(values: list[float], edges: Sequence[float]) -> None:
-    found = bin_edges(np.array(values, np.float64), 10)
-    assert found.tolist() == pytest.approx(list(edges))
-    assert np.histogram(values, found)[0].sum() == len(values)
-
-
-def test_axes_of_constant_values() -> None:
-    """One value stands in the middle, with the same numbers on the axis as in the table."""
-    pytest.importorskip("matplotlib")
-    axes = new_figure(4, 4).subplots(1, 3)
-    plot._histogram(axes[0], np.full(20, 1000), "steps")
-    assert axes[0].get_xlim() == (989.5, 1010.5)
-    column = Column("x", "float32", (3,))
-    for axis, value, limits in ((axes[1], 0.3, (0, 0.6)), (axes[2], 0.0, (-1, 1))):
-        rows = np.full((8, 3), value)
-        axis_statistics = compute_statistics(
-            Schema([column]), {"x": rows.astype(np.float32)}, np.array([0]), np.array([8]), {}
-        )["x"]
-        plot._elements(axis, column, axis_statistics)
-        assert axis.get_ylim() == pytest.approx(limits)
-
-
 def test_returns_are_those_of_the_rewards_where_none_are_stored(tmp_path: Path) -> None:
-    """And nothing is drawn of what there is not; the values of discrete actions are counted."""
-    pytest.importorskip("matplotlib")
     action, reward = Column("action", "int64", (2,), "action"), Column("reward", "float32", (), "reward")
     for columns in ([action, reward], [action]):
         schema = Schema(columns)
@@ -183,31 +131,21 @@ def test_returns_are_those_of_the_rewards_where_none_are_stored(tmp_path: Path) 
                 known = {"action": actions, "reward": rewards}
                 writer.add({column.name: known[column.name] for column in schema})
         dataset = Dataset.open(tmp_path / "set")
-        returns = value_distribution.returns_of(dataset)
+        returns = inspect.returns_of(dataset)
         if reward in columns:
             assert returns is not None
             assert returns.tolist() == [0, 28, 9]
             assert inspect.summarize(dataset)["return"]["mean"] == 37 / 3
         else:
             assert returns is None
-        plot.plot_dataset(dataset, tmp_path / "a.svg")
-        labels = re.findall(r"<!-- (.*?) -->", (tmp_path / "a.svg").read_text())
-        assert ("return of a trajectory" in labels) == (reward in columns)
-        assert labels.count("trajectories") == 1 + (reward in columns)
-        assert {"element 0", "element 1", "value"} <= set(labels)
-    axis = new_figure(4, 4).subplots()
-    plot._classes(axis, action, dataset.columns["action"])
-    counts = [[int(bar.get_height()) for bar in bars] for bars in axis.containers]
-    assert counts == [[1, 7, 3, 0, 0, 0], [0, 0, 0, 0, 0, 11]]
 
 
 def test_a_data_set_without_returns_or_finite_values(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
     with DatasetWriter(tmp_path / "set", Schema([Column("x", "float32", allow_nan=True)])) as writer:
         writer.add({"x": np.full(3, np.nan, np.float32)})
-    assert run(str(tmp_path / "set"), "--plot", str(tmp_path / "a.svg")) == 0
+    assert run(str(tmp_path / "set")) == 0
     lines = lines_of(capsys.readouterr().out)
     assert lines["x"] == ["float32", "[]", "T", "12", "B", "-", "-", "-", "-"]
     assert "return" not in lines

@@ -21,8 +21,8 @@ from replay_support import streams_of
 from snapshot_support import into_shards
 
 from deepspeed_gear import DeviceReplay, Replay
-from deepspeed_gear.cli import inspect, plot_distribution
-from deepspeed_gear.cli.inspect_distribution import Distribution, histogram, of_living, of_saved, saved_tables
+from deepspeed_gear.cli import inspect
+from deepspeed_gear.cli.inspect_distribution import Distribution, of_living, of_saved, saved_tables
 from deepspeed_gear.errors import CheckpointError, ConfigError, StoreError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.live_stores import LiveStore, living_stores
@@ -120,7 +120,7 @@ def check(found: Distribution, known: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_a_living_store(name: str, other: Other, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_living_store(name: str, other: Other, capsys: pytest.CaptureFixture[str]) -> None:
     """Two looks at one run, which goes on between them, and nothing of it is writable."""
     known = other.step(name)
     pid = other.process.pid
@@ -136,13 +136,11 @@ def test_a_living_store(name: str, other: Other, tmp_path: Path, capsys: pytest.
     again = of_living(store)
     assert again is not None
     check(again, known)
-    plot = ["--plot", str(tmp_path / "a.png")] if name == "steps" else []
-    assert run("--living", str(pid), *plot) == 0
+    assert run("--living", str(pid)) == 0
     text = capsys.readouterr().out
     assert f"table main of process {pid}:" in text
     assert f"  steps         {sum(LENGTHS)}\n" in text
     assert f"  sampler       {SAMPLERS[name].get('kind', 'uniform')}, unit " in text
-    assert not plot or (tmp_path / "a.png").stat().st_size > 10_000
     assert run("--living", str(pid), "--json") == 0
     (shown,) = (s for s in json.loads(capsys.readouterr().out)["stores"] if s["run"]["name"] == name)
     assert (shown["processes"], shown["table"]) == ([pid], "main")
@@ -150,7 +148,7 @@ def test_a_living_store(name: str, other: Other, tmp_path: Path, capsys: pytest.
     other.step(name)
 
 
-def test_a_process_that_has_ended(tmp_path: Path) -> None:
+def test_a_process_that_has_ended() -> None:
     other = Other("steps")
     other.step("steps")
     store = other.store("steps")
@@ -161,12 +159,10 @@ def test_a_process_that_has_ended(tmp_path: Path) -> None:
         run("--living", str(other.process.pid))
 
 
-def test_a_process_without_a_store(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_process_without_a_store(capsys: pytest.CaptureFixture[str]) -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         assert run("--living", str(process.pid)) == 0
         assert capsys.readouterr().out == "no process of this user holds a store\n"
-        with pytest.raises(StoreError, match="must hold a store that is sampled to be plotted"):
-            run("--living", str(process.pid), "--plot", str(tmp_path / "a.png"))
         process.kill()
 
 
@@ -211,7 +207,7 @@ def test_a_saved_store(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     found = of_saved(tmp_path / "tag" / "gear" / "main")
     assert (found.num_trajectories, found.num_steps) == (5, sum(LENGTHS) - 2)
     check(found, known)
-    assert run(str(tmp_path / "tag"), "--plot", str(tmp_path / "a.png")) == 0
+    assert run(str(tmp_path / "tag")) == 0
     assert "  trajectories  5\n" in capsys.readouterr().out
     assert run(str(tmp_path / "tag"), "--json") == 0
     assert json.loads(capsys.readouterr().out)["tables"] == [found.summary()]
@@ -231,19 +227,18 @@ def test_a_saved_store(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    ("sampler", "drawable", "items"),
+    ("sampler", "drawable"),
     [
-        (SAMPLERS["steps"], (8, 14, 14), "steps"),
-        ({**SAMPLERS["steps"], "anchors": {"every": 2}}, (4, 8, 8), "steps"),
-        (SAMPLERS["trajectories"], (2, 2, 2), "trajectories"),
-        (SAMPLERS["uniform"], (2, 2, 2), "trajectories"),
+        (SAMPLERS["steps"], (8, 14, 14)),
+        ({**SAMPLERS["steps"], "anchors": {"every": 2}}, (4, 8, 8)),
+        (SAMPLERS["trajectories"], (2, 2, 2)),
+        (SAMPLERS["uniform"], (2, 2, 2)),
     ],
 )
 def test_steps_since_the_latest_selection_can_be_drawn(
-    sampler: dict[str, Any], drawable: tuple[int, ...], items: str, tmp_path: Path
+    sampler: dict[str, Any], drawable: tuple[int, ...], tmp_path: Path
 ) -> None:
     """Before a selection, after steps of open trajectories, and after the selection that adds them."""
-    figure = pytest.importorskip("matplotlib.figure")
     section = config_of(sampler=sampler, batch_size=4, fields={"code": {}})
     section["tables"]["main"]["max_length"] = 50
     with Replay(section, schemas={"main": SCHEMA}) as replay:
@@ -277,9 +272,6 @@ def test_steps_since_the_latest_selection_can_be_drawn(
             summary = one.summary()
             assert (summary["drawable"], summary["waiting"]) == (wanted, wanted - held)
             assert not summary["excluded"]
-            axis = figure.Figure().subplots()
-            plot_distribution._weights(axis, one)
-            assert axis.get_title().startswith(f"main: {wanted} {items} can be drawn")
 
 
 def test_a_checkpoint_of_a_position_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -315,8 +307,6 @@ def test_a_checkpoint_of_a_position_only(tmp_path: Path, capsys: pytest.CaptureF
         },
         "tables": [],
     }
-    with pytest.raises(CheckpointError, match=r"gear must hold a table of a store to be plotted"):
-        run(str(gear), "--plot", str(tmp_path / "a.png"))
     with pytest.raises(ConfigError, match="--verify must be of a data set"):
         run(str(gear), "--verify")
     (tmp_path / "run" / "latest").write_text("global_step8")
@@ -401,15 +391,7 @@ def test_summary() -> None:
     summary = found.summary()
     assert summary["share_of_top"] == {"0.01": 0.055, "0.1": 0.55}
     assert summary["effective"] == pytest.approx(200**2 / (90 + 1210) / 100)
-    assert summary["histogram"] == {"0": 90, "3": 10}
     assert summary["draws"] == {"mean": 1.5, "max": 5, "never": 0.5}
-    assert histogram(np.array([0.24, 0.25, 0.49, 1, 2.5, 1e-40], np.float32)) == {
-        -133: 1,
-        -3: 1,
-        -2: 2,
-        0: 1,
-        1: 1,
-    }
     empty = Distribution("t", "", "", 0, None, masses[:0], masses[:0], None)
     assert json.dumps(empty.summary(), allow_nan=False)
 
