@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check, print tables and problems; the status is 1 if there is any problem.
+    """Check, print problems; the status is 1 if there is any problem.
 
     Raises:
         ConfigError: An option or the hostfile is wrong.
@@ -128,9 +128,8 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _print(reports: Mapping[str, Any], problems: Sequence[GearError]) -> None:
-    if reports:
-        for section in (doctor_report.machine_table(reports), doctor_report.registration_lines(reports)):
-            print("\n".join(section), end="\n\n")
+    for line in doctor_report.registration_lines(reports):
+        print(line)
     for problem in problems:
         print(f"problem: {problem}")
     print(f"{len(problems)} problem{'' if len(problems) == 1 else 's'}")

@@ -8,7 +8,6 @@ import platform
 import resource
 import shutil
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,7 @@ def examine(data: str | None = None) -> dict[str, Any]:
         "boot_id": _text("/proc/sys/kernel/random/boot_id"),
         "address": _own_address(),
         "gloo_interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
-        "interpreter": sys.executable,
-        "cores": len(os.sched_getaffinity(0)),
-        **_memory(),
+        **_shm(),
         **_limits(),
         "infiniband": _names("/sys/class/infiniband"),
         **_torch(),
@@ -44,17 +41,9 @@ def examine(data: str | None = None) -> dict[str, Any]:
     return {**facts, "data": _data(data)} if data else facts
 
 
-def _memory() -> dict[str, Any]:
-    lines = (line.split() for line in _text("/proc/meminfo").splitlines())
-    kibibytes = {words[0].rstrip(":"): int(words[1]) for words in lines}
+def _shm() -> dict[str, Any]:
     shm = shutil.disk_usage(SHM)
-    return {
-        "memory_bytes": kibibytes.get("MemTotal", 0) * 1024,
-        "memory_free_bytes": kibibytes.get("MemAvailable", 0) * 1024,
-        "shm_bytes": shm.total,
-        "shm_free_bytes": shm.free,
-        "shm_huge_pages": _chosen(_text("/sys/kernel/mm/transparent_hugepage/shmem_enabled")),
-    }
+    return {"shm_bytes": shm.total, "shm_free_bytes": shm.free}
 
 
 def _limits() -> dict[str, Any]:
@@ -86,12 +75,12 @@ def _native() -> dict[str, Any]:
     from deepspeed_gear.ops.load import load_native
     from deepspeed_gear.ops.native_op import CpuOp
 
+    failure = None
     try:
-        module = load_native()
-        found: dict[str, Any] = {"native_op": Path(module.__file__ or "").name, "native_error": None}
+        load_native()
     except GearError as error:
-        found = {"native_op": None, "native_error": parts_of(error)}
-    return {**found, "native_sources": CpuOp().source_digest()[:16]}
+        failure = parts_of(error)
+    return {"native_error": failure, "native_sources": CpuOp().source_digest()[:16]}
 
 
 def _why_not_registered() -> str:
@@ -165,8 +154,3 @@ def _names(path: str) -> list[str]:
         return sorted(os.listdir(path))
     except OSError:
         return []
-
-
-def _chosen(text: str) -> str:
-    """Return the choice of "always [never] advise"."""
-    return text.partition("[")[2].partition("]")[0] or "unknown"

@@ -135,26 +135,6 @@ def packages_of(reports: Mapping[str, Facts]) -> list[str]:
     return list(dict.fromkeys(package for facts in reports.values() for package in facts["versions"]))
 
 
-def machine_table(reports: Mapping[str, Facts]) -> list[str]:
-    """Return the table of machines, a line each."""
-    head = ["", "cores", "memory free", "/dev/shm free", "locked", "files", "huge shm", "GPUs", "native op"]
-    return table([head, *(_machine_row(host, facts) for host, facts in reports.items())])
-
-
-def _machine_row(host: str, facts: Facts) -> list[str]:
-    return [
-        host,
-        str(facts["cores"]),
-        f"{show_bytes(facts['memory_free_bytes'])} of {show_bytes(facts['memory_bytes'])}",
-        f"{show_bytes(facts['shm_free_bytes'])} of {show_bytes(facts['shm_bytes'])}",
-        "unlimited" if facts["memlock_bytes"] is None else show_bytes(facts["memlock_bytes"]),
-        "unlimited" if facts["open_files"] is None else str(facts["open_files"]),
-        facts["shm_huge_pages"],
-        str(len(facts["gpus"])),
-        facts["native_op"] or "FAILED",
-    ]
-
-
 def registration_lines(reports: Mapping[str, Facts]) -> list[str]:
     """Return, for each machine, how much of its shared memory CUDA can read in place, and why not more.
 
@@ -186,17 +166,6 @@ def _registration(facts: Facts) -> str:
         f"all of {show_bytes(facts['shm_bytes'])} may be registered, up to gear.transfer.register_bytes; "
         f'the limit of locked memory is {locked}; mapped files (data.load "mmap") are staged'
     )
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align columns: the first one to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
 
 
 def _groups(items: Mapping[str, Any], key: Any) -> dict[Any, list[str]]:

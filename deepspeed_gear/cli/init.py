@@ -8,6 +8,7 @@ import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -32,111 +33,7 @@ _MOST_CPU_RANKS = 4  # more ranks train so small a model no faster
 _BATCH = 128  # samples of all ranks together, at least
 _PREFETCH = 2  # batches prepared ahead, where ranks would wait for each other's, or a device for its
 
-_SCRIPT = Template('''\
-"""Behaviour cloning on $data: trains, evaluates on held-out trajectories, and saves.
-
-    $launch
-
-The same command continues from the latest checkpoint, on another number of ranks too: train_batch_size of
-$config is the batch of all ranks together, a multiple of their number. The checkpoint "best" has the lowest
-held-out error.
-"""
-
-import argparse
-from itertools import islice
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
-import deepspeed_gear
-
-HERE = Path(__file__).parent
-OBSERVATIONS = $observations
-HELD_OUT = $held_out  # the split of evaluations; None: there is none
-EVAL_BATCHES = 50  # at most, of each rank in an evaluation
-
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--steps", type=int, default=2000, help="optimizer steps, with those of a checkpoint")
-parser.add_argument("--print-every", type=int, default=50, metavar="STEPS")
-parser.add_argument("--save-every", type=int, default=500, metavar="STEPS", help="evaluate and save")
-parser.add_argument("--checkpoints", type=Path, default=HERE / "checkpoints", metavar="DIR")
-parser.add_argument("--local_rank", type=int, default=0, help="set by the launcher")
-args = parser.parse_args()
-
-
-def flat(values: torch.Tensor) -> torch.Tensor:
-    """Turn [B, T, ...] into [B, T, elements]."""
-    return values.reshape(*values.shape[:2], -1)
-
-
-def step_errors(batch: deepspeed_gear.Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the error of each step, and which steps are inside of a trajectory. [B, T] each."""
-    inputs = torch.cat([flat(batch[name]) for name in OBSERVATIONS], dim=-1)  # [B, T, $num_inputs]
-$predict
-    return error, batch.mask[$first_action]
-
-
-@torch.no_grad()
-def held_out_error() -> float:
-    """Return the mean error of the held-out trajectories; all ranks call it together."""
-    engine.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
-    for batch in islice(engine.gear_iterator(HELD_OUT), EVAL_BATCHES):
-        error, real = step_errors(batch)
-        real = real & batch.valid[:, None]  # the last batch of a pass is filled up
-        sums += torch.stack([(error * real).sum(), real.sum()]).double()
-    engine.train()
-    dist.all_reduce(sums)
-    return float(sums[0] / sums[1])
-
-
-def report(text: str) -> None:
-    """Print on rank 0."""
-    if engine.global_rank == 0:
-        print(text, flush=True)
-
-
-torch.manual_seed(0)
-model = nn.Sequential(
-    nn.Linear($num_inputs, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, $num_outputs)
-)
-engine, *_ = deepspeed_gear.initialize(
-    model=model, model_parameters=model.parameters(), config=str(HERE / "$config")
-)
-best = float("inf")  # held-out error of the checkpoint "best"
-if (args.checkpoints / "latest").exists():
-    _, state = engine.load_checkpoint(str(args.checkpoints))
-    best = state["best"]
-    report(f"continuing after step {engine.global_steps}")
-
-while engine.global_steps < args.steps:
-    for _ in range(engine.gradient_accumulation_steps()):
-        batch = engine.gear_sample()  # windows of $length steps
-        error, real = step_errors(batch)
-        loss = (error * real).sum() / real.sum()
-        engine.backward(loss)
-        engine.step()
-    step = engine.global_steps
-    is_last = step >= args.steps
-    if step % args.print_every == 0 or is_last:
-        report(f"step {step} of {args.steps}, loss {loss.item():.4f}; {engine.gear.progress()}")
-    if step % args.save_every == 0 or is_last:
-        error = held_out_error() if HELD_OUT else best
-        is_best, best = error < best, min(error, best)
-        engine.save_checkpoint(str(args.checkpoints), client_state={"best": best})
-        if is_best:
-            report(f"step {step}, held-out error {error:.4f}, the best so far")
-            engine.save_checkpoint(str(args.checkpoints), "best", {"best": best}, save_latest=False)
-        elif HELD_OUT:
-            report(f"step {step}, held-out error {error:.4f}")
-
-if any(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*")):
-    report("DeepSpeed leaves 66 MiB of each rank in /dev/shm; remove them after the run: gear clean")
-engine.destroy()
-dist.destroy_process_group()
-''')
+_TEMPLATE = "train.py.template"
 
 
 @dataclass(frozen=True)
@@ -307,7 +204,8 @@ def make_script(dataset: Dataset, launch: str) -> str:
     heads = [_Head(_field(c), c.num_elements, _num_classes(dataset, c)) for c in _columns(dataset, "action")]
     names = [json.dumps(_field(c)) for c in observations]
     held_out = held_out_split(dataset)[1]
-    return _SCRIPT.substitute(
+    template = Template(resources.files(__package__).joinpath(_TEMPLATE).read_text(encoding="utf-8"))
+    return template.substitute(
         data=dataset.path.name,
         launch=launch,
         held_out="None" if held_out is None else json.dumps(held_out),
