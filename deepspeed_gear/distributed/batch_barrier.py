@@ -20,16 +20,15 @@ from typing import Final, NoReturn, TypeVar
 import numpy as np
 
 from deepspeed_gear.context import WaitLog
-from deepspeed_gear.distributed import node_messages
 from deepspeed_gear.distributed.failure_detector import MOST_BEAT_S, SPREAD_BEATS, FailureDetector
 from deepspeed_gear.distributed.node_channel import MUST_TAKE_ALL, NodeChannel
 from deepspeed_gear.distributed.topology import Topology
-from deepspeed_gear.errors import GearError, LostNodeError, NotReadyError, PeerError, relayed
+from deepspeed_gear.errors import LostNodeError, NotReadyError, PeerError
+from deepspeed_gear.outcome import Outcome
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.table import Table
 
 T = TypeVar("T")
-_NOT_READY = "not ready: "  # prefix of the text of a rank that may be ready later
 MOST_DRAIN_S = 3.0  # longest wait of a rank that ends for other nodes
 LOOK_S = 0.25  # between two looks for ranks that have died, while another thing is waited for
 SETTLE_S = 0.1  # after it the last writes of a rank that has ended are visible
@@ -47,7 +46,7 @@ class BarrierWord:
     RELEASED: Final = 3
     DIGESTS: Final = 4  # of even and of odd barriers: two words
     NUM_WORDS: Final = 8
-    NUM_TEXT_BYTES: Final = 2048
+    NUM_OUTCOME_WORDS: Final = 256
 
 
 class BarrierMessage:
@@ -100,7 +99,7 @@ class BatchBarrier:
         members = [p for p, place in enumerate(self._places) if place.reads or not only_readers]
         self._members = members
         self._words: np.ndarray = table.views["status/words"]
-        self._texts: np.ndarray = table.views["status/texts"]
+        self._outcomes: np.ndarray = table.views["status/outcomes"]
         self._mine: np.ndarray = self._words[table.memory.peer]
         everyone = len(members) == len(self._ranks)
         self._reached: np.ndarray = self._words[:, BarrierWord.REACHED]
@@ -120,7 +119,7 @@ class BatchBarrier:
         """Return its regions of the store."""
         return [
             Region("status/words", "int64", (num_peers, BarrierWord.NUM_WORDS)),
-            Region("status/texts", "uint8", (num_peers, BarrierWord.NUM_TEXT_BYTES)),
+            Region("status/outcomes", "int64", (num_peers, BarrierWord.NUM_OUTCOME_WORDS)),
         ]
 
     def agree(self, action: Callable[[], T], digest: Callable[[], int] = lambda: NO_DIGEST) -> T:
@@ -158,14 +157,14 @@ class BatchBarrier:
 
     def fail(self, error: Exception) -> None:
         """Publish that this rank cannot do its part: the barrier is over, and the others raise this error."""
-        text = _text_of(error)
+        outcome = Outcome.of(error)
         with self._table.lock:
-            self._write(text)
+            self._write(outcome)
             self._mine[BarrierWord.FAILED] = self._count + 1
         self.reach()
         if self._channel is not None and not isinstance(error, LostNodeError):
             with contextlib.suppress(PeerError, NotReadyError):
-                self._exchange_error(self._channel, text)
+                self._exchange(self._channel, outcome)
         self._is_open = False
 
     def begin(self) -> None:
@@ -178,7 +177,7 @@ class BatchBarrier:
     def explain(self, error: BaseException) -> None:
         """Publish the error that ends this rank, for ranks that wait for it at a barrier."""
         if isinstance(error, Exception) and self._end == EndCode.WELL:
-            self._write(_text_of(error))
+            self._write(Outcome.of(error))
             self._end = EndCode.ERROR
 
     def end(self) -> None:
@@ -245,49 +244,47 @@ class BatchBarrier:
         """Publish to the ranks of the node and to the other nodes that a barrier cannot be completed."""
         if self._channel is None:
             return
-        self._publish(str(error))
+        self._publish(Outcome.of(error))
         if not isinstance(error, LostNodeError):
             with contextlib.suppress(PeerError, NotReadyError):
-                self._exchange_error(self._channel, str(error))
+                self._exchange(self._channel, Outcome.of(error))
         self._is_open = False
 
     def _finish_status(self, channel: NodeChannel) -> None:
         """Exchange the outcome of the barrier with the other nodes, and release the ranks of this one."""
         failed = [peer for peer in self._members if self._words[peer, BarrierWord.FAILED] >= self._count]
-        text = self._text_of(failed[0]) if failed else ""
         try:
-            self._exchange_error(channel, text)
+            self._exchange(channel, self._outcome_of(failed[0]) if failed else None)
         except (PeerError, NotReadyError) as error:
             if not failed:
-                self._publish(_text_of(error))
+                self._publish(Outcome.of(error))
                 self._is_open = False
                 raise
         self._mine[BarrierWord.RELEASED] = self._count
 
-    def _exchange_error(self, channel: NodeChannel, text: str) -> None:
-        """Exchange status messages with the other leaders, and the text and the digests where one has them.
+    def _exchange(self, channel: NodeChannel, failure: Outcome | None) -> None:
+        """Exchange status messages with the other leaders, and failures and digests where one has them.
 
         Raises:
             PeerError: The barrier failed on another node.
         """
-        digests, wait = self._digests(), self._pending or self._begin_status(channel, bool(text))
+        digests, wait = self._digests(), self._pending or self._begin_status(channel, failure is not None)
         self._pending, received = None, wait()
         if (received[:, BarrierMessage.NUMBER] != self._count).any():
             node = int(np.nonzero(received[:, BarrierMessage.NUMBER] != self._count)[0][0])
             channel.raise_ended(node, f"it ended before batch barrier {self._count}")
-        texts = None
+        failures = None
         if received[:, BarrierMessage.STATUS].any():
-            texts = channel.gather(node_messages.pack_text(text, BarrierWord.NUM_TEXT_BYTES // 8))
+            failures = channel.gather((failure or Outcome(0, "")).words(BarrierWord.NUM_OUTCOME_WORDS))
         every = (
             channel.gather_ragged(np.array(digests).reshape(-1, 3))
             if received[:, BarrierMessage.VERIFIES].any()
             else []
         )
-        if texts is not None and not text:
+        if failures is not None and failure is None:
             node = int(np.nonzero(received[:, BarrierMessage.STATUS])[0][0])
-            text = node_messages.unpack_text(texts[node])
-            raise _failure_of(channel.name(node), text)
-        if every and texts is None:
+            raise Outcome.read(failures[node]).error(channel.name(node))
+        if every and failures is None:
             self._compare_digests([(int(a), int(b), int(c)) for rows in every for a, b, c in rows])
 
     def _begin_status(self, channel: NodeChannel, failed: bool) -> Callable[[], np.ndarray]:
@@ -295,20 +292,19 @@ class BatchBarrier:
         verifies = any(digest for _, _, digest in self._digests())
         return channel.begin_gather(np.array([self._count, failed, verifies]))
 
-    def _publish(self, text: str) -> None:
+    def _publish(self, outcome: Outcome) -> None:
         """Publish to the ranks of the node why the barrier is over."""
         with self._table.lock:
-            self._write(text)
+            self._write(outcome)
             self._mine[BarrierWord.FAILED] = self._count
             self._mine[BarrierWord.RELEASED] = self._count
 
-    def _write(self, text: str) -> None:
-        encoded, row = text.encode()[: BarrierWord.NUM_TEXT_BYTES - 1], self._texts[self._table.memory.peer]
-        row[: len(encoded)], row[len(encoded) :] = np.frombuffer(encoded, np.uint8), 0
+    def _write(self, outcome: Outcome) -> None:
+        self._outcomes[self._table.memory.peer] = outcome.words(BarrierWord.NUM_OUTCOME_WORDS)
 
-    def _text_of(self, peer: int) -> str:
+    def _outcome_of(self, peer: int) -> Outcome:
         with self._table.lock:
-            return bytes(self._texts[peer]).rstrip(b"\0").decode(errors="replace")
+            return Outcome.read(self._outcomes[peer])
 
     def _digests(self) -> list[tuple[int, int, int]]:
         """Return rank, replica and digest of this node's ranks at this barrier."""
@@ -351,7 +347,7 @@ class BatchBarrier:
             return
         for peer in self._members:
             if self._words[peer, BarrierWord.FAILED] >= number and peer != self._table.memory.peer:
-                raise _failure_of(f"rank {self._ranks[peer]}", self._text_of(peer))
+                raise self._outcome_of(peer).error(f"rank {self._ranks[peer]}")
 
     def _check(self, waited_s: float) -> None:
         """Raise if a rank that has not reached the barrier never will."""
@@ -399,7 +395,7 @@ class BatchBarrier:
         had = f"after {int(self._reached[peer])} of {self._count} batch barriers"
         if self._words[peer, BarrierWord.ENDED] == EndCode.ERROR:
             rule = "must train as long as the others"
-            raise PeerError(name, rule, None, f"it failed {had}: {self._text_of(peer)}")
+            raise PeerError(name, rule, None, f"it failed {had}: {self._outcome_of(peer).text}")
         raise PeerError(name, MUST_TAKE_ALL, None, f"it ended {had}")
 
     def _check_leader(self, waited_s: float) -> None:
@@ -426,16 +422,3 @@ class BatchBarrier:
                         f"digest {digest % (1 << 64):016x}, the others {usual % (1 << 64):016x}",
                         "something changes ids or anchors of its batches",
                     )
-
-
-def _text_of(error: Exception) -> str:
-    """Return the text of an error for other ranks."""
-    text = str(error) if isinstance(error, GearError) else f"{type(error).__name__}: {error}"
-    return _NOT_READY + text if isinstance(error, NotReadyError) else text
-
-
-def _failure_of(name: str, text: str) -> GearError:
-    """Return the error of a rank, or node, that has reported `text`."""
-    if text.startswith(_NOT_READY):
-        return relayed(NotReadyError, text.removeprefix(_NOT_READY), name)
-    return relayed(PeerError, text, name)

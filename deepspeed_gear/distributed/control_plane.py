@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from deepspeed_gear.context import WaitLog
-from deepspeed_gear.errors import GearError, NotReadyError, PeerError, relayed
+from deepspeed_gear.errors import GearError, PeerError
+from deepspeed_gear.outcome import Outcome
 from deepspeed_gear.timeouts import wait_until
 
 T = TypeVar("T")
@@ -150,13 +151,12 @@ class ControlPlane:
             result = action()
         except Exception as caught:  # of any type: all of them are raised on the other ranks
             error = caught
-        errors = self.gather(None if error is None else (_text(error), isinstance(error, NotReadyError)))
+        outcomes = self.gather(None if error is None else Outcome.of(error))
         if error is not None:
             raise error
-        for rank, other in enumerate(errors):
-            if other is not None:
-                text, is_not_ready = other
-                raise relayed(NotReadyError if is_not_ready else PeerError, text, f"rank {rank}: {what}")
+        for rank, outcome in enumerate(outcomes):
+            if outcome is not None:
+                raise outcome.error(f"rank {rank}: {what}")
         return result  # type: ignore[return-value]
 
     def compare(self, what: str, value: Any) -> None:
@@ -254,7 +254,3 @@ def rendezvous(timeout_s: float) -> Any:
     connection = default.clone()
     connection.set_timeout(timeout)
     return connection
-
-
-def _text(error: Exception) -> str:
-    return str(error) if isinstance(error, GearError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Encodings of messages between nodes, in words of 8 bytes: texts and sizes of records. Pure."""
+"""Encodings of messages between nodes, in words of 8 bytes: sizes of records, and the best of all. Pure."""
 
 from __future__ import annotations
 
@@ -6,26 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from deepspeed_gear.errors import GearError
-
 MOST = (1 << 62) - 1  # no mass is greater
 PACKED_REPORT_WORDS = 3
-
-
-def text_of(error: Exception) -> str:
-    """Return the text of an error for other nodes."""
-    return str(error) if isinstance(error, GearError) else f"{type(error).__name__}: {error}"
-
-
-def pack_text(text: str, words: int) -> np.ndarray:
-    """Return the beginning of a text as words. [words], int64."""
-    encoded = text.encode()[: 8 * words]
-    return np.frombuffer(encoded.ljust(8 * words, b"\0"), np.int64)
-
-
-def unpack_text(words: np.ndarray) -> str:
-    """Return the text of `pack_text`."""
-    return np.ascontiguousarray(words).tobytes().rstrip(b"\0").decode(errors="replace")
 
 
 def resolution_words(has_steps: bool) -> int:

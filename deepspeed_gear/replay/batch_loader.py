@@ -156,7 +156,7 @@ class BatchLoader:
             if isinstance(error, StoreError) and not is_early:
                 for stream in self._streams:  # so that new priorities can correct the old ones
                     if not stream.state.stop.is_set():
-                        stream.masses.give_up()
+                        stream.give_up()
             if self._barrier is not None:
                 self._barrier.fail(error)
             raise

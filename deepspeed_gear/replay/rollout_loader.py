@@ -140,7 +140,7 @@ class RolloutLoader:
         except StoreError as error:
             if not isinstance(error, NotReadyError) or isinstance(error, EmptyTableError):
                 for stream in self._streams:  # so that new priorities can correct the old ones
-                    stream.masses.give_up()
+                    stream.give_up()
             raise
         self._key += 1
         heads = [selection.head for selection in found]

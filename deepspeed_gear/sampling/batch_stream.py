@@ -11,26 +11,56 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from deepspeed_gear.errors import PeerError, StoreError
-from deepspeed_gear.sampling.local_selector import LocalSelector, RateLimitedError
 from deepspeed_gear.sampling.native_stream import NativeStream
 from deepspeed_gear.sampling.rate_limiting import ItemsHeld, NothingToSampleError
-from deepspeed_gear.sampling.select import SelectionMaker
 from deepspeed_gear.sampling.selection import Selection, SelectionPart
 from deepspeed_gear.sampling.selection_readers import SelectionReaders
+from deepspeed_gear.sampling.selector import LocalSelector, SelectionMaker
 from deepspeed_gear.sampling.stream_state import TRAIN, StreamState
 from deepspeed_gear.store.records import Control, Peer
-from deepspeed_gear.store.stream_records import NEVER_LATE, Head, Position
+from deepspeed_gear.store.stream_records import NEVER_LATE, NOTHING, Head, Position
 
 __all__ = ["TRAIN", "BatchStream"]
 _POLL_S = 100e-6
 _IDLE_S, _MOST_PAUSE_S = 500e-6, 8e-3
 _LISTEN_S = 0.02  # after which a wait checks whether to end
 _CLEAN_S = 1.0  # how often a selection checks for dead writers
+
+
+@dataclass
+class _LateRanks:
+    """A selection waits for ranks.
+
+    Args:
+        late: Local ranks that still read the selection in its ring entry.
+        slow: Those whose priorities are not complete; neither: the leader of this node has yet to select.
+        held: Number of the selection in that entry.
+    """
+
+    late: list[int]
+    slow: list[int]
+    held: int
+
+
+@dataclass
+class _FewItems:
+    """A selection waits for items.
+
+    Args:
+        awaited: Count of the table's changes before the limiter was evaluated.
+        alone: Whether no other process may add the items.
+        empty: Why nothing can be sampled although the limiter admits it; None: the limiter does not.
+    """
+
+    awaited: int
+    alone: bool
+    empty: NothingToSampleError | None = None
 
 
 class BatchStream:
@@ -73,7 +103,7 @@ class BatchStream:
         if self.table.ops.native is not None and self._is_online and self.spec.name == TRAIN:
             self._events = self.table.bells
         self._pause_s, self._next_cleaning = _IDLE_S, 0.0
-        self._native = None if follows else NativeStream.of(state, self.selector)
+        self._native = NativeStream.of(state)
 
     @property
     def num_items(self) -> int:
@@ -140,62 +170,92 @@ class BatchStream:
             self._waits[0] = 0
 
     def _get(self, key: int) -> Selection:
-        state, until, awaited, alone = self.state, None, 0, False
-        entry = key % self.spec.depth
-        while self.masses.too_early(key):  # in a prefetching thread: as long as a training step takes
+        state, entry, deadline = self.state, key % self.spec.depth, None
+        while state.reports is not None and state.reports.too_early(key):  # as long as a training step takes
             self._check_going_on()
             time.sleep(_IDLE_S)
         while True:
             with self.table.lock:
-                state.catch_up()
-                held = self._heads[entry][Head.KEY]
-                if held == key:
+                obstacle = self._obstacle(key, entry)
+                if obstacle is None and not self.spec.together:
+                    obstacle = self._select_here(key, entry)
+                if self._heads[entry][Head.KEY] == key:
                     state.limiter_wait.end()
                     return self._read(key, entry)
-                self._check_order(key, held)
-                late, slow = self.readers.late(held), self.masses.late(key)
-                self.prepare(key)
-                limited = False
-                if self._limits_here and not late and state.limiter is not None:
-                    limited = not state.limiter.is_open(self.spec.num_samples(key), exact=False)
-                if limited:
-                    awaited, alone = self._listen(), self._is_alone(key)
-                ready = not late and not slow and not limited and not self.follows
-                empty = None
-                if ready and self.selector.in_store:
-                    try:
-                        self._maker.select(key, entry, self._check_going_on)
-                        state.limiter_wait.end()
-                        return self._read(key, entry)
-                    except NothingToSampleError as error:
-                        empty, awaited, alone = error, self._listen(), self._is_alone(key)
-            if ready and empty is None:
+            if obstacle is None:
                 self._select_together(key, entry)
                 continue
             self._check_going_on()
             if self.follows and state.failure is not None:
                 state.failure.check(key)
-            if limited or empty is not None:
-                self._wait_for_items(key, awaited, alone, empty)
-                continue
-            if self.follows and self._words[Position.LIMITED]:  # the leader of this node waits
-                until = None
-                if not self._is_ahead(key):
-                    self._waits[0] += 1
-                    state.limiter_wait.wait()
-            elif until is None:
-                until = time.monotonic() + self._timeout_s
-                self.readers.wait_awake(held + 1)
-                self.masses.wait_awake(key)
-                continue
-            elif time.monotonic() > until and {*late, *slow} != {self._peer}:  # else its own device is late
-                raise self._too_late(key, late, slow)
-            time.sleep(_POLL_S)
+            if isinstance(obstacle, _FewItems):
+                self._wait_for_items(key, obstacle)
+            else:
+                deadline = self._wait_for_ranks(key, obstacle, deadline)
+
+    def _obstacle(self, key: int, entry: int) -> _LateRanks | _FewItems | None:
+        """Return what keeps this process from making a selection; None: nothing, or it is made already.
+
+        Requires the lock.
+        """
+        state = self.state
+        state.catch_up()
+        held = self._heads[entry][Head.KEY]
+        if held == key:
+            return None
+        self._check_order(key, held)
+        late = self.readers.late(held)
+        slow = [] if state.reports is None else state.reports.late(key)
+        self.prepare(key)
+        limiter = state.limiter if self._limits_here and not late else None
+        if limiter is not None and not limiter.is_open(self.spec.num_samples(key), exact=False):
+            return _FewItems(self._listen(), self._is_alone(key))
+        return _LateRanks(late, slow, held) if late or slow or self.follows else None
+
+    def _select_here(self, key: int, entry: int) -> _FewItems | None:
+        """Make a selection of items of this store alone, unless it is made. Requires the lock."""
+        if self._heads[entry][Head.KEY] == key:
+            return None
+        try:
+            self._maker.select(key, entry)
+        except NothingToSampleError as empty:
+            return _FewItems(self._listen(), self._is_alone(key), empty)
+        return None
+
+    def _wait_for_ranks(self, key: int, ranks: _LateRanks, deadline: float | None) -> float | None:
+        """Wait a moment for other ranks; return until when to wait on, at most, as `time.monotonic`.
+
+        Args:
+            key: Number of the global batch.
+            ranks: Which ones.
+            deadline: What this has returned before; None: the wait begins.
+        Raises:
+            PeerError: They have not come in time.
+        """
+        if self.follows and self._words[Position.LIMITED]:  # the leader of this node waits for items
+            if not self._is_ahead(key):
+                self._waits[0] += 1
+                self.state.limiter_wait.wait()
+            deadline = None
+        elif deadline is None:
+            self.readers.wait_awake(ranks.held + 1)
+            if self.state.reports is not None:
+                self.state.reports.wait_awake(key)
+            return time.monotonic() + self._timeout_s
+        elif time.monotonic() > deadline and {*ranks.late, *ranks.slow} != {self._peer}:
+            raise self._too_late(key, ranks.late, ranks.slow)  # else its own device is late
+        time.sleep(_POLL_S)
+        return deadline
 
     def request(self, key: int) -> None:
         """Record that the program waits for a global batch; a prefetch thread may `get` later ones."""
-        self.masses.ask(key)
+        self.state.ask(key)
         self._requested = key
+
+    def give_up(self) -> None:
+        """Withdraw this process's request; its priority updates are then due at the next selection."""
+        if self.state.reports is not None:
+            self.state.reports.give_up()
 
     def release(self, key: int) -> None:
         """Mark all selections up to `key` as released by this process."""
@@ -204,7 +264,7 @@ class BatchStream:
     def leave(self) -> None:
         """Mark this process as no reader, so that no process waits for it; until `seek`."""
         self.state.consumed[self._peer] = NEVER_LATE
-        self.masses.ask(NEVER_LATE)
+        self.state.ask(NEVER_LATE)
 
     def can_select(self, key: int) -> bool:
         """Return whether a global batch is selected, or could be now from this store. Requires the lock."""
@@ -282,7 +342,7 @@ class BatchStream:
 
     def _draw_ahead(self, key: int) -> None:
         """Draw for the next selection, if several ranks read the stream and its ring entry is released."""
-        if self._num_peers == 1 or self.follows or self.state.is_limited or not self.selector.in_store:
+        if self._num_peers == 1 or self.spec.together or self.state.is_limited:
             return
         if self._words[Head.KEY] == key and not self.readers.late(
             self._heads[key % self.spec.depth][Head.KEY]
@@ -294,34 +354,25 @@ class BatchStream:
         self._is_ahead(key)
         with self.table.lock:
             self._control[Control.SELECTING] += 1  # its items must stay between the exchanges
-        is_limited = False
         try:
-            self._maker.select(key, entry, self._check_going_on)
-        except RateLimitedError:
-            is_limited = True
-        except NothingToSampleError as empty:  # on all nodes: the next attempt begins with their agreement
-            is_limited = self.state.joint_limiter is not None
-            self._forget(entry)
-            if not is_limited:
-                self._end_wait()
-                self.selector.fail(key, empty.error)
-                raise empty.error from None
+            is_made = self._maker.select(key, entry)
         except Exception as error:
-            self._end_wait()
-            self._forget(entry)
-            self.selector.fail(key, error)
-            raise
+            with self.table.lock:
+                self._heads[entry][Head.KEY] = NOTHING
+            # Without items on all nodes: the next attempt begins with their agreement.
+            if not isinstance(error, NothingToSampleError) or self.state.joint_limiter is None:
+                self._end_wait()
+                if self.state.failure is not None:
+                    self.state.failure.write(key, error)
+                raise
+            is_made = False
         finally:
             with self.table.lock:
                 self._control[Control.SELECTING] -= 1
-        if is_limited:
-            self._wait_together()
-        else:
+        if is_made:
             self._end_wait()
-
-    def _forget(self, entry: int) -> None:
-        with self.table.lock:
-            self._heads[entry][Head.KEY] = -1
+        else:
+            self._wait_together()
 
     def _too_late(self, key: int, late: list[int], slow: list[int]) -> PeerError:
         if late:
@@ -334,16 +385,9 @@ class BatchStream:
 
     # ---- waiting for the rate limiter ------------------------------------------------------------
 
-    def _wait_for_items(
-        self, key: int, awaited: int, alone: bool, empty: NothingToSampleError | None = None
-    ) -> None:
+    def _wait_for_items(self, key: int, few: _FewItems) -> None:
         """Wait for items that a selection may sample: until a slot changes, at most `_LISTEN_S`.
 
-        Args:
-            key: Number of the global batch.
-            awaited: What `_listen` returned before the limiter was evaluated.
-            alone: What `_is_alone` returned then.
-            empty: Why nothing can be sampled although the limiter admits it; None: the limiter does not.
         Raises:
             NotReadyError: No other process adds items, or none came in time.
             StoreError: Nothing can be sampled, and no process may attach that adds items.
@@ -352,21 +396,21 @@ class BatchStream:
         comes = groups is not None and groups.waits_for_time  # without any process that adds
         may_wait = self.state.may_wait or self._writes_here or comes
         if not self._is_ahead(key):
-            if empty is not None and (limiter is None or not may_wait):
-                raise empty.error
+            if few.empty is not None and (limiter is None or not may_wait):
+                raise few.empty
             assert limiter is not None
             self._waits[0] += 1  # after the check: a rank whose wait is over by an error does not wait on
-            waited, waits_for_itself = wait.wait(), alone and not comes
+            waited, waits_for_itself = wait.wait(), few.alone and not comes
             if waits_for_itself or waited > wait.timeout_s:
                 wait.end()
                 waited = 0.0 if waits_for_itself else waited
                 with self.table.lock:
                     count = self.spec.num_samples(key)
-                    raise limiter.too_late(key, count, waited, is_empty=empty is not None)
+                    raise limiter.too_late(key, count, waited, is_empty=few.empty is not None)
         if self._events is None:
             time.sleep(_IDLE_S)
         else:
-            self._events.wait(0, awaited, _LISTEN_S)
+            self._events.wait(0, few.awaited, _LISTEN_S)
 
     def _is_ahead(self, key: int) -> bool:
         """Return whether this thread prefetches a global batch that the program has not requested yet."""

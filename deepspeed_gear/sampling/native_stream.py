@@ -1,6 +1,6 @@
 """Native stream: a batch stream whose plain selections are made and read by one native call each.
 
-`select.py` makes the same selections and is the reference. The native call returns nothing, and Python goes
+`selector.py` makes the same selections and is the reference. The native call returns nothing, and Python goes
 on, where a process has died, a wait is needed, or changes of masses wait that only Python can apply.
 """
 
@@ -10,7 +10,6 @@ from types import ModuleType
 
 import numpy as np
 
-from deepspeed_gear.sampling.local_selector import LocalSelector
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
 from deepspeed_gear.sampling.samplers.base import NativeDraw
 from deepspeed_gear.sampling.selection import SelectionPart
@@ -57,10 +56,10 @@ class NativeStream:
         self._priorities = state.priorities
 
     @staticmethod
-    def of(state: StreamState, selector: LocalSelector) -> NativeStream | None:
+    def of(state: StreamState) -> NativeStream | None:
         """Return the native call of a stream; None where Python makes its selections."""
         native = state.table.ops.native
-        return NativeStream(state, native) if native is not None and is_plain(state, selector) else None
+        return NativeStream(state, native) if native is not None and is_plain(state) else None
 
     def take(self, key: int, part: int, num_parts: int) -> SelectionPart | None:
         """Return every num_parts-th sample of a global batch; None: Python must make its selection.
@@ -79,10 +78,10 @@ class NativeStream:
         return None if found is None else SelectionPart(*found)
 
 
-def is_plain(state: StreamState, selector: LocalSelector) -> bool:
+def is_plain(state: StreamState) -> bool:
     """Return whether a stream draws at random from one store, without limits and counts."""
     spec, masses = state.spec, state.masses
     draws = spec.sampling.native is NativeDraw.RANDOM and not spec.sampler.walks and spec.count is None
     weighs = spec.rule.has_weights or spec.by_group or type(masses) not in (ItemMasses, PriorityMasses)
     limits = state.is_limited or state.staleness is not None or state.counts is not None
-    return draws and not weighs and not limits and type(selector) is LocalSelector and state.failure is None
+    return draws and not weighs and not limits and not spec.together

@@ -127,28 +127,12 @@ class PriorityMasses(ItemMasses):
             return
         self._take(torch.from_numpy(slots), 0, len(slots), self._plain_unit)  # NumPy takes ten times as long
 
-    # ---- reports ---------------------------------------------------------------------------------
-
-    def ask(self, key: int) -> None:
-        self.reports.ask(key)
-
-    def give_up(self) -> None:
-        self.reports.give_up()
+    # ---- changes ---------------------------------------------------------------------------------
 
     def restart(self, key: int) -> None:
+        """Reset the requests of all processes, after a checkpoint at `key` was loaded."""
         self.reports.restart(key)
         self._window[:] = 0
-
-    def too_early(self, key: int) -> bool:
-        return self.reports.too_early(key)
-
-    def late(self, key: int) -> list[int]:
-        return self.reports.late(key)
-
-    def wait_awake(self, key: int) -> None:
-        self.reports.wait_awake(key)
-
-    # ---- changes ---------------------------------------------------------------------------------
 
     @property
     def waiting(self) -> bool:

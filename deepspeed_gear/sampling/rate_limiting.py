@@ -23,16 +23,8 @@ from deepspeed_gear.store.table import Table
 MOST_ASKED = 8  # times as many groups as are missing, where few pass the conditions
 
 
-class NothingToSampleError(Exception):
-    """Too few items can be drawn for a selection. Never leaves the stream.
-
-    Args:
-        error: Raised where no other process may add items.
-    """
-
-    def __init__(self, error: StoreError) -> None:
-        super().__init__(str(error))
-        self.error = error
+class NothingToSampleError(StoreError):
+    """Too few items can be drawn for a selection. A stream to which other processes may add waits."""
 
 
 class ItemsHeld(NamedTuple):

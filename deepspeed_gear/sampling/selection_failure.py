@@ -6,26 +6,17 @@ from typing import Final
 
 import numpy as np
 
-from deepspeed_gear.errors import EmptyTableError, GearError, NotReadyError, PeerError, StoreError, relayed
-from deepspeed_gear.sampling.stream_spec import FAILURE_WORDS, StreamSpec
+from deepspeed_gear.outcome import Outcome
+from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.store.table import Table
-
-_KINDS: tuple[type[GearError], ...] = (
-    EmptyTableError,
-    NotReadyError,
-    StoreError,
-    PeerError,
-)  # types that other processes raise: the first that fits
-_TEXT_BYTES = 8 * (FAILURE_WORDS - 4)
 
 
 class FailureRecord:
-    """Words before the text of a failure."""
+    """Words before the outcome of a failed selection."""
 
     NUMBER: Final = 0
     KEY: Final = 1
-    KIND: Final = 2
-    NUM_BYTES: Final = 3
+    NUM_WORDS: Final = 2
 
 
 class SelectionFailure:
@@ -37,19 +28,15 @@ class SelectionFailure:
     """
 
     def __init__(self, spec: StreamSpec, table: Table) -> None:
-        words: np.ndarray = table.views[spec.at + "notice"]
-        self._lock, self._words, self._text = table.lock, words, words[4:].view(np.uint8)
+        self._lock, self._words = table.lock, table.views[spec.at + "notice"]
+        self._outcome: np.ndarray = self._words[FailureRecord.NUM_WORDS :]
         self._seen = 0  # number of the latest one that this process has raised, or written
 
     def write(self, key: int, error: Exception) -> None:
         """Record the failure of a global batch's selection."""
-        text = (str(error) if isinstance(error, GearError) else f"{type(error).__name__}: {error}").encode()
-        text = text[:_TEXT_BYTES]
         with self._lock:
-            self._text[: len(text)] = np.frombuffer(text, np.uint8)
-            self._words[FailureRecord.KEY], self._words[FailureRecord.NUM_BYTES] = key, len(text)
-            known = [code for code, kind in enumerate(_KINDS) if isinstance(error, kind)]
-            self._words[FailureRecord.KIND] = known[0] if known else len(_KINDS) - 1
+            self._outcome[:] = Outcome.of(error).words(len(self._outcome))
+            self._words[FailureRecord.KEY] = key
             self._words[FailureRecord.NUMBER] += 1
             self._seen = int(self._words[FailureRecord.NUMBER])
 
@@ -69,8 +56,7 @@ class SelectionFailure:
             return
         with self._lock:
             number, failed = int(self._words[FailureRecord.NUMBER]), int(self._words[FailureRecord.KEY])
-            text = bytes(self._text[: self._words[FailureRecord.NUM_BYTES]]).decode(errors="replace")
-            kind = _KINDS[self._words[FailureRecord.KIND]]
+            outcome = Outcome.read(self._outcome)
         self._seen = number
         if failed == key:
-            raise relayed(kind, text, "the first rank of this node")
+            raise outcome.error("the first rank of this node", is_own=True)

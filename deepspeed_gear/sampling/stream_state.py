@@ -134,6 +134,7 @@ class StreamState:
         made = masses_type(spec)(spec, table, _noting(self.counts, self.staleness))
         self.masses: ItemMasses = made
         self.priorities = made if isinstance(made, PriorityMasses) else None
+        self.reports = None if self.priorities is None else self.priorities.reports
         self.ages = made if isinstance(made, AgeMasses) else None
         self.has_item_masses = spec.priorities is not None or spec.rule.has_weights
         self.has_unit_masses = spec.rule.unit == "step" and not self.has_item_masses
@@ -165,6 +166,11 @@ class StreamState:
         return self.ages
 
     # ---- changes ---------------------------------------------------------------------------------
+
+    def ask(self, key: int) -> None:
+        """Record that this process requests a global batch: its later priorities belong to that one."""
+        if self.reports is not None:
+            self.reports.ask(key)
 
     def initialise(self) -> None:
         """Set masses and position in new memory, before it is linked."""
@@ -282,7 +288,8 @@ class StreamState:
         if self.last_drawn is not None:
             self.last_drawn[:] = NOTHING
         self.consumed[:] = key
-        self.masses.restart(key)
+        if self.priorities is not None:
+            self.priorities.restart(key)
         self.position[Position.DONE], self.position[Position.AHEAD] = 0, NOTHING
         words = [Head.KEY, Head.SAMPLES, Head.EPOCH, Head.EPOCH_FIRST, Head.EPOCH_SIZE, Head.TOTAL]
         self.position[words] = (key, samples, epoch, epoch_first, epoch_size, epoch_size)

@@ -209,29 +209,6 @@ class ItemMasses:
             or (self._groups is not None and self._groups.waiting)
         )
 
-    def ask(self, key: int) -> None:
-        """Record that this process requests a global batch."""
-
-    def give_up(self) -> None:
-        """Withdraw this process's request, as when no selection can be made."""
-
-    def restart(self, key: int) -> None:
-        """Reset the requests of all processes, after a checkpoint at `key` was loaded."""
-        del key
-
-    def too_early(self, key: int) -> bool:
-        """Return whether this process itself has yet to request a batch that this selection waits for."""
-        del key
-        return False
-
-    def late(self, key: int) -> list[int]:
-        """Return the living processes that a selection of this global batch must wait for."""
-        del key
-        return []
-
-    def wait_awake(self, key: int) -> None:
-        """Spin briefly for the processes that a selection waits for."""
-
     def apply(self, key: int) -> None:
         """Apply to the tree all changes that precede the selection of a global batch."""
         del key

@@ -189,7 +189,7 @@ def test_death_while_others_are_let_go(unit: str) -> None:
         spec = stream_spec(unit=unit, batch=6, priorities=priority_rule(normalize="table"))
         retention = Retention("uniform")
         scene = StoreScene([spec], LENGTHS, num_slots=6, num_rows=24, retention=retention)
-        scene.streams[0].masses.ask(0)
+        scene.streams[0].state.ask(0)
         sampled(scene.streams[0], 0)
         return scene
 
@@ -200,7 +200,7 @@ def test_death_while_others_are_let_go(unit: str) -> None:
     for scene in every_death(make, act, 60):
         check_whole(scene.table, scene.streams)
         stream = scene.streams[0]
-        stream.masses.ask(1)
+        stream.state.ask(1)
         ids = set(
             scene.table.slots[scene.table.slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.ID].tolist()
         )
@@ -224,7 +224,7 @@ def test_death_while_extents_move(removal: str, spare_rows: int) -> None:
         sizes = {"num_slots": 9, "num_rows": 28, "spare_rows": spare_rows}
         scene = StoreScene([spec], [5, 3, 7, 3, 5], retention=retention, **sizes)
         stream = scene.streams[0]
-        stream.masses.ask(0)
+        stream.state.ask(0)
         sampled(stream, 0)
         for number, first, steps in scene.table.slots[:5, [Slot.ID, Slot.FIRST_ROW, Slot.NUM_STEPS]].tolist():
             stream.masses.values[first : first + steps] = 1 + number + np.arange(steps) / 8
@@ -245,7 +245,7 @@ def test_death_while_extents_move(removal: str, spare_rows: int) -> None:
             stored = table.slots[table.slots[:, Slot.STATE] == SlotState.COMMITTED]
         check_whole(table, scene.streams)
         assert {0, 2, 4} <= set(stored[:, Slot.ID].tolist()) <= {0, 2, 4, 5}
-        stream.masses.ask(1)
+        stream.state.ask(1)
         assert {found[0] for found in sampled(stream, 1)} <= {0, 2, 4, 5}
         for number, first, steps in stored[:, [Slot.ID, Slot.FIRST_ROW, Slot.NUM_STEPS]].tolist():
             rows = slice(first, first + steps)
@@ -267,7 +267,7 @@ def test_death_beside_the_point_of_a_move(step: str, to: int) -> None:
     spec = stream_spec(unit="step", batch=6, priorities=priority_rule(normalize="table"))
     sizes = {"num_slots": 9, "num_rows": 30, "spare_rows": 3}
     scene = StoreScene([spec], [5, 5, 5], retention=Retention("fifo"), **sizes)
-    scene.streams[0].masses.ask(0)
+    scene.streams[0].state.ask(0)
     sampled(scene.streams[0], 0)
     scene.streams[0].release(0)
     with scene.table.lock:

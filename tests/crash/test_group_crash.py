@@ -42,7 +42,7 @@ def groups_of(table: Any) -> dict[int, list[int]]:
 
 
 def sampled(stream: Any, key: int) -> list[list[int]]:
-    stream.masses.ask(FOREVER)  # no process reports priorities: none waits for them
+    stream.state.ask(FOREVER)  # no process reports priorities: none waits for them
     selection = stream.get(key)
     stream.release(key)
     words = [Resolution.ID, Resolution.MASS, Resolution.SAMPLE_NUMBER]
@@ -57,7 +57,7 @@ def test_death_while_groups_are_formed(kind: str) -> None:
 
     def make() -> StoreScene:
         scene = StoreScene([spec], group=SPEC)
-        scene.streams[0].masses.ask(FOREVER)
+        scene.streams[0].state.ask(FOREVER)
         for task in TASKS:
             scene.add(2, task)
         return scene

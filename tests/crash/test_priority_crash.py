@@ -52,7 +52,7 @@ def report(stream: Any, items: list[Item], priorities: list[float], order: Any =
 
 
 def sampled(stream: Any, key: int) -> list[list[int]]:
-    stream.masses.ask(key)
+    stream.state.ask(key)
     found = stream.get(key).resolutions[:, [0, 5, 6, 7]].tolist()
     stream.release(key)
     return found
@@ -63,7 +63,7 @@ def contradicted(unit: str) -> StoreScene:
     scene = scene_of(unit, alpha=lambda key: 1 - key / 2)
     stream = scene.streams[0]
     table, (other,) = scene.attach(2)
-    other.masses.ask(0)
+    other.state.ask(0)
     sampled(stream, 0)
     report(stream, [(0, 0), (2, 1), (4, 3)], [9, 8, 7], [5, 1, 6])
     report(other, [(0, 0), (2, 1), (3, 1)], [2, 3, 4], [4, 7, 8])
@@ -71,7 +71,7 @@ def contradicted(unit: str) -> StoreScene:
     table.close()
     scene.add(3)
     table_edits.remove(scene.table, [1, 4])
-    stream.masses.ask(FOREVER)
+    stream.state.ask(FOREVER)
     return scene
 
 
@@ -91,7 +91,7 @@ def test_death_while_reports_are_applied(unit: str) -> None:
     whole.close()
     for scene in every_death(lambda: contradicted(unit), act, STRIDE):
         check_whole(scene.table, scene.streams)
-        scene.streams[0].masses.ask(FOREVER)
+        scene.streams[0].state.ask(FOREVER)
         assert cuts(scene) == wanted
         check_whole(scene.table, scene.streams)
 
@@ -106,7 +106,7 @@ def test_death_while_reporting() -> None:
         return scene
 
     def act(table: Any, streams: Any) -> None:
-        streams[0].masses.ask(0)
+        streams[0].state.ask(0)
         for value in (5.0, 6.0):
             report(streams[0], [(2, 0), (2, 1), (2, 2)], [value] * 3)
 
@@ -156,7 +156,7 @@ def test_death_inside_an_op(op: str) -> None:
         sampled(other, 1)
 
     assert exit_status(in_child(die)) == -signal.SIGKILL
-    scene.streams[0].masses.ask(FOREVER)
+    scene.streams[0].state.ask(FOREVER)
     assert sampled(scene.streams[0], 1) == wanted
     check_whole(scene.table, scene.streams)
     scene.close()
@@ -174,7 +174,7 @@ def test_random_deaths(unit: str) -> None:
     sizes = {"num_slots": 14, "num_rows": 120, "num_peers": peers + 1}
     scene = scene_of(unit, alpha=lambda key: 0.4 + key // 50 % 2 * 0.2, **sizes)
     stream, chance = scene.streams[0], random.Random(0)
-    stream.masses.ask(FOREVER)  # this process only looks on: no process waits for it
+    stream.state.ask(FOREVER)  # this process only looks on: no process waits for it
     stream.release(FOREVER)
     accepted = np.frombuffer(mmap.mmap(-1, 4096), np.int64)
 
@@ -183,7 +183,7 @@ def test_random_deaths(unit: str) -> None:
         random_, number, count = random.Random(seed), 10, int(accepted[peer]) + 2
         while True:
             key = int(mine.position[0])
-            mine.masses.ask(key)
+            mine.state.ask(key)
             mine.release(key - 1)  # it always wants the newest
             with contextlib.suppress(StoreError):  # another process may have made newer ones meanwhile
                 records = mine.get(key).resolutions.numpy().copy()

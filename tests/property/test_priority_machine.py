@@ -154,7 +154,7 @@ class PriorityMachine(RuleBasedStateMachine):
     def _sample_one(self, peer: int) -> None:
         """All ask for the next batch; one selections it, and those that the lag lets it prepare."""
         for each, stream in enumerate(self.streams):
-            stream.masses.ask(self.key - self.lag)
+            stream.state.ask(self.key - self.lag)
             self.asked[each] = self.key - self.lag
         self._apply()
         total = sum(masses_of(list(self.known.values()), self.alpha_at))

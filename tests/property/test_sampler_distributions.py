@@ -44,7 +44,7 @@ def counted(scene: StoreScene, count: int = NUM_BATCHES, by_row: bool = False) -
     size = scene.spec.num_rows if by_row else scene.spec.num_slots
     counts = np.zeros(size, np.int64)
     for key in range(int(stream.position[0]), int(stream.position[0]) + count):
-        stream.masses.ask(key)
+        stream.state.ask(key)
         records = stream.get(key).resolutions.numpy()
         hit = records[:, 3] + records[:, 5] if by_row else records[:, 1]
         counts += np.bincount(hit, minlength=size)
@@ -112,7 +112,7 @@ def test_light_items_beside_heavy_ones_have_their_coordinates(scenes: Any) -> No
     scene = scenes("random", "trajectory", [1] * 40, priorities=priority_rule(alpha=1.0), batch=62)
     prioritized(scene, PRIORITIES["of 2^1 to 2^40"])
     stream = scene.streams[0]
-    stream.masses.ask(0)
+    stream.state.ask(0)
     stream.get(0)
     rows = torch.empty(62, 8, dtype=torch.int64)
     stream.masses.resolve(rows, torch.arange(62), 0)
@@ -193,7 +193,7 @@ def test_selected_items_are_those_of_a_sort(scenes: Any, kind: str, unit: str, b
     else:
         order = np.arange(len(items))[:: -1 if kind == "lifo" else 1]
     stream = scene.streams[0]
-    stream.masses.ask(0)
+    stream.state.ask(0)
     records = stream.get(0).resolutions.numpy()
     found = [(int(r[0]), int(r[5]) if unit == "step" else 0) for r in records]
     assert found == [items[i] for i in order[:batch]]

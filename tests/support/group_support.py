@@ -75,7 +75,7 @@ def drawn(selection: Selection) -> list[list[int]]:
 
 def take(stream: BatchStream, key: int) -> list[list[int]]:
     """Return the groups of a selection, and release it."""
-    stream.masses.ask(key)
+    stream.state.ask(key)
     found = drawn(stream.get(key))
     stream.release(key)
     return found

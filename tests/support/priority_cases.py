@@ -36,7 +36,7 @@ def stored(stream: Any, items: list[Item]) -> list[float]:
 def cut(stream: Any, key: int, *others: Any) -> Any:
     """Let every process ask for a global batch, and select it."""
     for each in (stream, *others):
-        each.masses.ask(key)
+        each.state.ask(key)
     made = stream.get(key)
     for each in (stream, *others):
         each.release(key)

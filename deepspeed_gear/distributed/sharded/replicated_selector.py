@@ -8,8 +8,8 @@ import torch
 from deepspeed_gear.distributed.node_channel import NodeChannel
 from deepspeed_gear.distributed.sharded.selection_agreement import SelectionAgreement
 from deepspeed_gear.ops.records import LogEntry
-from deepspeed_gear.sampling.local_selector import Check, LocalSelector
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
+from deepspeed_gear.sampling.selector import LocalSelector
 from deepspeed_gear.sampling.stream_state import StreamState
 
 
@@ -31,7 +31,7 @@ class ReplicatedSelector(SelectionAgreement):
     def _priorities(self) -> PriorityMasses:
         return self.state.with_priorities
 
-    def begin(self, key: int, entry: int, count: int, check: Check) -> None:
+    def begin(self, key: int, entry: int, count: int) -> bool:
         self._key = key
         error: Exception | None = None
         try:
@@ -43,6 +43,7 @@ class ReplicatedSelector(SelectionAgreement):
         received = self._exchange_status(error, self.state.stop.is_set(), [self._reports] * self._num_nodes)
         self.num_selections += 1
         self._received = [words.reshape(-1, LogEntry.NUM_WORDS) for words in received]
+        return True
 
     def apply(self, key: int) -> int:
         def change() -> None:
@@ -57,9 +58,9 @@ class ReplicatedSelector(SelectionAgreement):
         with self._table.lock:
             self._here.resolve(rows, done, coordinates, first)
 
-    def finish(self, entry: int, count: int) -> int:
+    def finish(self, key: int, entry: int, count: int) -> int:
         with self._table.lock:
-            return self._here.finish(entry, count)
+            return self._here.finish(key, entry, count)
 
     def highest(self, count: int) -> torch.Tensor:
         with self._table.lock:

@@ -126,6 +126,7 @@ class ResolutionExchange:
         self._samples = torch.empty(0, RowSample.NUM_WORDS, dtype=torch.int64)
         self._which = torch.empty(0, dtype=torch.int64)
         self.least_drawn = 0  # of the latest selection: the smallest mass that any node has drawn
+        self.num_records = 0  # of the latest selection
 
     def fill(self, selection: NodeSelection, own: np.ndarray, records: torch.Tensor) -> np.ndarray:
         """Exchange a selection: write its resolutions to the ring, and its rows to the arrivals.
@@ -144,6 +145,7 @@ class ResolutionExchange:
             if self._transport is not None:
                 rows = self._transport.exchange(self._rows, self._sizes_of(received))
             self._receive(selection, mine, received, rows)
+            self.num_records = selection.count
             return records.numpy()
         except Exception as error:
             self._channel.abandon(error)

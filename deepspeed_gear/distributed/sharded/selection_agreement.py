@@ -7,14 +7,14 @@ from typing import Final, NoReturn
 
 import numpy as np
 
-from deepspeed_gear.distributed import node_messages
 from deepspeed_gear.distributed.node_channel import NO_WORDS, NodeChannel, message_of
-from deepspeed_gear.errors import PeerError, StoreError, relayed
+from deepspeed_gear.errors import PeerError, StoreError
 from deepspeed_gear.ops.records import UpdateCount
-from deepspeed_gear.sampling.local_selector import LocalSelector
+from deepspeed_gear.outcome import Outcome
+from deepspeed_gear.sampling.selector import LocalSelector
 from deepspeed_gear.sampling.stream_state import StreamState
 
-TEXT_WORDS = 64
+OUTCOME_WORDS = 64
 _WAITS = 64  # exchanges whose waits are added up at once
 MOST_LEAVE_S = 10.0  # longest wait of a node that ends until the others have received its last status
 
@@ -44,10 +44,8 @@ class SelectionAgreement(LocalSelector):
         channel: To the other nodes; shared by the streams of one thread.
     """
 
-    in_store = False
-
     def __init__(self, state: StreamState, channel: NodeChannel) -> None:
-        super().__init__(state)
+        super().__init__(state, state.table.lock)
         self.channel, self._table = channel, state.table
         self._num_nodes, self._index = channel.count, channel.index
         self._records = np.zeros((self._num_nodes, StatusMessage.NUM_WORDS), np.int64)
@@ -163,12 +161,12 @@ class SelectionAgreement(LocalSelector):
         """Raise if a node has failed: its own error there, an error with its text elsewhere."""
         if not records[:, StatusMessage.STATUS].any():
             return
-        text = "" if error is None else node_messages.text_of(error)
-        texts = self.channel.gather(node_messages.pack_text(text, TEXT_WORDS))
+        own = np.zeros(OUTCOME_WORDS, np.int64) if error is None else Outcome.of(error).words(OUTCOME_WORDS)
+        every = self.channel.gather(own)
         if error is not None:
             raise error
         node = int(np.nonzero(records[:, StatusMessage.STATUS])[0][0])
-        raise relayed(PeerError, node_messages.unpack_text(texts[node]), self.channel.name(node))
+        raise Outcome.read(every[node]).error(self.channel.name(node))
 
     def _apply_together(self, action: Callable[[], None]) -> None:
         """Change this node's masses, and exchange the new totals."""
@@ -183,7 +181,3 @@ class SelectionAgreement(LocalSelector):
         records = self.channel.gather(words)
         self._raise_failure(records, error)
         self._records, self._totals = records, records[:, StatusMessage.TOTAL].copy()
-
-    def fail(self, key: int, error: Exception) -> None:
-        assert self.state.failure is not None
-        self.state.failure.write(key, error)

@@ -22,7 +22,6 @@ from deepspeed_gear.distributed.sharded.selection_agreement import SelectionAgre
 from deepspeed_gear.ops.records import LogEntry, Resolution, UpdateCount
 from deepspeed_gear.sampling.age_masses import items_of
 from deepspeed_gear.sampling.joint_rate_limiting import JointSelectionLimiter, NodeRate
-from deepspeed_gear.sampling.local_selector import Check, RateLimitedError
 from deepspeed_gear.sampling.rate_limiting import SelectionLimiter
 from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.sampling.top_priorities import merge_top
@@ -40,8 +39,6 @@ class ShardedSelector(SelectionAgreement):
         exchange: Exchanges resolutions and rows, or of packed batches the records of all trajectories.
         verify_every: As the config's.
     """
-
-    counts_draws = False
 
     def __init__(
         self,
@@ -66,10 +63,11 @@ class ShardedSelector(SelectionAgreement):
     def total(self) -> int:
         return int(self._totals.sum())
 
-    def begin(self, key: int, entry: int, count: int, check: Check) -> None:
-        """Agree with the other nodes to make a selection.
+    def begin(self, key: int, entry: int, count: int) -> bool:
+        """Agree with the other nodes to make a selection; return whether the rate limiter admits it.
 
         Raises:
+            NotReadyError: It does not, and a node waits no longer.
             StoreError: The stream is being closed.
             PeerError: A node has failed, ended, or asks for another global batch.
         """
@@ -88,9 +86,10 @@ class ShardedSelector(SelectionAgreement):
         except Exception as caught:
             error = caught
         self._received = self._exchange_status(error, self.state.stop.is_set(), reports, records)
-        if joint is not None:
-            self._check_limiter(joint, key, count)
+        if joint is not None and not self._admits(joint, key, count):
+            return False
         self.num_selections += 1
+        return True
 
     @property
     def _applies_first(self) -> bool:
@@ -98,20 +97,16 @@ class ShardedSelector(SelectionAgreement):
         later = self.state.priorities is not None or self._has_window
         return not later and not self.spec.sampler.walks
 
-    def _check_limiter(self, joint: JointSelectionLimiter, key: int, count: int) -> None:
-        """Raise unless the rate limiter admits a draw of all nodes together.
-
-        Raises:
-            RateLimitedError: It does not.
-            NotReadyError: It does not, and a node waits no longer.
-        """
+    def _admits(self, joint: JointSelectionLimiter, key: int, count: int) -> bool:
+        """Return whether the rate limiter admits a draw of all nodes together; raise as `begin`."""
         records = np.stack([words[: NodeRate.NUM_WORDS] for words in self._received])
         self._received = [words[NodeRate.NUM_WORDS :] for words in self._received]
         with self._table.lock:
-            if joint.apply(records, count):
-                return
-            error = joint.given_up(records, key, count)
-        raise RateLimitedError if error is None else error
+            is_open = joint.apply(records, count)
+            error = None if is_open else joint.given_up(records, key, count)
+        if error is not None:
+            raise error
+        return is_open
 
     def _new_selection(self, key: int, entry: int, count: int) -> NodeSelection:
         offset = 0 if self.spec.offset is None else self.spec.offset(key)
@@ -319,7 +314,7 @@ class ShardedSelector(SelectionAgreement):
 
     # ---- exchange --------------------------------------------------------------------------------
 
-    def finish(self, entry: int, count: int) -> int:
+    def finish(self, key: int, entry: int, count: int) -> int:
         """Exchange the resolutions and the rows of the selection; see `LocalSelector.finish`."""
         selection = self._selection
         assert selection is not None
@@ -329,10 +324,7 @@ class ShardedSelector(SelectionAgreement):
             own = np.concatenate([np.empty(0, np.int64), *selection.own])
             records = torch.cat([torch.empty(0, Resolution.NUM_WORDS, dtype=torch.int64), *selection.records])
         self._drawn = self._exchange.fill(selection, own, records)
-        if self.state.counts is not None and len(own):
-            with self._table.lock:
-                self.state.counts.count(self._drawn)
-        return count if isinstance(self._exchange, ResolutionExchange) else self._exchange.num_records
+        return self._exchange.num_records
 
     def deliver(
         self, key: int, entry: int, first: int, owner: np.ndarray, own: np.ndarray, records: torch.Tensor

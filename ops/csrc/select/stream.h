@@ -1,7 +1,7 @@
 // The selections of a batch stream over a store's shared memory, each in one call.
 //
 // The same in plain Python, which a selection is left to where it is not plain:
-// deepspeed_gear/sampling/select.py.
+// deepspeed_gear/sampling/selector.py.
 #pragma once
 #include <cstdint>
 #include <vector>

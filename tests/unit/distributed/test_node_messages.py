@@ -1,4 +1,4 @@
-"""Texts, and the items of highest priority over shards."""
+"""The items of highest priority over shards."""
 
 from __future__ import annotations
 
@@ -7,26 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_gear.distributed import node_messages
-from deepspeed_gear.errors import ConfigError
-
-
-@given(st.text(max_size=40), st.integers(1, 12))
-def test_texts(text: str, words: int) -> None:
-    packed = node_messages.pack_text(text, words)
-    assert packed.shape == (words,)
-    found = node_messages.unpack_text(packed)
-    if len(text.encode()) <= 8 * words:
-        assert found == text.rstrip("\0")
-    else:
-        whole = text.encode()[: 8 * words].decode(errors="ignore")
-        assert found.startswith(whole.rstrip("\0"))
-        assert len(found) <= len(whole) + 1, "at most half a character is lost"
-
-
-def test_what_others_are_told_of_an_error() -> None:
-    assert node_messages.text_of(ValueError("no")) == "ValueError: no"
-    error = ConfigError("gear.seed", "must be given", None)
-    assert node_messages.text_of(error) == str(error)
 
 
 @given(st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=6), max_size=4), st.data())

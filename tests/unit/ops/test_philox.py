@@ -89,7 +89,7 @@ def test_samples_of_any_numbers_are_those_of_the_whole(
     (stream,) = scenes[0].streams
     masses, first, count = stream.masses, 2**32 - 40, 200
     with scenes[0].table.lock:
-        masses.ask(0)
+        stream.state.ask(0)
         masses.apply(0)
         assert masses.total > 0
         coordinates = torch.empty(count, dtype=torch.int64)

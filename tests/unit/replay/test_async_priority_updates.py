@@ -212,7 +212,7 @@ def test_reports_that_come_after_a_batch_was_given_up_mend_the_next(data: Path, 
         masses = streams_of(replay)["train"].masses
         assert isinstance(masses, PriorityMasses)
         replay.update_priorities(batch, there(priorities(batch)))
-        masses.give_up()
+        masses.reports.give_up()
         device.finish()
         late_updates_of(replay).drain()
         assert masses.reports.asked[0] == NEVER, "what is reported now is due at once"

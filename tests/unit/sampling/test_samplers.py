@@ -47,7 +47,7 @@ def scenes() -> Iterator[Any]:
 
 
 def taken(stream: Any, key: int) -> list[Item]:
-    stream.masses.ask(key)
+    stream.state.ask(key)
     found = [(int(r[0]), int(r[5])) for r in stream.get(key).resolutions]
     stream.release(key)
     return found

@@ -63,7 +63,7 @@ def ids(scene: StoreScene) -> list[int]:
 def take(scene: StoreScene, key: int) -> np.ndarray:
     """Return a copy of what a selection has drawn; the stream has no other reader. [B, 8], int64."""
     stream = scene.streams[0]
-    stream.masses.ask(key)
+    stream.state.ask(key)
     return np.array(stream.get(key).resolutions.numpy())
 
 

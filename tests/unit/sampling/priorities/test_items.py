@@ -109,7 +109,7 @@ def test_no_priority_left_is_an_error_that_passes(scenes: Any) -> None:
     stream = scenes(unit="trajectory").streams[0]
     everything = [(number, 0) for number in range(5)]
     report(stream, everything, 0)
-    stream.masses.ask(0)
+    stream.state.ask(0)
     for _ in range(2):
         with pytest.raises(StoreError, match="must hold at least one item that the sampler admits"):
             stream.get(0)

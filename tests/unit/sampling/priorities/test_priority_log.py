@@ -22,7 +22,7 @@ def test_a_cut_sees_the_reports_of_batches_before_its_lag(scenes: Any, lag: int)
     stream = scenes(lag=lag, depth=8).streams[0]
     report(stream, [(2, 1)], 0.5)  # before anything was asked for
     for key in range(12):
-        stream.masses.ask(key)
+        stream.state.ask(key)
         for ahead in range(key, key + lag + 1):  # as prefetching does
             stream.get(ahead)
         seen = key - 1  # the newest batch whose reports selection key + lag has seen
@@ -36,10 +36,10 @@ def test_a_cut_waits_until_all_have_asked_for_the_batch_behind_the_reports(scene
     stream = scene.streams[0]
     table, (other,) = scene.attach(1)
     for each in (stream, other):
-        each.masses.ask(0)
+        each.state.ask(0)
     stream.get(0)
     stream.get(1)
-    stream.masses.ask(1)
+    stream.state.ask(1)
     text = (
         rf"global batch 2 must have the priorities of all ranks in gear.timeout_s = 0.2 s, got 'local rank 1 "
         rf"\(process {os.getpid()}\) has not requested the batch after them'; check why that rank stopped"
@@ -47,11 +47,11 @@ def test_a_cut_waits_until_all_have_asked_for_the_batch_behind_the_reports(scene
     with pytest.raises(PeerError, match=text):
         stream.get(2)
     report(other, [(0, 0)], 4)  # of batch 0
-    other.masses.ask(1)
+    other.state.ask(1)
     stream.get(2)
     assert stored(stream, [(0, 0)]) == [4]
     table.close()
-    stream.masses.ask(2)
+    stream.state.ask(2)
     stream.get(3)  # who has left is not waited for
 
 

@@ -1,4 +1,4 @@
-"""`select`: decides the samples of a global batch and commits them as an entry of the ring.
+"""Selector: decides the samples of a global batch and commits them as an entry of the ring.
 
 Order of writes, so that a process may die at any instruction: priority updates and queued masses to the tree
 (repeatable), the samples to a ring entry marked empty, then the entry's key (the commit point), then the
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,15 +23,151 @@ from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.ops.constants import MOST_TOTAL_BITS
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.sampling.exclusions import summary_of
-from deepspeed_gear.sampling.local_selector import LocalSelector
-from deepspeed_gear.sampling.rate_limiting import NothingToSampleError
+from deepspeed_gear.sampling.rate_limiting import NothingToSampleError, SelectionLimiter
 from deepspeed_gear.sampling.samplers.base import NativeDraw
 from deepspeed_gear.sampling.samplers.uniform import stratify_
 from deepspeed_gear.sampling.selection import PASS_SHIFT
 from deepspeed_gear.sampling.stream_state import StreamState
+from deepspeed_gear.store.store_lock import StoreLock
 from deepspeed_gear.store.stream_records import NOTHING, Head, Position
 
 _WORDS_AFTER_KEY = struct.Struct(f"={Head.NUM_SET - 1}q")
+
+
+class LocalSelector:
+    """The phases of a selection among the items of one store, whose lock is held for all of them.
+
+    distributed/sharded/ has those of tables that several nodes hold.
+
+    Args:
+        state: Of the batch stream.
+        lock: Held for each change of the store; None: the caller holds the table's lock.
+    """
+
+    def __init__(self, state: StreamState, lock: StoreLock | None = None) -> None:
+        self.state, self.spec, self.masses = state, state.spec, state.masses
+        self.lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext() if lock is None else lock
+
+    @property
+    def total(self) -> int:
+        """Sum of all masses, as of the latest selection."""
+        return self.masses.total
+
+    def begin(self, key: int, entry: int, count: int) -> bool:
+        """Begin the selection of a global batch; return whether the rate limiter admits it.
+
+        Args:
+            key: Its number.
+            entry: Of the ring.
+            count: Its samples.
+        """
+        return True
+
+    def apply(self, key: int) -> int:
+        """Apply all changes of masses that precede the selection. Returns their sum."""
+        self.masses.apply(key)
+        return self.masses.total
+
+    def resolve(self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int) -> None:
+        """Resolve coordinates to items.
+
+        Args:
+            rows: Gets the resolutions of the selection. [count, 8], int64.
+            done: Index of the first of these samples in the selection.
+            coordinates: In [0, total). [n], int64.
+            first: Sample number of the first one.
+        """
+        count = coordinates.size(0)  # `len` of a tensor takes ten times as long
+        self.masses.resolve(rows if count == rows.size(0) else rows[done : done + count], coordinates, first)
+
+    def walk(self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int) -> int:
+        """Resolve the next coordinates of an epoch, without items that were evicted since it began.
+
+        Args:
+            rows: As `resolve`.
+            done: As `resolve`.
+            coordinates: As `resolve`.
+            first: Sample number of the first item that is left.
+        Returns:
+            How many are left.
+        """
+        self.resolve(rows, done, coordinates, first)
+        if self.state.walked is None:
+            return coordinates.size(0)
+        slots = rows[done : done + coordinates.size(0), Resolution.SLOT].numpy()
+        left = torch.from_numpy(~self.state.evicted(slots))
+        if not left.all():
+            coordinates = coordinates[left]
+            self.resolve(rows, done, coordinates, first)  # with the sample numbers of those that are left
+        return coordinates.size(0)
+
+    def drop(self) -> None:
+        """Drop the samples of the selection so far: they do not fill a batch at the end of an epoch."""
+
+    def resolve_until(
+        self,
+        rows: torch.Tensor,
+        done: int,
+        coordinates: torch.Tensor,
+        first: int,
+        limiter: SelectionLimiter,
+        counted: np.ndarray,
+    ) -> int:
+        """Resolve coordinates up to the first that uses up a trajectory, whose mass then becomes 0.
+
+        Args:
+            rows: As `resolve`.
+            done: As `resolve`.
+            coordinates: As `resolve`.
+            first: As `resolve`.
+            limiter: Counts how often trajectories were sampled.
+            counted: Samples of each slot in this selection so far; these are added. [slots], int64.
+        Returns:
+            How many of them are valid; the others must be drawn again without that trajectory.
+        """
+        self.resolve(rows, done, coordinates, first)
+        slots = rows[done:, Resolution.SLOT].numpy()
+        standing = min(limiter.num_admitted(slots, counted) + 1, len(slots))
+        np.add.at(counted, slots[:standing], 1)
+        if standing < len(slots):
+            self.masses.take_out(int(slots[standing - 1]))
+        return standing
+
+    def own_samples(self, rows: np.ndarray) -> np.ndarray:
+        """Return the resolutions of the latest selection that lie in this store.
+
+        Args:
+            rows: All of them. [count, 8], int64.
+        """
+        return rows
+
+    def highest(self, count: int) -> torch.Tensor:
+        """Return the coordinates of the items of highest priority; fewer if there are fewer items. [n]."""
+        return self.state.with_priorities.highest(count)
+
+    def extreme(self, count: int, newest: bool) -> torch.Tensor:
+        """Return the coordinates of the oldest or the newest items; or fewer. [n]."""
+        return self.state.with_ages.extreme(count, newest)
+
+    def finish(self, key: int, entry: int, count: int) -> int:
+        """Pin the resolved samples and make them ready to be gathered.
+
+        Args:
+            key: Number of the global batch.
+            entry: Of the ring.
+            count: Items that were drawn for it.
+        Returns:
+            The records of the selection: its samples, or the trajectories of its groups.
+        """
+        self.state.pin(key, self.state.drawn[entry][0][:count])
+        return self.state.expand(entry, count) if self.spec.by_group else count
+
+    def weigh(self, key: int, drawn: np.ndarray, total: int) -> tuple[int, int, int]:
+        """Return numerator, divisor and exponent of PER weights, as `PriorityMasses.weigh`."""
+        return self.state.with_priorities.weigh(key, drawn, total)
+
+    def restart(self) -> None:
+        """Reset the selector after the table's contents were replaced."""
 
 
 @dataclass
@@ -70,7 +205,7 @@ class _Draw:
 class SelectionMaker:
     """Makes the selections of a batch stream in this process.
 
-    Process safety: `select` and `draw_ahead` require the table's lock where the selector is `in_store`.
+    Process safety: `select` and `draw_ahead` require the table's lock where no other node takes part.
 
     Args:
         state: Of the stream.
@@ -85,16 +220,16 @@ class SelectionMaker:
         limiter = state.limiter
         self._counting = limiter if limiter is not None and limiter.most else None
 
-    def select(self, key: int, entry: int, check: Callable[[], None]) -> None:
+    def select(self, key: int, entry: int) -> bool:
         """Make and commit the selection of a global batch.
 
         Args:
             key: Its number.
             entry: Of the ring.
-            check: Raises where a wait for other nodes must end.
+        Returns:
+            Whether the rate limiter of all nodes admits it; False: there is none yet.
         Raises:
             NothingToSampleError: Too few items have a mass.
-            RateLimitedError: The rate limiter of all nodes admits no selection yet.
         """
         state, selector = self._state, self._selector
         rows, count = self._rows(key, entry)
@@ -102,7 +237,8 @@ class SelectionMaker:
         head[Head.KEY] = NOTHING
         after: list[int] = state.words[: Head.NUM_SET].tolist()
         self._begin(key, after)
-        selector.begin(key, entry, count, check)
+        if not selector.begin(key, entry, count):
+            return False
         if self._sampler.walks:
             self._walk(key, rows, state.drawn[entry][1], after)
         elif count:
@@ -112,31 +248,27 @@ class SelectionMaker:
                 self._sample_counting(rows, after[Head.SAMPLES])
             elif not is_ahead:
                 self._sample(rows, count, after[Head.SAMPLES], after[Head.TOTAL])
-            if selector.in_store:
-                state.pin(key, rows)
-        num_records = selector.finish(entry, count)
+        num_records = selector.finish(key, entry, count)
         if count and state.priorities is not None:
             masses = self._sampled_masses[entry][:count]
             after[Head.NUMERATOR : Head.EXPONENT + 1] = selector.weigh(key, masses, after[Head.TOTAL])
         after[Head.KEY], after[Head.COUNT] = key + 1, num_records
         after[Head.SAMPLES] += count
-        if selector.in_store:
+        with selector.lock:
             self._commit(key, entry, after)
-        else:
-            with state.table.lock:
-                self._commit(key, entry, after)
+        return True
 
     def _commit(self, key: int, entry: int, after: list[int]) -> None:
         state, head = self._state, self._state.head_words[entry]
         _WORDS_AFTER_KEY.pack_into(head, head.itemsize, *after[1:])
-        samples = state.ring_words[entry, : after[Head.COUNT]]
+        samples = self._selector.own_samples(state.ring_words[entry, : after[Head.COUNT]])
         if self._counting is not None:
-            self._counting.count(self._selector.own_samples(samples))
+            self._counting.count(samples)
         head[Head.KEY] = key  # the commit point
         state.advance(entry)
         if self._counting is not None:
             self._counting.evict_used_up()
-        if state.counts is not None and self._selector.counts_draws:
+        if state.counts is not None:
             state.counts.count(samples)
 
     def draw_ahead(self, key: int) -> None:
@@ -191,12 +323,10 @@ class SelectionMaker:
             raise ConfigError(f"sampler {self._sampler.kind}", rule, shown)
         if len(found) < draw.count:
             raise NothingToSampleError(
-                StoreError(
-                    f"stream {self._spec.name}: table {self._state.table.spec.name}",
-                    f"must hold as many items as a global batch ({draw.count}), each with a mass",
-                    len(found),
-                    "lower the batch size, or add trajectories first",
-                )
+                f"stream {self._spec.name}: table {self._state.table.spec.name}",
+                f"must hold as many items as a global batch ({draw.count}), each with a mass",
+                len(found),
+                "lower the batch size, or add trajectories first",
             )
         coordinates: torch.Tensor = found
         return coordinates
@@ -213,7 +343,7 @@ class SelectionMaker:
             try:
                 total = self._checked(self._selector.total)
             except NothingToSampleError as empty:  # masses set to 0 stay so: no retry
-                raise empty.error from None
+                raise StoreError(empty.name, empty.rule, empty.value, empty.remedy) from None
             coordinates = self._drawn(len(rows) - done, first + done, total)
             done += self._selector.resolve_until(rows, done, coordinates, first + done, limiter, counted)
 
@@ -263,8 +393,6 @@ class SelectionMaker:
             after[Head.EPOCH_FIRST] -= n - left
             if state.walked is not None:
                 after[Head.SKIPPED] += n - left
-            if selector.in_store:
-                state.pin(key, rows[done : done + left])
             if after[Head.FILLERS]:
                 after[Head.EPOCH_FIRST] = first + n - after[Head.EPOCH_SIZE]
             done += left
@@ -273,34 +401,30 @@ class SelectionMaker:
         if after[Head.EPOCH_SIZE] > 0:
             after[Head.EPOCH] += 1
         after[Head.EPOCH_FIRST] = after[Head.SAMPLES] + done
-        if self._selector.in_store and self._state.masses.waiting:
+        if not self._spec.together and self._state.masses.waiting:
             self._state.words[Position.DONE] = 1 + done
         size = self._checked(self._selector.apply(key))
-        with contextlib.nullcontext() if self._selector.in_store else self._state.table.lock:
+        with self._selector.lock:
             self._state.begin_epoch()
         after[Head.EPOCH_SIZE] = after[Head.TOTAL] = size
         if self._sampler.drops_tail and size < self._spec.batch:
             raise NothingToSampleError(
-                StoreError(
-                    f"stream {self._spec.name}: an epoch",
-                    f"must hold a global batch ({self._spec.batch} items) where its tail is dropped",
-                    size,
-                    'lower the batch size, or use sampler.tail = "wrap"',
-                )
+                f"stream {self._spec.name}: an epoch",
+                f"must hold a global batch ({self._spec.batch} items) where its tail is dropped",
+                size,
+                'lower the batch size, or use sampler.tail = "wrap"',
             )
 
     def _checked(self, total: int) -> int:
         """Return the sum of all masses if samples can be drawn from it."""
         name, table = f"stream {self._spec.name}", self._state.table
         if total == 0:
-            # A selection of one store is made under the lock, one over several nodes without it.
-            with contextlib.nullcontext() if self._selector.in_store else table.lock:
+            with self._selector.lock:
                 held, remedy = summary_of(self._state.masses)
             rule = "must hold at least one item that the sampler admits"
-            error = StoreError(
+            raise NothingToSampleError(
                 f"{name}: table {table.spec.name}", rule, held, remedy or "add trajectories first"
             )
-            raise NothingToSampleError(error)
         if not 0 < total < 1 << MOST_TOTAL_BITS:
             rule = f"must be below 2^{MOST_TOTAL_BITS}"
             raise StoreError(f"{name}: the total mass", rule, total, "give smaller masses or priorities")
