@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from deepspeed_gear.checkpoint import position, rollout_file, save_folders, table_files
-from deepspeed_gear.checkpoint.replay_view import BatchSource, ReplayView, all_streams
+from deepspeed_gear.checkpoint.replay_view import Loader, ReplayView, all_streams
 from deepspeed_gear.checkpoint.save_folders import State
 from deepspeed_gear.checkpoint.table_loading import TableLoader
 from deepspeed_gear.distributed.quota_agreement import agree_on_quotas
@@ -30,7 +30,7 @@ def fingerprint(parts: ReplayView) -> dict[str, str]:
 
 def state_of(
     parts: ReplayView,
-    batches: BatchSource,
+    loader: Loader,
     passes: Passes,
     save: State | None = None,
     columns: dict[str, str] | None = None,
@@ -39,14 +39,15 @@ def state_of(
 
     Args:
         parts: Of the Replay.
-        batches: Of the Replay.
+        loader: Of the Replay.
         passes: Passes over splits that have begun.
         save: Id and manifests of the save of this position; None: no save.
         columns: File of the columns of the rollout batch whose training is under way.
     """
-    plan, where, rollout = parts.plan, batches.where, batches.in_progress
+    plan, at = parts.plan, loader.position
+    where, rollout = at.at, at.rollout
     if rollout is not None:
-        rollout = {**rollout, "columns": columns, "names": sorted(batches.columns)}
+        rollout = {**rollout, "columns": columns, "names": sorted(at.columns)}
     if plan.topology.place.pipe_world > 2:  # inner stages read no batches
         known = (where, passes) if plan.topology.place.reads else None
         where, passes = next(one for one in plan.exchange.gather(known) if one is not None)
@@ -57,7 +58,7 @@ def state_of(
 
 
 def save(
-    parts: ReplayView, batches: BatchSource, passes: Passes, folder: Path, kept: State | None
+    parts: ReplayView, loader: Loader, passes: Passes, folder: Path, kept: State | None
 ) -> dict[str, Any]:
     """Write the tables whose content is not a data set's, then the position. Collective.
 
@@ -66,7 +67,7 @@ def save(
 
     Args:
         parts: Of the Replay.
-        batches: Of the Replay.
+        loader: Of the Replay.
         passes: Passes over splits that have begun.
         folder: Of the checkpoint.
         kept: State of the latest save in this folder that this Replay has loaded or made; None: none.
@@ -78,10 +79,10 @@ def save(
     plan, exchange = parts.plan, parts.plan.exchange
     spread, topology = plan.placement.spread, plan.topology
     save_id = exchange.broadcast(save_folders.new_id())  # after all additions and updates that it contains
-    known = batches.where if topology.place.reads else None
+    known = loader.position.at if topology.place.reads else None
     used = position.batches(next(one for one in exchange.gather(known) if one is not None))
     if spread:
-        _pause(parts, batches)
+        _pause(parts)
     tables, leads, first = _changing(parts), parts.plan.leads_shard, parts.plan.leads_first_shard
 
     def write() -> dict[str, dict[str, str]]:
@@ -106,7 +107,8 @@ def save(
             return None
         save_folders.begin(folder, list(tables), kept)
         rollout_file.remove_others(folder, kept)
-        return rollout_file.write(folder, save_id, batches.columns) if batches.columns else None
+        own = loader.position.columns
+        return rollout_file.write(folder, save_id, own) if own else None
 
     columns = next((one for one in exchange.gather(agree(begin)) if one is not None), None)
     manifests: dict[str, dict[str, str]] = {name: {} for name in tables}
@@ -114,7 +116,7 @@ def save(
         for name, files in written.items():
             manifests[name].update(files)
     agree(lambda: save_folders.publish(folder, list(tables)) if first else None)
-    state = state_of(parts, batches, passes, {"id": save_id, "tables": manifests}, columns)
+    state = state_of(parts, loader, passes, {"id": save_id, "tables": manifests}, columns)
     agree(lambda: save_folders.write_position(folder, state) if first else None)
     return state
 
@@ -125,12 +127,12 @@ def _changing(parts: ReplayView) -> dict[str, Table]:
     return {name: table for name, table in parts.tables.items() if table.spec.dataset is None or name in kept}
 
 
-def _pause(parts: ReplayView, batches: BatchSource) -> None:
+def _pause(parts: ReplayView) -> None:
     """Stop the prefetch threads, on all nodes after the same selection. Collective.
 
     A thread may wait for other nodes in the middle of a selection: their `leave` ends its wait.
     """
-    batches.stop()
+    parts.stop_prefetching()
     parts.leave_nodes()
     parts.plan.exchange.barrier()
     for stream in all_streams(parts):
@@ -141,7 +143,7 @@ def _pause(parts: ReplayView, batches: BatchSource) -> None:
 # ---- loading -------------------------------------------------------------------------------------
 
 
-def check(parts: ReplayView, batches: BatchSource, state: State) -> None:
+def check(parts: ReplayView, loader: Loader, state: State) -> None:
     """Check a state on all ranks, and that it is the same on all. Collective.
 
     Raises:
@@ -152,7 +154,7 @@ def check(parts: ReplayView, batches: BatchSource, state: State) -> None:
 
     def check_state() -> None:
         position.check(state, parts.plan.config, fingerprint(parts))
-        batches.check_rollout(state.get("rollout"))
+        loader.check(state.get("rollout"))
 
     exchange.agree("loading the state", check_state)
     save_folders.compare(exchange.gather(state))
@@ -208,19 +210,19 @@ def replace(parts: ReplayView, loading: TableLoader) -> None:
     parts.leave_inner_stage()
 
 
-def go_on(parts: ReplayView, batches: BatchSource, state: State, columns: Columns) -> Passes:
+def go_on(parts: ReplayView, loader: Loader, state: State, columns: Columns) -> Passes:
     """Continue at a checked state; return the passes over splits that have begun. Collective.
 
     Args:
         parts: Of the Replay.
-        batches: Of the Replay.
+        loader: Of the Replay.
         state: The state.
         columns: Of the rollout batch whose training is under way.
     """
     plan, exchange = parts.plan, parts.plan.exchange
     if parts.barrier is not None:
         parts.barrier.drain()
-    _pause(parts, batches)
+    _pause(parts)
     if parts.barrier is not None:
         parts.barrier.restart()
     at = position.of(state, plan.config.sampled_tables)
@@ -234,5 +236,5 @@ def go_on(parts: ReplayView, batches: BatchSource, state: State, columns: Column
     exchange.barrier()
     agree_on_quotas(exchange, parts.plan.leads_shard, parts.train)
     parts.leave_inner_stage()
-    batches.go_on_at(at, state.get("rollout"), columns)
+    loader.seek(position.LoaderPosition(at, state.get("rollout"), columns))
     return passes

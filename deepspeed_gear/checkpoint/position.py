@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +21,23 @@ _LEAST = {"epoch_first": -(1 << 62)}  # items that were evicted move the beginni
 
 
 Position = dict[str, dict[str, int]]  # by sampled table
+
+
+@dataclass(frozen=True)
+class LoaderPosition:
+    """How far the batches of a rank are.
+
+    Args:
+        at: The position after the last global batch whose micro batches were all used, or of a rollout batch
+            after the last selection of which no item is left.
+        rollout: The rollout batch after it: which items are consumed, and the steps done of the batch that is
+            trained; JSON-able. None: there is none, or it begins with a selection.
+        columns: Its own columns.
+    """
+
+    at: Position
+    rollout: Mapping[str, Any] | None = None
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def start(tables: Sequence[str]) -> Position:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
-
-from deepspeed_gear.checkpoint.position import Position
+from deepspeed_gear.checkpoint.position import LoaderPosition
 from deepspeed_gear.distributed.batch_barrier import BatchBarrier
 from deepspeed_gear.distributed.replay_plan import ReplayPlan
 from deepspeed_gear.sampling.batch_stream import BatchStream
@@ -42,6 +40,9 @@ class ReplayView(Protocol):
         """The batch barrier of ranks that train together; None without one."""
         ...
 
+    def stop_prefetching(self) -> None:
+        """Stop the prefetch thread; the next batch starts another."""
+
     def leave_nodes(self) -> None:
         """Announce that this node selects no further batch until one is requested."""
 
@@ -49,44 +50,23 @@ class ReplayView(Protocol):
         """Mark this rank as no reader of streams, if it is an inner stage."""
 
 
-class BatchSource(Protocol):
-    """Source of a rank's training batches."""
+class Loader(Protocol):
+    """Source of a rank's training batches, which its `next` returns: windows, or packs of rollout batches."""
 
     @property
-    def where(self) -> Position:
-        """The position after the last global batch whose micro batches were all used."""
+    def position(self) -> LoaderPosition:
+        """How far its batches are."""
         ...
 
-    @property
-    def in_progress(self) -> dict[str, Any] | None:
-        """The rollout batch whose training is under way, JSON-able; None: there is none."""
-        ...
-
-    @property
-    def columns(self) -> Mapping[str, torch.Tensor]:
-        """Its own columns."""
-        ...
-
-    def check_rollout(self, rollout: Mapping[str, Any] | None) -> None:
+    def check(self, rollout: Mapping[str, Any] | None) -> None:
         """Raise unless a rollout batch whose training is under way can be continued here.
 
         Raises:
             CheckpointError: It cannot.
         """
 
-    def stop(self) -> None:
-        """Stop the prefetch thread."""
-
-    def go_on_at(
-        self, at: Position, rollout: Mapping[str, Any] | None, columns: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Continue at a position to which the streams are already set.
-
-        Args:
-            at: The position.
-            rollout: The rollout batch after it whose training is under way, as `in_progress`.
-            columns: Its own columns.
-        """
+    def seek(self, position: LoaderPosition) -> None:
+        """Continue at a position to which the streams are already set."""
 
 
 def all_streams(view: ReplayView) -> list[BatchStream]:

@@ -13,7 +13,7 @@ import torch
 
 from deepspeed_gear.batching.batch import Batch, LentTensors
 from deepspeed_gear.batching.prefetcher import Prefetcher
-from deepspeed_gear.checkpoint import position
+from deepspeed_gear.checkpoint.position import LoaderPosition, after, batches, start
 from deepspeed_gear.distributed.batch_barrier import NO_DIGEST, BatchBarrier
 from deepspeed_gear.errors import CheckpointError, EmptyTableError, NotReadyError, StoreError
 from deepspeed_gear.ops.records import Resolution
@@ -52,7 +52,7 @@ class BatchLoader:
     """
 
     def __init__(self, parts: ReplayParts, metrics: Metrics, turns: Turns = "micro") -> None:
-        plan, config = parts.plan, parts.plan.config
+        self._parts, plan, config = parts, parts.plan, parts.plan.config
         self._tables, self._streams, self._mixture = config.sampled_tables, parts.train, parts.mixture
         self._prefetch, self._verify_every = config.prefetch, config.verify_every
         self._assembler, self._info, self._metrics = parts.assembler, plan.info, metrics
@@ -70,7 +70,7 @@ class BatchLoader:
         self._used = 0  # micro batches returned since then
         self._lent = LentTensors(max(2, plan.info.accumulation))
         self._heads: list[list[int]] | None = None  # of the last global batch used; None: see _position
-        self._position = position.start(self._tables)
+        self._position = start(self._tables)
 
     def next(self) -> Batch:
         """Return the next micro batch.
@@ -104,16 +104,6 @@ class BatchLoader:
         batch = self._assembler.hand_over(made.batch) if self._uses_device else made.batch
         self._lent.add(batch)
         return batch
-
-    @property
-    def prepares(self) -> bool:
-        """Whether a prefetch thread is running."""
-        return any(prefetcher.is_alive for prefetcher in self._prefetchers)
-
-    @property
-    def holds_batch(self) -> bool:
-        """Whether the next global batch needs no selection: each is one."""
-        return False
 
     @property
     def next_key(self) -> int:
@@ -173,52 +163,28 @@ class BatchLoader:
                 LOG.info("gear: global batch %d: digest %016x", number, made.digest % (1 << 64))
         self._seen = hashlib.blake2b(digest_size=8)
 
+    # ---- position --------------------------------------------------------------------------------
+
     @property
-    def where(self) -> position.Position:
+    def position(self) -> LoaderPosition:
         """The position after the last global batch whose micro batches were all used."""
-        return self._position if self._heads is None else position.after(self._tables, self._heads)
+        return LoaderPosition(self._position if self._heads is None else after(self._tables, self._heads))
 
-    @property
-    def in_progress(self) -> None:
-        """The rollout batch whose training is under way: none."""
-
-    @property
-    def columns(self) -> Mapping[str, torch.Tensor]:
-        """Its own columns: none."""
-        return {}
-
-    def check_rollout(self, rollout: Mapping[str, Any] | None) -> None:
+    def check(self, rollout: Mapping[str, Any] | None) -> None:
         """Raise for a rollout batch whose training is under way.
 
         Raises:
             CheckpointError: There is one.
         """
         if rollout is not None:
-            rule, remedy = (
-                "must not be in the middle of a rollout batch",
-                "load it with the gear.pack of its run",
-            )
-            raise CheckpointError("the gear state", rule, None, remedy)
+            rule = "must not be in the middle of a rollout batch"
+            raise CheckpointError("the gear state", rule, None, "load it with the gear.pack of its run")
 
-    def go_on_at(
-        self, at: position.Position, rollout: Mapping[str, Any] | None, columns: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Continue at a position to which the streams are already set; `rollout` and `columns`: none."""
-        del rollout, columns
-        self._heads, self._position, self._held, self._is_early = None, at, None, False
+    def seek(self, position: LoaderPosition) -> None:
+        """Continue at a position to which the streams are already set."""
+        self._heads, self._position, self._held, self._is_early = None, position.at, None, False
         self._seen, self._digest = hashlib.blake2b(digest_size=8), NO_DIGEST
-        self._start, self._used = position.batches(at), 0
-
-    def stop(self) -> None:
-        """Stop the prefetch thread; the next call of `next` starts another."""
-        for prefetcher in self._prefetchers:
-            for stream in self._streams:
-                stream.state.stop.set()  # it may wait for a rank that has stopped already
-            prefetcher.stop()
-            for stream in self._streams:
-                stream.state.stop.clear()
-        self._prefetchers.clear()
-        self._assembler.drain()  # a release after a seek would count for a later selection
+        self._start, self._used = batches(position.at), 0
 
     def _prepared(self) -> PreparedBatch:
         if not self._prefetchers:
@@ -227,7 +193,7 @@ class BatchLoader:
         try:
             return self._prefetchers[0].get(self._check)
         except Exception:
-            self.stop()  # its thread has ended; the next call retries this batch
+            self._parts.stop_prefetching()  # its thread has ended; the next call retries this batch
             raise
 
     def _make(self, index: int) -> PreparedBatch:

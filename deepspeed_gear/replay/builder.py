@@ -147,6 +147,22 @@ class ReplayParts:
     def all_streams(self) -> list[BatchStream]:
         return [stream for streams in self.streams.values() for stream in streams.values()]
 
+    @property
+    def prepares(self) -> bool:
+        """Whether a prefetch thread is running."""
+        return any(prefetcher.is_alive for prefetcher in self.resources.prefetchers)
+
+    def stop_prefetching(self) -> None:
+        """Stop the prefetch thread; the next batch starts another."""
+        for prefetcher in self.resources.prefetchers:
+            for stream in self.train:
+                stream.state.stop.set()  # it may wait for a rank that has stopped already
+            prefetcher.stop()
+            for stream in self.train:
+                stream.state.stop.clear()
+        self.resources.prefetchers.clear()
+        self.assembler.drain()  # a release after a seek would count for a later selection
+
     def leave_nodes(self) -> None:
         """Announce that this node selects no further batch until one is requested."""
         self.exchange.leave()

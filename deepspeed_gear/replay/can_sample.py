@@ -10,9 +10,7 @@ import numpy as np
 from deepspeed_gear.context import WaitLog
 from deepspeed_gear.distributed.quota_agreement import may_select
 from deepspeed_gear.errors import PeerError
-from deepspeed_gear.replay.batch_loader import BatchLoader
 from deepspeed_gear.replay.builder import ReplayParts
-from deepspeed_gear.replay.rollout_loader import RolloutLoader
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.rate_limiting import ItemsHeld
 
@@ -24,11 +22,10 @@ class Readiness:
 
     Args:
         parts: Of the Replay.
-        loader: The batch loader; its thread may be in a selection.
     """
 
-    def __init__(self, parts: ReplayParts, loader: BatchLoader | RolloutLoader) -> None:
-        self._parts, self._timeout_s, self._loader = parts, parts.plan.config.rollout_timeout_s, loader
+    def __init__(self, parts: ReplayParts) -> None:
+        self._parts, self._timeout_s = parts, parts.plan.config.rollout_timeout_s
         barrier = parts.barrier
         self._check = parts.context.check if barrier is None else barrier.check  # raises if a rank is lost
         self._streams, self._table = parts.train, parts.train[0].table
@@ -42,8 +39,6 @@ class Readiness:
         Raises:
             PeerError: A rank does not call in time.
         """
-        if self._loader.holds_batch:  # of selected items, the same on every rank
-            return True
         number = int(self._asked[self._peer])
         self._wait_for_slowest(number)
         if any(stream.state.joint_limiter is not None for stream in self._streams):
@@ -70,8 +65,6 @@ class Readiness:
         Raises:
             PeerError: A rank does not call in time.
         """
-        if self._loader.holds_batch:
-            return 0
         number, place = int(self._asked[self._peer]), self._parts.plan.topology.place
         self._wait_for_slowest(number)
         self._asked[self._peer] = number + 1
@@ -111,7 +104,7 @@ class Readiness:
         exchange, leads, found = self._parts.plan.exchange, self._parts.plan.leads_shard, True
         for stream in self._streams:
             if stream.state.joint_limiter is not None:
-                may = may_select(exchange, leads, stream, key, self._loader.prepares)
+                may = may_select(exchange, leads, stream, key, self._parts.prepares)
             else:
                 answers = exchange.gather(
                     exchange.agree("looking at its node's items", partial(self._can_select, stream, key))

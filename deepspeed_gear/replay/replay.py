@@ -119,20 +119,20 @@ class Replay(ReplayBase):
         #: What the framework divides the sum of all ranks' gradients by: packed losses are multiplied by it.
         self.gradient_divisor = float(plan.topology.data_world)
         self._loader: BatchLoader | RolloutLoader
+        self._windows: BatchLoader | None = None
         self._rollouts: RolloutLoader | None = None
         if plan.config.pack is None:
-            self._loader = BatchLoader(parts, self.metrics, turns)
+            self._loader = self._windows = BatchLoader(parts, self.metrics, turns)
         else:
             divisor = partial(getattr, self, "gradient_divisor")
-            self._loader = RolloutLoader(parts, self.metrics, engine_dtype, to, divisor)
-            self._rollouts = self._loader
+            self._loader = self._rollouts = RolloutLoader(parts, self.metrics, engine_dtype, to, divisor)
         self._warnings: list[ClampWarning | GroupWarning] = []
         if plan.topology.leads_node:  # each for its own store
             self._warnings = [
                 *clamp_warnings.warnings_of(parts.train),
                 *group_warnings.warnings_of(parts.train),
             ]
-        self._questions = Readiness(parts, self._loader)
+        self._questions = Readiness(parts)
         self._finalizer = weakref.finalize(self, parts.resources.release)
 
     def _table(self, name: str | None) -> Table:
@@ -362,10 +362,10 @@ class Replay(ReplayBase):
                 all ranks. The next call tries again.
         """
         self._check_reads()
-        if not isinstance(self._loader, BatchLoader):
+        if self._windows is None:
             remedy = "use rollout() or step(), which return packed batches"
             raise ConfigError("gear.pack", "must not be given for sample()", None, remedy)
-        batch = self._loader.next()
+        batch = self._windows.next()
         self._warn()
         return batch
 
@@ -434,7 +434,7 @@ class Replay(ReplayBase):
         Raises:
             ConfigError: There is no `gear.pack`.
         """
-        self._packed().observe_steps(begun)
+        self._packed().session.observers.append(begun)
 
     def count_skipped_step(self) -> None:
         """Count an optimizer step of packed batches whose update was skipped, for an overflow.
@@ -460,7 +460,8 @@ class Replay(ReplayBase):
         For simulators in the training ranks: step them while it is False, and sample once it is True.
         """
         self._check_reads()
-        answer = self._questions.ask(self._loader.next_key)
+        held = self._rollouts is not None and self._rollouts.holds_batch  # the same on every rank
+        answer = held or self._questions.ask(self._loader.next_key)
         self._warn()
         return answer
 
@@ -489,7 +490,8 @@ class Replay(ReplayBase):
             raise ConfigError(f"table {target.spec.name}", rule, None, remedy)
         refuse_read_only(target)
         stream = self._parts.streams[target.spec.name][TRAIN]
-        missing = self._questions.missing(stream, self._loader.next_key)
+        held = self._rollouts is not None and self._rollouts.holds_batch
+        missing = 0 if held else self._questions.missing(stream, self._loader.next_key)
         self._warn()
         return missing
 
@@ -505,7 +507,11 @@ class Replay(ReplayBase):
         self._check_open()
         arguments.function("action", action)
         status = self._parts.barrier
-        return action() if status is None else status.agree(action, self._loader.take_digest)
+        if status is None:
+            return action()
+        if self._windows is None:
+            return status.agree(action)
+        return status.agree(action, self._windows.take_digest)
 
     def _begin_pass(self, split: str) -> Iterator[Batch]:
         self._refuse_splits()
@@ -746,5 +752,5 @@ class Replay(ReplayBase):
         """Drop references to the stores: their memory is freed unless the program holds a part of it."""
         self.__dict__.pop("_all_priorities", None)
         self.tables, self._warnings = {}, []
-        self._rollouts = None
+        self._windows = self._rollouts = None
         del self._parts, self._access, self._passes, self._loader, self._questions

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -12,47 +11,17 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.advantages import group_advantages
 from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.config.pack_options import RolloutConfig
-from deepspeed_gear.errors import ConfigError, FieldError, ShapeError, StoreError
-from deepspeed_gear.ops import Ops
+from deepspeed_gear.errors import ConfigError, FieldError, ShapeError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.public_names import public_names
+from deepspeed_gear.replay.record_stream import RecordStream
 from deepspeed_gear.replay.rollout_data import RolloutData
-from deepspeed_gear.replay.train_step import (
-    PackSequence,
-    StepHooks,
-    Sum,
-    TrainStep,
-    check_filled,
-    forward_packs,
-)
+from deepspeed_gear.replay.rollout_nodes import BatchRows
+from deepspeed_gear.replay.rollout_session import RolloutSession
+from deepspeed_gear.replay.train_step import RolloutProgress, TrainStep, check_filled, forward_packs
 
 EPSILON = 1e-8
 INTERNAL = frozenset({"abandon", "step"})  # used by other modules of this package, and by no program
-
-
-@dataclass(frozen=True)
-class RolloutHooks:
-    """What a rollout batch calls.
-
-    Args:
-        divisor: Returns what the framework divides the sum of all ranks' gradients by.
-        agree: Passes the batch barrier of the ranks after an action: an error of one rank is raised on all.
-        sum_: Returns the sum of a tensor over all ranks. Collective.
-        fetch: Called by all ranks before packs are gathered, so that the rows are on their nodes.
-        compare: Raises on all ranks unless every rank gives an equal value, which it names first. Collective.
-        begun, ended: Called before and after the micro batches of each step; an error of the first is raised
-            on all ranks.
-        finished: Called once, when the rollout batch was consumed.
-    """
-
-    divisor: Callable[[], float]
-    agree: Callable[[Callable[[], None]], None]
-    sum_: Sum
-    begun: Callable[[TrainStep], None]
-    ended: Callable[[TrainStep], None]
-    finished: Callable[[], None]
-    fetch: Callable[[PackSequence], None] = lambda packs: None
-    compare: Callable[[str, object], None] = lambda what, value: None
 
 
 class Rollout:
@@ -62,10 +31,10 @@ class Rollout:
         data: Its trajectories.
         size: Minibatches and epochs.
         keys: Seed and 32-bit stream key of the shuffled orders.
-        number: Of the rollout batch.
-        ops: Of the host.
-        hooks: What it calls.
-        first_step: Steps that were trained before, in a run that is resumed.
+        session: Of the ranks.
+        records: The stream that it was taken from.
+        rows: Its rows on this node.
+        steps_done: Steps that were trained before, in a run that is resumed.
     """
 
     def __init__(
@@ -73,14 +42,13 @@ class Rollout:
         data: RolloutData,
         size: RolloutConfig,
         keys: tuple[int, int],
-        number: int,
-        ops: Ops,
-        hooks: RolloutHooks,
-        first_step: int = 0,
+        session: RolloutSession,
+        records: RecordStream,
+        rows: BatchRows,
+        steps_done: int = 0,
     ) -> None:
-        self._data, self._size, self._keys, self._ops, self._hooks = data, size, keys, ops, hooks
-        self.number, self.steps_done = number, first_step
-        self._is_closed = False
+        self._data, self._size, self._keys, self._session, self._rows = data, size, keys, session, rows
+        self._progress = RolloutProgress(data.number, len(self), steps_done, records)
 
     def __repr__(self) -> str:
         return (
@@ -93,6 +61,16 @@ class Rollout:
         return public_names(super().__dir__(), INTERNAL)
 
     # ---- contents --------------------------------------------------------------------------------
+
+    @property
+    def number(self) -> int:
+        """Its number among the rollout batches of the run."""
+        return self._progress.number
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps that are done."""
+        return self._progress.steps_done
 
     @property
     def num_items(self) -> int:
@@ -131,7 +109,7 @@ class Rollout:
             DataError: It is late, and a trajectory does not have it yet.
             StoreError: The rollout batch has ended.
         """
-        self._check_open()
+        self._progress.check_open()
         if self._data.is_spread:
             self._agree_on(name)
         return torch.from_numpy(self._data.values(name))
@@ -143,8 +121,8 @@ class Rollout:
             for name in names:
                 self._data.check_values(name)
 
-        self._hooks.agree(check)
-        self._hooks.compare("the columns of a rollout batch that are read", names)
+        self._session.agree(check)
+        self._session.compare("the columns of a rollout batch that are read", names)
 
     # ---- columns of this rollout batch -------------------------------------------------------------
 
@@ -164,7 +142,7 @@ class Rollout:
             StoreError: A micro batch was not filled.
             PeerError: Another rank failed.
         """
-        self._check_open()
+        self._progress.check_open()
         missing = [name for name in names if name not in self._data.columns]
 
         def check() -> None:
@@ -174,8 +152,8 @@ class Rollout:
                 self._check_room(arguments.count("tokens", tokens))
 
         if self._data.is_spread:  # rows move between nodes: after it no rank reads those of another batch
-            self._hooks.agree(check)
-            self._hooks.compare("rollout.forward: columns and tokens", (missing, tokens))
+            self._session.agree(check)
+            self._session.compare("rollout.forward: columns and tokens", (missing, tokens))
         else:
             check()
         if not missing:
@@ -192,16 +170,15 @@ class Rollout:
                 filled[name].add(number)
 
         count = 0
-        hooks = self._hooks
-        for micro in forward_packs(self._data, tokens, hooks.divisor(), fill, self._ops, hooks.fetch):
+        for micro in forward_packs(self._data, tokens, self._session.divisor, fill, self._rows):
             count += 1
             yield micro
-            self._check_open()  # the loop may be resumed after the batch has ended
-        self._hooks.agree(lambda: check_filled(filled, count))
+            self._progress.check_open()  # the loop may be resumed after the batch has ended
+        self._session.agree(lambda: check_filled(filled, count))
         for name, values in made.items():
             if self._data.settings.place.tensor_rank != 0:
                 values.zero_()
-            self._data.columns[name] = self._hooks.sum_(values)
+            self._data.columns[name] = self._session.sum(values)
 
     def _check_room(self, tokens: int) -> None:
         """Raise unless micro batches of so many steps hold every trajectory.
@@ -226,7 +203,7 @@ class Rollout:
             FieldError: A field of the config has the name.
             ShapeError: Another shape.
         """
-        self._check_open()
+        self._progress.check_open()
         array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
         if array.shape not in ((self.num_trajectories,), (self.num_tokens,)):
             rule = f"must have shape [{self.num_trajectories}] or [{self.num_tokens}]"
@@ -277,7 +254,7 @@ class Rollout:
             DataError: A column, or that of the loss mask, is late, and a trajectory does not have it yet.
             PeerError: Another rank failed.
         """
-        self._check_open()
+        self._progress.check_open()
         data, found = self._data, np.zeros(0)
         member = data.settings.member if member is None else member
         named = tuple(column for column in (group, member, reward) if column is not None)
@@ -302,9 +279,9 @@ class Rollout:
 
         if data.is_spread:  # reading is collective: no rank must do so alone
             self._agree_on(*named)
-            self._hooks.compare("rollout.advantages: count_masked", count_masked)
+            self._session.compare("rollout.advantages: count_masked", count_masked)
             read()
-        self._hooks.agree(compute)
+        self._session.agree(compute)
         return torch.from_numpy(found)
 
     def whiten(self, name: str, over: str = "token") -> None:
@@ -318,7 +295,7 @@ class Rollout:
             FieldError: There is no such column.
             ConfigError: `over` is another word.
         """
-        self._check_open()
+        self._progress.check_open()
         if over not in ("token", "sequence"):
             raise ConfigError("over", "must be token or sequence", over)
         values = self.column(name).double().numpy()
@@ -348,13 +325,13 @@ class Rollout:
         Raises:
             StoreError: The rollout batch has ended.
         """
-        self._check_open()
+        self._progress.check_open()
         try:
             while self.steps_done < len(self):
                 step = self.step(self.steps_done)
                 yield step
                 if self.steps_done == step.number:  # skipped, or not all of its micro batches were used
-                    self.steps_done += 1
+                    self._progress.steps_done += 1
         finally:  # also of a loop that is left
             self.close()
 
@@ -364,30 +341,12 @@ class Rollout:
         Raises:
             StoreError: The rollout batch has ended.
         """
-
-        def begin(step: TrainStep) -> None:
-            self._check_open()
-            self._hooks.begun(step)
-
-        def begun(step: TrainStep) -> None:
-            self._hooks.agree(lambda: begin(step))
-            if self._data.is_spread:
-                self._hooks.compare(f"the train step of rollout batch {self.number}", step.number)
-            self._hooks.fetch(step.packs)
-
-        def ended(step: TrainStep) -> None:
-            self.steps_done = step.number + 1
-            self._hooks.ended(step)
-            if self.steps_done == len(self):  # a save in the body of the last step resumes after the batch
-                self.close()
-
-        self._check_open()
+        self._progress.check_open()
         items = self._items_of(number)
         chosen = np.zeros(self.num_items, bool)
         chosen[items] = True
         index = np.nonzero(chosen[self._data.item])[0]
-        hooks = StepHooks(self._hooks.divisor, self._hooks.sum_, begun, self._check_open, ended)
-        return TrainStep(self._data, index, number, self._ops, hooks)
+        return TrainStep(self._data, index, number, self._progress, self._session, self._rows)
 
     def _items_of(self, number: int) -> np.ndarray:
         """Return the items of a step: a part of its epoch's order."""
@@ -397,7 +356,7 @@ class Rollout:
         if self._size.shuffle and count:
             seed, key = self._keys
             turn = self.number * self._size.epochs + epoch
-            self._ops.permute_(order, seed, key, turn, 0, count)
+            self._data.ops.permute_(order, seed, key, turn, 0, count)
         if self._size.partial == "drop":
             size = count // parts
             return order[minibatch * size : (minibatch + 1) * size].numpy()
@@ -406,17 +365,8 @@ class Rollout:
 
     def close(self) -> None:
         """End the batch: its rows may be evicted, and the next one is selected next. Safe to call twice."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._hooks.finished()
+        self._progress.close()
 
     def abandon(self) -> None:
         """End the batch without consuming it, as where another position was loaded."""
-        self._is_closed = True
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            rule = "must not be used after its loop has ended, or the next one was requested"
-            raise StoreError(
-                f"rollout batch {self.number}", rule, None, "use its steps inside the loop over it"
-            )
+        self._progress.abandon()

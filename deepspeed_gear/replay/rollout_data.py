@@ -22,6 +22,7 @@ from deepspeed_gear.errors import ConfigError, DataError, FieldError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.gather_spec import GatherSpec, lower
 from deepspeed_gear.ops.records import Resolution, Source
+from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.records import SlotRetention
 from deepspeed_gear.store.table import Table
@@ -211,8 +212,8 @@ class RolloutData:
         parts: By table.
         settings: How packs are made.
         ops: Of the host.
-        waited: Takes the seconds in which a pack was gathered, or other ranks were waited for.
         number: Of the rollout batch.
+        metrics: Counts and times; None: its own.
     """
 
     def __init__(
@@ -220,10 +221,11 @@ class RolloutData:
         parts: Sequence[TablePart],
         settings: PackSettings,
         ops: Ops,
-        waited: Callable[[float], None] = lambda seconds: None,
         number: int = 0,
+        metrics: Metrics | None = None,
     ) -> None:
-        self.settings, self._ops, self.waited, self.number = settings, ops, waited, number
+        self.settings, self.ops, self.number = settings, ops, number
+        self.metrics = Metrics() if metrics is None else metrics
         most = room(settings.pack)
         self.parts = [replace(part, records=_clipped(part.records, most)) for part in parts]
         self.records = torch.cat([part.reported() for part in self.parts])
@@ -263,7 +265,7 @@ class RolloutData:
                 part.check_filled(column.name)
         if settings.flags is not None:
             offset, name = int(settings.predicts), settings.flags
-            return np.concatenate([part.flags(self._ops, name, offset) for part in self.parts])
+            return np.concatenate([part.flags(self.ops, name, offset) for part in self.parts])
         mask = np.ones(self.num_tokens, bool)
         if settings.predicts:
             mask[self.starts + self.lengths - 1] = False
@@ -389,7 +391,7 @@ class RolloutData:
             settings.token,
             device,
         )
-        self.waited(time.perf_counter() - begin)
+        self.metrics.gathered(time.perf_counter() - begin)
         return micro
 
     def _gather(
@@ -465,7 +467,7 @@ class RolloutData:
             none = [torch.empty(0)] * len(names)
             spec, pads = lower([GatherSpec(Source.STEPS)] * len(names)), [0.0] * len(names)
             places = torch.from_numpy(shape.starts)
-            self._ops.pack_(outs, buffers, none, none, records, places, spec, pads, shape.first, rows)
+            self.ops.pack_(outs, buffers, none, none, records, places, spec, pads, shape.first, rows)
         return dict(zip(names, outs, strict=True))
 
     # ---- columns of this rollout batch -------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -13,12 +13,11 @@ from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.node_exchange import SpreadTrajectories
+from deepspeed_gear.replay.pack_sequence import PackSequence
 from deepspeed_gear.replay.rollout_data import NodePart, RolloutData, TablePart
+from deepspeed_gear.replay.rollout_session import RolloutSession
 from deepspeed_gear.replay.selection_queue import Records
-from deepspeed_gear.replay.train_step import PackSequence
 from deepspeed_gear.store.table import Table
-
-Agree = Callable[[Callable[[], None]], None]
 
 
 class RolloutNodes:
@@ -31,11 +30,6 @@ class RolloutNodes:
     def __init__(self, parts: ReplayParts) -> None:
         self._plan = parts.plan
         self._tables = [parts.exchange.trajectories.get(name) for name in parts.plan.config.sampled_tables]
-
-    @property
-    def spread(self) -> bool:
-        """Whether several nodes hold a table together."""
-        return any(self._tables)
 
     def part(self, table: Table, gatherer: PackGatherer, records: Records) -> TablePart:
         """Return the trajectories of a rollout batch that come from one table."""
@@ -53,14 +47,9 @@ class RolloutNodes:
         flat = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
         return self._plan.exchange.sum(flat).numpy().view(values.dtype).reshape(values.shape)
 
-    def batch(self, data: RolloutData, agree: Agree) -> BatchRows:
-        """Return the rows of a rollout batch, whose packs are gathered after `fetch`.
-
-        Args:
-            data: The rollout batch.
-            agree: Passes the batch barrier of the ranks after an action.
-        """
-        return BatchRows(data, self._tables, agree)
+    def batch(self, data: RolloutData, session: RolloutSession) -> BatchRows:
+        """Return the rows of a rollout batch, whose packs are gathered after `fetch`."""
+        return BatchRows(data, self._tables, session)
 
 
 class BatchRows:
@@ -69,11 +58,13 @@ class BatchRows:
     Args:
         data: The rollout batch.
         tables: Of each sampled table how nodes exchange its trajectories; None: each holds them all.
-        agree: Passes the batch barrier of the ranks after an action.
+        session: Of the ranks.
     """
 
-    def __init__(self, data: RolloutData, tables: Sequence[SpreadTrajectories | None], agree: Agree) -> None:
-        self._data, self._tables, self._agree = data, tables, agree
+    def __init__(
+        self, data: RolloutData, tables: Sequence[SpreadTrajectories | None], session: RolloutSession
+    ) -> None:
+        self._data, self._tables, self._session = data, tables, session
         self._places = {
             number: _places(part, spread)
             for number, (part, spread) in enumerate(zip(data.parts, tables, strict=True))
@@ -102,7 +93,7 @@ class BatchRows:
                 if sender is not None:
                     sender.send(moves)
 
-        self._agree(exchange)
+        self._session.agree(exchange)
         for number, moves in found.items():  # after an exchange that failed, the next one moves them all
             self._places[number].moved(moves)
             room, (row, slot) = self._spread(number).room, self._data.parts[number].table.first_arrival

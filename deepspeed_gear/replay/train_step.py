@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -12,99 +11,59 @@ import torch
 
 from deepspeed_gear.batching.loss_weights import loss_weights
 from deepspeed_gear.batching.micro_batch import MicroBatch
-from deepspeed_gear.batching.packing_plan import PackBudget, PackingPlan, plan_packs
 from deepspeed_gear.errors import PeerError, ShapeError, StoreError
-from deepspeed_gear.ops import Ops
 from deepspeed_gear.public_names import public_names
+from deepspeed_gear.replay.pack_sequence import PackSequence
+from deepspeed_gear.replay.record_stream import RecordStream
 from deepspeed_gear.replay.rollout_data import RolloutData
+from deepspeed_gear.replay.rollout_nodes import BatchRows
+from deepspeed_gear.replay.rollout_session import RolloutSession
 
-Sum = Callable[[torch.Tensor], torch.Tensor]
 NumberedFill = Callable[[int, MicroBatch, Mapping[str, torch.Tensor]], None]
 INTERNAL = frozenset({"name", "packs"})  # used by other modules of this package, and by no program
 
 
-class PackSequence:
-    """The packs of some trajectories of a rollout batch on this rank: the same number on every rank.
+class RolloutProgress:
+    """How far a rollout batch is trained. It ends with its last step, or where the loop over them is left.
 
     Args:
-        data: The rollout batch.
-        index: The trajectories. [n], int64.
-        budget: Of a pack.
-        ops: Of the host.
+        number: Of the rollout batch.
+        num_steps: Of the whole batch.
+        steps_done: Steps that were trained before, in a run that is resumed.
+        records: The stream that the batch was taken from.
     """
 
-    def __init__(self, data: RolloutData, index: np.ndarray, budget: PackBudget, ops: Ops) -> None:
-        settings = data.settings
-        self._data, self.index, self._budget = data, index, budget
-        lengths = np.ascontiguousarray(data.lengths[index])
-        plan = plan_packs(torch.from_numpy(lengths), budget, settings.width, ops)
-        self.plan: PackingPlan = plan
-        per_rank = settings.width // settings.place.data_world
-        #: The replica that trains each of the trajectories. [n], int64.
-        self.replica: np.ndarray = plan.rank.numpy() // per_rank
-        ranks = range(settings.place.data_rank * per_rank, (settings.place.data_rank + 1) * per_rank)
-        rows = self._rows(lengths)
-        packs = [plan.packs(rank) for rank in ranks]
-        #: The trajectories of each of this rank's packs, and N of each.
-        self.packs = [index[own[micro].numpy()] for micro in range(plan.num_micro) for own in packs]
-        self.rows: list[int] = rows[:, ranks.start : ranks.stop].reshape(-1).tolist()
+    def __init__(self, number: int, num_steps: int, steps_done: int, records: RecordStream) -> None:
+        self.number, self.num_steps, self.steps_done = number, num_steps, steps_done
+        self._records, self._is_closed = records, False
 
-    def _rows(self, lengths: np.ndarray) -> np.ndarray:
-        """Return N of every rank's packs, padding included. [K, width], int64.
+    def check_open(self) -> None:
+        """Raise if the batch has ended.
 
-        Args:
-            lengths: Of the trajectories. [n], int64.
+        Raises:
+            StoreError: It has.
         """
-        plan, pad = self.plan, self._data.settings.pack.pad
-        if pad.to == "budget":
-            return np.full((plan.num_micro, plan.width), self._budget.tokens)
-        pack = (plan.micro * plan.width + plan.rank).numpy()
-        tokens = np.bincount(pack, lengths, plan.num_micro * plan.width).astype(np.int64)  # exact: below 2^53
-        rows = np.maximum(-(-tokens // pad.multiple), 1) * pad.multiple  # without trajectories the least
-        rows = rows.reshape(plan.num_micro, plan.width)
-        if pad.to == "step":
-            rows = np.broadcast_to(rows.max(axis=1, keepdims=True), rows.shape)
-        return np.asarray(rows)
+        if self._is_closed:
+            rule = "must not be used after its loop has ended, or the next one was requested"
+            raise StoreError(
+                f"rollout batch {self.number}", rule, None, "use its steps inside the loop over it"
+            )
 
-    def __len__(self) -> int:
-        return len(self.packs)
+    def finish(self, step: int) -> None:
+        """Count a step as trained; a save in the body of the last one resumes after the batch."""
+        self.steps_done = step + 1
+        if self.steps_done == self.num_steps:
+            self.close()
 
-    @property
-    def imbalance(self) -> float:
-        """Cost of the slowest rank in each micro step, summed, / the mean over ranks, minus 1."""
-        lengths = self._data.lengths[self.index].astype(np.float64)
-        costs = self._budget.linear * lengths + self._budget.quadratic * lengths * lengths
-        total, plan = costs.sum(), self.plan
-        bins, replicas = (plan.micro * plan.width + plan.rank).numpy(), self._data.settings.place.data_world
-        of_pack = np.bincount(bins, costs, plan.num_micro * plan.width)
-        # With a plan for more ranks, a rank trains several packs of it, one after the other.
-        slowest = of_pack.reshape(plan.num_micro, replicas, -1).max(axis=1).sum()
-        return float(slowest * replicas / total - 1) if total else 0.0
+    def close(self) -> None:
+        """End the batch: its rows may be evicted, and the next one is selected next. Safe to call twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._records.consume()
 
-    @property
-    def fill_fraction(self) -> float:
-        """Part of this rank's places that hold a trajectory's step."""
-        tokens = sum(int(self._data.lengths[pack].sum()) for pack in self.packs)
-        return tokens / max(sum(self.rows), 1)
-
-
-@dataclass(frozen=True)
-class StepHooks:
-    """What a train step calls.
-
-    Args:
-        divisor: Returns what the framework divides the sum of all ranks' gradients by.
-        sum_: Returns the sum of a tensor over all ranks. Collective.
-        begun: Called before the first micro batch.
-        check: Called before each of the others; raises if the rollout batch has ended.
-        ended: Called after the last micro batch was used.
-    """
-
-    divisor: Callable[[], float]
-    sum_: Sum
-    begun: Callable[[TrainStep], None]
-    check: Callable[[], None]
-    ended: Callable[[TrainStep], None]
+    def abandon(self) -> None:
+        """End the batch without consuming it, as where another position was loaded."""
+        self._is_closed = True
 
 
 class TrainStep:
@@ -114,14 +73,23 @@ class TrainStep:
         data: The rollout batch.
         index: The step's trajectories. [n], int64.
         number: Of the step in its rollout batch.
-        ops: Of the host.
-        hooks: What it calls.
+        progress: Of the rollout batch.
+        session: Of the ranks.
+        rows: Of the rollout batch, on this node.
     """
 
-    def __init__(self, data: RolloutData, index: np.ndarray, number: int, ops: Ops, hooks: StepHooks) -> None:
-        self._data, self._hooks = data, hooks
+    def __init__(
+        self,
+        data: RolloutData,
+        index: np.ndarray,
+        number: int,
+        progress: RolloutProgress,
+        session: RolloutSession,
+        rows: BatchRows,
+    ) -> None:
+        self._data, self._progress, self._session, self._rows = data, progress, session, rows
         self.number, self.index = number, index
-        self.packs = PackSequence(data, index, data.settings.budget(), ops)
+        self.packs = PackSequence(data, index, data.settings.budget())
         loss, counts = data.settings.loss, data.counts[index]
         #: Loss tokens of the step, all ranks together.
         self.loss_tokens = int(counts.sum())
@@ -170,14 +138,25 @@ class TrainStep:
         if self._is_used:
             raise StoreError(self.name, "must be iterated once", None, "take the next step")
         self._is_used = True
-        begin = time.perf_counter()
-        self._hooks.begun(self)
-        self._data.waited(time.perf_counter() - begin)
-        divisor = self._hooks.divisor()
-        for index, rows in zip(self.packs.packs, self.packs.rows, strict=True):
-            yield self._data.pack(index, rows, self._weights, self.loss_tokens, divisor)
-            self._hooks.check()  # the loop may be resumed after the batch has ended
-        self._hooks.ended(self)
+        begin, data, packs = time.perf_counter(), self._data, self.packs
+        self._session.agree(self._begin)
+        if data.is_spread:
+            self._session.compare(f"the train step of rollout batch {data.number}", self.number)
+        self._rows.fetch(packs)
+        data.metrics.gathered(time.perf_counter() - begin)
+        divisor = self._session.divisor
+        for index, rows in zip(packs.packs, packs.rows, strict=True):
+            yield data.pack(index, rows, self._weights, self.loss_tokens, divisor)
+            self._progress.check_open()  # the loop may be resumed after the batch has ended
+        data.metrics.trained.add(
+            self.num_trajectories, self.num_tokens, len(packs), packs.fill_fraction, packs.imbalance
+        )
+        self._progress.finish(self.number)
+
+    def _begin(self) -> None:
+        self._progress.check_open()
+        for begun in self._session.observers:
+            begun(self)
 
     def mean(self, **values: Sequence[torch.Tensor]) -> dict[str, float]:
         """Return means over the step as its loss is normalised, of all ranks.
@@ -201,13 +180,13 @@ class TrainStep:
             # Together, so that a device is waited for once.
             stacked = torch.stack([value.to(every[0].device, torch.float64) for value in every])
             sums[:-1] = stacked.cpu().view(len(values), len(self)).sum(1)
-        *total, faults = self._hooks.sum_(sums).tolist()
+        *total, faults = self._session.sum(sums).tolist()
         if fault is not None:
             raise fault
         if faults:
             rule = f"must have a number for each of the {len(self)} micro batches"
             raise PeerError(f"{self.name}: {', '.join(values)}", rule, f"other numbers on {faults:.0f} ranks")
-        return {name: value / self._hooks.divisor() for name, value in zip(values, total, strict=True)}
+        return {name: value / self._session.divisor for name, value in zip(values, total, strict=True)}
 
     def _fault_of(self, values: Mapping[str, Sequence[torch.Tensor]]) -> ShapeError | None:
         """Return the error of values that are not one number for each micro batch."""
@@ -224,8 +203,7 @@ def forward_packs(
     tokens: int | None,
     divisor: float,
     fill: NumberedFill,
-    ops: Ops,
-    fetch: Callable[[PackSequence], None],
+    rows: BatchRows,
 ) -> Iterator[MicroBatch]:
     """Yield this rank's micro batches of the whole rollout batch, for values that are computed once.
 
@@ -234,16 +212,15 @@ def forward_packs(
         tokens: Of a micro batch; None: `gear.pack.tokens`.
         divisor: As in training.
         fill: Takes the number of a micro batch, and what it is filled with.
-        ops: Of the host.
-        fetch: Called before the first one, so that the rows of this rank's packs are on its node.
+        rows: Of the rollout batch, on this node.
     """
     index = np.arange(len(data.lengths))
-    packs = PackSequence(data, index, data.settings.budget(tokens), ops)
-    fetch(packs)
+    packs = PackSequence(data, index, data.settings.budget(tokens))
+    rows.fetch(packs)
     loss = data.settings.loss
     weights = loss_weights(loss, data.counts, data.sequence, data.item)
-    for number, (chosen, rows) in enumerate(zip(packs.packs, packs.rows, strict=True)):
-        yield data.pack(chosen, rows, weights, int(data.counts.sum()), divisor, partial(fill, number))
+    for number, (chosen, most) in enumerate(zip(packs.packs, packs.rows, strict=True)):
+        yield data.pack(chosen, most, weights, int(data.counts.sum()), divisor, partial(fill, number))
 
 
 def check_filled(filled: Mapping[str, Set[int]], count: int) -> None:

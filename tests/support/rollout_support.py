@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from gear_support import prefix
 
 from deepspeed_gear import Replay
 from deepspeed_gear.distributed.topology import RankCoordinates
-from deepspeed_gear.replay.rollout import Rollout, RolloutHooks
+from deepspeed_gear.replay.record_stream import RecordStream
+from deepspeed_gear.replay.rollout import Rollout
 from deepspeed_gear.replay.rollout_data import RolloutData
+from deepspeed_gear.replay.rollout_nodes import BatchRows
+from deepspeed_gear.replay.rollout_session import RolloutSession, StepObserver
 
 COLUMNS = {
     "tokens": {"dtype": "int32", "role": "token"},
@@ -62,21 +66,51 @@ def filled(config: Mapping[str, Any], count: int = COUNT) -> tuple[Replay, dict[
     return replay, {replay.add(response): response for response in responses(count)}
 
 
+class OneRank(RolloutSession):
+    """A session whose collectives are of one rank.
+
+    Args:
+        divisor: As of the ranks together.
+    """
+
+    def __init__(self, divisor: float) -> None:
+        self._divisor = lambda: divisor
+        self.observers: list[StepObserver] = []
+
+    def agree(self, action: Callable[[], None]) -> None:
+        action()
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def compare(self, what: str, value: object) -> None:
+        del what, value
+
+
+class NothingConsumed(RecordStream):
+    """The stream of a rollout batch that another one consumes."""
+
+    def __init__(self) -> None:
+        pass
+
+    def consume(self) -> None:
+        pass
+
+
 def seen_by(rollout: Rollout, place: RankCoordinates) -> Rollout:
     """Return a rollout batch as the rank with other coordinates sees it, without collectives."""
     data = rollout._data
-    there = RolloutData(data.parts, replace(data.settings, place=place), rollout._ops)
+    there = RolloutData(data.parts, replace(data.settings, place=place), data.ops, data.number)
     there.columns = dict(data.columns)
-    divisor = float(place.data_world)
-    hooks = RolloutHooks(
-        divisor=lambda: divisor,
-        agree=lambda action: action(),
-        sum_=lambda tensor: tensor,
-        begun=lambda step: None,
-        ended=lambda step: None,
-        finished=lambda: None,
+    session = OneRank(float(place.data_world))
+    return Rollout(
+        there,
+        rollout._size,
+        rollout._keys,
+        session,
+        NothingConsumed(),
+        BatchRows(there, [None] * len(there.parts), session),
     )
-    return Rollout(there, rollout._size, rollout._keys, rollout.number, rollout._ops, hooks)
 
 
 def ranks_of(world: int, sequence: int = 1) -> list[RankCoordinates]:

@@ -40,7 +40,7 @@ class Nodes:
     def data(self, shard: int) -> RolloutData:
         own, [part] = np.nonzero(self._shard == shard)[0], self._whole.parts
         nodes = NodePart(self._origins, own, self._send if shard == 0 else self._add)
-        return RolloutData([replace(part, nodes=nodes)], self._whole.settings, self._whole._ops)
+        return RolloutData([replace(part, nodes=nodes)], self._whole.settings, self._whole.ops)
 
     def _send(self, values: np.ndarray) -> np.ndarray:
         self._sent.append(np.ascontiguousarray(values).view(np.uint8).copy())
@@ -100,11 +100,13 @@ def test_records_are_reported_by_the_shard_that_holds_them(replay: Replay) -> No
     assert nodes.data(0).records[:, Resolution.SLOT].tolist() == nodes._origins.tolist()
 
 
-def test_ranks_compare_what_they_read_and_which_step_they_train(replay: Replay) -> None:
+def test_ranks_compare_what_they_read_and_which_step_they_train(
+    replay: Replay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over nodes each call is collective: ranks that differ would exchange rows of unlike things."""
     rollout, compared = replay.rollout(), []
     rollout._data.is_spread = True
-    rollout._hooks = replace(rollout._hooks, compare=lambda what, value: compared.append((what, value)))
+    monkeypatch.setattr(rollout._session, "compare", lambda what, value: compared.append((what, value)))
     rollout.values("reward")
     next(iter(rollout.step(1)))
     next(rollout.forward("old_logp", tokens=256))
@@ -144,7 +146,8 @@ def test_an_exchange_that_fails_is_made_again() -> None:
         of_table=lambda number, index: index,
         place=lambda number, which, row, slot: placed.append(which.tolist()),
     )
-    rows = BatchRows(data, [spread], agree)
+    session: Any = SimpleNamespace(agree=agree)
+    rows = BatchRows(data, [spread], session)
     packs: Any = SimpleNamespace(index=np.array([0, 1]), replica=np.array([1, 0]))  # each needs the other's
     with pytest.raises(PeerError):
         rows.fetch(packs)
