@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 from process_support import environment
+from warm_python import run_warm
 
 PROGRAM = Path(__file__).parent / "programs" / "soak.py"
 SECONDS = 120.0 if os.environ.get("GEAR_LONG_TESTS") else 8.0
@@ -18,8 +17,8 @@ def test_random_kills_while_saves_are_loaded() -> None:
     """The long form is a command of CONTRIBUTING.md."""
     program = PROGRAM.with_name("soak_kills.py")
     minutes = "2" if os.environ.get("GEAR_LONG_TESTS") else "0.1"
-    command = [sys.executable, str(program), "--minutes", minutes, "--seed", "7"]
-    found = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
+    command = [str(program), "--minutes", minutes, "--seed", "7"]
+    found = run_warm(*command, env=environment(), timeout_s=280)
     assert found.returncode == 0, found.stdout + found.stderr[-3000:]
     result = json.loads(found.stdout.splitlines()[-1])
     assert result["failures"] == result["left_in_shm"] == []
@@ -28,9 +27,9 @@ def test_random_kills_while_saves_are_loaded() -> None:
 
 def test_a_run_that_goes_on_does_not_grow() -> None:
     mark = str(os.getpid())
-    command = [sys.executable, str(PROGRAM), "--seconds", str(SECONDS)]
+    command = [str(PROGRAM), "--seconds", str(SECONDS)]
     surroundings = {**os.environ, "GEAR_SOAK": mark}
-    found = subprocess.run(command, env=surroundings, capture_output=True, text=True, timeout=280)
+    found = run_warm(*command, env=surroundings, timeout_s=280)
     assert found.returncode == 0, found.stdout + found.stderr[-3000:]
     result = json.loads(found.stdout.splitlines()[-1])
     assert result["wrong"] == 0

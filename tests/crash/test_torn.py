@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_python import run_warm
 
 PROGRAM = Path(__file__).parent / "programs" / "torn.py"
 LONG_CASES = [("fifo", False)] if os.environ.get("GEAR_LONG_TESTS") else []
@@ -18,9 +17,9 @@ SECONDS = 60.0 if os.environ.get("GEAR_LONG_TESTS") else 4.0
 def test_stopped_writers_end_nothing() -> None:
     mark, stops = str(os.getpid()), 100 if os.environ.get("GEAR_LONG_TESTS") else 4
     seconds = stops * 2.6  # 1 s of work and up to 3 s of standing still, 1.5 s in the mean
-    command = [sys.executable, str(PROGRAM), "--seconds", str(seconds), "--stop", str(stops)]
+    command = [str(PROGRAM), "--seconds", str(seconds), "--stop", str(stops)]
     environment = {**os.environ, "GEAR_TORN": mark, "GEAR_TORN_TIMEOUT": "6"}
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    found = run_warm(*command, env=environment, timeout_s=600)
     assert found.returncode == 0, found.stdout + found.stderr[-3000:]
     result = json.loads(found.stdout.splitlines()[-1])
     assert result["wrong"] == result["lost_rows"] == result["used_slots"] == 0
@@ -31,10 +30,10 @@ def test_stopped_writers_end_nothing() -> None:
 @pytest.mark.parametrize(("remove", "kill"), [("fifo", True), ("uniform", True), *LONG_CASES])
 def test_no_batch_is_torn(remove: str, kill: bool) -> None:
     mark = str(os.getpid())
-    command = [sys.executable, str(PROGRAM), "--seconds", str(SECONDS), "--least-added", "1200"]
+    command = [str(PROGRAM), "--seconds", str(SECONDS), "--least-added", "1200"]
     command += ["--kill"] if kill else []
     environment = {**os.environ, "GEAR_TORN": mark, "GEAR_TORN_REMOVE": remove}
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    found = run_warm(*command, env=environment, timeout_s=280)
     assert found.returncode == 0, found.stdout + found.stderr[-3000:]
     result = json.loads(found.stdout.splitlines()[-1])
     assert result["wrong"] == result["lost_rows"] == result["used_slots"] == 0

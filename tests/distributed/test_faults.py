@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from gear_support import SHM, lengths_of, shared_files, wait_until, write_dataset
 from process_support import Ranks, environment, in_child, kill, launcher, reapers, run_ranks
+from warm_python import WarmProcess
 
 from deepspeed_gear import Replay, TrajectoryWriter
 from deepspeed_gear.errors import StoreError
@@ -69,9 +70,8 @@ class Run:
         command = launcher("faults_train.py", self.num_ranks, str(folder))
         self._port = command[command.index("--master_port") + 1]
         self._log = (folder / "log").open("w")
-        self.process = subprocess.Popen(
-            command, env=environment(), stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        both = subprocess.STDOUT
+        self.process = WarmProcess(command, environment(), self._log, both, start_new_session=True)
 
     @property
     def output(self) -> str:

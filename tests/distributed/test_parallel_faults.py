@@ -15,6 +15,7 @@ import pytest
 from gear_support import SHM, config_of, shared_files, wait_until
 from parallel_support import ENDS, FIELDS, MODES
 from process_support import environment, launcher
+from warm_python import WarmProcess
 
 TIMEOUT_S = 8.0
 LONG = pytest.mark.skipif(os.environ.get("GEAR_LONG_TESTS") != "1", reason="long: GEAR_LONG_TESTS=1")
@@ -102,9 +103,7 @@ def test_a_rank_that_dies_or_stands_still(
     command = launcher("parallel_faults.py", ranks, json.dumps(wanted))
     port = command[command.index("--master_port") + 1]
     with (tmp_path / "log").open("w") as log:
-        run = subprocess.Popen(
-            command, env=environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        run = WarmProcess(command, environment(), log, subprocess.STDOUT, start_new_session=True)
     try:
         wait_until(lambda: all((tmp_path / f"{rank}.json").exists() for rank in others), "the errors", 120)
         for found in results(tmp_path, others):

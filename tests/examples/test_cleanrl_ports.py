@@ -7,14 +7,13 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from cleanrl_ports import MOST_LINES, PAGE, PORT, PROGRAMS, num_changed, port
 from gear_support import ROOT
 from process_support import environment
+from warm_python import run_warm
 
 pytest.importorskip("gymnasium", reason="the programs act in its environments")
 FOLDER = os.environ.get("GEAR_CLEANRL")
@@ -23,14 +22,7 @@ STEPS = 400
 
 def run(program: Path, *options: str, cwd: Path) -> str:
     """Run a program; return what it printed."""
-    done = subprocess.run(
-        [sys.executable, str(program), *options],
-        env=environment(),
-        cwd=cwd,
-        timeout=240,
-        capture_output=True,
-        text=True,
-    )
+    done = run_warm(str(program), *options, env=environment(), cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 from gear_support import ROOT
 from process_support import environment
+from warm_python import run_warm
 
 pytest.importorskip("gymnasium", reason="the examples act in its environments")
 SHORT = ("--device", "cpu", "--steps", "240", "--random-steps", "205", "--envs", "2", "--seed", "3")
@@ -19,8 +19,7 @@ PRIORITIZED, UNIFORM = ("--buffer", "prioritized"), ("--buffer", "uniform")
 
 
 def started(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "examples" / program), *arguments]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, cwd=ROOT, timeout=120)
+    return run_warm(str(ROOT / "examples" / program), *arguments, env=environment(), cwd=ROOT)
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gear_support import ROOT, prefix, shared_files, wait_until
 from process_support import environment
+from warm_python import PIPE, WarmProcess
 
 pytest.importorskip("gymnasium", reason="the examples act in its environments")
 EXAMPLES, CONFIGS = ROOT / "examples", ROOT / "configs"
@@ -29,10 +28,8 @@ def own(config: str, folder: Path) -> str:
     return str(path)
 
 
-def started(program: str, *arguments: str) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    command = [sys.executable, str(EXAMPLES / program), *arguments]
-    return subprocess.Popen(command, env=environment(), stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
+def started(program: str, *arguments: str) -> WarmProcess:
+    return WarmProcess([str(EXAMPLES / program), *arguments], environment(), PIPE, PIPE, cwd=ROOT)
 
 
 def result_of(program: str, *arguments: str) -> dict[str, Any]:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gear_support import ROOT, prefix, shared_files
 from process_support import environment
+from warm_python import run_warm
 
 
 def result_of(program: str, *arguments: str) -> dict[str, Any]:
     """Run an example; its last line is its result."""
-    command = [sys.executable, str(ROOT / "examples" / program), *arguments]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, cwd=ROOT, timeout=240)
+    done = run_warm(str(ROOT / "examples" / program), *arguments, env=environment(), cwd=ROOT)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gear_support import ROOT, wait_until
-from process_support import Ranks, environment
+from process_support import Process, Ranks, environment
 
 SCRIPT = Path(__file__).resolve().parents[1] / "cluster" / "cluster.sh"
 PROGRAMS = Path(__file__).resolve().parents[1] / "cluster" / "programs"
@@ -276,12 +276,14 @@ class NodeRanks(Ranks):
         env = {"MASTER_ADDR": "10.77.0.1", "GLOO_SOCKET_IFNAME": "eth0", "PATH": rank_environment()["PATH"]}
         super().__init__(PROGRAMS / program, nodes * ranks, *arguments, **env)
 
-    def command(self, rank: int, program: list[str]) -> list[str]:
+    def start(self, rank: int, program: list[str], env: dict[str, str]) -> Process:
         local = f"LOCAL_RANK={rank % self.ranks}"
         world = f"LOCAL_WORLD_SIZE={self.ranks}"
-        return self.cluster.command(rank // self.ranks, "env", local, world, *program)
+        python = ["env", local, world, sys.executable, "-u", *program]
+        command, pipe = self.cluster.command(rank // self.ranks, *python), subprocess.PIPE
+        return subprocess.Popen(command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
 
-    def end(self, process: subprocess.Popen[str]) -> None:
+    def end(self, process: Process) -> None:
         self.cluster.sweep()  # the process itself is only what has entered the namespaces
         process.kill()
 

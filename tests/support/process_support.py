@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from gear_support import ROOT, SHM, prefix
+from warm_python import WarmProcess
+
+Process = subprocess.Popen[str] | WarmProcess
 
 _ports = itertools.count()
 PROGRAMS = Path(__file__).resolve().parents[1] / "distributed" / "programs"
@@ -80,29 +83,21 @@ class Ranks:
 
     def __init__(self, program: Path | str, count: int, *arguments: str, **env: str) -> None:
         self.port, path = str(free_port()), PROGRAMS / program
-        self.processes: list[subprocess.Popen[str]] = []
+        self.processes: list[Process] = []
         for rank in range(count):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
             rank_env = environment(**{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port, **place, **env})
-            self.processes.append(
-                subprocess.Popen(
-                    self.command(rank, [sys.executable, "-u", str(path), *arguments]),
-                    env=rank_env,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
+            self.processes.append(self.start(rank, [str(path), *arguments], rank_env))
 
-    def command(self, rank: int, program: list[str]) -> list[str]:
-        """Return what starts a rank: the program as it is."""
+    def start(self, rank: int, program: list[str], env: dict[str, str]) -> Process:
+        """Start a rank."""
         del rank
-        return program
+        return WarmProcess(program, env, subprocess.PIPE, subprocess.STDOUT)
 
     def wait(self, timeout_s: float = 120.0) -> list[tuple[int, str]]:
         """Return exit status and output of every rank; kill what is left after the timeout."""
 
-        def result(process: subprocess.Popen[str]) -> tuple[int, str]:
+        def result(process: Process) -> tuple[int, str]:
             try:
                 output, _ = process.communicate(timeout=timeout_s)
             except subprocess.TimeoutExpired:
@@ -116,7 +111,7 @@ class Ranks:
         remove_buffers(self.port)
         return found
 
-    def end(self, process: subprocess.Popen[str]) -> None:
+    def end(self, process: Process) -> None:
         """Kill a rank."""
         process.kill()
 
@@ -147,14 +142,8 @@ def launch(program: Path | str, count: int, *arguments: str, timeout_s: float = 
     """Run a program under the real launcher; return its output. It must succeed."""
     command = launcher(program, count, *arguments)
     port = command[command.index("--master_port") + 1]
-    process = subprocess.Popen(
-        command,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    pipe, both = subprocess.PIPE, subprocess.STDOUT
+    process = WarmProcess(command, environment(), pipe, both, start_new_session=True)
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except BaseException as error:

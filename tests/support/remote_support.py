@@ -6,7 +6,6 @@ import random
 import selectors
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,13 +16,14 @@ from typing import Any
 import numpy as np
 from gear_support import prefix
 from process_support import environment
+from warm_python import PIPE, WarmProcess
 
 from deepspeed_gear import Column, RemoteWriter, Replay, Schema, TrajectoryWriter
 from deepspeed_gear.remote.gateway import Gateway
 
 TOKEN = "0123456789abcdef" * 2
 WRONG = "another-token-of-32-characters!!"
-STARTED: list[subprocess.Popen[str]] = []  # which do not outlive their test
+STARTED: list[WarmProcess] = []  # which do not outlive their test
 SCHEMA = Schema(
     [
         Column("observation", "float32", (3,), "observation", "T+1"),
@@ -201,15 +201,10 @@ def add_many(writer: RemoteWriter, count: int) -> None:
         writer.add(trajectory(number))
 
 
-def serve(config: Path, token: Path, *options: str) -> tuple[subprocess.Popen[str], str]:
+def serve(config: Path, token: Path, *options: str) -> tuple[WarmProcess, str]:
     """Start `gear serve`; return it and its url."""
-    command = [sys.executable, "-m", "deepspeed_gear.cli.main", "serve"]
-    process = subprocess.Popen(
-        [*command, "--config", str(config), "--token-file", str(token), *options],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command = ["-m", "deepspeed_gear.cli.main", "serve", "--config", str(config), "--token-file", str(token)]
+    process = WarmProcess([*command, *options], environment(), PIPE)
     STARTED.append(process)
     assert process.stdout is not None
     line = process.stdout.readline()

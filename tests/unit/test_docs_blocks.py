@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from page_support import PAGES, ROOT, blocks
 from process_support import environment
+from warm_python import run_warm
 
 from deepspeed_gear.cli.main import build_parser
 
@@ -40,8 +39,8 @@ def test_python_compiles() -> None:
 def failed(request: pytest.FixtureRequest) -> dict[str, str]:
     """Run the pages of the chosen tests in one process, which imports once; return outputs of failures."""
     chosen = [item.callspec.params["page"] for item in request.session.items if "failed" in item.fixturenames]
-    command = [sys.executable, str(ROOT / "tests" / "support" / "page_support.py"), *map(str, chosen)]
-    ran = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=580)
+    program = str(ROOT / "tests" / "support" / "page_support.py")
+    ran = run_warm(program, *map(str, chosen), env=environment(), timeout_s=580)
     assert ran.returncode == 0, ran.stderr
     outputs: dict[str, str] = json.loads(ran.stdout.splitlines()[-1])
     return outputs

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from gear_support import SCHEMA, config_of, shared_files, trajectory, write_data
 from process_support import environment
 from replay_support import streams_of
 from snapshot_support import into_shards
+from warm_python import PIPE, WarmProcess
 
 from deepspeed_gear import DeviceReplay, Replay
 from deepspeed_gear.cli import inspect
@@ -81,9 +81,8 @@ class Other:
     def __init__(self, *names: str) -> None:
         prefix = config_of()["shared_memory"]["prefix"]
         sections = {name: section_of(name, shared_memory={"prefix": prefix, "run": name}) for name in names}
-        arguments = [sys.executable, "-c", PROGRAM, json.dumps(sections), json.dumps(LENGTHS)]
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(arguments, env=environment(), stdin=pipe, stdout=pipe, text=True)
+        arguments = ["-c", PROGRAM, json.dumps(sections), json.dumps(LENGTHS)]
+        self.process = WarmProcess(arguments, environment(), stdin=PIPE, stdout=PIPE)
 
     def step(self, name: str) -> dict[str, Any]:
         assert self.process.stdin is not None

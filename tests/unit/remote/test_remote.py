@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -31,6 +29,7 @@ from remote_support import (
     trajectory,
     write_token,
 )
+from warm_python import PIPE, WarmProcess
 
 from deepspeed_gear import Replay, SendOptions, TrajectoryWriter
 from deepspeed_gear.cli import main
@@ -314,8 +313,7 @@ def test_processes_that_are_killed(tmp_path: Path) -> None:
     config.write_text(json.dumps({"gear": section(capacity_trajectories=6000, capacity_steps=1_500_000)}))
     with Replay(json.loads(config.read_text())["gear"], schemas={"main": SCHEMA}) as replay:
         gateway, url = serve(config, token)
-        arguments = [sys.executable, "-c", WRITES, url, str(token), "100000"]
-        actor = subprocess.Popen(arguments, env=environment(), stdout=subprocess.PIPE, text=True)
+        actor = WarmProcess(["-c", WRITES, url, str(token), "100000"], environment(), PIPE)
         STARTED.append(actor)
         assert actor.stdout is not None
         assert actor.stdout.readline() == "under way\n"

@@ -15,6 +15,7 @@ import torch
 from gear_support import SCHEMA, SHM, config_of, trajectory
 from process_support import environment
 from replay_support import FIELDS, LENGTHS, offline, online, same, split, take
+from warm_python import run_warm
 
 from deepspeed_gear import Replay
 from deepspeed_gear.errors import ConfigError, DataError, StoreError, StoreFullError
@@ -285,12 +286,12 @@ def close_behind(replay: Replay, error: Exception) -> None:
 @pytest.mark.parametrize(
     "ending", ["pass", "sys.exit(3)", "raise ValueError('mine')", "replay.close()", "del replay"]
 )
-def test_ending_a_process_while_batches_are_prepared(data: Path, ending: str, run_python: Any) -> None:
+def test_ending_a_process_while_batches_are_prepared(data: Path, ending: str) -> None:
     section = config_of(data, batch_size=16, prefetch=4)
     program = f"import sys; from deepspeed_gear import Replay; replay = Replay({section!r}); "
     program += f"replay.sample(); {ending}"
     begin = time.monotonic()
-    done = run_python("-c", program, env=environment(), timeout_s=60.0)
+    done = run_warm("-c", program, env=environment(), timeout_s=60.0)
     assert done.returncode == {"sys.exit(3)": 3, "raise ValueError('mine')": 1}.get(ending, 0), done.stderr
     assert ("ValueError: mine" in done.stderr) == ("mine" in ending)
     assert "Fatal" not in done.stderr
