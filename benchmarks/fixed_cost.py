@@ -27,8 +27,7 @@ from deepspeed_gear import Column, DatasetWriter, Replay, Schema
 from deepspeed_gear.batching.gather import Gatherer
 from deepspeed_gear.replay.batch_assembler import BatchAssembler
 from deepspeed_gear.replay.batch_loader import BatchLoader
-from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.native_stream import NativeStream
+from deepspeed_gear.sampling.batch_stream import BatchStream, NativeStream
 
 OP = "the op: gather_"
 PARTS: tuple[tuple[type, str, str], ...] = (

@@ -1,16 +1,22 @@
-"""Hindsight goals: gathers the rows of goals that were achieved. `relabelling.py` draws which."""
+"""Hindsight relabelling: draws which achieved goals replace the stored ones, and gathers their rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from deepspeed_gear.batching.batch import Batch
+from deepspeed_gear.config import GearConfig, ResolvedField
+from deepspeed_gear.config.field_checks import reward_field
+from deepspeed_gear.config.schedules import imported
+from deepspeed_gear.errors import ShapeError
 from deepspeed_gear.ops import Ops
+from deepspeed_gear.ops.constants import ONE_Q62
 from deepspeed_gear.ops.gather_spec import GatherSpec, lower
-from deepspeed_gear.ops.records import Resolution
+from deepspeed_gear.ops.records import GoalStrategy, Resolution
 
 
 @dataclass(frozen=True)
@@ -95,3 +101,81 @@ class GoalRows:
         for field, values in zip(self._fields, rows, strict=True):
             outs[field.out].index_copy_(0, chosen, values)
             masks[field.mask].index_fill_(0, chosen, True)
+
+
+Reward = Callable[[Batch], torch.Tensor]
+STRATEGIES = {
+    "future": GoalStrategy.FUTURE,
+    "final": GoalStrategy.FINAL,
+    "episode": GoalStrategy.EPISODE,
+}
+
+
+class HindsightRelabelling:
+    """Draws goals and computes rewards by `gear.hindsight`; without it, does nothing. Thread safe.
+
+    Args:
+        config: The config.
+        ops: The ops.
+        fields: The fields of a batch.
+        needed: The fields that this rank gathers.
+    Raises:
+        ConfigError: The reward cannot be imported.
+    """
+
+    def __init__(
+        self,
+        config: GearConfig,
+        ops: Ops,
+        fields: Sequence[ResolvedField],
+        needed: Sequence[ResolvedField],
+    ) -> None:
+        self._config, self._seed, self._draw_goals = config.hindsight, config.seed, ops.draw_goals_
+        rows = [field.hindsight.rows for field in fields if field.hindsight is not None]
+        self._final_row = int("T+1" in rows)
+        self._reward: Reward | None = None
+        if config.hindsight is not None and config.hindsight.reward is not None:
+            self._name = reward_field(fields).name
+            if any(field.name == self._name and not field.mask_only for field in needed):
+                self._reward = imported(config.hindsight.reward, "gear.hindsight.reward")
+
+    @property
+    def has_reward(self) -> bool:
+        """Whether the program computes rewards."""
+        return self._reward is not None
+
+    def draw(self, stream_key: int, records: torch.Tensor) -> torch.Tensor | None:
+        """Return the rows of the achieved goals that samples get, -1 for their own goal. [B], int64.
+
+        Args:
+            stream_key: Of the batch stream; the draws depend on it.
+            records: Resolutions of the samples. [B, 8], int64.
+        """
+        if self._config is None:
+            return None
+        goal_step = torch.empty(records.size(0), dtype=torch.int64)
+        fraction = int(self._config.fraction * ONE_Q62)  # exact: a power of two
+        strategy = STRATEGIES[self._config.strategy]
+        self._draw_goals(goal_step, records, self._seed, stream_key, strategy, fraction, self._final_row)
+        return goal_step
+
+    @staticmethod
+    def together(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """Concatenate the goals of samples of several tables."""
+        given = [part for part in parts if part is not None]
+        return torch.cat(given) if given else None
+
+    def reward(self, batch: Batch) -> None:
+        """Replace the rewards of a batch by those of the program's function.
+
+        Raises:
+            ShapeError: It returns no tensor of the field's shape.
+        """
+        if self._reward is None:
+            return
+        found, field = self._reward(batch), batch[self._name]
+        if not isinstance(found, torch.Tensor) or found.shape != field.shape:
+            what = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+            rule = f"must return a tensor of the shape of field {self._name} ({list(field.shape)})"
+            raise ShapeError("gear.hindsight.reward", rule, what)
+        batch[self._name] = found.detach().to(field)

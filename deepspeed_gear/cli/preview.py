@@ -16,7 +16,7 @@ from deepspeed_gear.errors import ConfigError, show_bytes
 
 if TYPE_CHECKING:
     from deepspeed_gear.config import GearConfig
-    from deepspeed_gear.replay.rank_preview import Preview, RankPreview
+    from deepspeed_gear.replay.preview import Preview, RankPreview
 
 _AXES = {"dp": "data", "tp": "tensor", "pp": "pipe", "sp": "sequence"}
 _PLACE = ("pipe", "data", "sequence", "tensor")
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         DataError: A data set is missing or broken.
     """
     from deepspeed_gear.config import batch_sizes, ds_config, parse
-    from deepspeed_gear.replay.rank_preview import preview
+    from deepspeed_gear.replay.preview import preview
 
     section, sizes = ds_config.read(args.config)
     config = parse(section)
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _preview_packs(config: GearConfig, path: Path, worlds: dict[str, int], as_json_too: bool) -> int:
-    from deepspeed_gear.replay.pack_preview import format_pack_preview, pack_preview, read_lengths
+    from deepspeed_gear.replay.preview import format_pack_preview, pack_preview, read_lengths
 
     found = pack_preview(config, read_lengths(path), worlds["data"], worlds["sequence"])
     if as_json_too:

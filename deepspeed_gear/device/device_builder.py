@@ -14,8 +14,7 @@ from deepspeed_gear.distributed.replay_plan import ReplayPlan
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.constants import MOST_MASS_BITS, ONE_Q62
-from deepspeed_gear.sampling.stream_spec import StreamSpec
-from deepspeed_gear.sampling.stream_specs import SampledTable, stream_specs
+from deepspeed_gear.sampling.stream_spec import SampledTable, StreamSpec, stream_specs
 
 
 def masses_of(plan: ReplayPlan, name: str, spec: StreamSpec) -> np.ndarray:

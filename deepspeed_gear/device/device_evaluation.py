@@ -9,8 +9,8 @@ from torch import Tensor
 
 from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.batching.gather import Gatherer
-from deepspeed_gear.device.device_batch import DeviceBatch
 from deepspeed_gear.device.device_builder import masses_of
+from deepspeed_gear.device.device_loader import DeviceBatch
 from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.distributed.replay_plan import ReplayPlan
 from deepspeed_gear.errors import ConfigError

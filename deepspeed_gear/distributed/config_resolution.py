@@ -23,8 +23,7 @@ from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.sampling.batch_info import BatchInfo
-from deepspeed_gear.sampling.stream_spec import StreamSpec
-from deepspeed_gear.sampling.stream_specs import read_columns
+from deepspeed_gear.sampling.stream_spec import StreamSpec, read_columns
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.group_options import group_spec_of
 from deepspeed_gear.store.retention_options import retention_of

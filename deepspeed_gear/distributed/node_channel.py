@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_gear.distributed.control_plane import lane
-from deepspeed_gear.distributed.failure_detector import FailureDetector
-from deepspeed_gear.distributed.heartbeats import SOME_NODE
+from deepspeed_gear.distributed.failure_detector import SOME_NODE, FailureDetector
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import LostNodeError, PeerError, StoreError
 

@@ -25,7 +25,7 @@ from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import stale_locks
 from deepspeed_gear.ops.register_builders import register
 from deepspeed_gear.replay import BatchInfo, DeviceReplay, Replay
-from deepspeed_gear.replay.progress import ProgressMeter
+from deepspeed_gear.replay.metrics import ProgressMeter
 from deepspeed_gear.replay.replay_base import ReplayBase
 from deepspeed_gear.schema import Schema
 

@@ -165,7 +165,7 @@ class GatherCall:
         """Where it lies, for direct calls; it must live as long as they use it."""
 
 class Stream:
-    """Makes the plain selections of a batch stream (sampling/native_stream.py).
+    """Makes the plain selections of a batch stream (sampling/batch_stream.py).
 
     Memory that it is given by address must be kept by its user.
     """

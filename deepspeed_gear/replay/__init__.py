@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepspeed_gear.device.device_batch import DeviceBatch
+from deepspeed_gear.device.device_loader import DeviceBatch
 from deepspeed_gear.replay.device_replay import DeviceReplay
 from deepspeed_gear.replay.replay import Replay
 from deepspeed_gear.replay.transition_buffer import TransitionBuffer

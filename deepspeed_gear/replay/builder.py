@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from deepspeed_gear.batching.hindsight import HindsightRelabelling
 from deepspeed_gear.batching.prefetcher import Prefetcher
-from deepspeed_gear.batching.relabelling import HindsightRelabelling
 from deepspeed_gear.batching.transfer.deferred_release import DeferredRelease
 from deepspeed_gear.context import Context
 from deepspeed_gear.distributed import config_resolution
@@ -34,8 +34,13 @@ from deepspeed_gear.replay.node_exchange import NodeExchange, SpreadTables
 from deepspeed_gear.sampling.batch_info import TRAIN, Turns
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.mixture import Mixture
-from deepspeed_gear.sampling.stream_spec import StreamSpec
-from deepspeed_gear.sampling.stream_specs import SampledTable, mixture_of, stream_specs, weight_total
+from deepspeed_gear.sampling.stream_spec import (
+    SampledTable,
+    StreamSpec,
+    mixture_of,
+    stream_specs,
+    weight_total,
+)
 from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.store.records import Peer
 from deepspeed_gear.store.table import Table

@@ -17,11 +17,9 @@ from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig, PriorityOptions
 from deepspeed_gear.device import device_checkpoint
 from deepspeed_gear.device.add_filter import AddFilter
-from deepspeed_gear.device.device_batch import DeviceBatch
 from deepspeed_gear.device.device_builder import device_of, ops_of, specs_of, table_of
 from deepspeed_gear.device.device_evaluation import DeviceEvaluation
-from deepspeed_gear.device.device_loader import DeviceLoader
-from deepspeed_gear.device.device_priority_log import DevicePriorityLog, reported
+from deepspeed_gear.device.device_loader import DeviceBatch, DeviceLoader, DevicePriorityLog, reported
 from deepspeed_gear.device.device_table import DeviceTable, TableMixture
 from deepspeed_gear.device.open_steps import OpenSteps
 from deepspeed_gear.device.replica_collectives import inside_replica, shares_gpus
@@ -40,12 +38,11 @@ from deepspeed_gear.errors import (
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import RingState
 from deepspeed_gear.replay.batch_assembler import Transform
-from deepspeed_gear.replay.clamp_warnings import ClampWarning
-from deepspeed_gear.replay.progress import Totals
+from deepspeed_gear.replay.metrics import Totals
 from deepspeed_gear.replay.replay_base import ReplayBase
+from deepspeed_gear.replay.table_warnings import ClampWarning
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
-from deepspeed_gear.sampling.stream_spec import StreamSpec
-from deepspeed_gear.sampling.stream_specs import mixture_of
+from deepspeed_gear.sampling.stream_spec import StreamSpec, mixture_of
 from deepspeed_gear.schema import Schema
 
 

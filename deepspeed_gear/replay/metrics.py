@@ -1,10 +1,25 @@
-"""Metrics of a Replay: counts and times of its batches."""
+"""Metrics, progress and statistics of a Replay: counts and times of its batches, and what its stores hold."""
 
 from __future__ import annotations
 
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+
+from deepspeed_gear.ops.records import Resolution, Slot
+from deepspeed_gear.sampling.batch_stream import BatchStream
+from deepspeed_gear.sampling.sample_counts import RecentSelections, recent_selections
+from deepspeed_gear.sampling.staleness import dropped
+from deepspeed_gear.store.group_spec import GroupCount
+from deepspeed_gear.store.records import Control, SlotRetention
+from deepspeed_gear.store.slot_sets import distinct
+from deepspeed_gear.store.stream_records import Head
+from deepspeed_gear.store.table import Table
 
 
 @dataclass
@@ -105,3 +120,312 @@ class Metrics:
             "padding": 1 - real / rows if rows else 0.0,
             "epoch": float(self.epoch),
         }
+
+
+class Totals(NamedTuple):
+    """Sums since a replay was made, and its latest lag; as in `Progress`."""
+
+    num_samples: int
+    wait_s: float | None
+    lag: float | None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of the training stream in a period; `str` is one line for a log.
+
+    Args:
+        num_samples: Samples of all replicas together; of packed batches, trajectories that were trained.
+        elapsed_s: Length of the period, with all that the program does in it.
+        wait_s: Time that this rank spent in `sample`, or on rollout batches and their packs: gathering, or
+            waiting for a prefetch thread, for items or for other ranks. None: the table lies in a device's
+            memory, and `sample` waits for nothing.
+        lag: Mean policy lag of those samples of the newest global batch that this node stores. None: no table
+            has versions, or there is no such sample.
+    """
+
+    num_samples: int
+    elapsed_s: float
+    wait_s: float | None
+    lag: float | None
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples per second, of all replicas together."""
+        return self.num_samples / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+    @property
+    def wait_share(self) -> float | None:
+        """Part of the time that this rank spent in `sample`, in [0, 1]."""
+        if self.wait_s is None:
+            return None
+        return self.wait_s / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+    def __str__(self) -> str:
+        rate, share = self.samples_per_s, self.wait_share
+        parts = [f"{rate:,.0f} samples/s" if rate >= 100 else f"{rate:.3g} samples/s"]
+        if share is not None:
+            parts.append(f"{share:.1%} of the time waiting for data")
+        if self.lag is not None:
+            parts.append(f"policy lag {self.lag:.1f}")
+        return ", ".join(parts)
+
+
+class ProgressMeter:
+    """Measures the progress between two readings.
+
+    Args:
+        begin: Totals where the first period begins.
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(self, begin: Totals, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock, self._begin, self._begin_s = clock, begin, clock()
+
+    def read(self, totals: Totals) -> Progress:
+        """Return the progress since the last reading.
+
+        Args:
+            totals: Of this time.
+        """
+        now_s = self._clock()
+        before, before_s = self._begin, self._begin_s
+        self._begin, self._begin_s = totals, now_s
+        wait_s = None
+        if totals.wait_s is not None and before.wait_s is not None:
+            wait_s = totals.wait_s - before.wait_s
+        return Progress(totals.num_samples - before.num_samples, now_s - before_s, wait_s, totals.lag)
+
+
+Selections = list[tuple[BatchStream, RecentSelections]]  # of one global batch: one a table
+
+
+def of_store(tables: Sequence[Table]) -> dict[str, Any]:
+    """Return the sizes of the sampled tables, and by table the counts of stale trajectories."""
+    return {
+        "trajectories": sum(table.num_trajectories for table in tables),
+        "steps": sum(table.num_steps for table in tables),
+        "store_bytes": sum(table.memory.num_bytes for table in tables),
+        "huge_bytes": sum(table.memory.huge_bytes for table in tables),
+        "stale": {table.spec.name: dropped(table) for table in tables},
+        **_groups(tables),
+        "payload_bytes": sum(table.num_steps * table.spec.schema.row_bytes for table in tables),
+    }
+
+
+def _groups(tables: Sequence[Table]) -> dict[str, Any]:
+    found = {}
+    for table in tables:
+        if table.groups is not None:
+            with table.lock:
+                table.groups.update()
+                found[table.spec.name] = table.groups.statistics
+    return {"groups": found} if found else {}
+
+
+def of_groups(tables: Sequence[Table]) -> dict[str, float]:
+    """Return the groups that were left out, of all sampled tables together; empty without groups.
+
+    Returns:
+        `groups_held`, `groups_rejected` (with those that had too many trajectories),
+        `groups_evicted_unsampled`, `late_members` (also of groups that had left the table),
+        `unfilled_members` and `surplus_members`.
+    """
+    known = [table.groups for table in tables if table.groups is not None]
+    if not known:
+        return {}
+    words = np.sum([groups.counts for groups in known], axis=0)
+    rejected = words[GroupCount.REJECTED] + words[GroupCount.OVERSIZED]
+    counts = {
+        "groups_held": words[GroupCount.HELD],
+        "groups_rejected": rejected,
+        "groups_evicted_unsampled": words[GroupCount.EVICTED_UNSAMPLED],
+        "late_members": words[GroupCount.LATE] + words[GroupCount.LATE_CONSUMED],
+        "unfilled_members": words[GroupCount.UNFILLED],
+        "surplus_members": words[GroupCount.SURPLUS],
+    }
+    return {name: float(count) for name, count in counts.items()}
+
+
+def of_priorities(streams: Sequence[BatchStream]) -> dict[str, int]:
+    """Return how many priority updates were applied, ignored and clamped; empty without priorities."""
+    found: Counter[str] = Counter()
+    for stream in streams:
+        if stream.state.priorities is not None:
+            found.update(stream.state.priorities.statistics())
+    return dict(found)
+
+
+def of_epochs(streams: Sequence[BatchStream]) -> dict[str, int]:
+    """Return how many items were evicted before their turn in an epoch, of all tables; empty without any."""
+    states = [stream.state for stream in streams if stream.state.walked is not None]
+    return {"epoch_items_skipped": sum(state.words[Head.SKIPPED] for state in states)} if states else {}
+
+
+def of_last_batch(streams: Sequence[BatchStream]) -> dict[str, float]:
+    """Return the cheap statistics of the newest global batch; empty before the first one.
+
+    Returns:
+        `effective_samples`, `duplicates` and `age` (mean, in trajectories), as in `of_selection`; `lag` where
+        a table has versions.
+    """
+    batches = _batches(streams, 1)
+    if not batches:
+        return {}
+    ages = np.concatenate([_ages(stream, selection) for stream, selection in batches[0]])
+    found = {"effective_samples": _effective(batches[0]), "duplicates": _duplicates(batches[0])}
+    lag = _lag(batches[0])
+    return {**found, "age": float(ages.mean()), **({} if lag is None else {"lag": lag})}
+
+
+def policy_lag(streams: Sequence[BatchStream]) -> float | None:
+    """Return the mean policy lag of the newest global batch's samples that this node stores.
+
+    A trajectory has the version of its oldest step. None: no table has versions, or there is no such sample.
+    """
+    if all(stream.table.spec.retention.version_column is None for stream in streams):
+        return None
+    return next((_lag(batch) for batch in _batches(streams, 1)), None)
+
+
+def of_selection(streams: Sequence[BatchStream]) -> dict[str, Any]:
+    """Return statistics of the training stream's draws, over the selections in its ring.
+
+    Args:
+        streams: The training stream of each sampled table.
+    Returns:
+        `effective_samples`: (sum w)^2 / sum w^2 of the PER weights, as a fraction of the global batch;
+        `duplicates`: fraction of samples whose item is already in the same global batch; both as means over
+        the latest global batches, None before the first one. And by table, under `drawn`, the ages of drawn
+        trajectories, the histogram of priorities and how often items were drawn.
+    Cost: one pass over the priorities and counters.
+    """
+    batches = _batches(streams, max(stream.spec.depth for stream in streams))
+    return {
+        "effective_samples": _mean([_effective(batch) for batch in batches]),
+        "duplicates": _mean([_duplicates(batch) for batch in batches]),
+        "drawn": {
+            stream.table.spec.name: {
+                "age": _age(stream, [batch[index][1] for batch in batches]),
+                "priorities": _histogram(stream),
+                "draws": _draws(stream),
+            }
+            for index, stream in enumerate(streams)
+        },
+    }
+
+
+def _batches(streams: Sequence[BatchStream], most: int) -> list[Selections]:
+    """Return the latest global batches with every table's selection, the newest first."""
+    selections = [{one.key: one for one in recent_selections(s.spec, s.table, most)} for s in streams]
+    keys = set.intersection(*(set(known) for known in selections))
+    return [
+        [(stream, known[key]) for stream, known in zip(streams, selections, strict=True)]
+        for key in sorted(keys, reverse=True)
+    ]
+
+
+def _effective(batch: Selections) -> float:
+    """Return the effective sample size. Source: Kish, "Survey Sampling", 1965, section 8.2."""
+    weight = torch.cat([_weights(stream, selection) for stream, selection in batch]).double()
+    return float(weight.sum() ** 2 / (weight**2).sum() / max(len(weight), 1))
+
+
+def _weights(stream: BatchStream, selection: RecentSelections) -> torch.Tensor:
+    weight = torch.ones(len(selection.records))
+    if stream.spec.priorities is not None and len(selection.records):
+        head = selection.head
+        stream.table.ops.importance_(
+            weight, selection.records, head[Head.NUMERATOR], head[Head.DIVISOR], head[Head.EXPONENT]
+        )
+    return weight
+
+
+def _duplicates(batch: Selections) -> float:
+    total = sum(len(selection.records) for _, selection in batch)
+    different = sum(len(distinct(_items(stream, selection))) for stream, selection in batch)
+    return 1 - different / max(total, 1)
+
+
+def _items(stream: BatchStream, selection: RecentSelections) -> np.ndarray:
+    records = selection.records.numpy()
+    steps = stream.spec.rule.unit == "step"
+    return np.asarray(
+        records[:, Resolution.FIRST_ROW] + records[:, Resolution.ANCHOR]
+        if steps
+        else records[:, Resolution.ID]
+    )
+
+
+def _ages(stream: BatchStream, selection: RecentSelections) -> np.ndarray:
+    shard, counter = stream.table.spec.shard, int(stream.table.control[Control.NEXT_ID])
+    count = shard.count if shard is not None and stream.table.spec.dataset is None else 1
+    newest = counter * count - 1  # of this node: ids alternate between nodes
+    return np.asarray(newest - selection.records.numpy()[:, Resolution.ID])
+
+
+def _age(stream: BatchStream, selections: Sequence[RecentSelections]) -> dict[str, Any] | None:
+    """Return mean and largest age, in newer trajectories and in global batches."""
+    ages = np.concatenate([_ages(stream, selection) for selection in selections] or [np.empty(0, np.int64)])
+    if not len(ages):
+        return None
+    found: dict[str, Any] = {"trajectories": _mean_and_max(ages), "batches": None}
+    if stream.table.spec.dataset is None:
+        born = np.concatenate([_batches_since(stream, selection) for selection in selections])
+        found["batches"] = _mean_and_max(born) if len(born) else None
+    return found
+
+
+def _batches_since(stream: BatchStream, selection: RecentSelections) -> np.ndarray:
+    """Return how many global batches after its commit each trajectory was drawn, if it is stored."""
+    born = stream.table.slots[_slots(stream, selection), Slot.BORN]
+    return np.asarray(np.maximum(selection.key - born, 0))
+
+
+def _lag(batch: Selections) -> float | None:
+    lags = []
+    for stream, selection in batch:
+        if stream.table.spec.retention.version_column is not None:
+            versions = stream.table.views["retention"][
+                _slots(stream, selection), SlotRetention.POLICY_VERSION
+            ]
+            lags.append(int(stream.table.control[Control.POLICY_VERSION]) - versions)
+    each = np.concatenate([*lags, np.empty(0, np.int64)])
+    return float(each.mean()) if len(each) else None
+
+
+def _slots(stream: BatchStream, selection: RecentSelections) -> np.ndarray:
+    """Return the slots of the samples whose trajectories are still in this node's store. [n], int64."""
+    records = selection.records.numpy()
+    records = records[records[:, Resolution.SLOT] < len(stream.table.slots)]
+    slots = records[:, Resolution.SLOT]
+    there = stream.table.slots[slots, Slot.GENERATION] == records[:, Resolution.GENERATION]
+    return np.asarray(slots[there])
+
+
+def _histogram(stream: BatchStream) -> dict[int, int] | None:
+    """Return a histogram of the drawable items' priorities: k counts [2^k, 2^(k+1))."""
+    masses = stream.state.priorities
+    if masses is None:
+        return None
+    values = masses.values[masses.leaves > 0]
+    bins, counts = np.unique(np.frexp(values)[1] - 1, return_counts=True)
+    return dict(zip(bins.tolist(), counts.tolist(), strict=True))
+
+
+def _draws(stream: BatchStream) -> dict[str, float] | None:
+    """Return mean, maximum, and the fraction of items that were never drawn, of those that can be."""
+    if stream.state.counts is None:
+        return None
+    counts = stream.state.counts.drawable(stream.masses)
+    if not len(counts):
+        return None
+    return {**_mean_and_max(counts), "never": float((counts == 0).mean())}
+
+
+def _mean_and_max(values: np.ndarray) -> dict[str, float]:
+    return {"mean": float(values.mean()), "max": float(values.max())}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -15,9 +15,8 @@ from deepspeed_gear.distributed.replay_plan import ReplayPlan
 from deepspeed_gear.distributed.row_exchange.device_transport import DeviceTransport
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan, routes_of
 from deepspeed_gear.distributed.row_exchange.row_messages import RowMessages, arrivals_of, most_rows
-from deepspeed_gear.distributed.sharded.record_exchange import RecordExchange
 from deepspeed_gear.distributed.sharded.replicated_selector import ReplicatedSelector
-from deepspeed_gear.distributed.sharded.resolution_exchange import Goals, ResolutionExchange
+from deepspeed_gear.distributed.sharded.resolution_exchange import Goals, RecordExchange, ResolutionExchange
 from deepspeed_gear.distributed.sharded.selection_agreement import SelectionAgreement
 from deepspeed_gear.distributed.sharded.sharded_selector import ShardedSelector
 from deepspeed_gear.distributed.sharded.trajectory_exchange import TrajectoryExchange

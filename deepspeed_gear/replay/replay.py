@@ -23,26 +23,18 @@ from deepspeed_gear.distributed.gradient_divisor import gradient_divisor
 from deepspeed_gear.distributed.replay_plan import make_plan, refuse_device
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, ShapeError, StoreError
-from deepspeed_gear.replay import (
-    clamp_warnings,
-    group_warnings,
-    priority_updates,
-    replay_statistics,
-    table_edits,
-)
+from deepspeed_gear.replay import metrics, priority_updates, table_access
 from deepspeed_gear.replay.batch_assembler import Transform
 from deepspeed_gear.replay.batch_loader import BatchLoader
 from deepspeed_gear.replay.builder import build
 from deepspeed_gear.replay.can_sample import Readiness
-from deepspeed_gear.replay.clamp_warnings import ClampWarning
 from deepspeed_gear.replay.evaluation import Evaluation
-from deepspeed_gear.replay.group_warnings import GroupWarning
-from deepspeed_gear.replay.metrics import Metrics
-from deepspeed_gear.replay.progress import Totals
+from deepspeed_gear.replay.metrics import Metrics, Totals
 from deepspeed_gear.replay.replay_base import ReplayBase
 from deepspeed_gear.replay.rollout import Rollout
 from deepspeed_gear.replay.rollout_loader import RolloutLoader
 from deepspeed_gear.replay.table_access import TableAccess
+from deepspeed_gear.replay.table_warnings import ClampWarning, GroupWarning, warnings_of
 from deepspeed_gear.replay.train_step import TrainStep
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo, Turns
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
@@ -128,10 +120,7 @@ class Replay(ReplayBase):
             self._loader = self._rollouts = RolloutLoader(parts, self.metrics, engine_dtype, to, divisor)
         self._warnings: list[ClampWarning | GroupWarning] = []
         if plan.topology.leads_node:  # each for its own store
-            self._warnings = [
-                *clamp_warnings.warnings_of(parts.train),
-                *group_warnings.warnings_of(parts.train),
-            ]
+            self._warnings = warnings_of(parts.train)
         self._questions = Readiness(parts)
         self._finalizer = weakref.finalize(self, parts.resources.release)
 
@@ -227,7 +216,7 @@ class Replay(ReplayBase):
         """
         self._check_open()
         version = arguments.count("version", version, least=0)
-        table_edits.set_policy_version(self._table(table), version, self._parts.context)
+        table_access.set_policy_version(self._table(table), version, self._parts.context)
 
     def fill(self, trajectory_id: int, table: str | None = None, **columns: Any) -> None:
         """Write late columns of a stored trajectory, once: advantages, returns, log-probabilities.
@@ -303,7 +292,7 @@ class Replay(ReplayBase):
             StoreError: An id is not stored, or its rows were freed.
         """
         self._check_open()
-        return table_edits.read(self._table(table), ids)
+        return table_access.read(self._table(table), ids)
 
     def remove(self, ids: Sequence[int] | torch.Tensor, table: str | None = None) -> int:
         """Evict trajectories from the next selection on; ids that are not stored are ignored.
@@ -317,7 +306,7 @@ class Replay(ReplayBase):
         """
         self._check_open()
         target = self._table(table)
-        return table_edits.remove(target, ids)
+        return table_access.remove(target, ids)
 
     def clear(self, table: str | None = None) -> None:
         """Evict all trajectories of a table; the current epoch ends.
@@ -327,7 +316,7 @@ class Replay(ReplayBase):
         """
         self._check_open()
         target = self._table(table)
-        table_edits.clear(target, self._access.streams(target))
+        table_access.clear(target, self._access.streams(target))
 
     @property
     def run(self) -> str:
@@ -689,9 +678,9 @@ class Replay(ReplayBase):
             taken["rate_wait_s"] = sum(stream.state.limiter_wait.total_s for stream in self._parts.train)
         return {
             **taken,
-            **replay_statistics.of_groups(self._sampled),
+            **metrics.of_groups(self._sampled),
             **self._parts.exchange.take_metrics(),
-            **replay_statistics.of_last_batch(self._parts.train),
+            **metrics.of_last_batch(self._parts.train),
         }
 
     def _totals(self) -> Totals:
@@ -699,7 +688,7 @@ class Replay(ReplayBase):
             samples = self.metrics.num_batches * self.batch_info.micro * self.batch_info.data_world
         else:
             samples = self.metrics.trained.trajectories
-        return Totals(samples, self.metrics.wait_s, replay_statistics.policy_lag(self._parts.train))
+        return Totals(samples, self.metrics.wait_s, metrics.policy_lag(self._parts.train))
 
     def statistics(self) -> dict[str, Any]:
         """Return sizes of the store, how the training stream draws, and times since the last call.
@@ -708,13 +697,13 @@ class Replay(ReplayBase):
         """
         self._check_open()
         return {
-            **replay_statistics.of_store(self._sampled),
+            **metrics.of_store(self._sampled),
             "batches": self.metrics.num_batches,
             "digest": self.metrics.digest,
-            **replay_statistics.of_priorities(self._parts.train),
-            **replay_statistics.of_epochs(self._parts.train),
+            **metrics.of_priorities(self._parts.train),
+            **metrics.of_epochs(self._parts.train),
             **self.take_metrics(),
-            **replay_statistics.of_selection(self._parts.train),
+            **metrics.of_selection(self._parts.train),
             **self._parts.assembler.describe(),
         }
 

@@ -14,13 +14,13 @@ import torch
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.checkpoint import save_folders
-from deepspeed_gear.checkpoint.folder_lock import FolderLocks
+from deepspeed_gear.checkpoint.save_folders import FolderLocks
 from deepspeed_gear.distributed.replay_plan import ReplayPlan
 from deepspeed_gear.errors import CheckpointError, PeerError, StoreError
 from deepspeed_gear.public_names import public_names
 from deepspeed_gear.replay.batch_assembler import Transform
+from deepspeed_gear.replay.metrics import Progress, ProgressMeter, Totals
 from deepspeed_gear.replay.normalizer import Normalizer
-from deepspeed_gear.replay.progress import Progress, ProgressMeter, Totals
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.store.process_bound import ProcessBound
 

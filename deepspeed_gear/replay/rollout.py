@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.batching.advantages import group_advantages
+from deepspeed_gear.batching.loss_weights import group_advantages
 from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.config.pack_options import RolloutConfig
 from deepspeed_gear.errors import ConfigError, FieldError, ShapeError
@@ -241,7 +241,7 @@ class Rollout:
         own advantage is 0.
 
         Args:
-            kind: "grpo", "dr_grpo" or "rloo": see `batching/advantages.py`.
+            kind: "grpo", "dr_grpo" or "rloo": see `batching/loss_weights.py`.
             reward: The per-trajectory column of rewards.
             name: Of the column in micro batches, the same at all places of a trajectory.
             group: The per-trajectory column of integers that names the group; None: items are groups.

@@ -13,10 +13,9 @@ from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.node_exchange import SpreadTrajectories
-from deepspeed_gear.replay.pack_sequence import PackSequence
-from deepspeed_gear.replay.rollout_data import NodePart, RolloutData, TablePart
+from deepspeed_gear.replay.record_stream import Records
+from deepspeed_gear.replay.rollout_data import NodePart, PackSequence, RolloutData, TablePart
 from deepspeed_gear.replay.rollout_session import RolloutSession
-from deepspeed_gear.replay.selection_queue import Records
 from deepspeed_gear.store.table import Table
 
 

@@ -13,9 +13,8 @@ from deepspeed_gear.batching.loss_weights import loss_weights
 from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.errors import PeerError, ShapeError, StoreError
 from deepspeed_gear.public_names import public_names
-from deepspeed_gear.replay.pack_sequence import PackSequence
 from deepspeed_gear.replay.record_stream import RecordStream
-from deepspeed_gear.replay.rollout_data import RolloutData
+from deepspeed_gear.replay.rollout_data import PackSequence, RolloutData
 from deepspeed_gear.replay.rollout_nodes import BatchRows
 from deepspeed_gear.replay.rollout_session import RolloutSession
 

@@ -18,7 +18,7 @@ import torch
 
 from deepspeed_gear.errors import DataError, ShapeError, StoreError
 from deepspeed_gear.ops.records import LogEntry, PriorityUpdate, Resolution
-from deepspeed_gear.sampling.selection_readers import SelectionReaders
+from deepspeed_gear.sampling.selection import SelectionReaders
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.native_handle import address

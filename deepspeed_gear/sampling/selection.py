@@ -1,10 +1,20 @@
-"""A selection: the samples of one global batch in the store, and the part of it that a rank gathers."""
+"""A selection: the samples of one global batch in the store, its readers, and the record of a failed one."""
 
 from __future__ import annotations
 
+import os
+import time
 from typing import Final, NamedTuple
 
+import numpy as np
 import torch
+
+from deepspeed_gear.errors import PeerError
+from deepspeed_gear.outcome import Outcome
+from deepspeed_gear.sampling.stream_spec import StreamSpec
+from deepspeed_gear.store.records import Peer
+from deepspeed_gear.store.stream_records import NOTHING
+from deepspeed_gear.store.table import Table
 
 PASS_SHIFT: Final = 32  # the key of a global batch in an evaluation pass: pass << PASS_SHIFT | batch
 
@@ -44,3 +54,105 @@ class SelectionPart(NamedTuple):
     weights: torch.Tensor | None = None
     epochs: torch.Tensor | None = None
     origins: torch.Tensor | None = None
+
+
+_AWAKE_S = 500e-6
+
+
+class SelectionReaders:
+    """How far each process has consumed a stream. Process safe: each process writes its own word only.
+
+    Args:
+        spec: The stream.
+        table: Its table, whose memory tracks the living processes.
+        reached: A counter of each process, in the store: the selections that it has released, or the global
+            batch that it requested. [peers], int64.
+        timeout_s: How long the stream waits for them.
+    """
+
+    def __init__(self, spec: StreamSpec, table: Table, reached: np.ndarray, timeout_s: float) -> None:
+        self._spec, self._table, self._timeout_s = spec, table, timeout_s
+        self._reached: memoryview = reached.data
+
+    def late(self, old_key: int) -> list[int]:
+        """Return the living peers that still need a selection."""
+        return [] if old_key == NOTHING else self.lagging(old_key + 1)
+
+    def lagging(self, key: int) -> list[int]:
+        """Return the living peers whose counter has not reached a key."""
+        if min(self._reached) >= key:
+            return []
+        lagging = [peer for peer, reached in enumerate(self._reached) if reached < key]
+        attached = [peer for peer in lagging if self._table.peers[peer, Peer.PID] != 0]
+        return [peer for peer in attached if self._table.memory.is_alive(peer)]
+
+    def wait_awake(self, key: int) -> None:
+        """Spin briefly until the peers reach a key; called without the lock.
+
+        Concurrent ranks are late by microseconds. A sleep takes up to milliseconds on a busy core; then the
+        other ranks wait for this one, and so in turn forever.
+        """
+        until = time.monotonic() + _AWAKE_S
+        while time.monotonic() < until and min(self._reached) < key:
+            os.sched_yield()
+
+    def error(self, key: int, late: list[int], rule: str, missing: str) -> PeerError:
+        """Return the error of a wait for peers that was too long."""
+        peers = ", ".join(f"local rank {p} (process {int(self._table.peers[p, Peer.PID])})" for p in late)
+        return PeerError(
+            f"stream {self._spec.name}: global batch {key}",
+            f"must {rule} in gear.timeout_s = {self._timeout_s} s",
+            f"{peers} {missing}",
+            "check why that rank stopped sampling; every rank must take every batch",
+        )
+
+
+class FailureRecord:
+    """Words before the outcome of a failed selection."""
+
+    NUMBER: Final = 0
+    KEY: Final = 1
+    NUM_WORDS: Final = 2
+
+
+class SelectionFailure:
+    """The latest failure of a stream on this node. Process safe: takes the table's lock itself.
+
+    Args:
+        spec: The stream.
+        table: Its table.
+    """
+
+    def __init__(self, spec: StreamSpec, table: Table) -> None:
+        self._lock, self._words = table.lock, table.views[spec.at + "notice"]
+        self._outcome: np.ndarray = self._words[FailureRecord.NUM_WORDS :]
+        self._seen = 0  # number of the latest one that this process has raised, or written
+
+    def write(self, key: int, error: Exception) -> None:
+        """Record the failure of a global batch's selection."""
+        with self._lock:
+            self._outcome[:] = Outcome.of(error).words(len(self._outcome))
+            self._words[FailureRecord.KEY] = key
+            self._words[FailureRecord.NUMBER] += 1
+            self._seen = int(self._words[FailureRecord.NUMBER])
+
+    def forget(self) -> None:
+        """Discard the failures recorded until now: their selections are tried again."""
+        self._seen = int(self._words[FailureRecord.NUMBER])
+
+    def check(self, key: int) -> None:
+        """Raise, once, the recorded failure of a global batch's selection.
+
+        Raises:
+            StoreError: No selection can be made, as without items, until contents or priorities change.
+            NotReadyError: The table's rate limiter admits no selection yet.
+            PeerError: Another rank has failed.
+        """
+        if self._words[FailureRecord.NUMBER] == self._seen:
+            return
+        with self._lock:
+            number, failed = int(self._words[FailureRecord.NUMBER]), int(self._words[FailureRecord.KEY])
+            outcome = Outcome.read(self._outcome)
+        self._seen = number
+        if failed == key:
+            raise outcome.error("the first rank of this node", is_own=True)

@@ -15,11 +15,10 @@ import torch
 from deepspeed_gear.ops.constants import SHARD_BITS, UNKNOWN
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.sampling.age_masses import AgeMasses
-from deepspeed_gear.sampling.joint_rate_limiting import JointSelectionLimiter
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
-from deepspeed_gear.sampling.rate_limiting import LimiterWait, SelectionLimiter
+from deepspeed_gear.sampling.rate_limiting import JointSelectionLimiter, LimiterWait, SelectionLimiter
 from deepspeed_gear.sampling.sample_counts import SampleCounts
-from deepspeed_gear.sampling.selection_failure import SelectionFailure
+from deepspeed_gear.sampling.selection import SelectionFailure
 from deepspeed_gear.sampling.staleness import Staleness
 from deepspeed_gear.sampling.stream_spec import FAILURE_WORDS, StreamSpec
 from deepspeed_gear.sampling.sum_tree import ItemMasses

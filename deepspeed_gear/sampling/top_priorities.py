@@ -49,3 +49,22 @@ def oldest_of_equal(
     equal = equal[ids <= np.partition(ids, wanted - 1)[wanted - 1]]
     found = np.concatenate([above, equal])
     return np.asarray(found[np.lexsort((found, ids_of(found), -values[found]))][: len(items)])
+
+
+def merge_by_id(
+    priorities: Sequence[np.ndarray], ids: Sequence[np.ndarray], count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the items of highest priority over shards; equal ones by trajectory id, then by index.
+
+    Args:
+        priorities: Of each shard's candidates. [n_s] each.
+        ids: Their trajectories. [n_s] each, int64.
+        count: Most items to return.
+    Returns:
+        Shard and index among its candidates. [n] each, int64.
+    """
+    shards = np.repeat(np.arange(len(ids)), [len(of_shard) for of_shard in ids])
+    index = np.concatenate([np.arange(len(of_shard)) for of_shard in ids])
+    values, every = np.concatenate(priorities).astype(np.float64), np.concatenate(ids)
+    order = np.lexsort((index, every, -values))[:count]
+    return shards[order], index[order]

@@ -23,7 +23,7 @@ from deepspeed_gear.context import Context
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops.constants import tree_levels
 from deepspeed_gear.ops.records import Slot, SlotState
-from deepspeed_gear.replay import table_edits
+from deepspeed_gear.replay import table_access
 from deepspeed_gear.store.eviction import Evictor
 from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.records import Control
@@ -50,7 +50,7 @@ def test_death_while_adding() -> None:
         return StoreScene([stream_spec(batch=6)], LENGTHS, num_slots=7)
 
     def act(table: Any, streams: Any) -> None:
-        table_edits.add(table, streams, trajectory(5, 6), None)
+        table_access.add(table, streams, trajectory(5, 6), None)
 
     for scene in every_death(make, act, STRIDE):
         check_whole(scene.table, scene.streams)
@@ -70,7 +70,7 @@ def test_death_while_removing() -> None:
         return StoreScene([stream_spec(batch=6)], LENGTHS, num_slots=5)
 
     def act(table: Any, streams: Any) -> None:
-        table_edits.remove(table, [1, 3])
+        table_access.remove(table, [1, 3])
 
     for scene in every_death(make, act, STRIDE):
         check_whole(scene.table, scene.streams)
@@ -91,7 +91,7 @@ def test_death_while_cutting(kind: str) -> None:
         scene = StoreScene([stream_spec(kind, "step", 10)], LENGTHS)  # 15 steps
         sampled(scene.streams[0], 0)
         scene.add(3)
-        table_edits.remove(scene.table, [0, 4])
+        table_access.remove(scene.table, [0, 4])
         return scene
 
     def act(table: Any, streams: Any) -> None:
@@ -113,7 +113,7 @@ def test_death_inside_an_op(op: str) -> None:
     stream = scene.streams[0]
     before = sampled(stream, 0)
     scene.add(3)
-    table_edits.remove(scene.table, [0, 4])
+    table_access.remove(scene.table, [0, 4])
 
     def die() -> None:
         _, (other,) = scene.attach(1)
@@ -151,9 +151,9 @@ def test_random_deaths(kind: str) -> None:
         mine, number = random.Random(seed), 0
         while True:
             with contextlib.suppress(StoreFullError):
-                number = table_edits.add(table, streams, trajectory(number, mine.randint(1, 9)), None)
+                number = table_access.add(table, streams, trajectory(number, mine.randint(1, 9)), None)
             if mine.random() < 0.8:
-                table_edits.remove(table, [mine.randint(max(0, number - 12), number)])
+                table_access.remove(table, [mine.randint(max(0, number - 12), number)])
             for _ in range(3):
                 key = int(streams[0].position[0])
                 streams[0].release(key - 1)  # it always wants the newest
@@ -174,7 +174,7 @@ def test_random_deaths(kind: str) -> None:
         kill(child)
     check_whole(scene.table, scene.streams)
     assert stream.position[0] > DEATHS
-    table_edits.clear(scene.table, scene.streams)
+    table_access.clear(scene.table, scene.streams)
     check_whole(scene.table, scene.streams)
     scene.add(80)
     assert {found[0] for found in sampled(stream, int(stream.position[0]))} == {
@@ -229,7 +229,7 @@ def test_death_while_extents_move(removal: str, spare_rows: int) -> None:
         for number, first, steps in scene.table.slots[:5, [Slot.ID, Slot.FIRST_ROW, Slot.NUM_STEPS]].tolist():
             stream.masses.values[first : first + steps] = 1 + number + np.arange(steps) / 8
         stream.masses.recover()
-        table_edits.remove(scene.table, [1, 3])
+        table_access.remove(scene.table, [1, 3])
         Evictor(scene.table, SelectionPins(scene.table), Context(timeout_s=5.0)).free_retired()
         return scene
 

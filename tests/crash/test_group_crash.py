@@ -16,7 +16,7 @@ from store_support import StoreScene, check_whole, every_death, priority_rule, s
 
 from deepspeed_gear import Replay, TrajectoryWriter
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
-from deepspeed_gear.replay import table_edits
+from deepspeed_gear.replay import table_access
 from deepspeed_gear.store.group_spec import GroupCondition, GroupCount, GroupSpec
 from deepspeed_gear.store.retention import Retention
 from deepspeed_gear.store.stream_records import Head
@@ -96,8 +96,8 @@ def test_death_while_groups_are_evicted(remove: str) -> None:
     def act(table: Any, streams: Any) -> None:
         streams[0].release(0)  # its groups are evicted too
         for task in (3, 4, 4):
-            table_edits.add(table, streams, {**trajectory(9, 2), "task": np.int64(task)}, None)
-        table_edits.remove(table, [2, 7])
+            table_access.add(table, streams, {**trajectory(9, 2), "task": np.int64(task)}, None)
+        table_access.remove(table, [2, 7])
 
     for scene in every_death(make, act, STRIDE):
         check_whole(scene.table, scene.streams)
@@ -109,7 +109,7 @@ def test_death_while_groups_are_evicted(remove: str) -> None:
         for _ in range(4):
             for _ in range(2):
                 scene.add(2, 7)
-            table_edits.remove(scene.table, [int(scene.table.slots[:, Slot.ID].max())])
+            table_access.remove(scene.table, [int(scene.table.slots[:, Slot.ID].max())])
         check_whole(scene.table, scene.streams)
 
 

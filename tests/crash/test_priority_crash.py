@@ -24,7 +24,7 @@ from store_support import StoreScene, check_whole, every_death, priority_rule, s
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops.constants import tree_levels
 from deepspeed_gear.ops.records import LogEntry, Slot
-from deepspeed_gear.replay import table_edits
+from deepspeed_gear.replay import table_access
 from deepspeed_gear.sampling.priority_log import LogEnds
 
 LONG = bool(os.environ.get("GEAR_LONG_TESTS"))
@@ -70,7 +70,7 @@ def contradicted(unit: str) -> StoreScene:
     report(other, [(2, 0)], [6])
     table.close()
     scene.add(3)
-    table_edits.remove(scene.table, [1, 4])
+    table_access.remove(scene.table, [1, 4])
     stream.state.ask(FOREVER)
     return scene
 
@@ -196,8 +196,8 @@ def test_random_deaths(unit: str) -> None:
             count += 1
             if random_.random() < 0.3:
                 with contextlib.suppress(StoreFullError):
-                    number = table_edits.add(table, [mine], trajectory(number, random_.randint(1, 9)), None)
-                table_edits.remove(table, [random_.randint(max(peers + 1, number - 9), number + 1)])
+                    number = table_access.add(table, [mine], trajectory(number, random_.randint(1, 9)), None)
+                table_access.remove(table, [random_.randint(max(peers + 1, number - 9), number + 1)])
 
     def value(peer: int) -> float:
         with scene.table.lock:

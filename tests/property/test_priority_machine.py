@@ -16,7 +16,7 @@ from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops import reference
 from deepspeed_gear.ops.constants import MOST_MASS_BITS, ONE_Q62
 from deepspeed_gear.ops.records import LogEntry, RandomPurpose, Slot, SlotState
-from deepspeed_gear.replay import table_edits
+from deepspeed_gear.replay import table_access
 from deepspeed_gear.store.stream_records import Head
 
 NUM_SLOTS, NUM_ROWS, KEY_OF_STREAM, NUM_PEERS = 5, 40, 7, 3
@@ -83,7 +83,7 @@ class PriorityMachine(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 12), peer=st.integers(0, NUM_PEERS - 1))
     def add(self, steps: int, peer: int = 0) -> None:
         try:
-            number = table_edits.add(
+            number = table_access.add(
                 self.tables[peer], [self.streams[peer]], trajectory(self.scene.count, steps), None
             )
         except StoreFullError:
@@ -95,7 +95,7 @@ class PriorityMachine(RuleBasedStateMachine):
     @rule(data=st.data(), peer=st.integers(0, NUM_PEERS - 1))
     def remove(self, data: st.DataObject, peer: int) -> None:
         gone = data.draw(st.lists(st.sampled_from(sorted(self.stored)), min_size=1, max_size=2, unique=True))
-        assert table_edits.remove(self.tables[peer], gone) == len(gone)
+        assert table_access.remove(self.tables[peer], gone) == len(gone)
         for number in gone:
             del self.stored[number]
 

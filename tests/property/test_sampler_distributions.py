@@ -15,7 +15,7 @@ from store_support import StoreScene, priority_rule, stream_spec
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.constants import tree_size
 from deepspeed_gear.ops.records import Resolution, Slot
-from deepspeed_gear.replay import table_edits
+from deepspeed_gear.replay import table_access
 from deepspeed_gear.sampling.mass_rules import AgeWindow
 from deepspeed_gear.sampling.samplers.uniform import stratify_
 
@@ -215,7 +215,7 @@ def test_removed_items_leave_the_others_their_shares(scenes: Any) -> None:
     scene = scenes("random", "step", [5] * 8, priorities=priority_rule(alpha=1.0))
     prioritized(scene, priorities)
     counted(scene, 1)
-    table_edits.remove(scene.table, [2, 7])
+    table_access.remove(scene.table, [2, 7])
     wanted = np.where(np.isin(np.arange(8), [2, 7]), 0, priorities.reshape(8, 5).sum(1))
     assert p_value(counted(scene), wanted) > 1e-3
 

@@ -17,7 +17,7 @@ from parallel_support import ENDS, FIELDS, WINDOW
 
 from deepspeed_gear import Batch, Replay
 from deepspeed_gear.config import parse
-from deepspeed_gear.replay.rank_preview import preview
+from deepspeed_gear.replay.preview import preview
 
 BATCH, STEPS = 12, 20
 KNOWN = ("sample_number", "trajectory_id", "anchor", "is_weight", "num_steps")

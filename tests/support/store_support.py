@@ -90,12 +90,12 @@ class StoreScene:
 
     def add(self, num_steps: int, task: int | None = None) -> int:
         """Add the next trajectory; its number is its id, while nothing else adds, and its task by default."""
-        from deepspeed_gear.replay import table_edits
+        from deepspeed_gear.replay import table_access
 
         self.count += 1
         row = trajectory(self.count - 1, num_steps)
         given = {} if task is None else {"task": np.int64(task)}
-        return table_edits.add(self.table, self.streams, {**row, **given}, None)
+        return table_access.add(self.table, self.streams, {**row, **given}, None)
 
     def __enter__(self) -> StoreScene:
         return self

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed_gear.batching.gather import N_STEP_DTYPES, SOURCES, Buffers, Gatherer, Rows
-from deepspeed_gear.batching.gather_groups import FieldGroup
+from deepspeed_gear.batching.gather import N_STEP_DTYPES, SOURCES, Buffers, FieldGroup, Gatherer, Rows
 from deepspeed_gear.batching.transfer.copy_engine import Fetched, Window, fetch, pieces_of
 from deepspeed_gear.batching.transfer.cuda_streams import Event, Packing, TransferStream
 from deepspeed_gear.batching.transfer.methods import COPIES, DIRECT, STAGED, is_computed, ways_of

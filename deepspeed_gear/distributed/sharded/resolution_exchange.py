@@ -10,14 +10,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from deepspeed_gear.distributed import node_messages
 from deepspeed_gear.distributed.node_channel import NO_WORDS, NodeChannel
 from deepspeed_gear.distributed.row_exchange.device_transport import DeviceTransport
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan
 from deepspeed_gear.distributed.row_exchange.row_messages import WORD_BYTES, RowMessages
+from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.records import Resolution, RowSample
 from deepspeed_gear.sampling.stream_state import StreamState
 
+MOST_MASS = (1 << 62) - 1  # no mass is greater
 HEAD_WORDS = 2  # of a message: its size, the smallest mass that its node has drawn
 ROWS = 2  # a further word where rows are sent on their own: the number of their words
 Goals = Callable[[int, torch.Tensor], torch.Tensor | None]
@@ -115,7 +116,7 @@ class ResolutionExchange:
         self._readers, self._need_of = (torch.from_numpy(part) for part in (plan.readers, plan.need_of))
         everyone = torch.arange(self._num_nodes)  # as if one replica were read by all
         self._everyone = everyone[None], torch.zeros(self._num_nodes, 1, dtype=torch.int16)
-        self._words = node_messages.resolution_words(row_messages.has_steps)
+        self._words = 5 if row_messages.has_steps else 4  # of a packed resolution
         # Written word by word: after a batch that has emptied the caches, a NumPy call takes 10 us and more.
         words = np.zeros((3, self._num_nodes), np.int64)
         (self._heads, self._ends, found), (self._head_words, self._end_words, self._found_words) = (
@@ -171,7 +172,7 @@ class ResolutionExchange:
             for message, rows in zip(messages, self._rows, strict=True):
                 message[ROWS] = len(rows)
         masses = mine.records.numpy()[:, Resolution.MASS]
-        self.least_drawn = int(np.minimum.reduce(masses)) if len(masses) else node_messages.MOST
+        self.least_drawn = int(np.minimum.reduce(masses)) if len(masses) else MOST_MASS
         for message, part in zip(messages, parts, strict=True):
             message[1] = self.least_drawn
             message[self._head_size : self._head_size + part.size] = part
@@ -254,3 +255,88 @@ class ResolutionExchange:
         if goals is not None:
             samples[:, RowSample.GOAL] = goals
         return ring, which, samples
+
+
+NO_ROW = -1  # first row of a trajectory that another node holds: gathering it is an error
+
+
+class RecordExchange:
+    """Sends the records of this node's trajectories to all other nodes; fills this node's ring.
+
+    One thread at a time. No rows are sent: `TrajectoryExchange` sends those of the packs of a step.
+
+    Args:
+        state: Of the stream, in this node's part of the table.
+        channel: To the other nodes.
+    """
+
+    def __init__(self, state: StreamState, channel: NodeChannel) -> None:
+        self._state, self._channel = state, channel
+        self.least_drawn = MOST_MASS  # of the latest selection: the smallest mass
+        self.num_records = 0  # of the latest selection
+
+    def fill(self, selection: NodeSelection, own: np.ndarray, records: torch.Tensor) -> np.ndarray:
+        """Exchange a selection: write the records of all its trajectories to the ring.
+
+        Args:
+            selection: The selection.
+            own: Items that this node holds, ascending. [n], int64.
+            records: Their resolutions; of groups those of the leaders. [n, 8], int64.
+        Returns:
+            The records of this node's trajectories. [m, 8], int64.
+        """
+        state, words = self._state, records.numpy()
+        if state.spec.by_group:
+            try:
+                with state.table.lock:
+                    words, item = state.members(words)
+            except Exception as error:  # the other nodes wait for the records
+                self._channel.abandon(error)
+                raise
+            own = own[item]
+        item = self._exchange(selection.entry, own, words)
+        if state.spec.by_group:
+            epochs = state.drawn[selection.entry][1]
+            state.entries[selection.entry][1][: len(item)] = epochs[torch.from_numpy(item)]
+        return words
+
+    def restore(self, selection: NodeSelection, own: np.ndarray, records: torch.Tensor) -> None:
+        """Exchange a selection of a checkpoint, as `fill`.
+
+        Args:
+            selection: The selection.
+            own: Its records that this node holds, ascending. [m], int64.
+            records: They. [m, 8], int64.
+        """
+        self._exchange(selection.entry, own, records.numpy())
+
+    def _exchange(self, entry: int, own: np.ndarray, words: np.ndarray) -> np.ndarray:
+        """Write the records of all nodes to an entry of the ring.
+
+        Args:
+            entry: Of the ring.
+            own: Place of each of this node's records in the selection; those of one group share it.
+                [m], int64.
+            words: They. [m, 8], int64.
+        Returns:
+            The places of all records. [count], int64, ascending.
+        """
+        try:
+            found = self._channel.gather_ragged(np.concatenate([own[:, None], words], axis=1))
+        except Exception as error:
+            self._channel.abandon(error)
+            raise
+        every, state = np.concatenate(found), self._state
+        shard = np.repeat(np.arange(len(found)), [len(rows) for rows in found])
+        order = np.argsort(every[:, 0], kind="stable")
+        places, records, shard = every[order, 0], every[order, 1:], shard[order]
+        masses = records[:, Resolution.MASS]
+        self.least_drawn, self.num_records = int(masses.min(initial=MOST_MASS)), len(records)
+        assert state.origins is not None
+        origins = shard << SHARD_BITS | records[:, Resolution.SLOT]
+        state.origins.numpy()[entry, : len(records)] = origins
+        elsewhere = shard != self._channel.index
+        records[elsewhere, Resolution.SLOT] = len(state.table.slots)
+        records[elsewhere, Resolution.FIRST_ROW] = NO_ROW
+        state.ring_words[entry, : len(records)] = records
+        return np.asarray(places)

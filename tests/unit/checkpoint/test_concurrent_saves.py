@@ -14,7 +14,7 @@ from gear_support import prefix
 from process_support import in_child, kill
 
 from deepspeed_gear import DeviceReplay, Replay
-from deepspeed_gear.checkpoint import folder_lock, save_folders, table_files
+from deepspeed_gear.checkpoint import save_folders, table_files
 from deepspeed_gear.device import device_checkpoint
 from deepspeed_gear.errors import CheckpointError
 
@@ -196,8 +196,8 @@ def test_a_folder_that_was_deleted_is_locked_again(both: tuple[Replay, Replay], 
 
 
 def test_locks_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_lock, "_MOST_HELD", 2)
-    locks, other = folder_lock.FolderLocks(), folder_lock.FolderLocks()
+    monkeypatch.setattr(save_folders, "_MOST_HELD", 2)
+    locks, other = save_folders.FolderLocks(), save_folders.FolderLocks()
     folders = [tmp_path / str(index) for index in range(3)]
     for folder in folders:
         folder.mkdir()
@@ -218,8 +218,8 @@ def test_a_file_system_without_locks_is_named(
     def refuse(*_: Any) -> bool:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(folder_lock, "try_lock", refuse)
-    locks = folder_lock.FolderLocks()
+    monkeypatch.setattr(save_folders, "try_lock", refuse)
+    locks = save_folders.FolderLocks()
     locks.acquire(tmp_path)
     assert "its file system has no locks" in caplog.text
     locks.release()

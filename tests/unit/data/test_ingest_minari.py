@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from deepspeed_gear.data.ingest import ingest
-from deepspeed_gear.data.ingest.minari_tables import leaf_shapes
+from deepspeed_gear.data.ingest.minari import leaf_shapes
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column
 

@@ -17,11 +17,11 @@ import pytest
 
 from deepspeed_gear.data.arrow_messages import decompressed_bytes
 from deepspeed_gear.data.ingest import ingest, open_source, source_checks
-from deepspeed_gear.data.ingest.minari_episodes import decode_jpeg
+from deepspeed_gear.data.ingest.minari import decode_jpeg
 from deepspeed_gear.data.ingest.reader import EpisodeSelection, Reader
 from deepspeed_gear.data.ingest.source_checks import Expansion
 from deepspeed_gear.errors import ConfigError, DataError
-from deepspeed_gear.replay.pack_preview import read_lengths
+from deepspeed_gear.replay.preview import read_lengths
 
 Maker = Callable[..., Any]
 SECRET = b"root:x:0:0"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_gear.distributed.sharded.age_window import edge_over_nodes
+from deepspeed_gear.distributed.sharded.sharded_selector import edge_over_nodes
 from deepspeed_gear.sampling.mass_rules import AgeWindow, WindowEdge
 
 

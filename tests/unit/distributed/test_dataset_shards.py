@@ -16,7 +16,7 @@ from deepspeed_gear.data.dataset_part import DatasetPart
 from deepspeed_gear.data.dataset_part_writer import write_parts
 from deepspeed_gear.distributed import config_resolution
 from deepspeed_gear.distributed.control_plane import ControlPlane
-from deepspeed_gear.distributed.dataset_shards import non_empty, shard_of_node
+from deepspeed_gear.distributed.shard_placement import non_empty, shard_of_node
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.table_spec import Shard

@@ -12,9 +12,14 @@ from deepspeed_gear.config import GearConfig, parse
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_part_writer import write_parts
 from deepspeed_gear.distributed.control_plane import ControlPlane
-from deepspeed_gear.distributed.dataset_shards import non_empty
 from deepspeed_gear.distributed.read_needs import grid, shards_of
-from deepspeed_gear.distributed.shard_placement import NOTHING, ShardPlacement, _place, place_tables
+from deepspeed_gear.distributed.shard_placement import (
+    NOTHING,
+    ShardPlacement,
+    _place,
+    non_empty,
+    place_tables,
+)
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.store.table_spec import Shard

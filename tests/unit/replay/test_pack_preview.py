@@ -13,7 +13,7 @@ from rollout_support import filled, ranks_of, section, seen_by
 from deepspeed_gear.cli.main import main
 from deepspeed_gear.config import parse
 from deepspeed_gear.errors import ConfigError, DataError
-from deepspeed_gear.replay.pack_preview import pack_preview, read_lengths
+from deepspeed_gear.replay.preview import pack_preview, read_lengths
 
 COST = [30, 1]
 

@@ -15,7 +15,7 @@ from deepspeed_gear import Replay
 from deepspeed_gear.cli.main import main
 from deepspeed_gear.config import parse
 from deepspeed_gear.errors import ConfigError, show_bytes
-from deepspeed_gear.replay.rank_preview import preview
+from deepspeed_gear.replay.preview import preview
 
 FIELDS = {
     "observation": {"offset": -3, "length": 4},

@@ -20,7 +20,7 @@ from warm_python import run_warm
 from deepspeed_gear import Replay
 from deepspeed_gear.errors import ConfigError, DataError, StoreError, StoreFullError
 from deepspeed_gear.replay.builder import ReplayParts
-from deepspeed_gear.replay.progress import Progress, ProgressMeter, Totals
+from deepspeed_gear.replay.metrics import Progress, ProgressMeter, Totals
 
 # ---- configs -------------------------------------------------------------------------------------
 

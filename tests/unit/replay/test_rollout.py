@@ -14,8 +14,7 @@ from rollout_support import COLUMNS, MOST, filled, ranks_of, responses, section,
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_gear import Replay
-from deepspeed_gear.batching.advantages import group_advantages
-from deepspeed_gear.batching.loss_weights import loss_weights
+from deepspeed_gear.batching.loss_weights import group_advantages, loss_weights
 from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.config.pack_options import LossConfig
 from deepspeed_gear.errors import (

@@ -18,7 +18,7 @@ from scipy import stats
 from store_support import StoreScene, check_whole, stream_spec
 
 from deepspeed_gear.errors import PeerError, StoreError
-from deepspeed_gear.replay import table_edits
+from deepspeed_gear.replay import table_access
 from deepspeed_gear.sampling.anchors import AnchorRule
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import PASS_SHIFT, Selection
@@ -118,7 +118,7 @@ def test_changes_take_effect_at_the_next_cut(scenes: Any) -> None:
     stream = scene.streams[0]
     assert set(draws(stream, 0, 1)[:, 0]) == {0, 1}
     scene.add(5)
-    table_edits.remove(scene.table, [0])
+    table_access.remove(scene.table, [0])
     assert set(draws(stream, 1, 1)[:, 0]) == {1, 2}
     check_whole(scene.table, scene.streams)
 
@@ -126,7 +126,7 @@ def test_changes_take_effect_at_the_next_cut(scenes: Any) -> None:
 def test_added_and_removed_between_two_cuts(scenes: Any) -> None:
     scene = scenes(stream_spec(batch=500), lengths=[3])
     for _ in range(100):  # more changes than slots
-        table_edits.remove(scene.table, [scene.add(2)])
+        table_access.remove(scene.table, [scene.add(2)])
     assert set(draws(scene.streams[0], 0, 1)[:, 0]) == {0}
     check_whole(scene.table, scene.streams)
 
@@ -191,7 +191,7 @@ def test_an_epoch_skips_items_that_go(scenes: Any) -> None:
     scene = scenes(stream_spec("epoch", "step", 4), lengths=[3, 6], num_slots=3)
     stream = scene.streams[0]
     first = epochs_of(stream, 0, 1)
-    table_edits.remove(scene.table, [0])
+    table_access.remove(scene.table, [0])
     assert [scene.add(1), scene.add(2)] == [2, 3]  # the slot of the removed one is used again
     rest = epochs_of(stream, 1, 4)
     mine = [step for number, step in first[0] + rest[0] if number == 1]
@@ -212,7 +212,7 @@ def test_a_dropped_tail_may_be_of_skipped_items(scenes: Any) -> None:
         seen.setdefault(int(cut.epochs[0]), []).extend(cut.resolutions[:, 0].tolist())
         scene.streams[0].release(key)
         oldest = min(scene.table.slots[scene.table.slots[:, 0] == 2, 2].tolist())
-        table_edits.remove(scene.table, [oldest] * (key % 2))
+        table_access.remove(scene.table, [oldest] * (key % 2))
         assert scene.add(1) > 11 if key % 2 else True
     assert all(len(visited) == len(set(visited)) for visited in seen.values())
     assert len(seen) > 4
@@ -223,7 +223,7 @@ def test_rows_are_free_at_the_end_of_an_epoch(scenes: Any) -> None:
     """Exactly at the end nothing of the epoch is left to visit."""
     scene = scenes(stream_spec("epoch", "step", 3), lengths=[3], num_slots=1)
     epochs_of(scene.streams[0], 0, 1)
-    table_edits.remove(scene.table, [0])
+    table_access.remove(scene.table, [0])
     assert scene.add(2) == 1
     assert sorted(epochs_of(scene.streams[0], 1, 1)[1]) == [(1, 0), (1, 1)]
 
@@ -234,7 +234,7 @@ def test_an_epoch_that_ends_in_an_empty_table(scenes: Any, batch: int) -> None:
     scene = scenes(stream_spec("epoch", "step", batch), lengths=[1] * 6, num_slots=6)
     stream = scene.streams[0]
     epochs_of(stream, 0, 1)
-    table_edits.remove(scene.table, list(range(6)))
+    table_access.remove(scene.table, list(range(6)))
     for _ in range(2):
         with pytest.raises(StoreError, match="must hold at least one item"):
             stream.get(1)
@@ -247,7 +247,7 @@ def test_an_epoch_that_ends_in_an_empty_table(scenes: Any, batch: int) -> None:
 def test_clearing_ends_an_epoch(scenes: Any) -> None:
     scene = scenes(stream_spec("epoch", "step", 4), lengths=[3, 6])
     epochs_of(scene.streams[0], 0, 1)
-    table_edits.clear(scene.table, scene.streams)
+    table_access.clear(scene.table, scene.streams)
     scene.add(2)
     found = epochs_of(scene.streams[0], 1, 2)
     assert sorted(found) == [1, 2, 3, 4]
@@ -391,7 +391,7 @@ def test_what_a_peer_still_reads_is_not_freed(scenes: Any) -> None:
     table, (other,) = scene.attach(1)
     cut = other.get(0)
     draws(scene.streams[0], 0, 1)
-    table_edits.remove(scene.table, [0])
+    table_access.remove(scene.table, [0])
     with pytest.raises(StoreError, match="must have a free slot"):
         scene.add(3)
     assert set(cut.resolutions[:, 0].tolist()) == {0}

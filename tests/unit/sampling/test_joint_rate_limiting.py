@@ -13,7 +13,7 @@ from store_support import StoreScene, stream_spec
 from deepspeed_gear.context import Context
 from deepspeed_gear.errors import NotReadyError
 from deepspeed_gear.ops.records import Slot
-from deepspeed_gear.sampling.joint_rate_limiting import JointSelectionLimiter, NodeRate
+from deepspeed_gear.sampling.rate_limiting import JointSelectionLimiter, NodeRate
 from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.records import Control

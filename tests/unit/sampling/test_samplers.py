@@ -19,7 +19,7 @@ from store_support import StoreScene, check_whole, priority_rule, stream_spec
 from deepspeed_gear import Column, DatasetWriter, Replay, Schema
 from deepspeed_gear.errors import ConfigError, DataError, StoreError, StoreFullError
 from deepspeed_gear.ops.reference.select import anchor_at
-from deepspeed_gear.replay import table_edits
+from deepspeed_gear.replay import table_access
 from deepspeed_gear.sampling.anchors import AnchorRule
 from deepspeed_gear.sampling.mass_rules import (
     MOST_BITS,
@@ -194,7 +194,7 @@ def test_fifo_and_lifo_are_the_order_of_ids(scenes: Any, kind: str, unit: str) -
     scene = scenes(stream_spec(kind, unit, 4), num_slots=6)
     stored, stream = dict(enumerate(LENGTHS)), scene.streams[0]
     for key, gone in enumerate([[], [0], [5, 3], [2], [1, 4]]):
-        table_edits.remove(scene.table, gone)
+        table_access.remove(scene.table, gone)
         for number in gone:
             del stored[number]
             stored[scene.add(2 + number)] = 2 + number
@@ -223,7 +223,7 @@ def test_recent_items_while_trajectories_come_and_go(scenes: Any, unit: str) -> 
     stored, stream, chance = dict(enumerate(LENGTHS)), scene.streams[0], np.random.default_rng(0)
     for key in range(25):
         gone = [int(n) for n in chance.choice(sorted(stored), 2, replace=False)] if len(stored) > 4 else []
-        table_edits.remove(scene.table, gone)
+        table_access.remove(scene.table, gone)
         for number in gone:
             del stored[number]
         for steps in chance.integers(1, 9, 2).tolist():
@@ -241,7 +241,7 @@ def test_an_add_without_room_moves_the_window(scenes: Any) -> None:
     """It takes up what waits, so as to free rows; the next selection must still know of the removal."""
     scene = scenes(stream_spec(batch=50, window=AgeWindow(1)), lengths=[4, 4], num_rows=10, num_slots=4)
     assert {number for number, _ in taken(scene.streams[0], 0)} == {1}
-    table_edits.remove(scene.table, [1])
+    table_access.remove(scene.table, [1])
     with pytest.raises(StoreFullError):
         scene.add(9)
     assert {number for number, _ in taken(scene.streams[0], 1)} == {0}
@@ -257,7 +257,7 @@ def test_of_equal_priorities_the_lowest_ids_are_taken(scenes: Any, unit: str) ->
     scene = scenes(spec, lengths=[3, 3, 3, 3, 3], num_slots=5, num_rows=40)
     stream = scene.streams[0]
     taken(stream, 0)
-    table_edits.remove(scene.table, [0])
+    table_access.remove(scene.table, [0])
     taken(stream, 1)
     scene.add(2)
     assert scene.table.slots_of(np.array([5]))[0] == 0

@@ -14,7 +14,7 @@ from process_support import exit_status, in_child
 from store_support import StoreScene, check_whole, stream_spec
 
 from deepspeed_gear.errors import StoreError
-from deepspeed_gear.replay import table_edits
+from deepspeed_gear.replay import table_access
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.store.stream_records import NOTHING, Head, Position
 
@@ -69,9 +69,9 @@ def test_a_change_forgets_what_was_drawn(pair: Any, what: str) -> None:
         if what == "add":
             scene.add(500)
         elif what == "remove":
-            table_edits.remove(scene.table, [7])
+            table_access.remove(scene.table, [7])
         else:
-            table_edits.clear(scene.table, scene.streams)
+            table_access.clear(scene.table, scene.streams)
             scene.add(3)
 
     scene, first, second = pair

@@ -17,7 +17,7 @@ from deepspeed_gear import Replay
 from deepspeed_gear.context import Context
 from deepspeed_gear.errors import ConfigError, NotReadyError, StoreFullError
 from deepspeed_gear.ops.records import Slot, SlotState
-from deepspeed_gear.replay import table_edits
+from deepspeed_gear.replay import table_access
 from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.records import Control, SlotRetention
@@ -317,7 +317,7 @@ def test_one_native_call_and_plain_steps_leave_equal_stores(removal: Any, spare_
             except StoreFullError:
                 found.append(-1)
             if number % 7 == 0:
-                table_edits.remove(scene.table, [number])
+                table_access.remove(scene.table, [number])
         assert found[0] == found[1]
         check_rows(scenes[0])
     assert (ways[1].evictor.mover.rows_copied > 0) == (spare_rows > 0)

@@ -19,7 +19,7 @@ from deepspeed_gear.data.trajectory_checks import check_trajectory
 from deepspeed_gear.errors import DataError, StoreError, StoreFullError
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.records import Slot, SlotState
-from deepspeed_gear.replay import table_edits
+from deepspeed_gear.replay import table_access
 from deepspeed_gear.schema import DTYPES, Column, Schema
 from deepspeed_gear.store.memory_layout import HEADER, Layout, RunIdentity
 from deepspeed_gear.store.records import Control
@@ -74,7 +74,7 @@ def test_ids_are_for_ever_and_generations_count(scene: StoreScene) -> None:
     assert [scene.add(2) for _ in range(5)] == [0, 1, 2, 3, 4]
     slot = int(table.slots_of(np.array([3]))[0])
     generation = int(table.slots[slot, Slot.GENERATION])
-    table_edits.remove(table, [3])
+    table_access.remove(table, [3])
     assert scene.add(2) == 5
     assert int(table.slots_of(np.array([5]))[0]) == slot
     assert table.slots[slot, Slot.GENERATION] == generation + 1
@@ -111,19 +111,19 @@ def test_freed_rows_are_used_again(scene: StoreScene) -> None:
     for _ in range(4):
         scene.add(4)
     for number in range(30):
-        table_edits.remove(scene.table, [number])
+        table_access.remove(scene.table, [number])
         assert scene.add(4) == number + 4
     assert scene.table.num_trajectories == 4
 
 
 def test_changes_of_others_are_seen(scene: StoreScene) -> None:
     other, _ = scene.attach(1)
-    table_edits.add(scene.table, [], trajectory(0, 9), None)
-    table_edits.add(other, [], trajectory(1, 9), None)  # knows that 10 of the 20 rows are taken
+    table_access.add(scene.table, [], trajectory(0, 9), None)
+    table_access.add(other, [], trajectory(1, 9), None)  # knows that 10 of the 20 rows are taken
     with pytest.raises(StoreFullError):
-        table_edits.add(scene.table, [], trajectory(2, 1), None)
-    table_edits.remove(other, [0])
-    assert table_edits.add(scene.table, [], trajectory(2, 9), None) == 2
+        table_access.add(scene.table, [], trajectory(2, 1), None)
+    table_access.remove(other, [0])
+    assert table_access.add(scene.table, [], trajectory(2, 9), None) == 2
     for number in (1, 2):
         assert same(read(other, number), trajectory(number, 9))
     other.close()
@@ -189,7 +189,7 @@ def test_wrong_trajectories_are_refused(scene: StoreScene, change: dict[str, Any
     wrong = {k: v for k, v in {**trajectory(0, 4), **change}.items() if v is not None}
     before = scene.table.slots.copy()
     with pytest.raises(DataError, match=text):
-        table_edits.add(scene.table, [], wrong, None)
+        table_access.add(scene.table, [], wrong, None)
     assert (scene.table.slots == before).all()
 
 
@@ -200,8 +200,8 @@ def test_an_empty_trajectory_is_refused(scene: StoreScene) -> None:
 
 def test_longest_trajectory(scene: StoreScene) -> None:
     with pytest.raises(DataError, match="must have at most max_length = 3 steps, got 4"):
-        table_edits.add(scene.table, [], trajectory(0, 4), 3)
-    table_edits.add(scene.table, [], trajectory(0, 3), 3)
+        table_access.add(scene.table, [], trajectory(0, 4), 3)
+    table_access.add(scene.table, [], trajectory(0, 3), 3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -278,9 +278,9 @@ def test_a_data_set_is_all_committed(tmp_path: Any, in_memory: bool) -> None:
     with pytest.raises(
         StoreError, match="must have a capacity to be added to or changed; it holds a read-only data set"
     ):
-        table_edits.add(table, [], trajectory(3, 2), None)
+        table_access.add(table, [], trajectory(3, 2), None)
     with pytest.raises(StoreError, match="must have a capacity to be added to or changed"):
-        table_edits.remove(table, [0])
+        table_access.remove(table, [0])
     table.close()
 
 

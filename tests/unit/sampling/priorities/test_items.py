@@ -13,7 +13,7 @@ from store_support import check_whole
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.ops.constants import ONE_Q62
 from deepspeed_gear.ops.records import Resolution, UpdateCount
-from deepspeed_gear.replay import table_edits
+from deepspeed_gear.replay import table_access
 from deepspeed_gear.sampling.anchors import AnchorRule
 from deepspeed_gear.sampling.priority_masses import WINDOW
 from deepspeed_gear.store.stream_records import Head
@@ -56,7 +56,7 @@ def test_items_that_are_gone_have_no_mass(scenes: Any, unit: str) -> None:
     scene = scenes(unit=unit, batch=500)
     stream = scene.streams[0]
     assert set(cut(stream, 0).resolutions[:, 0].tolist()) == set(range(5))
-    table_edits.remove(scene.table, [1, 3])
+    table_access.remove(scene.table, [1, 3])
     scene.add(4)
     assert set(cut(stream, 1).resolutions[:, 0].tolist()) == {0, 2, 4, 5}
     num_items = 4 if unit == "trajectory" else 3 + 7 + 5 + 4
@@ -72,7 +72,7 @@ def test_rows_that_are_used_again_have_only_their_new_items(scenes: Any) -> None
         key = 2 * round_
         cut(stream, key)
         report(stream, [(round_ + 1, 0)], 5)
-        table_edits.remove(scene.table, [round_])
+        table_access.remove(scene.table, [round_])
         cut(stream, key + 1)
         scene.add(1 + round_)
         check_whole(scene.table, scene.streams)

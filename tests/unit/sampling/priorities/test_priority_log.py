@@ -12,7 +12,7 @@ from store_support import check_whole
 
 from deepspeed_gear.errors import DataError, PeerError, StoreError
 from deepspeed_gear.ops.records import UpdateCount
-from deepspeed_gear.replay import table_edits
+from deepspeed_gear.replay import table_access
 
 # ---- which reports a selection sees --------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ def test_reports_for_what_is_gone_are_ignored_and_counted(scenes: Any) -> None:
     stream = scene.streams[0]
     cut(stream, 0)
     gone = handles(stream, [(0, 0), (0, 2), (1, 1)])
-    table_edits.remove(scene.table, [0])
+    table_access.remove(scene.table, [0])
     stream.masses.reports.add_items(gone, np.full(3, 9, np.float32), 0)
     scene.add(3)  # in the slot and the rows of the one that is gone
     cut(stream, 1)

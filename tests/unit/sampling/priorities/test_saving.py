@@ -11,7 +11,7 @@ from store_support import StoreScene, check_whole
 
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.ops.records import LogEntry
-from deepspeed_gear.replay import table_edits
+from deepspeed_gear.replay import table_access
 from deepspeed_gear.sampling.priority_log import NEVER
 from deepspeed_gear.store.pins import SelectionPins
 
@@ -22,10 +22,10 @@ def busy(scenes: Any, unit: str) -> tuple[StoreScene, Any]:
     stream, (table, (other,)) = scene.streams[0], scene.attach(1)
     report(stream, [(2, 3), (3, 9), (0, 0)], [7, 0.25, 3])
     cut(stream, 0, other)
-    table_edits.remove(scene.table, [1])
+    table_access.remove(scene.table, [1])
     cut(stream, 1, other)
     scene.add(6)
-    table_edits.remove(scene.table, [4])
+    table_access.remove(scene.table, [4])
     report(other, [(2, 3), (5, 0)], [11, 12], 3)
     report(stream, [(2, 3), (5, 0)], [13, 14], 2)
     report(stream, [(3, 9)], [15])
@@ -63,7 +63,7 @@ def test_exported_reports_for_what_is_gone_change_nothing(scenes: Any) -> None:
     stream = scene.streams[0]
     cut(stream, 0)
     report(stream, [(1, 0), (4, 0), (3, 0)], [50, 60, 70])
-    table_edits.remove(scene.table, [1, 4])
+    table_access.remove(scene.table, [1, 4])
     with scene.table.lock:
         assert SelectionPins(scene.table).pinned(np.array([1, 4])).tolist() == [False, False]
         scene.table.free(np.array([1, 4]))

@@ -1,14 +1,16 @@
-"""Group warnings: groups and trajectories of a table that were generated and are never trained."""
+"""Warnings in the log: priorities whose masses are clamped or coarse, and what a table of groups drops."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from deepspeed_gear.ops.constants import EXACT_MASS_BITS, MASS_BITS
 from deepspeed_gear.sampling.batch_stream import BatchStream
+from deepspeed_gear.sampling.priority_masses import WINDOW
 from deepspeed_gear.sampling.rate_limiting import MOST_ASKED
 from deepspeed_gear.store.group_spec import GroupCount
 from deepspeed_gear.store.groups import TableGroups
@@ -16,8 +18,56 @@ from deepspeed_gear.store.records import Control
 from deepspeed_gear.store.stream_records import Head
 
 LOG = logging.getLogger("deepspeed_gear")
-PAUSE_S = 600.0  # between two warnings of one kind
 MOST_REJECTED = 10  # batches of groups that may fail the conditions while one batch is generated
+MOST_CLAMPED = 1e-3  # fraction of the updates that may be clamped without a warning
+PAUSE_S = 600.0  # between two warnings of one kind
+
+
+class ClampWarning:
+    """Logs that many priority updates of a table were clamped, at most once in `PAUSE_S` seconds.
+
+    Args:
+        table: Name of the table.
+        most_bits: log2 of the largest mass.
+        num_clamped: Returns the number of updates ever clamped.
+        recent: Returns the number of updates applied recently, and how many of them were clamped.
+        when: Text of the period of `recent`.
+    """
+
+    def __init__(
+        self,
+        table: str,
+        most_bits: int,
+        num_clamped: Callable[[], int],
+        recent: Callable[[], tuple[int, int]],
+        when: str,
+    ) -> None:
+        self._table, self._largest, self._when = table, most_bits - MASS_BITS, when
+        self._num_clamped, self._recent = num_clamped, recent
+        self._seen, self._next = num_clamped(), 0.0
+
+    def check(self) -> None:
+        """Log a warning if one is due. Cost: reads one word if nothing was clamped."""
+        count = self._num_clamped()
+        if count == self._seen or time.monotonic() < self._next:
+            return
+        self._seen = count
+        applied, clamped = self._recent()
+        if clamped <= MOST_CLAMPED * applied:
+            return
+        self._next = time.monotonic() + PAUSE_S
+        LOG.warning(
+            "gear: table %s: priority ** alpha should be in [2^%d, 2^%d], got %d of %d reports outside %s: "
+            "smaller ones are rounded by more than 1%%, larger ones count as the bound; scale or clip what "
+            "is reported, or lower sampler.alpha; with sampler.initial an outlier is not the first priority "
+            "of new items",
+            self._table,
+            EXACT_MASS_BITS - MASS_BITS,
+            self._largest,
+            clamped,
+            applied,
+            self._when,
+        )
 
 
 class GroupWarning:
@@ -88,7 +138,15 @@ class GroupWarning:
             LOG.warning("gear: table %s: %s", self._table, text)
 
 
-def warnings_of(streams: Sequence[BatchStream]) -> list[GroupWarning]:
-    """Return the warnings of the streams' tables that have groups."""
-    known = ((stream, stream.table.groups) for stream in streams if stream.table.spec.dataset is None)
-    return [GroupWarning(stream, groups) for stream, groups in known if groups is not None]
+def warnings_of(streams: Sequence[BatchStream]) -> list[ClampWarning | GroupWarning]:
+    """Return the warnings of streams that have priorities, and of those whose tables have groups."""
+    found: list[ClampWarning | GroupWarning] = []
+    for stream in streams:
+        masses, groups = stream.state.priorities, stream.table.groups
+        if masses is not None:
+            name, when = stream.table.spec.name, f"in the latest {WINDOW} global batches"
+            most_bits = masses.rule.most_bits
+            found.append(ClampWarning(name, most_bits, masses.num_clamped, masses.recent, when))
+        if groups is not None and stream.table.spec.dataset is None:
+            found.append(GroupWarning(stream, groups))
+    return found

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_gear.distributed import node_messages
+from deepspeed_gear.sampling.top_priorities import merge_by_id
 
 
 @given(st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=6), max_size=4), st.data())
@@ -20,6 +20,6 @@ def test_the_highest_priorities_of_all_shards(
     ids = [np.array([len(shards) * t + s for _, t in own], np.int64) for s, own in enumerate(shards)]
     if not shards:
         return
-    shard, index = node_messages.merge_by_id(priorities, ids, count)
+    shard, index = merge_by_id(priorities, ids, count)
     expected = [(s, i) for _, _, i, s in sorted(items)[:count]]
     assert list(zip(shard.tolist(), index.tolist(), strict=True)) == expected
