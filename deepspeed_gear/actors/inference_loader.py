@@ -123,7 +123,7 @@ class InferenceLoader(ProcessBound):
         limit = config.resolved_tables[name].max_length
         steps = arguments.count("length", (limit or _LENGTH) if length is None else length)
         columns = _columns(schema, asks, answers)
-        library = None if store.ops.native is None else str(store.ops.native.__file__)
+        library = str(store.ops.native.__file__)
         steps = steps if limit is None else min(steps, limit)
         places = MailboxPlaces(name, schema, count, steps, *columns, config.timeout_s, library)
         memory, huge_pages = store.memory, config.shared_memory.huge_pages

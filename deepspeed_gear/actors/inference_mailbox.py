@@ -71,7 +71,7 @@ class MailboxPlaces:
         asks: Columns that the policy reads.
         answers: Columns that the policy computes.
         timeout_s: Longest wait for the lock, under which places are claimed.
-        library: File of the native module; None for the reference.
+        library: File of the native module.
     """
 
     table: str
@@ -81,7 +81,7 @@ class MailboxPlaces:
     asks: tuple[str, ...]
     answers: tuple[str, ...]
     timeout_s: float
-    library: str | None
+    library: str
 
     def layout(self) -> Layout:
         """Return the layout of the file."""

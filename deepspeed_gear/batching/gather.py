@@ -110,7 +110,7 @@ class Gatherer:
         threads: int,
     ) -> None:
         self._table, self._ops, self._threads = table, table.ops, threads
-        self._gather_into: Any = getattr(self._ops.native, "gather_into", None)
+        self._gather_into: Any = self._ops.native.gather_into
         self._device = table.device
         self._fields = list(fields)
         self._n_step = n_step
@@ -230,9 +230,8 @@ class Gatherer:
         if self._n_step is not None:
             n_step = [zeros(num_samples, dtype=dtype) for dtype in N_STEP_DTYPES]
         buffers = self._named(outs, masks, n_step)
-        native = self._ops.native
-        if native is not None and self._ops.is_direct and self._words:
-            buffers.call = native.GatherCall(
+        if self._ops.is_direct and self._words:
+            buffers.call = self._ops.native.GatherCall(
                 outs=outs,
                 masks=masks,
                 counters=self.counters,

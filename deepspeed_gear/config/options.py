@@ -203,11 +203,11 @@ class GearOptions(GearModel):
         default=0,
         description="Decides every random choice; equal seeds give equal batches on any number of ranks.",
     )
-    backend: Literal["auto", "reference", "cpu", "cuda"] = Field(
+    backend: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
         description=(
-            'Which implementation of the ops runs: PyTorch ("reference"), C++ ("cpu") or CUDA; "auto" '
-            "takes the fastest one that fits. All give the same batches."
+            'Where the ops run: on the CPU ("cpu"), also on a GPU, which must be there ("cuda"), or on a GPU '
+            'if there is one ("auto"). All give the same batches.'
         ),
     )
     data: Annotated[DataConfig | None, BeforeValidator(as_data), Words("a path", "an object")] = Field(

@@ -233,8 +233,7 @@ class RingTable:
         Raises:
             DataError: A file has changed since the data set was opened.
         """
-        if ops.native is not None:
-            dataset.files.guard(ops.native)
+        dataset.files.guard(ops.native)
         schema, lengths = dataset.schema, dataset.lengths
         final = int(schema.has_final_row)
         count, table = len(lengths), cls(spec, ops, device)

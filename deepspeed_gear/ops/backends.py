@@ -10,7 +10,7 @@ from types import ModuleType
 
 import torch
 
-from deepspeed_gear.ops import cuda_op, jit, reference
+from deepspeed_gear.ops import cuda_op, jit
 
 from ..errors import ConfigError
 
@@ -23,7 +23,7 @@ class Ops:
 
     `reference` defines them under the same names; their schemas are in
     ops/csrc/bindings/op_table.h. Calls are thread safe as long as their outputs differ. `native` is the
-    loaded module with the functions `mutex_*` of the stores, None for the reference.
+    loaded module, with the store, the writers and the streams in C++.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Ops:
     ring_update_: Op
     scatter_: Op
     copy_pieces_: Op
-    native: ModuleType | None = None
+    native: ModuleType
     is_direct: bool = False  # plain functions for host memory, which `torch.compile` cannot trace
 
     def on_host(self) -> Ops:
@@ -73,8 +73,6 @@ class Ops:
         A call takes 0.3 us where one through torch's dispatcher takes 1.5, and 3 and more after a batch that
         has emptied the caches. `torch.compile` cannot trace them.
         """
-        if self.native is None:
-            return self
         direct = {op: getattr(self.native, op) for op in OP_NAMES if hasattr(self.native, op)}
         return replace(self, **direct, is_direct=True)
 
@@ -87,14 +85,12 @@ def load_backend(name: str = "auto") -> Ops:
     """Load the ops of a backend.
 
     Args:
-        name: "reference" (plain PyTorch, never compiles), "cpu" (C++), "cuda" (the kernels for tensors on a
-            GPU, the C++ ops for those in host memory), or "auto" (the same as "cpu").
+        name: "cpu" (C++), "cuda" (the kernels for tensors on a GPU, the C++ ops for those in host memory), or
+            "auto" (as "cpu"; where there is a GPU, the kernels are built at the same time).
     Raises:
         ConfigError: There is no backend of this name.
         BuildError: The native op cannot be built or loaded, or CUDA is asked for where there is none.
     """
-    if name == "reference":
-        return Ops(name, **{op: getattr(reference, op) for op in OP_NAMES})
     if name in ("auto", "cpu"):
         from .load import load_native
 
@@ -103,19 +99,17 @@ def load_backend(name: str = "auto") -> Ops:
         return _native_ops("cpu", load_native(with_kernels=with_kernels))
     if name == "cuda":
         return _native_ops(name, _load_cuda())
-    raise ConfigError("gear.backend", "must be auto, reference, cpu or cuda", name)
+    raise ConfigError("gear.backend", "must be auto, cpu or cuda", name)
 
 
-def load_library(library: str | None) -> Ops:
+def load_library(library: str) -> Ops:
     """Load the native module that another process of the node has built; no builder, so no DeepSpeed.
 
     Args:
-        library: File of the module; None for the reference.
+        library: File of the module.
     Raises:
         BuildError: It cannot be loaded.
     """
-    if library is None:
-        return load_backend("reference")
     path = Path(library)
     return _native_ops("cpu", jit.load_once("gear", lambda: jit.import_file(path.name.split(".")[0], path)))
 

@@ -27,7 +27,6 @@ from deepspeed_gear.ops import library_trust
 from deepspeed_gear.timeouts import wait_until
 
 from ..errors import BuildError
-from .toolchain import REFERENCE_REMEDY
 
 BUILD_TIMEOUT_S = 600.0
 _FINISHED = "gear_finished.json"
@@ -253,7 +252,7 @@ def compile_error(what: str, output: str, folder: Path) -> BuildError:
     return BuildError(
         what,
         f"failed to compile in {folder}:\n  {shown}\n",
-        remedy=f"correct what the compiler names (build.ninja there has the commands), {REFERENCE_REMEDY}",
+        remedy="correct what the compiler names (build.ninja there has the commands)",
     )
 
 

@@ -110,9 +110,10 @@ class NativeOp(ABC):
         """
         missing = self.missing()
         if missing:
-            remedy = f"{' and '.join(missing.values())}, {toolchain.REFERENCE_REMEDY}"
             raise BuildError(
-                f"the native op {self.NAME}", f"cannot be built: {', '.join(missing)}", remedy=remedy
+                f"the native op {self.NAME}",
+                f"cannot be built: {', '.join(missing)}",
+                remedy=f"{' and '.join(missing.values())}, or install a wheel that has the op",
             )
 
     def prebuilt(self) -> tuple[Path | None, str]:

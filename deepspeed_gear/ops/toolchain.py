@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-REFERENCE_REMEDY = 'or set gear.backend to "reference"'
 _PACKAGE = Path(__file__).resolve().parent
 
 

@@ -107,8 +107,11 @@ def attach_tables(
                 more += FailureDetector.regions(topology.num_peers) if topology.num_nodes > 1 else []
             fingerprint = getattr(spec.dataset, "fingerprint", "")
             train = {s.name: s.describe() for s in streams.get(spec.name, []) if s.name == TRAIN}
-            library = None if ops.native is None else ops.native.__file__
-            settings = {"timeout_s": config.timeout_s, "backend": ops.name, "library": library}
+            settings = {
+                "timeout_s": config.timeout_s,
+                "backend": ops.name,
+                "library": ops.native.__file__,
+            }
             writing = writing_of(config, spec)
             plan = StorePlan(
                 spec,

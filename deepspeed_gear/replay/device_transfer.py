@@ -148,8 +148,8 @@ class DeviceTransfer:
     def _kernels(self, config: GearConfig) -> Ops | None:
         """Return ops for tensors of the device; None where only staging is possible."""
         is_named = self._options.way in (DIRECT, COPIES)
-        if config.backend in ("reference", "cpu"):
-            why = f'gear.backend is "{config.backend}", which has no kernels'
+        if config.backend == "cpu":
+            why = 'gear.backend is "cpu", which has no kernels'
             self._refused |= {DIRECT: why, COPIES: why}
             return None
         if self._options.way == STAGED:

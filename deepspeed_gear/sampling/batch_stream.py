@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from deepspeed_gear.sampling.selector import LocalSelector, SelectionMaker
 from deepspeed_gear.sampling.stream_state import TRAIN, StreamState
 from deepspeed_gear.sampling.sum_tree import ItemMasses
 from deepspeed_gear.store.memory_layout import HOLDER_OFFSET, MUTEX_OFFSET
-from deepspeed_gear.store.native_handle import address
+from deepspeed_gear.store.native_rows import address
 from deepspeed_gear.store.records import Control, Peer
 from deepspeed_gear.store.stream_records import NEVER_LATE, NOTHING, Head, Position
 
@@ -104,7 +103,7 @@ class BatchStream:
         self._requested: int | None = None  # global batch that the program waits for; None: any that it gets
         self._is_online = self.table.spec.dataset is None
         self._events = None
-        if self.table.ops.native is not None and self._is_online and self.spec.name == TRAIN:
+        if self._is_online and self.spec.name == TRAIN:
             self._events = self.table.bells
         self._pause_s, self._next_cleaning = _IDLE_S, 0.0
         self._native = NativeStream.of(state)
@@ -463,11 +462,11 @@ class NativeStream:
 
     Args:
         state: Of the stream, for which `is_plain` holds.
-        native: The native module.
     """
 
-    def __init__(self, state: StreamState, native: ModuleType) -> None:
+    def __init__(self, state: StreamState) -> None:
         table, spec, masses = state.table, state.spec, state.masses
+        native = table.ops.native
         memory = table.memory
         base = address(np.frombuffer(memory.buffer, np.uint8, 1))
         words = {
@@ -497,8 +496,7 @@ class NativeStream:
     @staticmethod
     def of(state: StreamState) -> NativeStream | None:
         """Return the native call of a stream; None where Python makes its selections."""
-        native = state.table.ops.native
-        return NativeStream(state, native) if native is not None and is_plain(state) else None
+        return NativeStream(state) if is_plain(state) else None
 
     def take(self, key: int, part: int, num_parts: int) -> SelectionPart | None:
         """Return every num_parts-th sample of a global batch; None: Python must make its selection.

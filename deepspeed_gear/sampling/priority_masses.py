@@ -19,7 +19,7 @@ from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.sum_tree import ItemMasses, TreeChanges
 from deepspeed_gear.sampling.top_priorities import oldest_of_equal
 from deepspeed_gear.store.memory_layout import Region
-from deepspeed_gear.store.native_handle import address
+from deepspeed_gear.store.native_rows import address
 from deepspeed_gear.store.records import Control
 from deepspeed_gear.store.slot_sets import distinct, is_among
 from deepspeed_gear.store.step_priorities import StepPriorities, rows_of
@@ -122,7 +122,7 @@ class PriorityMasses(ItemMasses):
         super().initialise()
 
     def _initialise_slots(self, slots: np.ndarray) -> None:
-        if self._plain_unit is None or self.ops.native is None:
+        if self._plain_unit is None:
             super()._initialise_slots(slots)
             return
         self._take(torch.from_numpy(slots), 0, len(slots), self._plain_unit)  # NumPy takes ten times as long

@@ -20,7 +20,7 @@ from deepspeed_gear.sampling.mass_rules import UNIT_CODES
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.memory_layout import Region
-from deepspeed_gear.store.native_handle import address
+from deepspeed_gear.store.native_rows import address
 from deepspeed_gear.store.records import Control, SlotRetention
 from deepspeed_gear.store.stream_records import NOTHING
 from deepspeed_gear.store.table import Table

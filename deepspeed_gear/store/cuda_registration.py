@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.errors import show_bytes
-from deepspeed_gear.store.native_handle import address
+from deepspeed_gear.store.native_rows import address
 from deepspeed_gear.store.records import Peer
 from deepspeed_gear.store.shared_memory import MADV_POPULATE_WRITE, SharedMemory
 from deepspeed_gear.store.table import Table

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import time
 from types import ModuleType
 
 import numpy as np
 
-from deepspeed_gear.store.native_handle import address
+from deepspeed_gear.store.native_rows import address
 
 BELL_WORDS = 32  # 128 bytes each: no two bells share a cache line
-_POLL_S = 50e-6
 
 
 class FutexEvents:
     """Futex words ("bells") of the processes of a file; each counts how often it was rung.
 
     A waiter reads the count, checks its condition, and waits with the count that it read, so no change in
-    between is missed. Without the native module a wait is a short sleep, and the caller checks again.
+    between is missed.
 
     Thread and process safety: any process may ring and wait.
 
     Args:
         words: [n, BELL_WORDS], uint32, in shared memory.
-        native: The native module, or None.
+        native: The native module.
     """
 
-    def __init__(self, words: np.ndarray, native: ModuleType | None) -> None:
+    def __init__(self, words: np.ndarray, native: ModuleType) -> None:
         self._words, self._native = words, native
         self._counts = [words[i, :1].data for i in range(len(words))]  # NumPy's scalars are slower
         self._addresses = [address(words) + i * words.strides[0] for i in range(len(words))]
@@ -37,17 +35,12 @@ class FutexEvents:
 
     def ring(self, bell: int) -> None:
         """Wake all waiters of a bell; this thread's earlier writes are visible by then."""
-        if self._native is not None:
-            self._native.bell_ring(self._addresses[bell])
+        self._native.bell_ring(self._addresses[bell])
 
     def wait(self, bell: int, seen: int, timeout_s: float) -> None:
         """Wait until a bell's count is not `seen`, at most `timeout_s`; a signal ends the wait too."""
-        if self._native is not None:
-            self._native.bell_wait(self._addresses[bell], seen, timeout_s)
-        else:
-            time.sleep(min(_POLL_S, timeout_s))
+        self._native.bell_wait(self._addresses[bell], seen, timeout_s)
 
     def fence(self) -> None:
         """Issue a memory fence between earlier and later reads and writes, as other processes see them."""
-        if self._native is not None:
-            self._native.fence()
+        self._native.fence()

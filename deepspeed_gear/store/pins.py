@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepspeed_gear.ops.records import Slot
-from deepspeed_gear.store.native_handle import address
+from deepspeed_gear.store.native_rows import address
 from deepspeed_gear.store.records import Peer
 from deepspeed_gear.store.step_priorities import StepPriorities
 from deepspeed_gear.store.stream_records import NEVER_LATE, NOTHING, Head, Position

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -17,9 +14,7 @@ import numpy as np
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.store.memory_layout import HOLDER_OFFSET, MUTEX_OFFSET
 from deepspeed_gear.store.shared_memory import SharedMemory
-from deepspeed_gear.timeouts import wait_until
 
-_POLL_S = 50e-6
 _REFUSALS = (StoreError, DataError)  # raised before anything has changed
 
 
@@ -34,9 +29,7 @@ class LockResult:
 class StoreLock:
     """Guards everything in a store that is not a committed row. Not reentrant.
 
-    With the native module it is a robust process-shared mutex; without it (the reference backend) a
-    `flock`, which the kernel also releases when its owner dies. All processes of a store use the same kind.
-
+    It is a robust process-shared mutex (store/mutex.cpp): the next owner is told that the previous one died.
     A word in the store holds the owner's process id until its work is complete. An owner that died, or left
     by anything but a refusal (Ctrl-C, a bug), does not clear it; the next owner finds it and recovers.
 
@@ -45,26 +38,24 @@ class StoreLock:
 
     Args:
         memory: The store's memory.
-        native: The native module, or None.
+        native: The native module.
         timeout_s: Longest wait in seconds.
         recover: Called with the lock held when the previous owner died while it held it.
     """
 
     def __init__(
-        self, memory: SharedMemory, native: ModuleType | None, timeout_s: float, recover: Callable[[], None]
+        self, memory: SharedMemory, native: ModuleType, timeout_s: float, recover: Callable[[], None]
     ) -> None:
         self._memory, self._native, self.timeout_s, self._recover = memory, native, timeout_s, recover
         holder = np.ndarray((1,), np.int64, buffer=memory.buffer, offset=HOLDER_OFFSET)
         self._holder = holder.data  # one word: a NumPy scalar takes three times as long
         self._address = holder.ctypes.data - HOLDER_OFFSET + MUTEX_OFFSET
-        self._threads = threading.RLock()  # flock does not exclude threads of one process
         self._thread: int | None = None  # which thread of this process holds it
         self._pid = os.getpid()
 
     def initialise(self) -> None:
         """Set the lock up in new memory, before it is linked."""
-        if self._native is not None:
-            self._native.mutex_init(self._address)
+        self._native.mutex_init(self._address)
 
     def __enter__(self) -> StoreLock:
         thread = threading.get_ident()
@@ -77,8 +68,7 @@ class StoreLock:
             if left_unfinished:
                 self._recover()
         except BaseException:
-            if self._native is not None:
-                self._native.mutex_consistent(self._address)  # Ctrl-C may have come before `_acquire` did so
+            self._native.mutex_consistent(self._address)  # Ctrl-C may have come before `_acquire` did so
             self._release()  # the next owner has the same duty
             raise
         return self
@@ -91,13 +81,10 @@ class StoreLock:
         self._release()
 
     def _is_held(self) -> bool:
-        """Return whether this process holds the mutex; the `flock` can be taken again by its owner."""
-        return self._native is not None and self._native.mutex_owner(self._address) == self._pid
+        """Return whether this process holds the mutex."""
+        return bool(self._native.mutex_owner(self._address) == self._pid)
 
     def _acquire(self) -> None:
-        if self._native is None:
-            self._flock()
-            return
         result = self._native.mutex_lock(self._address, self.timeout_s)
         if result == LockResult.OWNER_DIED:
             self._native.mutex_consistent(self._address)
@@ -106,28 +93,8 @@ class StoreLock:
 
     def _release(self) -> None:
         """Release the lock; without effect where another thread or process has it."""
-        if self._native is not None:
-            self._native.mutex_unlock(self._address)
-        elif self._threads.acquire(blocking=False):
-            fcntl.flock(self._memory.fd, fcntl.LOCK_UN)
-            with contextlib.suppress(RuntimeError):  # raised when nothing is left to release
-                while True:
-                    self._threads.release()
+        self._native.mutex_unlock(self._address)
         self._thread = None
-
-    def _flock(self) -> None:
-        until = time.monotonic() + self.timeout_s
-        if not self._threads.acquire(timeout=self.timeout_s):
-            self._raise(LockResult.TIMED_OUT)
-        if not wait_until(self._try_flock, until - time.monotonic(), _POLL_S):
-            self._raise(LockResult.TIMED_OUT)
-
-    def _try_flock(self) -> bool:
-        try:
-            fcntl.flock(self._memory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
 
     def _raise(self, result: int) -> Any:
         if result == LockResult.TIMED_OUT:

@@ -25,11 +25,10 @@ from deepspeed_gear.store.extent_move import ExtentMove
 from deepspeed_gear.store.futex import FutexEvents
 from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.memory_layout import Layout, Region, RunIdentity, read_header, write_header
-from deepspeed_gear.store.native_handle import open_store
 from deepspeed_gear.store.open_slots import OpenSlots
 from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.records import Control, Peer, Refusal
-from deepspeed_gear.store.row_allocator import NativeRowAllocator, RowAllocator
+from deepspeed_gear.store.row_allocator import RowAllocator, open_store
 from deepspeed_gear.store.shared_memory import SharedMemory
 from deepspeed_gear.store.store_lock import StoreLock
 from deepspeed_gear.store.table_spec import RETURN_TO_GO, Shard, TableSpec, table_layout
@@ -51,16 +50,17 @@ class Table:
         self.control: np.ndarray = views["control"]
         self.peers: np.ndarray = views["peers"]
         self.slots: np.ndarray = views["slots"]
-        if spec.dataset is not None and ops.native is not None:
+        if spec.dataset is not None:
             spec.dataset.files.guard(ops.native)
         self._columns = ColumnArrays(spec, views)
         self.columns: dict[str, np.ndarray] = self._columns.by_name
         self._recoveries: list[Callable[[], None]] = []
         itself: Table = weakref.proxy(self)  # its parts must not keep it and its memory alive
         self.lock = StoreLock(memory, ops.native, timeout_s, lambda: itself._run_recoveries())
-        self.handle: Any = None  # the native store
-        self.extents = self._open_extents() if spec.dataset is None else None
-        if self.extents is not None:
+        self.extents: RowAllocator | None = None
+        if spec.dataset is None:
+            handle = open_store(ops.native, spec, memory, views, self._columns)
+            self.extents = RowAllocator(ops.native, handle, views, spec.capacity_rows)
             ends = [spec.schema.role(role) for role in ("terminated", "truncated")]
             terminated, truncated = (None if column is None else self.columns[column.name] for column in ends)
             spare = range(spec.capacity_rows, spec.num_rows)
@@ -443,24 +443,6 @@ class Table:
         committed = self.slots[:, Slot.STATE] == SlotState.COMMITTED
         self.control[Control.NUM_COMMITTED] = int(committed.sum())
         self.control[Control.STEPS_COMMITTED] = int(self.slots[committed, Slot.NUM_STEPS].sum())
-
-    def _open_extents(self) -> RowAllocator:
-        """Return the lists of free rows and slots, changed by C++ where there is the native module."""
-        shard, views, native = self.spec.shard or Shard(), self.views, self.ops.native
-        arguments = (
-            self.control,
-            self.slots,
-            views["links"],
-            views["log"],
-            views["retention"],
-            self.spec.capacity_rows,
-            (shard.index, shard.count),
-            self.memory.peer,
-        )
-        if native is None:
-            return RowAllocator(*arguments)
-        self.handle = open_store(native, self.spec, self.memory, views, self._columns)
-        return NativeRowAllocator(native, self.handle, *arguments)
 
     def close(self) -> None:
         """Detach; the last process removes the store."""

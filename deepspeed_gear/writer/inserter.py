@@ -67,42 +67,38 @@ class Inserter:
         self.has_orphans = False  # whether the owner of some was dropped
         self._late = bool(table.spec.schema.late_columns)
         self._opaque = any(column.is_opaque for column in table.spec.schema)
-        self._native = self._open_native()
-        handle, native = table.handle, table.ops.native
-        self._store_add: Any = None if native is None else native.store_add
-        self._address = 0 if handle is None else handle.address
+        assert table.extents is not None
+        self.store = table.extents.handle
+        self._adds_natively = self._open_native()
+        self._store_add, self._address = table.ops.native.store_add, self.store.address
 
-    def _open_native(self) -> Any:
-        """Return the native store if it can add whole trajectories; else None."""
+    def _open_native(self) -> bool:
+        """Set the native store up for this process; return whether it can add whole trajectories."""
         retention = self.table.spec.retention
-        if self.table.handle is None:
-            return None
         plain = not (self._readers.have_step_priorities or self._readers.orders or self.table.groups)
         rate = retention.rate_words
         policy = self.evictor.policy
         code = policy.code if plain else EvictionCode.BY_CALLER
-        self.table.handle.set_retention(self._readers.pins, code, [rate] if rate else [])
+        self.store.set_retention(self._readers.pins, code, [rate] if rate else [])
         ahead, spec = self._readers.ahead, self.table.spec
         compacts = plain and ahead is not None and spec.spare_rows > 0 and not spec.return_to_go
-        self.table.handle.set_compaction(compacts, spec.spare_rows, ahead or [])
-        whole = (
+        self.store.set_compaction(compacts, spec.spare_rows, ahead or [])
+        return (
             plain
             and code != EvictionCode.BY_CALLER
             and self._committed is None
             and not self.table.spec.return_to_go
-            and self.table.groups is None
         )
-        return self.table.handle if whole else None
 
     @property
     def adds_natively(self) -> bool:
         """Whether a native call may store whole trajectories whose values were checked."""
-        return self._native is not None and not self._checks
+        return self._adds_natively and not self._checks
 
     @property
     def begins_natively(self) -> bool:
         """Whether a native call may publish first steps, at least where free rows need no eviction."""
-        return self.table.handle is not None and not self._checks and self._committed is None
+        return not self._checks and self._committed is None
 
     def note_orphan(self) -> None:
         """Note that the owner of trajectories in `growing` was dropped."""
@@ -130,7 +126,7 @@ class Inserter:
             StoreFullError: Too few rows are free, and the table evicts nothing.
             NotReadyError: The ranks have not sampled in time.
         """
-        if self._native is not None and not (self._checks or self._late or self._opaque):
+        if self._adds_natively and not (self._checks or self._late or self._opaque):
             added = self._add_stored_form(trajectory)
             if added is not None:
                 return added
@@ -182,7 +178,7 @@ class Inserter:
             raise DataError(f"{self._name}: trajectory", rule, num_steps)
 
     def _add(self, columns: list[np.ndarray], num_steps: int) -> int:
-        if self._native is None:
+        if not self._adds_natively:
             return self._add_plainly(columns, num_steps)
         found = self._store_add(self._address, columns, num_steps, self.timeout_s)
         if found is None:  # an array without a buffer of the stored form, such as bfloat16 without steps
@@ -210,7 +206,7 @@ class Inserter:
         check_finite(self._name, self.table.spec.schema, arrays)
 
     def _add_plainly(self, columns: list[np.ndarray], num_steps: int, present: int = 0) -> int:
-        if self.table.handle is None or not self.table.handle.are_finite(columns):
+        if not self.store.are_finite(columns):
             self._refuse_not_finite(columns)
         slot = self.reserve(num_steps)
         try:

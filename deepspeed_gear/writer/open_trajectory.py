@@ -14,7 +14,7 @@ from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import ENDS_LAST, as_stored, check_finite, not_finite
 from deepspeed_gear.errors import DataError, known_names
 from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store.native_handle import form_of
+from deepspeed_gear.store.native_rows import form_of
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.writer.completed_trajectory import CompletedTrajectory
 from deepspeed_gear.writer.partial_publish import GrowingTrajectory, PublishedPart, Publisher, no_publisher

@@ -132,8 +132,8 @@ class Publisher:
 
     @property
     def native_store(self) -> Any:
-        """The native Store of the table; None without the native module."""
-        return self._table.handle
+        """The native Store of the table."""
+        return self._inserter.store
 
     @property
     def adds_natively(self) -> bool:

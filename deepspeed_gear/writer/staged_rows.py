@@ -10,7 +10,7 @@ import numpy as np
 
 from deepspeed_gear.data.trajectory_checks import as_stored, check_finite
 from deepspeed_gear.schema import Column
-from deepspeed_gear.store.native_handle import address, form_of
+from deepspeed_gear.store.native_rows import address, form_of
 
 
 class Staging:

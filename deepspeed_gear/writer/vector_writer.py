@@ -17,7 +17,7 @@ from deepspeed_gear.data.trajectory_checks import as_stored, cast, check_finite
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.public_names import public_names
 from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store.native_handle import address, form_of
+from deepspeed_gear.store.native_rows import address, form_of
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.records import Growing, StepCount
 from deepspeed_gear.writer.completed_trajectory import CompletedTrajectory
@@ -180,7 +180,7 @@ class VectorWriter(ProcessBound):
             truncated_column=-1 if self._truncated is None else columns.index(self._truncated.name),
         )  # fmt: skip
         self._steps_address = self._native_steps.address
-        if self._publisher is not None and self._publisher.native_store is not None:
+        if self._publisher is not None:
             self._store_natively(staging, self._publisher)
 
     def _store_natively(self, staging: Staging, publisher: Publisher) -> None:

@@ -1,8 +1,6 @@
-"""The lists of a store: plain Python and C++ side by side, against an oracle that knows no lists."""
+"""The lists of a store, which C++ changes, against an oracle that knows no lists."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 from hypothesis import settings
@@ -11,40 +9,37 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.records import Slot, SlotState
-from deepspeed_gear.store.native_handle import address
+from deepspeed_gear.store.native_rows import address
 from deepspeed_gear.store.records import Control, Refusal, SlotLink, SlotRetention
 from deepspeed_gear.store.retention import UNLIMITED
-from deepspeed_gear.store.row_allocator import NativeRowAllocator, RowAllocator
+from deepspeed_gear.store.row_allocator import RowAllocator
 
 PEER, IDS = 3, (1, 2)
 
 
-def arrays_of(num_slots: int, log_size: int) -> tuple[np.ndarray, ...]:
-    shapes = (
-        (Control.NUM_WORDS,),
-        (num_slots, Slot.NUM_WORDS),
-        (num_slots + 2, SlotLink.NUM_WORDS),
-        (log_size,),
-    )
+def regions(num_slots: int, log_size: int) -> dict[str, np.ndarray]:
+    shapes = {
+        "control": (Control.NUM_WORDS,),
+        "slots": (num_slots, Slot.NUM_WORDS),
+        "links": (num_slots + 2, SlotLink.NUM_WORDS),
+        "log": (log_size,),
+    }
     retention = np.ones((num_slots, SlotRetention.NUM_WORDS), np.int64)  # a commit sets it to 0
-    return (*(np.zeros(shape, np.int64) for shape in shapes), retention)
+    return {**{name: np.zeros(shape, np.int64) for name, shape in shapes.items()}, "retention": retention}
 
 
-def native_extents(arrays: tuple[np.ndarray, ...], num_rows: int) -> NativeRowAllocator:
-    """Open lists in C++ that never lock: there is no mutex."""
-    native = load_backend("cpu").native
-    control, slots, links, log, retention = arrays
-    store = native.Store(
+NATIVE = load_backend("cpu").native
+
+
+def allocator(views: dict[str, np.ndarray], num_rows: int) -> RowAllocator:
+    """Open lists that never lock: there is no mutex."""
+    store = NATIVE.Store(
         mutex=0,
         holder=0,
-        control=address(control),
-        links=address(links),
-        log=address(log),
-        retention=address(retention),
-        slots=address(slots),
-        num_slots=len(slots),
+        **{name: address(view) for name, view in views.items()},
+        num_slots=len(views["slots"]),
         num_rows=num_rows,
-        log_size=len(log),
+        log_size=len(views["log"]),
         id_index=IDS[0],
         id_count=IDS[1],
         peer=PEER,
@@ -53,7 +48,7 @@ def native_extents(arrays: tuple[np.ndarray, ...], num_rows: int) -> NativeRowAl
         position=0,
         least_free_rows=UNLIMITED,
     )
-    return NativeRowAllocator(native, store, *arrays, num_rows, IDS, PEER)
+    return RowAllocator(NATIVE, store, views, num_rows)
 
 
 def ring(extents: RowAllocator, sentinel: int, on: int, back: int) -> list[int]:
@@ -85,22 +80,15 @@ class ExtentsMachine(RuleBasedStateMachine):
     @initialize(num_slots=st.integers(1, 7), num_rows=st.integers(1, 40), log_size=st.integers(1, 9))
     def make(self, num_slots: int, num_rows: int, log_size: int) -> None:
         self.num_rows, self.num_slots = num_rows, num_slots
-        plain, other = arrays_of(num_slots, log_size), arrays_of(num_slots, log_size)
-        self.plain = RowAllocator(*plain, num_rows, IDS, PEER)
-        self.native = native_extents(other, num_rows)
-        self.both: list[RowAllocator] = [self.plain, self.native]
-        self._on_both("rebuild")
+        self.views = regions(num_slots, log_size)
+        self.extents = allocator(self.views, num_rows)
+        self.extents.rebuild()
         self.held: dict[int, tuple[int, int, int]] = {}  # slot -> state, rows, steps
         self.old: list[int] = []
         self.gone: list[int] = []
         self.open: set[int] = set()  # slots whose trajectories grow
         self.noted: list[int] = []
         self.inserted = self.steps_inserted = 0
-
-    def _on_both(self, name: str, *arguments: int) -> Any:
-        first, second = (getattr(extents, name)(*arguments) for extents in self.both)
-        assert first == second
-        return first
 
     def _of(self, state: int) -> list[int]:
         return sorted(slot for slot, held in self.held.items() if held[0] == state)
@@ -109,14 +97,27 @@ class ExtentsMachine(RuleBasedStateMachine):
         taken = np.zeros(self.num_rows + 1, bool)
         taken[-1] = True
         for slot in self.held:
-            first, count = self.plain.slots[slot, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist()
+            first, count = self.extents.slots[slot, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist()
             taken[first : first + count] = True
         return int(np.diff(np.nonzero(np.append(True, taken))[0]).max()) - 1
 
+    def _next_fit(self, num_rows: int) -> int | None:
+        """Return the row at which the first sufficient gap begins, from the extent of the last search on."""
+        records, rover = self.extents.slots, int(self.extents.control[Control.ROVER])
+        held = sorted(self.held, key=lambda slot: int(records[slot, Slot.FIRST_ROW]))
+        begins = [0, *(int(records[slot, [Slot.FIRST_ROW, Slot.NUM_ROWS]].sum()) for slot in held)]
+        ends = [*records[held, Slot.FIRST_ROW].tolist(), self.num_rows]
+        first = [self.extents.ends, *held].index(rover)
+        for at in [*range(first, len(begins)), *range(first)]:
+            if ends[at] - begins[at] >= num_rows:
+                return begins[at]
+        return None
+
     @rule(num_rows=st.integers(1, 20))
     def reserve(self, num_rows: int) -> None:
+        where = self._next_fit(num_rows)
         free, longest = self.num_rows - sum(rows for _, rows, _ in self.held.values()), self._longest_run()
-        slot = self._on_both("reserve", num_rows, max(1, num_rows - 1))
+        slot = self.extents.reserve(num_rows, max(1, num_rows - 1))
         if len(self.held) == self.num_slots:
             assert slot == Refusal.NO_SLOT
         elif num_rows > free:
@@ -126,6 +127,7 @@ class ExtentsMachine(RuleBasedStateMachine):
         else:
             assert 0 <= slot < self.num_slots
             assert slot not in self.held
+            assert self.extents.slots[slot, [Slot.FIRST_ROW, Slot.OWNER]].tolist() == [where, PEER]
             self.held[slot] = SlotState.RESERVED, num_rows, max(1, num_rows - 1)
 
     @precondition(lambda self: self._of(SlotState.RESERVED))
@@ -133,7 +135,7 @@ class ExtentsMachine(RuleBasedStateMachine):
     def commit(self, data: st.DataObject, born: int) -> None:
         slot = data.draw(st.sampled_from(self._of(SlotState.RESERVED)))
         num_rows = data.draw(st.integers(1, self.held[slot][1]))
-        number = self._on_both("commit", slot, num_rows, num_rows, born)
+        number = self.extents.commit(slot, num_rows, num_rows, born)
         assert number == self.inserted * IDS[1] + IDS[0]
         self.held[slot] = SlotState.COMMITTED, num_rows, num_rows
         self.old.append(slot)
@@ -145,10 +147,9 @@ class ExtentsMachine(RuleBasedStateMachine):
     def publish(self, data: st.DataObject) -> None:
         """Commit the beginning of a trajectory that keeps its rows to grow."""
         slot = data.draw(st.sampled_from(self._of(SlotState.RESERVED)))
-        for extents in self.both:
-            extents.retention[slot, SlotRetention.OPEN] = 1
+        self.extents.retention[slot, SlotRetention.OPEN] = 1
         rows = self.held[slot][1]
-        self._on_both("commit", slot, 1, rows, 0)
+        self.extents.commit(slot, 1, rows, 0)
         self.held[slot] = SlotState.COMMITTED, rows, 1
         self.old.append(slot)
         self.noted.append(slot)
@@ -161,7 +162,7 @@ class ExtentsMachine(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(sorted(self.open & set(self.old))))
         state, rows, steps = self.held[slot]
         longer = data.draw(st.integers(steps, rows))
-        self._on_both("grow", slot, longer)
+        self.extents.grow(slot, longer)
         self.held[slot] = state, rows, longer
         self.steps_inserted += longer - steps
         self.noted.append(slot)
@@ -171,7 +172,7 @@ class ExtentsMachine(RuleBasedStateMachine):
     def end_growth(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(sorted(self.open)))
         state, rows, steps = self.held[slot]
-        self._on_both("end_growth", slot, steps)
+        self.extents.end_growth(slot, steps)
         self.held[slot] = state, steps if state == SlotState.COMMITTED else rows, steps
         self.open.remove(slot)
 
@@ -179,7 +180,7 @@ class ExtentsMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def retire(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(self.old))
-        self._on_both("retire", slot)
+        self.extents.retire(slot)
         self.held[slot] = SlotState.EVICTED, *self.held[slot][1:]
         self.old.remove(slot)
         self.gone.append(slot)
@@ -192,30 +193,21 @@ class ExtentsMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(self._can_be_freed()))
-        self._on_both("free", slot)
+        self.extents.free(slot)
         if self.held.pop(slot)[0] == SlotState.EVICTED:
             self.gone.remove(slot)
 
     @rule()
     def rebuild(self) -> None:
         """Order by id: of those that are retired this is all that the slot table knows."""
-        self._on_both("rebuild")
-        self.gone.sort(key=lambda slot: int(self.plain.slots[slot, Slot.ID]))
-
-    @invariant()
-    def same_in_both(self) -> None:
-        if not hasattr(self, "plain"):
-            return
-        words = np.arange(Control.NUM_WORDS) != Control.RECOVERIES
-        assert (self.plain.control[words] == self.native.control[words]).all()
-        for name in ("slots", "links", "log", "retention"):
-            assert (getattr(self.plain, name) == getattr(self.native, name)).all(), name
+        self.extents.rebuild()
+        self.gone.sort(key=lambda slot: int(self.extents.slots[slot, Slot.ID]))
 
     @invariant()
     def right(self) -> None:
-        if not hasattr(self, "plain"):
+        if not hasattr(self, "extents"):
             return
-        extents, control, slots = self.plain, self.plain.control, self.plain.slots
+        extents, control, slots = self.extents, self.extents.control, self.extents.slots
         for slot in range(self.num_slots):
             state, rows, steps = self.held.get(slot, (SlotState.FREE, 0, 0))
             assert slots[slot, Slot.STATE] == state
@@ -243,9 +235,9 @@ class ExtentsMachine(RuleBasedStateMachine):
 
     @invariant()
     def counted(self) -> None:
-        if not hasattr(self, "plain"):
+        if not hasattr(self, "extents"):
             return
-        control = self.plain.control
+        control = self.extents.control
         assert control[Control.NUM_COMMITTED] == len(self.old)
         assert control[Control.STEPS_COMMITTED] == sum(self.held[slot][2] for slot in self.old)
         held = [
@@ -262,20 +254,18 @@ class ExtentsMachine(RuleBasedStateMachine):
         reserved = [self.held[slot][2] for slot in self._of(SlotState.RESERVED)]
         assert control[[Control.PENDING, Control.STEPS_PENDING]].tolist() == [len(reserved), sum(reserved)]
         assert control[Control.CHANGED] == len(self.noted)
-        seen = max(0, len(self.noted) - len(self.plain.log))
-        assert self.plain.changed_since(seen).tolist() == sorted(set(self.noted[seen:]))
+        seen = max(0, len(self.noted) - len(self.extents.log))
+        assert self.extents.changed_since(seen).tolist() == sorted(set(self.noted[seen:]))
         if seen:
-            assert self.plain.changed_since(seen - 1) is None
+            assert self.extents.changed_since(seen - 1) is None
 
     @invariant()
     def rebuilt_is_the_same(self) -> None:
         """Of a copy: the same lists, although the search for rows may begin elsewhere."""
-        if not hasattr(self, "plain"):
+        if not hasattr(self, "extents"):
             return
-        arrays = [
-            getattr(self.plain, name).copy() for name in ("control", "slots", "links", "log", "retention")
-        ]
-        arrays[2][:] = 12345
+        views = {name: view.copy() for name, view in self.views.items()}
+        views["links"][:] = 12345
         derived = [
             Control.FREE_ROWS,
             Control.NUM_COMMITTED,
@@ -284,18 +274,18 @@ class ExtentsMachine(RuleBasedStateMachine):
             Control.PENDING,
             Control.STEPS_PENDING,
         ]
-        arrays[0][[Control.FREE_SLOT, *derived]] = 12345
-        copy = RowAllocator(*arrays, self.num_rows, IDS, PEER)
+        views["control"][[Control.FREE_SLOT, *derived]] = 12345
+        copy = allocator(views, self.num_rows)
         copy.rebuild()
-        assert sorted(free_slots(copy)) == sorted(free_slots(self.plain))
-        ends = self.plain.ends
+        assert sorted(free_slots(copy)) == sorted(free_slots(self.extents))
+        ends = self.extents.ends
         assert ring(copy, ends, SlotLink.AFTER, SlotLink.BEFORE) == ring(
-            self.plain, ends, SlotLink.AFTER, SlotLink.BEFORE
+            self.extents, ends, SlotLink.AFTER, SlotLink.BEFORE
         )
         assert ring(copy, ends, SlotLink.NEWER, SlotLink.OLDER) == self.old
         assert sorted(copy.retired().tolist()) == sorted(self.gone)
         words = [*derived, Control.NEXT_ID, Control.CHANGED, Control.INSERTED, Control.STEPS_INSERTED]
-        assert (copy.control[words] == self.plain.control[words]).all()
+        assert (copy.control[words] == self.extents.control[words]).all()
 
 
 TestExtents = ExtentsMachine.TestCase

@@ -298,7 +298,6 @@ inline void Bind(py::module_& module) {
                         int64_t born) { return cpu::Commit(store, slot, steps, rows, born); })
       .def("retire", [](Store& store, int64_t slot) { cpu::Retire(store, slot); })
       .def("free", [](Store& store, int64_t slot) { cpu::Free(store, slot); })
-      .def("may_insert", [](Store& store, int64_t steps) { return cpu::MayInsert(store, steps); })
       .def_property_readonly("address",
                              [](Store& store) { return reinterpret_cast<uintptr_t>(&store); })
       .def("are_finite", &Store::AreFinite);

@@ -5,7 +5,7 @@
 namespace gear::cpu {
 
 // The element type whose exponents are checked; kUnchecked for integers, bool, and columns that may
-// hold NaN. The codes are those of deepspeed_gear/store/native_handle.py.
+// hold NaN. The codes are those of deepspeed_gear/store/native_rows.py.
 enum class Exponents : int64_t { kUnchecked, kFloat16, kBFloat16, kFloat32, kFloat64 };
 
 // Returns whether no element has an exponent of all ones. Cost: one read.

@@ -1,7 +1,7 @@
 // The extents and slots of a store: free rows, the age order of trajectories, the log of changes.
 //
 // Everything lies in shared memory and follows from the slot table: after the death of a process it
-// is rebuilt from there. The same in plain Python: deepspeed_gear/store/row_allocator.py.
+// is rebuilt from there, by deepspeed_gear/store/row_allocator.py.
 #pragma once
 #include <cstdint>
 #include <vector>

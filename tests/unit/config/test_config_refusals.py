@@ -152,7 +152,7 @@ WRONG: list[tuple[Any, str]] = [
         "gear.fields.action.offset must be an integer in (-2^31, 2^31), \"n_step\" or null, got 'n_stp'; "
         "did you mean 'n_step'?",
     ),
-    (_with("backend", "gpu"), 'gear.backend must be "auto", "reference", "cpu" or "cuda", got \'gpu\''),
+    (_with("backend", "gpu"), 'gear.backend must be "auto", "cpu" or "cuda", got \'gpu\''),
     (
         _with("sampler", "kind", "prioritised"),
         'gear.sampler.kind must be "uniform", "length", "weighted", "custom", "prioritized", "top_k", '

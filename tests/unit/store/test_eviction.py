@@ -305,9 +305,7 @@ def test_one_native_call_and_plain_steps_leave_equal_stores(removal: Any, spare_
     sizes = {"num_slots": 9, "num_rows": 60, "spare_rows": spare_rows}
     scenes = [StoreScene([stream_spec()], **sizes, retention=Retention(removal)) for _ in range(2)]
     ways = [inserter(scene) for scene in scenes]
-    for way, scene in zip(ways, scenes, strict=True):
-        way._native = scene.table.handle
-    ways[1]._native = None
+    ways[0]._adds_natively, ways[1]._adds_natively = True, False
     chance = np.random.default_rng(1)
     for number, steps in enumerate(chance.integers(1, 25, 60).tolist()):
         found = []
