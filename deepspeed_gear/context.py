@@ -14,11 +14,7 @@ LOG_EVERY_S = 30.0
 
 
 class WaitLog:
-    """Measures a wait for other ranks, and logs every 30 s which of them it waits for.
-
-    Args:
-        what: What waits.
-    """
+    """Measures a wait for other ranks, and logs every 30 s which of them it waits for."""
 
     def __init__(self, what: str) -> None:
         self._what, self._begin, self._next = what, time.monotonic(), LOG_EVERY_S
@@ -47,8 +43,6 @@ class Context:
 
     Args:
         rank: Of the process group.
-        world_size: Its ranks.
-        node: Of this rank.
         num_nodes: Of the process group.
         timeout_s: Longest wait for another process, in seconds.
         check: Called while this rank waits, from any thread. Raises if the wait cannot end: another rank or

@@ -26,7 +26,6 @@ def wait_until(
         condition: Returns None or False as long as it is not. It is called once at least, and once more after
             the timeout.
         timeout_s: Longest wait, in seconds.
-        pause_s: Between two calls.
         check: Called before each pause; raises where the wait cannot end.
     """
     until = time.monotonic() + timeout_s

@@ -34,9 +34,6 @@ class ActorJob:
 
     Args:
         index, count: Its index, and the number of actors.
-        env: As `start_actors`.
-        num_envs: Environments.
-        policy: As `start_actors`.
         attach: Arguments of `TrajectoryWriter.attach`.
         board: Name of the policy board.
         seed: Of the first environment of the first actor.

@@ -65,8 +65,6 @@ class MailboxPlaces:
 
     Args:
         table: Name of the table.
-        schema: Of the table.
-        count: Places.
         length: Steps of a trajectory for which a place has rows.
         asks: Columns that the policy reads.
         answers: Columns that the policy computes.
@@ -125,12 +123,6 @@ class InferenceMailbox:
     """A mailbox file in this process: `create` by a loader, `attach` by processes of simulators.
 
     Thread and process safety: one thread of each process at a time; any number of processes.
-
-    Args:
-        places: Its description.
-        memory: Its memory.
-        ops: The ops.
-        layout: Its layout.
     """
 
     def __init__(self, places: MailboxPlaces, memory: SharedMemory, ops: Ops, layout: Layout) -> None:
@@ -157,11 +149,9 @@ class InferenceMailbox:
         """Create the mailbox file of a rank, with every place free.
 
         Args:
-            places: Its description.
             store: Name of the table's file.
             peer: Index of the rank on its node.
             run: Of the table's store.
-            ops: The ops.
             huge_pages: Whether to request huge pages.
         Raises:
             StoreFullError: Shared memory is full.

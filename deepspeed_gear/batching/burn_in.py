@@ -35,7 +35,6 @@ class BurnIn:
         """Return the burn-in of a config; None without.
 
         Args:
-            config: The config.
             fields: The fields of a batch: the earliest of their windows begins the sequence.
             needed: The fields, or parts of them, that this rank gathers.
         """
@@ -48,7 +47,6 @@ class BurnIn:
         """Return which steps of a field learn: the real ones after the burn-in.
 
         Args:
-            name: Of the field.
             mask: The field's mask. [B, T] or [B], bool.
             records: Resolutions. [B, 8], int64.
         Returns:

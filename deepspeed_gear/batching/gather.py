@@ -92,7 +92,6 @@ class Gatherer:
         table: The source of the rows.
         statistics: Of the table's columns, where a field is normalised.
         n_step: n-step returns, or None.
-        num_samples: B.
         depth: Batches in the ring.
         engine_dtype: The dtype of `as: engine`.
         threads: Threads of one pass.
@@ -351,8 +350,6 @@ def affine(
     """Return float64 shift and gain of (x - shift) * gain, repeated along the window; empty: the identity.
 
     Args:
-        field: The field.
-        statistics: Of the columns.
         shape: Of a row of the column.
     Raises:
         ConfigError: The field is normalised, and its column has no statistics, or float64 does not hold its
@@ -404,7 +401,6 @@ class FieldGroup:
     """Fields that are gathered by one call of `gather_`.
 
     Args:
-        which: The fields' numbers.
         masks: Numbers of the masks that they write.
         columns, shifts, gains, spec, pads: As of `gather_`; the spec numbers masks within the group.
     """
@@ -435,7 +431,6 @@ class FieldGroup:
             counters: As of `gather_`, like the others.
             records: [B, 8], int64.
             steps: [B], int64.
-            threads: Of the host.
             order: Order of the samples; affects only the time. [B], int64.
         """
         if not self.which:

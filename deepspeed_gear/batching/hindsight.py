@@ -29,9 +29,6 @@ class GoalField:
         column: The achieved goals. [rows, *shape].
         source: The op's code for their rows.
         shift: Of the field's conversion.
-        gain: Likewise.
-        shape: Of a row.
-        dtype: In the batch.
     """
 
     out: int
@@ -45,14 +42,7 @@ class GoalField:
 
 
 class GoalRows:
-    """Gathers the drawn rows of all goals of a batch in one call of `gather_`. Not thread-safe.
-
-    Args:
-        fields: The goals.
-        ops: The ops.
-        num_samples: B.
-        threads: Of one call.
-    """
+    """Gathers the drawn rows of all goals of a batch in one call of `gather_`. Not thread-safe."""
 
     def __init__(self, fields: Sequence[GoalField], ops: Ops, num_samples: int, threads: int) -> None:
         self._fields, self._gather, self._threads = fields, ops.gather_, threads
@@ -75,8 +65,6 @@ class GoalRows:
 
         Args:
             outs: Every field's tensor. [B, ...].
-            masks: Of the batch.
-            counters: As `gather_`.
             records: Resolutions. [B, 8], int64.
             goal_step: As `HindsightRelabelling.draw` returns it. [B], int64.
         """
@@ -115,8 +103,6 @@ class HindsightRelabelling:
     """Draws goals and computes rewards by `gear.hindsight`; without it, does nothing. Thread safe.
 
     Args:
-        config: The config.
-        ops: The ops.
         fields: The fields of a batch.
         needed: The fields that this rank gathers.
     Raises:

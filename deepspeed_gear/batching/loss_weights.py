@@ -27,7 +27,6 @@ def loss_weights(
     """Return the weight of every token of the loss mask, by trajectory.
 
     Args:
-        options: The normalisation.
         counts: Tokens of the loss mask of each trajectory. [n], int64.
         sequences: The sequence that it belongs to, any integers. [n], int64.
         groups: The group that it belongs to, any integers. [n], int64.
@@ -72,7 +71,6 @@ def group_advantages(
     advantage. A group of one member has the advantage 0, and so has a member that does not count.
 
     Args:
-        kind: The estimator.
         rewards: Of each trajectory. [n].
         groups: Its group, any integers. [n], int64.
         members: Its member within the group, any integers. [n], int64.

@@ -28,7 +28,6 @@ class PackGatherer:
     """Gathers packs from one table. Not thread-safe.
 
     Args:
-        fields: Of a pack.
         table: The source of the rows.
         statistics: Of the table's columns, where a field is normalised.
         engine_dtype: The dtype of `"as": "engine"`.
@@ -104,7 +103,6 @@ class PackGatherer:
             outs: Of every per-step field. [rows, *shape].
             records: Resolutions of this table's trajectories in the pack. [S, 8], int64, contiguous.
             places: Where each begins in the pack. [S], int64.
-            first: The first place.
         Cost: every row is read once and written once.
         """
         if not self.fields or not records.size(0):
@@ -147,7 +145,6 @@ def flags_of(ops: Ops, column: torch.Tensor, records: torch.Tensor, offset: int)
     """Return which steps of trajectories have a flag that is not 0, one trajectory after the other.
 
     Args:
-        ops: Of the host.
         column: Of bool or uint8. [rows].
         records: Resolutions of the trajectories. [n, 8], int64, contiguous.
         offset: A place holds the flag of the step that is so much later, or False.

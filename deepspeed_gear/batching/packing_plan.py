@@ -97,9 +97,7 @@ def plan_packs(lengths: torch.Tensor, budget: PackBudget, width: int, ops: Ops) 
 
     Args:
         lengths: Of the trajectories, in tokens. [n], int64.
-        budget: Of a pack.
         width: Ranks, in [1, 2^20].
-        ops: Of the host.
     Returns:
         A plan of which no pack exceeds the budget. None is empty if n >= K * width. K is 0 if n is 0.
     Raises:

@@ -16,7 +16,6 @@ def mask_of(
     """Return which steps of [B, T] count: the given mask, else the steps that learn, else all.
 
     Args:
-        batch: The batch.
         values: [B, T].
         mask: The given mask. [B, T], bool.
         is_checked: Compare the values of masks of this shape; else raise if there are two, without reading.

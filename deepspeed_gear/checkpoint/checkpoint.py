@@ -38,8 +38,6 @@ def state_of(
     """Return the position, equal on all ranks; see `Replay.state_dict`. Collective.
 
     Args:
-        parts: Of the Replay.
-        loader: Of the Replay.
         passes: Passes over splits that have begun.
         save: Id and manifests of the save of this position; None: no save.
         columns: File of the columns of the rollout batch whose training is under way.
@@ -66,10 +64,7 @@ def save(
     its name when all files are complete on the disk, and the position is written after all tables.
 
     Args:
-        parts: Of the Replay.
-        loader: Of the Replay.
         passes: Passes over splits that have begun.
-        folder: Of the checkpoint.
         kept: State of the latest save in this folder that this Replay has loaded or made; None: none.
     Returns:
         The position, which names the save.
@@ -176,9 +171,7 @@ def columns_of(parts: ReplayView, folder: Path | None, state: State) -> Columns:
     """Return the columns of the rollout batch that a state was saved in. Collective.
 
     Args:
-        parts: Of the Replay.
         folder: Of the save; None: only the state is known.
-        state: A checked state.
     Raises:
         CheckpointError: The file is missing or changed, or there is no folder.
     """
@@ -214,9 +207,6 @@ def go_on(parts: ReplayView, loader: Loader, state: State, columns: Columns) -> 
     """Continue at a checked state; return the passes over splits that have begun. Collective.
 
     Args:
-        parts: Of the Replay.
-        loader: Of the Replay.
-        state: The state.
         columns: Of the rollout batch whose training is under way.
     """
     plan, exchange = parts.plan, parts.plan.exchange

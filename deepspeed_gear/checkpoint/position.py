@@ -32,7 +32,6 @@ class LoaderPosition:
             after the last selection of which no item is left.
         rollout: The rollout batch after it: which items are consumed, and the steps done of the batch that is
             trained; JSON-able. None: there is none, or it begins with a selection.
-        columns: Its own columns.
     """
 
     at: Position
@@ -79,7 +78,6 @@ def state_of(
     """Return the state of a position for a checkpoint: JSON-able, equal on all ranks.
 
     Args:
-        config: Of the run.
         fingerprint: Of each table's data set.
         passes: Passes over each split that have begun.
         train: Position of the training streams.

@@ -307,7 +307,6 @@ def _bounds(
 
     Args:
         name: Of the table, for error texts.
-        unit: Likewise.
         slots: Of each unit. [n], int64.
         rows: Likewise. [n], int64.
         room: Slots and rows of each part.
@@ -351,7 +350,6 @@ def groups_of(whole: SavedShard, division: ShardDivision, index: int) -> tuple[n
     Args:
         whole: The table, from `merge`.
         division: Of the table, from `divide_groups`.
-        index: Of the shard.
     """
     assert whole.groups is not None
     assert whole.group_counts is not None
@@ -386,9 +384,7 @@ def part_of(
 
     Args:
         whole: The table, from `merge`.
-        name: Of the stream.
         division: The division of the table.
-        index: Of the shard.
         items: Its rows among those of all trajectories, where items are steps; None: items are trajectories.
     """
     content, chosen = whole.streams[name], division.chosen(index)

@@ -59,7 +59,6 @@ def entry(mapping: Mapping[str, Any], name: str, kind: type[T], of: str, least: 
 
     Args:
         mapping: The state or the manifest.
-        name: The key.
         kind: The type of its value.
         of: Name of the mapping in the error.
         least: Least value of an integer.
@@ -137,7 +136,6 @@ def begin(folder: Path, tables: Sequence[str], kept: State | None) -> None:
     is never removed here. If there is none, the newest two are kept.
 
     Args:
-        folder: Of the checkpoint.
         tables: The tables to write.
         kept: The state of the latest save in this folder that this run has loaded or made; None: none.
     Raises:
@@ -296,8 +294,6 @@ def find(folder: Path, table: str, save: Mapping[str, Any]) -> Path:
     """Return the folder of a table's save.
 
     Args:
-        folder: Of the checkpoint.
-        table: Its name.
         save: The save that a state names (`save_of`).
     Returns:
         `<table>/`, or the folder next to it that holds this save, with unchanged manifests.

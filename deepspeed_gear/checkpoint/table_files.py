@@ -41,11 +41,9 @@ def save_table(
     """Write the content of a store: a table, or its shard of one. Requires the lock.
 
     Args:
-        table: The table.
         streams: The streams that sample from it.
         part: Folder of the table, between `save_folders.begin` and `save_folders.publish`.
         batches: Used global batches of the training stream.
-        save_id: Of the save.
     Returns:
         The SHA-256 of the manifest, by its path in `part`.
     """
@@ -129,9 +127,6 @@ class SavedTable:
 
     Args:
         folders: Of its shards; of the table itself where it was in one store.
-        manifests: Their manifests.
-        shards: Their contents.
-        whole: The merged contents.
         columns: Of each folder its columns by name, mapped by `open_rows`: a save that replaces the files
             meanwhile changes nothing.
     """
@@ -147,7 +142,6 @@ def read_table(folder: Path, schema: Schema | None = None) -> SavedTable:
     """Read a table of a checkpoint except its rows, and check the files.
 
     Args:
-        folder: Of the table.
         schema: The schema that it must have; None: any.
     Raises:
         CheckpointError: A file is missing or changed, or the schema differs.
@@ -208,7 +202,6 @@ def open_rows(found: SavedTable, division: ShardDivision | None = None, index: i
     """Check the files of a table's rows, and map them.
 
     Args:
-        found: The table.
         division: The division into this run's shards; None: all files are checked.
         index: Of the shard for which rows are loaded.
     Raises:
@@ -314,7 +307,6 @@ def _copy_rows(to: np.ndarray, files: Sequence[np.ndarray], extents: np.ndarray)
     """Copy extents from files, whose rows are numbered file after file.
 
     Args:
-        to: The target rows.
         files: Each holds whole extents.
         extents: Target row, row in the files, and number of rows, by row in the files. [n, 3], int64.
     """

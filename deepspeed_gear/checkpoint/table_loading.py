@@ -29,7 +29,6 @@ class TableLoader:
     """The steps of a load. Main thread; only the constructor and `announce` are collective.
 
     Args:
-        parts: Of the Replay.
         tables: The tables to load.
     """
 
@@ -52,9 +51,6 @@ class TableLoader:
     def read(self, folder: Path, state: save_folders.State) -> None:
         """Read and check everything except the rows; nothing changes.
 
-        Args:
-            folder: Of the checkpoint.
-            state: Of the save.
         Raises:
             CheckpointError: A file is missing or changed, of another save than the state, or of another
                 schema.

@@ -27,7 +27,6 @@ class DatasetPart:
     Args:
         index, count: Which of how many parts.
         first, end: Ids of its trajectories in the whole: [first, end).
-        trajectories, rows, steps: Of the whole.
         longest: Steps of the longest trajectory of the whole.
         whole: Fingerprint of the whole.
     """

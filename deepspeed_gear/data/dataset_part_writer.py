@@ -31,8 +31,6 @@ def write_parts(
     the data set was made. On a failure, all that was written is removed.
 
     Args:
-        dataset: A whole.
-        folder: What to make.
         bounds: First trajectory of each part, and their number. [count + 1], int64, strictly growing.
         overwrite: Replace the parts that are there; anything else is never replaced.
     Returns:

@@ -240,7 +240,6 @@ def column_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> C
     Args:
         values: The stored column, bfloat16 as uint16. [num_rows or n, *shape].
         column: What `values` is.
-        rows: Which rows count.
     Cost: one pass over the column; at most `MAX_SAMPLE_BYTES` and a few blocks of memory. Quantiles are
         exact up to `MAX_SAMPLE_ROWS` rows and `MAX_SAMPLE_BYTES`; beyond, they are those of a fixed sample
         of that size.

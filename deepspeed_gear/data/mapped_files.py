@@ -81,9 +81,6 @@ class MappedFiles:
 
         The handler writes one line to standard error and passes the signal on to the one that was installed
         before (faulthandler's, or the default action). A map that is closed is removed automatically.
-
-        Args:
-            native: The native module.
         """
         for path, array in self._maps.items():
             memory = array._mmap  # type: ignore[attr-defined]

@@ -21,7 +21,6 @@ def flatten(name: str, given: Mapping[str, Any], names: Set[str]) -> Mapping[str
 
     Args:
         name: Of what is given, for error texts.
-        given: Name -> value.
         names: Names of the columns.
     Returns:
         Name -> value; `given` itself if all its names are columns.

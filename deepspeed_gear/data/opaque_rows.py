@@ -24,7 +24,6 @@ def encode(value: Any, column: Column, name: str) -> np.ndarray:
         value: Of a bytes column: bytes, bytearray, memoryview, or a str, which is stored as UTF-8. Of a JSON
             column: None, bool, int, finite float, str, and lists and dicts (with strings as keys) of these;
             tuples are stored as lists. Or a row, as other parts of the package pass it on.
-        column: The column.
         name: Of the column and its table, for error texts.
     Returns:
         [4 + max_bytes], uint8.
@@ -48,9 +47,7 @@ def encode_rows(value: Any, column: Column, name: str, num_rows: int) -> np.ndar
 
     Args:
         value: List, tuple or array of `num_rows` values.
-        column: The column.
         name: As in `encode`.
-        num_rows: n.
     Returns:
         [n, 4 + max_bytes], uint8.
     Raises:
@@ -71,7 +68,6 @@ def decode(row: np.ndarray, column: Column, name: str) -> Any:
 
     Args:
         row: [4 + max_bytes], uint8.
-        column: The column.
         name: As in `encode`.
     Raises:
         DataError: The row is none of this column.

@@ -26,7 +26,6 @@ def check_trajectory(
 
     Args:
         name: Of the table, for error texts.
-        schema: Of the table.
         trajectory: Column -> array, tensor or nested list; see `nested_columns.flatten`.
         may_end_inside: Whether end flags may be set before the last step.
     Returns:
@@ -63,7 +62,6 @@ def check_ends(name: str, schema: Schema, arrays: Mapping[str, np.ndarray]) -> N
 
     Args:
         name: Owner of the columns, for error texts.
-        schema: Of the table.
         arrays: Its columns of end flags. [T].
     Raises:
         DataError: There is one; names its step.
@@ -112,7 +110,6 @@ def as_stored(value: Any, column: Column, table: str, num_rows: int | None = Non
 
     Args:
         value: Array, tensor or nested list; of an opaque column a value, or a list of `num_rows` values.
-        column: The column.
         table: Name of its table, for error texts.
         num_rows: Number of rows in place of that of `column.rows`; None: that of `column.rows`.
     Raises:

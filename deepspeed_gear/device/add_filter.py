@@ -18,8 +18,6 @@ class AddFilter:
 
     Args:
         conditions: Of the sampler, on columns of a value per trajectory; all must hold.
-        schema: Of the table.
-        device: Of the columns.
     Raises:
         SchemaError: A column is late: its values are not there when the trajectory is added.
     """
@@ -47,7 +45,6 @@ class AddFilter:
         Args:
             columns: Of the trajectories. [E, *shape].
             lengths: Steps of each; None: all `steps`. [E], int64.
-            steps: Of the columns.
         """
         for condition in self._conditions:
             values = columns[condition.column]

@@ -58,11 +58,7 @@ def _statistics(table: RingTable, has_priorities: bool) -> dict[str, int]:
 
 
 class Reported:
-    """Counts of applied and of clamped priority updates of a table. Every method waits for the device.
-
-    Args:
-        table: With priorities.
-    """
+    """Counts of applied and of clamped priority updates of a table. Every method waits for the device."""
 
     def __init__(self, table: RingTable) -> None:
         self._table = table
@@ -168,9 +164,6 @@ def save(plan: ReplayPlan, tables: Tables, folder: Path, kept: save_folders.Stat
     """Write each replica's tables into a folder; return the state for `load`, equal on all ranks. Collective.
 
     Args:
-        plan: Of the replay.
-        tables: This rank's.
-        folder: Of the checkpoint.
         kept: State of the save that this replay has loaded or made last in this folder; None: there is none.
     Raises:
         CheckpointError: A file cannot be written; on every rank, as its own error or as a PeerError.
@@ -213,9 +206,6 @@ def load(plan: ReplayPlan, tables: Tables, folder: Path, state: save_folders.Sta
     which rank 0 logs.
 
     Args:
-        plan: Of the replay.
-        tables: This rank's.
-        folder: Of the checkpoint.
         state: What the save has returned.
     Raises:
         CheckpointError: A file is missing, changed or of another save, or does not fit; on every rank.

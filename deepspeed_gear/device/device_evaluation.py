@@ -29,10 +29,8 @@ class DeviceEvaluation:
     Resolutions of the items do not change: they are computed once, on the host, and kept on the device.
 
     Args:
-        plan: Of the replay.
         table: Holds the data set.
         splits: The stream of each split.
-        gatherer: Of this rank.
         burn_in: Which steps only warm up.
     Cost: 64 bytes an item of each split that is used.
     """

@@ -28,10 +28,7 @@ class DeviceLoader:
     Args:
         mixture: The tables of this rank.
         reports: Priority updates, which take effect before each selection.
-        data_rank: This rank's replica.
         burn_in: Which steps only warm up.
-        info: Sizes of batches.
-        owner: Of the batches.
     """
 
     def __init__(
@@ -282,7 +279,6 @@ def reported(batch: DeviceBatch, priorities: Tensor, mask: Tensor | None, sample
     """Return reported priorities in their stored form: [B], float32, on the batch's device.
 
     Args:
-        batch: The batch.
         priorities: [B], or [B, T]. Any floating dtype.
         mask: Which steps of [B, T] count; None: that of `mask_of`. [B, T], bool.
         sampler: How [B, T] becomes [B].

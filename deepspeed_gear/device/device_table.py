@@ -24,9 +24,7 @@ class DeviceTable:
     """A table that is sampled.
 
     Args:
-        name: Of the table.
         selection: Its masses and draws.
-        gatherer: Gathers its rows.
         steps: Its open trajectories; None: whole trajectories are added.
         has_data: Whether it holds a data set, which does not change.
         filter: Which added trajectories are stored.
@@ -116,7 +114,6 @@ class TableMixture:
         Args:
             records: Those of some micro batches, in the order of their sample numbers. [n, 8], int64.
             values: Their priorities. [n], float32.
-            parts: These micro batches.
         """
         if len(self.tables) == 1:
             self.tables[0].selection.update_(records, values)

@@ -28,7 +28,6 @@ class RowSize:
 
     Args:
         shape: Rows, and shape of a row.
-        dtype: Of its elements.
     """
 
     shape: tuple[int, ...]

@@ -21,7 +21,6 @@ class OpenSteps:
     """The open trajectories of a RingTable. Every method mutates fixed tensors and waits for nothing.
 
     Args:
-        table: With environments.
         items: Mass rule of its items.
     Raises:
         SchemaError: A column of ends is not of the dtype bool.

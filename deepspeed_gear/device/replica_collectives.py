@@ -28,7 +28,6 @@ def inside_replica(
 
     Args:
         topology: Places and nodes of all ranks.
-        device: Of this rank.
         is_shared: Whether any two ranks have the same GPU.
         timeout_s: Longest wait for another rank, in seconds.
         group: Whose ranks the topology counts; None for all.

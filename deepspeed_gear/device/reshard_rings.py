@@ -47,7 +47,6 @@ def deal(table: RingTable, saved: Sequence[Content], replica: int, replicas: int
         table: Of this replica; it does not change.
         saved: Of each replica of the save.
         replica: Number of this one.
-        replicas: Of this run.
     Raises:
         CheckpointError: A saved table has other columns, or other state of its items.
     """

@@ -21,7 +21,6 @@ class RingSelection:
 
     Args:
         table: Where the items lie.
-        spec: The stream.
         betas: Exponents of the PER weights.
         stride: The i-th sample since the beginning has number i * stride + offset.
         offset: See `stride`.

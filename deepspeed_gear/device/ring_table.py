@@ -43,9 +43,7 @@ class RingTableSpec:
     """Sizes of a RingTable, and the state that it keeps of each item.
 
     Args:
-        schema: Columns.
         num_rows: Rows of the ring.
-        num_slots: Trajectories of it.
         most_steps: Of the longest trajectory.
         items_are_rows: Whether each row has a priority of its own.
         has_priorities: Whether items have priorities.
@@ -109,10 +107,6 @@ class NewItems:
 class RingTable:
     """Trajectories in the memory of one device. Not thread-safe; every call runs on the current stream.
 
-    Args:
-        spec: Its sizes.
-        ops: Of the device.
-        device: Where it lies.
     Cost: `num_bytes`; beside the columns 72 bytes a slot, 8.3 an item for the sums and 0.3 for the minima,
         4 for a priority, 4 a row where items are rows or environments add steps.
     """
@@ -227,9 +221,7 @@ class RingTable:
         Args:
             dataset: All of it, or this node's part.
             spec: As in the constructor.
-            items: Their masses.
             ops: As in the constructor.
-            device: Likewise.
         Raises:
             DataError: A file has changed since the data set was opened.
         """
@@ -329,7 +321,6 @@ class RingTable:
         Args:
             columns: Of the trajectories. [E, T, *shape].
             lengths: Steps of each; None: all `steps`. [E], int64.
-            steps: T.
         Raises:
             DataError: There is such a flag, in host memory: a device is not waited for.
         """

@@ -22,9 +22,6 @@ _PROBED = (0, 1, 1000, 10**9)  # global batches at which a function is checked
 class WeightExponents:
     """The schedule of beta, read on the device at the number of the global batch. Waits for nothing.
 
-    Args:
-        config: Of the replay.
-        device: Of the table.
     Raises:
         ConfigError: A function does not compute with tensors, or gives no number in [0, 1].
     Cost: 8 bytes for each global batch of a linear schedule, until it is constant; nothing of a function.

@@ -189,10 +189,7 @@ def check_holds_batch(config: GearConfig, name: str, schema: Schema, stream: Str
     """Raise if a table can never hold the items of a global batch at once, so that none is ever drawn.
 
     Args:
-        config: The config.
         name: Of the table, which has a capacity.
-        schema: Of its trajectories.
-        stream: Its training stream.
         count: Stores that hold it together.
     Raises:
         ConfigError: It is too small.
@@ -220,9 +217,6 @@ def num_items_of(config: GearConfig, name: str, schema: Schema, dataset: Dataset
     """Return an upper bound on the items that a table ever holds; the same for any number of nodes.
 
     Args:
-        config: The config.
-        name: Of the table.
-        schema: Of its trajectories.
         dataset: This node's part of its data set; None: the table has a capacity.
     Raises:
         ConfigError: The bytes hold no step.
@@ -252,10 +246,7 @@ def table_specs(
     """Return the sizes of this node's stores of all tables, without rows for arrivals.
 
     Args:
-        config: The config.
-        schemas: Of every table.
         datasets: This node's data sets, by table.
-        fields: Of a batch.
         num_peers: Processes of the node that attach.
         shards: Shards of the stores, by table; missing: the whole table.
         batches: Samples of a global batch that come from each sampled table, at most.

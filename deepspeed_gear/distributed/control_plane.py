@@ -164,7 +164,6 @@ class ControlPlane:
 
         Args:
             what: Names the value in the error.
-            value: Of this rank.
         Raises:
             PeerError: Another rank gives another value.
         """
@@ -193,10 +192,8 @@ def lane(ranks: tuple[int, ...], purpose: str, timeout_s: float, backend: str = 
     """Return the process group over some ranks for one purpose. Collective over them the first time.
 
     Args:
-        ranks: Global ranks.
         purpose: Groups of different purposes never wait for each other.
         timeout_s: Of its operations, in seconds.
-        backend: Of torch.distributed.
     """
     known = ranks, purpose, timeout_s, backend
     world, group = _groups.get(known, (None, None))
@@ -219,8 +216,6 @@ def lanes(parts: Sequence[tuple[int, ...]], rank: int, purpose: str, timeout_s: 
         parts: Global ranks of each part; no rank is in two of them.
         rank: The global rank of this process.
         purpose: As of `lane`, like the others.
-        timeout_s: Likewise.
-        backend: Likewise.
     """
     own = next(part for part in parts if rank in part)
     if sum(map(len, parts)) < dist.get_world_size():  # ranks outside of the parts do not call this

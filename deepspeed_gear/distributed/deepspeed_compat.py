@@ -289,7 +289,6 @@ class GradientSettings:
 
     Args:
         optimizer: Class name of the engine's optimizer.
-        stage: Of ZeRO.
         losses: Ranks with a loss of their own: replicas times sequence ranks.
         sequence: Sequence ranks of a replica.
         group_sizes: Ranks over which gradients are reduced; ZeRO-3 may have several groups.

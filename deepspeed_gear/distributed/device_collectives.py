@@ -20,7 +20,6 @@ class DeviceCollectives:
 
     Args:
         ranks: Global ranks, in the order in which they are counted here.
-        device: Of this rank.
         is_shared: Whether any two of the ranks have the same GPU.
         timeout_s: Longest wait for another rank, in seconds.
         purpose: Groups of different purposes never wait for each other.

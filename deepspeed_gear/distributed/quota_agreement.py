@@ -20,9 +20,7 @@ def agree_on_quotas(exchange: ControlPlane, leads: bool, streams: Sequence[Batch
     """Agree on the quotas of each node's writers. Collective.
 
     Args:
-        exchange: Between all ranks.
         leads: Whether this rank is the one of its node that changes the node's shards.
-        streams: The training streams.
     """
     joint = [stream for stream in streams if stream.state.joint_limiter is not None]
     for stream in joint:
@@ -37,7 +35,6 @@ def may_select(
     """Return whether all nodes together admit a selection, outside of one. Collective over all ranks.
 
     Args:
-        exchange: Between all ranks.
         leads: Whether this rank is the one of its node that changes the node's shards.
         stream: The training stream, with a rate limiter of all nodes.
         key: Of the global batch that is asked for.

@@ -107,7 +107,6 @@ def shards_of(sizes: np.ndarray, num_nodes: int) -> np.ndarray:
 
     Args:
         sizes: Bytes of each trajectory. [N], int64.
-        num_nodes: S.
     Returns:
         The first trajectory of each node, and N. [S + 1], int64.
     """

@@ -31,12 +31,9 @@ class ReplayPlan:
 
     Args:
         exchange: The control plane between all ranks.
-        config: The config.
-        ops: Of the backend.
         topology: Places and nodes of all ranks.
         info: Sizes of a batch.
         datasets: This node's data sets, by table.
-        schemas: By table.
         fields: Of a whole batch.
         needs: Fields that this rank reads of a batch.
         placement: Which node holds which shards.

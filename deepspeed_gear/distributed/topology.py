@@ -77,8 +77,6 @@ class Topology:
     """Coordinates and node of every rank.
 
     Args:
-        rank: Global rank.
-        places: Of all ranks.
         nodes: Number of the node of each rank, counted from 0 in the order of ranks.
         names: Host name of each node; empty: not known.
     """

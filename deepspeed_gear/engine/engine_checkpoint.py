@@ -118,8 +118,6 @@ def load_late(engine: Any, replay: ReplayBase, checkpoint: Checkpoint) -> None:
     """Load the replay's part of the checkpoint that an engine has loaded already. Collective.
 
     Args:
-        engine: Has loaded it.
-        replay: Of the engine.
         checkpoint: The folder that `load_checkpoint` got, or that of a tag; None and False load nothing.
     Raises:
         CheckpointError: It is not the engine's checkpoint, or holds no part of a replay.

@@ -40,7 +40,6 @@ class Certificate:
 
     Args:
         chain: The certificate, and those between it and the root.
-        key: Its private key.
     """
 
     chain: bytes

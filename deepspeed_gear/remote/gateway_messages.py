@@ -55,7 +55,6 @@ def encode(schema: Schema, trajectories: Sequence[tuple[int, Arrays]]) -> pa.Rec
     """Return trajectories as a record batch.
 
     Args:
-        schema: Of the table.
         trajectories: Number and columns of each; the columns as they are stored.
     """
     numbers = pa.array([number for number, _ in trajectories], pa.int64())
@@ -77,7 +76,6 @@ def decode(
     """Yield number and columns of each trajectory of a record batch; no value is copied.
 
     Args:
-        schema: Of the table.
         content: The Arrow stream after a message's header. Its sender is not trusted.
         most_bytes: Most `trajectory_bytes` of all of them.
     Raises:
@@ -182,12 +180,7 @@ def error_from_json(parts: Mapping[str, Any]) -> GearError:
 
 
 def differences(own: Schema, wanted: Schema) -> list[str]:
-    """Describe the differences of two schemas: columns that only one has, and attributes that differ.
-
-    Args:
-        own: Of a writer.
-        wanted: Of the table.
-    """
+    """Describe the differences of two schemas: columns that only one has, and attributes that differ."""
     found = [f"column {name} is not in the table" for name in own.names if name not in wanted]
     found += [f"column {name} is missing" for name in wanted.names if name not in own]
     for column in (c for c in wanted if c.name in own):

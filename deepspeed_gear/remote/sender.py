@@ -84,9 +84,7 @@ class Sender:
 
     Args:
         line: Connection to the gateway.
-        schema: Of the table.
         who: Gateway and client, in the header of every call.
-        outbox: Trajectories to send.
         options: Sizes and delays of batches.
         timeout_s: Longest time without any answer, in seconds.
     """

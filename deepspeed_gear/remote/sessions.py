@@ -100,7 +100,6 @@ class Sessions:
         """Add a batch, unless the last one is still waiting; answer when it is added, or after `ANSWER_S`.
 
         Args:
-            client: The sender.
             known: Number up to which the writer has received refusals: these are not sent again.
             trajectories: In the order of their numbers, which follow those of the last batch or repeat some.
         Raises:

@@ -36,7 +36,6 @@ class BatchAssembler:
     Args:
         plan: The plan that all ranks have agreed on.
         train: The training stream of each sampled table.
-        relabelling: Goals by hindsight.
         engine_dtype: The dtype of `"as": "engine"`.
         device: The device of the batches.
         releases: Deferred releases of selections that the device still reads.

@@ -31,7 +31,6 @@ class PreparedBatch:
     """A micro batch of this rank.
 
     Args:
-        batch: The micro batch.
         heads: Heads of its selections.
         digest: Of the global batch, if it is verified and this is its last micro batch.
     """
@@ -45,8 +44,6 @@ class BatchLoader:
     """Loads this rank's micro batches, one after the other. Called by one thread.
 
     Args:
-        parts: Of the replay.
-        metrics: Counts and times.
         turns: When ranks that train together wait for each other: after each micro batch, after the last one
             of a global batch, or when an engine calls `agree` ("schedule").
     """

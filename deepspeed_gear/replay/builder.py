@@ -55,14 +55,11 @@ class Resources:
 
     Args:
         plan: The plan that all ranks have agreed on.
-        tables: By name.
-        states: Of all streams.
         late_updates: Priority updates that a device has yet to compute.
         prefetchers: The prefetch thread, if it is running.
         detector: The failure detector over all nodes; None for one node.
         barrier: The batch barrier of ranks that train together; None without one.
         exchange: The exchanges with other nodes.
-        assembler: Gathers batches.
     """
 
     plan: ReplayPlan
@@ -113,7 +110,6 @@ class ReplayParts:
         streams: Of each sampled table, by name.
         exchange: The exchanges with other nodes.
         releases: Deferred releases of selections that the device still reads.
-        assembler: Gathers batches.
         resources: Released at the end.
     """
 

@@ -18,11 +18,7 @@ _POLL_S = 100e-6
 
 
 class Readiness:
-    """Numbered calls; the first rank of a node that makes or ends a call answers it for all.
-
-    Args:
-        parts: Of the Replay.
-    """
+    """Numbered calls; the first rank of a node that makes or ends a call answers it for all."""
 
     def __init__(self, parts: ReplayParts) -> None:
         self._parts, self._timeout_s = parts, parts.plan.config.rollout_timeout_s

@@ -82,11 +82,8 @@ class DeviceTransfer:
     """Transfers batches to a device. One thread per stream gathers batches, the main thread uses them.
 
     Args:
-        config: The config.
         needs: The parts of a batch that this rank reads.
-        tables: The sampled tables.
         device: The device of the batches.
-        num_samples: B.
         keep: Latest batches that their user may use.
         make: Creates a gatherer of a table, with a ring of some depth.
     Raises:

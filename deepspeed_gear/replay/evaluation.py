@@ -25,7 +25,6 @@ class Evaluation:
         """Begin a pass; return its batches.
 
         Args:
-            split: Its name.
             check: Called before each batch.
         Raises:
             ConfigError: There is no such split.

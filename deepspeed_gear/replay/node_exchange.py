@@ -37,7 +37,6 @@ class ArrivalRoom:
         first_row: First row, in the table's store.
         num_rows: For the samples of one selection.
         first_slot: First slot, as `first_row`.
-        num_slots: As `num_rows`.
     """
 
     first_row: int
@@ -125,9 +124,7 @@ class SpreadTables:
         """Return the most rows and slots that arrive for a rollout batch.
 
         Args:
-            name: Of the table.
             most_records: Trajectories of a batch.
-            held: As `arrivals`.
         """
         exchange_plan, pack = self.exchange_plans[name], self._plan.config.pack
         assert pack is not None
@@ -184,8 +181,6 @@ class NodeExchange:
         """Open the channels and return the selectors of streams that nodes select together. Collective.
 
         Args:
-            states: Of all streams.
-            tables: The exchange plans.
             goals: Draws the achieved goals of samples.
         Returns:
             On the leaders of nodes that hold such tables; empty elsewhere.

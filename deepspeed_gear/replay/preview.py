@@ -34,7 +34,6 @@ class RankPreview:
     Args:
         rank, node: Indices of the rank and its node.
         place: Its place in the grid.
-        shapes: Of its fields.
         num_bytes: Of a micro batch, with padding.
         padding: Fraction of its rows that is padding.
         ids: Trajectories of its first samples.
@@ -54,8 +53,6 @@ class Preview:
     """The first micro batches of all ranks.
 
     Args:
-        info: Sizes.
-        ranks: In order.
         traffic: Bytes of rows sent from a node (first axis) to another one for the first global batch.
             [nodes, nodes], int64.
         digests: Of the first global batches; those of `gear.verify_every` in a run.

@@ -77,9 +77,7 @@ def report(
     """Report the priorities of a batch; see `Replay.update_priorities`.
 
     Args:
-        tables: The sampled tables.
         sampler: Defines the reduction of [B, T] to [B].
-        batch: The batch.
         priorities: [B], or [B, T].
         mask: Which steps of [B, T] count. [B, T], bool.
         late: Appends updates that a device has yet to compute.
@@ -216,9 +214,6 @@ def report_by_id(
 
     Args:
         masses: Of the training stream.
-        ids: As there.
-        priorities: As there.
-        steps: As there.
         reports: Whether this rank reports priorities.
         shard_of: Ids -> shard of each, -1 for none; None: this store has all. [n] -> [n], int64.
     """
@@ -245,7 +240,6 @@ def _over_nodes(
 
     Args:
         shards: The shard of each trajectory, -1 for none. [n].
-        own: This node's shard.
         ids: [n].
         updates: Handles of items in this node's store. [n, 3], int64.
         known: Which items these are. [n], bool.

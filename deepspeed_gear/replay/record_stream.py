@@ -156,8 +156,6 @@ class RecordStream:
     """What rollout batches take from the selections of all tables; the same on every rank.
 
     Args:
-        parts: Of the replay.
-        session: Of its ranks.
         size: Of a rollout batch.
     """
 
@@ -173,7 +171,6 @@ class RecordStream:
         """Continue at a position to which the streams are already set.
 
         Args:
-            at: The position.
             number: Of the next rollout batch.
             first_item: Items of the next selection that batches have consumed.
         """

@@ -37,12 +37,8 @@ class PackSettings:
 
     Args:
         pack: Budget, cost and padding.
-        loss: The normalisation.
-        place: Of this rank.
         device: Of the micro batches.
         schema: Of the tables, which all have the fields of a pack.
-        fields: Of a pack.
-        opaque: Its opaque fields.
         member: The column that tells the members of a group apart; None: each trajectory is one.
         reduce: Returns the sum of a tensor over the ranks that share a sequence, with gradients; None: there
             is one.
@@ -126,8 +122,6 @@ class TablePart:
     """The trajectories of a rollout batch that come from one table.
 
     Args:
-        gatherer: Of the table.
-        table: The table.
         records: Their resolutions; of trajectories of other nodes without slot and rows. [n, 8], int64,
             contiguous.
         weights: Their PER weights. [n], float32.
@@ -209,9 +203,7 @@ class RolloutData:
     """The trajectories of a rollout batch, in the order of the selection, table by table.
 
     Args:
-        parts: By table.
         settings: How packs are made.
-        ops: Of the host.
         number: Of the rollout batch.
         metrics: Counts and times; None: its own.
     """
@@ -322,7 +314,6 @@ class RolloutData:
         """Set where rows of trajectories lie that have come from other nodes.
 
         Args:
-            number: Of the table.
             which: The trajectories, as indices among those of the table. [k], int64.
             first_row: Of each, in what the table's batches are gathered from. [k], int64.
             slot: Likewise. [k], int64.
@@ -349,7 +340,6 @@ class RolloutData:
 
         Args:
             index: Its trajectories. [S], int64.
-            rows: N.
             weights: The loss weight of the tokens of every trajectory of the batch. [n], float64.
             loss_tokens: Of the whole optimizer step.
             divisor: What the framework divides by.
@@ -538,9 +528,7 @@ class PackSequence:
     """The packs of some trajectories of a rollout batch on this rank: the same number on every rank.
 
     Args:
-        data: The rollout batch.
         index: The trajectories. [n], int64.
-        budget: Of a pack.
     """
 
     def __init__(self, data: RolloutData, index: np.ndarray, budget: PackBudget) -> None:

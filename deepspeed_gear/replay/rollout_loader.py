@@ -28,8 +28,6 @@ class RolloutLoader:
     """Loads this rank's rollout batches. Called by one thread.
 
     Args:
-        parts: Of the replay.
-        metrics: Counts and times.
         engine_dtype: The dtype of `"as": "engine"`.
         device: Of the micro batches.
         divisor: Returns what the framework divides the sum of all ranks' gradients by.

@@ -20,11 +20,7 @@ from deepspeed_gear.store.table import Table
 
 
 class RolloutNodes:
-    """Exchanges of this rank's rollout batches between nodes; none where each node holds the tables.
-
-    Args:
-        parts: Of the replay.
-    """
+    """Exchanges of this rank's rollout batches between nodes; none where each node holds the tables."""
 
     def __init__(self, parts: ReplayParts) -> None:
         self._plan = parts.plan
@@ -55,9 +51,7 @@ class BatchRows:
     """The rows of one rollout batch that this node has. Every rank keeps the same account.
 
     Args:
-        data: The rollout batch.
         tables: Of each sampled table how nodes exchange its trajectories; None: each holds them all.
-        session: Of the ranks.
     """
 
     def __init__(

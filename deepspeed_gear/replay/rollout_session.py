@@ -16,7 +16,6 @@ class RolloutSession:
     """The ranks of a replay with packed batches. Its methods are collective.
 
     Args:
-        parts: Of the replay.
         divisor: Returns what the framework divides the sum of all ranks' gradients by.
     """
 
@@ -49,7 +48,6 @@ class RolloutSession:
 
         Args:
             what: The value's name in the error.
-            value: This rank's.
         Raises:
             PeerError: Two ranks have different ones.
         """

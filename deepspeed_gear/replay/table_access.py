@@ -28,11 +28,7 @@ from deepspeed_gear.writer.inserter import Inserter, refuse_read_only
 
 
 class TableAccess:
-    """Finds the tables of a replay by name, and adds to them.
-
-    Args:
-        parts: Of the replay.
-    """
+    """Finds the tables of a replay by name, and adds to them."""
 
     def __init__(self, parts: ReplayParts) -> None:
         self._parts, self._config = parts, parts.plan.config
@@ -97,7 +93,6 @@ def inserter_of(
     """Return the inserter of a table; its streams may sample new trajectories at their next selection.
 
     Args:
-        table: With a capacity.
         streams: The streams that sample from it.
         max_length: Steps of the longest trajectory.
         context: Longest wait for free rows, and the check while it waits.
@@ -184,8 +179,6 @@ def set_policy_version(table: Table, version: int, context: Context) -> None:
     """Set the policy version of a node's store; it never decreases.
 
     Args:
-        table: With versions.
-        version: The new one.
         context: Longest wait for open trajectories, and the check while it waits.
     Raises:
         ConfigError: The table has no versions.

@@ -75,7 +75,6 @@ class GroupWarning:
 
     Args:
         stream: The training stream of the table.
-        groups: Of the table.
     """
 
     def __init__(self, stream: BatchStream, groups: TableGroups) -> None:

@@ -146,7 +146,6 @@ class BatchStream:
         """Return the PER weights of samples of a selection.
 
         Args:
-            head: Of the selection.
             records: Their resolutions. [B, 8], int64, contiguous.
         Returns:
             [B], float32; all 1 where the stream has no priorities.
@@ -230,7 +229,6 @@ class BatchStream:
 
         Args:
             key: Number of the global batch.
-            ranks: Which ones.
             deadline: What this has returned before; None: the wait begins.
         Raises:
             PeerError: They have not come in time.
@@ -289,7 +287,6 @@ class BatchStream:
         """Return how many items must be added for a global batch.
 
         Args:
-            key: Its number.
             held: Of each store of the table, `held_items`.
         """
         limiter, known = self.state.limiter, [one for one in held if one is not None]

@@ -52,7 +52,6 @@ def count_exclusions(
 
     Args:
         rule: Masses of its trajectories.
-        schema: Of the table.
         stream: Prefix of the names of the stream's regions.
         views: The regions of the store; they are only read.
         values: Gives a column's values of slots; None: columns cannot be read.
@@ -73,7 +72,6 @@ def count_waiting(
 
     Args:
         rule: Masses of its trajectories.
-        schema: Of the table.
         stream: Prefix of the names of the stream's regions.
         views: The regions of the store; they are only read.
         values: Gives a column's values of slots; None: columns cannot be read.

@@ -28,7 +28,6 @@ class Mixture:
     Source: Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980.
 
     Args:
-        names: Of the tables.
         shares: Of each table by global batch; they sum to 1.
         batch: Samples of a global batch.
     """

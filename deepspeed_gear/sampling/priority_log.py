@@ -54,7 +54,6 @@ class PriorityLog:
 
     Args:
         spec: The stream, with priorities.
-        table: Its table.
     """
 
     def __init__(self, spec: StreamSpec, table: Table) -> None:

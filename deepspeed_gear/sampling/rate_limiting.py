@@ -51,10 +51,8 @@ class SelectionLimiter:
     """Decides whether a global batch may be drawn. Every method requires the table's lock.
 
     Args:
-        spec: The training stream.
         table: Its table, with a capacity.
         masses: The masses of its items.
-        position: The stream's.
     """
 
     def __init__(self, spec: StreamSpec, table: Table, masses: ItemMasses, position: np.ndarray) -> None:
@@ -98,7 +96,6 @@ class SelectionLimiter:
         """Return how many samples the table still admits, or `count` if at least so many.
 
         Args:
-            count: Samples to draw.
             exact: Read all slots; else changes since the latest selection may be left out.
         """
         each_once = self._spec.sampler.each_once
@@ -127,7 +124,6 @@ class SelectionLimiter:
         more than may be added.
 
         Args:
-            count: Samples to draw.
             held: What each store of the table holds.
         """
         draws, size, inserted, passed, failed, room = (int(words) for words in np.sum(held, axis=0))
@@ -198,7 +194,6 @@ class SelectionLimiter:
 
         Args:
             key: Number of the global batch.
-            count: Its samples.
             waited_s: How long the stream has waited; 0: it cannot wait.
             size: Text of what all nodes hold; "": this node holds the whole table.
             is_empty: Whether nothing can be sampled, though the rate limiter admits it.
@@ -287,7 +282,6 @@ class JointSelectionLimiter:
     Args:
         table: This node's part of its table.
         limiter: The limiter of this node's part.
-        position: Of the stream.
         waiting: Measures this process's wait for the rate limiter.
     """
 
@@ -308,7 +302,6 @@ class JointSelectionLimiter:
         """Return this node's rate record, and reduce its quota to the part that it keeps in the exchange.
 
         Args:
-            count: Samples to draw.
             fixed: Change nothing: another thread of this process may be in a selection. Then no process may
                 `apply`.
             exact: As `SelectionLimiter.left`.
@@ -354,7 +347,6 @@ class JointSelectionLimiter:
 
         Args:
             records: Each node's record, in the order of shards. [S, NodeRate.NUM_WORDS], int64.
-            count: Samples to draw.
         """
         size, inserted, left = records[:, [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.LEFT]].sum(0).tolist()
         sampled = int(records[0, NodeRate.SAMPLED])

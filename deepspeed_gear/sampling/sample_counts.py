@@ -29,7 +29,6 @@ class SampleCounts:
 
     Args:
         spec: The stream, with `count_draws`.
-        table: Its table.
     """
 
     def __init__(self, spec: StreamSpec, table: Table) -> None:

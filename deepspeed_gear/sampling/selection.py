@@ -42,7 +42,6 @@ class SelectionPart(NamedTuple):
     """Every num_parts-th sample of a selection, for one micro batch: copies, which outlive the selection.
 
     Args:
-        head: As `Selection`.
         records: The samples' resolutions. [B, 8], int64.
         weights: Their PER weights; None: the stream has no priorities. [B], float32.
         epochs: Their epochs; None: the sampler has none. [B], int64.
@@ -63,7 +62,6 @@ class SelectionReaders:
     """How far each process has consumed a stream. Process safe: each process writes its own word only.
 
     Args:
-        spec: The stream.
         table: Its table, whose memory tracks the living processes.
         reached: A counter of each process, in the store: the selections that it has released, or the global
             batch that it requested. [peers], int64.
@@ -116,12 +114,7 @@ class FailureRecord:
 
 
 class SelectionFailure:
-    """The latest failure of a stream on this node. Process safe: takes the table's lock itself.
-
-    Args:
-        spec: The stream.
-        table: Its table.
-    """
+    """The latest failure of a stream on this node. Process safe: takes the table's lock itself."""
 
     def __init__(self, spec: StreamSpec, table: Table) -> None:
         self._lock, self._words = table.lock, table.views[spec.at + "notice"]

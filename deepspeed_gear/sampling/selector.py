@@ -54,13 +54,7 @@ class LocalSelector:
         return self.masses.total
 
     def begin(self, key: int, entry: int, count: int) -> bool:
-        """Begin the selection of a global batch; return whether the rate limiter admits it.
-
-        Args:
-            key: Its number.
-            entry: Of the ring.
-            count: Its samples.
-        """
+        """Begin the selection of a global batch; return whether the rate limiter admits it."""
         return True
 
     def apply(self, key: int) -> int:
@@ -84,9 +78,6 @@ class LocalSelector:
         """Resolve the next coordinates of an epoch, without items that were evicted since it began.
 
         Args:
-            rows: As `resolve`.
-            done: As `resolve`.
-            coordinates: As `resolve`.
             first: Sample number of the first item that is left.
         Returns:
             How many are left.
@@ -116,10 +107,6 @@ class LocalSelector:
         """Resolve coordinates up to the first that uses up a trajectory, whose mass then becomes 0.
 
         Args:
-            rows: As `resolve`.
-            done: As `resolve`.
-            coordinates: As `resolve`.
-            first: As `resolve`.
             limiter: Counts how often trajectories were sampled.
             counted: Samples of each slot in this selection so far; these are added. [slots], int64.
         Returns:
@@ -154,7 +141,6 @@ class LocalSelector:
 
         Args:
             key: Number of the global batch.
-            entry: Of the ring.
             count: Items that were drawn for it.
         Returns:
             The records of the selection: its samples, or the trajectories of its groups.
@@ -208,7 +194,6 @@ class SelectionMaker:
     Process safety: `select` and `draw_ahead` require the table's lock where no other node takes part.
 
     Args:
-        state: Of the stream.
         selector: The items, of this store or of all nodes.
     """
 
@@ -223,9 +208,6 @@ class SelectionMaker:
     def select(self, key: int, entry: int) -> bool:
         """Make and commit the selection of a global batch.
 
-        Args:
-            key: Its number.
-            entry: Of the ring.
         Returns:
             Whether the rate limiter of all nodes admits it; False: there is none yet.
         Raises:

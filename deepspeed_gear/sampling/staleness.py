@@ -20,11 +20,7 @@ class DroppedCount:
 
 
 class Staleness:
-    """Evicts the stale trajectories of a table. Every method requires the table's lock.
-
-    Args:
-        table: With a capacity.
-    """
+    """Evicts the stale trajectories of a table. Every method requires the table's lock."""
 
     def __init__(self, table: Table) -> None:
         self._table, self.retention = table, table.spec.retention

@@ -34,9 +34,7 @@ class StreamSpec:
 
     Args:
         name: "train", or the name of a split.
-        sampler: Selects the samples.
         sampling: Masses and draw of the sampler.
-        seed: Of the run.
         key: 32-bit key of table and stream, a part of the counter of every random word.
         batch: Samples of a global batch, which are items.
         depth: Selections that the ring keeps.
@@ -129,7 +127,6 @@ class SampledTable:
     """A table that is sampled, as an input of its streams' specs.
 
     Args:
-        name: Of the table.
         split: Fractions of the splits.
         dataset: This node's part of the table's data set; None: the table has a capacity.
         num_items: Most items that the table ever holds, all nodes together.
@@ -157,8 +154,6 @@ def stream_specs(
     """Return the training stream and one evaluation stream per split of a sampled table.
 
     Args:
-        config: The config.
-        table: The table.
         fields: The fields of a batch.
         info: Sizes of a batch.
         mixture: Numbers of samples from each table; None with one table.

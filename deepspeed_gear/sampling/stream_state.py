@@ -93,10 +93,6 @@ class StreamState:
     """A batch stream's part of a store, in this process.
 
     Process safety: every method requires the table's lock; `initialise` memory that is not linked yet.
-
-    Args:
-        spec: The stream.
-        table: Its table.
     """
 
     def __init__(self, spec: StreamSpec, table: Table) -> None:
@@ -206,7 +202,6 @@ class StreamState:
         """Keep the rows of sampled items until all processes have released the selection.
 
         Args:
-            key: Of the selection.
             records: Resolutions, with slots of this store; those of leaders pin their groups. [n, 8], int64.
         """
         if self.last_drawn is not None:
@@ -250,7 +245,6 @@ class StreamState:
         """Write the trajectories of drawn groups to a ring entry; return their number.
 
         Args:
-            entry: Of the ring.
             count: Groups that are drawn for it.
         """
         found, item = self.members(self.drawn_words[entry, :count])

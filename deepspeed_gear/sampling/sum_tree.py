@@ -44,8 +44,6 @@ class ItemMasses:
     Process safety: every method requires the table's lock, `initialise` memory that is not linked yet.
 
     Args:
-        spec: The stream.
-        table: Its table.
         on_change: Called with the committed slots that hold something new, or may do so; or None.
     """
 

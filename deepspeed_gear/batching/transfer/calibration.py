@@ -39,8 +39,6 @@ def made_up_records(table: Table, count: int, num_rows: int, num_slots: int) -> 
     """Return random resolutions in a table's memory, independent of its contents.
 
     Args:
-        table: The table.
-        count: Number of resolutions.
         num_rows: Rows of its shortest column of steps that is gathered.
         num_slots: Of its shortest column of one row per trajectory.
     Returns:
@@ -65,7 +63,6 @@ def measure(gather: Gather, records: torch.Tensor, lane: TransferStream) -> Tran
     Args:
         gather: Gathers a batch on the transfer stream, not for the first time.
         records: The resolutions of the batch.
-        lane: The transfer stream.
     """
 
     def seconds() -> float:

@@ -59,7 +59,6 @@ def fetch(window: Window, records: torch.Tensor) -> Fetched:
     """Return which steps of samples are copied, and where to.
 
     Args:
-        window: The window.
         records: Resolutions. [B, 8], int64.
     """
     held = records[:, Resolution.NUM_STEPS] + window.final_row
@@ -80,10 +79,8 @@ def pieces_of(
     """Return the pieces of one field.
 
     Args:
-        found: Its window.
         records: The original resolutions. [B, 8], int64.
         column: Its number among the columns.
-        row_bytes: Of its rows.
         begin: First byte of its scratch memory.
         bounds: Offsets in the column that one copy must not cross, ascending. int64.
     Returns:

@@ -176,10 +176,6 @@ def allow_captures_elsewhere() -> None:
 def refuse_capture(name: str, rule: str, remedy: str = "") -> None:
     """Raise if a CUDA graph is captured, for a call that cannot be in one.
 
-    Args:
-        name: The call.
-        rule: The error's rule.
-        remedy: The error's remedy.
     Raises:
         StoreError: The current stream is being captured.
     """

@@ -31,7 +31,6 @@ class DeferredRelease:
         Args:
             event: After the last kernel that reads the selection.
             release: `consume` of the selection's stream.
-            key: Of the selection.
         """
         with self._lock:
             self._waiting.append((event, release, key))

@@ -54,7 +54,6 @@ class FieldTransfer:
     """How batches are transferred to a device.
 
     Args:
-        lane: The transfer stream.
         ops: Ops for tensors of the device.
         way: The preferred transfer method; see `ways_of`.
         is_reached: Whether the device reads a column in place, of every table that has it.
@@ -231,7 +230,6 @@ class DeviceGatherer(Gatherer):
 
         Args:
             records: In memory of the host.
-            goal_step: Likewise.
         Returns:
             Tensors that are ready after the work enqueued on the transfer stream so far.
         """

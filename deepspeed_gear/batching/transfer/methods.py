@@ -29,7 +29,6 @@ def ways_of(
 
     Args:
         fields: The fields of a batch.
-        way: The preferred method.
         is_reached: Whether the device reads the column of a field in place.
         least_copy_bytes: Smaller windows are not copied by the copy engine.
     Returns:
@@ -53,7 +52,6 @@ def suits_copies(field: ResolvedField, least_bytes: int = 0) -> bool:
     """Return whether a sample's rows of a field are one large piece, with all rows that its kernel reads.
 
     Args:
-        field: The field.
         least_bytes: Smallest size of a window.
     """
     if is_computed(field) or field.pad_kind == "edge" or field.offset == "n_step":

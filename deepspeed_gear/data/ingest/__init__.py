@@ -44,7 +44,6 @@ def open_source(
     """Check a source, and open it in the given format, or in the one that its content shows.
 
     Args:
-        path: File or folder.
         format: A key of `READERS`, "module:Class" of a user's reader, or "auto".
         columns: Patterns of optional columns to keep; None keeps all.
         max_expansion: Most bytes of its arrays for each byte of its files, above 256 MiB.

@@ -43,7 +43,6 @@ class Expansion:
         Args:
             where: The name of the source in the error.
             num_bytes: Of the arrays, as they are declared or were read so far.
-            file_bytes: Of the files.
         Raises:
             DataError: They are.
         """

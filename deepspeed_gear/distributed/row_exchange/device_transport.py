@@ -25,7 +25,6 @@ class DeviceTransport:
 
     Args:
         channel: Between the nodes; its errors name the lost node.
-        device: Of this rank.
     """
 
     def __init__(self, channel: NodeChannel, device: torch.device) -> None:

@@ -24,7 +24,6 @@ class ExchangePlan:
     Args:
         holders: Nodes that hold a shard, in the order of their shards.
         index: Of this node among them; -1 if it holds none.
-        data_world: Replicas.
         readers: Nodes (indices of holders) with a rank of each replica that reads; -1 after the last.
             [data_world, most].
         needs: The different sets of rows that are read of a sample, by index.
@@ -89,9 +88,7 @@ def routes_of(
     Args:
         topology: Places and nodes of all ranks.
         order: Nodes that hold a shard, in the order of their shards.
-        config: The config.
         fields: Of a whole batch.
-        schema: Of the table.
     """
     worlds = topology.place.data_world
     found: dict[tuple[int, int], list[ReadNeeds]] = {}

@@ -24,7 +24,6 @@ def most_rows(needs: Sequence[RowReads], longest: int, n: int) -> int:
     """Return the most rows from the first to the last one that a sample reads, edge rows included.
 
     Args:
-        needs: What is read.
         longest: Steps of the longest trajectory.
         n: Steps of n-step returns.
     """
@@ -54,12 +53,10 @@ class RowMessages:
     """Encodes and decodes the rows of a stream's selections. One thread at a time.
 
     Args:
-        table: This node's part.
         num_nodes: How many nodes hold the table.
         needs: The rows that are read of samples, by index (see `ExchangePlan`).
         n_step: N-step returns, or None.
         rows: The first of this stream's arrival rows, and their number per selection.
-        slots: Likewise.
     """
 
     def __init__(

@@ -20,7 +20,6 @@ class WindowRead:
     """The rows of a column that one window of a sample reads.
 
     Args:
-        column: Its name.
         first, end: From the anchor on: rows [anchor + first, anchor + end) that the trajectory has.
         follows: They lie after the sample's n-step steps.
         edge: The nearest row is read where the trajectory has none of them.

@@ -49,7 +49,6 @@ class TrajectoryPlaces:
         num_steps: Of each. [n], int64.
         final_row: 1 if a column that is read has T+1 rows.
         num_nodes: Nodes that hold the table.
-        index: This node.
         copies_own: Whether a node's own rows must be copied to its arrivals, too.
     """
 

@@ -37,7 +37,6 @@ class NodeSelection:
         owner: Node that holds each of these.
         first: Sample number of the first one.
         own: Samples that this node holds, as they were resolved.
-        records: Their resolutions.
     """
 
     key: int
@@ -133,7 +132,6 @@ class ResolutionExchange:
         """Exchange a selection: write its resolutions to the ring, and its rows to the arrivals.
 
         Args:
-            selection: The selection.
             own: Samples that this node holds, ascending. [n], int64.
             records: Their resolutions. [n, 8], int64.
         Returns:
@@ -279,7 +277,6 @@ class RecordExchange:
         """Exchange a selection: write the records of all its trajectories to the ring.
 
         Args:
-            selection: The selection.
             own: Items that this node holds, ascending. [n], int64.
             records: Their resolutions; of groups those of the leaders. [n, 8], int64.
         Returns:
@@ -304,7 +301,6 @@ class RecordExchange:
         """Exchange a selection of a checkpoint, as `fill`.
 
         Args:
-            selection: The selection.
             own: Its records that this node holds, ascending. [m], int64.
             records: They. [m, 8], int64.
         """
@@ -314,7 +310,6 @@ class RecordExchange:
         """Write the records of all nodes to an entry of the ring.
 
         Args:
-            entry: Of the ring.
             own: Place of each of this node's records in the selection; those of one group share it.
                 [m], int64.
             words: They. [m, 8], int64.

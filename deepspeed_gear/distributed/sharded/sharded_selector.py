@@ -41,7 +41,6 @@ class ShardedSelector(SelectionAgreement):
         channel: To the other nodes; shared by the streams of one thread.
         plan: Which node needs which samples.
         exchange: Exchanges resolutions and rows, or of packed batches the records of all trajectories.
-        verify_every: As the config's.
     """
 
     def __init__(
@@ -260,7 +259,6 @@ class ShardedSelector(SelectionAgreement):
         Args:
             own: Indices of this node's draws, ascending. [n], int64.
             slots: Slots that they hit. [n], int64.
-            count: Draws.
             before: How many of `own` come before the first that uses a trajectory up.
         """
         uses_up, masses = before < len(own), self.masses
@@ -337,7 +335,6 @@ class ShardedSelector(SelectionAgreement):
 
         Args:
             key: Number of the global batch.
-            entry: Of the ring.
             first: Sample number of the selection's first sample.
             owner: Which node holds each record. [count], int64.
             own: Records that this node holds, ascending. [n], int64.
@@ -382,7 +379,6 @@ def edge_over_nodes(
     """Return the window's edge. Collective over the nodes.
 
     Args:
-        channel: Between the nodes.
         window: Which items are new.
         ids: Of this node's trajectories. [n], int64.
         counts: Items of each. [n], int64.
