@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import re
 import shutil
 import subprocess
 import sysconfig
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -107,12 +107,26 @@ VECTOR_ACCESSES = {
 }
 
 
-def sass(cubin: Path) -> str:
-    """Disassemble; nvcc's own package has no disassembler."""
-    tool = shutil.which("cuobjdump", path=f"{HOME}/bin:{os.environ['PATH']}")
-    if tool is None:
-        pytest.skip("no cuobjdump found; the PTX is checked without it")
-    return subprocess.run([tool, "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
+@pytest.fixture(scope="module")
+def assembly(
+    objects: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str], str]:
+    """Return the code of a kernel's source: what the compiler makes ("ptx"), or the device runs ("cubin")."""
+    flags = [flag for flag in builder_flags() if not flag.startswith("-gencode")]
+
+    @functools.cache
+    def of(kernel: str, form: str) -> str:
+        if form == "cubin":
+            tool = shutil.which("cuobjdump", path=f"{HOME}/bin:{os.environ['PATH']}")
+            if tool is None:  # nvcc's own package has no disassembler
+                pytest.skip("no cuobjdump found; the PTX is checked without it")
+            command = [tool, "-sass", "-arch", "sm_90", str(objects[0] / f"{Path(kernel).stem}.cuda.o")]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        out = tmp_path_factory.mktemp("ptx") / "kernel.ptx"
+        nvcc(*flags, f"-I{CSRC}", "-arch=sm_90", "-ptx", str(CSRC / kernel), "-o", str(out))
+        return out.read_text()
+
+    return of
 
 
 # Registers of a thread, of 65,536 of a multiprocessor: so many that the blocks that a design counts on fit.
@@ -137,12 +151,9 @@ def test_kernels_have_registers_for_their_blocks(objects: tuple[Path, str]) -> N
 
 
 @needs_nvcc
-def test_the_kernel_of_copies_converts_nothing(tmp_path: Path) -> None:
+def test_the_kernel_of_copies_converts_nothing(assembly: Callable[[str, str], str]) -> None:
     """So its registers are those of copies alone."""
-    ptx = tmp_path / "gather.ptx"
-    flags = [flag for flag in builder_flags() if not flag.startswith("-gencode")]
-    nvcc(*flags, f"-I{CSRC}", "-arch=sm_90", "-ptx", str(CSRC / "gather/gather.cu"), "-o", str(ptx))
-    bodies = re.split(r"\.entry ", ptx.read_text())
+    bodies = re.split(r"\.entry ", assembly("gather/gather.cu", "ptx"))
     copies, converts = (next(b for b in bodies if f"GatherKernelILb{i}" in b[:200]) for i in (0, 1))
     floating = r"cvt[.\w]*\.(?:f16|bf16|f32|f64)|(?:mul|sub)[.\w]*\.f(?:32|64)"
     assert re.search(floating, converts)
@@ -153,27 +164,14 @@ def test_the_kernel_of_copies_converts_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["ptx", "cubin"])
 @pytest.mark.parametrize("kernel", ["gather/gather.cu", "ring/scatter.cu", "rows/rows.cu"])
 def test_copies_issue_all_loads_of_a_lane_before_its_first_store(
-    tmp_path: Path, kernel: str, form: str
+    assembly: Callable[[str, str], str], kernel: str, form: str
 ) -> None:
     """Copies of 16 bytes a lane: a store waits for its load, and would hold back the loads after it."""
-    out = tmp_path / f"kernel.{form}"
-    flags = [flag for flag in builder_flags() if not flag.startswith("-gencode")]
-    nvcc(*flags, f"-I{CSRC}", "-arch=sm_90", f"-{form}", str(CSRC / kernel), "-o", str(out))
-    text = sass(out) if form == "cubin" else out.read_text()
     load, store = VECTOR_ACCESSES[form]
-    found = re.finditer(rf"\b(?P<L>{load})\b|\b(?P<S>{store})\b", text)
+    found = re.finditer(rf"\b(?P<L>{load})\b|\b(?P<S>{store})\b", assembly(kernel, form))
     accesses = "".join(str(match.lastgroup) for match in found)
     assert "LLLLSSSS" in accesses  # equal alignments
     assert not re.search("(?<!L)LS", accesses), accesses  # other alignments as well
-
-
-def compile_binding(binding: Path, target: Path) -> None:
-    system = [f"-isystem{path}" for path in [*include_paths("cpu"), sysconfig.get_path("include")]]
-    standard = "c++17" if TorchVersion(torch.__version__) < "2.14" else "c++20"  # 2.15's headers want it
-    flags = [f"-std={standard}", "-O0", "-fPIC", "-Wall", "-DTORCH_EXTENSION_NAME=gear_cuda", f"-I{CSRC}"]
-    command = [*toolchain.compiler(), *flags, *system, "-c", str(binding), "-o", str(target)]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
 
 
 LOAD_BINDINGS = """
@@ -195,13 +193,18 @@ def test_the_bindings_of_the_kernels_register_beside_the_cpu_op(
     """Also with a CPU build of torch, without headers of c10/cuda; torch aborts if signatures differ."""
     if toolchain.missing_tools():
         pytest.skip(", ".join(toolchain.missing_tools()))
-    objects = {binding: tmp_path / f"{binding.stem}.o" for binding in BINDINGS}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compile_binding, objects, objects.values()))
+    together = tmp_path / "bindings.cpp"  # torch's headers are read once
+    together.write_text("".join(f'#include "{binding}"\n' for binding in BINDINGS))
     library = tmp_path / "libbindings.so"
-    flags = ["-shared", "-Wl,-z,lazy", "-o", str(library), *map(str, objects.values())]
+    system = [f"-isystem{path}" for path in [*include_paths("cpu"), sysconfig.get_path("include")]]
+    standard = "c++17" if TorchVersion(torch.__version__) < "2.14" else "c++20"  # 2.15's headers want it
+    flags = [f"-std={standard}", "-O0", "-fPIC", "-Wall", "-DTORCH_EXTENSION_NAME=gear_cuda", f"-I{CSRC}"]
+    flags += ["-shared", "-Wl,-z,lazy", "-o", str(library), str(together)]
     torch_libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-lc10", "-ltorch_cpu"]
-    subprocess.run([*toolchain.compiler(), *flags, *torch_libraries], check=True)
+    run = subprocess.run(
+        [*toolchain.compiler(), *flags, *system, *torch_libraries], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
     run = run_python("-c", LOAD_BINDINGS, str(library))
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == sorted([*ON_DEVICE, "copy_pieces_"])
