@@ -31,8 +31,6 @@ _DROPPED_FLAGS = ("--use_fast_math", "-D__CUDA_NO", "-U__CUDA_NO")
 _NVCC_FLAGS = ["--fmad=false", "-lineinfo"]
 #: What nvcc and the choice of architectures read from the environment.
 _NVCC_VARIABLES = ("TORCH_CUDA_ARCH_LIST", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
-#: Parts of the key that say how nvcc is run: unknown where there is none.
-_NVCC_PARTS = ("toolkit", "environment")
 
 
 class _DeepSpeedOp(NativeOp):
@@ -83,7 +81,7 @@ class _DeepSpeedOp(NativeOp):
                 beside()
             return self.jit_load(verbose)
 
-        return jit.build_or_import(self.jit_name(), build, timeout_s, self.key_parts())
+        return jit.build_or_import(self.jit_name(), build, timeout_s)
 
     def jit_load(self, verbose: bool = False) -> ModuleType:
         """Compile and import through DeepSpeed, under the name that holds the key.
@@ -165,21 +163,8 @@ class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
             raise BuildError("the CUDA kernels of gear", rule, remedy=remedy)
 
     def finished(self) -> str | None:
-        """Return the name of a finished build; where there is no toolkit, of one that agrees in all else.
-
-        So nodes without nvcc load a build that another node made in a shared folder.
-        """
-        if not torch.cuda.is_available():
-            return None
-        if toolchain.hook_cuda_home() is not None:
-            return super().finished()
-        parts = {name: part for name, part in self.key_parts().items() if name not in _NVCC_PARTS}
-        return jit.built_like(self.NAME, parts)
-
-    def jit_name(self) -> str:
-        """Return the name of the JIT build; without a toolkit, of the one that can be loaded, if any."""
-        without = self.finished() if toolchain.cuda_home() is None else None
-        return without or super().jit_name()
+        """Return the name of a finished build, None where there is none or no device for it."""
+        return super().finished() if torch.cuda.is_available() else None
 
     def key_parts(self) -> dict[str, Any]:
         """Return the CPU op's parts of the key, and the CUDA compiler, its flags and the devices."""

@@ -17,11 +17,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
 
 from deepspeed_gear.ops import library_trust
 from deepspeed_gear.timeouts import wait_until
@@ -134,51 +133,33 @@ def build_folder(name: str) -> Path:
 
 def is_built(name: str) -> bool:
     """Return whether a finished build of this name lies in the extensions folder; its size is checked."""
-    return _record(name) is not None
-
-
-def built_like(op: str, parts: Mapping[str, Any]) -> str | None:
-    """Return the name of a finished build of an op that agrees in these parts of its key, or None."""
-    expected = json.loads(json.dumps(parts))
-    for folder in sorted(build_folder(op).parent.glob(f"{op}_*/")):
-        found = (_record(folder.name) or {}).get("parts", {})
-        if expected.items() <= found.items():
-            return folder.name
-    return None
-
-
-def _record(name: str) -> dict[str, Any] | None:
-    """Read what was recorded after a build; None unless it is finished and whole."""
     folder = build_folder(name)
     try:
-        record: dict[str, Any] = json.loads((folder / _FINISHED).read_text())
-        return record if (folder / f"{name}.so").stat().st_size == record["bytes"] else None
+        num_bytes: int = json.loads((folder / _FINISHED).read_text())["bytes"]
+        return (folder / f"{name}.so").stat().st_size == num_bytes
     except (OSError, ValueError, KeyError):
-        return None
+        return False
 
 
-def build_or_import(
-    name: str, build: Callable[[], ModuleType], timeout_s: float, parts: Mapping[str, Any] | None = None
-) -> ModuleType:
+def build_or_import(name: str, build: Callable[[], ModuleType], timeout_s: float) -> ModuleType:
     """Import a finished build, or build it while other processes of the node wait.
 
     Args:
         name: The extension's name; it must hold a hash of everything that the build depends on.
         build: Compiles into torch's folder of that name and imports the result.
         timeout_s: How long to wait for another process that builds it.
-        parts: Of its key, for `built_like`.
     Raises:
         BuildError: The build failed, here or in the process that was waited for; the wait was too long; or
             another user can write where the library lies.
     """
     library_trust.check_folders(build_folder(name))
-    if is_built(name):
-        return _import(name)
+    if (module := import_built(name)) is not None:
+        return module
     folder, failure = build_folder(name), build_folder(name).with_suffix(".failed")
     asked_at = time.time_ns()
     with BuildLock(folder.with_suffix(".lock"), timeout_s):
-        if is_built(name):
-            return _import(name)
+        if (module := import_built(name)) is not None:
+            return module
         # After a failed build, the ranks that waited for it would each fail in the same way.
         with suppress(OSError):
             if failure.stat().st_mtime_ns > asked_at:
@@ -194,8 +175,7 @@ def build_or_import(
         failure.unlink(missing_ok=True)
         library = folder / f"{name}.so"
         library.chmod(library.stat().st_mode & 0o755)  # with any umask: see `library_trust`
-        size = library.stat().st_size
-        (folder / _FINISHED).write_text(json.dumps({"bytes": size, "parts": parts or {}}))
+        (folder / _FINISHED).write_text(json.dumps({"bytes": library.stat().st_size}))
         _say(f"built {name} in {time.monotonic() - started:.0f} s")
         return module
 
@@ -214,12 +194,7 @@ def _discard(folder: Path) -> None:
 
 def import_built(name: str) -> ModuleType | None:
     """Import a build of this name if there is a finished one."""
-    return _import(name) if is_built(name) else None
-
-
-def _import(name: str) -> ModuleType:
-    path = build_folder(name) / f"{name}.so"
-    return import_file(name, path)
+    return import_file(name, build_folder(name) / f"{name}.so") if is_built(name) else None
 
 
 def import_file(name: str, path: Path) -> ModuleType:

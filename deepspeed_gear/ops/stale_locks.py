@@ -89,7 +89,7 @@ def remove() -> list[Path]:
     first = find()
     for lock in first:
         if lock.unseen and lock.age_s > _LONG_BUILD_S:
-            LOG.warning("gear: %s", describe(lock))
+            LOG.warning("gear: %s", as_error(lock))
     if not any(map(_is_dead, first)):
         return []
     try:
@@ -112,27 +112,17 @@ def _remove_dead() -> list[Path]:
             # No process creates the file while it exists, and only its dead holder would remove it.
             lock.path.unlink(missing_ok=True)
             removed.append(lock.path)
-            LOG.warning("gear: removed %s", describe(lock))
+            LOG.warning("gear: removed %s, made %.0f s ago by a build that has died", lock.path, lock.age_s)
     return removed
-
-
-def describe(lock: StaleLock) -> str:
-    """Return what is wrong with a lock."""
-    text = f"{lock.path}, made {lock.age_s:.0f} s ago by a build"
-    if lock.unseen:
-        return f"{text} of which no process can be seen here ({lock.unseen}): remove it if none builds"
-    return f"{text} that has died"
 
 
 def as_error(lock: StaleLock) -> BuildError:
     """Return the error of a lock that blocks every process that loads the extension."""
-    value = None if not lock.unseen else f"none that can be seen ({lock.unseen})"
-    return BuildError(
-        str(lock.path),
-        "must be held by a process that builds",
-        value,
-        f"rm {lock.path}" + (", if no process builds" if lock.unseen else ""),
-    )
+    value, remedy = f"a lock of {lock.age_s:.0f} s that no process holds", f"rm {lock.path}"
+    if lock.unseen:
+        value += f" that can be seen ({lock.unseen})"
+        remedy += ", if no process builds"
+    return BuildError(str(lock.path), "must be held by a process that builds", value, remedy)
 
 
 def _is_dead(lock: StaleLock) -> bool:

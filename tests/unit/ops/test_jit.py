@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from process_support import in_child
 
 from deepspeed_gear.errors import BuildError
 from deepspeed_gear.ops import builder as builder_module
@@ -35,17 +35,13 @@ static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "small", nullptr, -1, me
 #define INIT(name) JOIN(PyInit_, name)
 PyMODINIT_FUNC INIT(TORCH_EXTENSION_NAME)() { return PyModule_Create(&definition); }
 """
-# Loads the op of the sources in argv[1], waits argv[2] seconds at most, and prints what its function returns.
+# Loads the op of the sources in argv[1], waits argv[2] seconds at most.
 DRIVER = """
 import pathlib, sys
-from deepspeed_gear.errors import BuildError
 from deepspeed_gear.ops.builder import GearBuilder
 builder = GearBuilder()
 builder.csrc = pathlib.Path(sys.argv[1])
-try:
-    print("answer", builder.load(timeout_s=float(sys.argv[2])).answer())
-except BuildError as error:
-    print("error", error)
+builder.load(timeout_s=float(sys.argv[2]))
 """
 # A compiler that notes each compilation with its process id, and waits for the file $GATE before it.
 COMPILER = """#!/bin/sh
@@ -55,6 +51,28 @@ case " $* " in *" -c "*)
 esac
 exec c++ "$@"
 """
+
+
+class Loading:
+    """A child that loads the op: its process id, and the file that it writes at its end."""
+
+    def __init__(self, pid: int, printed: Path) -> None:
+        self.pid, self.printed, self.ended = pid, printed, False
+
+    def finish(self) -> str:
+        """Wait for the child, which must not crash; give what it printed."""
+        until(self.has_ended)
+        assert self.printed.is_file(), "it crashed"
+        return self.printed.read_text()
+
+    def has_ended(self) -> bool:
+        self.ended = self.ended or os.waitpid(self.pid, os.WNOHANG)[0] == self.pid
+        return self.ended
+
+    def kill(self) -> None:
+        if not self.has_ended():
+            os.kill(self.pid, signal.SIGKILL)
+            until(self.has_ended)
 
 
 class Workshop:
@@ -80,23 +98,35 @@ class Workshop:
             "LOG": str(self.log),
             "GATE": "",
         }
-        self.processes: list[subprocess.Popen[str]] = []
+        self.folder = folder
+        self.loads: list[Loading] = []
 
     def answer(self, value: object) -> None:
         """Change the header, and with it what the op returns."""
         (self.csrc / "common" / "answer.h").write_text(f"constexpr int kAnswer = {value};\n")
 
-    def start(self, timeout_s: float = 60, **env: str) -> subprocess.Popen[str]:
-        """Load the op in a new process."""
-        command = [sys.executable, "-c", DRIVER, str(self.csrc), str(timeout_s)]
-        merged = {**os.environ, **self.env, "PYTHONPATH": str(self.checkout), **env}
-        pipe = subprocess.PIPE
-        self.processes.append(subprocess.Popen(command, env=merged, stdout=pipe, stderr=pipe, text=True))
-        return self.processes[-1]
+    def start(self, timeout_s: float = 60, beside: Callable[[], None] | None = None, **env: str) -> Loading:
+        """Load the op in a child of this process, which has imported torch and DeepSpeed."""
+        printed = self.folder / f"printed-{len(self.loads)}"
+
+        def action() -> None:
+            os.environ.update({**self.env, **env})
+            jit._loaded.clear()
+            CpuOp.registered_op = lambda self: None  # type: ignore[method-assign]  # the tests' own is another
+            builder = GearBuilder()
+            builder.csrc = self.csrc
+            try:
+                text = f"answer {builder.load(timeout_s=timeout_s, beside=beside).answer()}"
+            except BuildError as error:
+                text = f"error {error}"
+            printed.write_text(text)
+
+        self.loads.append(Loading(in_child(action), printed))
+        return self.loads[-1]
 
     def load(self, timeout_s: float = 60, **env: str) -> str:
-        """Load the op in a new process, and give what that printed."""
-        return finish(self.start(timeout_s, **env))
+        """Load the op in a child, and give what that printed."""
+        return self.start(timeout_s, **env).finish()
 
     def compilations(self) -> list[str]:
         """The commands that compiled something."""
@@ -110,13 +140,6 @@ class Workshop:
         """The folder of the one build there is."""
         (folder,) = (path for path in self.extensions.iterdir() if path.is_dir())
         return folder
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    """Wait for a process of the workshop; it must not crash."""
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    return out.strip()
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -140,9 +163,8 @@ def workshop(tmp_path: Path, checkout: Path) -> Iterator[Workshop]:
     shop = Workshop(tmp_path, checkout)
     yield shop
     shop.gate.touch()
-    for process in shop.processes:
-        process.kill()
-        process.wait()
+    for child in shop.loads:
+        child.kill()
 
 
 # The key
@@ -199,7 +221,7 @@ def test_a_toolkit_of_torchs_major_version_fits(
     assert found == ([] if fits else [refused])
 
 
-def test_without_a_toolkit_a_finished_build_is_taken_that_agrees_in_all_else(
+def test_a_finished_build_of_the_kernels_is_taken_where_all_that_it_depends_on_agrees(
     gpu: GearCudaBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = gpu.jit_name()
@@ -210,9 +232,7 @@ def test_without_a_toolkit_a_finished_build_is_taken_that_agrees_in_all_else(
         return ModuleType(name)
 
     assert gpu.finished() is None
-    jit.build_or_import(name, build, 9.0, gpu.key_parts())
-    assert gpu.finished() == name
-    monkeypatch.setattr(toolchain, "cuda_home", lambda: None)
+    jit.build_or_import(name, build, 9.0)
     assert gpu.finished() == gpu.jit_name() == name
     with pytest.raises(BuildError, match=f"{name}.so cannot be loaded"):
         gpu.load()
@@ -223,6 +243,7 @@ def test_without_a_toolkit_a_finished_build_is_taken_that_agrees_in_all_else(
         "cpu_features": (toolchain, lambda: "x86_64 sse2"),
         "compiler_version": (toolchain, lambda: "c++ 99"),
         "deepspeed_version": (toolchain, lambda: "0.99"),
+        "cuda_home": (toolchain, lambda: None),
         "_NVCC_FLAGS": (builder_module, ["--fmad=true"]),
         "_DROPPED_FLAGS": (builder_module, ()),
     }
@@ -230,31 +251,13 @@ def test_without_a_toolkit_a_finished_build_is_taken_that_agrees_in_all_else(
         with monkeypatch.context() as patch:
             patch.setattr(module, what, value)
             assert gpu.finished() is None, what
-            assert gpu.jit_name() != name
+            assert what == "is_available" or gpu.jit_name() != name
+    for variable in ("TORCH_CUDA_ARCH_LIST", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):  # which nvcc reads
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "8.0")
+            assert gpu.jit_name() != name, variable
     library.write_text("half")
     assert gpu.finished() is None
-
-
-@pytest.mark.parametrize("variable", ["TORCH_CUDA_ARCH_LIST", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"])
-def test_what_nvcc_reads_from_the_environment_is_in_the_key_where_there_is_nvcc(
-    gpu: GearCudaBuilder, monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
-    monkeypatch.setenv(variable, "8.0")
-    name = gpu.jit_name()
-    library = jit.build_folder(name) / f"{name}.so"
-
-    def build() -> ModuleType:
-        library.write_text("no library")
-        return ModuleType(name)
-
-    jit.build_or_import(name, build, 9.0, gpu.key_parts())
-    monkeypatch.setenv(variable, "9.0")
-    assert gpu.jit_name() != name
-    assert gpu.finished() is None
-    monkeypatch.delenv(variable)
-    assert gpu.finished() is None
-    monkeypatch.setattr(toolchain, "cuda_home", lambda: None)
-    assert gpu.finished() == name
 
 
 def test_another_deepspeed_makes_another_build_of_the_cpu_op(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,39 +284,31 @@ def test_processes_that_start_together_build_once(workshop: Workshop) -> None:
     processes = [workshop.start(GATE=str(workshop.gate)) for _ in range(3)]
     until(lambda: len(workshop.compilations()) >= 1)
     workshop.gate.touch()
-    assert [finish(process) for process in processes] == ["answer 1"] * 3
+    assert [process.finish() for process in processes] == ["answer 1"] * 3
     assert len(workshop.compilations()) == 2
 
 
-BESIDE = """
-import pathlib, sys
-from deepspeed_gear.ops import load
-from deepspeed_gear.ops.builder import GearBuilder
-builder = GearBuilder()
-builder.csrc = pathlib.Path(sys.argv[1])
-load._BUILD_KERNELS = sys.argv[2:]
-print("answer", builder.load(timeout_s=60, beside=load.start_kernels).answer())
-(process,) = load._building
-assert process.wait(60) == 0
-"""
-
-
-def test_the_kernels_are_built_beside_the_cpu_op(workshop: Workshop, tmp_path: Path) -> None:
+def test_the_kernels_are_built_beside_the_cpu_op(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first op's compiler waits for a file, which the second op's process writes when it is built."""
     (tmp_path / "second").mkdir()
     second = Workshop(tmp_path / "second", workshop.checkout)
     second.answer(2)
     opens_gate = f"{DRIVER}\npathlib.Path({str(workshop.gate)!r}).touch()\n"
-    other = ["env", "GATE=", sys.executable, "-c", opens_gate, str(second.csrc), "60"]
-    env = {**os.environ, **workshop.env, "PYTHONPATH": str(workshop.checkout), "GATE": str(workshop.gate)}
-    command = [sys.executable, "-c", BESIDE, str(workshop.csrc), *other]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == "answer 1"
-    assert len(workshop.compilations()) == 4  # of both: a log is shared
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert "not enough values to unpack" in run.stderr  # a finished build starts nothing
-    assert len(workshop.compilations()) == 4
+    command = ["env", "GATE=", sys.executable, "-c", opens_gate, str(second.csrc), "60"]
+    monkeypatch.setattr(load, "_BUILD_KERNELS", command)
+
+    def start_kernels() -> None:
+        (tmp_path / "started").touch()
+        load.start_kernels()
+
+    env = {"PYTHONPATH": str(workshop.checkout), "GATE": str(workshop.gate)}
+    assert workshop.start(beside=start_kernels, **env).finish() == "answer 1"
+    until(lambda: len(workshop.compilations()) == 4)  # of both: a log is shared
+    (tmp_path / "started").unlink()
+    assert workshop.start(beside=start_kernels, **env).finish() == "answer 1"
+    assert not (tmp_path / "started").exists(), "a finished build starts nothing"
 
 
 @pytest.mark.parametrize(
@@ -346,8 +341,7 @@ def test_a_killed_build_does_not_block_the_next(workshop: Workshop) -> None:
     killed = workshop.start(GATE=str(workshop.gate))
     until(lambda: len(workshop.compilations()) >= 1)
     assert (workshop.built() / "lock").exists(), "torch's own lock, on which it would wait for ever"
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
+    killed.kill()
     orphans = [int(line.split()[0]) for line in workshop.compilations()]
     assert any(map(alive, orphans)), "the compiler outlives its parent"
     assert workshop.load() == "answer 1"
@@ -376,7 +370,7 @@ def test_the_wait_for_another_build_is_bounded(workshop: Workshop) -> None:
     assert f"{workshop.built()}.lock is still held by pid {builder.pid} on " in printed
     assert "after 0.3 s" in printed
     workshop.gate.touch()
-    assert finish(builder) == "answer 1"
+    assert builder.finish() == "answer 1"
 
 
 def test_a_compile_error_shows_the_compilers_words(workshop: Workshop) -> None:
@@ -409,9 +403,9 @@ def test_who_waits_for_a_failing_build_gets_its_error(workshop: Workshop) -> Non
     lock = Path(f"{workshop.built()}.lock")
     until(lambda: has_open(second.pid, lock))
     workshop.gate.touch()
-    assert "no_such_name" in finish(first)
+    assert "no_such_name" in first.finish()
     compilations = len(workshop.compilations())
-    printed = finish(second)
+    printed = second.finish()
     assert "failed to build in another process" in printed
     assert "no_such_name" in printed
     assert len(workshop.compilations()) == compilations
