@@ -92,7 +92,7 @@ def test_a_simulator_dies_while_it_waits(replay: Replay) -> None:
 def test_a_simulator_dies_anywhere_in_a_step() -> None:
     config, deaths = section(), 0
     with Replay(config, schemas={"main": SCHEMA}) as replay, loader_of(replay, num_simulators=3) as loader:
-        for line in range(3, 300, 37):
+        for line in range(3, 200, 19):
 
             def until_it_dies(line: int = line) -> None:
                 envs = Envs(range(3), "next_step", lambda *_: 2)
