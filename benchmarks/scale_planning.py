@@ -17,8 +17,7 @@ import torch
 from fixed_cost import Timers
 
 from deepspeed_gear.config import UniformSampler, check_against, parse
-from deepspeed_gear.distributed.read_needs import grid
-from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan, routes_of
+from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan, grid, routes_of
 from deepspeed_gear.distributed.row_exchange.row_reads import layout_of
 from deepspeed_gear.distributed.sharded.resolution_exchange import HEAD_WORDS, ResolutionExchange
 from deepspeed_gear.distributed.sharded.selection_agreement import StatusMessage

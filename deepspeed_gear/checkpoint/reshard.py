@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deepspeed_gear.distributed.read_needs import shards_of
+from deepspeed_gear.distributed.row_exchange.exchange_plan import shards_of
 from deepspeed_gear.errors import StoreFullError
 from deepspeed_gear.ops.constants import ANY_SLOT, SHARD_BITS, UNKNOWN
 from deepspeed_gear.ops.records import LogEntry, PriorityUpdate, Resolution, Slot, SlotState, UpdateCount

@@ -77,7 +77,7 @@ def _open(args: argparse.Namespace) -> Gateway:
         raise ConfigError(
             "gear serve", "needs pyarrow and grpcio", None, "pip install deepspeed_gear[remote]"
         ) from error
-    from deepspeed_gear.remote.authentication import read_token
+    from deepspeed_gear.remote.connection import read_token
     from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 
     if bool(args.tls_cert) != bool(args.tls_key):

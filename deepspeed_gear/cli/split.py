@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from deepspeed_gear.data.dataset import Dataset
     from deepspeed_gear.data.dataset_part_writer import write_parts
-    from deepspeed_gear.distributed.read_needs import shards_of
+    from deepspeed_gear.distributed.row_exchange.exchange_plan import shards_of
     from deepspeed_gear.distributed.shard_placement import non_empty
 
     dataset = Dataset.open(args.dataset)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.batching.gather import Buffers, Gatherer
-from deepspeed_gear.device.add_filter import AddFilter
+from deepspeed_gear.device.host_rows import AddFilter
 from deepspeed_gear.device.open_steps import OpenSteps
 from deepspeed_gear.device.ring_selection import RingSelection
 from deepspeed_gear.device.ring_table import RingTable

@@ -15,7 +15,7 @@ from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.distributed import config_resolution
 from deepspeed_gear.distributed.control_plane import ControlPlane
-from deepspeed_gear.distributed.read_needs import ReadNeeds, needs_of
+from deepspeed_gear.distributed.row_exchange.exchange_plan import ReadNeeds, needs_of
 from deepspeed_gear.distributed.sequence_sum import check_process_group
 from deepspeed_gear.distributed.shard_placement import ShardPlacement, place_tables
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology

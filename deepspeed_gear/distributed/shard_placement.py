@@ -13,7 +13,7 @@ from deepspeed_gear.config import GearConfig
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_part import DatasetPart
 from deepspeed_gear.distributed.control_plane import ControlPlane
-from deepspeed_gear.distributed.read_needs import shards_of
+from deepspeed_gear.distributed.row_exchange.exchange_plan import shards_of
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.store.table_spec import Shard

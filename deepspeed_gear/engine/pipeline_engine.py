@@ -17,7 +17,7 @@ import torch
 
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.config import GearConfig, PipelineConfig
-from deepspeed_gear.distributed.read_needs import EXAMPLE
+from deepspeed_gear.distributed.row_exchange.exchange_plan import EXAMPLE
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.replay import TRAIN, Replay
 

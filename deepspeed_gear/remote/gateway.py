@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from deepspeed_gear.errors import ConfigError, GearError, SchemaError, StoreError
 from deepspeed_gear.remote import gateway_messages
-from deepspeed_gear.remote.authentication import check_plain
+from deepspeed_gear.remote.connection import check_plain
 from deepspeed_gear.remote.sessions import MOST_WAITING, Sessions, session_lost
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.timeouts import wait_until

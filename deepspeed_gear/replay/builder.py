@@ -27,10 +27,10 @@ from deepspeed_gear.distributed.quota_agreement import agree_on_quotas
 from deepspeed_gear.distributed.replay_plan import ReplayPlan
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import LostNodeError, PeerError
-from deepspeed_gear.replay.async_priority_updates import AsyncPriorityUpdates
 from deepspeed_gear.replay.attach_stores import attach_tables
 from deepspeed_gear.replay.batch_assembler import BatchAssembler
 from deepspeed_gear.replay.node_exchange import NodeExchange, SpreadTables
+from deepspeed_gear.replay.priority_updates import AsyncPriorityUpdates
 from deepspeed_gear.sampling.batch_info import TRAIN, Turns
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.mixture import Mixture

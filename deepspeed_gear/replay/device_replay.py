@@ -16,16 +16,15 @@ from deepspeed_gear.batching.gather import Gatherer
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig, PriorityOptions
 from deepspeed_gear.device import device_checkpoint
-from deepspeed_gear.device.add_filter import AddFilter
 from deepspeed_gear.device.device_builder import device_of, ops_of, specs_of, table_of
 from deepspeed_gear.device.device_evaluation import DeviceEvaluation
 from deepspeed_gear.device.device_loader import DeviceBatch, DeviceLoader, DevicePriorityLog, reported
 from deepspeed_gear.device.device_table import DeviceTable, TableMixture
+from deepspeed_gear.device.host_rows import AddFilter
 from deepspeed_gear.device.open_steps import OpenSteps
 from deepspeed_gear.device.replica_collectives import inside_replica, shares_gpus
-from deepspeed_gear.device.ring_selection import RingSelection
+from deepspeed_gear.device.ring_selection import RingSelection, WeightExponents
 from deepspeed_gear.device.ring_table import RingTable
-from deepspeed_gear.device.weight_exponents import WeightExponents
 from deepspeed_gear.distributed.replay_plan import ReplayPlan, make_plan
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import (

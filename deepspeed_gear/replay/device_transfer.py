@@ -17,14 +17,7 @@ import torch
 
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.transfer.calibration import TransferTimings, fastest, made_up_records, measure
-from deepspeed_gear.batching.transfer.cuda_streams import Event, lane_of, refuse_capture
-from deepspeed_gear.batching.transfer.device_gather import (
-    DeviceGatherer,
-    FieldTransfer,
-    Reach,
-    n_step_columns,
-)
-from deepspeed_gear.batching.transfer.methods import (
+from deepspeed_gear.batching.transfer.copy_engine import (
     COPIES,
     DIRECT,
     LEAST_COPY_BYTES,
@@ -33,8 +26,15 @@ from deepspeed_gear.batching.transfer.methods import (
     is_computed,
     suits_copies,
 )
+from deepspeed_gear.batching.transfer.cuda_streams import Event, lane_of, refuse_capture
+from deepspeed_gear.batching.transfer.device_gather import (
+    DeviceGatherer,
+    FieldTransfer,
+    Reach,
+    n_step_columns,
+)
 from deepspeed_gear.config import GearConfig, ResolvedField
-from deepspeed_gear.distributed.read_needs import ReadNeeds
+from deepspeed_gear.distributed.row_exchange.exchange_plan import ReadNeeds
 from deepspeed_gear.errors import BuildError, ConfigError, show_bytes
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.store.cuda_registration import (

@@ -15,11 +15,10 @@ from deepspeed_gear.distributed.replay_plan import ReplayPlan
 from deepspeed_gear.distributed.row_exchange.device_transport import DeviceTransport
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan, routes_of
 from deepspeed_gear.distributed.row_exchange.row_messages import RowMessages, arrivals_of, most_rows
-from deepspeed_gear.distributed.sharded.replicated_selector import ReplicatedSelector
+from deepspeed_gear.distributed.row_exchange.trajectory_places import TrajectoryExchange
 from deepspeed_gear.distributed.sharded.resolution_exchange import Goals, RecordExchange, ResolutionExchange
-from deepspeed_gear.distributed.sharded.selection_agreement import SelectionAgreement
+from deepspeed_gear.distributed.sharded.selection_agreement import ReplicatedSelector, SelectionAgreement
 from deepspeed_gear.distributed.sharded.sharded_selector import ShardedSelector
-from deepspeed_gear.distributed.sharded.trajectory_exchange import TrajectoryExchange
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.stream_spec import StreamSpec

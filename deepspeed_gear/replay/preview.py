@@ -17,7 +17,13 @@ from deepspeed_gear.batching.packing_plan import PackBudget, plan_packs
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES, check_ranks
 from deepspeed_gear.config.pack_options import room
-from deepspeed_gear.distributed.read_needs import ReadNeeds, grid, needs_of, readers_of, shards_of
+from deepspeed_gear.distributed.row_exchange.exchange_plan import (
+    ReadNeeds,
+    grid,
+    needs_of,
+    readers_of,
+    shards_of,
+)
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops import load_backend

@@ -15,7 +15,7 @@ from remote_support import openssl_certificate, write_token
 LEARNS = """
 import sys, threading
 from remote_support import SCHEMA, Replay, TrajectoryWriter, assert_same, section, stored
-from deepspeed_gear.remote.authentication import read_token
+from deepspeed_gear.remote.connection import read_token
 from deepspeed_gear.remote.gateway import Certificate, Gateway
 token, chain, key, number = sys.argv[1:]
 with Replay(section(), schemas={"main": SCHEMA}) as replay:

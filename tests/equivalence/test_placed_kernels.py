@@ -10,9 +10,9 @@ from gear_support import SCHEMA, config_of, trajectory
 
 from deepspeed_gear import Replay
 from deepspeed_gear.batching.gather import Gatherer
+from deepspeed_gear.batching.transfer.copy_engine import COPIES, DIRECT
 from deepspeed_gear.batching.transfer.cuda_streams import HostStream
 from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer, FieldTransfer, Reach
-from deepspeed_gear.batching.transfer.methods import COPIES, DIRECT
 from deepspeed_gear.config import NStepConfig
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Slot

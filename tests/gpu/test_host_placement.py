@@ -18,8 +18,8 @@ from gear_support import config_of
 from replay_support import streams_of
 
 from deepspeed_gear import Batch, Column, Replay, Schema
+from deepspeed_gear.batching.transfer.copy_engine import COPIES, DIRECT, STAGED, WAYS
 from deepspeed_gear.batching.transfer.cuda_streams import CudaStream
-from deepspeed_gear.batching.transfer.methods import COPIES, DIRECT, STAGED, WAYS
 from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.store.cuda_registration import (

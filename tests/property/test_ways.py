@@ -14,10 +14,19 @@ from hypothesis import strategies as st
 
 from deepspeed_gear import Column, Replay, Schema
 from deepspeed_gear.batching.gather import Gatherer
-from deepspeed_gear.batching.transfer.copy_engine import CopyPiece, Window, fetch, pieces_of, split
+from deepspeed_gear.batching.transfer.copy_engine import (
+    COPIES,
+    DIRECT,
+    STAGED,
+    WAYS,
+    CopyPiece,
+    Window,
+    fetch,
+    pieces_of,
+    split,
+)
 from deepspeed_gear.batching.transfer.cuda_streams import HostStream
 from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer, FieldTransfer, Reach
-from deepspeed_gear.batching.transfer.methods import COPIES, DIRECT, STAGED, WAYS
 from deepspeed_gear.config import NStepConfig, ResolvedField
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.ops.reference.gather import bounds

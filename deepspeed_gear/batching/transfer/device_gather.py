@@ -17,9 +17,18 @@ import numpy as np
 import torch
 
 from deepspeed_gear.batching.gather import N_STEP_DTYPES, SOURCES, Buffers, FieldGroup, Gatherer, Rows
-from deepspeed_gear.batching.transfer.copy_engine import Fetched, Window, fetch, pieces_of
+from deepspeed_gear.batching.transfer.copy_engine import (
+    COPIES,
+    DIRECT,
+    STAGED,
+    Fetched,
+    Window,
+    fetch,
+    is_computed,
+    pieces_of,
+    ways_of,
+)
 from deepspeed_gear.batching.transfer.cuda_streams import Event, Packing, TransferStream
-from deepspeed_gear.batching.transfer.methods import COPIES, DIRECT, STAGED, is_computed, ways_of
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.gather_spec import lower

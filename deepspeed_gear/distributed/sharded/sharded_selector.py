@@ -24,9 +24,9 @@ from deepspeed_gear.distributed.sharded.selection_agreement import SelectionAgre
 from deepspeed_gear.ops.records import LogEntry, Resolution, UpdateCount
 from deepspeed_gear.sampling.age_masses import items_of
 from deepspeed_gear.sampling.mass_rules import NO_ID, AgeWindow, WindowEdge, newest_of
+from deepspeed_gear.sampling.priority_masses import merge_by_id, merge_top
 from deepspeed_gear.sampling.rate_limiting import JointSelectionLimiter, NodeRate, SelectionLimiter
 from deepspeed_gear.sampling.stream_state import StreamState
-from deepspeed_gear.sampling.top_priorities import merge_by_id, merge_top
 
 PACKED_REPORT_WORDS = 3
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from deepspeed_gear import Replay
 from deepspeed_gear.batching.burn_in import BurnIn
-from deepspeed_gear.distributed.read_needs import needs_of
+from deepspeed_gear.distributed.row_exchange.exchange_plan import needs_of
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError
 

@@ -12,7 +12,7 @@ from gear_support import config_of
 from scipy import stats
 
 from deepspeed_gear import Batch, Column, DatasetWriter, Replay, Schema
-from deepspeed_gear.distributed.read_needs import needs_of
+from deepspeed_gear.distributed.row_exchange.exchange_plan import needs_of
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, ShapeError
 from deepspeed_gear.ops import reference

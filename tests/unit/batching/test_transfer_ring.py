@@ -11,9 +11,9 @@ import torch
 from gear_support import SCHEMA, config_of, trajectory
 
 from deepspeed_gear import Replay
+from deepspeed_gear.batching.transfer.copy_engine import DIRECT, STAGED
 from deepspeed_gear.batching.transfer.cuda_streams import ALIGNMENT, Event, HostEvent, HostStream, Packing
 from deepspeed_gear.batching.transfer.device_gather import PINNED, DeviceGatherer, FieldTransfer, Reach
-from deepspeed_gear.batching.transfer.methods import DIRECT, STAGED
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.replay import device_transfer
 

@@ -14,8 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_gear.config import GearConfig, ResolvedField, check_against, parse
-from deepspeed_gear.distributed.read_needs import grid, needs_of
-from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan, routes_of, row_needs
+from deepspeed_gear.distributed.row_exchange.exchange_plan import (
+    ExchangePlan,
+    grid,
+    needs_of,
+    routes_of,
+    row_needs,
+)
 from deepspeed_gear.distributed.row_exchange.row_reads import RowReads, WindowRead
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology
 from deepspeed_gear.ops.records import Resolution, RowSample

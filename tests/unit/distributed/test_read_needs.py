@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_gear.config import check_against, parse
-from deepspeed_gear.distributed.read_needs import grid, needs_of, readers_of, shards_of
+from deepspeed_gear.distributed.row_exchange.exchange_plan import grid, needs_of, readers_of, shards_of
 from deepspeed_gear.distributed.topology import AXES, RankCoordinates, Topology, check_grid
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.schema import Column, Schema

@@ -12,7 +12,7 @@ from deepspeed_gear.config import GearConfig, parse
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_part_writer import write_parts
 from deepspeed_gear.distributed.control_plane import ControlPlane
-from deepspeed_gear.distributed.read_needs import grid, shards_of
+from deepspeed_gear.distributed.row_exchange.exchange_plan import grid, shards_of
 from deepspeed_gear.distributed.shard_placement import (
     NOTHING,
     ShardPlacement,

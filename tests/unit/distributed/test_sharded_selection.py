@@ -7,7 +7,7 @@ import op_wrappers
 import pytest
 import torch
 
-from deepspeed_gear.sampling.top_priorities import merge_top
+from deepspeed_gear.sampling.priority_masses import merge_top
 
 SIZES = {1: [1000], 3: [1, 700, 299], 8: [33, 0, 32, 1, 400, 31, 500, 3]}
 

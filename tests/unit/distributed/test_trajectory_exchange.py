@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed_gear.distributed.row_exchange.trajectory_places import TrajectoryPlaces
+from deepspeed_gear.distributed.row_exchange.trajectory_places import (
+    NO_BATCH,
+    TrajectoryExchange,
+    TrajectoryPlaces,
+)
 from deepspeed_gear.distributed.sharded.selection_agreement import StatusMessage
-from deepspeed_gear.distributed.sharded.trajectory_exchange import NO_BATCH, TrajectoryExchange
 from deepspeed_gear.errors import PeerError
 
 

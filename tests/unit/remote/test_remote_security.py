@@ -22,7 +22,7 @@ from deepspeed_gear.errors import (
     ConfigError,
     LostNodeError,
 )
-from deepspeed_gear.remote.authentication import parse_url, read_token
+from deepspeed_gear.remote.connection import parse_url, read_token
 from deepspeed_gear.remote.gateway import Certificate, Gateway
 
 

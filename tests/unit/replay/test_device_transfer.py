@@ -19,8 +19,8 @@ from replay_support import streams_of
 
 from deepspeed_gear import Batch, Column, Replay, Schema
 from deepspeed_gear.batching.transfer.calibration import TransferTimings, fastest
+from deepspeed_gear.batching.transfer.copy_engine import COPIES, DIRECT, WAYS, ways_of
 from deepspeed_gear.batching.transfer.cuda_streams import Event, HostEvent, HostStream
-from deepspeed_gear.batching.transfer.methods import COPIES, DIRECT, WAYS, ways_of
 from deepspeed_gear.config import ResolvedField, parse
 from deepspeed_gear.errors import ConfigError, StoreFullError
 from deepspeed_gear.replay import device_transfer

@@ -11,10 +11,10 @@ from gear_support import SCHEMA, config_of, trajectory
 from torch import Tensor
 
 from deepspeed_gear import Replay
+from deepspeed_gear.batching.transfer.copy_engine import STAGED, WAYS
 from deepspeed_gear.batching.transfer.cuda_streams import Event, HostEvent, HostStream
-from deepspeed_gear.batching.transfer.methods import STAGED, WAYS
 from deepspeed_gear.ops import load_backend
-from deepspeed_gear.replay import async_priority_updates, batch_assembler, device_transfer
+from deepspeed_gear.replay import batch_assembler, device_transfer, priority_updates
 
 WINDOW = {"offset": -2, "length": 5}
 FIELDS = {
@@ -72,7 +72,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_transfer, "CudaRuntime", Runtime)
     monkeypatch.setattr(device_transfer, "as_device_tensor", lambda column, device: DeviceTensor(column))
     monkeypatch.setattr(device_transfer.DeviceTransfer, "_kernels", lambda self, config: load_backend("cpu"))
-    monkeypatch.setattr(async_priority_updates, "PinnedBlocks", Blocks)
+    monkeypatch.setattr(priority_updates, "PinnedBlocks", Blocks)
 
 
 @pytest.mark.parametrize("way", WAYS)
