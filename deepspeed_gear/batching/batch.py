@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.burn_in import BurnIn
-from deepspeed_gear.config.field_checks import LEARNS, MASK, SAMPLE_NAMES
+from deepspeed_gear.config.cross_checks import SAMPLE_NAMES
+from deepspeed_gear.config.field_checks import LEARNS, MASK
 from deepspeed_gear.errors import DataError, FieldError, ShapeError, StaleBatchError
 from deepspeed_gear.ops.philox import philox
 from deepspeed_gear.ops.records import RandomPurpose, Resolution

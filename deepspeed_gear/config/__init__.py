@@ -12,20 +12,12 @@ from deepspeed_gear.config.ds_config import batch_sizes, refuse_batch_sizes
 from deepspeed_gear.config.error_messages import translate
 from deepspeed_gear.config.field_checks import ResolvedField, check_against
 from deepspeed_gear.config.model import GearConfig
-from deepspeed_gear.config.options import (
-    FieldConfig,
-    HindsightConfig,
-    NStepConfig,
-    PipelineConfig,
-    SharedMemoryConfig,
-    TransferConfig,
-)
+from deepspeed_gear.config.options import FieldConfig, NStepConfig, PipelineConfig
 from deepspeed_gear.config.sampler_options import (
     CustomSampler,
     DrawingOptions,
     EpochSampler,
     EveryConfig,
-    ExternalSampler,
     FifoSampler,
     LengthSampler,
     LifoSampler,
@@ -37,22 +29,18 @@ from deepspeed_gear.config.sampler_options import (
     TopKSampler,
     UniformSampler,
     WeightedSampler,
-    WhereConfig,
 )
 from deepspeed_gear.config.schedules import value_at
-from deepspeed_gear.config.table_options import DataConfig, TableConfig
+from deepspeed_gear.config.table_options import TableConfig
 from deepspeed_gear.errors import ConfigError
 
 __all__ = [
-    "TransferConfig",
     "CustomSampler",
-    "DataConfig",
     "EpochSampler",
     "EveryConfig",
     "FieldConfig",
     "FifoSampler",
     "GearConfig",
-    "HindsightConfig",
     "LengthSampler",
     "LifoSampler",
     "MixtureSampler",
@@ -64,13 +52,10 @@ __all__ = [
     "ResolvedField",
     "SamplerOptions",
     "DrawingOptions",
-    "ExternalSampler",
-    "SharedMemoryConfig",
     "TableConfig",
     "TopKSampler",
     "UniformSampler",
     "WeightedSampler",
-    "WhereConfig",
     "batch_sizes",
     "check_against",
     "difference",

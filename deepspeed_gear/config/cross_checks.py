@@ -18,21 +18,19 @@ from deepspeed_gear.config.table_options import GroupConfig, RateLimiterConfig, 
 from deepspeed_gear.config.types import dotted
 from deepspeed_gear.errors import ConfigError, known_names
 
-BATCH_NAMES = (
-    "mask",
+SAMPLE_NAMES = (  # of any batch
+    "is_weight",
     "trajectory_id",
-    "handle",
     "anchor",
     "sample_number",
     "sample_index",
     "probability",
-    "is_weight",
     "epoch",
     "valid",
-    "source",
     "relabelled",
     "goal_step",
 )
+BATCH_NAMES = (*SAMPLE_NAMES, "mask", "handle", "source")
 N_STEP_NAMES = ("return_n", "discount", "steps_n")
 # Suffixes that a checkpoint adds to the name of a table's folder, and the other file beside it.
 _NOT_OF_TABLES = (".partial", ".old", ".older", "position.json")

@@ -11,6 +11,7 @@ import torch
 from deepspeed_gear.config.cross_checks import (
     GOAL_EXAMPLE,
     N_STEP_NAMES,
+    SAMPLE_NAMES,
     Part,
     check_field_names,
 )
@@ -22,18 +23,6 @@ from deepspeed_gear.errors import ConfigError, known_names, near_name
 from deepspeed_gear.schema import DTYPES, Column, Schema
 
 DERIVED = {"return_to_go": "float32", "timestep": "int64", "position": "int64"}
-SAMPLE_NAMES = (  # of any batch
-    "is_weight",
-    "trajectory_id",
-    "anchor",
-    "sample_number",
-    "sample_index",
-    "probability",
-    "epoch",
-    "valid",
-    "relabelled",
-    "goal_step",
-)
 MASK, LEARNS = "mask.", "learns."  # before the name of a field: its mask, and which of its steps learn
 _VERSION_DTYPES = ("uint8", "int8", "int16", "int32", "int64")
 _GATHERED = (torch.int32, torch.int64)  # integers that the gather op converts others to

@@ -17,10 +17,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 
 from deepspeed_gear.ops import library_trust
 from deepspeed_gear.timeouts import wait_until
@@ -50,8 +50,9 @@ def loaded(name: str) -> ModuleType | None:
     return _loaded.get(name)
 
 
-class BuildLock:
-    """Lock of the build of one op in a shared folder; released when its process ends in any way.
+@contextmanager
+def build_lock(path: Path, timeout_s: float) -> Iterator[None]:
+    """Hold the lock of a build in a shared folder; the kernel releases it when this process ends in any way.
 
     Args:
         path: The lock file; it stays, and holds the name of the last holder.
@@ -59,57 +60,34 @@ class BuildLock:
     Raises:
         BuildError: Another process still builds after `timeout_s`, or the file cannot be locked.
     """
-
-    def __init__(self, path: Path, timeout_s: float) -> None:
-        self.path, self.timeout_s = path, timeout_s
-        self._fd = -1
-
-    def __enter__(self) -> BuildLock:
+    fd = -1
+    try:
         try:
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            self._wait()
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            is_held = wait_until(lambda: _try_lock(fd), timeout_s, _POLL_S)
         except OSError as error:
-            self._close()
-            raise BuildError(
-                str(self.path),
-                "cannot be locked for a build",
-                str(error),
-                "set TORCH_EXTENSIONS_DIR to a folder on a local disk that this user can write",
-            ) from error
-        except BaseException:
-            self._close()
-            raise
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        return self
+            remedy = "set TORCH_EXTENSIONS_DIR to a folder on a local disk that this user can write"
+            raise BuildError(str(path), "cannot be locked for a build", str(error), remedy) from error
+        if not is_held:
+            holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "an unknown process"
+            rule = f"is still held by {holder} after {timeout_s:g} s of waiting for its build"
+            remedy = "end that process if it hangs, or prebuild with DS_BUILD_GEAR=1 pip install ."
+            raise BuildError(str(path), rule, remedy=remedy)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        yield
+    finally:
+        if fd >= 0:
+            os.close(fd)
 
-    def _wait(self) -> None:
-        if wait_until(self._try_lock, self.timeout_s, _POLL_S):
-            return
-        holder = os.pread(self._fd, 200, 0).decode(errors="replace").strip() or "an unknown process"
-        raise BuildError(
-            str(self.path),
-            f"is still held by {holder} after {self.timeout_s:g} s of waiting for its build",
-            remedy="end that process if it hangs, or prebuild with DS_BUILD_GEAR=1 pip install .",
-        )
 
-    def _try_lock(self) -> bool:
-        try:
-            # lockf, not flock: a forked child (a data loader of the holder) must not keep the lock alive.
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            return False
-        return True
-
-    def _close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
-        self._close()
+def _try_lock(fd: int) -> bool:
+    try:
+        # lockf, not flock: a forked child (a data loader of the holder) must not keep the lock alive.
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
 
 
 def build_folder(name: str) -> Path:
@@ -157,7 +135,7 @@ def build_or_import(name: str, build: Callable[[], ModuleType], timeout_s: float
         return module
     folder, failure = build_folder(name), build_folder(name).with_suffix(".failed")
     asked_at = time.time_ns()
-    with BuildLock(folder.with_suffix(".lock"), timeout_s):
+    with build_lock(folder.with_suffix(".lock"), timeout_s):
         if (module := import_built(name)) is not None:
             return module
         # After a failed build, the ranks that waited for it would each fail in the same way.

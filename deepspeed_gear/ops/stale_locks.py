@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import BuildError
-from .jit import BuildLock, build_folder
+from .jit import build_folder, build_lock
 
 LOG = logging.getLogger("deepspeed_gear")
 _LOCK = "lock"  # torch's name for it
@@ -93,7 +93,7 @@ def remove() -> list[Path]:
     if not any(map(_is_dead, first)):
         return []
     try:
-        with BuildLock(build_folder("any").with_name(_GUARD), _GUARD_TIMEOUT_S):
+        with build_lock(build_folder("any").with_name(_GUARD), _GUARD_TIMEOUT_S):
             return _remove_dead()
     except (BuildError, OSError) as error:  # this run may not need what that lock keeps from being built
         for lock in filter(_is_dead, first):

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from deepspeed_gear import Batch, Column, Replay, Schema
 from deepspeed_gear.batching.batch import BatchSamples
-from deepspeed_gear.config.field_checks import SAMPLE_NAMES
+from deepspeed_gear.config.cross_checks import SAMPLE_NAMES
 from deepspeed_gear.errors import ConfigError, DataError, FieldError, GearError, ShapeError, StaleBatchError
 
 

@@ -442,9 +442,9 @@ def test_an_extensions_folder_that_cannot_be_made_is_named(workshop: Workshop, t
 
 def test_the_lock_serves_one_process_after_the_other(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    with jit.BuildLock(path, 1.0):
+    with jit.build_lock(path, 1.0):
         assert f"pid {os.getpid()}" in path.read_text()
-    with jit.BuildLock(path, 0.0):
+    with jit.build_lock(path, 0.0):
         assert path.exists()
 
 
