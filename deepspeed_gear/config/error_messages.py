@@ -105,7 +105,7 @@ def _one(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
         context = error["ctx"]
         option = dotted("gear", *path, context["option"]) if context["option"] else name
         return ConfigError(
-            option, context["rule"].format(at=name), _short(context["value"]), context["remedy"]
+            option, context["rule"].replace("{at}", name), _short(context["value"]), context["remedy"]
         )
     value = _short(error["input"])
     if value is None:

@@ -76,7 +76,8 @@ def conflict(rule: str, remedy: str = "", option: str = "", value: Any = None) -
         value: The value to show.
     """
     context = {"rule": rule, "remedy": remedy, "option": option, "value": value}
-    return PydanticCustomError("gear_conflict", "{rule}", context)
+    message = f"{option} {rule}".strip().replace("{at}.", "")
+    return PydanticCustomError("gear_conflict", "{message}", {**context, "message": message})
 
 
 def _no_auto(value: Any) -> Any:
