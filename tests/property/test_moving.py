@@ -115,7 +115,7 @@ def add_and_take(scene: StoreScene, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("removal", RULES[:3])
 def test_a_store_of_random_lengths_is_almost_full(removal: str) -> None:
-    scene = scene_of("cpu", removal, num_slots=400, num_rows=4000, spare_rows=41)
+    scene = scene_of(removal, num_slots=400, num_rows=4000, spare_rows=41)
     by, chance, levels = (
         Inserter(scene.table, SelectionPins(scene.table), Context(timeout_s=0.0)),
         np.random.default_rng(0),
@@ -136,7 +136,7 @@ def test_long_trajectories_leave_no_more_than_they_must(
     removal: str, longest: int, least: float, mean: float
 ) -> None:
     """If trajectories are evicted only until a new one fits, 90% are full, at least 70%; then 83% and 51%."""
-    scene = scene_of("cpu", removal, num_slots=400, num_rows=4000, spare_rows=500)
+    scene = scene_of(removal, num_slots=400, num_rows=4000, spare_rows=500)
     capacity = scene.table.spec.capacity_rows
     by, chance, levels = (
         Inserter(scene.table, SelectionPins(scene.table), Context(timeout_s=0.0)),
@@ -158,7 +158,7 @@ def test_long_trajectories_leave_no_more_than_they_must(
 
 def scattered(**options: Any) -> StoreScene:
     """Make a store of 7 extents of 8 rows, with 8 free rows and gaps of 8 and 4: no run of 9."""
-    scene = scene_of("cpu", "uniform", **options)
+    scene = scene_of("uniform", **options)
     for _ in range(7):
         scene.add(7)
     with scene.table.lock:

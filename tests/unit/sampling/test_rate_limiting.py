@@ -251,7 +251,7 @@ def test_an_empty_table_waits_for_a_writer_that_lives(prefetch: int) -> None:
 
 @pytest.mark.parametrize("rate_limiter", [None, {"min_size": 10, "timeout_s": 0.2}])
 def test_a_late_column_that_lacks_is_named(rate_limiter: dict[str, Any] | None) -> None:
-    section, _ = writing("cpu", 0, fields={"which": {}, "late": {}})
+    section, _ = writing(0, fields={"which": {}, "late": {}})
     section["tables"]["main"] |= {} if rate_limiter is None else {"rate_limiter": rate_limiter}
     with Replay(section) as found:
         ids = [found.add({"which": np.full(3, 7)}) for _ in range(10)]
