@@ -68,21 +68,21 @@ class Inserter:
         self._late = bool(table.spec.schema.late_columns)
         self._opaque = any(column.is_opaque for column in table.spec.schema)
         assert table.extents is not None
-        self.store = table.extents.handle
-        self._adds_natively = self._open_native()
-        self._store_add, self._address = table.ops.native.store_add, self.store.address
+        self._store, self._store_add = table.extents.handle, table.ops.native.store_add
+        self._address = self._store.address
+        self._adds_natively = self._set_up_store()
 
-    def _open_native(self) -> bool:
+    def _set_up_store(self) -> bool:
         """Set the native store up for this process; return whether it can add whole trajectories."""
         retention = self.table.spec.retention
         plain = not (self._readers.have_step_priorities or self._readers.orders or self.table.groups)
         rate = retention.rate_words
         policy = self.evictor.policy
         code = policy.code if plain else EvictionCode.BY_CALLER
-        self.store.set_retention(self._readers.pins, code, [rate] if rate else [])
+        self._store.set_retention(self._readers.pins, code, [rate] if rate else [])
         ahead, spec = self._readers.ahead, self.table.spec
         compacts = plain and ahead is not None and spec.spare_rows > 0 and not spec.return_to_go
-        self.store.set_compaction(compacts, spec.spare_rows, ahead or [])
+        self._store.set_compaction(compacts, spec.spare_rows, ahead or [])
         return (
             plain
             and code != EvictionCode.BY_CALLER
@@ -90,15 +90,20 @@ class Inserter:
             and not self.table.spec.return_to_go
         )
 
-    @property
-    def adds_natively(self) -> bool:
-        """Whether a native call may store whole trajectories whose values were checked."""
-        return self._adds_natively and not self._checks
+    def vector_options(self) -> dict[str, Any]:
+        """Return where and how the native steps of a VectorWriter are stored, for their `set_store`.
 
-    @property
-    def begins_natively(self) -> bool:
-        """Whether a native call may publish first steps, at least where free rows need no eviction."""
-        return not self._checks and self._committed is None
+        Returns:
+            The native store, its longest trajectory and its timeout; whether whole trajectories may be
+            stored, whose values were checked, and first steps be published where no eviction is needed.
+        """
+        return {
+            "of_store": self._address,
+            "most": self.max_length or 0,
+            "whole": self._adds_natively and not self._checks,
+            "begins": not self._checks and self._committed is None,
+            "timeout": self.timeout_s,
+        }
 
     def note_orphan(self) -> None:
         """Note that the owner of trajectories in `growing` was dropped."""
@@ -206,7 +211,7 @@ class Inserter:
         check_finite(self._name, self.table.spec.schema, arrays)
 
     def _add_plainly(self, columns: list[np.ndarray], num_steps: int, present: int = 0) -> int:
-        if not self.store.are_finite(columns):
+        if not self._store.are_finite(columns):
             self._refuse_not_finite(columns)
         slot = self.reserve(num_steps)
         try:

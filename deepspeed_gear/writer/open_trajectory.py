@@ -5,13 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from types import ModuleType, TracebackType
 from typing import Any
 
 import numpy as np
 
 from deepspeed_gear.data.nested_columns import flatten
-from deepspeed_gear.data.trajectory_checks import ENDS_LAST, as_stored, check_finite, not_finite
+from deepspeed_gear.data.trajectory_checks import ENDS_LAST, as_stored, check_finite
 from deepspeed_gear.errors import DataError, known_names
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.native_rows import form_of
@@ -32,7 +33,7 @@ class OpenTrajectory(ProcessBound):
         add: Adds a trajectory.
         per_trajectory: Columns of one value per trajectory.
         publisher: Publishes steps before the end; None: steps cannot be published.
-        native: The native module, or None.
+        native: The native module; None on a machine without a store, which needs no compiler.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class OpenTrajectory(ProcessBound):
         self._targets: Any = None
         if native is not None:
             self._targets = native.RowTargets([(0, form_of(native, c)) for c in steps])
-            self._row_fits, self._address = native.row_fits, self._targets.address
+            self._row_fits = partial(native.row_fits, self._targets.address)
         # Largest values: Python floats up to these are converted without a check for overflow.
         floats = [c for c in steps if c.must_be_finite and c.dtype != "bfloat16" and not c.shape]
         self._floats = {c.name: (c.numpy_dtype, float(np.finfo(c.numpy_dtype).max)) for c in floats}
@@ -127,22 +128,12 @@ class OpenTrajectory(ProcessBound):
             given = np.array(row, dtype)
         elif type(row) in (bool, int):
             given = np.array(row)
-        if not self._fits(column, given):
+        if self._targets is None or not self._row_fits(self._index[column], given):
             given = as_stored(row, self._row[column], self._name)
             step = f"{self._name}: step {len(self._rows[column])}"
             check_finite(step, [self._row[column]], {column: given})
         stored: np.ndarray = np.array(given)
         return stored
-
-    def _fits(self, column: str, row: Any) -> bool:
-        """Return whether a row has the stored form, and is finite where it must be."""
-        if self._targets is not None:
-            return bool(self._row_fits(self._address, self._index[column], row))
-        form = self._row[column]
-        if not isinstance(row, (np.ndarray, np.generic)) or row.shape != form.shape:
-            return False
-        is_stored = row.dtype == form.numpy_dtype
-        return is_stored and not (form.must_be_finite and not_finite(np.asarray(row), form).any())
 
     # ---- publishing ------------------------------------------------------------------------------
 

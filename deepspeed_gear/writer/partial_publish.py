@@ -130,20 +130,9 @@ class Publisher:
         self._num_begun = 0  # trajectories with published steps
         self._counts: list[np.ndarray] = []
 
-    @property
-    def native_store(self) -> Any:
-        """The native Store of the table."""
-        return self._inserter.store
-
-    @property
-    def adds_natively(self) -> bool:
-        """Whether a native call may store whole trajectories."""
-        return self._inserter.adds_natively
-
-    @property
-    def begins_natively(self) -> bool:
-        """Whether a native call may publish the first steps of trajectories."""
-        return self._inserter.begins_natively
+    def vector_options(self) -> dict[str, Any]:
+        """Return where and how the steps of a VectorWriter are stored; as `Inserter.vector_options`."""
+        return self._inserter.vector_options()
 
     @property
     def is_suited(self) -> bool:
@@ -160,11 +149,6 @@ class Publisher:
     def count(self, counts: np.ndarray) -> None:
         """Count what a native call adds: the words of `StepCount`."""
         self._counts.append(counts)
-
-    @property
-    def limits(self) -> tuple[int, float]:
-        """Most steps of a trajectory, and the longest wait for the lock in seconds."""
-        return self._inserter.max_length or 0, self._inserter.timeout_s
 
     def look(self) -> None:
         """Raise if writing has ended; end the trajectories of writers that were dropped."""

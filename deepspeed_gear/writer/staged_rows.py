@@ -22,7 +22,7 @@ class Staging:
         columns: The columns of steps.
         arrays: Column -> [places, length + 1, *shape], contiguous, of the stored dtypes.
         places: The place of each environment. [N], int64, distinct.
-        native: The native module, or None.
+        native: The native module; None on a machine without a store.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class StagedRows:
     Args:
         columns: The columns.
         arrays: The staging's.
-        native: The native module, or None.
+        native: The native module; None on a machine without a store.
         places: As `Staging`, for error texts; None: environments are named by their places.
     """
 

@@ -61,7 +61,7 @@ class VectorWriter(ProcessBound):
             "disabled": the program resets, and calls `reset` with a mask.
         limit: A longer episode ends there, marked as truncated, and goes on as another trajectory, unless a
             field needs whole episodes.
-        native: The native module, or None.
+        native: The native module; None on a machine without a store, which needs no compiler.
         staging: Arrays in which trajectories grow; None: private memory.
         publisher: Publishes steps of open trajectories; None: they cannot be published.
     """
@@ -190,15 +190,10 @@ class VectorWriter(ProcessBound):
         roles = [self._schema.role(role) for role in ("terminated", "truncated")]
         are_bytes = all(column is None or column.numpy_dtype.itemsize == 1 for column in roles)
         is_longest = staging.length == self._max_length
-        most, timeout_s = publisher.limits
         self._native_steps.set_store(
-            of_store=publisher.native_store.address,
             of_columns=sources,
-            most=most,
-            whole=publisher.adds_natively,
-            begins=publisher.begins_natively,
             cuts=is_longest and are_bytes and not self._limit.whole_fields,
-            timeout=timeout_s,
+            **publisher.vector_options(),
         )
         self._stores, self._publishes = True, publisher.is_suited and are_bytes
 
