@@ -98,7 +98,7 @@ def test_a_traced_step_writes_to_fixed_tensors_only(
                     replay.update_priorities_(batch, batch["reward"].abs())
 
         torch._dynamo.reset()
-        run = torch.compile(step, fullgraph=True)
+        run = torch.compile(step, fullgraph=True, backend=backend)
         for turn in range(3):
             run(trajectories(3, 4, 3 * turn))
     assert len(graphs) == 1, "nothing that a trace leaves behind makes the next call another one"
