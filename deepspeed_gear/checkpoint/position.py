@@ -13,7 +13,7 @@ from deepspeed_gear.config import GearConfig
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops import reference
 from deepspeed_gear.ops.records import RandomPurpose
-from deepspeed_gear.store.stream_records import Head
+from deepspeed_gear.store.records import Head
 
 FORMAT = 2
 WORDS = ("batches", "samples", "epoch", "epoch_first", "epoch_size")

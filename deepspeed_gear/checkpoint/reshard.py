@@ -17,7 +17,7 @@ from deepspeed_gear.ops.constants import ANY_SLOT, SHARD_BITS, UNKNOWN
 from deepspeed_gear.ops.records import LogEntry, PriorityUpdate, Resolution, Slot, SlotState, UpdateCount
 from deepspeed_gear.sampling.priority_log import without_slots
 from deepspeed_gear.store.group_spec import GroupCount
-from deepspeed_gear.store.stream_records import Head
+from deepspeed_gear.store.records import Head
 
 Content = dict[str, np.ndarray]  # of a stream, named as by `export`
 PER_SLOT, PER_ITEM = ("leaves", "queued", "bases", "steps", "walked"), ("priorities", "draws")

@@ -19,7 +19,7 @@ from deepspeed_gear.ops.records import Resolution, Slot
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.store.eviction import unwritten
-from deepspeed_gear.store.stream_records import Head
+from deepspeed_gear.store.records import Head
 from deepspeed_gear.store.table import Table
 
 Sizes = Mapping[str, tuple[int, int]]  # slots and rows of a node's stores, by table

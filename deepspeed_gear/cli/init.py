@@ -128,7 +128,6 @@ def launcher(hostfile: str | None, num_slots: int = 0) -> tuple[list[str], int]:
 
     Args:
         hostfile: For its hosts; None: for this machine.
-        num_slots: Of the hosts.
     """
     if hostfile is not None:  # DeepSpeed sends no variables of the shell; those hosts may have other devices
         return ["deepspeed", "--hostfile", hostfile], num_slots
@@ -156,7 +155,6 @@ def make_config(dataset: Dataset, num_ranks: int = 1) -> dict[str, Any]:
     """Return a ds_config whose `gear` section fits a data set.
 
     Args:
-        dataset: The data set.
         num_ranks: Ranks of the first start; others keep the batch of all ranks together.
     Raises:
         DataError: The data set has no observations or no actions.
@@ -195,7 +193,6 @@ def make_script(dataset: Dataset, launch: str) -> str:
     """Return a behaviour cloning script for a data set.
 
     Args:
-        dataset: The data set.
         launch: The command that starts it.
     Raises:
         DataError: The data set has no observations or no actions.

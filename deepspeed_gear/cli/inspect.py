@@ -269,7 +269,6 @@ def inspect_saved(folder: Path | None, tables: Sequence[Path], as_json: bool) ->
     Args:
         folder: Of the position; None: there is none.
         tables: Folders of the tables.
-        as_json: Print JSON.
     Raises:
         CheckpointError: A file is missing or changed.
     """

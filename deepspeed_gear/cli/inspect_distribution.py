@@ -35,10 +35,7 @@ class Distribution:
     """The drawable items of a table, with their masses and priorities.
 
     Args:
-        table: Its name.
         kind: Of the sampler in the config, and what an item is; "" where it is not known.
-        unit: Likewise.
-        num_trajectories: Stored.
         num_steps: Stored; None where only the data set records it.
         masses: Of what the tree draws: items, or their trajectories. [n], float64, above 0.
         priorities: Of the items. [n], float32; None without.

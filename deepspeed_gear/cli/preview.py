@@ -116,7 +116,6 @@ def format_table(found: Preview, full: bool = False) -> str:
     """Return the text that `gear preview` prints.
 
     Args:
-        found: The preview.
         full: Add a line for each rank, and for each two nodes that exchange rows.
     """
     lines = [str(found.info), "", *_groups_of_ranks(found), *_groups_of_nodes(found)]

@@ -84,9 +84,6 @@ def _leaves(options: Any, name: str) -> dict[str, Any]:
 def difference(a: GearOptions, b: GearOptions) -> list[str]:
     """Return the shared options in which two configs differ, with both values.
 
-    Args:
-        a: One rank's config.
-        b: Another rank's config.
     Returns:
         One text per option, such as "gear.seed: 0 and 1"; empty if the digests are equal.
     """

@@ -48,7 +48,6 @@ class Part:
 
     Args:
         at: Name of the part, for errors.
-        options: The part.
     """
 
     at: str
@@ -450,7 +449,6 @@ def check_lengths(config: GearOptions, longest: Mapping[str, int]) -> None:
     """Reject a data set with trajectories that no pack can hold.
 
     Args:
-        config: The config.
         longest: Steps of the longest trajectory of each data set, by table.
     Raises:
         ConfigError: One is longer than a micro batch.
@@ -468,10 +466,8 @@ def check_ranks(config: GearOptions, replicas: int, sequence: int, stages: int) 
     """Reject a plan width, a multiple or a grid that packed batches do not suit.
 
     Args:
-        config: The config.
         replicas: Ranks that train on different samples.
         sequence: Ranks that share a sequence.
-        stages: Of a pipeline.
     Raises:
         ConfigError: One does not suit them.
     """

@@ -75,7 +75,6 @@ def batch_sizes(config: GearOptions, replicas: int) -> tuple[int, int]:
     """Return the sizes of the micro batch and the global batch of a replay without an engine, in samples.
 
     Args:
-        config: The config.
         replicas: Ranks that train on different samples.
     Raises:
         ConfigError: Neither size is given, or they do not agree for this number of ranks.

@@ -110,7 +110,6 @@ def check_against(
     """Check a config against the columns of its tables.
 
     Args:
-        config: The config.
         schemas: Schema of each table by name.
         statistics_available: Columns of the sampled table that have statistics; True for all, False for none,
             None for all where the table holds a data set.

@@ -71,7 +71,6 @@ def conflict(rule: str, remedy: str = "", option: str = "", value: Any = None) -
 
     Args:
         rule: "must ...", with "{at}" in place of the model's name.
-        remedy: What to do.
         option: The option of the model that the error is of; the model itself where it is empty.
         value: The value to show.
     """

@@ -25,8 +25,7 @@ from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.sampling.batch_info import BatchInfo
 from deepspeed_gear.sampling.stream_spec import StreamSpec, read_columns
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.group_options import group_spec_of
-from deepspeed_gear.store.retention_options import retention_of
+from deepspeed_gear.store.table_options import group_spec_of, retention_of
 from deepspeed_gear.store.table_spec import Shard, TableSpec, spare_rows_for
 
 STEPS_PER_SLOT, LEAST_SLOTS = 16, 1024  # trajectories of a table whose config gives no number

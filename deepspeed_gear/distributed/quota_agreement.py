@@ -13,7 +13,7 @@ import numpy as np
 
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.store.stream_records import Head
+from deepspeed_gear.store.records import Head
 
 
 def agree_on_quotas(exchange: ControlPlane, leads: bool, streams: Sequence[BatchStream]) -> None:

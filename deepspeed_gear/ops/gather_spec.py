@@ -19,7 +19,6 @@ class GatherSpec:
         align: Where the real steps of a window stand (Align).
         after_n_step: 1: the op's vector of steps is added to the offset; else 0.
         pad: Padding of the rest (Pad).
-        elements: Of a row.
         mask: Index of the mask that it writes; -1: another field writes it, or none.
         part_first, part_count: The rows of the window that are gathered.
     """

@@ -37,7 +37,6 @@ class StaleLock:
     """A lock that no visible process holds.
 
     Args:
-        path: The file.
         age_s: Since it was made, in seconds.
         unseen: Why a process that is not visible may hold it; empty if none can.
         identity: Device, inode and time of its last change, in ns.

@@ -18,8 +18,8 @@ from deepspeed_gear.ops import Ops
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.stream_state import StreamState, stream_regions
+from deepspeed_gear.store.live_stores import new_run_name
 from deepspeed_gear.store.memory_layout import Region, RunIdentity
-from deepspeed_gear.store.named_stores import new_run_name
 from deepspeed_gear.store.shared_memory import remove_garbage
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec, table_layout

@@ -24,7 +24,7 @@ from deepspeed_gear.replay.device_transfer import DeviceTransfer, is_wanted
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import Selection, SelectionPart
-from deepspeed_gear.store.stream_records import Head
+from deepspeed_gear.store.records import Head
 from deepspeed_gear.store.table import Table
 
 Transform = Callable[[Batch, torch.Tensor], Batch]

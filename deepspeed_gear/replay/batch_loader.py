@@ -21,7 +21,7 @@ from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.sampling.batch_info import Turns
 from deepspeed_gear.sampling.selection import Selection
-from deepspeed_gear.store.stream_records import Head
+from deepspeed_gear.store.records import Head
 
 LOG = logging.getLogger("deepspeed_gear")
 

@@ -11,7 +11,7 @@ from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import PASS_SHIFT
-from deepspeed_gear.store.stream_records import Head
+from deepspeed_gear.store.records import Head
 
 
 class Evaluation:

@@ -16,9 +16,8 @@ from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.sample_counts import RecentSelections, recent_selections
 from deepspeed_gear.sampling.staleness import dropped
 from deepspeed_gear.store.group_spec import GroupCount
-from deepspeed_gear.store.records import Control, SlotRetention
+from deepspeed_gear.store.records import Control, Head, SlotRetention
 from deepspeed_gear.store.slot_sets import distinct
-from deepspeed_gear.store.stream_records import Head
 from deepspeed_gear.store.table import Table
 
 

@@ -23,7 +23,7 @@ from deepspeed_gear.replay.rollout_data import item_numbers
 from deepspeed_gear.replay.rollout_session import RolloutSession
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import Selection
-from deepspeed_gear.store.stream_records import Head
+from deepspeed_gear.store.records import Head
 
 
 class Records(NamedTuple):

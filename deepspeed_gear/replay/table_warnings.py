@@ -14,8 +14,7 @@ from deepspeed_gear.sampling.priority_masses import WINDOW
 from deepspeed_gear.sampling.rate_limiting import MOST_ASKED
 from deepspeed_gear.store.group_spec import GroupCount
 from deepspeed_gear.store.groups import TableGroups
-from deepspeed_gear.store.records import Control
-from deepspeed_gear.store.stream_records import Head
+from deepspeed_gear.store.records import Control, Head
 
 LOG = logging.getLogger("deepspeed_gear")
 MOST_REJECTED = 10  # batches of groups that may fail the conditions while one batch is generated

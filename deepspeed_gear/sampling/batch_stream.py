@@ -26,8 +26,7 @@ from deepspeed_gear.sampling.stream_state import TRAIN, StreamState
 from deepspeed_gear.sampling.sum_tree import ItemMasses
 from deepspeed_gear.store.memory_layout import HOLDER_OFFSET, MUTEX_OFFSET
 from deepspeed_gear.store.native_rows import address
-from deepspeed_gear.store.records import Control, Peer
-from deepspeed_gear.store.stream_records import NEVER_LATE, NOTHING, Head, Position
+from deepspeed_gear.store.records import NEVER_LATE, NOTHING, Control, Head, Peer, Position
 
 __all__ = ["TRAIN", "BatchStream"]
 _POLL_S = 100e-6

@@ -22,7 +22,7 @@ from deepspeed_gear.sampling.selection import SelectionReaders
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.native_rows import address
-from deepspeed_gear.store.stream_records import NOTHING
+from deepspeed_gear.store.records import NOTHING
 from deepspeed_gear.store.table import Table
 
 NEVER = -(1 << 62)  # no batch was requested yet

@@ -12,8 +12,7 @@ import torch
 from deepspeed_gear.errors import PeerError
 from deepspeed_gear.outcome import Outcome
 from deepspeed_gear.sampling.stream_spec import StreamSpec
-from deepspeed_gear.store.records import Peer
-from deepspeed_gear.store.stream_records import NOTHING
+from deepspeed_gear.store.records import NOTHING, Peer
 from deepspeed_gear.store.table import Table
 
 PASS_SHIFT: Final = 32  # the key of a global batch in an evaluation pass: pass << PASS_SHIFT | batch

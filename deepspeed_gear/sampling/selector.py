@@ -28,8 +28,8 @@ from deepspeed_gear.sampling.samplers.base import NativeDraw
 from deepspeed_gear.sampling.samplers.uniform import stratify_
 from deepspeed_gear.sampling.selection import PASS_SHIFT
 from deepspeed_gear.sampling.stream_state import StreamState
+from deepspeed_gear.store.records import NOTHING, Head, Position
 from deepspeed_gear.store.store_lock import StoreLock
-from deepspeed_gear.store.stream_records import NOTHING, Head, Position
 
 _WORDS_AFTER_KEY = struct.Struct(f"={Head.NUM_SET - 1}q")
 

@@ -25,8 +25,7 @@ from deepspeed_gear.sampling.sum_tree import ItemMasses
 from deepspeed_gear.store.group_spec import SlotGroup
 from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.memory_layout import Region
-from deepspeed_gear.store.records import Control
-from deepspeed_gear.store.stream_records import NOTHING, Head, Position
+from deepspeed_gear.store.records import NOTHING, Control, Head, Position
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec
 

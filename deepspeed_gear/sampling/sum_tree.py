@@ -21,8 +21,7 @@ from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.native_rows import address
-from deepspeed_gear.store.records import Control, SlotRetention
-from deepspeed_gear.store.stream_records import NOTHING
+from deepspeed_gear.store.records import NOTHING, Control, SlotRetention
 from deepspeed_gear.store.table import Table
 
 _NO_SLOTS = np.empty(0, np.int64)

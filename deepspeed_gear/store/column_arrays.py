@@ -25,7 +25,6 @@ class ColumnArrays:
         """Map the columns of a store.
 
         Args:
-            spec: The table.
             views: The regions of its store by name.
         """
         self._spec = spec
@@ -76,7 +75,6 @@ def part_of(spec: TableSpec, column: Column) -> np.ndarray:
 
     Args:
         spec: The table, of a data set.
-        column: Of its schema.
     Returns:
         [num_rows or num_slots, *shape]; its first row is the store's row 0.
     """

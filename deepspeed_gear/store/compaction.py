@@ -27,10 +27,6 @@ class Compactor:
     have at most about n rows for each row of the run, and those whose gap is too short are copied twice. A
     table is compacted as long as more than one of 32 rows is free: 2.8 rows were copied for each row added,
     with uniform eviction and random lengths (docs/design/0003-data-and-store.md).
-
-    Args:
-        table: With a capacity.
-        readers: Of its store.
     """
 
     def __init__(self, table: Table, readers: SelectionPins) -> None:

@@ -201,7 +201,6 @@ class Registration:
     Thread safety: none; made and closed by the main thread. Memory must stay mapped until it is closed.
 
     Args:
-        memory: The table's.
         wanted: The columns to register.
         runtime: The calls that register them.
     """
@@ -265,7 +264,6 @@ def note_transfer(table: Table, num_bytes: int, text: str) -> None:
     """Record in a store how this process's batches are transferred to its device, for `gear doctor`.
 
     Args:
-        table: Of the store.
         num_bytes: Bytes of it that are registered.
         text: The transfer method, and why no more is registered.
     """
@@ -315,7 +313,6 @@ def as_device_tensor(column: torch.Tensor, device: torch.device) -> torch.Tensor
 
     Args:
         column: Of the host, contiguous, registered. [rows, *shape].
-        device: A CUDA device.
     """
     if column.numel() == 0:
         return torch.empty_like(column, device=device)

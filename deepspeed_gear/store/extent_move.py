@@ -20,9 +20,7 @@ class ExtentMove:
 
     Args:
         control: Control words of the store.
-        slots: Its slot table.
         arrays: All that is stored by row. [rows, ...] each.
-        spare: The spare rows.
     """
 
     def __init__(

@@ -21,7 +21,6 @@ class FutexEvents:
 
     Args:
         words: [n, BELL_WORDS], uint32, in shared memory.
-        native: The native module.
     """
 
     def __init__(self, words: np.ndarray, native: ModuleType) -> None:

@@ -41,9 +41,6 @@ def forecast_groups(
     """Form the groups of a store on copies of its words.
 
     Args:
-        name: Of the table.
-        spec: Of its groups.
-        schema: Of the table.
         views: The regions of the store, with the columns; they are only read.
     Returns:
         The regions, those that groups change as copies, and the counts of `TableGroups.statistics`.

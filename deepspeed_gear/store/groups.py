@@ -37,11 +37,7 @@ class TableGroups:
     """The groups of a table. Every method requires the table's lock.
 
     Args:
-        name: Of the table.
-        spec: Of its groups.
-        schema: Of the table.
         views: The regions of the store.
-        columns: The table's columns.
         extents: Its lists of extents; None: it is a data set, whose groups never change.
     """
 

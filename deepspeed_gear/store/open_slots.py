@@ -31,10 +31,8 @@ class OpenSlots:
     """The slots of a store that are reserved or still grow. Every method requires the store's lock.
 
     Args:
-        slots: The slot table.
         control: The store's control words.
         extents: The store's lists of extents.
-        memory: The store's.
         terminated, truncated: The columns of these roles, by row; None: the table has none.
         final_rows: Rows of a trajectory beyond its steps: 1 where a column has T+1.
     """
@@ -82,7 +80,6 @@ class OpenSlots:
         """Mark a slot as complete; free the rows after its trajectory, or all if nothing is published.
 
         Args:
-            slot: The slot.
             truncated: Whether to mark its last step as truncated, unless it is terminated.
         """
         if self._slots[slot, Slot.STATE] == SlotState.RESERVED:

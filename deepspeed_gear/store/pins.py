@@ -11,9 +11,8 @@ import numpy as np
 
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.store.native_rows import address
-from deepspeed_gear.store.records import Peer
+from deepspeed_gear.store.records import NEVER_LATE, NOTHING, Head, Peer, Position
 from deepspeed_gear.store.step_priorities import StepPriorities
-from deepspeed_gear.store.stream_records import NEVER_LATE, NOTHING, Head, Position
 from deepspeed_gear.store.table import Table
 
 _LAST_DRAWN = "/last_drawn"
@@ -50,11 +49,7 @@ class _Reader:
 
 
 class SelectionPins:
-    """The streams of a store. Every method requires the store's lock.
-
-    Args:
-        table: The store.
-    """
+    """The streams of a store. Every method requires the store's lock."""
 
     def __init__(self, table: Table) -> None:
         self._table, views = table, table.views

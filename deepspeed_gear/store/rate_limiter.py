@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,7 +24,6 @@ class RateLimiter:
     Args:
         unit: What an item is.
         min_size: No sample is drawn while fewer items are held; so many may always be added.
-        samples_per_insert: The ratio.
         least, most: Bounds of the difference.
 
     Source: Cassirer et al., "Reverb: A Framework For Experience Replay", 2021, section 3.3.
@@ -52,14 +52,7 @@ class RateLimiter:
         return cls(unit, 1, 1.0, 0.0, float(size))
 
     def may_sample(self, size: int, inserted: int, sampled: int, count: int) -> bool:
-        """Return whether `count` samples may be drawn.
-
-        Args:
-            size: Items held.
-            inserted: Items ever added.
-            sampled: Samples ever drawn.
-            count: Samples wanted.
-        """
+        """Return whether `count` samples may be drawn."""
         return size >= self.min_size and inserted * self.samples_per_insert - sampled - count >= self.least
 
     def may_insert(self, size: int, inserted: int, sampled: int, count: int = 1) -> bool:
@@ -104,3 +97,41 @@ class RateLimiter:
             words = Control.STEPS_COMMITTED, Control.STEPS_INSERTED, Control.STEPS_PENDING
         size, inserted, pending = (int(control[word]) for word in words)
         return size, inserted, pending
+
+
+def kept(admitted: int, quota: int, gives_all: bool) -> int:
+    """Return the quota that a node keeps when it begins an exchange.
+
+    Its writers go on during the exchange, so it keeps half of what they have left. It keeps nothing where
+    samplers wait (the exchange is short): then even the longest trajectory must be admitted on some node.
+
+    Args:
+        admitted: Items that were added or reserved.
+        quota: How many its writers may add, including those.
+    """
+    return admitted if gives_all else max(admitted, admitted + (quota - admitted) // 2)
+
+
+def divide(pool: int, wanted: Sequence[int], turn: int) -> list[int]:
+    """Divide a pool of items that may be added among nodes.
+
+    Equally among the nodes whose writers wait, or among all. If a part is too small for what one of them
+    adds at once, one node receives the pool; each node is first in turn.
+
+    Args:
+        wanted: The most items that a waiting writer of each node adds at once; 0: none waits. [S].
+        turn: Number of the exchange.
+    Returns:
+        Each node's part; their sum is the pool. [S].
+    """
+    count = len(wanted)
+    order = [(turn + i) % count for i in range(count)]
+    order = [node for node in order if wanted[node]] or order
+    parts = [0] * count
+    part, rest = divmod(pool, len(order))
+    if any(wanted[node] > part for node in order):
+        part, rest = 0, 0
+        parts[order[0]] = pool
+    for i, node in enumerate(order):
+        parts[node] += part + (i < rest)
+    return parts

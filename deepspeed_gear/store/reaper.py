@@ -30,7 +30,6 @@ class Start:
 
     Args:
         path: The name that the file gets.
-        fd: The file.
     Raises:
         OSError: No process can be started here, or it does not answer.
     """

@@ -31,15 +31,7 @@ def open_store(
     views: dict[str, np.ndarray],
     columns: ColumnArrays,
 ) -> Any:
-    """Return the native Store of a table with a capacity: addresses in its memory, which must stay mapped.
-
-    Args:
-        native: The native module.
-        spec: The table.
-        memory: Of the store.
-        views: Its regions.
-        columns: Its columns.
-    """
+    """Return the native Store of a table with a capacity: addresses in its memory, which must stay mapped."""
     base = address(np.frombuffer(memory.buffer, np.uint8, 1))
     shard, retention = spec.shard or Shard(), spec.retention
     store = native.Store(
@@ -72,8 +64,6 @@ class RowAllocator:
     """The lists of a store. Every method requires the store's lock.
 
     Args:
-        native: The native module.
-        handle: The native Store.
         views: The store's regions `control`, `slots`, `links`, `log` and `retention`.
         num_rows: Rows of the store.
     """

@@ -21,12 +21,10 @@ class StepPriorities:
     A row of no trajectory has priority 0. After a death inside a method, `repair` restores that.
 
     Args:
-        ops: The ops.
         priorities: All else is derived from these. [rows], float32.
         row_slots: The slot of each row. [rows], int32.
         sums: Masses, and their sum tree. [tree_size(rows)], int64.
         minima: The min tree, if there is one. [minima_size(rows)], int64.
-        counts: The stream's.
     """
 
     ops: Ops
@@ -41,7 +39,6 @@ class StepPriorities:
         """Return the step priorities of a stream; None if its items are no steps with priorities.
 
         Args:
-            ops: The ops.
             views: The regions of its store.
             stream: Prefix of the names of its regions.
         """

@@ -37,8 +37,6 @@ class StoreLock:
     within `timeout_s`; else they raise an error with its process id.
 
     Args:
-        memory: The store's memory.
-        native: The native module.
         timeout_s: Longest wait in seconds.
         recover: Called with the lock held when the previous owner died while it held it.
     """

@@ -93,13 +93,10 @@ class Table:
         """Create the node's store of a table, not yet linked, and load its data set.
 
         Args:
-            spec: The table.
             extra: Regions of other layers (the streams of selection).
             meaning: Description that must be equal in all processes of the store.
             run: The run that it belongs to.
-            ops: The ops.
             timeout_s: Longest wait for the lock, in seconds.
-            huge_pages: Request huge pages.
         Raises:
             StoreFullError: There is too little memory.
         """

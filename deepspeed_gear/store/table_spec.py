@@ -57,8 +57,6 @@ class TableSpec:
     """Specification of a table, from which its memory is laid out.
 
     Args:
-        name: Of the table.
-        schema: Of its trajectories.
         num_slots: Trajectories that this store can hold.
         num_rows: Rows per step column of this store: of all its trajectories together, and the spare ones.
         dataset: Its contents, if it is a data set.

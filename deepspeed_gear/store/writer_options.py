@@ -28,8 +28,6 @@ def options_of(seed: int, name: str, table: Mapping[str, Any]) -> dict[str, Any]
     """Return the options that a writer depends on, JSON-able and in one form for equal configs.
 
     Args:
-        seed: Of the run.
-        name: Of the table.
         table: All its options, and its schema as in `with_schema`.
     """
     kept = {option: value for option, value in table.items() if option != "data"}
@@ -44,8 +42,6 @@ def filled(
     """Return the options of a `gear` section that a writer of a table depends on.
 
     Args:
-        section: An actor's, unchecked.
-        name: Of the table.
         defaults: The store's: of "seed", "table", and each of `OBJECTS`.
         schema: The store's, for a section without one: then the run's program has given it.
     Raises:

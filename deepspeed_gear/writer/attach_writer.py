@@ -12,8 +12,8 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.config import ds_config
 from deepspeed_gear.errors import ConfigError, StoreError, StoreGoneError
 from deepspeed_gear.ops.backends import load_library
+from deepspeed_gear.store.live_stores import RUN_VARIABLE, NamedStore, named_store, named_stores, run_names
 from deepspeed_gear.store.memory_layout import read_header
-from deepspeed_gear.store.named_stores import RUN_VARIABLE, NamedStore, named_store, named_stores, run_names
 from deepspeed_gear.store.shared_memory import SHM, SharedMemory
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec, writer_places
@@ -29,7 +29,6 @@ class Attached:
     """A table in a process that only writes.
 
     Args:
-        table: The table.
         max_length: Steps of the longest trajectory.
         weight: Per-trajectory column of weights, which must be finite and >= 0.
         timeout_s: Longest wait for the ranks.

@@ -15,8 +15,7 @@ from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.store.eviction import Evictor
 from deepspeed_gear.store.pins import SelectionPins
-from deepspeed_gear.store.records import EvictionCode, Peer, Refusal, SlotRetention
-from deepspeed_gear.store.stream_records import Head
+from deepspeed_gear.store.records import EvictionCode, Head, Peer, Refusal, SlotRetention
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.episode_limit import EpisodeLimit
 
@@ -34,7 +33,6 @@ class Inserter:
 
     Args:
         table: This node's store of it.
-        readers: Of the store.
         context: Longest wait for free rows, and the check while it waits.
         max_length: Steps of the longest trajectory; None: as many as fit.
         checks: Called with the columns of a trajectory before anything changes; they raise DataError.

@@ -24,8 +24,6 @@ def fill(table: Table, trajectory_id: int, columns: Mapping[str, Any], timeout_s
     that dies in between are never visible, and may be written again.
 
     Args:
-        table: With a capacity.
-        trajectory_id: Its id.
         columns: Column -> [T, *shape], [T+1, *shape] or [*shape]; or nested, as in `Replay.add`.
         timeout_s: Longest wait for a selection over nodes.
     Raises:

@@ -84,7 +84,6 @@ class PublishedPart(NamedTuple):
     """The steps of an open trajectory that are to be published.
 
     Args:
-        growing: The trajectory.
         end: Number of its steps, including those before `growing.first`.
         rows: Returns rows [first, end) of a column of steps, in the stored form. [end - first, *shape].
         once: Returns the value of a column of one value per trajectory. [*shape].
@@ -283,7 +282,6 @@ class Publisher:
         """End an open trajectory; published steps stay.
 
         Args:
-            growing: The trajectory.
             truncated: Whether to mark its last published step as truncated.
         """
         with self._table.lock:

@@ -58,8 +58,6 @@ class StagedRows:
     """Rows of some columns, by their numbers over all places.
 
     Args:
-        columns: The columns.
-        arrays: The staging's.
         native: The native module; None on a machine without a store.
         places: As `Staging`, for error texts; None: environments are named by their places.
     """

@@ -20,6 +20,7 @@ from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.native_rows import address, form_of
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.records import Growing, StepCount
+from deepspeed_gear.writer.autoreset import ResetCheck
 from deepspeed_gear.writer.completed_trajectory import CompletedTrajectory
 from deepspeed_gear.writer.episode_limit import EpisodeLimit
 from deepspeed_gear.writer.partial_publish import (
@@ -29,7 +30,6 @@ from deepspeed_gear.writer.partial_publish import (
     Publisher,
     no_publisher,
 )
-from deepspeed_gear.writer.reset_check import ResetCheck
 from deepspeed_gear.writer.staged_rows import Staging
 
 _FIRST_LENGTH = 256

@@ -18,8 +18,8 @@ from deepspeed_gear import Replay, TrajectoryWriter
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.replay import table_access
 from deepspeed_gear.store.group_spec import GroupCondition, GroupCount, GroupSpec
+from deepspeed_gear.store.records import Head
 from deepspeed_gear.store.retention import Retention
-from deepspeed_gear.store.stream_records import Head
 
 STRIDE = int(os.environ.get("GEAR_TEST_STRIDE", "17"))
 FOREVER = 1 << 60  # a request of batches up to this one: no selection waits for updates

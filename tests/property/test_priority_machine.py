@@ -17,7 +17,7 @@ from deepspeed_gear.ops import reference
 from deepspeed_gear.ops.constants import MOST_MASS_BITS, ONE_Q62
 from deepspeed_gear.ops.records import LogEntry, RandomPurpose, Slot, SlotState
 from deepspeed_gear.replay import table_access
-from deepspeed_gear.store.stream_records import Head
+from deepspeed_gear.store.records import Head
 
 NUM_SLOTS, NUM_ROWS, KEY_OF_STREAM, NUM_PEERS = 5, 40, 7, 3
 ALPHAS = (0.0, 0.3, 0.6, 1.0)

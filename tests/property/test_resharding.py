@@ -14,7 +14,7 @@ from deepspeed_gear.errors import StoreFullError
 from deepspeed_gear.ops.constants import ANY_SLOT, SHARD_BITS, UNKNOWN
 from deepspeed_gear.ops.records import LogEntry, PriorityUpdate, Resolution, Slot, SlotState, UpdateCount
 from deepspeed_gear.store.group_spec import GroupCount
-from deepspeed_gear.store.stream_records import Head
+from deepspeed_gear.store.records import Head
 
 BATCH = 5
 

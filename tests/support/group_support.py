@@ -14,7 +14,7 @@ from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import Selection
 from deepspeed_gear.store.group_spec import COUNTED
-from deepspeed_gear.store.stream_records import Head
+from deepspeed_gear.store.records import Head
 
 COLUMNS = {
     "tokens": {"dtype": "int32", "role": "token"},

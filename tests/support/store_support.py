@@ -169,8 +169,7 @@ def check_whole(table: Any, streams: Sequence[Any]) -> None:
     """Check that everything derived in a store agrees with its slot table; takes the lock."""
     from deepspeed_gear.ops.records import Slot, SlotState
     from deepspeed_gear.sampling.sum_tree import TreeChanges
-    from deepspeed_gear.store.records import Control
-    from deepspeed_gear.store.stream_records import NOTHING
+    from deepspeed_gear.store.records import NOTHING, Control
 
     with table.lock:
         slots, control = table.slots, table.control

@@ -22,7 +22,7 @@ from deepspeed_gear.replay import table_access
 from deepspeed_gear.sampling.anchors import AnchorRule
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import PASS_SHIFT, Selection
-from deepspeed_gear.store.stream_records import Head
+from deepspeed_gear.store.records import Head
 
 LENGTHS = [1, 2, 7, 33, 5, 64, 12, 100]
 ITEMS = {(number, step) for number, steps in enumerate(LENGTHS) for step in range(steps)}

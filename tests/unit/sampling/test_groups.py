@@ -28,7 +28,7 @@ from deepspeed_gear import ConfigError, DataError, DatasetWriter, NotReadyError,
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.sampling.exclusions import exclusions_of
 from deepspeed_gear.store.group_spec import COUNTED
-from deepspeed_gear.store.stream_records import Head
+from deepspeed_gear.store.records import Head
 
 MEMBERS = {**GROUP, "member": "sample", "max_trajectories": 8}
 SAMPLERS: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from store_support import StoreScene, check_whole, stream_spec
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.replay import table_access
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.store.stream_records import NOTHING, Head, Position
+from deepspeed_gear.store.records import NOTHING, Head, Position
 
 LENGTHS = [1, 2, 7, 33, 5, 64, 12, 100]
 

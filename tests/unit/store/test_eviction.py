@@ -373,7 +373,7 @@ def test_what_is_being_written_counts(make: Make) -> None:
 
 POLICY = """
 from deepspeed_gear.ops.records import Slot
-from deepspeed_gear.store.eviction_policies import EvictLowest
+from deepspeed_gear.store.eviction import EvictLowest
 
 class EvictShortest(EvictLowest):
     def values(self, table, pins, slots):

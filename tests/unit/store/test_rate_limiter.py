@@ -7,7 +7,7 @@ import math
 import pytest
 
 from deepspeed_gear.config.table_options import EVICTION_POLICIES
-from deepspeed_gear.store.eviction_policies import POLICIES, policy_of
+from deepspeed_gear.store.eviction import POLICIES, policy_of
 from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.records import EvictionCode
 from deepspeed_gear.store.retention import Retention

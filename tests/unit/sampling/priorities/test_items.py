@@ -16,7 +16,7 @@ from deepspeed_gear.ops.records import Resolution, UpdateCount
 from deepspeed_gear.replay import table_access
 from deepspeed_gear.sampling.anchors import AnchorRule
 from deepspeed_gear.sampling.priority_masses import WINDOW
-from deepspeed_gear.store.stream_records import Head
+from deepspeed_gear.store.records import Head
 
 # ---- items come and go ---------------------------------------------------------------------------
 

@@ -1,23 +1,54 @@
-"""The retention of a table's trajectories, from its config."""
+"""Options of tables as values of the store: retention and groups, from the config."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from deepspeed_gear.config import GearConfig, TableConfig
-from deepspeed_gear.config.table_options import RateLimiterConfig
+from deepspeed_gear.config.table_options import MOST_REMEMBERED, GroupConfig, RateLimiterConfig
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.store.eviction_policies import policy_class
+from deepspeed_gear.schema import Schema
+from deepspeed_gear.store.eviction import policy_class
+from deepspeed_gear.store.group_spec import STATISTICS, GroupCondition, GroupSpec
 from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.retention import UNLIMITED, Retention
+
+
+def group_spec_of(group: GroupConfig, schema: Schema, read: Iterable[str], num_slots: int = 0) -> GroupSpec:
+    """Return the specification of a table's groups.
+
+    Args:
+        num_slots: Trajectories that the store can hold; 0: it is a data set, which no group leaves.
+        read: The columns that batches and the sampler read, or that its options name.
+    """
+    conditions = []
+    for column, condition in group.where.items():
+        for statistic in STATISTICS:
+            bounds = getattr(condition, statistic)
+            if bounds is not None:
+                conditions.append(GroupCondition(column, statistic, bounds.min, bounds.max))
+    needed, remember = set(read), group.remember
+    if remember is None:
+        remember = 0 if group.after_s is None else MOST_REMEMBERED
+        remember = min(remember, num_slots // group.size)
+    return GroupSpec(
+        column=group.column,
+        size=group.size,
+        member=group.member,
+        late=tuple(column.name for column in schema.late_columns if column.name in needed),
+        after_s=group.after_s,
+        min_size=group.min_size or 0,
+        where=tuple(conditions),
+        max_trajectories=group.max_trajectories or group.size,
+        remember=remember,
+    )
 
 
 def retention_of(config: GearConfig, name: str, capacity: tuple[int, int], batch: int) -> Retention:
     """Return the retention of the trajectories of a table with a capacity.
 
     Args:
-        config: The config.
-        name: Of the table.
         capacity: Steps and trajectories that a store holds.
         batch: Samples of a global batch that come from the table.
     Raises:
