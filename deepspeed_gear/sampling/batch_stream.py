@@ -358,13 +358,14 @@ class BatchStream:
         except Exception as error:
             with self.table.lock:
                 self._heads[entry][Head.KEY] = NOTHING
-            # Without items on all nodes: the next attempt begins with their agreement.
             if not isinstance(error, NothingToSampleError) or self.state.joint_limiter is None:
                 self._end_wait()
                 if self.state.failure is not None:
                     self.state.failure.write(key, error)
+                if isinstance(error, NothingToSampleError):
+                    raise error.final() from None
                 raise
-            is_made = False
+            is_made = False  # without items on all nodes: the next attempt begins with their agreement
         finally:
             with self.table.lock:
                 self._control[Control.SELECTING] -= 1
@@ -396,7 +397,7 @@ class BatchStream:
         may_wait = self.state.may_wait or self._writes_here or comes
         if not self._is_ahead(key):
             if few.empty is not None and (limiter is None or not may_wait):
-                raise few.empty
+                raise few.empty.final()
             assert limiter is not None
             self._waits[0] += 1  # after the check: a rank whose wait is over by an error does not wait on
             waited, waits_for_itself = wait.wait(), few.alone and not comes

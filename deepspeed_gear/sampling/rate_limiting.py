@@ -24,7 +24,11 @@ MOST_ASKED = 8  # times as many groups as are missing, where few pass the condit
 
 
 class NothingToSampleError(StoreError):
-    """Too few items can be drawn for a selection. A stream to which other processes may add waits."""
+    """Too few items can be drawn for a selection. Never leaves the stream, which may wait for items."""
+
+    def final(self) -> StoreError:
+        """Return the error of a stream that does not wait."""
+        return StoreError(self.name, self.rule, self.value, self.remedy)
 
 
 class ItemsHeld(NamedTuple):

@@ -325,7 +325,7 @@ class SelectionMaker:
             try:
                 total = self._checked(self._selector.total)
             except NothingToSampleError as empty:  # masses set to 0 stay so: no retry
-                raise StoreError(empty.name, empty.rule, empty.value, empty.remedy) from None
+                raise empty.final() from None
             coordinates = self._drawn(len(rows) - done, first + done, total)
             done += self._selector.resolve_until(rows, done, coordinates, first + done, limiter, counted)
 

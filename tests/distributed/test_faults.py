@@ -276,7 +276,6 @@ def refused_cases(name: str) -> list[tuple[str, list[Any], list[str], list[str],
             ["must be the same data set on all ranks", "rank 0", "rank 1"],
         ),
         ("placement", [fine, source(load="mmap")], same, config, ["gear.tables.main.data.load", "mmap"]),
-        ("backend", [fine, other(backend="cpu")], same, config, ["gear.backend", "cpu"]),
         ("7 by 2", [other(batch_size=7)] * 2, same, config, [divide, "7"]),
         (
             "8 by 2 * 3",
