@@ -8,24 +8,34 @@ source launch/env.sh
 
 if [ "$#" -gt 0 ]; then exec python -m pytest "$@"; fi
 
-failed=()
 reports="$(mktemp -d)"
 slowest=(--durations=25 --durations-min=5)  # what to shorten first
-# Tests of ranks and nodes mostly wait, and the others mostly compute: two cores run both at once, each for about as long,
-# and lint and types beside them. The reports of these are printed after that of the ranks.
-examples=(tests/examples/test_{cartpole_example,ddp_example,parallel_examples}.py)
-ranks=(tests/cluster tests/distributed tests/crash "${examples[@]}")
-{ bad=0; ruff check . || bad=1; mypy || bad=1; exit "$bad"; } >"$reports/lint" 2>&1 </dev/null &
+# Two cores run two groups at once: whichever is free takes the next one. The first mostly waits (ranks and nodes), the others
+# mostly compute; the last has every test that is in none before it. Reports of the second core are printed at the end.
+examples="tests/examples/test_cartpole_example.py tests/examples/test_ddp_example.py tests/examples/test_parallel_examples.py"
+groups=("tests/cluster tests/distributed tests/crash $examples" tests/unit tests/equivalence tests/property)
+read -ra before <<<"${groups[*]}"
+groups+=("tests ${before[*]/#/--ignore=}")
+
+take_groups() {
+  local number words
+  for number in "${!groups[@]}"; do
+    mkdir "$reports/$number" 2>/dev/null || continue  # the other core has it
+    read -ra words <<<"${groups[number]}"
+    python -m pytest "${slowest[@]}" "${words[@]}" || printf '%s\n' "${groups[number]}" >>"$reports/failed"
+  done
+}
+
+{ ruff check . && mypy || printf 'ruff or mypy\n' >>"$reports/failed"; } >"$reports/lint" 2>&1 </dev/null &
 lint=$!
-python -m pytest "${slowest[@]}" "${ranks[@]/#/--ignore=}" >"$reports/others" 2>&1 </dev/null &
+take_groups >"$reports/others" 2>&1 </dev/null &
 others=$!
 trap 'kill "$lint" "$others" 2>/dev/null || true; rm -rf "$reports"' EXIT
-python -m pytest "${slowest[@]}" "${ranks[@]}" || failed+=("${ranks[@]}")
-wait "$lint" || failed+=("ruff or mypy")
-wait "$others" || failed+=("the other tests")
+take_groups
+wait
 cat "$reports/lint" "$reports/others"
-if [ "${#failed[@]}" -gt 0 ]; then
-  printf 'test.sh: failed: %s\n' "${failed[*]}"
+if [ -e "$reports/failed" ]; then
+  printf 'test.sh: failed: %s\n' "$(tr '\n' ' ' <"$reports/failed")"
   exit 1
 fi
 printf 'test.sh: all passed\n'
