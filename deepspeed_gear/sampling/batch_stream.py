@@ -399,7 +399,6 @@ class BatchStream:
             if few.empty is not None and (limiter is None or not may_wait):
                 raise few.empty.final()
             assert limiter is not None
-            self._waits[0] += 1  # after the check: a rank whose wait is over by an error does not wait on
             waited, waits_for_itself = wait.wait(), few.alone and not comes
             if waits_for_itself or waited > wait.timeout_s:
                 wait.end()
@@ -407,6 +406,7 @@ class BatchStream:
                 with self.table.lock:
                     count = self.spec.num_samples(key)
                     raise limiter.too_late(key, count, waited, is_empty=few.empty is not None)
+            self._waits[0] += 1  # a rank that is about to raise does not wait: the others get its error
         if self._events is None:
             time.sleep(_IDLE_S)
         else:
