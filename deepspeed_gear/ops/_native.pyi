@@ -95,9 +95,6 @@ class Store:
     def free(self, slot: int, /) -> None:
         """Give a slot and its rows back. Wants the lock."""
 
-    def may_insert(self, num_steps: int, /) -> bool:
-        """Return whether the rate limiter admits a trajectory now. Wants the lock."""
-
     def are_finite(self, columns: Sequence[Any], /) -> bool:
         """Return whether buffers, one per column, are of the stored form and finite where they must be."""
 
