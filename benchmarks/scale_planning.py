@@ -218,11 +218,11 @@ class Node:
             self._draw(self._coordinates, SEED, KEY, key * count, TRAJECTORIES * STEPS)
             selector.masses.resolve(selector.state.ring[0], self._coordinates, key * count)
             return
-        selector.begin(key, 0, count, lambda: None)
+        selector.begin(key, 0, count)
         total = selector.apply(key)
         self._draw(self._coordinates, SEED, KEY, key * count, total)
         selector.resolve(torch.empty(0), 0, self._coordinates, key * count)
-        selector.finish(0, count)
+        selector.finish(key, 0, count)
 
 
 def routes_at(num_nodes: int, ranks: int) -> Callable[[int], ExchangePlan]:
