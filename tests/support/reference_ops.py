@@ -26,5 +26,5 @@ def ops_named(name: str) -> Ops:
 
 
 def reference_ops() -> Ops:
-    """Return the reference ops; whatever is no op, such as locks, is native."""
+    """Return the reference ops; what is no op, such as locks, is native."""
     return ops_named("reference")
