@@ -18,8 +18,8 @@ from deepspeed_gear.ops.constants import UNKNOWN
 from deepspeed_gear.ops.records import Resolution, Slot
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.store.eviction import unwritten
-from deepspeed_gear.store.records import Head
+from deepspeed_gear.store.eviction import quiet
+from deepspeed_gear.store.records import Control, Head
 from deepspeed_gear.store.table import Table
 
 Sizes = Mapping[str, tuple[int, int]]  # slots and rows of a node's stores, by table
@@ -128,13 +128,13 @@ class TableLoader:
             next_id = found.whole.next_id
             if name in self._divisions:
                 next_id = reshard.next_id_of(next_id, self._index, len(self._room))
-            with unwritten(table, table.lock.timeout_s):
+            with quiet(table, table.lock.timeout_s, Control.PENDING):
                 if found.whole.slots is not None:
                     table_files.load_rows(table, found, chosen, next_id, self._divisions.get(name))
                 for stream in self._parts.streams.get(name, {}).values():
                     stream.state.restore(np.arange(len(chosen)), self._content(name, stream))
                 if found.whole.slots is not None:
-                    table.unfinished.end_all()
+                    table.extents.end_all()
 
     def _content(self, name: str, stream: BatchStream) -> Content:
         whole, stream_name = self._found[name].whole, stream.spec.name

@@ -145,7 +145,7 @@ def _with_used_up(table: Table, ids: np.ndarray, slots: np.ndarray) -> np.ndarra
         ids: [n], int64.
         slots: Result of `Table.slots_of`. [n], int64.
     """
-    evicted = table.retired()
+    evicted = table.extents.retired()
     times = table.views["retention"][evicted, SlotRetention.TIMES_SAMPLED]
     evicted = evicted[times >= table.spec.retention.max_times_sampled]
     place = dict(zip(table.slots[evicted, Slot.ID].tolist(), evicted.tolist(), strict=True))

@@ -301,7 +301,7 @@ class BatchStream:
         if key < self._words[Head.KEY]:
             return True
         if self._is_online and time.monotonic() > self._next_cleaning:
-            self.table.unfinished.end_abandoned()
+            self.table.extents.end_abandoned()
             self._next_cleaning = time.monotonic() + _CLEAN_S
         if self.state.staleness is not None and not self._control[Control.SELECTING]:
             self.masses.take_changes()

@@ -251,7 +251,7 @@ class PriorityMasses(ItemMasses):
         Rows of a slot that is already free may be another trajectory's; the process that freed them has
         cleared their priorities.
         """
-        if self.by_step and self.table.extents is not None:
+        if self.by_step and self.table.spec.dataset is None:
             there = is_among(self.table.slots[slots, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED))
             self._bases[slots[~there]] = 0
             slots, masses = slots[there], masses[there]

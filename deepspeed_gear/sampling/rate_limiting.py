@@ -332,7 +332,7 @@ class JointSelectionLimiter:
         if self._rate is None:
             return words
         if control[Control.PENDING] and not self._is_open:  # slots of dead processes must not block writers
-            self._table.unfinished.end_abandoned()
+            self._table.extents.end_abandoned()
         words[NodeRate.SIZE], words[NodeRate.INSERTED], pending = self._rate.counted(control)
         admitted = int(words[NodeRate.INSERTED]) + pending
         words[NodeRate.ADMITTED] = admitted

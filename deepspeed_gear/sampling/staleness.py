@@ -81,7 +81,7 @@ class Staleness:
 
 def dropped(table: Table) -> dict[str, Any]:
     """Return the counts of stale trajectories: trajectories, steps, and trajectories by length."""
-    if table.extents is None:
+    if table.spec.dataset is not None:
         return {"trajectories": 0, "steps": 0, "by_length": {}}
     stale = table.views["stale"]
     lengths = np.nonzero(stale[DroppedCount.TRAJECTORIES])[0].tolist()

@@ -140,7 +140,7 @@ class StreamState:
         if self.limiter is not None and self.may_wait and spec.num_shards > 1:
             limiter, wait = self.limiter, self.limiter_wait
             self.joint_limiter = JointSelectionLimiter(table, limiter, self.position, wait)
-        table.on_recover(self.recover)
+        table.recoveries.append(self.recover)
 
     @property
     def may_wait(self) -> bool:

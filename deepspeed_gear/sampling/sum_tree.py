@@ -54,7 +54,7 @@ class ItemMasses:
         self.num_items = self.count_items(spec, len(table.slots), table.spec.num_rows)
         self.words = views[spec.at + "changes"].data
         self._control: memoryview = table.control.data
-        self._late = table.spec.schema.late_bits(spec.rule.late) if table.extents is not None else 0
+        self._late = table.spec.schema.late_bits(spec.rule.late) if table.spec.dataset is None else 0
         self._groups = table.groups if spec.by_group else None
         self._on_change = on_change
         self.queued: np.ndarray = views[spec.at + "queued"]
@@ -63,7 +63,7 @@ class ItemMasses:
         self.leaves: np.ndarray = views[spec.at + "sums"][: self.num_items]
         self._top: memoryview = views[spec.at + "sums"][-FAN_OUT:].data  # the last level: one node's children
         self._slots = torch.from_numpy(table.slots)
-        self._log = None if table.extents is None else torch.from_numpy(table.extents.log)
+        self._log = torch.from_numpy(views["log"]) if "log" in views else None
         unit = UNIT_CODES["trajectory" if spec.rule.draws_anchor else "step"]
         self._how = (spec.rule.anchors.as_list(), unit, spec.seed, spec.key)
         self._plain_unit = None if self._late else spec.rule.plain_unit
@@ -143,7 +143,7 @@ class ItemMasses:
         if self._groups is not None:
             self._groups.update()
         seen, changed = self.words[TreeChanges.SEEN], self._control[Control.CHANGED]
-        if seen == changed or self.table.extents is None:
+        if seen == changed or self.table.spec.dataset is not None:
             return _NO_SLOTS
         slots = self.table.extents.changed_since(seen)
         reported = slots

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,62 +13,51 @@ from deepspeed_gear.schema import Column
 from deepspeed_gear.store.table_spec import RETURN_TO_GO, TableSpec
 
 
-class ColumnArrays:
-    """The columns of a table in this process, and the derived one under the name RETURN_TO_GO.
-
-    In memory, received rows (arrivals) lie after the store's own, in one region. A mapped data set is
-    read-only, so its arrivals have separate regions.
+class ColumnArrays(NamedTuple):
+    """The columns of a table in this process by name, and the derived one under the name RETURN_TO_GO.
 
     Thread and process safety: none of its own. A row is written by one process only, before others read it.
+
+    Args:
+        own: The store's own rows. [num_rows or num_slots, *shape].
+        arrivals: Writable rows for what arrives from other nodes. [arrival_rows or arrival_slots, *shape].
+        gathered: The rows that batches are gathered from. [rows, *shape].
     """
 
-    def __init__(self, spec: TableSpec, views: Mapping[str, np.ndarray]) -> None:
+    own: dict[str, np.ndarray]
+    arrivals: dict[str, np.ndarray]
+    gathered: dict[str, np.ndarray]
+
+    @classmethod
+    def mapped(cls, spec: TableSpec, views: Mapping[str, np.ndarray]) -> ColumnArrays:
         """Map the columns of a store.
+
+        In memory, arrivals lie after the store's own rows, in one region. A mapped data set is read-only, so
+        its arrivals have separate regions.
 
         Args:
             views: The regions of its store by name.
         """
-        self._spec = spec
-        self._per_trajectory = {column.name for column in spec.schema if column.rows == "1"}
-        self._held: dict[str, np.ndarray] = {}
-        self._arrivals: dict[str, np.ndarray] = {}
-        self._collected: dict[str, np.ndarray] = {}
-        for column in spec.schema:
+        arrays = cls({}, {}, {})
+        if spec.in_memory:
+            regions = {column.name: views[f"column/{column.name}"] for column in spec.schema}
+        else:
+            regions = {column.name: part_of(spec, column) for column in spec.schema}
+        if spec.return_to_go:
+            regions[RETURN_TO_GO] = views[RETURN_TO_GO]
+        per_trajectory = {column.name for column in spec.schema if column.rows == "1"}
+        for name, region in regions.items():
+            end = len(region)
             if spec.in_memory:
-                self._add_together(column.name, views[f"column/{column.name}"])
-            else:
-                self._add_apart(column.name, part_of(spec, column), views)
-        if spec.return_to_go and spec.in_memory:
-            self._add_together(RETURN_TO_GO, views[RETURN_TO_GO])
-        elif spec.return_to_go:
-            self._add_apart(RETURN_TO_GO, views[RETURN_TO_GO], views)
-
-    @property
-    def by_name(self) -> dict[str, np.ndarray]:
-        """The store's own rows of every stored column. [num_rows or num_slots, *shape]."""
-        return {column.name: self._held[column.name] for column in self._spec.schema}
-
-    def held(self, name: str) -> np.ndarray:
-        """Return the store's own rows of a column. [num_rows or num_slots, *shape]."""
-        return self._held[name]
-
-    def arrivals(self, name: str) -> np.ndarray:
-        """Return the writable rows for a column's arrivals. [arrival_rows or arrival_slots, *shape]."""
-        return self._arrivals[name]
-
-    def gather_source(self, name: str) -> np.ndarray:
-        """Return the rows of a column that batches are gathered from. [rows, *shape]."""
-        return self._collected[name]
-
-    def _add_together(self, name: str, region: np.ndarray) -> None:
-        own = self._spec.num_slots if name in self._per_trajectory else self._spec.num_rows
-        self._held[name], self._arrivals[name], self._collected[name] = region[:own], region[own:], region
-
-    def _add_apart(self, name: str, held: np.ndarray, views: Mapping[str, np.ndarray]) -> None:
-        self._held[name] = self._collected[name] = held
-        self._arrivals[name] = np.empty((0, *held.shape[1:]), held.dtype)
-        if self._spec.has_arrivals:
-            self._arrivals[name] = self._collected[name] = views[f"arrival/{name}"]
+                end = spec.num_slots if name in per_trajectory else spec.num_rows
+            arrays.own[name], arrays.arrivals[name], arrays.gathered[name] = (
+                region[:end],
+                region[end:],
+                region,
+            )
+            if spec.has_arrivals and not spec.in_memory:
+                arrays.arrivals[name] = arrays.gathered[name] = views[f"arrival/{name}"]
+        return arrays
 
 
 def part_of(spec: TableSpec, column: Column) -> np.ndarray:

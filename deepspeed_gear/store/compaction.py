@@ -5,8 +5,6 @@ Neighbouring extents slide towards each other until the gaps between them are on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from deepspeed_gear.ops.records import Slot, SlotState
@@ -30,7 +28,6 @@ class Compactor:
     """
 
     def __init__(self, table: Table, readers: SelectionPins) -> None:
-        assert table.extents is not None
         self._table, self._readers, self._extents = table, readers, table.extents
         self._end = table.spec.capacity_rows  # where the spare rows begin
         self.rows_copied = 0  # by this process
@@ -49,8 +46,17 @@ class Compactor:
             Whether there is such a run now; if not, extents that cannot move separate the free rows.
         """
         near = self._near()
-        begins, ends = self._bounds(near)
-        gaps, can_move = begins[1:] - ends[:-1], self._can_move(near)
+        at = np.array(near)
+        is_end = at == self._extents.ends
+        at = np.where(is_end, 0, at)
+        records = self._table.slots[at]
+        # The sentinel begins after all rows, and ends at 0.
+        begins = np.where(is_end, self._end, records[:, Slot.FIRST_ROW])
+        ends = np.where(is_end, 0, records[:, Slot.FIRST_ROW] + records[:, Slot.NUM_ROWS])
+        gaps = begins[1:] - ends[:-1]
+        is_committed = records[:, Slot.STATE] == SlotState.COMMITTED
+        is_closed = self._extents.retention[at, SlotRetention.OPEN] == 0
+        can_move = is_committed & is_closed & ~is_end & ~self._readers.reading(at)
         found = cheapest_run(gaps, (ends - begins)[1:-1], can_move[1:-1], num_rows)
         if found is None:
             return False
@@ -63,8 +69,6 @@ class Compactor:
         self._table.control[Control.ROVER] = near[last]
         return True
 
-    # ---- what could move -------------------------------------------------------------------------
-
     def _near(self) -> list[int]:
         """Return neighbouring slots from the end of the last search; if they are few, all from end to end."""
         links, start = self._extents.links, int(self._table.control[Control.ROVER])
@@ -75,26 +79,6 @@ class Compactor:
                 end = found.index(self._extents.ends)
                 return [*found[end:-1], *found[: end + 1]]
         return found
-
-    def _bounds(self, slots: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return first rows and ends of slots; the sentinel begins after all rows, ends at 0. [n] each."""
-        at = np.array(slots)
-        is_end = at == self._extents.ends
-        records = self._table.slots[np.where(is_end, 0, at)]
-        begins, ends = records[:, Slot.FIRST_ROW], records[:, Slot.FIRST_ROW] + records[:, Slot.NUM_ROWS]
-        return np.where(is_end, self._end, begins), np.where(is_end, 0, ends)
-
-    def _can_move(self, slots: Sequence[int]) -> np.ndarray:
-        """Return which extents can be moved. [n], bool."""
-        at = np.array(slots)
-        is_end = at == self._extents.ends
-        at = np.where(is_end, 0, at)
-        records = self._table.slots[at]
-        is_committed = records[:, Slot.STATE] == SlotState.COMMITTED
-        is_closed = self._table.views["retention"][at, SlotRetention.OPEN] == 0
-        return np.asarray(is_committed & is_closed & ~is_end & ~self._readers.reading(at))
-
-    # ---- moving ----------------------------------------------------------------------------------
 
     def _slide(self, slot: int, to: int) -> None:
         """Move an extent to free rows before it; the order of the extents stays."""

@@ -35,22 +35,12 @@ class Evictor:
         samples: Whether this process samples too: it must not wait for itself.
     """
 
-    def __init__(
-        self,
-        table: Table,
-        readers: SelectionPins,
-        context: Context,
-        samples: bool = False,
-    ) -> None:
-        self.table, self.readers, self.timeout_s, self._check = (
-            table,
-            readers,
-            context.timeout_s,
-            context.check,
-        )
+    def __init__(self, table: Table, readers: SelectionPins, context: Context, samples: bool = False) -> None:
+        self.table, self.readers = table, readers
+        self.timeout_s, self._check = context.timeout_s, context.check
         self._samples = samples
         self.retention = table.spec.retention
-        self.policy = policy_of(self.retention)
+        self.policy = policy_class(self.retention.eviction)(self.retention)
         self.mover = Compactor(table, readers)
         self.waited_s = 0.0  # of this process
         self._position = table.views.get("stream/train/position")
@@ -87,9 +77,7 @@ class Evictor:
         inserted = num_steps if inserts is None else inserts
         if not self.may_insert(inserted):
             return Refusal.RATE_LIMITED
-        extents = self.table.extents
-        assert extents is not None
-        num_rows, is_clear = self.table.rows_for(num_steps), False
+        extents, num_rows, is_clear = self.table.extents, self.table.rows_for(num_steps), False
         while True:
             found = Refusal.NO_ROWS if self._is_over(num_steps) else extents.reserve(num_rows, inserted)
             if found >= 0:
@@ -100,15 +88,23 @@ class Evictor:
                 continue
             if found == Refusal.SCATTERED and self.mover.pays(num_rows) and self.mover.make_run(num_rows):
                 continue
-            if not self.policy.evicts:
-                return self._unless_waiting(found)
-            if self.table.control[Control.SELECTING] or self._will_fit(num_rows, num_steps):
-                return Refusal.PINNED
-            victim = self.policy.victim(self.table, self.readers)
-            if victim < 0:
-                return self._unless_waiting(found)
-            self.table.evict(np.array([victim]))
-            self.free_retired()
+            waiting = self._being_read()
+            if self.policy.evicts:
+                rows = int(
+                    self.table.control[Control.FREE_ROWS] + self.table.slots[waiting, Slot.NUM_ROWS].sum()
+                )
+                will_fit = len(waiting) > 0 and rows >= num_rows and not self._is_over(num_steps)
+                if self.table.control[Control.SELECTING] or will_fit:
+                    return Refusal.PINNED
+                victim = self.policy.victim(self.table, self.readers)
+                if victim >= 0:
+                    self.table.evict(np.array([victim]))
+                    self.free_retired()
+                    continue
+            # Rows may become free once writers or readers finish.
+            is_written = self.policy.evicts and self.table.control[Control.PENDING] > 0
+            is_read = len(waiting) > 0 and not self._samples
+            return Refusal.PINNED if is_written or is_read else found
 
     def _is_over(self, num_steps: int) -> bool:
         control, retention = self.table.control, self.retention
@@ -116,36 +112,19 @@ class Evictor:
         steps = control[Control.ROWS_HELD] - held * self.table.rows_for(0)
         return bool(held + 1 > retention.max_trajectories or steps + num_steps > retention.max_steps)
 
-    def _unless_waiting(self, refusal: int) -> int:
-        """Return Refusal.PINNED if rows become free once readers or writers finish, else `refusal`."""
-        is_written = self.policy.evicts and self.table.control[Control.PENDING] > 0
-        is_read = len(self._being_read()) > 0 and not self._samples
-        return Refusal.PINNED if is_written or is_read else refusal
-
-    def _will_fit(self, num_rows: int, num_steps: int) -> bool:
-        waiting = self._being_read()
-        if self._is_over(num_steps) or not len(waiting):
-            return False
-        rows = int(self.table.slots[waiting, Slot.NUM_ROWS].sum())
-        return int(self.table.control[Control.FREE_ROWS]) + rows >= num_rows
-
     def _being_read(self) -> np.ndarray:
-        """Return the retired slots that are free as soon as no selection pins them. [n], int64."""
-        slots = self.table.retired()
+        """Return the retired slots that are free as soon as no selection pins them, by age. [n], int64."""
+        slots = self.table.extents.retired()
         return np.asarray(slots[self.table.views["retention"][slots, SlotRetention.OPEN] == 0])
 
     def free_retired(self) -> None:
         """Free retired slots that no selection pins, and those of dead processes. Requires the lock."""
-        self.table.unfinished.end_abandoned()
-        slots = self.table.retired()
-        if not len(slots):
-            return
+        self.table.extents.end_abandoned()
         # Open ones are freed by their writers, which have not detected the eviction yet.
-        is_open = self.table.views["retention"][slots, SlotRetention.OPEN] != 0
-        unread = slots[~(self.readers.pinned(slots) | is_open)]
-        for slot in unread.tolist():
+        slots = self._being_read()
+        for slot in slots[~self.readers.pinned(slots)].tolist() if len(slots) else ():
             self.readers.forget(slot)
-        self.table.free(unread)
+            self.table.extents.free(slot)
 
     # ---- waiting ---------------------------------------------------------------------------------
 
@@ -164,61 +143,43 @@ class Evictor:
         if refusal == Refusal.RATE_LIMITED and self._is_shared:  # nodes may agree on quotas just now
             waits_for_itself &= now > until - self.timeout_s + _AGREE_S
         if waits_for_itself or now > until:
-            raise self.too_late(refusal, 0.0 if waits_for_itself else self.timeout_s)
+            waited = "first" if waits_for_itself or self.timeout_s == 0 else f"within {self.timeout_s:g} s"
+            rule, remedy = f"must have rows that no selection reads {waited}", "raise the capacity"
+            if refusal == Refusal.RATE_LIMITED:
+                rule = f"must be sampled from {waited}, as its rate limiter requires"
+                remedy = "raise rate_limiter.error_buffer"
+            raise NotReadyError(f"table {self.table.spec.name}", rule, None, f"sample, or {remedy}")
         time.sleep(_POLL_S)
         self.waited_s += _POLL_S
 
-    def too_late(self, refusal: int, waited_s: float) -> NotReadyError:
-        """Return the error of a wait that was too long."""
-        waited = "first" if waited_s == 0 else f"within {waited_s:g} s"
-        if refusal == Refusal.RATE_LIMITED:
-            rule, remedy = (
-                f"must be sampled from {waited}, as its rate limiter requires",
-                "raise rate_limiter.error_buffer",
-            )
-        else:
-            rule, remedy = f"must have rows that no selection reads {waited}", "raise the capacity"
-        return NotReadyError(f"table {self.table.spec.name}", rule, None, f"sample, or {remedy}")
-
 
 @contextmanager
-def quiet(table: Table, timeout_s: float) -> Iterator[None]:
-    """Hold the lock while no selection over several nodes is under way: those draw from the current contents.
+def quiet(table: Table, timeout_s: float, word: int = Control.SELECTING) -> Iterator[None]:
+    """Hold the lock while a control word is 0.
 
+    Args:
+        timeout_s: Longest wait for that, in seconds.
+        word: SELECTING: no selection over several nodes is under way, which draws from the current contents.
+            PENDING: no process writes rows, so replaced rows belong to no writer.
     Raises:
-        StoreError: A selection is under way for too long.
+        StoreError: It is not 0 in time.
     """
     with ExitStack() as held:
-        if not wait_until(lambda: _locked_if(held, table, Control.SELECTING), timeout_s, _POLL_S):
-            rule = f"must have no selection under way within {timeout_s} s"
-            raise StoreError(f"table {table.spec.name}", rule, None)
-        yield
 
-
-@contextmanager
-def unwritten(table: Table, timeout_s: float) -> Iterator[None]:
-    """Hold the lock while no process writes rows: replaced rows then belong to no writer.
-
-    Raises:
-        StoreError: A process writes for too long.
-    """
-    with ExitStack() as held:
-        if not wait_until(lambda: _locked_if(held, table, Control.PENDING), timeout_s, _POLL_S):
-            rule = f"must have no open write within {timeout_s} s"
-            raise StoreError(f"table {table.spec.name}", rule, None)
-        yield
-
-
-def _locked_if(held: ExitStack, table: Table, word: int) -> bool:
-    """Take the lock if a control word is 0 then; else release it and return False."""
-    with ExitStack() as taken:
-        taken.enter_context(table.lock)
-        if word == Control.PENDING and table.extents is not None:
-            table.unfinished.end_abandoned()
-        if table.control[word]:
+        def is_locked() -> bool:
+            with ExitStack() as taken:
+                taken.enter_context(table.lock)
+                if word == Control.PENDING and table.spec.dataset is None:
+                    table.extents.end_abandoned()
+                if not table.control[word]:
+                    held.enter_context(taken.pop_all())
+                    return True
             return False
-        held.enter_context(taken.pop_all())
-    return True
+
+        if not wait_until(is_locked, timeout_s, _POLL_S):
+            what = "selection under way" if word == Control.SELECTING else "open write"
+            raise StoreError(f"table {table.spec.name}", f"must have no {what} within {timeout_s} s", None)
+        yield
 
 
 class EvictionPolicy(ABC):
@@ -254,7 +215,6 @@ class EvictOldest(EvictionPolicy):
     code = EvictionCode.OLDEST
 
     def victim(self, table: Table, pins: SelectionPins) -> int:
-        assert table.extents is not None
         return table.extents.oldest()
 
 
@@ -264,7 +224,6 @@ class EvictNewest(EvictionPolicy):
     code = EvictionCode.NEWEST
 
     def victim(self, table: Table, pins: SelectionPins) -> int:
-        assert table.extents is not None
         if table.groups is not None:
             held = np.nonzero(table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
             leaders = held[table.groups.is_leader(held)]
@@ -273,47 +232,45 @@ class EvictNewest(EvictionPolicy):
         return table.extents.newest()
 
 
-class EvictByChoice(EvictionPolicy):
-    """Base of policies that choose among all trajectories that are complete (not open)."""
-
-    def victim(self, table: Table, pins: SelectionPins) -> int:
-        slots = np.nonzero(table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
-        slots = slots[table.views["retention"][slots, SlotRetention.OPEN] == 0]
-        return int(slots[self.choose(table, pins, slots)]) if len(slots) else -1
-
-    @abstractmethod
-    def choose(self, table: Table, pins: SelectionPins, slots: np.ndarray) -> int:
-        """Return an index into slots. [n], int64, at least one."""
+def _complete(table: Table) -> np.ndarray:
+    """Return the committed slots whose trajectories do not grow any more. [n], int64."""
+    slots = np.nonzero(table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
+    return np.asarray(slots[table.views["retention"][slots, SlotRetention.OPEN] == 0])
 
 
-class EvictUniform(EvictByChoice):
+class EvictUniform(EvictionPolicy):
     """Each trajectory or group with the same probability, keyed by the next id: runs are reproducible."""
 
-    def choose(self, table: Table, pins: SelectionPins, slots: np.ndarray) -> int:
-        which = np.arange(len(slots))
+    def victim(self, table: Table, pins: SelectionPins) -> int:
+        slots = _complete(table)
+        if not len(slots):
+            return -1
         if table.groups is not None:  # the newest trajectory of each group
             ids = table.slots[slots, Slot.ID]
-            which = np.nonzero(table.groups.highest(slots, ids) == ids)[0]
+            slots = slots[table.groups.highest(slots, ids) == ids]
         number = np.array([table.control[Control.NEXT_ID]], np.uint64)
         words = philox(0, number, 0, np.array([[RandomPurpose.EVICTION]], np.uint64))
-        return int(which[below(tuple(quarter[0] for quarter in words), np.array([len(which)]))[0]])
+        return int(slots[below(tuple(quarter[0] for quarter in words), np.array([len(slots)]))[0]])
 
 
-class EvictLowest(EvictByChoice):
+class EvictLowest(EvictionPolicy):
     """Base of policies that evict the lowest value; of equal ones the lowest id.
 
     A group has the highest value of its trajectories.
     """
 
-    def choose(self, table: Table, pins: SelectionPins, slots: np.ndarray) -> int:
+    def victim(self, table: Table, pins: SelectionPins) -> int:
+        slots = _complete(table)
+        if not len(slots):
+            return -1
         values = self.values(table, pins, slots)
         if table.groups is not None:
             values = table.groups.highest(slots, values)
-        return int(np.lexsort((table.slots[slots, Slot.ID], values))[0])
+        return int(slots[np.lexsort((table.slots[slots, Slot.ID], values))[0]])
 
     @abstractmethod
     def values(self, table: Table, pins: SelectionPins, slots: np.ndarray) -> np.ndarray:
-        """Return the value of each trajectory. [n], float64."""
+        """Return the value of each trajectory. [n] -> [n], float64."""
 
 
 class EvictLowestPriority(EvictLowest):
@@ -360,8 +317,3 @@ def policy_class(name: str, option: str = "remove") -> type[EvictionPolicy]:
     if not (isinstance(found, type) and issubclass(found, EvictionPolicy)):
         raise ConfigError(option, "must name a subclass of EvictionPolicy", name)
     return found
-
-
-def policy_of(retention: Retention) -> EvictionPolicy:
-    """Return the eviction policy of a table; raises as `policy_class`."""
-    return policy_class(retention.eviction)(retention)

@@ -55,11 +55,9 @@ class SelectionPins:
         self._table, views = table, table.views
         names = [name.removesuffix(_LAST_DRAWN) for name in views if name.endswith(_LAST_DRAWN)]
         self._readers = [self._reader(name) for name in names]
-        self.orders = [name for name in names if self._described(name, "walks") != "False"]
-
-    def _described(self, name: str, word: str) -> str:
-        described = self._table.layout.meaning.get(name.removeprefix("stream/"), {})
-        return str(described.get(word, ""))
+        meaning = table.layout.meaning
+        described = {name: meaning.get(name.removeprefix("stream/"), {}) for name in names}
+        self.orders = [name for name in names if str(described[name].get("walks", "")) != "False"]
 
     def _reader(self, name: str) -> _Reader:
         views, table = self._table.views, self._table
@@ -148,13 +146,10 @@ class SelectionPins:
         name = next(name for name in table.views if name.endswith(end)).removesuffix(end)
         values, records = table.views[name + end], table.slots[slots]
         if f"{name}/row_slots" in table.views:
-            found = self._highest_of_rows(values, records)
+            extents = records[:, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist()
+            highest = [values[first : first + count].max() for first, count in extents]
+            found = np.array(highest, np.float32)
         else:
             found = values[slots].copy()
         found[table.views[f"{name}/generations"][slots] != records[:, Slot.GENERATION]] = np.inf
         return found
-
-    @staticmethod
-    def _highest_of_rows(values: np.ndarray, records: np.ndarray) -> np.ndarray:
-        extents = records[:, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist()
-        return np.array([values[first : first + count].max() for first, count in extents], np.float32)

@@ -25,7 +25,6 @@ from deepspeed_gear.store.extent_move import ExtentMove
 from deepspeed_gear.store.futex import FutexEvents
 from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.memory_layout import Layout, Region, RunIdentity, read_header, write_header
-from deepspeed_gear.store.open_slots import OpenSlots
 from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.records import Control, Peer, Refusal
 from deepspeed_gear.store.row_allocator import RowAllocator, open_store
@@ -52,28 +51,30 @@ class Table:
         self.slots: np.ndarray = views["slots"]
         if spec.dataset is not None:
             spec.dataset.files.guard(ops.native)
-        self._columns = ColumnArrays(spec, views)
-        self.columns: dict[str, np.ndarray] = self._columns.by_name
-        self._recoveries: list[Callable[[], None]] = []
+        #: By name, and the derived column as RETURN_TO_GO: see `ColumnArrays`.
+        self.columns, self.arrivals, self._gathered = ColumnArrays.mapped(spec, views)
+        #: Called with the lock held after the death of its owner: they rebuild derived state.
+        self.recoveries: list[Callable[[], None]] = []
         itself: Table = weakref.proxy(self)  # its parts must not keep it and its memory alive
-        self.lock = StoreLock(memory, ops.native, timeout_s, lambda: itself._run_recoveries())
-        self.extents: RowAllocator | None = None
+        self.lock = StoreLock(memory, ops.native, timeout_s, lambda: itself._recover())
         if spec.dataset is None:
-            handle = open_store(ops.native, spec, memory, views, self._columns)
-            self.extents = RowAllocator(ops.native, handle, views, spec.capacity_rows)
-            ends = [spec.schema.role(role) for role in ("terminated", "truncated")]
-            terminated, truncated = (None if column is None else self.columns[column.name] for column in ends)
-            spare = range(spec.capacity_rows, spec.num_rows)
-            arrays = self._row_arrays()
+            roles = [spec.schema.role(role) for role in ("terminated", "truncated")]
+            terminated, truncated = (
+                None if column is None else self.columns[column.name] for column in roles
+            )
+            ends = terminated, truncated
+            handle = open_store(ops.native, spec, memory, views, self.columns, ends)
+            self.extents = RowAllocator(
+                ops.native, handle, views, spec.capacity_rows, memory, ends, self.rows_for(0)
+            )
+            arrays, spare = self._row_arrays(), range(spec.capacity_rows, spec.num_rows)
             self.move = ExtentMove(self.control, self.slots, arrays, spare)
             #: Whether nothing but columns is stored by row.
             self.rows_are_columns = len(arrays) == sum(column.rows != "1" for column in spec.schema)
-            self.unfinished = OpenSlots(
-                self.slots, self.control, self.extents, memory, terminated, truncated, self.rows_for(0)
-            )
         self.groups: TableGroups | None = None
         if spec.group is not None:
-            self.groups = TableGroups(spec.name, spec.group, spec.schema, views, self.columns, self.extents)
+            extents = self.extents if spec.dataset is None else None
+            self.groups = TableGroups(spec.name, spec.group, spec.schema, views, self.columns, extents)
         # The next change of a slot notifies it if a sampler waits.
         self.bells = FutexEvents(
             self.control[Control.EVENT : Control.EVENT + 1].view(np.uint32).reshape(1, 2), ops.native
@@ -105,9 +106,9 @@ class Table:
         try:
             table = cls(spec, memory, layout, ops, timeout_s)
             table.lock.initialise()
-            if table.extents is not None:
+            if spec.dataset is None:
                 table.extents.rebuild()
-            if spec.dataset is not None:
+            else:
                 table._fill(spec.dataset)
             write_header(memory.buffer, layout, run)
             table.claim_peer(0)
@@ -169,25 +170,6 @@ class Table:
         """Return a column as a tensor over the store itself. [rows, *shape]; never write to it."""
         return as_tensor(self.columns[name], self.spec.schema[name].dtype)
 
-    def held(self, name: str) -> np.ndarray:
-        """Return this store's own rows of a column, or of RETURN_TO_GO. [num_rows or num_slots, *shape].
-
-        Raises:
-            KeyError: There is no such column, or the derived one is not kept.
-        """
-        return self._columns.held(name)
-
-    def arrivals(self, name: str) -> np.ndarray:
-        """Return the writable rows for what arrives from other nodes, of a column or of RETURN_TO_GO.
-
-        Returns:
-            [arrival_rows or arrival_slots, *shape], of the stored dtype (bfloat16 as uint16); beginning at
-            `first_arrival` of what `gather_source` returns.
-        Raises:
-            KeyError: There is no such column, or the derived one is not kept.
-        """
-        return self._columns.arrivals(name)
-
     @property
     def schema(self) -> Schema:
         """The columns."""
@@ -208,7 +190,7 @@ class Table:
             KeyError: There is no such column, or the derived one is not kept.
         """
         dtype = "float32" if name == RETURN_TO_GO else self.spec.schema[name].dtype
-        return as_tensor(self._columns.gather_source(name), dtype)
+        return as_tensor(self._gathered[name], dtype)
 
     @property
     def first_arrival(self) -> tuple[int, int]:
@@ -248,13 +230,12 @@ class Table:
                 (self.slots[:, Slot.ID] == ids[0]) & (self.slots[:, Slot.STATE] == SlotState.COMMITTED)
             )[0]
             return at if len(at) else np.array([-1])
-        committed_slots = np.nonzero(self.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
-        stored = self.slots[committed_slots, Slot.ID]
-        order = np.argsort(stored)
-        at = np.searchsorted(stored, ids, sorter=order)
-        at = order[np.minimum(at, len(order) - 1)] if len(order) else np.zeros(len(ids), np.int64)
-        found = (stored[at] == ids) if len(order) else np.zeros(len(ids), bool)
-        return np.asarray(np.where(found, committed_slots[at] if len(order) else -1, -1))
+        committed = np.nonzero(self.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
+        committed = committed[np.argsort(self.slots[committed, Slot.ID])]
+        stored = self.slots[committed, Slot.ID]
+        at = np.searchsorted(stored, ids)
+        is_stored = np.append(stored, -1)[at] == ids
+        return np.where(is_stored & (ids >= 0), np.append(committed, -1)[at], -1)
 
     def rows(self, slot: int) -> dict[str, np.ndarray]:
         """Return views of a trajectory's rows, each column with its own number of rows."""
@@ -269,25 +250,9 @@ class Table:
 
     # ---- writing ---------------------------------------------------------------------------------
 
-    @property
-    def _extents(self) -> RowAllocator:
-        assert self.extents is not None, "a data set has no free rows"
-        return self.extents
-
     def rows_for(self, num_steps: int) -> int:
         """Return the rows that a trajectory takes."""
         return num_steps + (1 if self.spec.schema.has_final_row else 0)
-
-    def reserve(self, num_steps: int) -> int:
-        """Reserve a slot and an extent for a trajectory of at most `num_steps` steps. Requires the lock.
-
-        Raises:
-            StoreFullError: There is no free slot or no run of rows that is long enough.
-        """
-        slot = self._extents.reserve(self.rows_for(num_steps), num_steps)
-        if slot < 0:
-            raise self.full(slot, num_steps)
-        return slot
 
     def full(self, refusal: int, num_steps: int) -> StoreFullError:
         """Return the error of a trajectory for which no slot or run of rows is free."""
@@ -295,7 +260,7 @@ class Table:
         if refusal == Refusal.NO_SLOT:
             rule, remedy = f"must have a free slot of {len(self.slots)}", "raise capacity_trajectories"
             return StoreFullError(name, rule, None, remedy)
-        free, longest = int(self.control[Control.FREE_ROWS]), self._extents.longest_run
+        free, longest = int(self.control[Control.FREE_ROWS]), self.extents.longest_run
         return StoreFullError(
             name,
             f"must have {self.rows_for(num_steps)} free rows in a run",
@@ -328,14 +293,15 @@ class Table:
             dataset.files.check()  # the files have not changed during the copy
         slots[:, Slot.STATE] = SlotState.COMMITTED
         self.control[Control.NEXT_ID] = dataset.num_trajectories_of_whole
-        self.count()
+        self.control[Control.NUM_COMMITTED] = len(slots)
+        self.control[Control.STEPS_COMMITTED] = int(lengths.sum())
         self._derive_returns(np.stack([first_rows, lengths], axis=1))
 
     def _derive_returns(self, extents: np.ndarray) -> None:
         """Compute returns-to-go of extents. [n, 2]: first row, steps. Cost: one pass over their rewards."""
         reward = self.spec.schema.role("reward")
         if self.spec.return_to_go and reward is not None:
-            returns = torch.from_numpy(self.held(RETURN_TO_GO))
+            returns = torch.from_numpy(self.columns[RETURN_TO_GO])
             self.ops.suffix_sum_(returns, self.tensor(reward.name), torch.from_numpy(extents))
 
     def commit(self, slot: int, born: int = 0) -> int:
@@ -349,12 +315,7 @@ class Table:
         assert record[Slot.STATE] == SlotState.RESERVED, record
         if self.groups is not None:
             self.groups.begin(slot)
-        return self._extents.commit(slot, int(record[Slot.NUM_STEPS]), int(record[Slot.NUM_ROWS]), born)
-
-    def retire(self, slot: int) -> None:
-        """Evict one committed trajectory; `free` frees its rows when nothing pins it. Requires the lock."""
-        assert self.slots[slot, Slot.STATE] == SlotState.COMMITTED
-        self._extents.retire(slot)
+        return self.extents.commit(slot, int(record[Slot.NUM_STEPS]), int(record[Slot.NUM_ROWS]), born)
 
     def evict(self, slots: np.ndarray, removed: bool = False) -> np.ndarray:
         """Evict committed trajectories; of a table with groups the whole groups of these. Requires the lock.
@@ -370,23 +331,10 @@ class Table:
                 self.groups.update()  # so that those that are complete by now are counted as such
             return self.groups.evict(slots, removed)
         for slot in slots.tolist():
-            self.retire(slot)
+            self.extents.retire(slot)
         return slots
 
-    def free(self, slots: np.ndarray) -> None:
-        """Free retired or reserved slots and their rows. Requires the lock."""
-        for slot in slots.tolist():
-            self._extents.free(slot)
-
-    def retired(self) -> np.ndarray:
-        """Return the retired slots, in the order of their retirement. Requires the lock."""
-        return np.empty(0, np.int64) if self.extents is None else self.extents.retired()
-
     # ---- derived state ---------------------------------------------------------------------------
-
-    def on_recover(self, recover: Callable[[], None]) -> None:
-        """Register a function that rebuilds derived state after the death of a lock's owner."""
-        self._recoveries.append(recover)
 
     def restored(self, next_id: int) -> None:
         """Rebuild all derived state after slots and rows were replaced. Requires the lock.
@@ -396,22 +344,16 @@ class Table:
         """
         self.control[Control.NEXT_ID] = next_id
         self.control[Control.LOADS] += 1
-        if self.extents is not None:
+        if self.spec.dataset is None:
             self.extents.rebuild()
         used = self.slots[self.slots[:, Slot.STATE] != SlotState.FREE]
         self._derive_returns(np.ascontiguousarray(used[:, [Slot.FIRST_ROW, Slot.NUM_STEPS]]))
-
-    def _run_recoveries(self) -> None:
-        self.control[Control.RECOVERIES] += 1
-        self._recover()
-        for recover in self._recoveries:
-            recover()
 
     def _row_arrays(self) -> list[np.ndarray]:
         """Return all that is stored by row: columns, and priorities and draw counts of the streams."""
         arrays = [self.columns[column.name] for column in self.spec.schema if column.rows != "1"]
         if self.spec.return_to_go and self.spec.schema.role("reward") is not None:
-            arrays.append(self.held(RETURN_TO_GO))
+            arrays.append(self.columns[RETURN_TO_GO])
         meaning = self.layout.meaning
         for name, view in self.views.items():
             stream, _, part = name.rpartition("/")
@@ -422,26 +364,22 @@ class Table:
         return arrays
 
     def _recover(self) -> None:
-        if self.extents is None:
-            return
-        self.move.finish()  # first: the rows of its extent are at neither place until then
-        self.move.end()
-        self.unfinished.recover()
-        used = self.slots[self.slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.ID]
-        count = (self.spec.shard or Shard()).count
-        after = int(used.max(initial=-1)) // count + 1
-        self.control[Control.NEXT_ID] = max(int(self.control[Control.NEXT_ID]), after)
-        self.extents.rebuild()
-        if self.groups is not None:
-            self.groups.recover()
-
-    def count(self) -> None:
-        """Count the stored trajectories and steps from the slots. Requires the lock."""
-        committed = self.slots[:, Slot.STATE] == SlotState.COMMITTED
-        self.control[Control.NUM_COMMITTED] = int(committed.sum())
-        self.control[Control.STEPS_COMMITTED] = int(self.slots[committed, Slot.NUM_STEPS].sum())
+        self.control[Control.RECOVERIES] += 1
+        if self.spec.dataset is None:
+            self.move.finish()  # first: the rows of its extent are at neither place until then
+            self.move.end()
+            self.extents.recover()
+            used = self.slots[self.slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.ID]
+            count = (self.spec.shard or Shard()).count
+            after = int(used.max(initial=-1)) // count + 1
+            self.control[Control.NEXT_ID] = max(int(self.control[Control.NEXT_ID]), after)
+            self.extents.rebuild()
+            if self.groups is not None:
+                self.groups.recover()
+        for recover in self.recoveries:
+            recover()
 
     def close(self) -> None:
         """Detach; the last process removes the store."""
         self.memory.close()
-        self._recoveries.clear()  # of streams, which refer to it
+        self.recoveries.clear()  # of streams, which refer to it

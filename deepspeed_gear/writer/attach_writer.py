@@ -107,7 +107,7 @@ def _open(store: NamedStore) -> Attached:
         if not attached.has_living_rank:
             raise StoreGoneError(str(store), "must belong to a living run", None, "its ranks have ended")
         with attached.lock:  # an earlier process with this index may have died while writing
-            attached.unfinished.give_up(memory.peer)
+            attached.extents.give_up(memory.peer)
         attached.claim_peer(memory.peer)
         options = meaning["writing"]
         return Attached(attached, options["max_length"], options["weight"], float(options["timeout_s"]))

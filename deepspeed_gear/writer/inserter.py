@@ -65,7 +65,6 @@ class Inserter:
         self.has_orphans = False  # whether the owner of some was dropped
         self._late = bool(table.spec.schema.late_columns)
         self._opaque = any(column.is_opaque for column in table.spec.schema)
-        assert table.extents is not None
         self._store, self._store_add = table.extents.handle, table.ops.native.store_add
         self._address = self._store.address
         self._adds_natively = self._set_up_store()
@@ -193,7 +192,7 @@ class Inserter:
         if refusal == Refusal.NOT_FINITE:
             if slot >= 0:
                 with self.table.lock:
-                    self.table.free(np.array([slot]))
+                    self.table.extents.free(slot)
                 slot = -1
             self._refuse_not_finite(columns)
         if slot >= 0:  # already written: only the commit is missing
@@ -216,7 +215,7 @@ class Inserter:
             self.table.write(slot, dict(zip(self._names, columns, strict=True)))
         except BaseException:
             with self.table.lock:
-                self.table.free(np.array([slot]))
+                self.table.extents.free(slot)
             raise
         with self.table.lock:
             number = self._commit(slot)
@@ -261,7 +260,7 @@ class Inserter:
 
     def publish(self, slot: int, num_steps: int) -> int:
         """Commit the first steps of a reserved slot, which keeps its rows to grow. Requires the lock."""
-        self.table.unfinished.open(slot, num_steps)
+        self.table.extents.open(slot, num_steps)
         return self._commit(slot)
 
     def _commit(self, slot: int) -> int:
@@ -269,14 +268,14 @@ class Inserter:
             try:
                 self.table.groups.check_room(slot)
             except DataError:
-                self.table.free(np.array([slot]))
+                self.table.extents.free(slot)
                 raise
         number = self.table.commit(slot, 0 if self._position is None else int(self._position[Head.KEY]))
         if self._committed is not None:
             try:
                 self._committed(slot)
             except BaseException:
-                self.table.retire(slot)
+                self.table.extents.retire(slot)
                 raise
         return number
 

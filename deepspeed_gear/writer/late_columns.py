@@ -63,7 +63,6 @@ def fill(table: Table, trajectory_id: int, columns: Mapping[str, Any], timeout_s
         if table.groups is not None:
             table.groups.note_time(slot)
         retention[slot, SlotRetention.PRESENT] |= bits  # the commit point
-        assert table.extents is not None
         table.extents.note(slot)
 
 

@@ -13,8 +13,8 @@ from deepspeed_gear.data.trajectory_checks import no_values
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.schema import Column
-from deepspeed_gear.store.open_slots import OpenHandle
 from deepspeed_gear.store.records import Growing, Refusal, StepCount
+from deepspeed_gear.store.row_allocator import OpenHandle
 from deepspeed_gear.writer.inserter import Inserter
 
 UNPUBLISHED = (-1, 0, 0, 0, 0, -1)  # the words of a growing trajectory before its first publication
@@ -217,9 +217,9 @@ class Publisher:
 
         The rows are copied with the lock held: loading a checkpoint replaces them.
         """
-        growing, unfinished = part.growing, self._table.unfinished
+        growing, extents = part.growing, self._table.extents
         assert growing.handle is not None
-        if not unfinished.stands(growing.handle):
+        if not extents.stands(growing.handle):
             self._end_slot(growing, truncated=False)
             growing.begin_anew()
             return True
@@ -228,22 +228,22 @@ class Publisher:
             return False
         self._write(part, growing.handle.slot)
         growing.published = part.num_steps
-        unfinished.grow(growing.handle.slot, growing.published)
+        extents.grow(growing.handle.slot, growing.published)
         return True
 
     def _begin(self, part: PublishedPart) -> None:
         """Publish the first steps of a trajectory."""
-        growing, limit, unfinished = part.growing, self._inserter.max_length, self._table.unfinished
+        growing, limit, extents = part.growing, self._inserter.max_length, self._table.extents
         assert limit is not None
         once = [c for c in self._table.spec.schema if c.rows == "1" and not c.late]
         self._inserter.check({column.name: part.once(column) for column in once})
         while not growing.is_published:
             slot = self._inserter.reserve(limit, inserts=part.num_steps)
-            growing.handle = unfinished.handle_of(slot)
+            growing.handle = extents.handle_of(slot)
             self.register([growing])
             try:
                 with self._table.lock:
-                    if not unfinished.stands(growing.handle):  # a checkpoint was loaded in the meantime
+                    if not extents.stands(growing.handle):  # a checkpoint was loaded in the meantime
                         growing.handle = None
                         continue
                     self._write(part, slot)
@@ -289,11 +289,11 @@ class Publisher:
         growing.handle = None
 
     def _end_slot(self, growing: GrowingTrajectory, truncated: bool) -> None:
-        unfinished, handle = self._table.unfinished, growing.handle
+        extents, handle = self._table.extents, growing.handle
         if not growing.is_used_again:
             self.unregister([growing])
-        if handle is not None and unfinished.is_own(handle):
-            unfinished.end(handle.slot, truncated)
+        if handle is not None and extents.is_own(handle):
+            extents.end(handle.slot, truncated)
 
     def _end_orphans(self) -> None:
         """End trajectories whose writer was deleted without being closed."""

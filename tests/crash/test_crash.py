@@ -271,7 +271,7 @@ def test_death_beside_the_point_of_a_move(step: str, to: int) -> None:
     sampled(scene.streams[0], 0)
     scene.streams[0].release(0)
     with scene.table.lock:
-        scene.table.retire(0)
+        scene.table.extents.retire(0)
         Evictor(scene.table, SelectionPins(scene.table), Context(timeout_s=5.0)).free_retired()
 
     def die() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -48,7 +50,8 @@ def allocator(views: dict[str, np.ndarray], num_rows: int) -> RowAllocator:
         position=0,
         least_free_rows=UNLIMITED,
     )
-    return RowAllocator(NATIVE, store, views, num_rows)
+    memory: Any = None  # no slot belongs to a process
+    return RowAllocator(NATIVE, store, views, num_rows, memory)
 
 
 def ring(extents: RowAllocator, sentinel: int, on: int, back: int) -> list[int]:
@@ -172,7 +175,7 @@ class ExtentsMachine(RuleBasedStateMachine):
     def end_growth(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(sorted(self.open)))
         state, rows, steps = self.held[slot]
-        self.extents.end_growth(slot, steps)
+        self.extents.end(slot, truncated=False)
         self.held[slot] = state, steps if state == SlotState.COMMITTED else rows, steps
         self.open.remove(slot)
 

@@ -47,7 +47,7 @@ def check_rows(scene: StoreScene) -> None:
         assert all(np.array_equal(rows[name], wanted[name]) for name in rows), number
         first = int(table.slots[slot, Slot.FIRST_ROW])
         returns = wanted["reward"][::-1].cumsum()[::-1]
-        assert np.array_equal(table.held(RETURN_TO_GO)[first : first + steps], returns)
+        assert np.array_equal(table.columns[RETURN_TO_GO][first : first + steps], returns)
 
 
 def take(scene: StoreScene, key: int) -> np.ndarray:
@@ -163,8 +163,8 @@ def scattered(**options: Any) -> StoreScene:
         scene.add(7)
     with scene.table.lock:
         slot = int(scene.table.slots_of(np.array([2]))[0])
-        scene.table.retire(slot)
-        scene.table.free(np.array([slot]))
+        scene.table.extents.retire(slot)
+        scene.table.extents.free(slot)
     return scene
 
 
@@ -202,7 +202,6 @@ def test_what_must_stay_stays(why: str) -> None:
     before = table.slots.copy()
     with table.lock:
         room = Inserter(table, SelectionPins(table), Context(timeout_s=0.0)).evictor
-        assert table.extents is not None
         assert table.extents.reserve(11, 10) == Refusal.SCATTERED
         assert not (room.mover.pays(11) and room.mover.make_run(11))
     assert (table.slots == before).all()

@@ -395,7 +395,7 @@ class OnlineMachine(RuleBasedStateMachine):
         assert control[Control.PENDING] == 0
         grow = len(self.stored) - len(closed)
         assert control[Control.ROWS_HELD] == sum(h.steps + 1 for h in closed) + grow * (LONGEST + 1)
-        retired = self.table.slots[self.table.retired(), 5].sum()
+        retired = self.table.slots[self.table.extents.retired(), 5].sum()
         assert (
             control[Control.FREE_ROWS] + control[Control.ROWS_HELD] + retired == self.table.spec.capacity_rows
         )

@@ -77,6 +77,6 @@ def rows_of(
         assert table.control[Control.NEXT_ID] == dataset.num_trajectories_of_whole
         assert table.slots[:, Slot.ID].tolist() == ids.tolist()
         assert table.slots_of(ids).tolist() == list(range(len(ids)))
-        return {name: table.held(name).copy() for name in (*dataset.schema.names, RETURN_TO_GO)}
+        return {name: table.columns[name].copy() for name in (*dataset.schema.names, RETURN_TO_GO)}
     finally:
         table.close()

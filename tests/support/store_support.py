@@ -109,6 +109,14 @@ class StoreScene:
         self.table.close()
 
 
+def reserve(table: Any, num_steps: int) -> int:
+    """Reserve a slot for a trajectory; nothing is evicted. Wants the lock."""
+    slot = int(table.extents.reserve(table.rows_for(num_steps), num_steps))
+    if slot < 0:
+        raise table.full(slot, num_steps)
+    return slot
+
+
 def priority_rule(alpha: Any = 0.6, beta: Any = 0.4, **options: Any) -> Any:
     """Return how priorities become masses; `alpha` and `beta` are numbers, or functions of the batch."""
     from deepspeed_gear.sampling.mass_rules import PriorityRule

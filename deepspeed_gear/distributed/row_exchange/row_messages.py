@@ -76,11 +76,11 @@ class RowMessages:
         names = {read.column for need in needs for read in need.reads}
         names.update(name for need in needs for name in need.per_trajectory)
         names.update(goal for need in needs for goal, _ in need.goals)
-        row_bytes = {name: table.held(name)[:1].nbytes or _row_bytes(table, name) for name in names}
+        row_bytes = {name: table.columns[name][:1].nbytes or _row_bytes(table, name) for name in names}
         layout = layout_of(needs, row_bytes)
         self._layout = layout.windows, layout.members, layout.columns
-        self._held = [_flat(table.held(name)) for name in layout.names]
-        self._arrivals = [_flat(table.arrivals(name)) for name in layout.names]
+        self._held = [_flat(table.columns[name]) for name in layout.names]
+        self._arrivals = [_flat(table.arrivals[name]) for name in layout.names]
         self._slot_table = torch.from_numpy(table.slots)
         # Kept: fresh memory costs a fault a page, and fresh tensors a few us after a batch.
         self._message = np.empty(FIRST_WORDS, np.int64)

@@ -421,7 +421,7 @@ def test_a_dead_process_leaves_a_whole_stream(scenes: Any) -> None:
     def die() -> None:
         table, (stream,) = scene.attach(1)
         with table.lock:
-            table.retire(2)
+            table.extents.retire(2)
             stream.state.heads[0, 0] = -1
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gear_support import trajectory
-from store_support import StoreScene, stream_spec
+from store_support import StoreScene, reserve, stream_spec
 
 from deepspeed_gear.context import Context
 from deepspeed_gear.errors import NotReadyError
@@ -121,7 +121,7 @@ def test_a_trajectory_longer_than_a_part_gets_through_in_its_turn(make: Make) ->
 
 def test_what_is_being_written_counts(make: Make) -> None:
     scenes = make(2, rate_limiter=RateLimiter.queue("trajectory", 4))
-    slot = scenes[0].table.reserve(3)
+    slot = reserve(scenes[0].table, 3)
     added = 0
     for _ in range(3):
         said = say(scenes)
@@ -135,7 +135,7 @@ def test_what_is_being_written_counts(make: Make) -> None:
 def test_what_the_dead_have_reserved_holds_nobody_back(make: Make) -> None:
     scenes = make(2, rate_limiter=RateLimiter.queue("trajectory", 4))
     table = scenes[0].table
-    slot = table.reserve(3)
+    slot = reserve(table, 3)
     table.slots[slot, Slot.OWNER] = 3  # a process that is not attached
     assert sum(fill(scene) for scene in scenes) == 3
     assert table.control[Control.PENDING] == 1

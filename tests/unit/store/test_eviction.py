@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gear_support import STEP, trajectory, wait_until
 from process_support import in_child, kill
-from store_support import StoreScene, check_whole, priority_rule, stream_spec
+from store_support import StoreScene, check_whole, priority_rule, reserve, stream_spec
 
 from deepspeed_gear import Replay
 from deepspeed_gear.context import Context
@@ -361,7 +361,7 @@ def test_what_is_being_written_counts(make: Make) -> None:
     scene = make("fifo", max_steps=10)
     table = scene.table
     with table.lock:
-        slot = table.reserve(8)
+        slot = reserve(table, 8)
     with pytest.raises(NotReadyError, match="must have rows that no selection reads within"):
         add(scene, 5)
     table.write(slot, trajectory(0, 8))

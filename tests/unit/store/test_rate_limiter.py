@@ -7,7 +7,7 @@ import math
 import pytest
 
 from deepspeed_gear.config.table_options import EVICTION_POLICIES
-from deepspeed_gear.store.eviction import POLICIES, policy_of
+from deepspeed_gear.store.eviction import POLICIES, policy_class
 from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.records import EvictionCode
 from deepspeed_gear.store.retention import Retention
@@ -78,7 +78,7 @@ def test_a_queue_holds_what_was_not_drawn() -> None:
 
 
 def test_codes_of_eviction_policies() -> None:
-    codes = [policy_of(Retention(name)).code for name in EVICTION_POLICIES]
+    codes = [policy_class(name).code for name in EVICTION_POLICIES]
     assert codes == [
         EvictionCode.NONE,
         EvictionCode.OLDEST,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from gear_support import SCHEMA, SHM, STEP, prefix, shared_files, trajectory, wait_until, write_dataset
 from process_support import exit_status, in_child, kill
-from store_support import StoreScene
+from store_support import StoreScene, reserve
 
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.trajectory_checks import check_trajectory
@@ -51,7 +51,7 @@ def same(rows: dict[str, np.ndarray], wanted: dict[str, Any]) -> bool:
 def test_reserve_commit_retire_free(scene: StoreScene) -> None:
     table = scene.table
     with table.lock:
-        slot = table.reserve(4)
+        slot = reserve(table, 4)
         assert table.slots[slot, Slot.STATE] == SlotState.RESERVED
         assert table.num_trajectories == table.num_steps == 0
         assert table.slots_of(np.array([0])).tolist() == [-1]
@@ -60,12 +60,12 @@ def test_reserve_commit_retire_free(scene: StoreScene) -> None:
         assert table.slots[slot, Slot.STATE] == SlotState.COMMITTED
         assert (table.num_trajectories, table.num_steps) == (1, 4)
         assert table.slots_of(np.array([1, 0, -1])).tolist() == [-1, slot, -1]
-        table.retire(slot)
+        table.extents.retire(slot)
         assert table.slots[slot, Slot.STATE] == SlotState.EVICTED
         assert table.num_trajectories == table.num_steps == 0
         assert table.slots_of(np.array([0])).tolist() == [-1]
-        assert table.retired().tolist() == [slot]
-        table.free(np.array([slot]))
+        assert table.extents.retired().tolist() == [slot]
+        table.extents.free(slot)
         assert table.slots[slot, Slot.STATE] == SlotState.FREE
 
 
@@ -145,7 +145,7 @@ def test_returns_to_go(scene: StoreScene) -> None:
     scene.add(3)
     for number, wanted in ((0, [15, 14, 12, 9, 5]), (1, [6, 5, 3])):
         first = int(scene.table.slots[scene.table.slots_of(np.array([number]))[0], 3])
-        assert scene.table.held(RETURN_TO_GO)[first : first + len(wanted)].tolist() == wanted
+        assert scene.table.columns[RETURN_TO_GO][first : first + len(wanted)].tolist() == wanted
 
 
 # ---- what may be added ---------------------------------------------------------------------------
@@ -346,7 +346,7 @@ def test_a_dead_writers_rows_come_back(scene: StoreScene) -> None:
     def write() -> None:
         table, _ = scene.attach(1)
         with table.lock:
-            table.reserve(15)
+            reserve(table, 15)
         signal.pause()
 
     child = in_child(write)
@@ -364,7 +364,7 @@ def test_counters_are_rebuilt_after_a_death_inside_the_lock(scene: StoreScene) -
     def die() -> None:
         table, _ = scene.attach(1)
         table.lock.__enter__()
-        slot = table.reserve(3)
+        slot = reserve(table, 3)
         table.write(slot, trajectory(1, 3))
         table.slots[slot, 2] = 1  # its id, without the counter
         table.slots[slot, Slot.STATE] = SlotState.COMMITTED

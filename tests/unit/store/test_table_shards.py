@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gear_support import SCHEMA, prefix, shared_files, trajectory, write_dataset
+from store_support import reserve
 
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_writer import DatasetWriter
@@ -80,13 +81,13 @@ def test_a_shard_is_a_slice_of_the_whole(
         assert slots.tolist() == [i - first if first <= i < end else -1 for i in ids]
         for name in NAMES:
             part = slice(first, end) if name == "task" else slice(row, row + shard.spec.num_rows)
-            np.testing.assert_array_equal(shard.held(name), whole.held(name)[part])
+            np.testing.assert_array_equal(shard.columns[name], whole.columns[name][part])
         for number in range(first, end):
             rows = shard.rows(number - first)
             wanted = trajectory(number, LENGTHS[number], number % 2 == 0, number % 2 == 1)
             assert all(np.array_equal(rows[name], wanted[name]) for name in wanted)
         assert shard.values("task", np.arange(end - first)).tolist() == list(range(first, end))
-        assert shard.tensor("code").tolist() == shard.held("code").tolist()
+        assert shard.tensor("code").tolist() == shard.columns["code"].tolist()
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
@@ -106,8 +107,8 @@ def test_without_a_shard_nothing_changes(dataset: Dataset, in_memory: bool) -> N
         assert np.array_equal(shard.slots, whole.slots)
         assert whole.gathers_own_rows
         for name in NAMES:
-            np.testing.assert_array_equal(whole.gather_source(name).numpy(), whole.held(name))
-            assert len(whole.arrivals(name)) == 0
+            np.testing.assert_array_equal(whole.gather_source(name).numpy(), whole.columns[name])
+            assert len(whole.arrivals[name]) == 0
 
 
 def test_processes_must_agree_on_the_shard(dataset: Dataset) -> None:
@@ -127,8 +128,8 @@ def test_arrivals_are_collected_at_the_first_arrival(dataset: Dataset, in_memory
         assert (row, slot) == ((table.spec.num_rows, 2) if in_memory else (0, 0))
         assert table.gathers_own_rows == in_memory
         for name in NAMES:
-            own, before = table.held(name), table.held(name).copy()
-            arrivals, at = table.arrivals(name), slot if name == "task" else row
+            own, before = table.columns[name], table.columns[name].copy()
+            arrivals, at = table.arrivals[name], slot if name == "task" else row
             assert len(arrivals) == (3 if name == "task" else 5)
             assert arrivals.dtype == own.dtype
             assert arrivals.shape[1:] == own.shape[1:]
@@ -144,8 +145,8 @@ def test_arrivals_are_collected_at_the_first_arrival(dataset: Dataset, in_memory
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_arrivals_of_one_kind(dataset: Dataset, in_memory: bool, rows: int, slots: int) -> None:
     with table_of(spec_of(dataset, 2, 4, in_memory, (rows, slots))) as table:
-        assert {len(table.arrivals(name)) for name in NAMES if name != "task"} == {rows}
-        assert len(table.arrivals("task")) == slots
+        assert {len(table.arrivals[name]) for name in NAMES if name != "task"} == {rows}
+        assert len(table.arrivals["task"]) == slots
 
 
 def test_the_derived_column_and_a_column_of_its_name_are_two(tmp_path: Path) -> None:
@@ -155,8 +156,8 @@ def test_the_derived_column_and_a_column_of_its_name_are_two(tmp_path: Path) -> 
     dataset = Dataset.open(tmp_path / "set")
     for in_memory in (True, False):
         with table_of(spec_of(dataset, 0, 1, in_memory, (2, 1))) as table:
-            assert table.held(RETURN_TO_GO).tolist() == [3, 2, 1]
-            table.arrivals("return_to_go")[...] = 0x4000
+            assert table.columns[RETURN_TO_GO].tolist() == [3, 2, 1]
+            table.arrivals["return_to_go"][...] = 0x4000
             found = table.gather_source("return_to_go")
             assert found.dtype == torch.bfloat16
             assert found.tolist() == ([3, 3, 3, 2, 2] if in_memory else [2, 2])
@@ -167,7 +168,7 @@ def test_a_table_without_returns_has_no_derived_column(dataset: Dataset) -> None
     spec = TableSpec("main", SCHEMA, 6, dataset.num_rows, dataset, False, False, 1, None, 3, 1)
     assert f"arrival/{RETURN_TO_GO}" not in {region.name for region in spec.regions()}
     with table_of(spec) as table, pytest.raises(KeyError):
-        table.held(RETURN_TO_GO)
+        table.columns[RETURN_TO_GO]
 
 
 # ---- shards of a table with a capacity -----------------------------------------------------------
@@ -179,7 +180,7 @@ def capacity(index: int = 0, count: int = 1, arrivals: tuple[int, int] = (0, 0))
 
 def add(table: Table, number: int, steps: int = 2) -> int:
     with table.lock:
-        slot = table.reserve(steps)
+        slot = reserve(table, steps)
         table.write(slot, trajectory(number, steps))
         return table.commit(slot)
 
@@ -213,16 +214,16 @@ def test_ids_go_on_after_a_recovery_and_a_restore(index: int, count: int) -> Non
 def test_added_rows_leave_arrivals_alone() -> None:
     with table_of(capacity(1, 2, (4, 2))) as table:
         for name in NAMES:
-            table.arrivals(name)[...] = 1
+            table.arrivals[name][...] = 1
         for number in range(5):
             add(table, number, 5)
-        assert all((table.arrivals(name) == 1).all() for name in NAMES)
+        assert all((table.arrivals[name] == 1).all() for name in NAMES)
         first = table.slots[0, Slot.FIRST_ROW]
         steps = int(table.slots[0, Slot.NUM_STEPS])
-        assert table.held(RETURN_TO_GO)[first : first + steps].tolist() == [15, 14, 12, 9, 5]
+        assert table.columns[RETURN_TO_GO][first : first + steps].tolist() == [15, 14, 12, 9, 5]
         with table.lock:
             table.restored(5)
-        assert all((table.arrivals(name) == 1).all() for name in NAMES)
+        assert all((table.arrivals[name] == 1).all() for name in NAMES)
 
 
 def test_arrivals_are_shared_between_processes(dataset: Dataset) -> None:
@@ -232,7 +233,7 @@ def test_arrivals_are_shared_between_processes(dataset: Dataset) -> None:
         table.memory.link(name)
         other = Table.attach(spec, name, table_layout(spec, [], {}), "0" * 32, 1, load_backend("cpu"), 10.0)
         table.memory.unlink()
-        table.arrivals("code")[:] = [1, 2, 3, 4]
+        table.arrivals["code"][:] = [1, 2, 3, 4]
         assert other.gather_source("code").tolist() == [1, 2, 3, 4]
         other.close()
     assert shared_files(prefix()) == []
