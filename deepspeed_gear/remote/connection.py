@@ -13,11 +13,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
+import pyarrow as pa
 
-from deepspeed_gear.errors import ConfigError, GearError, StoreError
+from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.remote import gateway_messages
-from deepspeed_gear.remote.send_queue import QueuedTrajectory
-from deepspeed_gear.schema import Schema
 
 _LEAST_S = 3.0  # shortest deadline of a call: a gateway answers after 1 s while its table blocks
 _ANSWER_S, _BYTES_A_S = 10.0, 100_000  # longest time of a call without its bytes; least rate of the bytes
@@ -68,12 +67,7 @@ class Connection:
         self._channel: grpc.Channel | None = None
 
     def call(
-        self,
-        action: str,
-        header: Mapping[str, Any],
-        most_s: float,
-        schema: Schema | None = None,
-        items: list[QueuedTrajectory] | None = None,
+        self, action: str, header: Mapping[str, Any], most_s: float, batch: pa.RecordBatch | None = None
     ) -> dict[str, Any]:
         """Call the gateway; return its answer.
 
@@ -81,21 +75,21 @@ class Connection:
             action: Name of the gateway's action.
             header: Options of the action.
             most_s: Longest time of the call, for any size of the request.
-            schema: Of the trajectories.
-            items: Trajectories to send; None: only the header.
+            batch: Trajectories to send, of `gateway_messages.encode`; None: only the header.
         Returns:
             The answer; `error` in it is one of the gateway, as JSON.
         Raises:
             ConnectionLost: There is no answer.
             StoreError: The token is wrong, or the server has no such call.
         """
-        batch = None
-        if items is not None and schema is not None:
-            batch = gateway_messages.encode(schema, [(item.number, item.arrays) for item in items])
         message = gateway_messages.pack(header, batch).to_pybytes()
         timeout_s = max(_LEAST_S, min(most_s, _ANSWER_S + len(message) / _BYTES_A_S))
         try:
-            call = self._connected().unary_unary(gateway_messages.method(action))
+            if self._channel is None and self._credentials is None:
+                self._channel = grpc.insecure_channel(self._target, _OPTIONS)
+            elif self._channel is None:
+                self._channel = grpc.secure_channel(self._target, self._credentials, _OPTIONS)
+            call = self._channel.unary_unary(f"/{gateway_messages.SERVICE}/{action}")
             answer: dict[str, Any] = json.loads(call(message, timeout=timeout_s, metadata=self._metadata))
         except grpc.RpcError as error:
             self.hang_up()
@@ -104,14 +98,6 @@ class Connection:
             self.hang_up()
             raise ConnectionLost(str(error)) from error
         return answer
-
-    def _connected(self) -> grpc.Channel:
-        if self._channel is None:
-            if self._credentials is None:
-                self._channel = grpc.insecure_channel(self._target, _OPTIONS)
-            else:
-                self._channel = grpc.secure_channel(self._target, self._credentials, _OPTIONS)
-        return self._channel
 
     def _failure(self, error: grpc.RpcError) -> Exception:
         """Return the exception for a call that has failed."""
@@ -131,22 +117,13 @@ class Connection:
 
 
 def raise_error(answer: Mapping[str, Any]) -> None:
-    """Raise the error that an answer holds, if it holds one.
-
-    Raises:
-        GearError: Of the gateway.
-    """
+    """Raise the gateway's error that an answer holds, if it holds one."""
     if "error" in answer:
-        error: GearError = gateway_messages.error_from_json(answer["error"])
-        raise error
+        raise gateway_messages.error_from_json(answer["error"])
 
 
 def _read_roots(path: str | Path | None) -> bytes:
-    """Read root certificates; None: those of the machine.
-
-    Raises:
-        ConfigError: The file cannot be read, or the machine has none.
-    """
+    """Read root certificates; None: those of the machine."""
     if path is None:
         found = ssl.get_default_verify_paths().cafile, *_MACHINE_ROOTS  # the first uses SSL_CERT_FILE
         path = next((file for file in found if file and os.path.isfile(file)), None)
@@ -194,21 +171,17 @@ def check_token(name: str, token: str) -> str:
     return token
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether a host is certainly this machine: a loopback address or `localhost`, no other name."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def check_plain(name: str, host: str, insecure: bool, remedy: str) -> None:
     """Refuse a connection without TLS that leaves the machine.
 
     Raises:
         ConfigError: It would, and `insecure` is False.
     """
-    if not insecure and not is_loopback(host):
+    try:
+        is_loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:  # another name may be that of any machine
+        is_loopback = host == "localhost"
+    if not insecure and not is_loopback:
         raise ConfigError(name, "must be a loopback address without TLS", host, remedy)
 
 

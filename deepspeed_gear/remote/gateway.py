@@ -20,7 +20,7 @@ import pyarrow as pa
 from deepspeed_gear.errors import ConfigError, GearError, SchemaError, StoreError
 from deepspeed_gear.remote import gateway_messages
 from deepspeed_gear.remote.connection import check_plain
-from deepspeed_gear.remote.sessions import MOST_WAITING, Sessions, session_lost
+from deepspeed_gear.remote.sessions import MOST_WAITING, Sessions
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.timeouts import wait_until
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
@@ -95,10 +95,14 @@ class Gateway:
         self._writer, self.sessions, self._id = writer, Sessions(writer.add), secrets.token_hex(16)
         writer.check_while_waiting(self.sessions.check)
         actions = {"hello": self._hello, "put": self._put, "ask": self._ask, "bye": self._bye}
+        handlers = {
+            name: grpc.unary_unary_rpc_method_handler(partial(_answer, action))
+            for name, action in actions.items()
+        }
         self._workers = ThreadPoolExecutor(_NUM_WORKERS, "gear-serve")
         self._server = grpc.server(
             self._workers,
-            handlers=[_Calls(actions)],
+            handlers=[grpc.method_handlers_generic_handler(gateway_messages.SERVICE, handlers)],
             interceptors=[_Guard(token)],
             options=[
                 ("grpc.max_receive_message_length", max_message_bytes + gateway_messages.SLACK_BYTES),
@@ -113,11 +117,7 @@ class Gateway:
         self._server.start()
 
     def _listen(self, address: str, certificate: Certificate | None) -> int:
-        """Bind the port; return it.
-
-        Raises:
-            ConfigError: It cannot be bound.
-        """
+        """Bind the port; return it."""
         found, cause = 0, None
         try:
             if certificate is None:
@@ -188,10 +188,8 @@ class Gateway:
 
     def _hello(self, header: Mapping[str, Any], _: pa.Buffer) -> dict[str, Any]:
         if header.get("version") != gateway_messages.VERSION:
-            rule, remedy = (
-                f"must have protocol version {gateway_messages.VERSION}",
-                "install the same deepspeed_gear on both sides",
-            )
+            rule = f"must have protocol version {gateway_messages.VERSION}"
+            remedy = "install the same deepspeed_gear on both sides"
             raise StoreError("remote writer", rule, header.get("version"), remedy)
         if header.get("schema") is not None:
             found = gateway_messages.differences(Schema.from_json(header["schema"]), self._writer.schema)
@@ -212,10 +210,8 @@ class Gateway:
         }
 
     def _put(self, header: Mapping[str, Any], content: pa.Buffer) -> dict[str, Any]:
-        client, known = self._client(header)
-        most = self._max_message_bytes
-        trajectories = list(gateway_messages.decode(self._writer.schema, content, most))
-        return self.sessions.put(client, known, trajectories)
+        given = gateway_messages.decode(self._writer.schema, content, self._max_message_bytes)
+        return self.sessions.put(*self._client(header), list(given))
 
     def _ask(self, header: Mapping[str, Any], _: pa.Buffer) -> dict[str, Any]:
         return self.sessions.ask(*self._client(header))
@@ -225,32 +221,14 @@ class Gateway:
         return {}
 
     def _client(self, header: Mapping[str, Any]) -> tuple[str, int]:
-        """Return the caller, and the number up to which it has received refusals.
-
-        Raises:
-            StoreError: It has a session with another gateway.
-        """
+        """Return the caller, and the number up to which it has received refusals."""
         if header.get("gateway") != self._id:
-            raise session_lost()
+            rule = "must be the one that this writer has connected to"
+            remedy = (
+                "it was restarted: what was not acknowledged may be stored or not; connect again, and decide"
+            )
+            raise StoreError("the gateway", rule, None, remedy)
         return str(header.get("client")), int(header.get("known", -1))
-
-
-class _Calls(grpc.GenericRpcHandler):
-    """Maps the methods of gRPC to the actions of a gateway.
-
-    Args:
-        actions: Handler of each action: header and content of a message -> answer.
-    """
-
-    def __init__(self, actions: Mapping[str, Action]) -> None:
-        self._handlers = {
-            gateway_messages.method(name): grpc.unary_unary_rpc_method_handler(partial(_answer, action))
-            for name, action in actions.items()
-        }
-
-    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
-        """Return the handler of a method; None, which gRPC answers with UNIMPLEMENTED, if there is none."""
-        return self._handlers.get(details.method)
 
 
 def _answer(action: Action, message: bytes, _: grpc.ServicerContext) -> bytes:

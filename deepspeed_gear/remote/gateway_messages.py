@@ -30,17 +30,13 @@ MAX_MESSAGE_BYTES = 64 << 20  # default for the trajectories of one call
 LEAST_MAX_MESSAGE_BYTES, MOST_MAX_MESSAGE_BYTES = 1 << 20, 1 << 30  # gRPC's own lengths end at 2 GiB
 SLACK_BYTES = 1 << 20  # header, Arrow schema and padding: less than 512 bytes for each column, and its name
 MOST_HEADER_BYTES = 512 << 10  # parsed JSON takes many times its length
+SERVICE = "deepspeed_gear.Gateway"  # of gRPC, with the methods hello, put, ask and bye
 _NUMBER = ".number"  # no column of a schema begins with a dot
 _LENGTH = 4  # bytes of a header's length
 # Of each value and number: its offset in the message, and the array that the gateway makes of it. Without
 # it, millions of short trajectories in a message would take many times its length.
 _VALUE_BYTES = 8 + 248
 Arrays = Mapping[str, np.ndarray]
-
-
-def method(action: str) -> str:
-    """Return the gRPC method of an action: hello, put, ask or bye."""
-    return f"/deepspeed_gear.Gateway/{action}"
 
 
 # ---- trajectories --------------------------------------------------------------------------------
@@ -57,17 +53,15 @@ def encode(schema: Schema, trajectories: Sequence[tuple[int, Arrays]]) -> pa.Rec
     Args:
         trajectories: Number and columns of each; the columns as they are stored.
     """
-    numbers = pa.array([number for number, _ in trajectories], pa.int64())
-    columns = [_encoded([arrays[c.name] for _, arrays in trajectories]) for c in schema]
-    return pa.record_batch([numbers, *columns], names=[_NUMBER, *schema.names])
-
-
-def _encoded(arrays: Sequence[np.ndarray]) -> pa.Array:
-    offsets = np.zeros(len(arrays) + 1, np.int64)
-    np.cumsum([array.nbytes for array in arrays], out=offsets[1:])
-    content = np.concatenate([np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays])
-    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(content)]
-    return pa.Array.from_buffers(pa.large_binary(), len(arrays), buffers)
+    columns = [pa.array([number for number, _ in trajectories], pa.int64())]
+    for column in schema:
+        values = [np.ascontiguousarray(arrays[column.name]) for _, arrays in trajectories]
+        offsets = np.zeros(len(values) + 1, np.int64)
+        np.cumsum([value.nbytes for value in values], out=offsets[1:])
+        content = np.concatenate([value.reshape(-1).view(np.uint8) for value in values])
+        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(content)]
+        columns.append(pa.Array.from_buffers(pa.large_binary(), len(values), buffers))
+    return pa.record_batch(columns, names=[_NUMBER, *schema.names])
 
 
 def decode(

@@ -20,7 +20,6 @@ from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory
 from deepspeed_gear.errors import ConfigError, DataError, GearError, StoreError, show_bytes
 from deepspeed_gear.remote.connection import Connection, ConnectionLost, raise_error
 from deepspeed_gear.remote.gateway_messages import MOST_MAX_MESSAGE_BYTES, VERSION, trajectory_bytes
-from deepspeed_gear.remote.send_queue import SendQueue
 from deepspeed_gear.remote.sender import RetryPolicy, Sender, SendOptions, end_session
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.process_bound import ProcessBound
@@ -52,9 +51,9 @@ class RemoteWriter(ProcessBound):
         self._limit = EpisodeLimit(self.max_length, tuple(hello.get("whole_fields", ())))
         self.schema = Schema.from_json(hello["schema"])
         self._max_bytes = int(hello["max_message_bytes"])
-        self._outbox, self._open, self._num_raised = SendQueue(sending.buffer_bytes, timeout_s), True, 0
+        self._open, self._num_raised = True, 0
         who = {"gateway": str(hello["gateway"]), "client": client}
-        self._sender = Sender(line, self.schema, who, self._outbox, sending, timeout_s)
+        self._sender = Sender(line, self.schema, who, sending, timeout_s)
         self._finalizer = weakref.finalize(self, self._sender.stop)
         self.num_added = self.num_steps_added = 0
 
@@ -98,7 +97,18 @@ class RemoteWriter(ProcessBound):
         if not 0 < batch_bytes <= MOST_MAX_MESSAGE_BYTES:
             raise ConfigError("batch_bytes", f"must be in [1, {MOST_MAX_MESSAGE_BYTES}]", batch_bytes)
         line, client = Connection(url, token, ca, insecure), uuid.uuid4().hex
-        hello = _hello(line, client, schema, timeout_s)
+        header = {
+            "version": VERSION,
+            "client": client,
+            "schema": None if schema is None else schema.to_json(),
+        }
+        retries, hello = RetryPolicy(f"gateway {url}", timeout_s), None
+        while hello is None:
+            try:
+                hello = line.call("hello", header, timeout_s)
+            except ConnectionLost as lost:
+                retries.wait(lost, threading.Event())
+        raise_error(hello)
         if batch_bytes > hello["max_message_bytes"]:
             end_session(line, {"gateway": str(hello["gateway"]), "client": client})
             line.hang_up()
@@ -109,12 +119,12 @@ class RemoteWriter(ProcessBound):
     @property
     def waited_s(self) -> float:
         """Seconds that this writer has waited for the gateway, in all."""
-        return self._outbox.waited_s
+        return self._sender.waited_s
 
     @property
     def unacknowledged(self) -> range:
         """Numbers of the trajectories that are not known to be stored."""
-        return self._outbox.unacknowledged
+        return self._sender.unacknowledged
 
     @property
     def num_lost(self) -> int:
@@ -172,7 +182,7 @@ class RemoteWriter(ProcessBound):
             rule = f"must have at most {show_bytes(self._max_bytes)}, the gateway's --max-message"
             remedy = "divide it, or raise --max-message"
             raise DataError(f"{name}: trajectory", rule, show_bytes(num_bytes), remedy)
-        number = self._outbox.put(
+        number = self._sender.put(
             {name: np.array(array, order="C") for name, array in arrays.items()}, num_bytes
         )
         self.num_added += 1
@@ -198,7 +208,7 @@ class RemoteWriter(ProcessBound):
             DataError, StoreFullError, NotReadyError, StoreError, LostNodeError: As `add`.
         """
         self._check()
-        self._outbox.flush()
+        self._sender.flush()
         self._raise_refused()
 
     @property
@@ -248,21 +258,3 @@ class RemoteWriter(ProcessBound):
             if kind is None:
                 raise
             LOG.warning("while a remote writer closed: %s", second)
-
-
-def _hello(line: Connection, client: str, schema: Schema | None, timeout_s: float) -> dict[str, Any]:
-    """Open this writer's session with the gateway; return the answer, which describes the table."""
-    header = {
-        "version": VERSION,
-        "client": client,
-        "schema": None if schema is None else schema.to_json(),
-    }
-    patience, stopped = RetryPolicy(f"gateway {line.url}", timeout_s), threading.Event()
-    while True:
-        try:
-            answer = line.call("hello", header, timeout_s)
-        except ConnectionLost as lost:
-            patience.wait(lost, stopped)
-            continue
-        raise_error(answer)
-        return answer

@@ -111,7 +111,12 @@ class Sessions:
             # A writer that has not received its refusals sends again; so their number is that of one batch.
             waits = session.is_busy(0.0) or session.refused_after(known)
             if not waits and self.error is None:
-                _check_numbers([number for number, _ in trajectories], session.upto)
+                numbers = [number for number, _ in trajectories]
+                start = numbers[0] if numbers else 0
+                follow = numbers == list(range(start, start + len(numbers)))
+                if not follow or not 0 <= start <= session.upto + 1:
+                    rule = f"must have consecutive numbers that continue after {session.upto}"
+                    raise DataError("batch", rule, f"{len(numbers)} from {start}")
                 session.task = self._adder.submit(self._add_all, session, trajectories)
         return self.ask(client, known)
 
@@ -152,34 +157,24 @@ class Sessions:
     # ---- adding ----------------------------------------------------------------------------------
 
     def _add_all(self, session: Session, trajectories: Numbered) -> None:
+        """Add or refuse each trajectory; wait while the table's rate limiter blocks."""
         try:
             for number, trajectory in trajectories:
-                if number > session.upto:  # else it has arrived already, before a connection was lost
-                    self._add_one(session, number, trajectory)
+                while number > session.upto:  # else it has arrived already, before a connection was lost
+                    self.check()
+                    try:
+                        self._add(trajectory)
+                        self.num_added += 1
+                    except NotReadyError:
+                        continue
+                    except (DataError, StoreFullError) as error:
+                        session.refused.append((number, error_to_json(error)))
+                    session.upto = number
         except GearError as error:
             self.end(error)
         except Exception as error:  # whether it is stored is not known: no caller may assume either
             LOG.exception("a trajectory could not be added")
             self.end(StoreError("the gateway", "must be able to add trajectories", None, repr(error)))
-
-    def _add_one(self, session: Session, number: int, trajectory: Mapping[str, Any]) -> None:
-        """Add a trajectory or refuse it; wait while the table's rate limiter blocks.
-
-        Raises:
-            GearError: Nothing can be added any more.
-        """
-        while True:
-            self.check()
-            try:
-                self._add(trajectory)
-                self.num_added += 1
-                break
-            except NotReadyError:
-                continue
-            except (DataError, StoreFullError) as error:
-                session.refused.append((number, error_to_json(error)))
-                break
-        session.upto = number
 
     # ---- end -------------------------------------------------------------------------------------
 
@@ -200,17 +195,3 @@ class Sessions:
     def close(self) -> None:
         """Wait for the trajectory that is being added; `end` comes first."""
         self._adder.shutdown()
-
-
-def _check_numbers(numbers: Sequence[int], upto: int) -> None:
-    start = numbers[0] if numbers else 0
-    if list(numbers) != list(range(start, start + len(numbers))) or not 0 <= start <= upto + 1:
-        rule = f"must have consecutive numbers that continue after {upto}"
-        raise DataError("batch", rule, f"{len(numbers)} from {start}")
-
-
-def session_lost() -> StoreError:
-    """Return the error of a writer whose session is not this gateway's."""
-    rule = "must be the one that this writer has connected to"
-    remedy = "it was restarted: what was not acknowledged may be stored or not; connect again, and decide"
-    return StoreError("the gateway", rule, None, remedy)

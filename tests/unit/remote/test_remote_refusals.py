@@ -115,7 +115,7 @@ def test_opaque_values_arrive_checked(monkeypatch: pytest.MonkeyPatch) -> None:
                 arrays, _ = check_trajectory(
                     "it", schema, {**trajectory(1, 3), "raw": np.full(10, 9, np.uint8), "note": 1}
                 )
-            writer._outbox.put(arrays, 1000)
+            writer._sender.put(arrays, 1000)
             with pytest.raises(
                 DataError, match=r"trajectory 1: .*raw must hold a value of at most max_bytes"
             ):
@@ -336,5 +336,5 @@ def test_a_call_of_another_version_is_refused() -> None:
 
 def _raw(line: Any, message: bytes, metadata: Any) -> Any:
     with grpc.insecure_channel(line._target, [("grpc.enable_http_proxy", 0)]) as channel:
-        call = channel.unary_unary(gateway_messages.method("put"))
+        call = channel.unary_unary(f"/{gateway_messages.SERVICE}/put")
         return json.loads(call(message, timeout=20, metadata=metadata))
