@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from deepspeed_gear.checkpoint.save_folders import ANOTHER, entry
-from deepspeed_gear.config import GearConfig
+from deepspeed_gear.distributed.replay_plan import ReplayPlan
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops import reference
 from deepspeed_gear.ops.records import RandomPurpose
@@ -46,15 +46,11 @@ def start(tables: Sequence[str]) -> Position:
 
 def after(tables: Sequence[str], heads: Sequence[Sequence[int]]) -> Position:
     """Return the position after the selections of a global batch, from their heads."""
-    return {table: _after(head) for table, head in zip(tables, heads, strict=True)}
-
-
-def _after(head: Sequence[int]) -> dict[str, int]:
-    words = (
-        head[Head.KEY] + 1,
-        *(head[word] for word in (Head.SAMPLES, Head.EPOCH, Head.EPOCH_FIRST, Head.EPOCH_SIZE)),
-    )
-    return dict(zip(WORDS, words, strict=True))
+    words = Head.SAMPLES, Head.EPOCH, Head.EPOCH_FIRST, Head.EPOCH_SIZE
+    return {
+        table: dict(zip(WORDS, (head[Head.KEY] + 1, *(head[word] for word in words)), strict=True))
+        for table, head in zip(tables, heads, strict=True)
+    }
 
 
 def of(state: Mapping[str, Any], tables: Sequence[str]) -> Position:
@@ -67,36 +63,38 @@ def batches(position: Position) -> int:
     return next(iter(position.values()))["batches"]
 
 
+def fingerprint(plan: ReplayPlan) -> dict[str, str]:
+    """Return the fingerprint of each table's whole data set."""
+    return {name: dataset.whole_fingerprint for name, dataset in plan.datasets.items()}
+
+
 def state_of(
-    config: GearConfig,
-    fingerprint: dict[str, str],
+    plan: ReplayPlan,
     passes: Mapping[str, int],
     train: Position,
-    save: Mapping[str, Any] | None,
+    save: Mapping[str, Any] | None = None,
     rollout: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the state of a position for a checkpoint: JSON-able, equal on all ranks.
 
     Args:
-        fingerprint: Of each table's data set.
         passes: Passes over each split that have begun.
         train: Position of the training streams.
         save: Id and manifests of the save of this position; None: no save.
         rollout: The rollout batch after it whose training is under way; None: there is none.
     """
-    more = {} if rollout is None else {"rollout": dict(rollout)}
     return {
-        **more,
+        **({} if rollout is None else {"rollout": dict(rollout)}),
         "format": FORMAT,
-        "options": config.resume_digest,
-        "data": fingerprint,
+        "options": plan.config.resume_digest,
+        "data": fingerprint(plan),
         "passes": dict(passes),
         "train": {table: dict(words) for table, words in train.items()},
         "save": None if save is None else dict(save),
     }
 
 
-def check(state: Mapping[str, Any], config: GearConfig, fingerprint: dict[str, str]) -> None:
+def check(state: Mapping[str, Any], plan: ReplayPlan) -> None:
     """Check that a state is complete, belongs to this data and selects the same samples.
 
     Raises:
@@ -107,14 +105,14 @@ def check(state: Mapping[str, Any], config: GearConfig, fingerprint: dict[str, s
         raise CheckpointError(at, "must be a mapping", type(state).__name__, "pass a state from `save`")
     if state.get("format") != FORMAT:
         raise CheckpointError(at, f"must have format {FORMAT}", state.get("format"), ANOTHER)
-    if entry(state, "data", dict, at) != fingerprint:
+    if entry(state, "data", dict, at) != fingerprint(plan):
         raise CheckpointError(
             at,
-            f"must be of the data that this run reads ({fingerprint})",
+            f"must be of the data that this run reads ({fingerprint(plan)})",
             state["data"],
             "use the data set that the checkpoint was trained on, or load without gear's state",
         )
-    if entry(state, "options", str, at) != config.resume_digest:
+    if entry(state, "options", str, at) != plan.config.resume_digest:
         raise CheckpointError(
             at,
             "must be of the same seed, tables, sampler, fields and n_step",
@@ -124,7 +122,7 @@ def check(state: Mapping[str, Any], config: GearConfig, fingerprint: dict[str, s
     passes, train = entry(state, "passes", dict, at), entry(state, "train", dict, at)
     for name in passes:
         entry(passes, name, int, f"{at}: passes")
-    for table in config.sampled_tables:
+    for table in plan.config.sampled_tables:
         words = entry(train, table, dict, f"{at}: train")
         for word in WORDS:
             entry(words, word, int, f"{at}: train.{table}", _LEAST.get(word, 0))
@@ -141,10 +139,6 @@ def describe(state: Mapping[str, Any]) -> dict[str, Any]:
         CheckpointError: An entry is missing.
     """
     at = "the gear state"
-    if "train" not in state:  # of a DeviceReplay, which has one table
-        table = next(iter(entry(state, "save", dict, at)["tables"]))
-        counts = {name: entry(state, name, int, at) for name in ("global_batches", "samples")}
-        return {"train": {table: counts}, "passes": {}, "data": entry(state, "fingerprints", dict, at)}
     train: dict[str, dict[str, int]] = {}
     for table, words in entry(state, "train", dict, at).items():
         batches, samples, epoch, first, size = (

@@ -112,10 +112,17 @@ def merge(shards: Sequence[SavedShard]) -> SavedShard:
     lives = [shard.retention for shard in shards if shard.retention is not None]
     retention = np.concatenate(lives) if len(lives) == len(shards) else None
     inserted = sum(shard.inserted[0] for shard in shards), sum(shard.inserted[1] for shard in shards)
-    slots, next_id = _merge_slots(shards), _next_id([shard.next_id for shard in shards])
+    # Shard i of S assigns the ids counter * S + i: the next one is above all of them.
+    counters = [shard.next_id for shard in shards]
+    given = [(count - 1) * len(shards) + i + 1 for i, count in enumerate(counters) if count > 0]
+    slots, next_id = _merge_slots(shards), max(given, default=0)
     if slots is not None and len(slots):  # an id is never assigned again, even if the counter is damaged
         next_id = max(next_id, int(slots[:, Slot.ID].max()) + 1)
-    groups, consumed = _merge_groups(shards, before), _merge_consumed([shard.consumed for shard in shards])
+    # The newest consumed groups of each shard come last, so that a ring of any size keeps those.
+    known = [shard.consumed for shard in shards if shard.consumed is not None]
+    ages = np.concatenate([np.arange(len(one))[::-1] for one in known]) if known else np.empty(0)
+    consumed = np.concatenate(known)[np.argsort(-ages, kind="stable")] if known else None
+    groups = _merge_groups(shards, before)
     return SavedShard(slots, None, next_id, streams, retention, inserted, *groups, consumed)
 
 
@@ -159,22 +166,6 @@ def _merge_groups(
     return np.concatenate(found), np.sum(counts, axis=0)
 
 
-def _merge_consumed(every: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """Return the numbers of all shards: the newest of each last, so that a ring of any size keeps those."""
-    known = [one for one in every if one is not None]
-    if not known:
-        return None
-    ages = np.concatenate([np.arange(len(one))[::-1] for one in known])
-    return np.asarray(np.concatenate(known)[np.argsort(-ages, kind="stable")])
-
-
-def _next_id(counters: Sequence[int]) -> int:
-    """Return a number above every id of the shards: shard i of S assigns counter * S + i."""
-    count = len(counters)
-    given = [(counter - 1) * count + index + 1 for index, counter in enumerate(counters) if counter > 0]
-    return max(given, default=0)
-
-
 def _merge_stream(contents: Sequence[Content], shards: Sequence[SavedShard], before: np.ndarray) -> Content:
     if len(contents) == 1:
         return dict(contents[0])
@@ -210,7 +201,11 @@ def _merge_logs(logs: Sequence[np.ndarray], shards: Sequence[SavedShard], before
 
 def _merge_selections(contents: Sequence[Content], before: np.ndarray) -> Content:
     """Merge the unused selections; return none if one of their samples is missing."""
-    contents = [_by_key(content) for content in contents]
+    orders = [np.argsort(content["heads"][:, Head.KEY]) for content in contents]
+    contents = [
+        {name: content[name][order] for name in SELECTION_NAMES}
+        for content, order in zip(contents, orders, strict=True)
+    ]
     first = contents[0]
     if any(
         not np.array_equal(content["heads"][:, Head.KEY], first["heads"][:, Head.KEY]) for content in contents
@@ -229,11 +224,6 @@ def _merge_selections(contents: Sequence[Content], before: np.ndarray) -> Conten
     return {"heads": first["heads"], "ring": ring, "epochs": first["epochs"]}
 
 
-def _by_key(content: Content) -> Content:
-    order = np.argsort(content["heads"][:, Head.KEY])
-    return {name: content[name][order] for name in SELECTION_NAMES}
-
-
 def _before(sizes: Sequence[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(np.asarray(sizes, np.int64))])
 
@@ -247,11 +237,6 @@ def _found(known: np.ndarray, wanted: np.ndarray, values: np.ndarray) -> np.ndar
 
 
 # ---- dividing -----------------------------------------------------------------------------------
-
-
-def divide_ids(bounds: np.ndarray) -> ShardDivision:
-    """Return the division of a data set by the first id of each shard and the number of ids. [S + 1]."""
-    return ShardDivision.of(np.repeat(np.arange(len(bounds) - 1), np.diff(bounds)))
 
 
 def divide_rows(
@@ -303,37 +288,30 @@ def divide_groups(
 def _bounds(
     name: str, unit: str, slots: np.ndarray, rows: np.ndarray, room: Sequence[tuple[int, int]]
 ) -> list[int]:
-    """Return the bounds of contiguous parts of units that stay whole.
+    """Return the bounds of contiguous parts of units that stay whole: the first unit of each, and n.
 
     Args:
-        name: Of the table, for error texts.
-        slots: Of each unit. [n], int64.
-        rows: Likewise. [n], int64.
-        room: Slots and rows of each part.
-    Returns:
-        The first unit of each part, and n.
-    Raises:
-        StoreFullError: They do not fit.
+        slots: Of each unit, as `rows`. [n], int64.
     """
-    slot_ends, ends = _before(slots.tolist()), _before(rows.tolist())
+    ends = _before(slots.tolist()), _before(rows.tolist())
     wanted = shards_of(rows, len(room))
-
-    def reach(first: int, most_slots: int, most: int) -> int:
-        ways = (slot_ends, most_slots), (ends, most)
-        return min(int(np.searchsorted(way, way[first] + size, side="right")) - 1 for way, size in ways)
-
-    least = [len(rows)]  # where a part must begin so that it and those after it hold the rest
-    for most_slots, most in reversed(room):
-        end = least[-1]
-        ways = (slot_ends, most_slots), (ends, most)
-        least.append(max(0, *(int(np.searchsorted(way, way[end] - size)) for way, size in ways)))
-    bounds, starts = [0], least[::-1]
-    for index, (most_slots, most) in enumerate(room):
-        furthest = reach(bounds[-1], most_slots, most)
+    starts = [len(rows)]  # where a part must begin at the latest so that it and those after it hold the rest
+    for sizes in reversed(room):
+        first = (
+            int(np.searchsorted(end, end[starts[0]] - size)) for end, size in zip(ends, sizes, strict=True)
+        )
+        starts.insert(0, max(0, *first))
+    bounds = [0]
+    for index, sizes in enumerate(room):
+        after = (
+            np.searchsorted(end, end[bounds[-1]] + size, "right")
+            for end, size in zip(ends, sizes, strict=True)
+        )
+        furthest = int(min(after)) - 1
         if furthest < starts[index + 1]:
             raise StoreFullError(
                 f"table {name}",
-                f"must hold the {slot_ends[-1]} trajectories and {ends[-1]} rows of the checkpoint "
+                f"must hold the {ends[0][-1]} trajectories and {ends[1][-1]} rows of the checkpoint "
                 f"in {len(room)} parts of whole {unit}",
                 f"{[one for one, _ in room]} slots and {[one for _, one in room]} rows",
                 "raise its capacity",

@@ -27,11 +27,12 @@ import secrets
 import shutil
 import socket
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from deepspeed_gear.arguments import parse_json
+from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.liveness import hold, release
 from deepspeed_gear.store.shared_memory import try_lock
@@ -47,11 +48,6 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _BLOCK = 1 << 22
 T = TypeVar("T")
 State = Mapping[str, Any]
-
-
-def new_id() -> str:
-    """Return a random save id."""
-    return secrets.token_hex(16)
 
 
 def entry(mapping: Mapping[str, Any], name: str, kind: type[T], of: str, least: int = 0) -> T:
@@ -142,34 +138,27 @@ def begin(folder: Path, tables: Sequence[str], kept: State | None) -> None:
         OSError: From the file system.
     """
     make(folder)
-    keep = {table: _kept(folder, table, kept) for table in tables}
-    if kept is not None and None not in keep.values() and _named(folder) != kept["save"]["id"]:
-        write_position(folder, kept)  # before the save that it names is removed
-    for table, path in keep.items():
-        _make_room(folder, table, path)
+    keep: dict[str, Path | None] = dict.fromkeys(tables)
+    if kept is not None:
+        for table in tables:
+            with contextlib.suppress(CheckpointError):
+                keep[table] = find(folder, table, kept["save"])
+        if None not in keep.values() and _named(folder) != kept["save"]["id"]:
+            write_position(folder, kept)  # before the save that it names is removed
+    for table, kept_at in keep.items():
+        _, old, partial, older = versions = _versions(folder, table)
+        if kept_at is not None:
+            for path in versions:
+                if path != kept_at:
+                    _remove(path)
+            if kept_at in (partial, older):
+                os.rename(kept_at, old)
+        elif not old.exists() and manifests_in(partial):  # interrupted between the exchange and the rename
+            os.rename(partial, old)
+        else:
+            _remove(partial)
+        partial.mkdir()
     _sync(folder)
-
-
-def _kept(folder: Path, table: str, kept: State | None) -> Path | None:
-    try:
-        return None if kept is None else find(folder, table, kept["save"])
-    except CheckpointError:
-        return None
-
-
-def _make_room(folder: Path, table: str, keep: Path | None) -> None:
-    _, old, partial, older = versions = _versions(folder, table)
-    if keep is not None:
-        for path in versions:
-            if path != keep:
-                _remove(path)
-        if keep in (partial, older):
-            os.rename(keep, old)
-    elif not old.exists() and _manifests(partial):  # interrupted between the exchange and the rename
-        os.rename(partial, old)
-    else:
-        _remove(partial)
-    partial.mkdir()
 
 
 def partial_of(folder: Path, table: str) -> Path:
@@ -225,6 +214,48 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     _sync(partial)
     os.replace(partial, path)
     _sync(path.parent)
+
+
+def write_save(
+    exchange: ControlPlane,
+    folder: Path,
+    tables: Sequence[str],
+    kept: State | None,
+    is_first: bool,
+    write: Callable[[str], Mapping[str, Mapping[str, str]]],
+    state_of: Callable[[dict[str, Any]], dict[str, Any]],
+) -> dict[str, Any]:
+    """Write a save: the tables, then the state that names it. Collective.
+
+    Args:
+        kept: As of `begin`.
+        is_first: Whether this rank is the one that begins and publishes the save for all.
+        write: Writes this rank's files of the save with an id between `begin` and `publish`; returns the
+            SHA-256 of their manifests by table, and by path in the table's folder.
+        state_of: Returns the state from the id and the manifests of the save. Collective.
+    Returns:
+        The state, equal on all ranks.
+    Raises:
+        CheckpointError: A file cannot be written; on every rank, as its own error or as a PeerError.
+    """
+
+    def agree(action: Callable[[], T]) -> T:
+        def checked() -> T:
+            with writing(folder):
+                return action()
+
+        return exchange.agree("saving the tables", checked)
+
+    save_id: str = exchange.broadcast(secrets.token_hex(16))
+    agree(lambda: begin(folder, tables, kept) if is_first else None)
+    manifests: dict[str, dict[str, str]] = {name: {} for name in tables}
+    for written in exchange.gather(agree(lambda: write(save_id))):
+        for name, files in written.items():
+            manifests[name].update(files)
+    agree(lambda: publish(folder, tables) if is_first else None)
+    state = state_of({"id": save_id, "tables": manifests})
+    agree(lambda: write_position(folder, state) if is_first else None)
+    return state
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -319,7 +350,7 @@ def find(folder: Path, table: str, save: Mapping[str, Any]) -> Path:
 def _find(folder: Path, table: str, save_id: str, files: Mapping[str, str]) -> Path:
     problems, found = [], {}
     for path in _versions(folder, table):
-        ids = {_id_in(manifest) for manifest in _manifests(path)} - {None}
+        ids = {_id_in(manifest) for manifest in manifests_in(path)} - {None}
         if ids:
             found[path.name] = sorted(map(str, ids))[0]
         if save_id in ids:
@@ -366,7 +397,9 @@ def newest_tables(folder: Path) -> list[Path]:
         CheckpointError: One of them is missing or changed.
     """
     if not (folder / POSITION).is_file():
-        return sorted(path for path in folder.glob("*") if _manifests(path) and path.suffix not in _NAMES[1:])
+        return sorted(
+            path for path in folder.glob("*") if manifests_in(path) and path.suffix not in _NAMES[1:]
+        )
     save = read_position(folder).get("save")
     return [] if save is None else [find(folder, table, save) for table in sorted(save["tables"])]
 
@@ -374,11 +407,6 @@ def newest_tables(folder: Path) -> list[Path]:
 def table_in(folder: Path) -> str:
     """Return the name of the table in a folder."""
     return folder.stem if folder.suffix in _NAMES[1:] else folder.name
-
-
-def is_table(folder: Path) -> bool:
-    """Return whether a folder holds a saved table."""
-    return bool(_manifests(folder))
 
 
 def open_checked(path: Path, digest: str | None) -> BinaryIO:
@@ -448,12 +476,12 @@ def _versions(folder: Path, table: str) -> tuple[Path, ...]:
     return tuple(folder / (table + name) for name in _NAMES)
 
 
-def _manifests(path: Path) -> list[Path]:
+def manifests_in(path: Path) -> list[Path]:
     own = path / MANIFEST
-    return [own] if own.is_file() else shard_manifests(path)
+    return [own] if own.is_file() else shardmanifests_in(path)
 
 
-def shard_manifests(folder: Path) -> list[Path]:
+def shardmanifests_in(folder: Path) -> list[Path]:
     """Return the manifests of the shards in a table's folder; [] also if it is removed meanwhile."""
     try:
         return sorted(folder.glob(f"shard-*/{MANIFEST}"))
@@ -520,7 +548,7 @@ def _locked(folder: Path) -> int:
                 raise CheckpointError(
                     str(folder),
                     "must be saved into by one run at a time",
-                    _holder(fd),
+                    os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process",
                     "give each run a folder of its own, or end that one; any number may load from it",
                 )
             if _is_file(fd, path):
@@ -537,10 +565,6 @@ def _locked(folder: Path) -> int:
             release(fd)
             raise
         release(fd)  # it was removed meanwhile, with its folder
-
-
-def _holder(fd: int) -> str:
-    return os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
 
 
 def _is_file(fd: int, path: Path) -> bool:

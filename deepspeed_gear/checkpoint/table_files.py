@@ -11,24 +11,39 @@ that of a table in one store. Shards are loaded into any number of nodes (`resha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
-from deepspeed_gear.checkpoint import save_folders
-from deepspeed_gear.checkpoint.reshard import SavedShard, ShardDivision, groups_of, in_rows, merge, packed
+from deepspeed_gear.checkpoint import reshard, save_folders
+from deepspeed_gear.checkpoint.reshard import (
+    Content,
+    SavedShard,
+    ShardDivision,
+    groups_of,
+    in_rows,
+    merge,
+    packed,
+)
+from deepspeed_gear.distributed.replay_plan import ReplayPlan
+from deepspeed_gear.distributed.sharded.sharded_selector import ShardedSelector
 from deepspeed_gear.errors import CheckpointError, StoreFullError
-from deepspeed_gear.ops.records import Slot, SlotState
+from deepspeed_gear.ops.constants import UNKNOWN
+from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store.records import Control
+from deepspeed_gear.schema import Schema
+from deepspeed_gear.store.eviction import quiet
+from deepspeed_gear.store.records import Control, Head
 from deepspeed_gear.store.table import Table
 
+T = TypeVar("T")
 FORMAT = 2
 
 
@@ -47,43 +62,34 @@ def save_table(
     Returns:
         The SHA-256 of the manifest, by its path in `part`.
     """
-    more: dict[str, Any] = {}
-    shard, to, name = table.spec.shard, part, save_folders.MANIFEST
+    spec, shard, to, name = table.spec, table.spec.shard, part, save_folders.MANIFEST
     if shard is not None:
-        to, more = shard_folder(part, shard.index), {"shard": asdict(shard)}
+        to = part / f"shard-{shard.index}"
         name = f"{to.name}/{name}"
         to.mkdir()
-    with nullcontext() if table.groups is None else table.groups.kept():
-        return {name: _write(table, streams, to, batches, {"save": save_id, **more})}
-
-
-def shard_folder(folder: Path, index: int) -> Path:
-    """Return the folder of a shard in its table's folder."""
-    return folder / f"shard-{index}"
-
-
-def _write(table: Table, streams: list[BatchStream], to: Path, batches: int, more: dict[str, Any]) -> str:
     is_saved = np.isin(table.slots[:, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED))
     for stream in streams:
         is_saved[stream.state.skipped_slots] = True
     slots = np.nonzero(is_saved)[0]
-    if table.spec.dataset is None:
-        _save_rows(table, slots, to)
-        if table.spec.shard is not None:  # priority updates and selections refer to slots of the store
-            np.save(to / "numbers.npy", slots)
-    for stream in streams:
-        for name, array in stream.state.export(slots, batches).items():
-            np.save(to / f"stream.{stream.spec.name}.{name}.npy", array)
-    manifest = {
-        "format": FORMAT,
-        "schema": table.spec.schema.to_json(),
-        "next_id": int(table.control[Control.NEXT_ID]),
-        "inserted": table.control[[Control.INSERTED, Control.STEPS_INSERTED]].tolist(),
-        **({} if table.spec.group is None else {"group": table.spec.group.to_json()}),
-        **{stream.spec.name: stream.spec.describe() for stream in streams if stream.spec.name == TRAIN},
-        **more,
-    }
-    return save_folders.complete(to, manifest)
+    with nullcontext() if table.groups is None else table.groups.kept():
+        if spec.dataset is None:
+            _save_rows(table, slots, to)
+            if shard is not None:  # priority updates and selections refer to slots of the store
+                np.save(to / "numbers.npy", slots)
+        for stream in streams:
+            for key, array in stream.state.export(slots, batches).items():
+                np.save(to / f"stream.{stream.spec.name}.{key}.npy", array)
+        manifest = {
+            "format": FORMAT,
+            "schema": spec.schema.to_json(),
+            "next_id": int(table.control[Control.NEXT_ID]),
+            "inserted": table.control[[Control.INSERTED, Control.STEPS_INSERTED]].tolist(),
+            **({} if spec.group is None else {"group": spec.group.to_json()}),
+            **{stream.spec.name: stream.spec.describe() for stream in streams if stream.spec.name == TRAIN},
+            "save": save_id,
+            **({} if shard is None else {"shard": asdict(shard)}),
+        }
+        return {name: save_folders.complete(to, manifest)}
 
 
 def _save_rows(table: Table, slots: np.ndarray, folder: Path) -> None:
@@ -97,22 +103,16 @@ def _save_rows(table: Table, slots: np.ndarray, folder: Path) -> None:
         np.save(folder / "groups.npy", table.groups.export(slots))
         np.save(folder / "group_counts.npy", table.groups.counts)
         np.save(folder / "consumed_groups.npy", table.groups.consumed)
+    extents = records[in_rows(records)][:, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist()
     for column in table.spec.schema:
         data, path = table.columns[column.name], folder / file_of(column.name)
-        if column.rows == "1":
-            np.save(path, data[slots])
-            continue
         shape = (int(records[:, Slot.NUM_ROWS].sum()), *column.shape)
-        out = (
-            np.lib.format.open_memmap(path, mode="w+", dtype=column.numpy_dtype, shape=shape)
-            if shape[0]
-            else None
-        )
-        if out is None:
-            np.save(path, np.empty(shape, column.numpy_dtype))
+        if column.rows == "1" or shape[0] == 0:  # no bytes can be mapped
+            np.save(path, data[slots] if column.rows == "1" else np.empty(shape, column.numpy_dtype))
             continue
+        out = np.lib.format.open_memmap(path, mode="w+", dtype=column.numpy_dtype, shape=shape)
         at = 0
-        for first, count in records[in_rows(records)][:, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist():
+        for first, count in extents:
             out[at : at + count] = data[first : first + count]
             at += count
         out.flush()
@@ -138,64 +138,86 @@ class SavedTable:
     columns: list[dict[str, np.ndarray]] = field(default_factory=list)
 
 
-def read_table(folder: Path, schema: Schema | None = None) -> SavedTable:
+def read_table(folder: Path, schema: Schema | None = None, save_id: str | None = None) -> SavedTable:
     """Read a table of a checkpoint except its rows, and check the files.
 
     Args:
         schema: The schema that it must have; None: any.
+        save_id: The save that it must be of; None: any.
     Raises:
-        CheckpointError: A file is missing or changed, or the schema differs.
+        CheckpointError: A file is missing or changed, or the schema or the save differs.
     """
-    folders, manifests = find_shards(folder)
+    folders, manifests = find_shards(folder, save_id)
+    shards = []
     for one, manifest in zip(folders, manifests, strict=True):
         if schema is not None and Schema.from_json(manifest["schema"]) != schema:
             raise CheckpointError(str(one), f"must have the schema {schema}", manifest["schema"])
-    shards = [_read_shard(one, manifest) for one, manifest in zip(folders, manifests, strict=True)]
+        streams: dict[str, Content] = {}
+        others: dict[str, np.ndarray] = {}
+        for name, digest in manifest["files"].items():
+            kind, *rest = name.removesuffix(".npy").split(".")
+            if kind == "stream":  # stream.<name>.<array>.npy
+                streams.setdefault(".".join(rest[:-1]), {})[rest[-1]] = _loaded(one / name, digest)
+            elif kind != "column":
+                others[kind] = _loaded(one / name, digest)
+        shard = SavedShard(
+            others.get("slots"),
+            others.get("numbers"),
+            manifest["next_id"],
+            streams,
+            others.get("retention"),
+            tuple(manifest["inserted"][:2]),
+            others.get("groups"),
+            others.get("group_counts"),
+            others.get("consumed_groups"),
+        )
+        shards.append(shard)
     return SavedTable(folders, manifests, shards, merge(shards))
 
 
-def find_shards(folder: Path) -> tuple[list[Path], list[dict[str, Any]]]:
+def find_shards(folder: Path, save_id: str | None = None) -> tuple[list[Path], list[dict[str, Any]]]:
     """Return the folders of a table's shards, or its own where it was in one store, and their manifests.
 
+    Args:
+        save_id: The save that they must be of; None: any.
     Raises:
-        CheckpointError: One is missing, of another format, or not of the same table as the others.
+        CheckpointError: One is missing, of another format or save, or not of the same table as the others.
     """
-    shards = save_folders.shard_manifests(folder)
-    if (folder / save_folders.MANIFEST).exists() or not shards:
-        return [folder], [_manifest_of(folder)]
-    count = _shard_of(shards[0].parent, _manifest_of(shards[0].parent))[1]
-    folders = [shard_folder(folder, index) for index in range(count)]
-    manifests = [_manifest_of(one) for one in folders]
+    found = save_folders.manifests_in(folder)
+    if not found or found[0].parent == folder:
+        folders = [folder]
+    else:
+        count = _manifest_of(found[0].parent, save_id, of_shard=True)["shard"]["count"]
+        folders = [folder / f"shard-{index}" for index in range(count)]
+    manifests = [_manifest_of(one, save_id, of_shard=one != folder) for one in folders]
     for index, (one, manifest) in enumerate(zip(folders, manifests, strict=True)):
-        shard = _shard_of(one, manifest)
-        if shard != (index, count):
-            raise CheckpointError(
-                str(one), f"must hold shard {index} of {count}", f"{shard[0]} of {shard[1]}"
-            )
+        shard = manifest["shard"] if one != folder else {"index": 0, "count": 1}
+        if (shard["index"], shard["count"]) != (index, len(folders)):
+            rule = f"must hold shard {index} of {len(folders)}"
+            raise CheckpointError(str(one), rule, f"{shard['index']} of {shard['count']}")
     return folders, manifests
 
 
-def _shard_of(folder: Path, manifest: dict[str, Any]) -> tuple[int, int]:
-    """Return the index of a shard, and the number of shards."""
-    at = str(folder / save_folders.MANIFEST)
-    shard = save_folders.entry(manifest, "shard", dict, at)
-    return save_folders.entry(shard, "index", int, at), save_folders.entry(shard, "count", int, at)
-
-
-def _read_shard(folder: Path, manifest: dict[str, Any]) -> SavedShard:
-    streams: dict[str, dict[str, np.ndarray]] = {}
-    others = {}
-    for name, digest in manifest["files"].items():
-        kind, *rest = name.removesuffix(".npy").split(".")
-        if kind == "stream":
-            streams.setdefault(".".join(rest[:-1]), {})[rest[-1]] = _loaded(folder / name, digest)
-        elif kind != "column":
-            others[kind] = _loaded(folder / name, digest)
-    slots, numbers = others.get("slots"), others.get("numbers")
-    retention, next_id = others.get("retention"), manifest["next_id"]
-    groups = others.get("groups"), others.get("group_counts"), others.get("consumed_groups")
-    inserted = tuple(manifest["inserted"][:2])
-    return SavedShard(slots, numbers, next_id, streams, retention, inserted, *groups)
+def _manifest_of(folder: Path, save_id: str | None, of_shard: bool) -> dict[str, Any]:
+    """Read and check the manifest of a table, or of a shard."""
+    path = folder / save_folders.MANIFEST
+    manifest = save_folders.read_json(path)
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(
+            str(folder), f"must have format {FORMAT}", manifest.get("format"), save_folders.ANOTHER
+        )
+    kinds = {"save": str, "schema": dict, "next_id": int, "inserted": list, "files": dict}
+    for name, kind in kinds.items():
+        save_folders.entry(manifest, name, kind, str(path))
+    inserted = dict(zip(("trajectories", "steps"), manifest["inserted"], strict=False))
+    for name in ("trajectories", "steps"):
+        save_folders.entry(inserted, name, int, f"{path}: inserted")
+    for name in ("index", "count") if of_shard else ():
+        shard = save_folders.entry(manifest, "shard", dict, str(path))
+        save_folders.entry(shard, name, int, f"{path}: shard")
+    if save_id is not None and manifest["save"] != save_id:
+        raise CheckpointError(str(folder), f"must be of the save {save_id}", manifest["save"])
+    return manifest
 
 
 def open_rows(found: SavedTable, division: ShardDivision | None = None, index: int = 0) -> None:
@@ -216,6 +238,11 @@ def open_rows(found: SavedTable, division: ShardDivision | None = None, index: i
         found.columns.append({n: _mapped(folder / n, manifest["files"][n], checked) for n in names})
 
 
+def file_of(column: str) -> str:
+    """Return the file of a column."""
+    return f"column.{column}.npy"
+
+
 def _loaded(path: Path, digest: str) -> np.ndarray:
     with save_folders.open_checked(path, digest) as file:
         found: np.ndarray = np.load(file)
@@ -229,33 +256,6 @@ def _mapped(path: Path, digest: str, checked: bool) -> np.ndarray:
             return found
     except OSError as error:
         raise CheckpointError(str(path), "must be readable", None, str(error)) from error
-
-
-def check_room(table: Table, records: np.ndarray) -> None:
-    """Raise if a store cannot hold the trajectories of a checkpoint.
-
-    Raises:
-        StoreFullError: The table is too small.
-    """
-    rows = int(records[:, Slot.NUM_ROWS].sum())
-    if len(records) > len(table.slots) or rows > table.spec.capacity_rows:
-        raise StoreFullError(
-            f"table {table.spec.name}",
-            f"must hold the {len(records)} trajectories and {rows} rows of the checkpoint",
-            f"{len(table.slots)} and {table.spec.capacity_rows}",
-            "raise its capacity",
-        )
-
-
-def read_values(found: SavedTable, column: Column) -> np.ndarray:
-    """Return a per-trajectory column of all trajectories of a table. [n, *shape].
-
-    Raises:
-        CheckpointError: A file is missing or changed.
-    """
-    name = file_of(column.name)
-    both = zip(found.folders, found.manifests, strict=True)
-    return np.concatenate([_loaded(folder / name, manifest["files"].get(name)) for folder, manifest in both])
 
 
 def load_rows(
@@ -324,25 +324,238 @@ def _copy_rows(to: np.ndarray, files: Sequence[np.ndarray], extents: np.ndarray)
             to[first : first + count] = file[source : source + count]
 
 
-# ---- files ---------------------------------------------------------------------------------------
+# ---- into the stores of this run ------------------------------------------------------------------
 
 
-def _manifest_of(folder: Path) -> dict[str, Any]:
-    path = folder / save_folders.MANIFEST
-    manifest = save_folders.read_json(path)
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(
-            str(folder), f"must have format {FORMAT}", manifest.get("format"), save_folders.ANOTHER
-        )
-    kinds = {"save": str, "schema": dict, "next_id": int, "inserted": list, "files": dict}
-    for name, kind in kinds.items():
-        save_folders.entry(manifest, name, kind, str(path))
-    inserted = dict(zip(("trajectories", "steps"), manifest["inserted"], strict=False))
-    for name in ("trajectories", "steps"):
-        save_folders.entry(inserted, name, int, f"{path}: inserted")
-    return manifest
+class TableLoader:
+    """The steps of a load. Main thread; only the constructor and `announce` are collective.
+
+    Args:
+        tables: The tables to load.
+        streams: The streams that sample from each table, by table and by name.
+    """
+
+    def __init__(
+        self,
+        plan: ReplayPlan,
+        tables: Mapping[str, Table],
+        streams: Mapping[str, Mapping[str, BatchStream]],
+    ) -> None:
+        self._plan, self._names, self._streams = plan, list(tables), streams
+        self._tables = tables if plan.leads_shard else {}
+        self._spread = sorted(name for name in tables if name in plan.placement.spread)
+        self._found: dict[str, SavedTable] = {}
+        self._divisions: dict[str, ShardDivision] = {}
+        # Slots and rows of each node's stores, by table.
+        self._room: list[dict[str, tuple[int, int]]] = []
+        if self._spread:
+            mine = {name: (len(t.slots), t.spec.capacity_rows) for name, t in self._tables.items()}
+            self._room = self._of_nodes(mine)
+
+    def _of_nodes(self, mine: T) -> list[T]:
+        """Return what the leader of each node's shards gives, in the order of shards. Collective."""
+        placement, nodes = self._plan.placement, self._plan.topology.nodes
+        of_ranks = self._plan.exchange.gather(mine if self._plan.leads_shard else None)
+        by_node = {nodes[rank]: one for rank, one in enumerate(of_ranks) if one is not None}
+        return [by_node[node] for node in placement.order]
+
+    # ---- reading -----------------------------------------------------------------------------------
+
+    def read(self, folder: Path, state: save_folders.State) -> None:
+        """Read and check everything except the rows; nothing changes.
+
+        Raises:
+            CheckpointError: A file is missing or changed, of another save than the state, or of another
+                schema.
+            StoreFullError: A table is too small.
+        """
+        save = save_folders.save_of(state)
+
+        def find() -> dict[str, Path]:
+            return {name: save_folders.find(folder, name, save) for name in self._names}
+
+        folders = find()
+        while True:
+            try:
+                for one in folders.values():  # so that every rank reports what is missing
+                    find_shards(one, save["id"])
+                for name, table in self._tables.items():
+                    self._read(name, table, folders[name], save["id"])
+                return
+            except CheckpointError:
+                before, folders = folders, find()
+                if folders == before:
+                    raise
+                # A save of another process has renamed them meanwhile, once: after that it removes them.
+
+    def _read(self, name: str, table: Table, folder: Path, save_id: str) -> None:
+        found = self._found[name] = read_table(folder, table.spec.schema, save_id)
+        slots, groups = found.whole.slots, table.groups
+        if groups is not None and slots is not None and found.whole.groups is None:
+            rule, remedy = "must hold the groups of its trajectories", "it is of a table without groups"
+            raise CheckpointError(str(found.folders[0]), rule, None, remedy)
+        if name in self._spread:
+            self._divisions[name] = self._divide(name, table, found)
+        chosen = self._chosen(name)
+        if slots is None and len(chosen) != len(table.slots):
+            rule = f"must have the {len(table.slots)} trajectories of the data set"
+            raise CheckpointError(str(found.folders[0]), rule, len(chosen))
+        rows = 0 if slots is None else int(slots[chosen, Slot.NUM_ROWS].sum())
+        if slots is not None and (len(chosen) > len(table.slots) or rows > table.spec.capacity_rows):
+            raise StoreFullError(
+                f"table {table.spec.name}",
+                f"must hold the {len(chosen)} trajectories and {rows} rows of the checkpoint",
+                f"{len(table.slots)} and {table.spec.capacity_rows}",
+                "raise its capacity",
+            )
+        open_rows(found, self._divisions.get(name), self._index)
+
+    def _divide(self, name: str, table: Table, found: SavedTable) -> ShardDivision:
+        whole = found.whole
+        if whole.slots is None:
+            bounds = self._plan.placement.bounds[name]  # first id of each shard, and the number of ids
+            return ShardDivision.of(np.repeat(np.arange(len(bounds) - 1), np.diff(bounds)))
+        room = [sizes[name] for sizes in self._room]
+        if table.groups is not None and whole.groups is not None:
+            file = file_of(table.groups.spec.column)
+            both = zip(found.folders, found.manifests, strict=True)
+            numbers = [_loaded(folder / file, manifest["files"].get(file)) for folder, manifest in both]
+            of_groups = np.concatenate(numbers).astype(np.int64)
+            return reshard.divide_groups(name, whole.slots, of_groups, whole.groups, room)
+        train = self._streams.get(name, {}).get(TRAIN)
+        by_rows = train is not None and train.spec.priorities is not None and train.spec.rule.unit == "step"
+        return reshard.divide_rows(table.spec.name, whole.slots, by_rows, room)
+
+    @property
+    def _index(self) -> int:
+        """Index of this node's shard."""
+        return self._plan.placement.order.index(self._plan.topology.node)
+
+    def _chosen(self, name: str) -> np.ndarray:
+        """Return the trajectories to load into this node's store. [n], int64."""
+        if name in self._divisions:
+            return self._divisions[name].chosen(self._index)
+        return np.arange(self._found[name].whole.num_slots)
+
+    # ---- replacing ---------------------------------------------------------------------------------
+
+    def replace(self) -> None:
+        """Replace the contents of this node's tables."""
+        for name, table in self._tables.items():
+            found, chosen = self._found[name], self._chosen(name)
+            next_id = found.whole.next_id
+            if name in self._divisions:
+                next_id = reshard.next_id_of(next_id, self._index, len(self._room))
+            with quiet(table, table.lock.timeout_s, Control.PENDING):
+                if found.whole.slots is not None:
+                    load_rows(table, found, chosen, next_id, self._divisions.get(name))
+                for stream in self._streams.get(name, {}).values():
+                    stream.state.restore(np.arange(len(chosen)), self._content(name, stream))
+                if found.whole.slots is not None:
+                    table.extents.end_all()
+
+    def _content(self, name: str, stream: BatchStream) -> Content:
+        whole, stream_name = self._found[name].whole, stream.spec.name
+        if name not in self._divisions:
+            return dict(whole.streams[stream_name])
+        items: np.ndarray | slice | None = None
+        if stream.spec.rule.unit == "step":
+            if whole.slots is not None:
+                items = reshard.items_of(whole.slots, self._chosen(name))
+            else:
+                rows = [sizes[name][1] for sizes in self._room]
+                first = sum(rows[: self._index])
+                items = slice(first, first + rows[self._index])
+        return reshard.part_of(whole, stream_name, self._divisions[name], self._index, items)
+
+    # ---- over nodes --------------------------------------------------------------------------------
+
+    def deliver(self) -> None:
+        """Send the unused selections to the nodes that use them. Called on all nodes."""
+        for name in self._spread if self._tables else []:
+            for stream in self._streams.get(name, {}).values():
+                selector = stream.selector
+                if isinstance(selector, ShardedSelector):
+                    selector.restart()
+                    if stream.spec.name == TRAIN:
+                        self._restore_selections(name, stream, selector)
+
+    def _restore_selections(self, name: str, stream: BatchStream, selector: ShardedSelector) -> None:
+        whole, part = self._found[name].whole.streams[TRAIN], self._content(name, stream)
+        if not stream.state.keeps_selections(part):
+            return
+        owners = reshard.owners_of(whole, self._divisions[name])
+        for at in np.argsort(part["heads"][:, Head.KEY]).tolist():
+            head = part["heads"][at]
+            key, count = int(head[Head.KEY]), int(head[Head.COUNT])
+            own = np.nonzero(part["ring"][at, :count, Resolution.ID] != UNKNOWN)[0]
+            records = part["ring"][at, own]
+            records[:, Resolution.FIRST_ROW] = stream.table.slots[records[:, Resolution.SLOT], Slot.FIRST_ROW]
+            first = int(head[Head.SAMPLES]) - count
+            entry = key % stream.spec.depth
+            selector.deliver(key, entry, first, owners[at, :count], own, torch.from_numpy(records))
+        with stream.table.lock:
+            stream.state.keep_selections(part)
+
+    def announce(self) -> None:
+        """Exchange which node holds each loaded trajectory, for all ranks. Collective."""
+        placement, mine = self._plan.placement, {}
+        for name, table in self._tables.items():
+            if name in self._spread and table.spec.dataset is None:
+                ids = table.slots[: len(self._chosen(name)), Slot.ID].copy()
+                mine[name] = ids, self._found[name].whole.next_id
+        found = self._of_nodes(mine)
+        for name, (_, next_id) in found[0].items():
+            ids = [one[name][0] for one in found]
+            every, shards = np.concatenate(ids), np.repeat(np.arange(len(ids)), [len(one) for one in ids])
+            order = np.argsort(every)
+            placement.loaded[name] = every[order], shards[order], next_id
 
 
-def file_of(column: str) -> str:
-    """Return the file of a column."""
-    return f"column.{column}.npy"
+# ---- columns of a rollout batch whose training is under way -----------------------------------------
+
+_PREFIX, _SUFFIX = "rollout.", ".npz"
+
+
+def write_rollout(
+    folder: Path, save_id: str, columns: Mapping[str, torch.Tensor], kept: save_folders.State | None
+) -> dict[str, str] | None:
+    """Write columns beside the tables, and remove those of earlier saves than the one that is kept.
+
+    Returns:
+        The file's name and checksum for the state; None: there are no columns.
+    """
+    known = ((kept or {}).get("rollout") or {}).get("columns") or {}
+    for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
+        if path.name != known.get("file"):
+            path.unlink(missing_ok=True)
+    if not columns:
+        return None
+    path = folder / f"{_PREFIX}{save_id}{_SUFFIX}"
+    arrays: dict[str, Any] = {name: column.numpy() for name, column in columns.items()}
+    with path.open("wb") as file:
+        np.savez(file, **arrays)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"file": path.name, "sha256": save_folders.sha256(path)}
+
+
+def read_rollout(folder: Path, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Read the columns of the rollout batch that a state was saved in.
+
+    Raises:
+        CheckpointError: The file is missing or changed.
+    """
+    rollout = state.get("rollout")
+    if not rollout or not rollout.get("columns"):
+        return {}
+    at = "the rollout of the gear state"
+    columns = save_folders.entry(rollout, "columns", dict, at)
+    name = save_folders.entry(columns, "file", str, at)
+    if Path(name).name != name:
+        raise CheckpointError(at, "must name a file of its folder", name)
+    with (
+        save_folders.open_checked(folder / name, save_folders.entry(columns, "sha256", str, at)) as file,
+        np.load(file, allow_pickle=False) as found,
+    ):
+        return {column: torch.from_numpy(found[column]) for column in found.files}

@@ -216,7 +216,7 @@ def saved_tables(folder: Path) -> list[Path]:
     Raises:
         CheckpointError: A table of the newest save is missing or changed.
     """
-    if save_folders.is_table(folder):
+    if save_folders.manifests_in(folder):
         return [folder]
     return [table for one in (folder, folder / _GEAR) for table in save_folders.newest_tables(one)]
 

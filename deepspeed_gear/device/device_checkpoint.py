@@ -3,108 +3,33 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from deepspeed_gear.checkpoint import save_folders
+from deepspeed_gear.checkpoint import position, save_folders
 from deepspeed_gear.device import reshard_rings
 from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.distributed.replay_plan import ReplayPlan
-from deepspeed_gear.errors import CheckpointError, DataError
-from deepspeed_gear.ops.records import OpenTrajectory, RingState, UpdateCount
+from deepspeed_gear.errors import CheckpointError
+from deepspeed_gear.ops.records import OpenTrajectory, RingState
 
 LOG = logging.getLogger("deepspeed_gear")
-FORMAT = 2
+FORMAT = 3
 CONTENT = "content.pt"
 Tables = Mapping[str, RingTable]
-T = TypeVar("T")
 
 
-def statistics_of(tables: Tables, has_priorities: bool) -> dict[str, Any]:
-    """Return the sizes of tables, and the counts of their updates. Waits for the device.
-
-    Of several tables: the sums, and by name under "tables". The global batches are those of the first one.
-    """
-    every = {name: _statistics(table, has_priorities) for name, table in tables.items()}
-    first = next(iter(every.values()))
-    if len(every) == 1:
-        return first
-    sums = {key: sum(found.get(key, 0) for found in every.values()) for key in first}
-    return {**sums, "global_batches": first["global_batches"], "tables": every}
-
-
-def _statistics(table: RingTable, has_priorities: bool) -> dict[str, int]:
-    state = table.state.tolist()
-    counts = state[RingState.COUNTS :]
-    found = {
-        "steps": state[RingState.STEPS],
-        "trajectories": table.num_trajectories(),
-        "added": state[RingState.NEXT],
-        "global_batches": state[RingState.BATCH],
-        "empty_batches": state[RingState.EMPTY],
-        "refused": state[RingState.REFUSED],
-        **({"dropped": state[RingState.DROPPED]} if table.num_envs else {}),
-        "bytes": table.num_bytes,
-        **({"host_bytes": table.host_bytes} if table.host_rows is not None else {}),
-    }
-    if has_priorities:
-        words = {"applied": UpdateCount.APPLIED, "ignored": UpdateCount.STALE, "clamped": UpdateCount.CLAMPED}
-        found |= {f"priorities_{name}": counts[word] for name, word in words.items()}
-        found["items"] = counts[UpdateCount.DRAWABLE]
-    return found
-
-
-class Reported:
-    """Counts of applied and of clamped priority updates of a table. Every method waits for the device."""
-
-    def __init__(self, table: RingTable) -> None:
-        self._table = table
-        self._before = self._counts()
-
-    def _counts(self) -> tuple[int, int]:
-        counts = self._table.state[RingState.COUNTS :].tolist()
-        return counts[UpdateCount.APPLIED], counts[UpdateCount.CLAMPED]
-
-    def num_clamped(self) -> int:
-        """Return the number of updates that were ever clamped."""
-        return self._counts()[1]
-
-    def recent(self) -> tuple[int, int]:
-        """Return the numbers of updates since the last call that were applied, and that were clamped."""
-        before, self._before = self._before, self._counts()
-        return self._before[0] - before[0], self._before[1] - before[1]
-
-
-def check_drawn(table: RingTable) -> None:
-    """Raise if a global batch without samples was drawn from a table. Waits for the device.
-
-    Raises:
-        DataError: There was one.
-    """
-    empty = int(table.state[RingState.EMPTY])
-    if empty:
-        rule = "must have an item with a mass whenever a batch is drawn"
-        remedy = (
-            "add trajectories that have an anchor before sample_, and report priorities above 0; "
-            "batch.valid and batch.is_weight mark the samples that exist"
-        )
-        raise DataError("the table on the device", rule, f"{empty} global batches without samples", remedy)
-
-
-def position_of(plan: ReplayPlan, tables: Tables) -> dict[str, Any]:
-    """Return the position: numbers of selected global batches and samples, and the config. JSON-able.
-
-    Of several tables, `samples` has the number of each by name.
-    """
-    states = {name: table.state.tolist() for name, table in tables.items()}
-    samples: Any = {name: state[RingState.SAMPLES] for name, state in states.items()}
-    first = next(iter(states))
-    batches = states[first][RingState.BATCH]
-    samples = samples if len(tables) > 1 else samples[first]
-    return {**_facts(plan), "global_batches": batches, "samples": samples}
+def position_of(plan: ReplayPlan, tables: Tables, save: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the position, as of a Replay: `batches` and `samples` of each table. Waits for the device."""
+    train = position.start(list(tables))
+    for name, table in tables.items():
+        state = table.state.tolist()
+        train[name] |= {"batches": state[RingState.BATCH], "samples": state[RingState.SAMPLES]}
+    return position.state_of(plan, {}, train, save)
 
 
 def seek(plan: ReplayPlan, tables: Tables, state: Mapping[str, Any]) -> None:
@@ -113,89 +38,70 @@ def seek(plan: ReplayPlan, tables: Tables, state: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: It is of another format, config or data set; nothing has changed.
     """
-    _check_facts(plan, state)
-    batches = save_folders.entry(state, "global_batches", int, "the state")
-    if len(tables) > 1:
-        by_name = save_folders.entry(state, "samples", dict, "the state")
-        samples = {name: save_folders.entry(by_name, name, int, "the state's samples") for name in tables}
-    else:
-        samples = dict.fromkeys(tables, save_folders.entry(state, "samples", int, "the state"))
-    for name, table in tables.items():
-        table.state[RingState.BATCH], table.state[RingState.SAMPLES] = batches, samples[name]
+    position.check(state, plan)
+    for name, words in position.of(state, list(tables)).items():
+        of = tables[name].state
+        of[RingState.BATCH], of[RingState.SAMPLES] = words["batches"], words["samples"]
 
 
-def state_of(plan: ReplayPlan, tables: Tables) -> dict[str, Any]:
-    """Return the content of tables, with the facts that `restore` checks, in host memory."""
-    kept = _content(plan, tables)
-    content: dict[str, torch.Tensor] = {}
-    for table_name, table in tables.items():
-        names = [name for name in table.content if _key(tables, table_name, name) in kept]
-        content |= {_key(tables, table_name, name): rows for name, rows in table.copied(names).items()}
-    return {**_facts(plan), "content": content}
+def saved_content(plan: ReplayPlan, name: str, table: RingTable) -> dict[str, Tensor]:
+    """Return copies in host memory of the tensors that are saved: all but the columns of a data set."""
+    has_data = name in plan.datasets
+    return table.copied([key for key in table.content if not (has_data and key.startswith("column/"))])
 
 
-def restore(plan: ReplayPlan, tables: Tables, state: Mapping[str, Any]) -> None:
-    """Copy a state into the tensors of tables.
+def restore(plan: ReplayPlan, tables: Tables, content: Any) -> None:
+    """Copy saved content into the tensors of tables.
 
+    Args:
+        content: Of each table, by name: what `saved_content` returned.
     Raises:
-        CheckpointError: It is of another format, config, size or data set; nothing has changed.
+        CheckpointError: It is of another config or size; nothing has changed.
     """
-    _check_facts(plan, state)
-    held, content = _content(plan, tables), save_folders.entry(state, "content", dict, "the state")
-    if set(content) != set(held):
-        differ = sorted(set(held) ^ set(content))
-        raise CheckpointError("the state's content", "must be that of a table of this config", differ[0])
-    for name, values in content.items():
-        if held[name].shape != values.shape:
-            size = list(values.shape)
-            raise CheckpointError(f"the state's {name}", "must be of a table of this size", size)
-    for table_name, table in tables.items():
-        for name in table.content:
-            if _key(tables, table_name, name) in content:
-                table.overwrite(name, content[_key(tables, table_name, name)])
-        highest = table.state[RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY]
-        if not table.state[RingState.INITIAL]:  # of a release without this word
-            table.state[RingState.INITIAL] = highest
+    for name, table in tables.items():
+        saved = save_folders.entry(content, name, dict, "the saved content")
+        for key in saved.keys() | table.content.keys():
+            held, values = table.content.get(key), saved.get(key)
+            if values is None and name in plan.datasets and key.startswith("column/"):
+                continue
+            if held is None or not isinstance(values, Tensor):
+                rule = "must be that of a table of this config"
+                raise CheckpointError(f"the saved content of table {name}", rule, key)
+            if held.shape != values.shape:
+                rule = "must be of a table of this size"
+                raise CheckpointError(f"{key} of the saved table {name}", rule, list(values.shape))
+    for name, table in tables.items():
+        for key, values in content[name].items():
+            table.overwrite(key, values)
         for word in (OpenTrajectory.NUM_STEPS, OpenTrajectory.ENDED):
             table.opened[:, word] = 0  # the environments are at other steps
 
 
 def save(plan: ReplayPlan, tables: Tables, folder: Path, kept: save_folders.State | None) -> dict[str, Any]:
-    """Write each replica's tables into a folder; return the state for `load`, equal on all ranks. Collective.
+    """Write each replica's tables into a folder; return the position, which names the save. Collective.
 
     Args:
         kept: State of the save that this replay has loaded or made last in this folder; None: there is none.
     Raises:
         CheckpointError: A file cannot be written; on every rank, as its own error or as a PeerError.
     """
-    exchange, first = plan.exchange, plan.topology.rank == 0
-    save_id = exchange.broadcast(save_folders.new_id())
 
-    def write(name: str) -> dict[str, str]:
-        if not _leads(plan):
-            return {}
-        part = save_folders.partial_of(folder, name) / _shard(plan)
-        part.mkdir()
-        torch.save(state_of(plan, {name: tables[name]}), part / CONTENT)
-        manifest = {"format": FORMAT, "save": save_id, "replicas": plan.info.data_world}
-        return {f"{part.name}/{save_folders.MANIFEST}": save_folders.complete(part, manifest)}
+    def write(save_id: str) -> dict[str, dict[str, str]]:
+        written = {}
+        for name, table in tables.items() if _leads(plan) else ():
+            part = save_folders.partial_of(folder, name) / f"shard-{plan.topology.data_rank}"
+            part.mkdir()
+            torch.save(saved_content(plan, name, table), part / CONTENT)
+            manifest = {"format": FORMAT, "save": save_id, "replicas": plan.info.data_world}
+            digest = save_folders.complete(part, manifest)
+            written[name] = {f"{part.name}/{save_folders.MANIFEST}": digest}
+        return written
 
-    def agree(action: Callable[[], T]) -> T:
-        def checked() -> T:
-            with save_folders.writing(folder):
-                return action()
+    def state(save: save_folders.State) -> dict[str, Any]:
+        return position_of(plan, tables, save)
 
-        return exchange.agree("saving the table on the device", checked)
-
-    agree(lambda: save_folders.begin(folder, [*tables], kept) if first else None)
-    written = exchange.gather(agree(lambda: {name: write(name) for name in tables}))
-    manifests = {
-        name: {path: digest for part in written for path, digest in part[name].items()} for name in tables
-    }
-    agree(lambda: save_folders.publish(folder, [*tables]) if first else None)
-    state = {**position_of(plan, tables), "save": {"id": save_id, "tables": manifests}}
-    agree(lambda: save_folders.write_position(folder, state) if first else None)
-    return state
+    is_first = plan.topology.rank == 0
+    return save_folders.write_save(plan.exchange, folder, list(tables), kept, is_first, write, state)
 
 
 def load(plan: ReplayPlan, tables: Tables, folder: Path, state: save_folders.State) -> dict[str, Any]:
@@ -210,106 +116,55 @@ def load(plan: ReplayPlan, tables: Tables, folder: Path, state: save_folders.Sta
     Raises:
         CheckpointError: A file is missing, changed or of another save, or does not fit; on every rank.
     """
+    exchange, what = plan.exchange, "loading the table on the device"
+    replica, replicas = plan.topology.data_rank, plan.info.data_world
 
-    def known_state() -> dict[str, Any]:
-        _check_facts(plan, state)
-        return dict(state)
+    def read() -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
+        save, content, left_out = save_folders.save_of(state), {}, {}
+        for name, table in tables.items():
+            of_save = save_folders.find(folder, name, save)
+            count = len(save["tables"][name])
+            left_out[name] = 0
+            if count == replicas or name in plan.datasets:
+                content[name] = _read(of_save / f"shard-{replica % count}")
+                of = content[name]["state"]
+                of[RingState.SAMPLES] = -(-of[RingState.SAMPLES] * count // replicas)
+            else:
+                saved = [_read(of_save / f"shard-{number}") for number in range(count)]
+                content[name], left_out[name] = reshard_rings.deal(table, saved, replica, replicas)
+        return content, left_out
 
-    def shard(of: Path, number: int) -> Mapping[str, Any]:
-        part = of / f"shard-{number}"
-        manifest = save_folders.read_json(part / save_folders.MANIFEST)
-        files = save_folders.entry(manifest, "files", dict, str(part / save_folders.MANIFEST))
-        with save_folders.open_checked(part / CONTENT, files.get(CONTENT)) as file:
-            found: Mapping[str, Any] = torch.load(save_folders.link_of(file), weights_only=True, mmap=True)
-        return found
-
-    def content(name: str) -> tuple[Mapping[str, Any], int]:
-        save = save_folders.save_of(known)
-        count, replica, replicas = (
-            len(save["tables"].get(name, {})),
-            plan.topology.data_rank,
-            plan.info.data_world,
-        )
-        if count == 0:
-            raise CheckpointError(str(folder), f"must hold the table {name}", None)
-        saved = save_folders.find(folder, name, save)
-        if count == replicas:
-            return shard(saved, replica), 0
-        if name in plan.datasets:
-            found = shard(saved, replica % count)
-            of = found["content"]["state"]
-            of[RingState.SAMPLES] = -(-of[RingState.SAMPLES] * count // replicas)
-            return found, 0
-        every = [shard(saved, number) for number in range(count)]
-        for one in every:
-            _check_facts(plan, one)
-        contents = [save_folders.entry(one, "content", dict, "the state") for one in every]
-        dealt = reshard_rings.deal(tables[name], contents, replica, replicas)
-        return {**_facts(plan), "content": dealt.content}, dealt.num_left_out
-
-    def contents_of_all() -> tuple[dict[str, Any], dict[str, int]]:
-        together: dict[str, Any] = {}
-        left: dict[str, int] = {}
-        for name in tables:
-            found, left[name] = content(name)
-            _check_facts(plan, found)
-            of_table = save_folders.entry(found, "content", dict, "the state")
-            together |= {_key(tables, name, key): values for key, values in of_table.items()}
-        return {**_facts(plan), "content": together}, left
-
-    known = plan.exchange.agree("loading the table on the device", known_state)
-    save_folders.compare(plan.exchange.gather(known))
-    found, num_left_out = plan.exchange.agree("loading the table on the device", contents_of_all)
-    every = plan.exchange.gather(num_left_out if _leads(plan) else {})
-    for name in tables:
-        left_out = sum(of_rank.get(name, 0) for of_rank in every)
-        if left_out and plan.topology.rank == 0:
+    exchange.agree(what, lambda: position.check(state, plan))
+    save_folders.compare(exchange.gather(state))
+    content, left_out = exchange.agree(what, read)
+    every = exchange.gather(left_out if _leads(plan) else {})
+    for name in tables if plan.topology.rank == 0 else ():
+        if count := sum(of_rank.get(name, 0) for of_rank in every):
             LOG.warning(
                 "gear.tables.%s: %d of the oldest trajectories of %s do not fit into %d replicas and were "
                 "left out; raise capacity_steps to keep them",
                 name,
-                left_out,
+                count,
                 folder,
-                plan.info.data_world,
+                replicas,
             )
-    plan.exchange.agree("loading the table on the device", lambda: restore(plan, tables, found))
-    return known
+    exchange.agree(what, lambda: restore(plan, tables, content))
+    return dict(state)
 
 
-def _check_facts(plan: ReplayPlan, state: Mapping[str, Any]) -> None:
-    for name, here in _facts(plan).items():
-        if state.get(name) != here:
-            raise CheckpointError(f"the state's {name}", "must be that of this config", state.get(name))
-
-
-def _content(plan: ReplayPlan, tables: Tables) -> dict[str, torch.Tensor]:
-    """Return the tensors of tables that are saved; a data set's columns are on disk."""
-    found: dict[str, torch.Tensor] = {}
-    for table_name, table in tables.items():
-        stays = "column/" if table_name in plan.datasets else "\0"
-        found |= {
-            _key(tables, table_name, name): tensor
-            for name, tensor in table.content.items()
-            if not name.startswith(stays)
-        }
-    return found
-
-
-def _key(tables: Tables, table: str, name: str) -> str:
-    """Return the name of a tensor in the content of tables."""
-    return name if len(tables) == 1 else f"{table}/{name}"
-
-
-def _facts(plan: ReplayPlan) -> dict[str, Any]:
-    prints = {name: dataset.fingerprint for name, dataset in plan.datasets.items()}
-    return {"format": FORMAT, "digest": plan.config.resume_digest, "fingerprints": prints}
+def _read(part: Path) -> dict[str, Tensor]:
+    """Return the saved content of a replica's table, mapped."""
+    manifest, at = save_folders.read_json(part / save_folders.MANIFEST), str(part / save_folders.MANIFEST)
+    if manifest.get("format") != FORMAT:
+        rule = f"must have format {FORMAT}"
+        raise CheckpointError(at, rule, manifest.get("format"), save_folders.ANOTHER)
+    files = save_folders.entry(manifest, "files", dict, at)
+    with save_folders.open_checked(part / CONTENT, files.get(CONTENT)) as file:
+        content: dict[str, Tensor] = torch.load(save_folders.link_of(file), weights_only=True, mmap=True)
+    return content
 
 
 def _leads(plan: ReplayPlan) -> bool:
+    """Return whether this rank is the one that saves its replica's tables."""
     place = plan.topology.place
     return place.tensor_rank == place.sequence_rank == place.pipe_rank == 0
-
-
-def _shard(plan: ReplayPlan) -> str:
-    """Return the name of the folder of this rank's replica in that of the table."""
-    return f"shard-{plan.topology.place.data_rank}"

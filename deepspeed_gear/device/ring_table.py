@@ -183,11 +183,6 @@ class RingTable:
             tensors = [tensor for name, tensor in self.content.items() if name not in rows]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    @property
-    def host_bytes(self) -> int:
-        """Host memory of rows that do not lie on the device."""
-        return 0 if self.host_rows is None else self.host_rows.num_bytes
-
     def copied(self, names: Collection[str]) -> dict[str, Tensor]:
         """Return copies of some tensors of `content` in host memory, by name. Waits for the device."""
         content = self._with_host_rows(self.content)
@@ -446,14 +441,39 @@ class RingTable:
         """Return the number of stored trajectories. Waits for the device."""
         return int((self.slots[:, Slot.STATE] == SlotState.COMMITTED).sum())
 
+    def statistics(self) -> dict[str, int]:
+        """Return sizes, and counts of updates. Waits for the device."""
+        state = self.state.tolist()
+        counts = state[RingState.COUNTS :]
+        found = {
+            "steps": state[RingState.STEPS],
+            "trajectories": self.num_trajectories(),
+            "added": state[RingState.NEXT],
+            "global_batches": state[RingState.BATCH],
+            "empty_batches": state[RingState.EMPTY],
+            "refused": state[RingState.REFUSED],
+            **({"dropped": state[RingState.DROPPED]} if self.num_envs else {}),
+            "bytes": self.num_bytes,
+            **({} if self.host_rows is None else {"host_bytes": self.host_rows.num_bytes}),
+        }
+        if len(self.priorities):
+            found |= {
+                "priorities_applied": counts[UpdateCount.APPLIED],
+                "priorities_ignored": counts[UpdateCount.STALE],
+                "priorities_clamped": counts[UpdateCount.CLAMPED],
+                "items": counts[UpdateCount.DRAWABLE],
+            }
+        return found
+
+    def priority_counts(self) -> tuple[int, int]:
+        """Return how many priority updates were ever applied, and clamped. Waits for the device."""
+        counts = self.state[RingState.COUNTS :].tolist()
+        return counts[UpdateCount.APPLIED], counts[UpdateCount.CLAMPED]
+
     def close(self) -> None:
         """End the device's use of rows in host memory; safe to call twice."""
         if self.host_rows is not None:
             self.host_rows.close()
-
-    def has_any(self) -> bool:
-        """Return whether a trajectory is stored. Waits for the device."""
-        return self.num_trajectories() > 0
 
     def clear(self) -> None:
         """Remove all trajectories; ids continue."""

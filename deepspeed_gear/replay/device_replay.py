@@ -474,7 +474,12 @@ class DeviceReplay(ReplayBase):
 
         Of a mixture: the sums over the tables, and those of each by name under "tables".
         """
-        return device_checkpoint.statistics_of(self.tables, self._mixture.is_prioritized)
+        every = {name: table.statistics() for name, table in self.tables.items()}
+        first = next(iter(every.values()))
+        if len(every) == 1:
+            return first
+        sums = {key: sum(counts.get(key, 0) for counts in every.values()) for key in first}
+        return {**sums, "global_batches": first["global_batches"], "tables": every}
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics for DeepSpeed's monitor. Waits for the device."""
@@ -499,8 +504,16 @@ class DeviceReplay(ReplayBase):
                 "least 0, beta in [0, 1]"
             )
             raise DataError("input of the device", rule, f"{refused} that were not")
-        for table in self.tables.values():
-            device_checkpoint.check_drawn(table)
+        empty = next((n for table in self.tables.values() if (n := int(table.state[RingState.EMPTY]))), 0)
+        if empty:
+            rule = "must have an item with a mass whenever a batch is drawn"
+            remedy = (
+                "add trajectories that have an anchor before sample_, and report priorities above 0; "
+                "batch.valid and batch.is_weight mark the samples that exist"
+            )
+            raise DataError(
+                "the table on the device", rule, f"{empty} global batches without samples", remedy
+            )
         for warning in self._clamp_warnings:
             warning.check()
 
@@ -532,7 +545,11 @@ class DeviceReplay(ReplayBase):
             StoreError: Some micro batches of a global batch were used, and not all.
         """
         self._settle()
-        return device_checkpoint.state_of(self._plan, self.tables)
+        content = {
+            name: device_checkpoint.saved_content(self._plan, name, table)
+            for name, table in self.tables.items()
+        }
+        return {**device_checkpoint.position_of(self._plan, self.tables), "content": content}
 
     def import_table(self, exported: Mapping[str, Any]) -> None:
         """Continue from an exported table, in the same tensors: captured graphs stay valid.
@@ -542,9 +559,12 @@ class DeviceReplay(ReplayBase):
         """
         self._check_open()
         arguments.mapping("exported", exported, "pass the result of export_table")
-        arguments.tensors("the exported content", exported.get("content"))
+        content = arguments.mapping("the exported content", exported.get("content"))
+        for name, tensors in content.items():
+            arguments.tensors(f"the exported content of {name}", tensors)
         selected = self._num_selected()
-        device_checkpoint.restore(self._plan, self.tables, exported)
+        position.check(exported, self._plan)
+        device_checkpoint.restore(self._plan, self.tables, content)
         self._go_on(selected)
 
     def _save(self, folder: Path, kept: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -564,7 +584,7 @@ class DeviceReplay(ReplayBase):
     def _go_on(self, selected: int) -> None:
         self._num_before_load = selected - int(self.table.state[RingState.BATCH])
         for each in self._mixture.tables:
-            each.mark_filled(each.table.has_any())
+            each.mark_filled(each.table.num_trajectories() > 0)
         self._loader.begin_anew()
         self._clamp_warnings = self._new_clamp_warnings()  # earlier updates do not count
 
@@ -572,14 +592,22 @@ class DeviceReplay(ReplayBase):
         """Return the clamp warnings of `check`: of each table, on the first rank of a node."""
         if not self._mixture.is_prioritized or not self._topology.leads_node:
             return []
-        warnings = []
-        for each in self._mixture.tables:
-            reported = device_checkpoint.Reported(each.table)
-            counts = reported.num_clamped, reported.recent
-            warnings.append(
-                ClampWarning(each.name, each.selection.most_bits, *counts, "since the last check()")
-            )
-        return warnings
+        return [self._clamp_warning(each) for each in self._mixture.tables]
+
+    @staticmethod
+    def _clamp_warning(each: DeviceTable) -> ClampWarning:
+        before = each.table.priority_counts()
+
+        def recent() -> tuple[int, int]:
+            nonlocal before
+            last, before = before, each.table.priority_counts()
+            return before[0] - last[0], before[1] - last[1]
+
+        def num_clamped() -> int:
+            return each.table.priority_counts()[1]
+
+        when = "since the last check()"
+        return ClampWarning(each.name, each.selection.most_bits, num_clamped, recent, when)
 
     def _settle(self) -> None:
         """Apply all waiting updates; only between two global batches."""

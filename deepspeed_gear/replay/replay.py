@@ -15,7 +15,7 @@ import torch
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.micro_batch import MicroBatch
-from deepspeed_gear.checkpoint import checkpoint
+from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.config.cross_checks import SPLITS
 from deepspeed_gear.config.sampler_options import PriorityOptions
@@ -23,7 +23,7 @@ from deepspeed_gear.distributed.gradient_divisor import gradient_divisor
 from deepspeed_gear.distributed.replay_plan import make_plan, refuse_device
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, ShapeError, StoreError
-from deepspeed_gear.replay import metrics, priority_updates, table_access
+from deepspeed_gear.replay import metrics, priority_updates, replay_checkpoint, table_access
 from deepspeed_gear.replay.batch_assembler import Transform
 from deepspeed_gear.replay.batch_loader import BatchLoader
 from deepspeed_gear.replay.builder import build
@@ -621,7 +621,7 @@ class Replay(ReplayBase):
     def fingerprint(self) -> dict[str, str]:
         """Fingerprint of each table's data set."""
         self._check_open()
-        return checkpoint.fingerprint(self._parts)
+        return position.fingerprint(self._plan)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: whole global batches that were used, not those that were prefetched.
@@ -630,18 +630,18 @@ class Replay(ReplayBase):
         is sampled again.
         """
         self._check_open()
-        return checkpoint.state_of(self._parts, self._loader, self._passes.begun)
+        return replay_checkpoint.state_of(self._parts, self._loader, self._passes.begun)
 
     def _save(self, folder: Path, kept: Mapping[str, Any] | None) -> dict[str, Any]:
         self._parts.plan.exchange.agree("the priority updates", self._late_updates.drain)
-        return checkpoint.save(self._parts, self._loader, self._passes.begun, folder, kept)
+        return replay_checkpoint.save(self._parts, self._loader, self._passes.begun, folder, kept)
 
     def _load(self, folder: Path, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
         self._drain_and_check(state)
-        loading = checkpoint.read(self._parts, folder, state)
-        columns = checkpoint.columns_of(self._parts, folder, state)
-        self._passes.continue_from(checkpoint.go_on(self._parts, self._loader, state, columns))
-        checkpoint.replace(self._parts, loading)
+        loading = replay_checkpoint.read(self._parts, folder, state)
+        columns = replay_checkpoint.columns_of(self._parts, folder, state)
+        self._passes.continue_from(replay_checkpoint.go_on(self._parts, self._loader, state, columns))
+        replay_checkpoint.replace(self._parts, loading)
         return None if state["save"] is None else dict(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -653,12 +653,12 @@ class Replay(ReplayBase):
         self._check_open()
         arguments.mapping("state", state, "pass a state from state_dict or save")
         self._drain_and_check(state)
-        columns = checkpoint.columns_of(self._parts, None, state)
-        self._passes.continue_from(checkpoint.go_on(self._parts, self._loader, state, columns))
+        columns = replay_checkpoint.columns_of(self._parts, None, state)
+        self._passes.continue_from(replay_checkpoint.go_on(self._parts, self._loader, state, columns))
 
     def _drain_and_check(self, state: Mapping[str, Any]) -> None:
         self._parts.plan.exchange.agree("the priority updates", self._late_updates.drain)
-        checkpoint.check(self._parts, self._loader, state)
+        replay_checkpoint.check(self._parts, self._loader, state)
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics for DeepSpeed's monitor.

@@ -250,7 +250,7 @@ def test_a_table_is_divided_wherever_whole_trajectories_fit(
 
 
 def test_a_data_set_is_divided_by_the_bounds_of_its_ids() -> None:
-    division = reshard.divide_ids(np.array([0, 3, 3, 7]))
+    division = ShardDivision.of(np.array([0, 0, 0, 2, 2, 2, 2]))
     assert division.owner.tolist() == [0, 0, 0, 2, 2, 2, 2]
     assert division.local.tolist() == [0, 1, 2, 0, 1, 2, 3]
 

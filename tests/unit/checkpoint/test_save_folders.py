@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import sys
 import tempfile
@@ -86,7 +87,7 @@ def folder() -> Iterator[Path]:
 
 def save(folder: Path, kept: State | None) -> State:
     """Save as a Replay does; the program then keeps the state."""
-    save_id = save_folders.new_id()
+    save_id = secrets.token_hex(16)
     save_folders.begin(folder, list(PARTS), kept)
     tables: dict[str, dict[str, str]] = {}
     for table, parts in PARTS.items():

@@ -56,13 +56,13 @@ def add(replays: tuple[DeviceReplay, Replay], numbers: range) -> None:
 
 def without_samples(device: DeviceReplay, accumulation: int) -> None:
     """Draw a global batch that cannot be filled, and go back: the table is as it was."""
-    position, content = device.state_dict(), device.export_table()["content"]
+    position, content = device.state_dict(), device.export_table()["content"]["main"]
     for _ in range(accumulation):
         batch = device.sample()
         assert not batch.valid.any()
         assert not batch.is_weight.any()
     device.load_state_dict(position)
-    for name, tensor in device.export_table()["content"].items():
+    for name, tensor in device.export_table()["content"]["main"].items():
         assert name == "state" or torch.equal(tensor, content[name]), name
 
 

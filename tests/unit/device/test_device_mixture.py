@@ -135,8 +135,8 @@ def test_a_save_has_all_tables_and_goes_on(data: Path, tmp_path: Path) -> None:
         assert_same(other.sample(), expected[0])
         assert (tmp_path / "online" / "shard-0" / "content.pt").exists()
         assert (tmp_path / "offline" / "shard-0" / "content.pt").exists()
-        with pytest.raises(CheckpointError, match="the state's samples must have the entry 'online'"):
-            other.load_state_dict({**state, "samples": {"offline": 3}})
+        with pytest.raises(CheckpointError, match="train must have the entry 'online'"):
+            other.load_state_dict({**state, "train": {"offline": state["train"]["offline"]}})
 
 
 def two_tables() -> dict[str, Any]:

@@ -30,9 +30,12 @@ def test_an_empty_state_is_empty() -> None:
         replay.import_table(empty)
         with pytest.raises(StoreError, match="must hold a trajectory"):
             replay.sample()
-        half = {**empty, "content": {k: v for k, v in empty["content"].items() if k != "sums"}}
-        with pytest.raises(CheckpointError, match="content"):
-            replay.import_table(half)
+        sums = empty["content"]["main"].pop("sums")
+        with pytest.raises(CheckpointError, match=r"content of table main must be that of .*, got 'sums'"):
+            replay.import_table(empty)
+        empty["content"]["main"] |= {"sums": sums, "other": sums}
+        with pytest.raises(CheckpointError, match="got 'other'"):
+            replay.import_table(empty)
 
 
 def test_a_state_continues_with_the_batches_that_would_have_come() -> None:
@@ -50,8 +53,8 @@ def test_a_state_continues_with_the_batches_that_would_have_come() -> None:
         assert addresses == [tensor.data_ptr() for tensor in other.table.content.values()]
         with pytest.raises(CheckpointError, match="format"):
             other.import_table({**state, "format": 0})
-        with pytest.raises(CheckpointError, match="digest"):
-            other.import_table({**state, "digest": "x"})
+        with pytest.raises(CheckpointError, match="must be of the same seed"):
+            other.import_table({**state, "options": "x"})
     with (
         DeviceReplay(online(SAMPLERS["by the table"], seed=2, table={"capacity_steps": 80}), "cpu") as larger,
         pytest.raises(CheckpointError, match="must be of a table of this size"),
@@ -73,8 +76,9 @@ def test_a_position_continues_with_the_content_that_is_there() -> None:
         progress = replay.progress()
         assert progress.num_samples == (3 + 2 + 2) * replay.batch_info.global_batch
         assert progress.wait_share is None
-        with pytest.raises(CheckpointError, match=r"the state must have the entry 'samples'"):
-            replay.load_state_dict({name: value for name, value in position.items() if name != "samples"})
+        del position["train"]["main"]["samples"]
+        with pytest.raises(CheckpointError, match=r"train.main must have the entry 'samples'"):
+            replay.load_state_dict(position)
 
 
 def test_a_save_does_not_destroy_the_one_before(tmp_path: Path) -> None:

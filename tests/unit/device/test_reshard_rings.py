@@ -12,12 +12,13 @@ from ring_cases import SAMPLERS, online, trajectories
 from torch import Tensor
 
 from deepspeed_gear import DeviceReplay
-from deepspeed_gear.device.reshard_rings import Dealt, deal
+from deepspeed_gear.device.reshard_rings import deal
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.constants import tree_size
 from deepspeed_gear.ops.records import OpenTrajectory, RingState, Slot, SlotState, UpdateCount
 
 ENVS = 6
+Content = dict[str, Tensor]
 
 
 def section(sampler: str, num_envs: int | None, steps: int = 72) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def fill(replay: DeviceReplay, first: int, turns: int) -> None:
 
 
 def content_of(replay: DeviceReplay) -> dict[str, Tensor]:
-    content: dict[str, Tensor] = replay.export_table()["content"]
+    content: dict[str, Tensor] = replay.export_table()["content"]["main"]
     return content
 
 
@@ -78,7 +79,7 @@ def replays(count: int, made: dict[str, Any]) -> Iterator[list[DeviceReplay]]:
         yield [stack.enter_context(DeviceReplay(made, "cpu")) for _ in range(count)]
 
 
-def dealt_to(targets: list[DeviceReplay], saved: list[dict[str, Tensor]]) -> list[Dealt]:
+def dealt_to(targets: list[DeviceReplay], saved: list[Content]) -> list[tuple[Content, int]]:
     count = len(targets)
     return [deal(replay.table, saved, number, count) for number, replay in enumerate(targets)]
 
@@ -100,25 +101,25 @@ def test_every_trajectory_is_held_once_with_its_priorities(
             fill(replay, 100 * number, 7 + number)
         saved, by_row = [content_of(replay) for replay in old], old[0].table.items_are_rows
         found = dealt_to(new, saved)
-        assert [each.num_left_out for each in found] == [0] * after
+        assert [num_left_out for _, num_left_out in found] == [0] * after
         wanted = sorted(item for content in saved for item in items(content, by_row))
-        assert sorted(item for each in found for item in items(each.content, by_row)) == wanted
+        assert sorted(item for content, _ in found for item in items(content, by_row)) == wanted
         sizes = [
-            int(each.content["state"][RingState.NEXT] - each.content["state"][RingState.TAIL])
-            for each in found
+            int(content["state"][RingState.NEXT] - content["state"][RingState.TAIL]) for content, _ in found
         ]
         assert max(sizes) - min(sizes) <= max(1, ENVS if num_envs else 1)
         applied = RingState.COUNTS + UpdateCount.APPLIED
-        totals = [sum(int(c["state"][applied]) for c in of) for of in (saved, [e.content for e in found])]
+        dealt = [content for content, _ in found]
+        totals = [sum(int(content["state"][applied]) for content in of) for of in (saved, dealt)]
         assert totals[0] == totals[1]
-        for replay, each in zip(new, found, strict=True):
-            check_goes_on(replay, each)
+        for replay, (content, _) in zip(new, found, strict=True):
+            check_goes_on(replay, content)
 
 
-def check_goes_on(replay: DeviceReplay, dealt: Dealt) -> None:
+def check_goes_on(replay: DeviceReplay, content: dict[str, Tensor]) -> None:
     """The dealt table works: its tree is right, batches come from it, and additions evict the oldest."""
     state = replay.export_table()
-    replay.import_table({**state, "content": dealt.content})
+    replay.import_table({**state, "content": {"main": content}})
     table = replay.table
     sums = table.sums.clone()
     table.ops.tree_build_(sums, table.num_items)
@@ -151,13 +152,13 @@ def test_the_oldest_are_left_out_where_a_table_is_too_small(num_envs: int | None
         for number, replay in enumerate(old):
             fill(replay, 100 * number, 9)
         saved = [content_of(replay) for replay in old]
-        (found,) = dealt_to(new, saved)
-        stored = items(found.content, True)
-        every = sorted(item for content in saved for item in items(content, True))
-        assert found.num_left_out == len(every) - len(stored) > 0
+        ((content, num_left_out),) = dealt_to(new, saved)
+        stored = items(content, True)
+        every = sorted(item for of in saved for item in items(of, True))
+        assert num_left_out == len(every) - len(stored) > 0
         assert min(item[0] for item in stored) > every[0][0]
         if num_envs:
-            assert not found.content["opened"][:, OpenTrajectory.NUM_STEPS].any()
+            assert not content["opened"][:, OpenTrajectory.NUM_STEPS].any()
 
 
 def test_sample_numbers_continue_after_those_of_all_saved_replicas() -> None:
@@ -166,8 +167,8 @@ def test_sample_numbers_continue_after_those_of_all_saved_replicas() -> None:
             fill(replay, 100 * number, 5)
         saved = [content_of(replay) for replay in old]
         samples = sum(int(content["state"][RingState.SAMPLES]) for content in saved)
-        for each in dealt_to(new, saved):
-            assert each.content["state"][RingState.SAMPLES] * 2 >= samples
+        for content, _ in dealt_to(new, saved):
+            assert content["state"][RingState.SAMPLES] * 2 >= samples
 
 
 def test_every_trajectory_keeps_how_often_it_was_drawn() -> None:
@@ -188,7 +189,7 @@ def test_every_trajectory_keeps_how_often_it_was_drawn() -> None:
         saved = [content_of(replay) for replay in old]
         before = times(saved)
         assert {0, 1, 2} == {count for _, count in before}
-        assert times([each.content for each in dealt_to(new, saved)]) == before
+        assert times([content for content, _ in dealt_to(new, saved)]) == before
 
 
 def test_other_columns_are_refused_by_name() -> None:

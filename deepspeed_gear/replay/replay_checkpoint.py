@@ -1,35 +1,32 @@
-"""Save and load checkpoints: the position of a Replay and the content of its tables."""
+"""Save and load checkpoints of a Replay: its position and the content of its tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from deepspeed_gear.checkpoint import position, rollout_file, save_folders, table_files
-from deepspeed_gear.checkpoint.replay_view import Loader, ReplayView, all_streams
+from deepspeed_gear.checkpoint import position, save_folders, table_files
 from deepspeed_gear.checkpoint.save_folders import State
-from deepspeed_gear.checkpoint.table_loading import TableLoader
+from deepspeed_gear.checkpoint.table_files import TableLoader
 from deepspeed_gear.distributed.quota_agreement import agree_on_quotas
 from deepspeed_gear.errors import CheckpointError
+from deepspeed_gear.replay.batch_loader import BatchLoader
+from deepspeed_gear.replay.builder import ReplayParts
+from deepspeed_gear.replay.rollout_loader import RolloutLoader
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.selection import PASS_SHIFT
 from deepspeed_gear.store.table import Table
 
-T = TypeVar("T")
 Columns = Mapping[str, torch.Tensor]
+Loader = BatchLoader | RolloutLoader
 Passes = dict[str, int]  # passes over each split that have begun
 
 
-def fingerprint(parts: ReplayView) -> dict[str, str]:
-    """Return the fingerprint of each table's whole data set."""
-    return {name: dataset.whole_fingerprint for name, dataset in parts.plan.datasets.items()}
-
-
 def state_of(
-    parts: ReplayView,
+    parts: ReplayParts,
     loader: Loader,
     passes: Passes,
     save: State | None = None,
@@ -49,14 +46,14 @@ def state_of(
     if plan.topology.place.pipe_world > 2:  # inner stages read no batches
         known = (where, passes) if plan.topology.place.reads else None
         where, passes = next(one for one in plan.exchange.gather(known) if one is not None)
-    return position.state_of(plan.config, fingerprint(parts), passes, where, save, rollout)
+    return position.state_of(plan, passes, where, save, rollout)
 
 
 # ---- saving --------------------------------------------------------------------------------------
 
 
 def save(
-    parts: ReplayView, loader: Loader, passes: Passes, folder: Path, kept: State | None
+    parts: ReplayParts, loader: Loader, passes: Passes, folder: Path, kept: State | None
 ) -> dict[str, Any]:
     """Write the tables whose content is not a data set's, then the position. Collective.
 
@@ -71,58 +68,43 @@ def save(
     Raises:
         CheckpointError: A file cannot be written; on every rank, as its own error or as a PeerError.
     """
-    plan, exchange = parts.plan, parts.plan.exchange
-    spread, topology = plan.placement.spread, plan.topology
-    save_id = exchange.broadcast(save_folders.new_id())  # after all additions and updates that it contains
-    known = loader.position.at if topology.place.reads else None
+    plan, exchange, spread = parts.plan, parts.plan.exchange, parts.plan.placement.spread
+    known = loader.position.at if plan.topology.place.reads else None
+    # All additions and updates that the save contains come before this.
     used = position.batches(next(one for one in exchange.gather(known) if one is not None))
     if spread:
         _pause(parts)
-    tables, leads, first = _changing(parts), parts.plan.leads_shard, parts.plan.leads_first_shard
+    tables, columns = _changing(parts), None
 
-    def write() -> dict[str, dict[str, str]]:
+    def write(save_id: str) -> dict[str, dict[str, str]]:
+        nonlocal columns
+        if plan.leads_first_shard:
+            columns = table_files.write_rollout(folder, save_id, loader.position.columns, kept)
         written = {}
         for name, table in tables.items():
             streams = list(parts.streams.get(name, {}).values())
-            if first or (leads and name in spread):
+            if plan.leads_first_shard or (plan.leads_shard and name in spread):
                 with table.lock:
                     part = save_folders.partial_of(folder, name)
                     written[name] = table_files.save_table(table, streams, part, used, save_id)
         return written
 
-    def agree(action: Callable[[], T]) -> T:
-        def checked() -> T:
-            with save_folders.writing(folder):
-                return action()
+    def state(save: State) -> dict[str, Any]:
+        of_ranks = exchange.gather(columns)
+        file = next((one for one in of_ranks if one is not None), None)
+        return state_of(parts, loader, passes, save, file)
 
-        return exchange.agree("saving the tables", checked)
-
-    def begin() -> dict[str, str] | None:
-        if not first:
-            return None
-        save_folders.begin(folder, list(tables), kept)
-        rollout_file.remove_others(folder, kept)
-        own = loader.position.columns
-        return rollout_file.write(folder, save_id, own) if own else None
-
-    columns = next((one for one in exchange.gather(agree(begin)) if one is not None), None)
-    manifests: dict[str, dict[str, str]] = {name: {} for name in tables}
-    for written in exchange.gather(agree(write)):
-        for name, files in written.items():
-            manifests[name].update(files)
-    agree(lambda: save_folders.publish(folder, list(tables)) if first else None)
-    state = state_of(parts, loader, passes, {"id": save_id, "tables": manifests}, columns)
-    agree(lambda: save_folders.write_position(folder, state) if first else None)
-    return state
+    names, is_first = list(tables), plan.leads_first_shard
+    return save_folders.write_save(exchange, folder, names, kept, is_first, write, state)
 
 
-def _changing(parts: ReplayView) -> dict[str, Table]:
+def _changing(parts: ReplayParts) -> dict[str, Table]:
     """Return the tables whose content or priorities are not in the data set."""
     kept = {stream.table.spec.name for stream in parts.train if stream.spec.priorities is not None}
     return {name: table for name, table in parts.tables.items() if table.spec.dataset is None or name in kept}
 
 
-def _pause(parts: ReplayView) -> None:
+def _pause(parts: ReplayParts) -> None:
     """Stop the prefetch threads, on all nodes after the same selection. Collective.
 
     A thread may wait for other nodes in the middle of a selection: their `leave` ends its wait.
@@ -130,7 +112,7 @@ def _pause(parts: ReplayView) -> None:
     parts.stop_prefetching()
     parts.leave_nodes()
     parts.plan.exchange.barrier()
-    for stream in all_streams(parts):
+    for stream in parts.all_streams:
         if stream.state.failure is not None:
             stream.state.failure.forget()  # of the abandoned selection
 
@@ -138,7 +120,7 @@ def _pause(parts: ReplayView) -> None:
 # ---- loading -------------------------------------------------------------------------------------
 
 
-def check(parts: ReplayView, loader: Loader, state: State) -> None:
+def check(parts: ReplayParts, loader: Loader, state: State) -> None:
     """Check a state on all ranks, and that it is the same on all. Collective.
 
     Raises:
@@ -148,26 +130,26 @@ def check(parts: ReplayView, loader: Loader, state: State) -> None:
     exchange = parts.plan.exchange
 
     def check_state() -> None:
-        position.check(state, parts.plan.config, fingerprint(parts))
+        position.check(state, parts.plan)
         loader.check(state.get("rollout"))
 
     exchange.agree("loading the state", check_state)
     save_folders.compare(exchange.gather(state))
 
 
-def read(parts: ReplayView, folder: Path, state: State) -> TableLoader:
+def read(parts: ReplayParts, folder: Path, state: State) -> TableLoader:
     """Read the tables of the save that a state names; nothing changes. Collective.
 
     Raises:
         CheckpointError: A file is missing, changed or of another save.
         StoreFullError: A table is too small.
     """
-    loading = TableLoader(parts, _changing(parts))
+    loading = TableLoader(parts.plan, _changing(parts), parts.streams)
     parts.plan.exchange.agree("loading the tables", lambda: loading.read(folder, state))
     return loading
 
 
-def columns_of(parts: ReplayView, folder: Path | None, state: State) -> Columns:
+def columns_of(parts: ReplayParts, folder: Path | None, state: State) -> Columns:
     """Return the columns of the rollout batch that a state was saved in. Collective.
 
     Args:
@@ -187,12 +169,12 @@ def columns_of(parts: ReplayView, folder: Path | None, state: State) -> Columns:
                 ", ".join(rollout["names"]),
                 "use save and load, or take states between two rollout batches",
             )
-        return rollout_file.read(folder, state)
+        return table_files.read_rollout(folder, state)
 
     return parts.plan.exchange.agree("loading the rollout batch", read)
 
 
-def replace(parts: ReplayView, loading: TableLoader) -> None:
+def replace(parts: ReplayParts, loading: TableLoader) -> None:
     """Replace the content of the tables by the loaded one, after `go_on`. Collective."""
     exchange = parts.plan.exchange
     exchange.agree("loading the tables", loading.replace)
@@ -203,7 +185,7 @@ def replace(parts: ReplayView, loading: TableLoader) -> None:
     parts.leave_inner_stage()
 
 
-def go_on(parts: ReplayView, loader: Loader, state: State, columns: Columns) -> Passes:
+def go_on(parts: ReplayParts, loader: Loader, state: State, columns: Columns) -> Passes:
     """Continue at a checked state; return the passes over splits that have begun. Collective.
 
     Args:
@@ -218,7 +200,7 @@ def go_on(parts: ReplayView, loader: Loader, state: State, columns: Columns) -> 
     at = position.of(state, plan.config.sampled_tables)
     passes = {name: int(count) for name, count in state["passes"].items()}
     if plan.topology.leads_node:
-        for stream in all_streams(parts):
+        for stream in parts.all_streams:
             name, table = stream.spec.name, stream.table
             start = (passes.get(name, 0) << PASS_SHIFT, 0, 0, 0, 0)
             with table.lock:
