@@ -18,7 +18,6 @@ from deepspeed_gear.ops.records import Resolution, Slot
 ROW_BYTES = (1, 2, 4, 8, 12, 16, 44, 61, 4096)
 STEPS, TRAJECTORIES, HEAD = 50, 7, 24
 REFUSED = (RuntimeError, ShapeError)
-OUTSIDE = "index that leads outside"  # what a kernel says
 
 
 class Scene(NamedTuple):
@@ -77,15 +76,15 @@ def room_of(sizes: Tensor) -> int:
 
 @pytest.mark.parametrize("length", [1, 3])
 @pytest.mark.parametrize("count", [0, 1, 7, 33, 400])
-def test_what_is_packed_arrives(reference: Ops, cpu: Ops, native: Ops, count: int, length: int) -> None:
+def test_what_is_packed_arrives(reference: Ops, cpu: Ops, count: int, length: int) -> None:
     of = scene(count, length)
-    _, sizes = of.pack(native, 0)
+    _, sizes = of.pack(cpu, 0)
     message, _ = of.pack(reference, room_of(sizes))
-    for ops in (native, cpu.on_host()):
+    for ops in (cpu, cpu.on_host()):
         assert torch.equal(of.pack(ops, room_of(sizes))[0], message)
     first = HEAD // 8 - (-int(sizes[0]) // 8)
     messages, room = [message[:first], message[first:]], [2, STEPS * TRAJECTORIES * 2, 0, 14, 100, 1000]
-    for ops in (reference, native, cpu.on_host()):
+    for ops in (reference, cpu, cpu.on_host()):
         arrivals, ring, _ = of.unpack(ops, messages, room)
         for sample, (slot, shift) in zip(
             of.given[0], ring[:, (Resolution.SLOT, Resolution.FIRST_ROW)].tolist(), strict=True
@@ -118,7 +117,7 @@ def any_layout(num_needs: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("count", [1, 7, 33, 200])
-def test_any_layout(reference: Ops, native: Ops, count: int, seed: int) -> None:
+def test_any_layout(reference: Ops, cpu: Ops, count: int, seed: int) -> None:
     torch.manual_seed(100 * count + seed)
     num_peers, num_needs, num_slots, steps = 1 + seed % 4, 1 + seed % 3, 9, 21
     windows, members, columns = any_layout(num_needs)
@@ -141,12 +140,12 @@ def test_any_layout(reference: Ops, native: Ops, count: int, seed: int) -> None:
     message = torch.full((int(ends[-1]) + 1,), 9)
     expected, got = [message.clone(), sizes * 0], [message.clone(), sizes * 0]
     reference.encode_rows_(*expected, stored, *given, slots)
-    native.encode_rows_(*got, stored, *given, slots)
+    cpu.encode_rows_(*got, stored, *given, slots)
     assert all(map(torch.equal, got, expected))
     messages = [part.clone() for part in expected[0][: int(ends[-1])].tensor_split(ends[:-1])]
     for num_rows, room_slots in ((rows, 40), (rows, 0), (3, 40)):
         unpacked = []
-        for ops in (reference, native):
+        for ops in (reference, cpu):
             arrivals = [torch.zeros((rows + 60) * size, dtype=torch.uint8) for size in columns[:, 2].tolist()]
             out = torch.full((count + 3, 8), -1), sizes * 0, torch.zeros(2, dtype=torch.int64)
             which = torch.randperm(count + 3, generator=torch.Generator().manual_seed(seed))[:count]
@@ -156,15 +155,14 @@ def test_any_layout(reference: Ops, native: Ops, count: int, seed: int) -> None:
         assert all(map(torch.equal, *unpacked))
 
 
-@pytest.mark.parametrize("num_peers", [127, 128, 300])
-def test_many_peers(reference: Ops, native: Ops, num_peers: int) -> None:
-    """More than a launch takes pointers of."""
+@pytest.mark.parametrize("num_peers", [127, 300])
+def test_many_peers(reference: Ops, cpu: Ops, num_peers: int) -> None:
     of = scene(50, 2)
     samples, windows, members, columns, _ = of.given
     samples[:, 0] = torch.randint(0, num_peers, (len(samples),))
     given, heads = (samples, windows, members, columns[:4]), torch.full((num_peers,), 8)
     results = []
-    for ops in (reference, native):
+    for ops in (reference, cpu):
         sizes, message = torch.zeros(num_peers, dtype=torch.int64), torch.full((20_000,), 9)
         ops.encode_rows_(message, sizes, of.stored[:4], *given, heads, of.slots)
         ends = ((15 + sizes) // 8).cumsum(0)
@@ -177,46 +175,40 @@ def test_many_peers(reference: Ops, native: Ops, num_peers: int) -> None:
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("name", ["reference", "cpu", "kernels_on_host"])
-def test_too_little_room_takes_nothing(request: pytest.FixtureRequest, name: str) -> None:
-    ops: Ops = request.getfixturevalue(name)
+def test_too_little_room_takes_nothing(careful: Ops) -> None:
     of = scene(33, 1)
-    _, sizes = of.pack(ops, 0)
-    message, same = of.pack(ops, room_of(sizes) - 1)
+    _, sizes = of.pack(careful, 0)
+    message, same = of.pack(careful, room_of(sizes) - 1)
     assert torch.equal(same, sizes)
     assert message.eq(9).all()
     messages = [torch.ones(1 << 17, dtype=torch.int64)] * 2
-    _, _, needed = of.unpack(ops, messages, [0, 1000, 0, 14, 0, 0])
+    _, _, needed = of.unpack(careful, messages, [0, 1000, 0, 14, 0, 0])
     rows, slots = needed.tolist()
     for room in ([0, rows - 1, 0, slots, 0, 0], [0, rows, 0, slots - 1, 0, 0]):
-        arrivals, _, same = of.unpack(ops, messages, room)
+        arrivals, _, same = of.unpack(careful, messages, room)
         assert same.tolist() == [rows, slots]
         assert not any(part.any() for part in arrivals)
 
 
-@pytest.mark.parametrize("name", ["reference", "cpu", "kernels_on_host"])
-def test_rows_outside_are_refused_before_any_is_copied(request: pytest.FixtureRequest, name: str) -> None:
-    ops: Ops = request.getfixturevalue(name)
+def test_rows_outside_are_refused_before_any_is_copied(careful: Ops) -> None:
     of = scene(33, 1)
-    _, sizes = of.pack(ops, 0)
+    _, sizes = of.pack(careful, 0)
     for stored in ([part[: len(part) // 2] for part in of.stored], [*of.stored[:-1], of.stored[-1][:-4096]]):
         of.given[0][0, 2], of.given[0][0, 4] = TRAJECTORIES - 1, STEPS - 1
-        with pytest.raises(REFUSED, match=f"rows of samples must lie in the columns|{OUTSIDE}"):
-            of.pack(ops, room_of(sizes) + 512, stored=stored)
+        with pytest.raises(REFUSED, match="rows of samples must lie in the columns"):
+            of.pack(careful, room_of(sizes) + 512, stored=stored)
     of.slots[:, Slot.FIRST_ROW] = -STEPS
-    with pytest.raises(REFUSED, match=f"rows of samples must lie in the columns|{OUTSIDE}"):
-        of.pack(ops, room_of(sizes) + 512)
+    with pytest.raises(REFUSED, match="rows of samples must lie in the columns"):
+        of.pack(careful, room_of(sizes) + 512)
 
 
-@pytest.mark.parametrize("name", ["reference", "cpu", "kernels_on_host"])
-def test_short_messages_are_refused(request: pytest.FixtureRequest, name: str) -> None:
-    ops: Ops = request.getfixturevalue(name)
+def test_short_messages_are_refused(careful: Ops) -> None:
     of = scene(33, 1)
-    _, sizes = of.pack(ops, 0)
+    _, sizes = of.pack(careful, 0)
     for less in (1, 10_000):
         said = [torch.zeros(max(0, HEAD // 8 - (-int(size) // 8) - less)).long() for size in sizes]
-        with pytest.raises(REFUSED, match=f"messages must hold the rows of samples|{OUTSIDE}"):
-            of.unpack(ops, said, [0, 1000, 0, 14, 0, 0])
+        with pytest.raises(REFUSED, match="messages must hold the rows of samples"):
+            of.unpack(careful, said, [0, 1000, 0, 14, 0, 0])
 
 
 def test_wrong_arguments_are_refused(cpu: Ops) -> None:

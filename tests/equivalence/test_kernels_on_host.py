@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.constants import tree_size
 
 OUTSIDE = pytest.raises(RuntimeError, match="index that leads outside")
 
@@ -54,13 +53,7 @@ def test_slot_outside_the_column(kernels_on_host: Ops) -> None:
         )
 
 
-def test_coordinate_and_extent(kernels_on_host: Ops) -> None:
-    sums = torch.zeros(tree_size(3), dtype=torch.int64)
-    sums[:3] = 4
-    slots, out = torch.ones(3, 8, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64)
-    for bad in (-1, 12, 1 << 62):
-        with OUTSIDE:
-            kernels_on_host.resolve_(out, sums, slots, torch.tensor([bad]), (0, 0, 1, 1, 0), 0, 0, 0, 0)
+def test_extent_outside_the_rewards(kernels_on_host: Ops) -> None:
     for extent in ((-1, 2), (0, -1), (5, 6), (1, (1 << 63) - 1)):
         with OUTSIDE:
             kernels_on_host.suffix_sum_(torch.zeros(10), torch.zeros(10), torch.tensor([extent]))
@@ -87,56 +80,3 @@ def test_window_of_one_row_too_few(
     for first_row in (-steps[0] - 1, -steps[0] + 1):
         with OUTSIDE:
             gather(first_row)
-
-
-@pytest.mark.parametrize(
-    ("which", "row", "word", "value"),
-    [
-        ("samples", 1, 0, 2),  # peer
-        ("samples", 1, 0, -1),
-        ("samples", 1, 1, 1),  # need
-        ("samples", 1, 2, 3),  # slot
-        ("samples", 1, 3, 0),  # steps
-        ("samples", 1, 4, 9),  # anchor
-        ("samples", 1, 5, 10),  # n-step steps
-        ("samples", 1, 6, -2),  # goal
-        ("windows", 0, 0, 1),  # group
-        ("windows", 1, 0, 2),
-        ("windows", 1, 3, -5),  # end
-        ("windows", 1, 6, 2),  # final row
-        ("columns", 0, 0, 2),  # group
-        ("columns", 1, 1, 3),  # members
-        ("columns", 1, 2, -1),  # bytes
-        ("heads", 1, 0, -8),
-        ("which", 1, 0, 2),
-        ("which", 1, 0, -1),
-    ],
-)
-def test_rows_of_no_plan(kernels_on_host: Ops, which: str, row: int, word: int, value: int) -> None:
-    given = {
-        "samples": torch.tensor([[0, 0, 0, 9, 3, 0, -1], [1, 0, 2, 9, 8, 0, 2]]),
-        "windows": torch.tensor([[0, 0, -1, 2, 0, 0, 0], [1, 0, 0, 1, 0, 1, 1]]),
-        "members": torch.ones(3, 1, dtype=torch.bool),
-        "columns": torch.tensor([[0, 0, 4], [-1, 2, 8]]),
-        "heads": torch.tensor([[8], [8]]),
-    }
-    places = torch.tensor([[0], [1]])
-    slots = torch.tensor([[0, 0, 0, 10 * i, 0, 0, 0, 0] for i in range(3)])
-    stored = [torch.zeros(4 * 30).byte(), torch.zeros(8 * 3).byte()]
-
-    def run() -> None:
-        sizes, needed, message = torch.zeros(2).long(), torch.zeros(2).long(), torch.zeros(40).long()
-        ring = torch.zeros(2, 8, dtype=torch.int64)
-        plan = [*list(given.values())[:-1], given["heads"][:, 0].contiguous()]
-        kernels_on_host.encode_rows_(message, sizes, stored, *plan, slots)
-        assert sizes.tolist() == [20, 16]
-        room = [0, 30, 0, 3, 0, 0]
-        arrivals = [part.clone() for part in stored]
-        at = places[:, 0].contiguous()
-        kernels_on_host.decode_rows_(arrivals, ring, sizes, needed, [message] * 2, at, *plan, room)
-        assert needed.tolist() == [5, 2]
-
-    run()
-    ({**given, "which": places})[which][row, word] = value
-    with OUTSIDE:
-        run()

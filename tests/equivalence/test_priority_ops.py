@@ -93,7 +93,7 @@ def test_masses_of_a_full_table_do_not_overflow(num_items: int) -> None:
 
 @pytest.mark.parametrize("beta", ALPHAS)
 @pytest.mark.parametrize("count", [*SIZES, 500])
-def test_importance(reference: Ops, native: Ops, same_bits: SameBits, count: int, beta: int) -> None:
+def test_importance(reference: Ops, cpu: Ops, same_bits: SameBits, count: int, beta: int) -> None:
     torch.manual_seed(count)
     resolutions = torch.randint(0, 1 << 62, (count, Resolution.NUM_WORDS))
     resolutions[:, Resolution.MASS] >>= torch.randint(0, 60, (count,))
@@ -102,21 +102,21 @@ def test_importance(reference: Ops, native: Ops, same_bits: SameBits, count: int
     for numerator, num_items in ((1, 1), (1 << 50, 1000), (most, 1), (1, most), (12345, 7)):
         expected, got = torch.full((count,), -1.0), torch.full((count,), -1.0)
         reference.importance_(expected, resolutions, numerator, num_items, beta)
-        native.importance_(got, resolutions, numerator, num_items, beta)
+        cpu.importance_(got, resolutions, numerator, num_items, beta)
         assert same_bits(got, expected)
         exact = (numerator / (num_items * resolutions[:, Resolution.MASS].double())) ** (beta / ONE_Q62)
         assert torch.allclose(expected.double(), exact, rtol=1e-6, atol=0)
 
 
-def test_importance_of_the_least_mass_is_one(native: Ops) -> None:
+def test_importance_of_the_least_mass_is_one(cpu: Ops) -> None:
     resolutions = torch.randint(1, 1 << 40, (50, Resolution.NUM_WORDS))
     weights = torch.zeros(1)
     for row in resolutions:
-        native.importance_(weights, row[None], int(row[Resolution.MASS]), 1, round(0.4 * ONE_Q62))
+        cpu.importance_(weights, row[None], int(row[Resolution.MASS]), 1, round(0.4 * ONE_Q62))
         assert weights.item() == 1.0
 
 
-def test_importance_refuses(careful: Ops, kernels_on_host: Ops) -> None:
+def test_importance_refuses(careful: Ops) -> None:
     resolutions, weights = torch.ones(3, Resolution.NUM_WORDS, dtype=torch.int64), torch.full((3,), -1.0)
     for numerator, count in ((0, 1), (1, 0), (-1, 1)):
         with pytest.raises(REFUSED, match="numerator and count must be positive"):
@@ -126,8 +126,6 @@ def test_importance_refuses(careful: Ops, kernels_on_host: Ops) -> None:
         with pytest.raises(REFUSED, match=rf"mass of resolution 1 must be positive, got {bad}"):
             careful.importance_(weights, resolutions, 1, 1, 1)
         assert (weights == -1).all()
-        with pytest.raises(RuntimeError, match="leads outside"):
-            kernels_on_host.importance_(weights.clone(), resolutions, 1, 1, 1)
 
 
 def minima_by_hand(masses: Tensor) -> list[int]:
@@ -198,18 +196,18 @@ def test_minima_of_another_size(native: Ops, size: int) -> None:
 
 
 @pytest.mark.parametrize("num_slots", [1, 7, 33, 150])
-def test_resolve_rows(reference: Ops, native: Ops, num_slots: int) -> None:
+def test_resolve_rows(reference: Ops, cpu: Ops, num_slots: int) -> None:
     torch.manual_seed(num_slots)
     slots, row_slots = store_of(torch.randint(1, 20, (num_slots,)).tolist())
-    sums = tree_of(masses_of(len(row_slots)).clamp(max=1 << 30) * (row_slots >= 0), native)
+    sums = tree_of(masses_of(len(row_slots)).clamp(max=1 << 30) * (row_slots >= 0), cpu)
     total = op_wrappers.tree_total(sums, len(row_slots))
     if total == 0:
-        sums = tree_of((row_slots >= 0).long(), native)
+        sums = tree_of((row_slots >= 0).long(), cpu)
         total = op_wrappers.tree_total(sums, len(row_slots))
     for count in (*SIZES, 200):
         coordinates = torch.randint(0, total, (count,))
         expected, got = (torch.full((count, Resolution.NUM_WORDS), -1) for _ in range(2))
-        for ops, out in ((reference, expected), (native, got)):
+        for ops, out in ((reference, expected), (cpu, got)):
             ops.resolve_rows_(out, sums, slots, row_slots, coordinates, 1 << 40)
         assert torch.equal(got, expected)
         row, slot = expected[:, 3] + expected[:, 5], expected[:, 1]
@@ -225,7 +223,7 @@ def test_resolve_rows(reference: Ops, native: Ops, num_slots: int) -> None:
     ("bad_slot", "word", "value"),
     [(-1, 0, 2), (3, 0, 2), (1, 3, 6), (1, 3, -1), (1, 4, 1), (-(1 << 31), 0, 2), ((1 << 31) - 1, 0, 2)],
 )
-def test_row_of_no_slot(careful: Ops, kernels_on_host: Ops, bad_slot: int, word: int, value: int) -> None:
+def test_row_of_no_slot(careful: Ops, bad_slot: int, word: int, value: int) -> None:
     """Row 5 is the second step of slot 1."""
     slots = torch.tensor([[2, 1, 10 + i, i * 4, 4, 4, 0, 0] for i in range(3)])
     row_slots = torch.arange(3, dtype=torch.int32).repeat_interleave(4)
@@ -233,18 +231,14 @@ def test_row_of_no_slot(careful: Ops, kernels_on_host: Ops, bad_slot: int, word:
     row_slots[5], slots[1, word] = bad_slot, value
     with pytest.raises(REFUSED, match="coordinate 1 must hit a row that is a step of its slot"):
         careful.resolve_rows_(out, sums, slots, row_slots, torch.tensor([0, 5]), 0)
-    with pytest.raises(RuntimeError, match="leads outside"):
-        kernels_on_host.resolve_rows_(out, sums, slots, row_slots, torch.tensor([0, 5]), 0)
 
 
 @pytest.mark.parametrize("bad", [-1, 12, 1 << 62])
-def test_coordinate_beyond_the_rows(careful: Ops, kernels_on_host: Ops, bad: int) -> None:
+def test_coordinate_beyond_the_rows(careful: Ops, bad: int) -> None:
     sums, out = tree_of(torch.ones(12).long(), careful), torch.zeros(1, 8).long()
     slots, row_slots = torch.ones(3, 8).long(), torch.zeros(12, dtype=torch.int32)
     with pytest.raises(REFUSED, match=r"coordinates.* must lie in \[0, 12\)"):
         careful.resolve_rows_(out, sums, slots, row_slots, torch.tensor([bad]), 0)
-    with pytest.raises(RuntimeError, match="leads outside"):
-        kernels_on_host.resolve_rows_(out, sums, slots, row_slots, torch.tensor([bad]), 0)
 
 
 def orders(count: int) -> dict[str, Tensor]:

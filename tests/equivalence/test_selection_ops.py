@@ -111,7 +111,7 @@ def test_changes_outside_the_log_are_refused(request: pytest.FixtureRequest, nam
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 @pytest.mark.parametrize("unit", [MassUnit.TRAJECTORY, MassUnit.STEP])
 @pytest.mark.parametrize("num_slots", [1, 7, 33, 1500])
-def test_resolve(reference: Ops, native: Ops, rule: tuple[int, ...], unit: int, num_slots: int) -> None:
+def test_resolve(reference: Ops, cpu: Ops, rule: tuple[int, ...], unit: int, num_slots: int) -> None:
     torch.manual_seed(num_slots)
     slots = torch.randint(0, 1 << 62, (num_slots, 8))
     slots[:, 4] = torch.randint(1, 40, (num_slots,))
@@ -122,7 +122,7 @@ def test_resolve(reference: Ops, native: Ops, rule: tuple[int, ...], unit: int, 
         anchors = anchors_by_hand(rule, slots[:, 4].tolist())
     sums = torch.zeros(tree_size(num_slots), dtype=torch.int64)
     sums[:num_slots] = masses
-    native.tree_build_(sums, num_slots)
+    cpu.tree_build_(sums, num_slots)
     total = int(masses.sum())
     for coordinates in (
         *(torch.randint(0, total, (n,)) for n in SIZES),
@@ -130,9 +130,7 @@ def test_resolve(reference: Ops, native: Ops, rule: tuple[int, ...], unit: int, 
     ):
         count = len(coordinates)
         out = torch.full((count, Resolution.NUM_WORDS), -1)
-        resolved = both(
-            reference, native, "resolve_", out, sums, slots, coordinates, rule, unit, 5, 1, 1 << 40
-        )
+        resolved = both(reference, cpu, "resolve_", out, sums, slots, coordinates, rule, unit, 5, 1, 1 << 40)
         for slot, anchor in resolved[:, (1, 5)].tolist():
             assert anchor in anchors[slot]
         assert torch.equal(resolved[:, 7], torch.arange(count) + (1 << 40))

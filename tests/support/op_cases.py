@@ -18,7 +18,6 @@ from deepspeed_gear.ops.records import (
     PlacedStep,
     PlacedTrajectory,
     RingState,
-    SlotState,
     Source,
     UpdateCount,
 )
@@ -28,6 +27,9 @@ HOST_ONLY = (
     "permute_",
     "tree_update_",
     "slot_masses_",
+    "resolve_",
+    "resolve_rows_",
+    "importance_",
     "minima_update_",
     "top_k_",
     "append_reports_",
@@ -41,6 +43,8 @@ HOST_ONLY = (
     "decode_draws_",
     "encode_reports_",
     "decode_reports_",
+    "encode_rows_",
+    "decode_rows_",
 )
 # The pieces of copy_pieces_ stay in memory of the host: tests/gpu/test_host_placement.py.
 ON_DEVICE = [name for name in OP_NAMES if name not in (*HOST_ONLY, "copy_pieces_")]
@@ -75,25 +79,6 @@ def window(column: Tensor, offset: int, length: int) -> list[int]:
     return [Source.STEPS, offset, length, 0, 0, 0, column[0].numel(), 0, 0, length]
 
 
-def plan_of_rows() -> tuple[Tensor, ...]:
-    """Samples of three peers, windows of two groups, members, columns of steps and of trajectories, heads."""
-    resolutions = resolutions_of(COUNT)
-    samples = torch.zeros(COUNT, 7, dtype=torch.int64)
-    samples[:, 0], samples[:, 1] = torch.randint(0, 3, (COUNT,)), torch.randint(0, 2, (COUNT,))
-    samples[:, 2:5], samples[:, 5] = resolutions[:, (1, 4, 5)], torch.randint(0, 3, (COUNT,))
-    samples[:, 6] = torch.where(torch.rand(COUNT) < 0.5, -1, resolutions[:, 5])
-    windows = torch.tensor([[0, 0, -3, 4, 0, 0, 0], [0, 0, 0, 1, 1, 1, 0], [1, 1, 0, 1, 0, 0, 0]])
-    members = torch.tensor([[True, False], [True, True], [False, True], [True, True]])
-    columns = torch.tensor([[0, 0, 44], [0, 0, 1], [1, 0, 9000], [-1, 3, 12]])
-    return samples, windows, members, columns, torch.tensor([8, 12, 0])
-
-
-def columns_of_rows() -> list[Tensor]:
-    rows = NUM_SLOTS * LENGTH
-    sizes = rows * 44, rows, 9000 * rows // 100, 12 * NUM_SLOTS
-    return [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
-
-
 def arguments(name: str) -> tuple[Any, ...]:
     """Arguments of an op in host memory, outputs first."""
     torch.manual_seed(0)
@@ -104,9 +89,6 @@ def arguments(name: str) -> tuple[Any, ...]:
     sums[:NUM_SLOTS] = masses
     built = sums.clone()
     reference_ops().tree_build_(built, NUM_SLOTS)
-    slots = torch.randint(0, 1 << 40, (NUM_SLOTS, 8))
-    slots[:, 4] = torch.randint(1, LENGTH, (NUM_SLOTS,))
-    coordinates = (torch.rand(COUNT, dtype=torch.float64) * int(masses.sum())).long()
     rows = torch.randn(NUM_SLOTS * LENGTH, 11)
     reward, ends = rows[:, 0].contiguous(), torch.rand(len(rows)) < 0.05
     extents = torch.stack((torch.arange(NUM_SLOTS) * LENGTH, torch.full((NUM_SLOTS,), LENGTH)), dim=1)
@@ -115,19 +97,10 @@ def arguments(name: str) -> tuple[Any, ...]:
     spec, scale = window(rows, -3, 7) * 2, [none.double(), torch.randn(11).double()]
     masks, resolutions = [torch.zeros(COUNT, 7, dtype=torch.bool)], resolutions_of(COUNT)
     returns = torch.zeros(2, COUNT)
-    table = slots.clone()
-    table[:, 3], table[:, 4] = torch.arange(NUM_SLOTS) * 5, 5
-    row_slots = (torch.arange(NUM_SLOTS) // 5).to(torch.int32)
-    minima, alpha = torch.zeros(minima_size(NUM_SLOTS), dtype=torch.int64), round(0.6 * ONE_Q62)
-    table[:, 0], table[:, 1] = SlotState.COMMITTED, 3
-    two, three = (torch.zeros(n, dtype=torch.int64) for n in (2, 3))
-    weighed = torch.cat((resolutions[:, :6], masses[:COUNT, None] + 1, resolutions[:, 7:]), dim=1)
+    minima = torch.zeros(minima_size(NUM_SLOTS), dtype=torch.int64)
     return {
         "tree_build_": (sums, NUM_SLOTS),
-        "resolve_": (resolutions * 0, built, slots, coordinates, ALL_ANCHORS, 0, 5, 1, 100),
-        "resolve_rows_": (resolutions * 0, built, table, row_slots, coordinates, 100),
-        "mass_": (out, torch.rand(COUNT) * 99, alpha, 27),
-        "importance_": (torch.zeros(COUNT), weighed, 1 << 40, 7, alpha),
+        "mass_": (out, torch.rand(COUNT) * 99, ALPHA, 27),
         "minima_build_": (minima, built, NUM_SLOTS),
         "suffix_sum_": (reward * 0, reward, extents),
         "n_step_": (returns[0], returns[1], out, reward, ends, ends, powers_of(0.9, 5), resolutions, 5),
@@ -145,30 +118,7 @@ def arguments(name: str) -> tuple[Any, ...]:
             1,
             torch.randperm(COUNT),
         ),
-        "encode_rows_": (
-            torch.zeros(400_000).long(),
-            three,
-            columns_of_rows(),
-            *plan_of_rows(),
-            rows_of(slots),
-        ),
-        "decode_rows_": (
-            [column * 0 for column in columns_of_rows()],
-            torch.zeros(COUNT, 8, dtype=torch.int64),
-            three,
-            two,
-            [torch.randint(-9, 9, (100_000,)) for _ in range(3)],
-            torch.randperm(COUNT),
-            *plan_of_rows(),
-            [3, 300, 2, 60, 100, 50],
-        ),
     }[name]
-
-
-def rows_of(slots: Tensor) -> Tensor:
-    """The slot table of trajectories that share so few rows that all columns have them."""
-    slots[:, 3] = torch.arange(len(slots)) % 10 * LENGTH
-    return slots
 
 
 def ring_arguments(name: str) -> tuple[Any, ...]:

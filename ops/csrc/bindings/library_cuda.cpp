@@ -10,7 +10,6 @@
 
 #include "bindings/check_pieces.h"
 #include "bindings/check_priorities.h"
-#include "bindings/check_rows.h"
 #include "bindings/checks.h"
 #include "bindings/on_device.h"
 #include "bindings/op_table.h"
@@ -18,7 +17,6 @@
 #include "gather/gather.h"
 #include "priorities/priorities.h"
 #include "returns/returns.h"
-#include "rows/rows.h"
 #include "select/select.h"
 
 namespace gear {
@@ -30,36 +28,6 @@ void TreeBuild(at::Tensor& sums, int64_t num_items) {
   cuda::TreeBuild(Unsigned(sums), num_items, device.stream());
 }
 
-void Resolve(at::Tensor& resolutions, const at::Tensor& sums, const at::Tensor& slots,
-             const at::Tensor& coordinates, at::IntArrayRef rule, int64_t unit, int64_t seed,
-             int64_t stream, int64_t first) {
-  CheckResolve(resolutions, sums, slots, coordinates, rule);
-  CheckDevice(sums, resolutions, "sums");
-  CheckDevice(slots, resolutions, "slots");
-  CheckDevice(coordinates, resolutions, "coordinates");
-  const OnDevice device(resolutions);
-  cuda::Resolve(reinterpret_cast<const uint64_t*>(sums.const_data_ptr<int64_t>()),
-                reinterpret_cast<const Slot*>(slots.const_data_ptr<int64_t>()), slots.size(0),
-                coordinates.const_data_ptr<int64_t>(), coordinates.numel(), AnchorsOf(rule), unit,
-                static_cast<uint64_t>(seed), static_cast<uint32_t>(stream), first,
-                reinterpret_cast<Resolution*>(resolutions.mutable_data_ptr<int64_t>()),
-                device.stream());
-}
-
-void ResolveRows(at::Tensor& resolutions, const at::Tensor& sums, const at::Tensor& slots,
-                 const at::Tensor& row_slots, const at::Tensor& coordinates, int64_t first) {
-  CheckResolveRows(resolutions, sums, slots, row_slots, coordinates);
-  CheckDevice(sums, resolutions, "sums");
-  CheckDevice(slots, resolutions, "slots");
-  CheckDevice(row_slots, resolutions, "row_slots");
-  CheckDevice(coordinates, resolutions, "coordinates");
-  const OnDevice device(resolutions);
-  cuda::ResolveRows(
-      Unsigned(sums), Records<Slot>(slots), slots.size(0), row_slots.const_data_ptr<int32_t>(),
-      row_slots.numel(), coordinates.const_data_ptr<int64_t>(), coordinates.numel(), first,
-      reinterpret_cast<Resolution*>(resolutions.mutable_data_ptr<int64_t>()), device.stream());
-}
-
 void MassOf(at::Tensor& masses, const at::Tensor& priorities, int64_t alpha, int64_t most_bits) {
   const MassScale scale = ScaleOf(alpha, most_bits);
   CheckMass(masses, priorities);
@@ -67,16 +35,6 @@ void MassOf(at::Tensor& masses, const at::Tensor& priorities, int64_t alpha, int
   const OnDevice device(masses);
   cuda::MassOf(priorities.const_data_ptr<float>(), priorities.numel(), scale,
                masses.mutable_data_ptr<int64_t>(), device.stream());
-}
-
-void Importance(at::Tensor& weights, const at::Tensor& resolutions, int64_t numerator,
-                int64_t count, int64_t beta) {
-  CheckImportance(weights, resolutions, numerator, count, beta);
-  CheckDevice(resolutions, weights, "resolutions");
-  const OnDevice device(weights);
-  cuda::Importance(Resolutions(resolutions), resolutions.size(0), static_cast<uint64_t>(numerator),
-                   static_cast<uint64_t>(count), static_cast<uint64_t>(beta),
-                   weights.mutable_data_ptr<float>(), device.stream());
 }
 
 void MinimaBuild(at::Tensor& minima, const at::Tensor& sums, int64_t num_items) {
@@ -139,76 +97,6 @@ void Gather(at::TensorList outs, at::TensorList masks, at::Tensor& counters, at:
   cuda::Gather(fields.data(), held.data(), static_cast<int64_t>(fields.size()), records,
                n_steps ? n_steps->const_data_ptr<int64_t>() : nullptr, taken, count,
                threads > 1 ? threads : 0, counters.mutable_data_ptr<int64_t>(), device.stream());
-}
-
-cuda::RowRequest RequestOf(const at::Tensor& samples, const at::Tensor& windows,
-                           const at::Tensor& members, const at::Tensor& columns,
-                           const at::Tensor& heads, int64_t num_slots) {
-  CheckRecords(samples, "samples", kSampleWords);
-  CheckTensor(heads, "heads", at::kLong);
-  for (const at::Tensor& t : {windows, members, columns, heads})
-    CheckDevice(t, samples, "every tensor");
-  const cpu::RowLayout layout = ShapeOfLayout(windows, members, columns);
-  constexpr int64_t kMost = int64_t{1} << 31;  // so that a group and a trajectory are one word
-  TORCH_CHECK(samples.size(0) < kMost && layout.num_windows + layout.num_columns < kMost,
-              "gear: too many samples, windows or columns");
-  TORCH_CHECK(samples.size(0) == 0 || heads.numel() > 0, "gear: samples must have peers");
-  return {Records<cpu::RowSample>(samples), samples.size(0), layout, members.size(0), num_slots,
-          heads.const_data_ptr<int64_t>(),  heads.numel()};
-}
-
-c10::SmallVector<cuda::Bytes, 16> ColumnsOf(at::TensorList tensors, const cpu::RowLayout& layout,
-                                            const at::Tensor& samples) {
-  CheckNumColumns(tensors, layout);
-  c10::SmallVector<cuda::Bytes, 16> columns;
-  for (const at::Tensor& tensor : tensors) {
-    columns.push_back({CharsOf(tensor), BytesOf(tensor, "columns")});
-    CheckDevice(tensor, samples, "every column");
-  }
-  return columns;
-}
-
-void EncodeRows(at::Tensor& message, at::Tensor& sizes, at::TensorList stored,
-                const at::Tensor& samples, const at::Tensor& windows, const at::Tensor& members,
-                const at::Tensor& columns, const at::Tensor& heads, const at::Tensor& slots) {
-  CheckRecords(slots, "slots", kSlotWords);
-  CheckTensor(message, "message", at::kLong);
-  for (const at::Tensor& t : {message, sizes, slots}) CheckDevice(t, samples, "every tensor");
-  const cuda::RowRequest request =
-      RequestOf(samples, windows, members, columns, heads, slots.size(0));
-  const auto data = ColumnsOf(stored, request.layout, samples);
-  int64_t* filled = LongsOf(sizes, "sizes", request.num_peers);
-  const OnDevice device(message);
-  at::Tensor scratch = ScratchFor(cuda::RowsScratch(request), samples);
-  cuda::EncodeRows(request, Records<Slot>(slots), data.data(), filled, CharsOf(message),
-                   kWordBytes * message.numel(), scratch.mutable_data_ptr<int64_t>(),
-                   device.stream());
-}
-
-void DecodeRows(at::TensorList arrivals, at::Tensor& ring, at::Tensor& sizes, at::Tensor& needed,
-                at::TensorList messages, const at::Tensor& which, const at::Tensor& samples,
-                const at::Tensor& windows, const at::Tensor& members, const at::Tensor& columns,
-                const at::Tensor& heads, at::IntArrayRef room) {
-  CheckRecords(ring, "ring", kResolutionWords);
-  CheckTensor(which, "which", at::kLong);
-  for (const at::Tensor& t : {ring, sizes, needed, which}) CheckDevice(t, samples, "every tensor");
-  const cuda::RowRequest request = RequestOf(samples, windows, members, columns, heads, kMostSteps);
-  TORCH_CHECK(which.numel() == request.count,
-              "gear: which must have an index of the ring per sample");
-  const auto data = ColumnsOf(arrivals, request.layout, samples);
-  CheckMessages(messages, request.num_peers);
-  c10::SmallVector<cuda::Bytes, 16> message_bytes;
-  for (const at::Tensor& message : messages) {
-    CheckDevice(message, samples, "every message");
-    message_bytes.push_back({CharsOf(message), kWordBytes * message.numel()});
-  }
-  int64_t* filled = LongsOf(sizes, "sizes", request.num_peers);
-  const OnDevice device(ring);
-  at::Tensor scratch = ScratchFor(cuda::RowsScratch(request), samples);
-  cuda::DecodeRows(
-      request, data.data(), message_bytes.data(), RoomOf(room), which.const_data_ptr<int64_t>(),
-      ring.size(0), reinterpret_cast<Resolution*>(ring.mutable_data_ptr<int64_t>()), filled,
-      LongsOf(needed, "needed", 2), scratch.mutable_data_ptr<int64_t>(), device.stream());
 }
 
 // The columns are host memory registered with CUDA; the pieces are not used after the call.

@@ -8,15 +8,7 @@
 // On the host and on devices.
 #define GEAR_OPS(OP) \
   OP(tree_build_, TreeBuild, "Tensor(a!) sums, int num_items") \
-  OP(resolve_, Resolve, \
-     "Tensor(a!) resolutions, Tensor sums, Tensor slots, Tensor coordinates, int[] rule, " \
-     "int unit, int seed, int stream, int first") \
-  OP(resolve_rows_, ResolveRows, \
-     "Tensor(a!) resolutions, Tensor sums, Tensor slots, Tensor row_slots, " \
-     "Tensor coordinates, int first") \
   OP(mass_, MassOf, "Tensor(a!) masses, Tensor priorities, int alpha, int most_bits") \
-  OP(importance_, Importance, \
-     "Tensor(a!) weights, Tensor resolutions, int numerator, int count, int beta") \
   OP(minima_build_, MinimaBuild, "Tensor(a!) minima, Tensor sums, int num_items") \
   OP(suffix_sum_, SuffixSum, "Tensor(a!) out, Tensor reward, Tensor extents") \
   OP(n_step_, NStepReturn, \
@@ -26,20 +18,12 @@
      "Tensor(a!)[] outs, Tensor(b!)[] masks, Tensor(c!) counters, Tensor[] columns, " \
      "Tensor[] shifts, Tensor[] gains, Tensor resolutions, Tensor? n_steps, int[] spec, " \
      "float[] pad_values, int threads, Tensor? order=None") \
-  OP(encode_rows_, EncodeRows, \
-     "Tensor(a!) message, Tensor(b!) sizes, Tensor[] stored, Tensor samples, Tensor windows, " \
-     "Tensor members, Tensor columns, Tensor heads, Tensor slots") \
-  OP(decode_rows_, DecodeRows, \
-     "Tensor(a!)[] arrivals, Tensor(b!) ring, Tensor(c!) sizes, Tensor(d!) needed, " \
-     "Tensor[] messages, Tensor which, Tensor samples, Tensor windows, Tensor members, " \
-     "Tensor columns, Tensor heads, int[] room") \
   OP(copy_pieces_, CopyPieces, "Tensor(a!) out, Tensor[] columns, Tensor pieces")
 
-// Only on the host: draws, changes of masses and priorities of tables in host memory (a table on a
-// device has the ring's ops), what nodes exchange about draws and reports, the goals of hindsight,
-// packs and their plan. A few bytes of each sample, or step, come from the host's store and go to
-// the host's network or back into the store; a device would only add two copies. A pack is copied to
-// a device as a whole.
+// Only on the host: draws, and changes of masses and priorities, of tables in host memory (a table on
+// a device has the ring's ops), what nodes exchange (draws, reports, rows), the goals of hindsight,
+// packs and their plan. Their bytes come from the host's store and go to the host's network or back
+// into the store; a device would only add two copies. A pack is copied to a device as a whole.
 #define GEAR_HOST_OPS(OP) \
   OP(draw_, Draw, "Tensor(a!) coordinates, int seed, int stream, int first, int total") \
   OP(permute_, Permute, \
@@ -47,6 +31,8 @@
   OP(tree_update_, TreeUpdate, "Tensor(a!) sums, int num_items, Tensor items, Tensor masses") \
   OP(slot_masses_, SlotMasses, \
      "Tensor(a!) sums, Tensor slots, Tensor log, int first, int last, int[] rule, int unit") \
+  OP(importance_, Importance, \
+     "Tensor(a!) weights, Tensor resolutions, int numerator, int count, int beta") \
   OP(minima_update_, MinimaUpdate, "Tensor(a!) minima, Tensor sums, int num_items, Tensor items") \
   OP(top_k_, TopK, "Tensor(a!) items, Tensor priorities, Tensor sums") \
   OP(append_reports_, AppendReports, \
@@ -59,6 +45,12 @@
      "Tensor(e!) bases, Tensor(f!) generations, Tensor(g!) steps, Tensor(h!) row_slots, " \
      "Tensor slots, Tensor log, int first, int last, int[] rule, int unit, int initial, " \
      "int alpha, int most_bits") \
+  OP(resolve_, Resolve, \
+     "Tensor(a!) resolutions, Tensor sums, Tensor slots, Tensor coordinates, int[] rule, " \
+     "int unit, int seed, int stream, int first") \
+  OP(resolve_rows_, ResolveRows, \
+     "Tensor(a!) resolutions, Tensor sums, Tensor slots, Tensor row_slots, " \
+     "Tensor coordinates, int first") \
   OP(draw_goals_, DrawGoals, \
      "Tensor(a!) goal_step, Tensor resolutions, int seed, int stream, int strategy, " \
      "int fraction, int final_row") \
@@ -80,6 +72,13 @@
      "Tensor(e!) found, Tensor[] received, Tensor records, Tensor own, Tensor? steps, " \
      "Tensor owner, Tensor asked, Tensor need_of, int first, int offset, int index, " \
      "int takes_own") \
+  OP(encode_rows_, EncodeRows, \
+     "Tensor(a!) message, Tensor(b!) sizes, Tensor[] stored, Tensor samples, Tensor windows, " \
+     "Tensor members, Tensor columns, Tensor heads, Tensor slots") \
+  OP(decode_rows_, DecodeRows, \
+     "Tensor(a!)[] arrivals, Tensor(b!) ring, Tensor(c!) sizes, Tensor(d!) needed, " \
+     "Tensor[] messages, Tensor which, Tensor samples, Tensor windows, Tensor members, " \
+     "Tensor columns, Tensor heads, int[] room") \
   OP(encode_reports_, EncodeReports, \
      "Tensor(a!) encoded, Tensor(b!) ends, Tensor reports, int latest") \
   OP(decode_reports_, DecodeReports, "Tensor(a!) reports, Tensor encoded, int latest")

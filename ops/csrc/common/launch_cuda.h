@@ -54,6 +54,18 @@ __device__ inline uint64_t SumOfWarp(uint64_t value) {
   return value;
 }
 
+// Sum of the values of the lanes before this one. All lanes of the warp take part.
+template <typename T>
+__device__ T SumBefore(T value, int lane) {
+  T up_to = value;
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) {
+    const T below = __shfl_up_sync(kAllLanes, up_to, step);
+    if (lane >= step) up_to += below;
+  }
+  return up_to - value;
+}
+
 // The least of the values of a warp's lanes, in its first lane. All of them take part.
 __device__ inline uint64_t LeastOfWarp(uint64_t value) {
 #pragma unroll

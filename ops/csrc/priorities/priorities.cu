@@ -1,9 +1,10 @@
-// Masses and importance weights of priorities, and the tree of minima. A wrong value in memory ends
-// the kernel.
+// Masses of priorities, and the trees of their sums and minima. A wrong value in memory ends the
+// kernel.
 #include "common/convert.h"
 #include "common/launch_cuda.h"
 #include "common/power.h"
 #include "priorities/priorities.h"
+#include "select/select.h"
 #include "select/tree_cuda.h"
 
 namespace gear::cuda {
@@ -18,27 +19,22 @@ __global__ void MassKernel(const float* __restrict__ priorities, int64_t count, 
   }
 }
 
-__global__ void ImportanceKernel(const Resolution* __restrict__ resolutions, int64_t size,
-                                 int64_t log_ratio, uint64_t beta, float* __restrict__ weights) {
-  for (int64_t i = GlobalThread(); i < size; i += GlobalThreads()) {
-    const int64_t mass = resolutions[i].mass;
-    Require(mass > 0);
-    weights[i] = BitCast<float>(ImportanceBits(log_ratio, static_cast<uint64_t>(mass), beta));
-  }
-}
+// A node from its children, a lane for each: in the first lane.
+struct Sum {
+  __device__ static uint64_t Of(uint64_t child) { return SumOfWarp(child); }
+};
+struct Least {  // that is not zero, see IsLess
+  __device__ static uint64_t Of(uint64_t child) { return LeastOfWarp(child - 1) + 1; }
+};
 
-// The least non-zero of a node's children, in lane 0; see IsLess.
-__device__ uint64_t LeastOfChildren(const uint64_t* children, int lane) {
-  return LeastOfWarp(children[lane] - 1) + 1;
-}
-
-// A warp for each node of one level.
-__global__ void LeastKernel(const uint64_t* __restrict__ below, int64_t used,
+// A warp for each node of one level; those without children are 0.
+template <typename Join>
+__global__ void LevelKernel(const uint64_t* __restrict__ below, int64_t used,
                             uint64_t* __restrict__ nodes, int64_t width) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int lane = LaneOfWarp();
   for (int64_t node = GlobalThread() / kWarp; node < width; node += GlobalThreads() / kWarp) {
-    const uint64_t least = node < used ? LeastOfChildren(below + node * kFanOut, lane) : 0;
-    if (lane == 0) nodes[node] = least;
+    const uint64_t value = Join::Of(node < used ? below[node * kFanOut + lane] : 0);
+    if (lane == 0) nodes[node] = value;
   }
 }
 
@@ -47,12 +43,12 @@ __global__ void LeastKernel(const uint64_t* __restrict__ below, int64_t used,
 __global__ void LeastAboveKernel(const uint64_t* __restrict__ below,
                                  const int64_t* __restrict__ items, int64_t count,
                                  int64_t num_items, int shift, uint64_t* __restrict__ nodes) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int lane = LaneOfWarp();
   for (int64_t i = GlobalThread() / kWarp; i < count; i += GlobalThreads() / kWarp) {
     if (items[i] == -1) continue;
     Require(items[i] >= 0 && items[i] < num_items);
     const int64_t node = items[i] >> shift;
-    const uint64_t least = LeastOfChildren(below + node * kFanOut, lane);
+    const uint64_t least = Least::Of(below[node * kFanOut + lane]);
     if (lane == 0) nodes[node] = least;
   }
 }
@@ -71,18 +67,20 @@ void MassOf(const float* priorities, int64_t count, MassScale scale, int64_t* ma
   CheckLaunch("MassOf");
 }
 
-void Importance(const Resolution* resolutions, int64_t size, uint64_t numerator, uint64_t count,
-                uint64_t beta, float* weights, void* stream) {
-  if (size == 0) return;
-  ImportanceKernel<<<Blocks(size), kThreads, 0, AsStream(stream)>>>(
-      resolutions, size, Log2(numerator) - Log2(count), beta, weights);
-  CheckLaunch("Importance");
+void TreeBuild(uint64_t* sums, int64_t num_items, void* stream) {
+  const TreeShape shape = ShapeOfTree(num_items);
+  for (int level = 1; level < shape.levels; ++level) {
+    LevelKernel<Sum><<<Blocks(shape.width[level] * kWarp), kThreads, 0, AsStream(stream)>>>(
+        sums + shape.offset[level - 1], shape.width[level - 1] / kFanOut,
+        sums + shape.offset[level], shape.width[level]);
+    CheckLaunch("TreeBuild");
+  }
 }
 
 void MinimaBuild(const uint64_t* sums, int64_t num_items, uint64_t* minima, void* stream) {
   const TreeShape shape = ShapeOfTree(num_items);
   for (int level = 1; level < shape.levels; ++level) {
-    LeastKernel<<<Blocks(shape.width[level] * kWarp), kThreads, 0, AsStream(stream)>>>(
+    LevelKernel<Least><<<Blocks(shape.width[level] * kWarp), kThreads, 0, AsStream(stream)>>>(
         LevelBelow(sums, minima, shape, level), shape.width[level - 1] / kFanOut,
         minima + MinimaOffset(shape, level), shape.width[level]);
     CheckLaunch("MinimaBuild");

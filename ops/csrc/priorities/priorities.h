@@ -98,9 +98,6 @@ namespace gear::cuda {
 
 void MassOf(const float* priorities, int64_t count, MassScale scale, int64_t* masses, void* stream);
 
-void Importance(const Resolution* resolutions, int64_t size, uint64_t numerator, uint64_t count,
-                uint64_t beta, float* weights, void* stream);
-
 void MinimaBuild(const uint64_t* sums, int64_t num_items, uint64_t* minima, void* stream);
 
 // Words of scratch memory that TopK needs.

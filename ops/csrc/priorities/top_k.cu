@@ -3,7 +3,6 @@
 #include "common/convert.h"
 #include "common/launch_cuda.h"
 #include "common/power.h"
-#include "common/sort_cuda.h"
 #include "priorities/priorities.h"
 
 namespace gear::cuda {
@@ -14,6 +13,103 @@ inline constexpr int kBinsOfLane = kDigits / kWarp;
 inline constexpr int kAtOnce = 4;  // loads of a lane under way
 inline constexpr int64_t kTopBlocks = 1024;
 inline constexpr uint64_t kHighestOrder = 0x7FFFFFFFu;
+
+// Sort key: by `high`, then by `low`; the sort is stable.
+struct Ordered {
+  uint64_t high;
+  int64_t low, value;
+};
+
+__device__ inline bool Precedes(const Ordered& a, const Ordered& b) {
+  return a.high != b.high ? a.high < b.high : a.low < b.low;
+}
+
+// The first of `count` items for which `is_after` holds, if it holds for all items after that one.
+template <typename IsAfter>
+__device__ int64_t FirstOf(int64_t count, const IsAfter& is_after) {
+  int64_t begin = 0;
+  while (count > 0) {
+    const int64_t half = count / 2;
+    if (is_after(begin + half)) {
+      count = half;
+    } else {
+      begin += half + 1;
+      count -= half + 1;
+    }
+  }
+  return begin;
+}
+
+inline constexpr int64_t kRun = 32;  // that is sorted at once
+
+__global__ void SortRunsKernel(const Ordered* __restrict__ from, Ordered* __restrict__ to,
+                               int64_t count) {
+  for (int64_t i = GlobalThread(); i < count; i += GlobalThreads()) {
+    const Ordered own = from[i];
+    const int64_t first = i / kRun * kRun, end = Min(first + kRun, count);
+    int64_t place = first;
+    for (int64_t k = first; k < end; ++k) {
+      const Ordered other = from[k];
+      place += Precedes(other, own) || (k < i && !Precedes(own, other));
+    }
+    to[place] = own;
+  }
+}
+
+// Merges neighbouring runs of `run` items.
+__global__ void MergeKernel(const Ordered* __restrict__ from, Ordered* __restrict__ to,
+                            int64_t count, int64_t run) {
+  for (int64_t i = GlobalThread(); i < count; i += GlobalThreads()) {
+    const Ordered own = from[i];
+    const int64_t first = i / (2 * run) * (2 * run);
+    const int64_t middle = Min(first + run, count), end = Min(middle + run, count);
+    if (i < middle) {
+      const auto is_after = [&](int64_t k) { return !Precedes(from[middle + k], own); };
+      to[i + FirstOf(end - middle, is_after)] = own;
+    } else {
+      const auto is_after = [&](int64_t k) { return Precedes(own, from[first + k]); };
+      to[i - (middle - first) + FirstOf(middle - first, is_after)] = own;
+    }
+  }
+}
+
+// Runs of 32 by rank, then merged by rank: every item computes its own place, so the threads of a
+// block share nothing. Returns `items` or `other`, whichever holds the result; both have `count`.
+// Cost: log2(count / 32) + 1 launches, in each of which an item is moved once, to a place found by
+// bisection.
+Ordered* Sort(Ordered* items, Ordered* other, int64_t count, void* stream) {
+  if (count < 2) return items;
+  SortRunsKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(items, other, count);
+  CheckLaunch("Sort");
+  for (int64_t run = kRun; run < count; run *= 2) {
+    Ordered* sorted = other;
+    other = items;
+    items = sorted;
+    MergeKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(items, other, count, run);
+    CheckLaunch("Sort");
+  }
+  return other;
+}
+
+// Arrays one after the other in scratch memory of int64 words; without memory it only counts them.
+class Scratch {
+ public:
+  explicit Scratch(int64_t* words) : words_(words) {}
+
+  template <typename T>
+  T* Take(int64_t count) {
+    static_assert(alignof(T) <= sizeof(int64_t), "scratch is aligned to words");
+    int64_t* taken = words_ == nullptr ? nullptr : words_ + size_;
+    size_ += (count * static_cast<int64_t>(sizeof(T)) + 7) / 8;
+    return reinterpret_cast<T*>(taken);
+  }
+
+  int64_t size() const { return size_; }
+
+ private:
+  int64_t* words_;
+  int64_t size_ = 0;
+};
 
 // State of the search for the k-th highest: its first bits, and how many of the leaves that begin
 // with them are still needed. `taken`: places that are assigned to higher ones. `first`: the leaf
@@ -102,12 +198,11 @@ __global__ void ChooseDigitKernel(Search* search, int shift, const uint64_t* __r
   uint64_t own = 0;
   const int highest = kDigits - 1 - lane * kBinsOfLane;
   for (int k = 0; k < kBinsOfLane; ++k) own += counts[highest - k];
-  const Keyed up_to = JoinUpTo<Sums>({0, static_cast<int64_t>(own)}, lane);
-  const auto all = static_cast<uint64_t>(FromLast(up_to).value);
+  uint64_t above = SumBefore(own, lane);
+  const uint64_t all = __shfl_sync(kAllLanes, above + own, kWarp - 1);
   // There may be fewer than k: then all are needed. Later passes count what the first one has
   // found.
   const uint64_t wanted = Min(search->wanted, all), prefix = search->prefix;
-  uint64_t above = static_cast<uint64_t>(up_to.value) - own;
   const bool is_here = above < wanted && wanted <= above + own;
   if (__ballot_sync(kAllLanes, is_here) == 0 && lane == 0) search->wanted = 0;  // no candidates
   if (!is_here) return;
@@ -130,14 +225,14 @@ __device__ Ordered Candidate(const Leaves& leaves, int64_t first, int64_t order,
 
 // Takes the leaves above the k-th highest, in any order, and counts those equal to it, by warp.
 __global__ void TakeAboveKernel(const Leaves leaves, Search* search, Ordered* __restrict__ found,
-                                int64_t most, Keyed* __restrict__ num_equal) {
+                                int64_t most, uint64_t* __restrict__ num_equal) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int64_t warp = GlobalThread() / kWarp, own = LeavesOfWarp(leaves.count);
   const int64_t end = Min((warp + 1) * own, leaves.count);
   const auto lowest = static_cast<int64_t>(search->prefix);
   const int64_t first = search->first;
   const auto is_high = [&](uint64_t order) { return static_cast<int64_t>(order) >= lowest; };
-  int64_t equal = 0;
+  uint64_t equal = 0;
   for (int64_t begin = warp * own; begin < end; begin += kAtOnce * kWarp) {
     int64_t orders[kAtOnce];
     LoadOrders(leaves, first, begin, end, is_high, orders);
@@ -156,13 +251,25 @@ __global__ void TakeAboveKernel(const Leaves leaves, Search* search, Ordered* __
       found[place] = Candidate(leaves, first, orders[k], begin + k * kWarp + lane);
     }
   }
-  if (lane == 0) num_equal[warp] = {0, equal};
+  if (lane == 0) num_equal[warp] = equal;
+}
+
+// By one warp: replaces each count by the sum of those in front of it.
+__global__ void SumInFrontKernel(uint64_t* counts, int64_t count) {
+  const int lane = LaneOfWarp();
+  uint64_t sum = 0;
+  for (int64_t begin = 0; begin < count; begin += kWarp) {
+    const int64_t i = begin + lane;
+    const uint64_t own = i < count ? counts[i] : 0, before = SumBefore(own, lane);
+    if (i < count) counts[i] = sum + before;
+    sum += __shfl_sync(kAllLanes, before + own, kWarp - 1);
+  }
 }
 
 // Takes the first of those that are equal to the k-th highest, as many as are needed.
 __global__ void TakeEqualKernel(const Leaves leaves, const Search* __restrict__ search,
                                 Ordered* __restrict__ found, int64_t most,
-                                const Keyed* __restrict__ before) {
+                                const uint64_t* __restrict__ before) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int64_t warp = GlobalThread() / kWarp, own = LeavesOfWarp(leaves.count);
   const int64_t end = Min((warp + 1) * own, leaves.count);
@@ -170,7 +277,7 @@ __global__ void TakeEqualKernel(const Leaves leaves, const Search* __restrict__ 
   const auto wanted = static_cast<int64_t>(search->wanted);
   const int64_t first = search->first;
   const auto is_equal = [&](uint64_t order) { return static_cast<int64_t>(order) == lowest; };
-  int64_t number = before[warp].value;
+  auto number = static_cast<int64_t>(before[warp]);
   for (int64_t begin = warp * own; begin < end && number < wanted; begin += kAtOnce * kWarp) {
     int64_t orders[kAtOnce];
     LoadOrders(leaves, first, begin, end, is_equal, orders);
@@ -204,7 +311,7 @@ struct Memory {
         most(Min(num_leaves, k)),
         search(scratch.Take<Search>(1)),
         counts(scratch.Take<uint64_t>(kPasses * kDigits)),
-        num_equal(scratch.Take<Keyed>(NumWarps())),
+        num_equal(scratch.Take<uint64_t>(NumWarps())),
         found(scratch.Take<Ordered>(most)),
         other(scratch.Take<Ordered>(most)) {}
 
@@ -214,8 +321,8 @@ struct Memory {
   unsigned blocks;
   int64_t most;  // that are found
   Search* search;
-  uint64_t* counts;  // [passes, digits]
-  Keyed* num_equal;  // [warps]
+  uint64_t* counts;     // [passes, digits]
+  uint64_t* num_equal;  // [warps]
   Ordered *found, *other;
 };
 
@@ -251,8 +358,7 @@ void TopK(const float* priorities, const uint64_t* sums, int64_t num_leaves, int
   TakeAboveKernel<<<memory.blocks, kThreads, 0, AsStream(stream)>>>(
       leaves, memory.search, memory.found, memory.most, memory.num_equal);
   CheckLaunch("TopK");
-  ScanTilesKernel<Sums>
-      <<<1, kWarp, 0, AsStream(stream)>>>(InFront{memory.num_equal}, memory.NumWarps());
+  SumInFrontKernel<<<1, kWarp, 0, AsStream(stream)>>>(memory.num_equal, memory.NumWarps());
   CheckLaunch("TopK");
   TakeEqualKernel<<<memory.blocks, kThreads, 0, AsStream(stream)>>>(
       leaves, memory.search, memory.found, memory.most, memory.num_equal);

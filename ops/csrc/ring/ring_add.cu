@@ -21,17 +21,6 @@ constexpr int kMostPlacers = 1024;  // threads of the block that places
 // Rows that one block adds. It writes about 64 bytes a cycle, and 20 bytes a row.
 constexpr int64_t kMostAdded = 1 << 14;
 
-// Sum of the values of the lanes before this one.
-__device__ int64_t SumBefore(int64_t value, int lane) {
-  int64_t up_to = value;
-#pragma unroll
-  for (int step = 1; step < kWarp; step *= 2) {
-    const int64_t below = __shfl_up_sync(kAllLanes, up_to, step);
-    if (lane >= step) up_to += below;
-  }
-  return up_to - value;
-}
-
 // The first of the ids [tail, next) that is not evicted. Their begins ascend, so a warp probes 32
 // at a time.
 __device__ int64_t FirstThatStays(const Ring& ring, const RingShape& shape, int64_t tail,

@@ -1,8 +1,4 @@
-// Messages of rows between nodes or devices: encoding and decoding.
-// gear::cpu takes raw pointers and sizes; gear::cuda the same on a GPU, with a stream at the end.
-// Every launch is followed by an error check, which throws std::runtime_error; an empty input
-// returns before it. No call waits for the device: indices in device memory are checked there, and
-// a wrong one ends the kernel with an error before it reads or writes outside.
+// Messages of rows between nodes: encoding and decoding, from raw pointers and sizes.
 #pragma once
 #include <cstdint>
 
@@ -76,39 +72,3 @@ RowsTaken DecodeRows(const RowSample* samples, int64_t count, const RowLayout& l
                      const int64_t* which, Resolution* ring, int64_t* sizes, int64_t* needed);
 
 }  // namespace gear::cpu
-
-namespace gear::cuda {
-
-using cpu::RowLayout;
-using cpu::RowSample;
-
-// Input of EncodeRows and DecodeRows. All of it lies on the device, and is checked there.
-struct RowRequest {
-  const RowSample* samples;
-  int64_t count;
-  RowLayout layout;
-  int64_t num_member_rows;  // of layout.members
-  int64_t num_slots;        // that a sample may have
-  const int64_t* heads;
-  int64_t num_peers;
-};
-
-// A run of memory on the device.
-struct Bytes {
-  char* data;
-  int64_t size;
-};
-
-// Words of scratch memory that both need.
-int64_t RowsScratch(const RowRequest& request);
-
-// `columns` and `messages` lie on the host.
-void EncodeRows(const RowRequest& request, const Slot* slots, const Bytes* columns, int64_t* sizes,
-                char* message, int64_t message_bytes, int64_t* scratch, void* stream);
-
-// A message that is too short and a room that lies outside end the kernel.
-void DecodeRows(const RowRequest& request, const Bytes* columns, const Bytes* messages,
-                const cpu::RowRoom& room, const int64_t* which, int64_t ring_rows, Resolution* ring,
-                int64_t* sizes, int64_t* needed, int64_t* scratch, void* stream);
-
-}  // namespace gear::cuda

@@ -55,13 +55,4 @@ namespace gear::cuda {
 
 void TreeBuild(uint64_t* sums, int64_t num_items, void* stream);
 
-void Resolve(const uint64_t* sums, const Slot* slots, int64_t num_slots, const int64_t* coordinates,
-             int64_t count, const AnchorRule& rule, int64_t unit, uint64_t seed,
-             uint32_t stream_number, int64_t first, Resolution* resolutions, void* stream);
-
-// A row that is no step of its slot ends the kernel.
-void ResolveRows(const uint64_t* sums, const Slot* slots, int64_t num_slots,
-                 const int32_t* row_slots, int64_t num_rows, const int64_t* coordinates,
-                 int64_t count, int64_t first, Resolution* resolutions, void* stream);
-
 }  // namespace gear::cuda

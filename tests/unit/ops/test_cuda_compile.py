@@ -162,7 +162,7 @@ def test_the_kernel_of_copies_converts_nothing(assembly: Callable[[str, str], st
 
 @needs_nvcc
 @pytest.mark.parametrize("form", ["ptx", "cubin"])
-@pytest.mark.parametrize("kernel", ["gather/gather.cu", "ring/scatter.cu", "rows/rows.cu"])
+@pytest.mark.parametrize("kernel", ["gather/gather.cu", "ring/scatter.cu"])
 def test_copies_issue_all_loads_of_a_lane_before_its_first_store(
     assembly: Callable[[str, str], str], kernel: str, form: str
 ) -> None:
