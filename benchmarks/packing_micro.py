@@ -201,7 +201,7 @@ def _pieces(
     found: list[list[np.ndarray]] = [[], [], []]
     steps = records[:, Resolution.NUM_STEPS]
     before = np.cumsum(steps) - steps
-    for field, column in zip(gatherer.fields, gatherer._columns, strict=True):
+    for field, column in zip(gatherer.fields, gatherer._group.columns, strict=True):
         row_bytes = column[0].numel() * column.element_size()
         found[0].append(column.data_ptr() + records[:, Resolution.FIRST_ROW] * row_bytes)
         found[1].append(outs[field.name].data_ptr() + before * row_bytes)

@@ -18,15 +18,10 @@ from deepspeed_gear.ops.reference.gather import bounds
 
 @dataclass(frozen=True)
 class BurnIn:
-    """Burn-in of a config: the first step that learns, for each field.
+    """Burn-in of a config: the first step that learns, for each field."""
 
-    Args:
-        begin: First step that learns, relative to the anchor.
-        windows: The fields with a time axis, by name.
-    """
-
-    begin: int
-    windows: Mapping[str, ResolvedField]
+    begin: int  # first step that learns, relative to the anchor
+    windows: Mapping[str, ResolvedField]  # the fields with a time axis, by name
 
     @classmethod
     def of(

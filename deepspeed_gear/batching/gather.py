@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,14 +13,13 @@ from torch.autograd.graph import increment_version
 from torch.torch_version import TorchVersion
 
 from deepspeed_gear.batching.batch import Batch, BatchLifetime, storages_of
-from deepspeed_gear.batching.hindsight import GoalField, GoalRows
 from deepspeed_gear.config import NStepConfig, ResolvedField
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.gather_spec import GatherSpec, lower
-from deepspeed_gear.ops.records import Align, Pad, Source
+from deepspeed_gear.ops.records import Align, Pad, Resolution, Source
 from deepspeed_gear.schema import DTYPES, Schema
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
@@ -60,6 +60,95 @@ class Rows(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class FieldRows:
+    """The rows that a field reads, and their conversion: (x - shift) * gain, as `dtype`."""
+
+    source: int  # the op's code for the rows
+    column: torch.Tensor  # [rows or slots, *shape]; empty where the op computes the field
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    # As `affine` returns them, on the column's device.
+    shift: torch.Tensor
+    gain: torch.Tensor
+    pad: float  # value of the rows outside of the trajectory
+
+    @classmethod
+    def of(
+        cls,
+        field: ResolvedField,
+        table: Rows,
+        statistics: Mapping[str, ColumnStatistics],
+        engine_dtype: torch.dtype,
+    ) -> FieldRows:
+        """Return the rows of a field. Raises: ConfigError: As `affine`."""
+        shape: tuple[int, ...] = ()
+        if field.derived in COMPUTED:
+            source = COMPUTED[field.derived]
+            column = torch.empty(0, dtype=torch.int64, device=table.device)
+        elif field.derived == "return_to_go":
+            source, column = SOURCES["T"], table.gather_source(RETURN_TO_GO)
+        else:
+            assert field.column is not None
+            source, column = SOURCES[field.column.rows], table.gather_source(field.column.name)
+            shape = field.column.shape
+        dtype = engine_dtype if field.dtype == "engine" else DTYPES[field.dtype]
+        if field.mask_only and field.derived not in COMPUTED:
+            column, shape, dtype = column.reshape(len(column), -1)[:, :0], (0,), column.dtype
+        shift, gain = (part.to(table.device) for part in affine(field, statistics, shape))
+        pad = float(field.pad_value) if field.pad_kind == "value" else 0.0
+        return cls(source, column, shape, dtype, shift, gain, pad)
+
+    @property
+    def elements(self) -> int:
+        """Elements of a row."""
+        return math.prod(self.shape)
+
+
+class FieldGroup:
+    """Fields that one call of `gather_` gathers.
+
+    Args:
+        which: Their indices among all fields.
+        specs: Of all fields; in the group's own, masks are numbered within the group.
+        rows: Of these fields.
+    """
+
+    def __init__(self, which: list[int], specs: Sequence[GatherSpec], rows: Sequence[FieldRows]) -> None:
+        self.which = which
+        self.masks = [specs[i].mask for i in which if specs[i].mask >= 0]  # that they write
+        numbers = {-1: -1} | {mask: number for number, mask in enumerate(self.masks)}
+        self.spec = lower(replace(specs[i], mask=numbers[specs[i].mask]) for i in which)
+        self.columns = [row.column for row in rows]
+        self.shifts = [row.shift for row in rows]
+        self.gains = [row.gain for row in rows]
+        self.pads = [row.pad for row in rows]
+
+    def run(
+        self,
+        ops: Ops,
+        buffers: Buffers,
+        counters: torch.Tensor,
+        records: torch.Tensor,
+        steps: torch.Tensor | None,
+        threads: int,
+        order: torch.Tensor | None = None,
+    ) -> None:
+        """Gather the fields into the tensors of all fields; the other arguments are those of `gather_`.
+
+        Args:
+            ops: For the tensors' device.
+            order: Order of the samples; affects only the time. [B], int64.
+        """
+        if not self.which:
+            return
+        outs = [buffers.outs[i] for i in self.which]
+        masks = [buffers.masks[i] for i in self.masks]
+        converted = self.columns, self.shifts, self.gains
+        given = records, steps, self.spec, self.pads, threads
+        ops.gather_(outs, masks, counters, *converted, *given, order)
+
+
 @dataclass
 class Buffers:
     """The tensors of one ring entry."""
@@ -82,6 +171,49 @@ class Buffers:
             return [tensor[first:end] for tensor in tensors]
 
         return Buffers(part_of(self.outs), part_of(self.masks), part_of(self.n_step), {}, {}, [])
+
+
+class GoalRows:
+    """Gathers the drawn rows of all goals of a batch in one call of `gather_`. Not thread-safe.
+
+    Args:
+        fields: Of each relabelled field its index, that of its mask, which no other field shares, and the
+            rows of its achieved goals.
+    """
+
+    def __init__(self, fields: Sequence[tuple[int, int, FieldRows]], num_samples: int) -> None:
+        self._fields = fields
+        rows = [rows for _, _, rows in fields]
+        # One step at the anchor, moved by the vector of steps; no mask.
+        specs = [GatherSpec(row.source, after_n_step=1, elements=row.elements) for row in rows]
+        self._group = FieldGroup(list(range(len(rows))), specs, rows)
+        self._rows = [torch.zeros(num_samples, *row.shape, dtype=row.dtype) for row in rows]
+
+    def fill(
+        self,
+        ops: Ops,
+        buffers: Buffers,
+        counters: torch.Tensor,
+        records: torch.Tensor,
+        goal_step: torch.Tensor,
+        threads: int,
+    ) -> None:
+        """Overwrite the goals of relabelled samples by the rows that `HindsightRelabelling` has drawn."""
+        chosen = (goal_step >= 0).nonzero().view(-1)
+        if not len(chosen):
+            return
+        some = records[chosen]
+        drawn = Buffers([tensor[: len(chosen)] for tensor in self._rows], [], [], {}, {}, [])
+        self._group.run(ops, drawn, counters, some, goal_step[chosen] - some[:, Resolution.ANCHOR], threads)
+        for (out, mask, _), values in zip(self._fields, drawn.outs, strict=True):
+            buffers.outs[out].index_copy_(0, chosen, values)
+            buffers.masks[mask].index_fill_(0, chosen, True)
+
+
+def n_step_columns(table: Rows) -> list[str | None]:
+    """Return the names of reward, terminated and truncated of a table; None for missing ones."""
+    found = [table.schema.role(role) for role in ("reward", "terminated", "truncated")]
+    return [None if column is None else column.name for column in found]
 
 
 class Gatherer:
@@ -114,98 +246,69 @@ class Gatherer:
         self._fields = list(fields)
         self._n_step = n_step
         self.counters = torch.zeros(3, dtype=torch.int64, device=self._device)  # real rows, all rows, bytes
-        self._columns: list[torch.Tensor] = []
-        self._shifts: list[torch.Tensor] = []
-        self._gains: list[torch.Tensor] = []
-        self._pads: list[float] = []
+        self._rows = [FieldRows.of(field, table, statistics, engine_dtype) for field in fields]
         self._specs: list[GatherSpec] = []
-        self._shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
         self._mask_lengths: list[int | None] = []
         self._mask_of: dict[str, int] = {}
-        self._goal_fields: list[GoalField] = []
         windows: dict[tuple[object, ...], int] = {}
-        for field in self._fields:
-            self._add(field, statistics, engine_dtype, windows)
-        self._goals = (
-            GoalRows(self._goal_fields, self._ops, num_samples, threads) if self._goal_fields else None
-        )
+        for field, rows in zip(self._fields, self._rows, strict=True):
+            self._add(field, rows, windows)
+        #: Shape of a sample's part and dtype of each field.
+        self._shapes = [
+            ((*(() if f.collected_length is None else (f.collected_length,)), *rows.shape), rows.dtype)
+            for f, rows in zip(self._fields, self._rows, strict=True)
+        ]
+        goals = [
+            self._goal(number) for number, field in enumerate(self._fields) if field.hindsight is not None
+        ]
+        self._goals = GoalRows(goals, num_samples) if goals else None
         if n_step is not None:
-            self._prepare_n_step(n_step)
-        self._words = lower(self._specs)  # once: an integer at a time costs microseconds
+            self._n_step_columns = [
+                None if name is None else table.gather_source(name) for name in n_step_columns(table)
+            ]
+            powers = [1.0]
+            for _ in range(n_step.n):
+                powers.append(powers[-1] * n_step.gamma)
+            self._powers = torch.tensor(powers, dtype=torch.float64, device=self._device)
+        self._all = FieldGroup(list(range(len(self._fields))), self._specs, self._rows)
         self._divide(num_samples)
         self.ring = [self.buffers(num_samples) for _ in range(depth)]
         self._turn = 0
 
-    def _add(
-        self,
-        field: ResolvedField,
-        statistics: Mapping[str, ColumnStatistics],
-        engine_dtype: torch.dtype,
-        windows: dict[tuple[object, ...], int],
-    ) -> None:
-        shape: tuple[int, ...] = ()
-        if field.derived in COMPUTED:
-            source = COMPUTED[field.derived]
-            column = torch.empty(0, dtype=torch.int64, device=self._device)
-        elif field.derived == "return_to_go":
-            source, column = SOURCES["T"], self._table.gather_source(RETURN_TO_GO)
-        else:
-            assert field.column is not None
-            source, column = SOURCES[field.column.rows], self._table.gather_source(field.column.name)
-            shape = field.column.shape
-        dtype = engine_dtype if field.dtype == "engine" else DTYPES[field.dtype]
-        if field.mask_only and field.derived not in COMPUTED:
-            column, shape, dtype = column.reshape(len(column), -1)[:, :0], (0,), column.dtype
-        numbers = affine(field, statistics, shape)
-        shift, gain = (part.to(self._device) for part in numbers)
-        follows, offset = field.follows, field.first
-        length, part = field.length or 1, field.collected_length
-        count = part or 1
+    def _add(self, field: ResolvedField, rows: FieldRows, windows: dict[tuple[object, ...], int]) -> None:
+        """Add the spec of a field; fields of equal windows share the mask that the first of them writes."""
         own = field.name if field.hindsight is not None else None  # a relabelled goal is always real
-        window = (source, offset, field.length, field.align, follows, field.part_first, part, own)
-        mask = windows.setdefault(window, len(windows))
-        if mask == len(self._mask_lengths):
+        part = field.collected_length
+        place = field.first, field.length, field.align, field.follows, field.part_first, part
+        mask = windows.setdefault((rows.source, *place, own), len(windows))
+        is_new = mask == len(self._mask_lengths)
+        if is_new:
             self._mask_lengths.append(part)
         self._mask_of[field.name] = mask
-        elements = int(np.prod(shape, dtype=np.int64))
-        writes = mask if list(self._mask_of.values()).count(mask) == 1 else -1
         self._specs.append(
             GatherSpec(
-                source,
-                offset,
-                length,
+                rows.source,
+                field.first,
+                field.length or 1,
                 ALIGNS[field.align],
-                int(follows),
+                int(field.follows),
                 PADS[field.pad_kind],
-                elements,
-                writes,
+                rows.elements,
+                mask if is_new else -1,
                 field.part_first,
-                count,
+                part or 1,
             )
         )
-        self._pads.append(float(field.pad_value) if field.pad_kind == "value" else 0.0)
-        self._columns.append(column)
-        self._shifts.append(shift)
-        self._gains.append(gain)
-        time = () if part is None else (part,)
-        self._shapes.append(((*time, *shape), dtype))
-        if field.hindsight is not None:
-            achieved = self._table.gather_source(field.hindsight.name)
-            if field.mask_only:
-                achieved = achieved.reshape(len(achieved), -1)[:, :0]
-            rows, out = SOURCES[field.hindsight.rows], len(self._shapes) - 1
-            self._goal_fields.append(GoalField(out, mask, achieved, rows, shift, gain, shape, dtype))
 
-    def _prepare_n_step(self, n_step: NStepConfig) -> None:
-        schema = self._table.schema
-        columns = {role: schema.role(role) for role in ("reward", "terminated", "truncated")}
-        self._reward, self._terminated, self._truncated = (
-            None if column is None else self._table.gather_source(column.name) for column in columns.values()
-        )
-        powers = [1.0]
-        for _ in range(n_step.n):
-            powers.append(powers[-1] * n_step.gamma)
-        self._powers = torch.tensor(powers, dtype=torch.float64, device=self._device)
+    def _goal(self, number: int) -> tuple[int, int, FieldRows]:
+        """Return what `GoalRows` takes of a relabelled field."""
+        field, rows = self._fields[number], self._rows[number]
+        assert field.hindsight is not None
+        achieved = self._table.gather_source(field.hindsight.name)
+        if field.mask_only:
+            achieved = achieved.reshape(len(achieved), -1)[:, :0]
+        source = SOURCES[field.hindsight.rows]
+        return number, self._mask_of[field.name], replace(rows, source=source, column=achieved, pad=0.0)
 
     def _divide(self, num_samples: int) -> None:
         """Divide the fields among calls, before buffers are allocated; here all in one call."""
@@ -216,42 +319,44 @@ class Gatherer:
 
     def buffers(self, num_samples: int) -> Buffers:
         """Allocate the tensors of a batch, with the native call that gathers into them."""
-
-        def zeros(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.zeros(size, dtype=dtype, device=self._device)
-
-        outs = [zeros(num_samples, *shape, dtype=dtype) for shape, dtype in self._shapes]
-        masks = [
-            zeros(num_samples, *(() if length is None else (length,)), dtype=torch.bool)
-            for length in self._mask_lengths
-        ]
-        n_step: list[torch.Tensor] = []
-        if self._n_step is not None:
-            n_step = [zeros(num_samples, dtype=dtype) for dtype in N_STEP_DTYPES]
-        buffers = self._named(outs, masks, n_step)
-        if self._ops.is_direct and self._words:
+        buffers = self._named(
+            [torch.zeros(size, dtype=dtype, device=self._device) for size, dtype in self._sizes(num_samples)]
+        )
+        if self._ops.is_direct and self._fields:
             buffers.call = self._ops.native.GatherCall(
-                outs=outs,
-                masks=masks,
+                outs=buffers.outs,
+                masks=buffers.masks,
                 counters=self.counters,
-                columns=self._columns,
-                shifts=self._shifts,
-                gains=self._gains,
-                spec=self._words,
-                pad_values=self._pads,
+                columns=self._all.columns,
+                shifts=self._all.shifts,
+                gains=self._all.gains,
+                spec=self._all.spec,
+                pad_values=self._all.pads,
                 threads=self._threads,
                 overwritten=buffers.all,
             )
             buffers.address = buffers.call.address
         return buffers
 
-    def _named(
-        self, outs: list[torch.Tensor], masks: list[torch.Tensor], n_step: list[torch.Tensor]
-    ) -> Buffers:
+    def _sizes(self, num_samples: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of every field, mask and n-step return of a batch, in this order."""
+        outs = [((num_samples, *shape), dtype) for shape, dtype in self._shapes]
+        masks = [(num_samples,) if length is None else (num_samples, length) for length in self._mask_lengths]
+        n_step = N_STEP_DTYPES if self._n_step else ()
+        return [
+            *outs,
+            *((size, torch.bool) for size in masks),
+            *(((num_samples,), dtype) for dtype in n_step),
+        ]
+
+    def _named(self, every: list[torch.Tensor]) -> Buffers:
+        """Return the buffers of tensors of these sizes."""
+        first, end = len(self._shapes), len(self._shapes) + len(self._mask_lengths)
+        outs, masks, n_step = every[:first], every[first:end], every[end:]
         tensors = {f.name: out for f, out in zip(self._fields, outs, strict=True) if not f.mask_only}
         mask = {name: masks[index] for name, index in self._mask_of.items()}
         tensors.update(zip(N_STEP_NAMES if n_step else (), n_step, strict=True))
-        return Buffers(outs, masks, n_step, tensors, mask, [*outs, *masks, *n_step])
+        return Buffers(outs, masks, n_step, tensors, mask, every)
 
     def gather(
         self, records: torch.Tensor, goal_step: torch.Tensor | None = None
@@ -265,22 +370,22 @@ class Gatherer:
             Fields and masks by name: the next batch of the ring, which overwrites an older one.
         Cost: every real row is read once and written once; no allocation.
         """
-        buffers = self._next()
-        self.fill(buffers, records, goal_step)
-        return dict(buffers.tensors), dict(buffers.mask)
+        return self.gather_from([(self, records, goal_step)])
 
     def gather_from(
         self, parts: Sequence[tuple[Gatherer, torch.Tensor, torch.Tensor | None]]
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Gather samples of several tables into one batch of this gatherer's ring.
+        """Gather samples of tables into one batch of this gatherer's ring, in the order of the parts.
 
         Args:
             parts: Gatherers of equal fields, each with the records of its table ([n, 8] each, B together)
                 and their goals, as in `gather`.
-        Returns:
-            As `gather`; the samples in the order of the parts.
         """
         buffers, first = self._next(), 0
+        if len(parts) == 1:
+            _, records, goal_step = parts[0]
+            self.fill(buffers, records, goal_step)
+            return dict(buffers.tensors), dict(buffers.mask)
         if buffers.address:  # it fills whole batches only
             note_overwritten(buffers.all)
         for gatherer, records, goal_step in parts:
@@ -312,36 +417,15 @@ class Gatherer:
         """Gather the samples that records describe into a batch of the ring: only the ops."""
         steps = None
         if self._n_step is not None:
-            returns, discount, steps = buffers.n_step
-            self._ops.n_step_(
-                returns,
-                discount,
-                steps,
-                self._reward,
-                self._terminated,
-                self._truncated,
-                self._powers,
-                records,
-                self._n_step.n,
-            )
+            steps = buffers.n_step[2]
+            n, columns = self._n_step.n, self._n_step_columns
+            self._ops.n_step_(*buffers.n_step, *columns, self._powers, records, n)
         if buffers.address:
             self._gather_into(buffers.address, records, steps)
-        elif self._words:
-            self._ops.gather_(
-                buffers.outs,
-                buffers.masks,
-                self.counters,
-                self._columns,
-                self._shifts,
-                self._gains,
-                records,
-                steps,
-                self._words,
-                self._pads,
-                self._threads,
-            )
+        else:
+            self._all.run(self._ops, buffers, self.counters, records, steps, self._threads)
         if self._goals is not None and goal_step is not None:
-            self._goals.fill(buffers.outs, buffers.masks, self.counters, records, goal_step)
+            self._goals.fill(self._ops, buffers, self.counters, records, goal_step, self._threads)
 
 
 def affine(
@@ -394,49 +478,3 @@ def affine(
         return torch.from_numpy(np.tile(values.reshape(-1), repeats))
 
     return tiled(mean), tiled(gain)
-
-
-@dataclass
-class FieldGroup:
-    """Fields that are gathered by one call of `gather_`.
-
-    Args:
-        masks: Numbers of the masks that they write.
-        columns, shifts, gains, spec, pads: As of `gather_`; the spec numbers masks within the group.
-    """
-
-    which: list[int]
-    masks: list[int]
-    columns: list[torch.Tensor]
-    shifts: list[torch.Tensor]
-    gains: list[torch.Tensor]
-    spec: list[int]
-    pads: list[float]
-
-    def run(
-        self,
-        ops: Ops,
-        buffers: Buffers,
-        counters: torch.Tensor,
-        records: torch.Tensor,
-        steps: torch.Tensor | None,
-        threads: int,
-        order: torch.Tensor | None = None,
-    ) -> None:
-        """Gather the fields.
-
-        Args:
-            ops: For the tensors' device.
-            buffers: The tensors of all fields for the samples.
-            counters: As of `gather_`, like the others.
-            records: [B, 8], int64.
-            steps: [B], int64.
-            order: Order of the samples; affects only the time. [B], int64.
-        """
-        if not self.which:
-            return
-        outs = [buffers.outs[i] for i in self.which]
-        masks = [buffers.masks[i] for i in self.masks]
-        converted = self.columns, self.shifts, self.gains
-        given = records, steps, self.spec, self.pads, threads
-        ops.gather_(outs, masks, counters, *converted, *given, order)

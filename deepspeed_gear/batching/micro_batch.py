@@ -21,16 +21,11 @@ INTERNAL = frozenset({"host_source", "reported"})  # used by other modules of th
 
 @dataclass(frozen=True)
 class PackShape:
-    """Where the trajectories of a pack stand, and which part of it a rank has.
+    """Where the trajectories of a pack stand, and which part of it a rank has."""
 
-    Args:
-        lengths: Steps of each trajectory, in the order of the pack. [S], int64.
-        rows: N, padding included.
-        first, end: The places of this rank: all, or the slice of a sequence rank.
-    """
-
-    lengths: np.ndarray
-    rows: int
+    lengths: np.ndarray  # steps of each trajectory, in the order of the pack. [S], int64.
+    rows: int  # N, padding included
+    # The places of this rank: all, or the slice of a sequence rank.
     first: int
     end: int
 
@@ -78,44 +73,30 @@ class PackShape:
 
 @dataclass(frozen=True)
 class PackLoss:
-    """The part of a pack in the loss of its optimizer step.
+    """The part of a pack in the loss of its optimizer step."""
 
-    Args:
-        mask: Which places count. [rows of this rank], bool.
-        weights: Of each place, without the divisor; 0 where the mask is False. [rows of this rank], float32.
-        share: Part of the step's loss tokens that this rank's places have.
-        divisor: What the framework divides the sum of all ranks' gradients by.
-        reduce: Returns the sum of a tensor over the ranks that share this pack's sequences, with gradients;
-            None: there is one.
-        by: What a sequence of the loss is: a trajectory, or all those of one member of a group.
-    """
-
-    mask: torch.Tensor
+    mask: torch.Tensor  # which places count. [rows of this rank], bool.
+    # Of each place, without the divisor; 0 where the mask is False. [rows of this rank], float32.
     weights: torch.Tensor
-    share: float
-    divisor: float
+    share: float  # part of the step's loss tokens that this rank's places have
+    divisor: float  # what the framework divides the sum of all ranks' gradients by
+    # Returns the sum of a tensor over the ranks that share this pack's sequences, with gradients; None: there
+    # is one.
     reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
+    # What a sequence of the loss is: a trajectory, or all those of one member of a group.
     by: Literal["trajectory", "member"] = "trajectory"
 
 
 @dataclass
 class PackSources:
-    """What a micro batch reports back to its rollout batch.
+    """What a micro batch reports back to its rollout batch."""
 
-    Args:
-        index: Trajectories of the pack, as indices into the rollout batch. [S], int64.
-        records: Their resolutions, in host memory. [S, 8], int64.
-        table: Which of the sampled tables each comes from, in host memory. [S], int64.
-        item: Its item in the rollout batch, in host memory. [S], int64.
-        is_weight: Its PER weight, in host memory. [S], float32.
-        fill: Takes columns of this rank's places: `MicroBatch.fill`; None: it does not take any.
-    """
-
-    index: torch.Tensor
-    records: torch.Tensor
-    table: torch.Tensor
-    item: torch.Tensor
-    is_weight: torch.Tensor
+    index: torch.Tensor  # trajectories of the pack, as indices into the rollout batch. [S], int64.
+    records: torch.Tensor  # their resolutions, in host memory. [S, 8], int64.
+    table: torch.Tensor  # which of the sampled tables each comes from, in host memory. [S], int64.
+    item: torch.Tensor  # its item in the rollout batch, in host memory. [S], int64.
+    is_weight: torch.Tensor  # its PER weight, in host memory. [S], float32.
+    # Takes columns of this rank's places: `MicroBatch.fill`; None: it does not take any.
     fill: Callable[[MicroBatch, Mapping[str, torch.Tensor]], None] | None = None
     opaque: dict[str, list[Any]] = field(default_factory=dict)
 
@@ -326,11 +307,15 @@ class MicroBatch(Mapping[str, torch.Tensor]):
         Raises:
             ShapeError: Another shape.
         """
-        mask, weights = self._loss.mask, self._loss.weights
+        return (self._kept(values) * self._loss.weights).sum() * self._loss.divisor
+
+    def _kept(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values, 0 outside of the loss mask. [N], float32."""
         flat = self._flat("values", values)
         # Selected before they are multiplied: 0 * NaN is NaN, also in the gradient.
-        kept = torch.where(mask, flat, torch.zeros((), dtype=flat.dtype, device=flat.device)).float()
-        return (kept * weights).sum() * self._loss.divisor
+        return torch.where(
+            self._loss.mask, flat, torch.zeros((), dtype=flat.dtype, device=flat.device)
+        ).float()
 
     @property
     def fraction(self) -> float:
@@ -361,10 +346,9 @@ class MicroBatch(Mapping[str, torch.Tensor]):
             raise ConfigError("gear.loss.by", rule, self._loss.by, remedy)
         if how not in ("mean", "sum"):
             raise ConfigError("how", "must be mean or sum", how)
-        flat, mask = self._flat("values", values), self._loss.mask
-        owner = torch.from_numpy(self._shape.owners()).to(flat.device)
+        kept, mask = self._kept(values), self._loss.mask
+        owner = torch.from_numpy(self._shape.owners()).to(kept.device)
         owner = torch.where(owner == PADDING, self.num_trajectories, owner)
-        kept = torch.where(mask, flat, torch.zeros((), dtype=flat.dtype, device=flat.device)).float()
         sums = kept.new_zeros(self.num_trajectories + 1).index_add(0, owner, kept)
         counts = kept.new_zeros(self.num_trajectories + 1).index_add(0, owner, mask.float())
         if self._loss.reduce is not None:  # the sequence continues on other ranks

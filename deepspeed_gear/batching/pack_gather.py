@@ -1,22 +1,23 @@
-"""Gathers packs: the rows of whole trajectories of a table, one after the other."""
+"""Gathers packs, the rows of whole trajectories one after the other, and values that are no tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from deepspeed_gear.batching.gather import COMPUTED, SOURCES, affine
+from deepspeed_gear.batching.gather import SOURCES, FieldGroup, FieldRows
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
+from deepspeed_gear.data.opaque_rows import decode
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.gather_spec import GatherSpec, lower
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.ops.reference.convert import convert
-from deepspeed_gear.schema import DTYPES
+from deepspeed_gear.schema import Column
 from deepspeed_gear.store.table import Table
-from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 
 def is_per_step(field: ResolvedField) -> bool:
@@ -40,58 +41,31 @@ class PackGatherer:
         statistics: Mapping[str, ColumnStatistics],
         engine_dtype: torch.dtype,
     ) -> None:
-        self._ops, self._table = table.ops, table
+        self._ops = table.ops
         self.fields = [field for field in fields if is_per_step(field)]
-        self._columns: list[torch.Tensor] = []
-        self._shifts: list[torch.Tensor] = []
-        self._gains: list[torch.Tensor] = []
-        self._pads: list[float] = []
-        #: Shape of a row and dtype of each per-step field.
-        self.shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
-        specs = []
-        for field in self.fields:
-            specs.append(self._add(field, statistics, engine_dtype))
-        self._words = lower(specs)
-        self._per_trajectory: dict[str, tuple[torch.Tensor, torch.dtype, torch.Tensor, torch.Tensor]] = {}
-        for field in fields:
-            if is_per_step(field):
-                continue
-            assert field.column is not None
-            column, dtype = table.gather_source(field.column.name), _dtype_of(field, engine_dtype)
-            numbers = affine(field, statistics, field.column.shape)
-            self._per_trajectory[field.name] = column, dtype, *numbers
-
-    def _add(
-        self, field: ResolvedField, statistics: Mapping[str, ColumnStatistics], engine_dtype: torch.dtype
-    ) -> GatherSpec:
-        shape: tuple[int, ...] = ()
-        if field.derived in COMPUTED:
-            source, column = COMPUTED[field.derived], torch.empty(0, dtype=torch.int64)
-        elif field.derived == "return_to_go":
-            source, column = SOURCES["T"], self._table.gather_source(RETURN_TO_GO)
-        else:
-            assert field.column is not None
-            source, column = SOURCES[field.column.rows], self._table.gather_source(field.column.name)
-            shape = field.column.shape
-        dtype = _dtype_of(field, engine_dtype)
-        shift, gain = affine(field, statistics, shape)
-        self._columns.append(column)
-        self._shifts.append(shift)
-        self._gains.append(gain)
-        self._pads.append(float(field.pad_value) if field.pad_kind == "value" else 0.0)
-        self.shapes.append((shape, dtype))
-        return GatherSpec(source, int(field.offset), elements=int(np.prod(shape, dtype=np.int64)))
+        rows = [FieldRows.of(field, table, statistics, engine_dtype) for field in self.fields]
+        specs = [
+            GatherSpec(row.source, int(field.offset), elements=row.elements)
+            for field, row in zip(self.fields, rows, strict=True)
+        ]
+        self._group = FieldGroup(list(range(len(rows))), specs, rows)
+        self._shapes = [(row.shape, row.dtype) for row in rows]
+        self._per_trajectory = {
+            field.name: FieldRows.of(field, table, statistics, engine_dtype)
+            for field in fields
+            if not is_per_step(field)
+        }
 
     def outputs(self, rows: int) -> dict[str, torch.Tensor]:
         """Return new tensors of every per-step field. [rows, *shape]; undefined contents."""
         return {
             field.name: torch.empty(rows, *shape, dtype=dtype)
-            for field, (shape, dtype) in zip(self.fields, self.shapes, strict=True)
+            for field, (shape, dtype) in zip(self.fields, self._shapes, strict=True)
         }
 
     def finish(self, outs: Mapping[str, torch.Tensor], end: int) -> None:
         """Pad the places from `end` on."""
-        for field, pad in zip(self.fields, self._pads, strict=True):
+        for field, pad in zip(self.fields, self._group.pads, strict=True):
             outs[field.name][end:].fill_(pad)
 
     def gather(
@@ -107,38 +81,20 @@ class PackGatherer:
         """
         if not self.fields or not records.size(0):
             return
-        rows = next(iter(outs.values())).size(0)
-        self._ops.pack_(
-            [outs[field.name] for field in self.fields],
-            self._columns,
-            self._shifts,
-            self._gains,
-            records,
-            places,
-            self._words,
-            self._pads,
-            first,
-            rows,
-        )
+        group, into = self._group, [outs[field.name] for field in self.fields]
+        converted = group.columns, group.shifts, group.gains
+        self._ops.pack_(into, *converted, records, places, group.spec, group.pads, first, into[0].size(0))
 
     def per_trajectory(self, records: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the per-trajectory fields. [S, *shape] each.
-
-        Args:
-            records: Resolutions of this table's trajectories. [S, 8], int64.
-        """
+        """Return the per-trajectory fields of this table's records, [S, 8], int64. [S, *shape] each."""
         slots = records[:, Resolution.SLOT]
         found = {}
-        for name, (column, dtype, shift, gain) in self._per_trajectory.items():
-            values = column[slots]
-            flat = values.reshape(values.size(0), column[0].numel())
-            made = convert(flat, dtype, shift, gain) if len(gain) else convert(flat, dtype)
-            found[name] = made.view(values.shape)
+        for name, rows in self._per_trajectory.items():
+            values = rows.column[slots]
+            flat = values.reshape(values.size(0), rows.elements)
+            numbers = (rows.shift, rows.gain) if len(rows.gain) else ()
+            found[name] = convert(flat, rows.dtype, *numbers).view(values.shape)
         return found
-
-
-def _dtype_of(field: ResolvedField, engine_dtype: torch.dtype) -> torch.dtype:
-    return engine_dtype if field.dtype == "engine" else DTYPES[field.dtype]
 
 
 def flags_of(ops: Ops, column: torch.Tensor, records: torch.Tensor, offset: int) -> np.ndarray:
@@ -148,9 +104,6 @@ def flags_of(ops: Ops, column: torch.Tensor, records: torch.Tensor, offset: int)
         column: Of bool or uint8. [rows].
         records: Resolutions of the trajectories. [n, 8], int64, contiguous.
         offset: A place holds the flag of the step that is so much later, or False.
-    Returns:
-        [sum of their steps], bool.
-    Cost: one pass over the flags.
     """
     lengths = records[:, Resolution.NUM_STEPS]
     out = torch.zeros(int(lengths.sum()), dtype=column.dtype)
@@ -160,3 +113,19 @@ def flags_of(ops: Ops, column: torch.Tensor, records: torch.Tensor, offset: int)
         ops.pack_([out], [column], [none], [none], records, places, spec, [0.0], 0, out.numel())
     flags = out.numpy()
     return np.asarray(flags if flags.dtype == bool else flags != 0)
+
+
+def read_opaque(table: Table, column: Column, records: torch.Tensor) -> list[Any]:
+    """Return the values of an opaque column of the trajectories that records describe: bytes, or JSON values.
+
+    The selection of the records must be pinned: call it where the samples' rows are gathered. Rows of other
+    nodes must have arrived, as they do where a field of the config names the column.
+
+    Args:
+        records: Resolutions. [n, 8], int64, in host memory.
+    Raises:
+        DataError: A row is none of this column.
+    Cost: a copy and, of JSON, a parse for each record, in Python.
+    """
+    rows, name = table.gather_source(column.name).numpy(), f"table {table.spec.name}: column {column.name}"
+    return [decode(rows[slot], column, name) for slot in records[:, Resolution.SLOT].tolist()]

@@ -22,22 +22,24 @@ def mask_of(
     Raises:
         ShapeError: The batch has different masks of this shape, or the given one has another.
     """
+    first, *others = _masks(batch, values, mask)
+    # Comparing them waits for their device.
+    if any(not is_checked or not other.equal(first) for other in others):
+        refuse_masks()
+    return first
+
+
+def _masks(batch: Batch, values: torch.Tensor, mask: torch.Tensor | None) -> list[torch.Tensor]:
+    """Return the given mask, else the different ones of shape [B, T] of the batch, else one that is True."""
     if mask is not None:
         if mask.shape != values.shape:
-            _refuse_shape(mask, values)
-        return mask
-    fitting = _fitting(batch, values)
-    # Comparing them waits for their device.
-    if any(not is_checked or not other.equal(fitting[0]) for other in fitting[1:]):
-        refuse_masks()
-    return fitting[0] if fitting else torch.ones_like(values, dtype=torch.bool)
-
-
-def _fitting(batch: Batch, values: torch.Tensor) -> list[torch.Tensor]:
-    """Return the different masks of shape [B, T], restricted to the steps that learn."""
+            rule = f"must have the shape of the priorities {list(values.shape)}"
+            raise ShapeError("mask", rule, list(mask.shape))
+        return [mask]
     names = {id(m): name for name, m in batch.mask.items() if m.shape == values.shape}  # equal windows: once
     found = [batch.learns(name) for name in names.values()]
-    return [mask for at, mask in enumerate(found) if all(mask is not before for before in found[:at])]
+    different = [mask for at, mask in enumerate(found) if all(mask is not before for before in found[:at])]
+    return different or [torch.ones_like(values, dtype=torch.bool)]
 
 
 def refuse_masks() -> NoReturn:
@@ -48,11 +50,6 @@ def refuse_masks() -> NoReturn:
 def refuse_empty(sample: int) -> NoReturn:
     rule = "must have a step that counts"
     raise ShapeError(f"mask of sample {sample}", rule, None, "give another mask")
-
-
-def _refuse_shape(mask: torch.Tensor, values: torch.Tensor) -> NoReturn:
-    rule = f"must have the shape of the priorities {list(values.shape)}"
-    raise ShapeError("mask", rule, list(mask.shape))
 
 
 def reduce_steps(
@@ -106,13 +103,8 @@ def mask_unseen(
     batch: Batch, values: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mask of [B, T] as `mask_of`, without reading it, and whether masks differ ([], bool)."""
+    first, *others = _masks(batch, values, mask)
     differ = torch.zeros((), dtype=torch.bool, device=values.device)
-    if mask is not None:
-        if mask.shape != values.shape:
-            _refuse_shape(mask, values)
-        return mask, differ
-    fitting = _fitting(batch, values)
-    chosen = fitting[0] if fitting else torch.ones_like(values, dtype=torch.bool)
-    for other in fitting[1:]:
-        differ = differ | (other != chosen).any()
-    return chosen, differ
+    for other in others:
+        differ = differ | (other != first).any()
+    return first, differ

@@ -16,7 +16,7 @@ import torch
 
 from deepspeed_gear.batching.hindsight import HindsightRelabelling
 from deepspeed_gear.batching.prefetcher import Prefetcher
-from deepspeed_gear.batching.transfer.deferred_release import DeferredRelease
+from deepspeed_gear.batching.transfer.cuda_streams import DeferredRelease
 from deepspeed_gear.context import Context
 from deepspeed_gear.distributed import config_resolution
 from deepspeed_gear.distributed.batch_barrier import BatchBarrier

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from deepspeed_gear.batching.batch import Batch
+from deepspeed_gear.batching.gather import n_step_columns
 from deepspeed_gear.batching.transfer.calibration import TransferTimings, fastest, made_up_records, measure
 from deepspeed_gear.batching.transfer.copy_engine import (
     COPIES,
@@ -23,17 +24,13 @@ from deepspeed_gear.batching.transfer.copy_engine import (
     LEAST_COPY_BYTES,
     STAGED,
     WAYS,
+    column_name,
     is_computed,
     suits_copies,
 )
 from deepspeed_gear.batching.transfer.cuda_streams import Event, lane_of, refuse_capture
-from deepspeed_gear.batching.transfer.device_gather import (
-    DeviceGatherer,
-    FieldTransfer,
-    Reach,
-    n_step_columns,
-)
-from deepspeed_gear.config import GearConfig, ResolvedField
+from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer, FieldTransfer, Reach
+from deepspeed_gear.config import GearConfig
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ReadNeeds
 from deepspeed_gear.errors import BuildError, ConfigError, show_bytes
 from deepspeed_gear.ops import Ops, load_backend
@@ -47,7 +44,6 @@ from deepspeed_gear.store.cuda_registration import (
     span_of,
 )
 from deepspeed_gear.store.table import Table
-from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 LOG = logging.getLogger("deepspeed_gear")
 MakeCollector = Callable[[Table, FieldTransfer, Reach, int], DeviceGatherer]
@@ -72,10 +68,6 @@ def is_wanted(config: GearConfig, device: torch.device) -> bool:
         rule = "must be auto where batches are on neither CUDA nor the CPU"
         raise ConfigError("gear.transfer.way", rule, config.transfer.way, f"they are on {device}")
     return device.type == "cuda" or (device.type == "cpu" and config.transfer.way != "auto")
-
-
-def _column_of(field: ResolvedField) -> str:
-    return RETURN_TO_GO if field.column is None else field.column.name
 
 
 class DeviceTransfer:
@@ -162,7 +154,7 @@ class DeviceTransfer:
     def _names_of(self, table: Table) -> list[str]:
         """Return the columns of a table that batches read, in the order of the fields."""
         stored = [field for field in self._needs.fields if not is_computed(field) and not field.mask_only]
-        names = [_column_of(field) for field in stored]
+        names = [column_name(field) for field in stored]
         if self._needs.n_step:
             names += [name for name in n_step_columns(table) if name is not None]
         return list(dict.fromkeys(names))
@@ -204,7 +196,7 @@ class DeviceTransfer:
     def _possible(self) -> list[str]:
         """Return the possible transfer methods; record why others are impossible."""
         fields = [field for field in self._needs.fields if not field.mask_only and not is_computed(field)]
-        reached = [field for field in fields if self._is_reached(_column_of(field))]
+        reached = [field for field in fields if self._is_reached(column_name(field))]
         if self._ops is not None and not reached:
             why = [f"{name}: {rule}" for known in self._left_out.values() for name, rule in known.items()]
             text = "; ".join(["the device reads no column in place", *why[:3]])

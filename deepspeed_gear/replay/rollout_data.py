@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.batching.micro_batch import PADDING, MicroBatch, PackLoss, PackShape, PackSources
-from deepspeed_gear.batching.opaque_values import read_opaque
-from deepspeed_gear.batching.pack_gather import PackGatherer, flags_of
+from deepspeed_gear.batching.pack_gather import PackGatherer, flags_of, read_opaque
 from deepspeed_gear.batching.packing_plan import PackBudget, PackingPlan, plan_packs
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.pack_options import LossConfig, PackConfig, room

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from deepspeed_gear.batching.transfer.cuda_streams import TransferStream
+from deepspeed_gear.batching.transfer.cuda_streams import HostStream
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.store.table import Table
 
@@ -22,17 +22,11 @@ Gather = Callable[[torch.Tensor], object]
 
 @dataclass(frozen=True)
 class TransferTimings:
-    """Seconds of a batch by one transfer method, from its call to the end of its work; best of several.
+    """Seconds of a batch by one transfer method, from its call to the end of its work; best of several."""
 
-    Args:
-        idle_s: On an idle device.
-        busy_s: During matrix products on the device; the same as idle on the CPU.
-        slowed: Relative slowdown of the products during a batch; 0 on the CPU.
-    """
-
-    idle_s: float
-    busy_s: float
-    slowed: float = 0.0
+    idle_s: float  # on an idle device
+    busy_s: float  # during matrix products on the device; the same as idle on the CPU
+    slowed: float = 0.0  # relative slowdown of the products during a batch; 0 on the CPU
 
 
 def made_up_records(table: Table, count: int, num_rows: int, num_slots: int) -> torch.Tensor:
@@ -57,7 +51,7 @@ def made_up_records(table: Table, count: int, num_rows: int, num_slots: int) -> 
     return torch.from_numpy(records)
 
 
-def measure(gather: Gather, records: torch.Tensor, lane: TransferStream) -> TransferTimings:
+def measure(gather: Gather, records: torch.Tensor, lane: HostStream) -> TransferTimings:
     """Measure one transfer method.
 
     Args:

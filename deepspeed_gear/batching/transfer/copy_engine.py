@@ -17,6 +17,7 @@ import torch
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.ops.reference.gather import bounds
+from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 
 class CopyPiece:
@@ -42,19 +43,12 @@ class Window:
 
 @dataclass(frozen=True)
 class Fetched:
-    """Where a window of each sample is copied to.
+    """Where a window of each sample is copied to."""
 
-    Args:
-        step: First copied step of each sample. [B], int64.
-        row: Its row in scratch memory of `count` rows a sample. [B], int64.
-        num_rows: Number of copied rows. [B], int64.
-        records: Resolutions that point to the copies. [B, 8], int64.
-    """
-
-    step: np.ndarray
-    row: np.ndarray
-    num_rows: np.ndarray
-    records: torch.Tensor
+    step: np.ndarray  # first copied step of each sample. [B], int64.
+    row: np.ndarray  # its row in scratch memory of `count` rows a sample. [B], int64.
+    num_rows: np.ndarray  # number of copied rows. [B], int64.
+    records: torch.Tensor  # resolutions that point to the copies. [B, 8], int64.
 
 
 def fetch(window: Window, records: torch.Tensor) -> Fetched:
@@ -78,15 +72,13 @@ def fetch(window: Window, records: torch.Tensor) -> Fetched:
 def pieces_of(
     found: Fetched, records: torch.Tensor, column: int, row_bytes: int, begin: int, bounds: np.ndarray
 ) -> np.ndarray:
-    """Return the pieces of one field.
+    """Return the pieces of one field: the words of `CopyPiece`. [n, 4], int64.
 
     Args:
         records: The original resolutions. [B, 8], int64.
         column: Its number among the columns.
         begin: First byte of its scratch memory.
         bounds: Offsets in the column that one copy must not cross, ascending. int64.
-    Returns:
-        The words of `CopyPiece`. [n, 4], int64.
     """
     first = records[:, Resolution.FIRST_ROW].numpy()
     some = np.nonzero(found.num_rows > 0)[0]
@@ -131,6 +123,11 @@ def is_computed(field: ResolvedField) -> bool:
     return field.column is None and field.derived != "return_to_go"
 
 
+def column_name(field: ResolvedField) -> str:
+    """Return the stored column that a field reads, unless it is computed."""
+    return RETURN_TO_GO if field.column is None else field.column.name
+
+
 def ways_of(
     fields: Sequence[ResolvedField],
     way: str,
@@ -147,17 +144,14 @@ def ways_of(
         One of `WAYS` each. Fields that the device cannot read are staged, and goals, as the host draws them;
         fields that do not suit the copy engine are read in place.
     """
-    return [_way_of(field, way, is_reached, least_copy_bytes) for field in fields]
-
-
-def _way_of(
-    field: ResolvedField, way: str, is_reached: Callable[[ResolvedField], bool], least_copy_bytes: int
-) -> str:
-    if way == STAGED or field.hindsight is not None or field.mask_only:
-        return STAGED
-    if not is_computed(field) and not is_reached(field):
-        return STAGED
-    return COPIES if way == COPIES and suits_copies(field, least_copy_bytes) else DIRECT
+    ways = []
+    for field in fields:
+        is_read = is_computed(field) or is_reached(field)
+        if way == STAGED or field.hindsight is not None or field.mask_only or not is_read:
+            ways.append(STAGED)
+        else:
+            ways.append(COPIES if way == COPIES and suits_copies(field, least_copy_bytes) else DIRECT)
+    return ways
 
 
 def suits_copies(field: ResolvedField, least_bytes: int = 0) -> bool:

@@ -1,5 +1,7 @@
 """Transfer streams: a CUDA stream, or the calling thread, on which batches are gathered during steps.
 
+`DeferredRelease` releases selections after the event that follows the last kernel that reads them.
+
 Nothing here waits for a device, except `Event.synchronize`, which is called before memory of the host is
 overwritten.
 """
@@ -8,7 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -48,78 +51,56 @@ class HostEvent:
         self._done.wait()
 
 
-class TransferStream(Protocol):
-    """A queue of work that runs in order. Thread safe."""
-
-    device: torch.device
-
-    def running(self) -> AbstractContextManager[Any]:
-        """Return a context whose work is enqueued on this stream."""
-        ...
-
-    def record(self) -> Event:
-        """Return an event after all work enqueued so far."""
-        ...
-
-    def wait(self, event: Event) -> None:
-        """Make later work of this stream wait for an event."""
-        ...
-
-    def consumer(self) -> tuple[Any, Event]:
-        """Return this thread's current stream, and an event after all its work so far."""
-        ...
-
-    def wait_for(self, consumer: Any) -> None:
-        """Make later work of this stream wait for all work of a consumer's stream so far."""
-        ...
-
-    def hand_over(self, event: Event, tensors: Sequence[torch.Tensor]) -> None:
-        """Make this thread's current stream wait for an event, and mark it as a user of tensors."""
-        ...
-
-    def buffer(self, num_bytes: int) -> torch.Tensor:
-        """Return (pinned) host memory for asynchronous copies to the device. [n], uint8."""
-        ...
-
-    def bring(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy small tensors of the host to the device. Called inside `running`."""
-        ...
-
-
 class HostStream:
-    """The calling thread as a transfer stream: its work is done when a call returns."""
+    """A queue of work that runs in order: of the calling thread, done when a call returns. Thread safe."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
 
     def running(self) -> AbstractContextManager[Any]:
+        """Return a context whose work is enqueued on this stream."""
         return nullcontext()
 
     def record(self) -> Event:
+        """Return an event after all work enqueued so far."""
         event = HostEvent()
         event.finish()
         return event
 
     def wait(self, event: Event) -> None:
+        """Make later work of this stream wait for an event."""
         event.synchronize()
 
     def consumer(self) -> tuple[Any, Event]:
+        """Return this thread's current stream, and an event after all its work so far."""
         return None, self.record()
 
     def wait_for(self, consumer: Any) -> None:
-        pass
+        """Make later work of this stream wait for all work of a consumer's stream so far."""
 
     def hand_over(self, event: Event, tensors: Sequence[torch.Tensor]) -> None:
+        """Make this thread's current stream wait for an event, and mark it as a user of tensors."""
         event.synchronize()
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
+        """Return (pinned) host memory for asynchronous copies to the device. [n], uint8."""
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def bring(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return copied_together(tensors, self.device)
+        """Copy small tensors of the host to the device by one asynchronous copy. Called inside `running`.
+
+        Torch's allocator of pinned memory reuses a block only when the copies from it are done.
+        """
+        packing = Packing([(tensor.shape, tensor.dtype) for tensor in tensors])
+        pinned = torch.empty(packing.num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        for view, tensor in zip(packing.views(pinned), tensors, strict=True):
+            view.copy_(tensor)
+        there = torch.empty(packing.num_bytes, dtype=torch.uint8, device=self.device)
+        there.copy_(pinned, non_blocking=True)
+        return packing.views(there)
 
 
-class CudaStream:
+class CudaStream(HostStream):
     """A separate CUDA stream as a transfer stream."""
 
     def __init__(self, device: torch.device) -> None:
@@ -158,9 +139,6 @@ class CudaStream:
     def buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def bring(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return copied_together(tensors, self.device)
-
 
 def allow_captures_elsewhere() -> None:
     """Allow this thread to allocate and query events while another thread captures a CUDA graph.
@@ -183,7 +161,7 @@ def refuse_capture(name: str, rule: str, remedy: str = "") -> None:
         raise StoreError(name, rule, None, remedy)
 
 
-def lane_of(device: torch.device) -> TransferStream:
+def lane_of(device: torch.device) -> HostStream:
     """Return a transfer stream of a device."""
     return CudaStream(device) if device.type == "cuda" else HostStream()
 
@@ -215,15 +193,46 @@ class Packing:
         return found
 
 
-def copied_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Copy tensors of the host to a device by one asynchronous copy on the current stream.
+Release = Callable[[int], None]
 
-    Torch's allocator of pinned memory reuses a block only when the copies from it are done.
+
+class DeferredRelease:
+    """Selections that wait for release, in the order of their gathers. Thread safe.
+
+    A selection pins the rows that it has drawn, and its ring entry. So the process releases it only when its
+    device has read the rows: `settle` checks, without waiting, whenever the process samples or adds.
     """
-    packing = Packing([(tensor.shape, tensor.dtype) for tensor in tensors])
-    pinned = torch.empty(packing.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for view, tensor in zip(packing.views(pinned), tensors, strict=True):
-        view.copy_(tensor)
-    there = torch.empty(packing.num_bytes, dtype=torch.uint8, device=device)
-    there.copy_(pinned, non_blocking=True)
-    return packing.views(there)
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Event, Release, int]] = deque()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def hold(self, event: Event, release: Release, key: int) -> None:
+        """Release a selection once an event, after the last kernel that reads it, is done.
+
+        Events are passed in the order of one stream.
+        """
+        with self._lock:
+            self._waiting.append((event, release, key))
+
+    def settle(self) -> None:
+        """Release the selections whose events are done."""
+        if not self._waiting:
+            return
+        with self._lock:
+            while self._waiting and self._waiting[0][0].query():
+                _, release, key = self._waiting.popleft()
+                release(key)
+
+    def drain(self) -> bool:
+        """Wait for all events and release their selections; return whether there were any."""
+        with self._lock:
+            had_some = bool(self._waiting)
+            while self._waiting:
+                event, release, key = self._waiting.popleft()
+                event.synchronize()
+                release(key)
+        return had_some

@@ -16,26 +16,29 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed_gear.batching.gather import N_STEP_DTYPES, SOURCES, Buffers, FieldGroup, Gatherer, Rows
+from deepspeed_gear.batching.gather import (
+    N_STEP_DTYPES,
+    SOURCES,
+    Buffers,
+    FieldGroup,
+    Gatherer,
+    n_step_columns,
+)
 from deepspeed_gear.batching.transfer.copy_engine import (
     COPIES,
     DIRECT,
     STAGED,
-    Fetched,
     Window,
+    column_name,
     fetch,
     is_computed,
     pieces_of,
     ways_of,
 )
-from deepspeed_gear.batching.transfer.cuda_streams import Event, Packing, TransferStream
-from deepspeed_gear.config import ResolvedField
+from deepspeed_gear.batching.transfer.cuda_streams import Event, HostStream, Packing
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.gather_spec import lower
 from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
-_Key = tuple[str, int]  # "out", "mask" or "n_step", and its number
 PINNED = 4  # batches that are staged at once; bounds how many batches the host is ahead of the device
 # Of a launch, for all its fields. PCIe 5 has 50 GB/s and 1.5 us latency, so 75 KB of reads must be in flight:
 # these blocks of 256 threads have 256 KiB with two vectors of 16 bytes a thread, as for short windows, and
@@ -47,37 +50,25 @@ _NO_BOUNDS = np.empty(0, np.int64)
 
 @dataclass(frozen=True)
 class Reach:
-    """The columns of one table that a device reads in place (zero-copy).
+    """The columns of one table that a device reads in place (zero-copy)."""
 
-    Args:
-        columns: Device tensors over the stored columns that it can read, by name.
-        bounds: By column: offsets that one copy of the copy engine must not cross. Ascending, int64.
-    """
-
-    columns: Mapping[str, torch.Tensor]
+    columns: Mapping[str, torch.Tensor]  # device tensors over the stored columns that it can read, by name
+    # By column: offsets that one copy of the copy engine must not cross. Ascending, int64.
     bounds: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class FieldTransfer:
-    """How batches are transferred to a device.
+    """How batches are transferred to a device."""
 
-    Args:
-        ops: Ops for tensors of the device.
-        way: The preferred transfer method; see `ways_of`.
-        is_reached: Whether the device reads a column in place, of every table that has it.
-        reaches_n_step: Whether it reads the columns of n-step returns in place, of every table.
-        keep: Latest batches that their user may use.
-        least_copy_bytes: Smaller windows are read in place, not copied by the copy engine.
-    """
-
-    lane: TransferStream
-    ops: Ops
-    way: str
+    lane: HostStream
+    ops: Ops  # ops for tensors of the device
+    way: str  # the preferred transfer method; see `ways_of`
+    # Whether the device reads a column in place, of every table that has it.
     is_reached: Callable[[str], bool]
-    reaches_n_step: bool
-    keep: int
-    least_copy_bytes: int = 0
+    reaches_n_step: bool  # whether it reads the columns of n-step returns in place, of every table
+    keep: int  # latest batches that their user may use
+    least_copy_bytes: int = 0  # smaller windows are read in place, not copied by the copy engine
 
 
 @dataclass
@@ -98,12 +89,6 @@ class _Pinned:
     flat: torch.Tensor
     buffers: Buffers
     copied: Event | None = None  # after the copy: it may be written again
-
-
-def n_step_columns(table: Rows) -> list[str | None]:
-    """Return the names of reward, terminated and truncated of a table; None for missing ones."""
-    found = [table.schema.role(role) for role in ("reward", "terminated", "truncated")]
-    return [None if column is None else column.name for column in found]
 
 
 class DeviceGatherer(Gatherer):
@@ -148,29 +133,27 @@ class DeviceGatherer(Gatherer):
     # ---- transfer methods ---------------------------------------------------------------------
 
     def _divide(self, num_samples: int) -> None:
+        transfer = self._transfer
         self._ways = ways_of(
-            self._fields, self._transfer.way, self._is_reached, self._transfer.least_copy_bytes
+            self._fields,
+            transfer.way,
+            lambda field: transfer.is_reached(column_name(field)),
+            transfer.least_copy_bytes,
         )
         self._stages_n_step = self._n_step is None or not self._reaches_n_step()
         chosen = {way: [i for i, of in enumerate(self._ways) if of == way] for way in set(self._ways)}
-        self._staged = self._group(chosen.get(STAGED, []), self._columns)
+        self._staged = self._group(chosen.get(STAGED, []), self._all.columns)
         there = [self._there(i) for i in range(len(self._fields))]
         self._direct = self._group(chosen.get(DIRECT, []), there)
         self._divide_copies(chosen.get(COPIES, []), num_samples)
         written = {mask for i in chosen.get(STAGED, []) if (mask := self._specs[i].mask) >= 0}
-        self._is_staged: dict[_Key, bool] = {
-            **{("out", i): way == STAGED for i, way in enumerate(self._ways)},
-            **{("mask", m): m in written for m in range(len(self._mask_lengths))},
-            **({("n_step", k): self._stages_n_step for k in range(3)} if self._n_step else {}),
-        }
+        self._is_staged = [way == STAGED for way in self._ways]  # of each tensor, as in `_sizes`
+        self._is_staged += [mask in written for mask in range(len(self._mask_lengths))]
+        self._is_staged += [self._stages_n_step] * len(N_STEP_DTYPES) if self._n_step else []
         if not self._stages_n_step:
-            columns = n_step_columns(self._table)
-            self._n_step_there = [None if name is None else self._reach.columns[name] for name in columns]
+            names = n_step_columns(self._table)
+            self._n_step_there = [None if name is None else self._reach.columns[name] for name in names]
             self._powers_there = self._powers.to(self._lane.device)
-
-    def _is_reached(self, field: ResolvedField) -> bool:
-        name = RETURN_TO_GO if field.column is None else field.column.name
-        return self._transfer.is_reached(name)
 
     def _reaches_n_step(self) -> bool:
         """Return whether the device computes n-step returns: it reads all columns; the host needs none."""
@@ -183,70 +166,46 @@ class DeviceGatherer(Gatherer):
         field = self._fields[index]
         if self._ways[index] == STAGED or is_computed(field):
             return torch.empty(0, dtype=torch.int64, device=self._lane.device)
-        return self._reach.columns[self._name(index)]
-
-    def _name(self, index: int) -> str:
-        column = self._fields[index].column
-        return RETURN_TO_GO if column is None else column.name
+        return self._reach.columns[column_name(field)]
 
     def _group(self, which: list[int], columns: Sequence[torch.Tensor]) -> FieldGroup:
-        masks = [mask for i in which if (mask := self._specs[i].mask) >= 0]
-        specs = [self._specs[i] for i in which]
-        own = [replace(spec, mask=masks.index(spec.mask) if spec.mask >= 0 else -1) for spec in specs]
-        device = columns[which[0]].device if which else torch.device("cpu")
-        shifts, gains = ([known[i].to(device) for i in which] for known in (self._shifts, self._gains))
-        pads = [self._pads[i] for i in which]
-        return FieldGroup(which, masks, [columns[i] for i in which], shifts, gains, lower(own), pads)
+        """Return a group of fields that reads their rows in `columns`, of which each field has one."""
+        rows = []
+        for i in which:
+            known, device = self._rows[i], columns[which[0]].device
+            shift, gain = known.shift.to(device), known.gain.to(device)
+            rows.append(replace(known, column=columns[i], shift=shift, gain=gain))
+        return FieldGroup(which, self._specs, rows)
 
     # ---- buffers ---------------------------------------------------------------------------------
 
     def buffers(self, num_samples: int) -> Buffers:
-        shapes: dict[_Key, tuple[tuple[int, ...], torch.dtype]] = {}
-        for i, (shape, dtype) in enumerate(self._shapes):
-            shapes["out", i] = ((num_samples, *shape), dtype)
-        for m, length in enumerate(self._mask_lengths):
-            shapes["mask", m] = ((num_samples,) if length is None else (num_samples, length)), torch.bool
-        for k, dtype in enumerate(N_STEP_DTYPES if self._n_step else ()):
-            shapes["n_step", k] = ((num_samples,), dtype)
-        staged = [key for key in shapes if self._is_staged[key]]
-        placed = [key for key in shapes if not self._is_staged[key]]
-        front, rest = (Packing([shapes[key] for key in keys]) for keys in (staged, placed))
+        sizes = self._sizes(num_samples)
+        staged = [i for i, is_staged in enumerate(self._is_staged) if is_staged]
+        placed = [i for i, is_staged in enumerate(self._is_staged) if not is_staged]
+        front, rest = (Packing([sizes[i] for i in some]) for some in (staged, placed))
         size = front.num_bytes + rest.num_bytes
         flat = torch.zeros(size, dtype=torch.uint8, device=self._lane.device)
         views = [*front.views(flat), *rest.views(flat[front.num_bytes :])]
         self._slots.append(_Slot(flat[: front.num_bytes]))
         if len(self._pinned) < PINNED:
             pinned = self._lane.buffer(front.num_bytes)
-            host = self._listed(dict(zip(staged, front.views(pinned), strict=True)))
+            known = dict(zip(staged, front.views(pinned), strict=True))
+            host = self._named([known.get(i, _NONE) for i in range(len(sizes))])
             self._pinned.append(_Pinned(pinned, host))
-        return self._listed(dict(zip([*staged, *placed], views, strict=True)))
-
-    def _listed(self, known: Mapping[_Key, torch.Tensor]) -> Buffers:
-        """Return tensors in the order of the fields; an empty one where there is none."""
-
-        def of(kind: str, count: int) -> list[torch.Tensor]:
-            return [known.get((kind, i), _NONE) for i in range(count)]
-
-        masks, n_step = of("mask", len(self._mask_lengths)), of("n_step", 3 if self._n_step else 0)
-        return self._named(of("out", len(self._shapes)), masks, n_step)
+        known = dict(zip([*staged, *placed], views, strict=True))
+        return self._named([known[i] for i in range(len(sizes))])
 
     # ---- a batch ---------------------------------------------------------------------------------
-
-    def gather(
-        self, records: torch.Tensor, goal_step: torch.Tensor | None = None
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Gather the samples that records describe; as `Gatherer.gather`, on the device.
-
-        Args:
-            records: In memory of the host.
-        Returns:
-            Tensors that are ready after the work enqueued on the transfer stream so far.
-        """
-        return self.gather_from([(self, records, goal_step)])
 
     def gather_from(
         self, parts: Sequence[tuple[Gatherer, torch.Tensor, torch.Tensor | None]]
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Gather samples, of which the records are in memory of the host.
+
+        Returns:
+            Tensors that are ready after the work enqueued on the transfer stream so far.
+        """
         self.made = self._turn
         buffers, slot, pinned = self._next(), self._slots[self.made], self._pinned[0]
         self._pinned.rotate(-1)
@@ -302,18 +261,22 @@ class DeviceGatherer(Gatherer):
         steps = None
         if self._n_step is not None and self._stages_n_step:
             steps = host.n_step[2]
-            columns = self._reward, self._terminated, self._truncated
-            self._ops.n_step_(*host.n_step, *columns, self._powers, records, self._n_step.n)
+            n, columns = self._n_step.n, self._n_step_columns
+            self._ops.n_step_(*host.n_step, *columns, self._powers, records, n)
         self._staged.run(self._ops, host, self.counters, records, steps, self._threads)
         if self._goals is not None and goal_step is not None:
-            self._goals.fill(host.outs, host.masks, self.counters, records, goal_step)
+            self._goals.fill(self._ops, host, self.counters, records, goal_step, self._threads)
 
     def place(self, buffers: Buffers, records: torch.Tensor) -> None:
         """Enqueue the device's gather of the other fields; `records` in memory of the host."""
         if not self.reads_in_place:
             return
         (there,) = self._lane.bring([records])
-        order = self._order(there) if self._direct.which else None
+        order = None
+        if self._direct.which:
+            # Samples in the order of their rows: neighbours in memory are read in sequence. Sorted where the
+            # records lie: on the device, as a host takes 2 ms for 65,536 samples.
+            order = torch.argsort(there[:, Resolution.FIRST_ROW] + there[:, Resolution.ANCHOR])
         ops, steps = self._transfer.ops, None
         if self._n_step is not None:
             steps = buffers.n_step[2]
@@ -325,14 +288,6 @@ class DeviceGatherer(Gatherer):
         if self._fetched:
             self._fetch(buffers, records)
         self._counters_seen.copy_(counters, non_blocking=True)
-
-    @staticmethod
-    def _order(records: torch.Tensor) -> torch.Tensor:
-        """Return the samples in order of their rows, so that neighbours in memory are read in sequence.
-
-        Sorted where the records lie: on the device, as a host takes 2 ms for 65,536 samples.
-        """
-        return torch.argsort(records[:, Resolution.FIRST_ROW] + records[:, Resolution.ANCHOR])
 
     # ---- the copy engine -------------------------------------------------------------------------
 
@@ -368,15 +323,13 @@ class DeviceGatherer(Gatherer):
         for window, group in self._fetched.items():
             found = fetch(window, records)
             moved.append(found.records)
-            pieces += [self._pieces(i, found, records) for i in group.which]
+            for i in group.which:
+                number = self._number[i]
+                row_bytes = self._specs[i].elements * self._sources[number].element_size()
+                bounds = self._reach.bounds.get(column_name(self._fields[i]), _NO_BOUNDS)
+                pieces.append(pieces_of(found, records, number, row_bytes, self._scratch_at[i], bounds))
         every = torch.from_numpy(np.concatenate(pieces))
         self._transfer.ops.copy_pieces_(self._scratch, self._sources, every)
         there = self._lane.bring(moved)
         for group, at in zip(self._fetched.values(), there, strict=True):
             group.run(self._transfer.ops, buffers, self._counters_there, at, None, self._free_blocks)
-
-    def _pieces(self, index: int, found: Fetched, records: torch.Tensor) -> np.ndarray:
-        name, number = self._name(index), self._number[index]
-        row_bytes = self._specs[index].elements * self._sources[number].element_size()
-        bounds = self._reach.bounds.get(name, _NO_BOUNDS)
-        return pieces_of(found, records, number, row_bytes, self._scratch_at[index], bounds)

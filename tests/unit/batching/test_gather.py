@@ -7,12 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from gear_support import SCHEMA, config_of, trajectory, write_dataset
 
-from deepspeed_gear import Column, DatasetWriter, Replay, Schema
+from deepspeed_gear import Replay
 from deepspeed_gear.batching.gather import Gatherer
 from deepspeed_gear.config import NStepConfig, ResolvedField
 from deepspeed_gear.errors import ConfigError
@@ -130,47 +129,6 @@ def test_counters_count_rows_and_bytes(make: Any) -> None:
     assert taken["padding"] == pytest.approx(1 - real / (4 * 8 * 6))
     replay.sample()
     assert replay.take_metrics()["bytes"] == 8 * 5 * 8 + 8 * 8
-
-
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_threads_change_nothing(make: Any, threads: int) -> None:
-    fields = {"observation": {"offset": -5, "length": 12, "scale": 0.5}, "code": {}}
-    one, several = make(fields, batch_size=64), make(fields, batch_size=64, threads=threads)
-    for _ in range(3):
-        first, second = one.sample(), several.sample()
-        assert all(torch.equal(first[name], second[name]) for name in fields)
-
-
-def test_constant_elements_are_only_shifted(tmp_path: Path) -> None:
-    schema = Schema([Column("x", "float32", (3,))])
-    rows = np.stack([np.linspace(-1, 3, 9), np.full(9, 7.0), np.full(9, 0.0)], axis=1).astype(np.float32)
-    with DatasetWriter(tmp_path / "d", schema) as writer:
-        writer.add({"x": rows})
-    fields = {
-        "mean": {"column": "x", "normalize": "mean_std"},
-        "range": {"column": "x", "normalize": "min_max"},
-    }
-    with Replay({"data": str(tmp_path / "d"), "fields": fields, "batch_size": 64}) as replay:
-        batch = replay.sample()
-    for name in fields:
-        assert torch.isfinite(batch[name]).all()
-        assert (batch[name][:, 1:] == 0).all()
-    assert batch["range"][:, 0].min() == -1
-    assert batch["range"][:, 0].max() == 1
-
-
-def test_normalised_data_has_mean_0_and_deviation_1(tmp_path: Path) -> None:
-    path = write_dataset(tmp_path / "d", [40, 60])
-    fields = {
-        "observation": {"normalize": "mean_std"},
-        "wide": {"column": "observation", "normalize": "mean_std", "scale": 3},
-    }
-    sampler = {"kind": "epoch", "unit": "step"}
-    with Replay({"data": str(path), "fields": fields, "sampler": sampler, "batch_size": 100}) as replay:
-        batch = replay.sample()
-    assert abs(batch["observation"].mean(dim=0)).max() < 0.05  # the final rows have no step
-    assert abs(batch["observation"].std(dim=0) - 1).max() < 0.05
-    assert torch.allclose(batch["wide"], 3 * batch["observation"])
 
 
 def test_statistics_are_those_of_the_split_that_is_trained_on(tmp_path: Path) -> None:

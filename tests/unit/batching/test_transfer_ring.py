@@ -1,18 +1,26 @@
-"""Ring entries on a device: what the lane waits for before one is written again, and the host."""
+"""Ring entries on a device, releases of what it reads, calibration: what waits for which event."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from gear_support import SCHEMA, config_of, trajectory
 
 from deepspeed_gear import Replay
+from deepspeed_gear.batching.transfer import calibration
 from deepspeed_gear.batching.transfer.copy_engine import DIRECT, STAGED
-from deepspeed_gear.batching.transfer.cuda_streams import ALIGNMENT, Event, HostEvent, HostStream, Packing
+from deepspeed_gear.batching.transfer.cuda_streams import (
+    ALIGNMENT,
+    DeferredRelease,
+    Event,
+    HostEvent,
+    HostStream,
+    Packing,
+)
 from deepspeed_gear.batching.transfer.device_gather import PINNED, DeviceGatherer, FieldTransfer, Reach
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.replay import device_transfer
@@ -167,3 +175,94 @@ def test_packed_tensors_are_aligned_and_apart() -> None:
         view.fill_(1)
     assert int(flat.count_nonzero()) == 15 * 2 + 7 + 2  # 1.0 has two bytes that are not 0
     assert [view.sum().item() for view in views] == [15, 0, 7, 1]
+
+
+# ---- releases ------------------------------------------------------------------------------------
+
+
+def test_a_cut_is_released_by_its_event() -> None:
+    guards, released = DeferredRelease(), list[int]()
+    events = [HostEvent() for _ in range(3)]
+    for key, event in enumerate(events):
+        guards.hold(event, released.append, key)
+    guards.settle()
+    assert released == []
+    events[1].finish()
+    guards.settle()
+    assert released == []  # the first one of the lane is not done
+    events[0].finish()
+    guards.settle()
+    assert released == [0, 1]
+    assert len(guards) == 1
+    events[2].finish()
+    guards.settle()
+    assert released == [0, 1, 2]
+
+
+def test_settle_does_not_wait() -> None:
+    """For what never happens, so that it would not return."""
+    guards = DeferredRelease()
+    guards.hold(HostEvent(), lambda key: None, 0)
+    guards.settle()
+    assert len(guards) == 1
+
+
+def test_drain_waits_for_every_event() -> None:
+    guards, released, event = DeferredRelease(), list[int](), HostEvent()
+    guards.hold(HostStream().record(), released.append, 4)
+    guards.hold(event, released.append, 5)
+    thread = threading.Thread(target=guards.drain)
+    thread.start()
+    thread.join(0.05)
+    assert thread.is_alive()
+    assert released == [4]
+    event.finish()
+    thread.join(20)
+    assert released == [4, 5]
+    assert len(guards) == 0
+
+
+# ---- calibration ---------------------------------------------------------------------------------
+
+TABLES = torch.device("meta")  # stands for cuda:1: tensors of it can be made and multiplied anywhere
+
+
+class TimingEvent:
+    """A CUDA event that notes the stream of each of its records, as torch chooses it."""
+
+    recorded: ClassVar[list[object]] = []
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: object = None) -> None:
+        self.recorded.append(torch.cuda.current_stream() if stream is None else stream)
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, last: TimingEvent) -> float:
+        return 2.0
+
+
+@pytest.fixture
+def current_device_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    def current_stream(device: Any = None) -> str:
+        return f"stream of {device or 'cuda:0'}"
+
+    monkeypatch.setattr(TimingEvent, "recorded", [])
+    monkeypatch.setattr(torch.cuda, "Event", TimingEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+
+
+@pytest.mark.usefixtures("current_device_is_another")
+def test_products_are_timed_on_the_stream_that_runs_them() -> None:
+    lane, gathered = HostStream(), list[torch.Tensor]()
+    lane.device = TABLES
+    records = torch.zeros(3, 8, dtype=torch.int64)
+    timings = calibration.measure(gathered.append, records, lane)
+    assert len(gathered) == 2 * calibration.ROUNDS
+    assert timings.slowed == 0.0
+    assert len(TimingEvent.recorded) == 2 * (1 + 2 * calibration.ROUNDS)
+    assert set(TimingEvent.recorded) == {"stream of meta"}
