@@ -51,7 +51,7 @@ class Subject:
 
     @staticmethod
     def _records(batch: object) -> torch.Tensor:
-        return batch._records.clone()  # type: ignore[attr-defined, no-any-return]
+        return batch.host_records.clone()  # type: ignore[attr-defined, no-any-return]
 
     def close(self) -> None:
         self.replay.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, overload
 
 import numpy as np
@@ -30,41 +30,41 @@ Samples = slice | torch.Tensor | np.ndarray | list[Any]  # which samples of a ba
 
 @dataclass
 class BatchSamples:
-    """The samples of a batch: resolutions and what is derived from them.
+    """The samples of a batch: resolutions and what is derived from them."""
 
-    Args:
-        records: Their resolutions. [B, 8], int64.
-        valid: False for samples that only fill up the last batch of an evaluation pass. [B], bool.
-        step_items: Whether an item is a step, which has a mass of 1, rather than a trajectory.
-        total: Sum of the masses of all items. On a device [], int64.
-        epoch: Epoch of each sample, 0 where the sampler has none. [B], int64.
-        is_weight: PER weights; None: all 1. [B], float32.
-        source: Index of each sample's table in the sampler's shares; None: there is one. [B], int64.
-        probability: Of each sample's item, where it does not follow from the masses alone. [B], float64.
-        goal_step: Row of the achieved goal of each relabelled sample, -1 for its own goal; None: all have
-            their own. [B], int64.
-        burn_in: Which steps are burn-in; None: none.
-        origin: Node and slot of each sample's trajectory, node << 32 | slot; None: they are in this node's
-            store. [B], int64.
-        first_index: Index of the first sample in its global batch.
-        index_step: Difference between the indices of consecutive samples.
-        opaque: Values of opaque fields by name, B each; None: there are none.
-    """
-
-    records: torch.Tensor
+    records: torch.Tensor  # their resolutions. [B, 8], int64.
+    # False for samples that only fill up the last batch of an evaluation pass. [B], bool.
     valid: torch.Tensor
-    step_items: bool
-    total: int | torch.Tensor
-    epoch: torch.Tensor
-    is_weight: torch.Tensor | None = None
+    step_items: bool  # whether an item is a step, which has a mass of 1, rather than a trajectory
+    total: int | torch.Tensor  # sum of the masses of all items. On a device [], int64.
+    epoch: torch.Tensor  # epoch of each sample, 0 where the sampler has none. [B], int64.
+    is_weight: torch.Tensor | None = None  # PER weights; None: all 1. [B], float32.
+    # Index of each sample's table in the sampler's shares; None: there is one. [B], int64.
     source: torch.Tensor | None = None
+    # Of each sample's item, where it does not follow from the masses alone. [B], float64.
     probability: torch.Tensor | None = None
+    # Row of the achieved goal of each relabelled sample, -1 for its own goal; None: all have their own. [B],
+    # int64.
     goal_step: torch.Tensor | None = None
-    burn_in: BurnIn | None = None
+    burn_in: BurnIn | None = None  # which steps are burn-in; None: none
+    # Node and slot of each sample's trajectory, node << 32 | slot; None: they are in this node's store. [B],
+    # int64.
     origin: torch.Tensor | None = None
-    first_index: int = 0
-    index_step: int = 1
+    first_index: int = 0  # index of the first sample in its global batch
+    index_step: int = 1  # difference between the indices of consecutive samples
+    # Values of opaque fields by name, B each; None: there are none.
     opaque: dict[str, list[Any]] | None = None
+    # Position of each sample in its global batch; None: first_index + i * index_step. [B], int64.
+    index: torch.Tensor | None = None
+
+    def place(self, first_index: int, index_step: int, source: torch.Tensor | None) -> None:
+        """Set the position of the samples in their global batch, and their tables."""
+        self.first_index, self.index_step, self.source = first_index, index_step, source
+
+
+# What `BatchSamples` has for each sample, and for all of them.
+_OF_EACH = ("records", "valid", "epoch", "is_weight", "source", "probability", "goal_step", "origin", "index")
+_OF_ALL = ("step_items", "total", "burn_in", "first_index", "index_step")
 
 
 class Batch(Mapping[str, torch.Tensor]):
@@ -89,18 +89,11 @@ class Batch(Mapping[str, torch.Tensor]):
     """
 
     lifetime: BatchLifetime | None = None  # None: the tensors are the batch's own
-    _chosen_index: torch.Tensor | None = None  # sample indices of a part; None: first_index + i * index_step
 
     def __init__(
         self, tensors: dict[str, torch.Tensor], mask: dict[str, torch.Tensor], samples: BatchSamples
     ) -> None:
-        self._tensors, self.mask, self._records = tensors, mask, samples.records
-        self.valid, self.epoch = samples.valid, samples.epoch
-        self._step_items, self._total, self._is_weight = samples.step_items, samples.total, samples.is_weight
-        self._source, self._probability = samples.source, samples.probability
-        self._goal_step, self._burn_in, self._origin = samples.goal_step, samples.burn_in, samples.origin
-        self._first_index, self._index_step = samples.first_index, samples.index_step
-        self._opaque = samples.opaque
+        self._tensors, self.mask, self._samples = tensors, mask, samples
         # These stay in host memory when the batch moves.
         self.host_records, self._host_origin = samples.records, samples.origin
         self.host_source = samples.source
@@ -132,7 +125,7 @@ class Batch(Mapping[str, torch.Tensor]):
             if isinstance(key, (slice, torch.Tensor, np.ndarray, list)):
                 return self._taken(key)
             has = f"it has {', '.join(self._tensors)}"
-            if isinstance(key, str) and key in (self._opaque or ()):
+            if isinstance(key, str) and key in (self._samples.opaque or ()):
                 has = f"its values are no tensor: batch.opaque({key!r})"
             if isinstance(key, int):
                 has = f"write batch[{key}:{key + 1}] for a sample; {has}"
@@ -195,10 +188,11 @@ class Batch(Mapping[str, torch.Tensor]):
         Raises:
             FieldError: `gear.fields` names no such column.
         """
-        if self._opaque is None or not isinstance(name, str) or name not in self._opaque:
-            has = f"it has {', '.join(self._opaque or ()) or 'none'}; name the column in gear.fields"
+        known = self._samples.opaque or {}
+        if not isinstance(name, str) or name not in known:
+            has = f"it has {', '.join(known) or 'none'}; name the column in gear.fields"
             raise FieldError(f"opaque field {name!r}", "must be in the batch", None, has)
-        return self._opaque[name]
+        return known[name]
 
     def arrives(self, arrival: Any) -> None:
         """Set the event that the stream using the batch must wait for; None: there is none."""
@@ -211,7 +205,8 @@ class Batch(Mapping[str, torch.Tensor]):
             FieldError: There is no such field.
         """
         mask = self._mask_of(name)
-        return mask if self._burn_in is None else self._burn_in.learns(name, mask, self._records)
+        burn_in = self._samples.burn_in
+        return mask if burn_in is None else burn_in.learns(name, mask, self._samples.records)
 
     def _mask_of(self, name: str) -> torch.Tensor:
         try:
@@ -222,11 +217,11 @@ class Batch(Mapping[str, torch.Tensor]):
 
     @property
     def num_samples(self) -> int:
-        return self._records.size(0)  # `len` of a tensor takes ten times as long
+        return self._samples.records.size(0)  # `len` of a tensor takes ten times as long
 
     @property
     def device(self) -> torch.device:
-        return next(iter(self._tensors.values())).device if self._tensors else self._records.device
+        return next(iter(self._tensors.values())).device if self._tensors else self._samples.records.device
 
     @property
     def reported(self) -> torch.Tensor:
@@ -240,64 +235,78 @@ class Batch(Mapping[str, torch.Tensor]):
     # ---- samples ---------------------------------------------------------------------------------
 
     @property
+    def valid(self) -> torch.Tensor:
+        """False for samples that only fill up the last batch of an evaluation pass. [B], bool."""
+        return self._samples.valid
+
+    @property
+    def epoch(self) -> torch.Tensor:
+        """Epoch of each sample, 0 where the sampler has none. [B], int64."""
+        return self._samples.epoch
+
+    @property
     def trajectory_id(self) -> torch.Tensor:
         """Trajectory of each sample. [B], int64."""
-        return self._records[:, Resolution.ID]
+        return self._samples.records[:, Resolution.ID]
 
     @property
     def handle(self) -> torch.Tensor:
         """Shard, slot and generation of each sample's trajectory. [B, 3], int64."""
-        slot = self._records[:, Resolution.SLOT] if self._origin is None else self._origin
-        return torch.stack([slot >> 32, slot & 0xFFFFFFFF, self._records[:, Resolution.GENERATION]], dim=1)
+        slot = _slots(self._samples.origin, self._samples.records)
+        generation = self._samples.records[:, Resolution.GENERATION]
+        return torch.stack([slot >> 32, slot & 0xFFFFFFFF, generation], dim=1)
 
     @property
     def anchor(self) -> torch.Tensor:
         """Step at which each sample's windows are placed. [B], int64."""
-        return self._records[:, Resolution.ANCHOR]
+        return self._samples.records[:, Resolution.ANCHOR]
 
     @property
     def sample_number(self) -> torch.Tensor:
         """Sample number in its stream: the same for every number of ranks. [B], int64."""
-        return self._records[:, Resolution.SAMPLE_NUMBER]
+        return self._samples.records[:, Resolution.SAMPLE_NUMBER]
 
     @property
     def sample_index(self) -> torch.Tensor:
         """Position of each sample in its global batch, of all tables: the same for every rank count. [B]."""
-        if self._chosen_index is not None:
-            return self._chosen_index
-        end = self._first_index + self.num_samples * self._index_step
-        return torch.arange(self._first_index, end, self._index_step, device=self._records.device)
+        known = self._samples
+        if known.index is not None:
+            return known.index
+        end = known.first_index + self.num_samples * known.index_step
+        return torch.arange(known.first_index, end, known.index_step, device=known.records.device)
 
     @property
     def num_steps(self) -> torch.Tensor:
         """Length of each sample's trajectory. [B], int64."""
-        return self._records[:, Resolution.NUM_STEPS]
+        return self._samples.records[:, Resolution.NUM_STEPS]
 
     @property
     def probability(self) -> torch.Tensor:
         """Probability of each sample's item in one draw: mass / total mass. [B], float64."""
-        if self._probability is not None:
-            return self._probability
-        masses = self._records[:, Resolution.MASS].double()
-        if self._step_items:
+        if self._samples.probability is not None:
+            return self._samples.probability
+        masses = self._samples.records[:, Resolution.MASS].double()
+        if self._samples.step_items:
             masses = torch.ones_like(masses)
         # By a tensor: on a GPU torch multiplies by a number's reciprocal, which changes the last bit.
-        return masses / torch.full_like(masses, 1).mul_(self._total)
+        return masses / torch.full_like(masses, 1).mul_(self._samples.total)
 
     @property
     def source(self) -> torch.Tensor:
         """Table of each sample: its index in `sampler.shares` of a mixture, else 0. [B], int64."""
-        return torch.zeros_like(self.trajectory_id) if self._source is None else self._source
+        return _sources(self._samples.source, self._samples.records)
 
     @property
     def is_weight(self) -> torch.Tensor:
         """PER weight; 0 for samples that only fill up an evaluation batch. [B], float32."""
-        return self.valid.float() if self._is_weight is None else self._is_weight
+        weight = self._samples.is_weight
+        return self.valid.float() if weight is None else weight
 
     @property
     def goal_step(self) -> torch.Tensor:
         """Row of the achieved goal of each relabelled sample, else -1. [B], int64."""
-        return torch.full_like(self.trajectory_id, -1) if self._goal_step is None else self._goal_step
+        goal_step = self._samples.goal_step
+        return torch.full_like(self.trajectory_id, -1) if goal_step is None else goal_step
 
     @property
     def relabelled(self) -> torch.Tensor:
@@ -310,12 +319,13 @@ class Batch(Mapping[str, torch.Tensor]):
         """Return a batch of some of the samples."""
         take = _taker(key, self.num_samples)
         index, batch = take(self.sample_index), self.map(take)
-        batch._chosen_index = index
-        if self._opaque is not None:
+        samples, opaque = batch._samples, self._samples.opaque
+        samples.index = index
+        if opaque is not None:
             places = take(torch.arange(self.num_samples)).tolist()
-            batch._opaque = {n: [values[i] for i in places] for n, values in self._opaque.items()}
-        same = self.host_records is self._records
-        batch.host_records = (batch._records if same else take(self.host_records)).contiguous()
+            samples.opaque = {name: [values[i] for i in places] for name, values in opaque.items()}
+        same = self.host_records is self._samples.records
+        batch.host_records = (samples.records if same else take(self.host_records)).contiguous()
         batch._host_origin = None if self._host_origin is None else take(self._host_origin)
         batch.host_source = None if self.host_source is None else take(self.host_source)
         return batch
@@ -384,30 +394,11 @@ class Batch(Mapping[str, torch.Tensor]):
 
         tensors = {name: once(tensor) for name, tensor in self._tensors.items()}
         mask = {name: once(tensor) for name, tensor in self.mask.items()}
-        records, valid, epoch = once(self._records), once(self.valid), once(self.epoch)
-        optional = self._is_weight, self._source, self._probability, self._goal_step, self._origin
-        is_weight, source, probability, goal_step, origin = (None if t is None else once(t) for t in optional)
-        samples = BatchSamples(
-            records,
-            valid,
-            self._step_items,
-            self._total,
-            epoch,
-            is_weight,
-            source,
-            probability,
-            goal_step,
-            self._burn_in,
-            origin,
-            self._first_index,
-            self._index_step,
-            self._opaque,
-        )
-        batch = Batch(tensors, mask, samples)
+        known: dict[str, Any] = {n: None if t is None else once(t) for n, t in self._known().items()}
+        facts = {name: getattr(self._samples, name) for name in _OF_ALL}
+        batch = Batch(tensors, mask, BatchSamples(**known, **facts, opaque=self._samples.opaque))
         batch.host_records, batch._host_origin = self.host_records, self._host_origin
         batch.host_source = self.host_source
-        if self._chosen_index is not None:
-            batch._chosen_index = once(self._chosen_index)
         # A lifetime is another object for each batch: reading it would guard the compiled code on it.
         if not torch.compiler.is_compiling() and self.lifetime is not None:
             self.lifetime.follow(batch)
@@ -415,13 +406,20 @@ class Batch(Mapping[str, torch.Tensor]):
 
     def with_probability(self, probability: torch.Tensor) -> Batch:
         """Set the probabilities of the samples, and return the batch. [B], float64."""
-        self._probability = probability
+        self._samples.probability = probability
         return self
+
+    def _known(self) -> dict[str, Any]:
+        """Return what is known of each sample: tensors by the names of `BatchSamples`, or None."""
+        known = {name: getattr(self._samples, name) for name in _OF_EACH}
+        known["valid"] = self.valid
+        return known
 
     def __copy__(self) -> Batch:
         """Return a batch of the same tensors, which lives as long."""
         batch = object.__new__(type(self))
         vars(batch).update(vars(self))
+        batch._samples = replace(self._samples)
         if self.lifetime is not None:
             self.lifetime.bind(batch)
         return batch
@@ -601,7 +599,12 @@ def _taker(key: Samples, num_samples: int) -> Callable[[torch.Tensor], torch.Ten
         ShapeError, DataError: As `Batch.__getitem__`.
     """
     if isinstance(key, slice):
-        return _slicer(key)
+        bounds = (key.start, key.stop, key.step)
+        are_numbers = all(bound is None or isinstance(bound, (int, np.integer)) for bound in bounds)
+        if not are_numbers or (key.step is not None and key.step < 1):
+            rule = "must be a slice of integers with a step of at least 1"
+            raise ShapeError("the samples", rule, str(key), "use indices for another order")
+        return lambda tensor: tensor[key]
     if isinstance(key, list) and not key:  # an array of it would be of float64
         key = torch.empty(0, dtype=torch.int64)
     index = _index_of(arguments.tensor("the samples", key), num_samples)
@@ -613,14 +616,6 @@ def _taker(key: Samples, num_samples: int) -> Callable[[torch.Tensor], torch.Ten
         return tensor.index_select(0, there[tensor.device])
 
     return take
-
-
-def _slicer(key: slice) -> Callable[[torch.Tensor], torch.Tensor]:
-    are_numbers = all(b is None or isinstance(b, (int, np.integer)) for b in (key.start, key.stop, key.step))
-    if not are_numbers or (key.step is not None and key.step < 1):
-        rule = "must be a slice of integers with a step of at least 1"
-        raise ShapeError("the samples", rule, str(key), "use indices for another order")
-    return lambda tensor: tensor[key]
 
 
 def _index_of(key: torch.Tensor, num_samples: int) -> torch.Tensor:
@@ -661,48 +656,44 @@ def _together(batches: Sequence[Batch]) -> Batch:
             done[key] = torch.cat(tensors)
         return done[key]
 
-    def optional(parts: list[torch.Tensor | None], values: Callable[[Batch], torch.Tensor]) -> Any:
-        return None if all(part is None for part in parts) else torch.cat([values(b) for b in batches])
+    def optional(name: str, values: Callable[[Batch], torch.Tensor]) -> Any:
+        """Concatenate what may be unknown of samples; None: it is so in all batches."""
+        is_known = any(getattr(b._samples, name) is not None for b in batches)
+        return torch.cat([values(b) for b in batches]) if is_known else None
 
-    origin = optional([b._origin for b in batches], lambda b: _slots(b._origin, b._records))
+    names = first._samples.opaque
     samples = BatchSamples(
-        records=cat([b._records for b in batches]),
+        records=cat([b._samples.records for b in batches]),
         valid=torch.cat([b.valid for b in batches]),
         step_items=False,
         total=0,
         epoch=torch.cat([b.epoch for b in batches]),
-        is_weight=optional([b._is_weight for b in batches], lambda b: b.is_weight),
-        source=optional([b._source for b in batches], lambda b: b.source),
+        is_weight=optional("is_weight", lambda b: b.is_weight),
+        source=optional("source", lambda b: b.source),
         probability=torch.cat([b.probability for b in batches]),
-        goal_step=optional([b._goal_step for b in batches], lambda b: b.goal_step),
-        burn_in=first._burn_in,
-        origin=origin,
-        opaque=_opaque_together(batches),
+        goal_step=optional("goal_step", lambda b: b.goal_step),
+        burn_in=first._samples.burn_in,
+        origin=optional("origin", lambda b: _slots(b._samples.origin, b._samples.records)),
+        opaque=None if names is None else {n: [v for b in batches for v in b.opaque(n)] for n in names},
+        index=torch.cat([b.sample_index for b in batches]),
     )
     tensors = {name: torch.cat([b._tensors[name] for b in batches]) for name in first._tensors}
     mask = {name: cat([b.mask[name] for b in batches]) for name in first.mask}
     made = Batch(tensors, mask, samples)
-    made._chosen_index = torch.cat([b.sample_index for b in batches])
     made.host_records = cat([b.host_records for b in batches])
-    origins = [b._host_origin for b in batches]
-    made._host_origin = optional(origins, lambda b: _slots(b._host_origin, b.host_records))
-    sources = [b.host_source for b in batches]
-    made.host_source = optional(
-        sources,
-        lambda b: torch.zeros(b.num_samples, dtype=torch.int64) if b.host_source is None else b.host_source,
-    )
+    made._host_origin = optional("origin", lambda b: _slots(b._host_origin, b.host_records))
+    made.host_source = optional("source", lambda b: _sources(b.host_source, b.host_records))
     return made
-
-
-def _opaque_together(batches: Sequence[Batch]) -> dict[str, list[Any]] | None:
-    """Concatenate the values of opaque fields, of which all batches have the same."""
-    names = batches[0]._opaque
-    return None if names is None else {n: [v for b in batches for v in b.opaque(n)] for n in names}
 
 
 def _slots(origin: torch.Tensor | None, records: torch.Tensor) -> torch.Tensor:
     """Return node << 32 | slot of each sample. [B], int64."""
     return records[:, Resolution.SLOT] if origin is None else origin
+
+
+def _sources(source: torch.Tensor | None, records: torch.Tensor) -> torch.Tensor:
+    """Return the index of each sample's table. [B], int64."""
+    return torch.zeros_like(records[:, 0]) if source is None else source
 
 
 def _alike(batches: Sequence[Batch]) -> list[Batch]:
@@ -719,7 +710,7 @@ def _alike(batches: Sequence[Batch]) -> list[Batch]:
     def forms(batch: Batch) -> dict[str, tuple[Any, ...]]:
         parts = {**batch._tensors, **{f"{MASK}{name}": mask for name, mask in batch.mask.items()}}
         found = {name: (str(t.dtype)[6:], list(t.shape[1:]), str(t.device)) for name, t in parts.items()}
-        return {**found, **dict.fromkeys(batch._opaque or (), ("opaque",))}
+        return {**found, **dict.fromkeys(batch._samples.opaque or (), ("opaque",))}
 
     wanted = forms(found[0])
     for number, batch in enumerate(found[1:], 1):
@@ -728,34 +719,25 @@ def _alike(batches: Sequence[Batch]) -> list[Batch]:
         if name is not None:
             rule = f"must be as in batch 0: {wanted.get(name, 'missing')}"
             raise ShapeError(f"field {name!r} of batch {number}", rule, here.get(name, "missing"))
-        if batch._burn_in != found[0]._burn_in:
+        if batch._samples.burn_in != found[0]._samples.burn_in:
             raise ShapeError(f"the burn-in of batch {number}", "must be that of batch 0")
     return found
 
 
 def _flatten(batch: Batch) -> tuple[list[Any], Any]:
-    names, masks = list(batch._tensors), list(batch.mask)
-    values = [*batch._tensors.values(), *batch.mask.values(), batch._records, batch.valid, batch.epoch]
-    known = batch._is_weight, batch._source, batch._probability, batch._goal_step, batch._origin
-    optional = *known, batch._chosen_index
-    present = tuple(tensor is not None for tensor in optional)
-    values += [tensor for tensor in optional if tensor is not None]
-    facts = batch._step_items, batch._total, batch._burn_in, batch._first_index, batch._index_step
-    return values, (names, masks, present, facts)
+    known = {name: part for name, part in batch._known().items() if part is not None}
+    values = [*batch._tensors.values(), *batch.mask.values(), *known.values()]
+    facts = tuple(getattr(batch._samples, name) for name in _OF_ALL)
+    return values, (list(batch._tensors), list(batch.mask), list(known), facts)
 
 
 def _unflatten(values: Any, context: Any) -> Batch:
-    names, masks, present, (step_items, total, burn_in, first_index, index_step) = context
-    values = list(values)
+    names, masks, known, facts = context
+    values, end = list(values), len(names) + len(masks)
     tensors = dict(zip(names, values[: len(names)], strict=True))
-    mask = dict(zip(masks, values[len(names) : len(names) + len(masks)], strict=True))
-    records, valid, epoch, *given = values[len(names) + len(masks) :]
-    weight, source, probability, goal_step, origin, chosen = (given.pop(0) if t else None for t in present)
-    known = records, valid, step_items, total, epoch, weight, source, probability, goal_step, burn_in, origin
-    batch = Batch(tensors, mask, BatchSamples(*known, first_index, index_step))
-    if chosen is not None:
-        batch._chosen_index = chosen
-    return batch
+    mask = dict(zip(masks, values[len(names) : end], strict=True))
+    parts = dict(zip(known, values[end:], strict=True))
+    return Batch(tensors, mask, BatchSamples(**parts, **dict(zip(_OF_ALL, facts, strict=True))))
 
 
 pytree.register_pytree_node(Batch, _flatten, _unflatten, serialized_type_name="deepspeed_gear.Batch")

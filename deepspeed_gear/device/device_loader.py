@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -167,8 +168,8 @@ class DeviceBatch(Batch):
 
     def place(self, micro: int, first_index: int, index_step: int, source: Tensor | None = None) -> None:
         """Set the micro batch that it holds, the sample indices in its global batch, and their tables."""
-        self._source = source
-        self.micro, self._first_index, self._index_step = micro, first_index, index_step
+        self.micro = micro
+        self._samples.place(first_index, index_step, source)
 
     def of_mixture(self, mixture: TableMixture) -> None:
         """Set the tables that it is drawn from, where there are several."""
@@ -176,8 +177,8 @@ class DeviceBatch(Batch):
 
     def of_pass(self, number: int, size: int) -> None:
         """Set the number of its pass, and the items of the pass: samples after them are fillers."""
-        self.valid = self.sample_number < size
-        self.epoch = torch.full_like(self.epoch, number)
+        self._valid = self.sample_number < size
+        self._samples = replace(self._samples, epoch=torch.full_like(self.epoch, number))
 
     def again(self) -> DeviceBatch:
         """Return a batch of the same tensors in which a transform may replace fields."""
@@ -200,27 +201,23 @@ class DeviceBatch(Batch):
         """
         return self.trajectory_id >= 0 if self._valid is None else self._valid
 
-    @valid.setter
-    def valid(self, valid: Tensor) -> None:
-        self._valid = valid
-
     @property
     def probability(self) -> Tensor:
         """As of every `Batch`; 0 where the table had no mass to draw from. [B], float64."""
         found = super().probability
         if self._mixture is not None:
-            found = self._mixture.probability(self._records[:, Resolution.MASS].double(), self.source)
+            found = self._mixture.probability(self.records[:, Resolution.MASS].double(), self.source)
         return torch.where(self.trajectory_id >= 0, found, 0.0)
 
     @property
     def records(self) -> Tensor:
         """What the samples resolved to. [B, 8], int64."""
-        return self._records
+        return self._samples.records
 
     @property
     def importance(self) -> Tensor | None:
         """Tensor that the PER weights are written to; None: they are all 1."""
-        return self._is_weight
+        return self._samples.is_weight
 
     def __dir__(self) -> list[str]:
         """Return the public names: what completion shows."""

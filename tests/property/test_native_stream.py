@@ -134,7 +134,7 @@ class Side:
 def values_of(batch: Batch) -> list[Any]:
     tensors = {**dict(batch), **{"mask." + name: mask for name, mask in batch.mask.items()}}
     found = [(name, tensor.tolist()) for name, tensor in tensors.items()]
-    return [*found, batch._records.tolist(), batch.is_weight.tolist(), batch.probability.tolist()]
+    return [*found, batch.host_records.tolist(), batch.is_weight.tolist(), batch.probability.tolist()]
 
 
 @settings(deadline=None)

@@ -142,7 +142,7 @@ class ReplayMachine(RuleBasedStateMachine):
         self.replay.load(self.folder, state)
         for batch in wanted:
             again = self.replay.sample()
-            assert torch.equal(again._records[:, [0, 4, 5, 6, 7]], batch._records[:, [0, 4, 5, 6, 7]])
+            assert torch.equal(again.host_records[:, [0, 4, 5, 6, 7]], batch.host_records[:, [0, 4, 5, 6, 7]])
             assert torch.equal(again.epoch, batch.epoch)
             assert all(torch.equal(again[name], batch[name]) for name in batch)
         self.replay.load(self.folder, state)
