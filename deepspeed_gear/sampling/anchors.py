@@ -21,21 +21,13 @@ class WindowSpan:
 
 @dataclass(frozen=True)
 class AnchorRule:
-    """An arithmetic progression of steps.
+    """An arithmetic progression of steps."""
 
-    Args:
-        first: First admissible step; distance from the last step when `from_end`.
-        trim: Steps at the other end that are never anchors.
-        stride: Every stride-th step.
-        most: At most this many anchors.
-        from_end: 1 to count from the last step backwards.
-    """
-
-    first: int = 0
-    trim: int = 0
-    stride: int = 1
-    most: int = UNBOUNDED
-    from_end: int = 0
+    first: int = 0  # first admissible step; distance from the last step when `from_end`
+    trim: int = 0  # steps at the other end that are never anchors
+    stride: int = 1  # every stride-th step
+    most: int = UNBOUNDED  # at most this many anchors
+    from_end: int = 0  # 1 to count from the last step backwards
 
     @classmethod
     def all(cls) -> AnchorRule:

@@ -12,22 +12,16 @@ Turns = Literal["micro", "global", "schedule"]  # when the ranks of a training r
 
 @dataclass(frozen=True)
 class BatchInfo:
-    """Sizes of a batch, in samples.
+    """Sizes of a batch, in samples."""
 
-    Args:
-        micro: Of one `sample()` on one rank.
-        accumulation: Micro batches of a rank in a global batch.
-        data_world: Replicas.
-        tensor_world, pipe_world, sequence_world: Ranks of a replica, by axis.
-        items: Most items of a packed batch, all replicas together; None: batches are not packed.
-    """
-
-    micro: int
-    accumulation: int
-    data_world: int
+    micro: int  # of one `sample()` on one rank
+    accumulation: int  # micro batches of a rank in a global batch
+    data_world: int  # replicas
+    # Ranks of a replica, by axis.
     tensor_world: int = 1
     pipe_world: int = 1
     sequence_world: int = 1
+    # Most items of a packed batch, all replicas together; None: batches are not packed.
     items: int | None = None
 
     @cached_property

@@ -27,19 +27,12 @@ Values = Callable[[str, np.ndarray], np.ndarray]  # column, slots [n] -> [n]
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Items that are excluded from sampling for one reason.
-
-    Args:
-        reason: What they have in common.
-        remedy: How they become samplable.
-        trajectories: Their number; where steps have priorities, of those with an excluded step.
-        steps: The steps of these trajectories, or their steps of priority 0.
-    """
+    """Items that are excluded from sampling for one reason."""
 
     reason: str
     remedy: str
-    trajectories: int
-    steps: int
+    trajectories: int  # where steps have priorities, of those with an excluded step
+    steps: int  # of these trajectories, or those of priority 0
 
     def __str__(self) -> str:
         return f"{self.trajectories} trajectories ({self.steps} steps) {self.reason}"
@@ -61,7 +54,26 @@ def count_exclusions(
     Cost: one pass over the slots; with priorities of steps one over the rows.
     """
     found, left = _admitted(rule, schema, views, values)
-    _exclude_undrawable(found, rule, stream, views, left)
+    # Items without mass in the tree of the latest selection although the rule admits them.
+    slots = views["slots"]
+    sums = views[stream + "sums"]
+    if stream + "priorities" not in views:
+        if rule.window is not None:
+            is_out = (sums[left] == 0) & (views[stream + "queued"][left] <= 0)
+            reason = "too old for the window of the sampler, or newer than the latest selection"
+            _add(found, slots, left[is_out], reason, "check sampler.newest and sampler.within")
+        return found
+    left = left[_has_priority(stream, views, left)]  # the next selection adds the others
+    reason, remedy = "of priority 0", "report priorities above 0"
+    if rule.unit != "step":
+        _add(found, slots, left[sums[left] == 0], reason, remedy)
+        return found
+    ends = np.append(0, np.cumsum(sums[: len(views[stream + "priorities"])] > 0))
+    first = slots[left, Slot.FIRST_ROW]
+    drawable = ends[first + slots[left, Slot.NUM_STEPS]] - ends[first]
+    fewer = rule.anchors.num_anchors(views[stream + "steps"][left]) - drawable  # later steps are new
+    if (fewer > 0).any():
+        found.append(Exclusion(reason, remedy, int((fewer > 0).sum()), int(fewer[fewer > 0].sum())))
     return found
 
 
@@ -70,11 +82,8 @@ def count_waiting(
 ) -> int:
     """Count the items that the next selection adds to those that a stream can draw.
 
-    Args:
-        rule: Masses of its trajectories.
-        stream: Prefix of the names of the stream's regions.
-        views: The regions of the store; they are only read.
-        values: Gives a column's values of slots; None: columns cannot be read.
+    Arguments as of `count_exclusions`.
+
     Returns:
         Leaves of the tree that were written since the latest selection: steps where these have priorities,
         else trajectories or groups.
@@ -138,35 +147,6 @@ def _admitted(
     return found, left
 
 
-def _exclude_undrawable(
-    found: list[Exclusion],
-    rule: MassRule,
-    stream: str,
-    views: Mapping[str, np.ndarray],
-    left: np.ndarray,
-) -> None:
-    """Add the items without mass in the tree of the latest selection although the rule admits them."""
-    slots = views["slots"]
-    sums = views[stream + "sums"]
-    if stream + "priorities" not in views:
-        if rule.window is not None:
-            is_out = (sums[left] == 0) & (views[stream + "queued"][left] <= 0)
-            reason = "too old for the window of the sampler, or newer than the latest selection"
-            _add(found, slots, left[is_out], reason, "check sampler.newest and sampler.within")
-        return
-    left = left[_has_priority(stream, views, left)]  # the next selection adds the others
-    reason, remedy = "of priority 0", "report priorities above 0"
-    if rule.unit != "step":
-        _add(found, slots, left[sums[left] == 0], reason, remedy)
-        return
-    ends = np.append(0, np.cumsum(sums[: len(views[stream + "priorities"])] > 0))
-    first = slots[left, Slot.FIRST_ROW]
-    drawable = ends[first + slots[left, Slot.NUM_STEPS]] - ends[first]
-    fewer = rule.anchors.num_anchors(views[stream + "steps"][left]) - drawable  # later steps are new
-    if (fewer > 0).any():
-        found.append(Exclusion(reason, remedy, int((fewer > 0).sum()), int(fewer[fewer > 0].sum())))
-
-
 def _has_priority(stream: str, views: Mapping[str, np.ndarray], slots: np.ndarray) -> np.ndarray:
     """Return which slots had a priority, 0 or above, at the latest selection. [n] -> [n], bool."""
     is_current = views[stream + "generations"][slots] == views["slots"][slots, Slot.GENERATION]
@@ -178,18 +158,13 @@ def _add(found: list[Exclusion], slots: np.ndarray, which: np.ndarray, reason: s
         found.append(Exclusion(reason, remedy, len(which), int(slots[which, Slot.NUM_STEPS].sum())))
 
 
-def exclusions_of(masses: ItemMasses) -> list[Exclusion]:
-    """Return `count_exclusions` of a stream in this process. Requires the table's lock."""
-    table, spec = masses.table, masses.spec
-    return count_exclusions(spec.rule, table.spec.schema, spec.at, table.views, table.values)
-
-
 def summary_of(masses: ItemMasses) -> tuple[str, str]:
     """Return a store's contents and exclusions as text, and the remedy of the largest exclusion.
 
     Requires the table's lock.
     """
-    table, found = masses.table, exclusions_of(masses)
+    table, spec = masses.table, masses.spec
+    found = count_exclusions(spec.rule, table.spec.schema, spec.at, table.views, table.values)
     held = f"{table.num_trajectories} trajectories, {table.num_steps} steps held"
     remedy = max(found, key=lambda one: one.steps).remedy if found else ""
     return "; ".join([held, *map(str, found)]), remedy

@@ -47,19 +47,14 @@ class Condition:
         if self.maximum is not None:
             result &= values <= self.maximum
         if self.among is not None:
-            result &= np.isin(values, _as_dtype(self.among, values.dtype))
+            among = np.asarray(self.among)
+            if values.dtype.kind in "iu":
+                # As integers: through float64, large ones would be rounded. No value equals the others.
+                limits = np.iinfo(values.dtype)
+                fitting = [int(n) for n in self.among if limits.min <= n <= limits.max and n == int(n)]
+                among = np.asarray(fitting, values.dtype)
+            result &= np.isin(values, among.astype(values.dtype))
         return result
-
-
-def _as_dtype(numbers: tuple[float, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """Return the numbers that a dtype can hold; no value of an integer column equals the others.
-
-    Integers are compared as such: through float64, large ones would be rounded.
-    """
-    if dtype.kind not in "iu":
-        return np.asarray(numbers, dtype)
-    limits = np.iinfo(dtype)
-    return np.asarray([int(n) for n in numbers if limits.min <= n <= limits.max and n == int(n)], dtype)
 
 
 CustomMasses = Callable[[np.ndarray, np.ndarray, Callable[[str], np.ndarray]], np.ndarray]
@@ -70,15 +65,10 @@ NO_ID = -1  # every id is newer
 
 @dataclass(frozen=True)
 class WindowEdge:
-    """The edge at which an age window begins.
+    """The edge at which an age window begins."""
 
-    Args:
-        oldest: The smallest id in it.
-        newest: The largest value of its column; None: there is no value.
-    """
-
-    oldest: int
-    newest: int | float | None
+    oldest: int  # the smallest id in it
+    newest: int | float | None  # the largest value of its column; None: there is no value
 
 
 def newest_of(values: np.ndarray) -> int | float:
@@ -89,17 +79,11 @@ def newest_of(values: np.ndarray) -> int | float:
 
 @dataclass(frozen=True)
 class AgeWindow:
-    """A window of the newest items.
+    """A window of the newest items."""
 
-    Args:
-        newest: How many items; None for no limit.
-        column: A per-trajectory column that grows with time; None for no limit.
-        distance: How far its values may lie below the largest one.
-    """
-
-    newest: int | None = None
-    column: str | None = None
-    distance: float = 0
+    newest: int | None = None  # how many items; None for no limit
+    column: str | None = None  # a per-trajectory column that grows with time; None for no limit
+    distance: float = 0  # how far its values may lie below the largest one
 
     def edge(self, ids: np.ndarray, num_items: np.ndarray, column: Callable[[str], np.ndarray]) -> WindowEdge:
         """Return the window's edge among trajectories; the trajectory at the edge is in the window.
@@ -132,32 +116,21 @@ class AgeWindow:
 
 @dataclass(frozen=True)
 class MassRule:
-    """The integer mass of each trajectory in one stream.
+    """The integer mass of each trajectory in one stream."""
 
-    Args:
-        unit: What an item is. A step item has one unit of mass per anchor, so all steps are equally likely.
-            The rule of a group applies to its leader, with the number of steps of the whole group.
-        by_length: Trajectories in proportion to their number of steps.
-        weight: Per-trajectory column of weights, and log2 of the mass of weight 1.
-        custom: A program's own masses.
-        window: Which of the admitted ones are new enough; applied by the selection.
-        late: Late columns that must be filled.
-        anchors: Which steps are admissible; a trajectory without one has mass 0.
-        where: Filters that must all hold.
-        split: Fractions of the splits.
-        split_index: The split this stream draws from; 0 is training.
-    """
-
+    # What an item is. A step item has one unit of mass per anchor, so all steps are equally likely. The rule
+    # of a group applies to its leader, with the number of steps of the whole group.
     unit: Unit
-    by_length: bool
-    anchors: AnchorRule
-    where: tuple[Condition, ...] = ()
-    split: Mapping[str, float] = field(default_factory=dict)
-    split_index: int = 0
+    by_length: bool  # trajectories in proportion to their number of steps
+    anchors: AnchorRule  # which steps are admissible; a trajectory without one has mass 0
+    where: tuple[Condition, ...] = ()  # filters that must all hold
+    split: Mapping[str, float] = field(default_factory=dict)  # fractions of the splits
+    split_index: int = 0  # the split this stream draws from; 0 is training
+    # Per-trajectory column of weights, and log2 of the mass of weight 1.
     weight: tuple[str, int] | None = None
-    custom: CustomMasses | None = None
-    window: AgeWindow | None = None
-    late: tuple[str, ...] = ()
+    custom: CustomMasses | None = None  # a program's own masses
+    window: AgeWindow | None = None  # which of the admitted ones are new enough; applied by the selection
+    late: tuple[str, ...] = ()  # late columns that must be filled
 
     @property
     def draws_anchor(self) -> bool:
@@ -191,11 +164,7 @@ class MassRule:
         }
 
     def check(self, name: str, columns: Mapping[str, np.ndarray]) -> None:
-        """Raise unless a new trajectory's weight is finite and >= 0.
-
-        Raises:
-            DataError: It is negative, infinite or NaN.
-        """
+        """Raise a DataError unless a new trajectory's weight is finite and >= 0."""
         if self.weight is not None:
             check_weights(f"{name}: column {self.weight[0]}", np.atleast_1d(columns[self.weight[0]]))
 
@@ -245,25 +214,17 @@ class MassRule:
 
 @dataclass(frozen=True)
 class PriorityRule:
-    """How priorities become masses and importance weights.
+    """How priorities become masses and importance weights."""
 
-    Args:
-        alpha: Exponent of the priorities by global batch, in [0, 1].
-        beta: Exponent of the importance weights by global batch, in [0, 1].
-        initial: Priority of new items; None: the highest reported, as of the latest selection, 1 at first.
-        normalize: Divide the weights by the largest of the global batch, of the table, or not.
-        lag: Global batches that are prefetched.
-        log_size: Priority updates of one rank that may wait.
-        most_bits: log2 of the largest mass.
-    """
-
-    alpha: Callable[[int], float]
-    beta: Callable[[int], float]
+    alpha: Callable[[int], float]  # exponent of the priorities by global batch, in [0, 1]
+    beta: Callable[[int], float]  # exponent of the importance weights by global batch, in [0, 1]
+    # Priority of new items; None: the highest reported, as of the latest selection, 1 at first.
     initial: float | None
+    # Divide the weights by the largest of the global batch, of the table, or not.
     normalize: Literal["batch", "table"] | None
-    lag: int
-    log_size: int
-    most_bits: int = MOST_MASS_BITS
+    lag: int  # global batches that are prefetched
+    log_size: int  # priority updates of one rank that may wait
+    most_bits: int = MOST_MASS_BITS  # log2 of the largest mass
 
 
 # Bits of the total mass of given weights, and of weight 1 where the weights are not known yet.
@@ -272,11 +233,7 @@ _MOST_SHIFT = 1000
 
 
 def check_weights(name: str, weights: np.ndarray) -> None:
-    """Raise unless weights are finite and >= 0.
-
-    Raises:
-        DataError: One is negative, infinite or NaN.
-    """
+    """Raise a DataError unless weights are finite and >= 0."""
     with np.errstate(invalid="ignore"):
         good = (weights >= 0) & (weights < np.inf)
     if not good.all():

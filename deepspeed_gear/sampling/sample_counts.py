@@ -47,11 +47,7 @@ class SampleCounts:
         return [counts, *of]
 
     def count(self, records: np.ndarray) -> None:
-        """Count the draws of a selection.
-
-        Args:
-            records: Resolutions. [B, 8], int64.
-        """
+        """Count the draws of the resolutions of a selection. [B, 8], int64."""
         if self._by_step:
             items = records[:, Resolution.FIRST_ROW] + records[:, Resolution.ANCHOR]
         else:
@@ -108,10 +104,9 @@ def recent_selections(spec: StreamSpec, table: Table, most: int) -> list[RecentS
         entries = sorted((i for i, key in enumerate(keys) if key != NOTHING), key=keys.__getitem__)[-most:]
         words = [heads[entry, : Head.NUM_SET].tolist() for entry in reversed(entries)]
         rows = [ring[entry].copy() for entry in reversed(entries)]
-    known = [records[: head[Head.COUNT]] for head, records in zip(words, rows, strict=True)]
-    return [
-        RecentSelections(
-            head[Head.KEY], head, torch.from_numpy(records[records[:, Resolution.ID] >= 0])
-        )  # without samples that only other nodes resolve
-        for head, records in zip(words, known, strict=True)
-    ]
+    found = []
+    for head, records in zip(words, rows, strict=True):
+        known = records[: head[Head.COUNT]]
+        known = known[known[:, Resolution.ID] >= 0]  # without samples that only other nodes resolve
+        found.append(RecentSelections(head[Head.KEY], head, torch.from_numpy(known)))
+    return found

@@ -50,10 +50,6 @@ class Staleness:
         now = key, self._control[Control.POLICY_VERSION], self._control[Control.CHANGED]
         if now == self._dropped:
             return
-        self._drop(key)
-        self._dropped = key, self._control[Control.POLICY_VERSION], self._control[Control.CHANGED]
-
-    def _drop(self, key: int) -> None:
         records = self._table.slots
         committed = np.nonzero(records[:, Slot.STATE] == SlotState.COMMITTED)[0]
         old = np.zeros(len(committed), bool)
@@ -63,13 +59,12 @@ class Staleness:
         if self.retention.max_age:
             old |= key - records[committed, Slot.BORN] > self.retention.max_age
         for slot in self._table.evict(committed[old]).tolist():
-            self._count(int(records[slot, Slot.NUM_STEPS]))
+            num_steps = int(records[slot, Slot.NUM_STEPS])
+            length = num_steps.bit_length() - 1
+            self._stale[DroppedCount.TRAJECTORIES, length] += 1
+            self._stale[DroppedCount.STEPS, length] += num_steps
             self._readers.forget(slot)
-
-    def _count(self, num_steps: int) -> None:
-        length = num_steps.bit_length() - 1
-        self._stale[DroppedCount.TRAJECTORIES, length] += 1
-        self._stale[DroppedCount.STEPS, length] += num_steps
+        self._dropped = key, self._control[Control.POLICY_VERSION], self._control[Control.CHANGED]
 
     def open_lagging(self, version: int) -> list[int]:
         """Return the living processes whose open trajectories would exceed the lag at a version."""

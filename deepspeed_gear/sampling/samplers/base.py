@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
@@ -76,6 +76,17 @@ class SamplerScope:
     max_waiting_updates: int
     max_mass_bits: int
     total_weight: Callable[[str], float]
+
+    def priority_rule(
+        self,
+        initial: float | None,
+        alpha: Callable[[int], float] = lambda _: 1.0,
+        beta: Callable[[int], float] = lambda _: 0.0,
+        normalize: Literal["batch", "table"] | None = None,
+    ) -> PriorityRule:
+        """Return how priorities become masses and importance weights in this table."""
+        log_size, most_bits = self.max_waiting_updates, self.max_mass_bits
+        return PriorityRule(alpha, beta, initial, normalize, self.prefetch, log_size, most_bits)
 
 
 @dataclass(frozen=True)

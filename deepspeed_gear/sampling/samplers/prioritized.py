@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from deepspeed_gear.config import PrioritizedSampler, value_at
-from deepspeed_gear.sampling.mass_rules import PriorityRule
 from deepspeed_gear.sampling.samplers.base import SamplerScope, SamplerSpec
 from deepspeed_gear.sampling.samplers.uniform import RandomDraws
 
@@ -24,15 +23,12 @@ class Prioritized(RandomDraws):
     def spec(self, scope: SamplerScope) -> SamplerSpec:
         options = self.options
         alpha, every = schedule(options.alpha, "gear.sampler.alpha"), options.alpha_every
-        rule = PriorityRule(
-            alpha=alpha if every == 1 else lambda key: alpha(key - key % every),
-            beta=schedule(options.beta, "gear.sampler.beta"),
-            initial=options.initial,
-            normalize=options.normalize,
-            lag=scope.prefetch,
-            log_size=scope.max_waiting_updates,
-            most_bits=scope.max_mass_bits,
-        )
+
+        def held(key: int) -> float:
+            return alpha(key - key % every)
+
+        beta = schedule(options.beta, "gear.sampler.beta")
+        rule = scope.priority_rule(options.initial, held, beta, options.normalize)
         return replace(super().spec(scope), priorities=rule)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from deepspeed_gear.config import TopKSampler
-from deepspeed_gear.sampling.mass_rules import PriorityRule
 from deepspeed_gear.sampling.samplers.base import Draw, Sampler, SamplerScope, SamplerSpec
 
 
@@ -17,15 +16,7 @@ class TopK(Sampler):
     each_once = True
 
     def spec(self, scope: SamplerScope) -> SamplerSpec:
-        rule = PriorityRule(
-            alpha=lambda _: 1.0,
-            beta=lambda _: 0.0,
-            initial=self.options.initial,
-            normalize=None,
-            lag=scope.prefetch,
-            log_size=scope.max_waiting_updates,
-            most_bits=scope.max_mass_bits,
-        )
+        rule = scope.priority_rule(self.options.initial)
         return SamplerSpec(scope.admitted, priorities=rule)
 
     def sample(self, draw: Draw) -> torch.Tensor:
