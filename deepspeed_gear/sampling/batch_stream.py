@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from deepspeed_gear.errors import PeerError, StoreError
+from deepspeed_gear.errors import StoreError
+from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
 from deepspeed_gear.sampling.rate_limiting import ItemsHeld, NothingToSampleError
 from deepspeed_gear.sampling.samplers.base import NativeDraw
 from deepspeed_gear.sampling.selection import Selection, SelectionPart, SelectionReaders
-from deepspeed_gear.sampling.selector import LocalSelector, SelectionMaker
-from deepspeed_gear.sampling.stream_state import TRAIN, StreamState
+from deepspeed_gear.sampling.selector import LocalSelector
+from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.sampling.sum_tree import ItemMasses
 from deepspeed_gear.store.memory_layout import HOLDER_OFFSET, MUTEX_OFFSET
 from deepspeed_gear.store.native_rows import address
@@ -35,34 +36,20 @@ _LISTEN_S = 0.02  # after which a wait checks whether to end
 _CLEAN_S = 1.0  # how often a selection checks for dead writers
 
 
-@dataclass
-class _LateRanks:
-    """A selection waits for ranks.
+class _LateRanks(NamedTuple):
+    """A selection waits for ranks; for none: the leader of this node has yet to select."""
 
-    Args:
-        late: Local ranks that still read the selection in its ring entry.
-        slow: Those whose priorities are not complete; neither: the leader of this node has yet to select.
-        held: Number of the selection in that entry.
-    """
-
-    late: list[int]
-    slow: list[int]
-    held: int
+    late: list[int]  # local ranks that still read the selection in its ring entry
+    slow: list[int]  # those whose priorities are not complete
+    held: int  # number of the selection in that entry
 
 
-@dataclass
-class _FewItems:
-    """A selection waits for items.
+class _FewItems(NamedTuple):
+    """A selection waits for items."""
 
-    Args:
-        awaited: Count of the table's changes before the limiter was evaluated.
-        alone: Whether no other process may add the items.
-        empty: Why nothing can be sampled although the limiter admits it; None: the limiter does not.
-    """
-
-    awaited: int
-    alone: bool
-    empty: NothingToSampleError | None = None
+    awaited: int  # count of the table's changes before the limiter was evaluated
+    alone: bool  # whether no other process may add the items
+    empty: NothingToSampleError | None  # why the limiter's items cannot be sampled; None: it admits none
 
 
 class BatchStream:
@@ -90,22 +77,19 @@ class BatchStream:
         self.selector = LocalSelector(state) if selector is None else selector
         self.follows = follows
         self._check, self._num_items = check, num_items
-        self._maker = SelectionMaker(state, self.selector)
         self._words, self._control, self._heads = state.words, state.control, state.head_words
         self._released: memoryview = state.consumed.data
         self._peer, self._num_peers = self.table.memory.peer, len(state.consumed)
         self._waits: memoryview = self.table.peers[self._peer, Peer.WAITS : Peer.WAITS + 1].data
         self._timeout_s = self.table.lock.timeout_s
-        self.readers = SelectionReaders(self.spec, self.table, state.consumed, self._timeout_s)
+        self.readers = SelectionReaders(self.spec, self.table, state.consumed)
         self._limits_here = state.is_limited and state.joint_limiter is None
         self._writes_here = False  # then it must not wait for itself
         self._requested: int | None = None  # global batch that the program waits for; None: any that it gets
         self._is_online = self.table.spec.dataset is None
-        self._events = None
-        if self._is_online and self.spec.name == TRAIN:
-            self._events = self.table.bells
+        self._events = self.table.bells if self._is_online and self.spec.name == TRAIN else None
         self._pause_s, self._next_cleaning = _IDLE_S, 0.0
-        self._native = NativeStream.of(state)
+        self._native = NativeStream(state) if is_plain(state) else None
 
     @property
     def num_items(self) -> int:
@@ -115,16 +99,10 @@ class BatchStream:
     # ---- selections ------------------------------------------------------------------------------
 
     def take(self, key: int, part: int, num_parts: int) -> SelectionPart:
-        """Return every num_parts-th sample of a global batch, so that no rank gets only one end of it.
+        """Return every num_parts-th sample of a global batch from `part` on: no rank gets only one end of it.
 
         A selection that is plain is made and read by one native call; `get` makes the others, and the same.
-
-        Args:
-            key: Number of the global batch.
-            part: Index of the first sample.
-            num_parts: Micro batches of a global batch, over all ranks.
-        Raises:
-            PeerError, NotReadyError, StoreError: As `get`.
+        Raises as `get`.
         """
         if self._native is not None and not (self._is_online and time.monotonic() > self._next_cleaning):
             found = self._native.take(key, part, num_parts)
@@ -142,12 +120,10 @@ class BatchStream:
         return SelectionPart(head, records, weights, epochs, origins)
 
     def weights(self, head: list[int], records: torch.Tensor) -> torch.Tensor:
-        """Return the PER weights of samples of a selection.
+        """Return the PER weights of samples of a selection, 1 where the stream has no priorities.
 
         Args:
             records: Their resolutions. [B, 8], int64, contiguous.
-        Returns:
-            [B], float32; all 1 where the stream has no priorities.
         """
         weights = torch.ones(records.size(0))
         if self.spec.priorities is not None:
@@ -178,8 +154,11 @@ class BatchStream:
         while True:
             with self.table.lock:
                 obstacle = self._obstacle(key, entry)
-                if obstacle is None and not self.spec.together:
-                    obstacle = self._select_here(key, entry)
+                if obstacle is None and not self.spec.together and self._heads[entry][Head.KEY] != key:
+                    try:
+                        self.selector.select(key, entry)
+                    except NothingToSampleError as empty:
+                        obstacle = self._few_items(key, empty)
                 if self._heads[entry][Head.KEY] == key:
                     state.limiter_wait.end()
                     return self._read(key, entry)
@@ -210,27 +189,14 @@ class BatchStream:
         self.prepare(key)
         limiter = state.limiter if self._limits_here and not late else None
         if limiter is not None and not limiter.is_open(self.spec.num_samples(key), exact=False):
-            return _FewItems(self._listen(), self._is_alone(key))
+            return self._few_items(key)
         return _LateRanks(late, slow, held) if late or slow or self.follows else None
 
-    def _select_here(self, key: int, entry: int) -> _FewItems | None:
-        """Make a selection of items of this store alone, unless it is made. Requires the lock."""
-        if self._heads[entry][Head.KEY] == key:
-            return None
-        try:
-            self._maker.select(key, entry)
-        except NothingToSampleError as empty:
-            return _FewItems(self._listen(), self._is_alone(key), empty)
-        return None
-
     def _wait_for_ranks(self, key: int, ranks: _LateRanks, deadline: float | None) -> float | None:
-        """Wait a moment for other ranks; return until when to wait on, at most, as `time.monotonic`.
+        """Wait a moment for other ranks; return the deadline of the wait, as `time.monotonic`.
 
         Args:
-            key: Number of the global batch.
             deadline: What this has returned before; None: the wait begins.
-        Raises:
-            PeerError: They have not come in time.
         """
         if self.follows and self._words[Position.LIMITED]:  # the leader of this node waits for items
             if not self._is_ahead(key):
@@ -243,7 +209,15 @@ class BatchStream:
                 self.state.reports.wait_awake(key)
             return time.monotonic() + self._timeout_s
         elif time.monotonic() > deadline and {*ranks.late, *ranks.slow} != {self._peer}:
-            raise self._too_late(key, ranks.late, ranks.slow)  # else its own device is late
+            # Else its own device is late.
+            if ranks.late:
+                rule = f"find room in the ring of {self.spec.depth} selections"
+                raise self.readers.error(key, ranks.late, rule, "still needs an older one")
+            if ranks.slow or not self.follows:
+                missing = "has not requested the batch after them"
+                raise self.readers.error(key, ranks.slow, "have the priorities of all ranks", missing)
+            rule = "be selected by the leader of this node"
+            raise self.readers.error(key, [0], rule, "has not done it")
         time.sleep(_POLL_S)
         return deadline
 
@@ -283,11 +257,7 @@ class BatchStream:
         return None if self.prepare(key) or limiter is None else limiter.held()
 
     def missing_items(self, key: int, held: Sequence[ItemsHeld | None]) -> int:
-        """Return how many items must be added for a global batch.
-
-        Args:
-            held: Of each store of the table, `held_items`.
-        """
+        """Return how many items must be added for a global batch, given `held_items` of each store."""
         limiter, known = self.state.limiter, [one for one in held if one is not None]
         if limiter is None or len(known) < len(held):
             return 0
@@ -333,20 +303,16 @@ class BatchStream:
 
     def _read(self, key: int, entry: int) -> Selection:
         state = self.state
-        if (key + 1) % self._num_peers == self._peer:
-            self._draw_ahead(key + 1)
+        turn, follows = (key + 1) % self._num_peers == self._peer, self._words[Head.KEY] == key + 1
+        shared = self._num_peers > 1 and not self.spec.together and not state.is_limited
+        # Several ranks read the stream: draw for the next selection, if its ring entry is released.
+        if turn and shared and follows:
+            held = self._heads[(key + 1) % self.spec.depth][Head.KEY]
+            if not self.readers.late(held):
+                self.selector.draw_ahead(key + 1)
         origins = None if state.origins is None else state.origins[entry]
         head: list[int] = self._heads[entry][: Head.NUM_SET].tolist()
         return Selection(key, head, *state.entries[entry], origins)
-
-    def _draw_ahead(self, key: int) -> None:
-        """Draw for the next selection, if several ranks read the stream and its ring entry is released."""
-        if self._num_peers == 1 or self.spec.together or self.state.is_limited:
-            return
-        if self._words[Head.KEY] == key and not self.readers.late(
-            self._heads[key % self.spec.depth][Head.KEY]
-        ):
-            self._maker.draw_ahead(key)
 
     def _select_together(self, key: int, entry: int) -> None:
         """Make a selection with the other nodes, without holding the lock while waiting for them."""
@@ -354,7 +320,7 @@ class BatchStream:
         with self.table.lock:
             self._control[Control.SELECTING] += 1  # its items must stay between the exchanges
         try:
-            is_made = self._maker.select(key, entry)
+            is_made = self.selector.select(key, entry)
         except Exception as error:
             with self.table.lock:
                 self._heads[entry][Head.KEY] = NOTHING
@@ -371,27 +337,17 @@ class BatchStream:
                 self._control[Control.SELECTING] -= 1
         if is_made:
             self._end_wait()
-        else:
-            self._wait_together()
-
-    def _too_late(self, key: int, late: list[int], slow: list[int]) -> PeerError:
-        if late:
-            rule = f"find room in the ring of {self.spec.depth} selections"
-            return self.readers.error(key, late, rule, "still needs an older one")
-        if slow or not self.follows:
-            missing = "has not requested the batch after them"
-            return self.readers.error(key, slow, "have the priorities of all ranks", missing)
-        return self.readers.error(key, [0], "be selected by the leader of this node", "has not done it")
+            return
+        self._words[Position.LIMITED] = 1  # for the node's other processes; then all nodes try again
+        if not self.state.limiter_wait.is_ahead:
+            self.state.limiter_wait.wait()
+        time.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
 
     # ---- waiting for the rate limiter ------------------------------------------------------------
 
     def _wait_for_items(self, key: int, few: _FewItems) -> None:
-        """Wait for items that a selection may sample: until a slot changes, at most `_LISTEN_S`.
-
-        Raises:
-            NotReadyError: No other process adds items, or none came in time.
-            StoreError: Nothing can be sampled, and no process may attach that adds items.
-        """
+        """Wait for items that a selection may sample: until a slot changes, at most `_LISTEN_S`."""
         limiter, wait, groups = self.state.limiter, self.state.limiter_wait, self.table.groups
         comes = groups is not None and groups.waits_for_time  # without any process that adds
         may_wait = self.state.may_wait or self._writes_here or comes
@@ -416,30 +372,19 @@ class BatchStream:
         """Return whether this thread prefetches a global batch that the program has not requested yet."""
         return self.state.limiter_wait.note(self._requested is not None and key > self._requested)
 
-    def _is_alone(self, key: int) -> bool:
-        """Return whether no other process may add the items that this one waits for. Requires the lock.
+    def _few_items(self, key: int, empty: NothingToSampleError | None = None) -> _FewItems:
+        """Return what a wait for items needs, and request a wake-up at a slot's next change.
 
-        All ranks of the node are, once they wait: none of them has added since its latest look, and this one
-        has evaluated the limiter under the lock.
+        No other process may add them if this one writes, or all ranks of the node wait: none of them has
+        added since its latest look, and this one has evaluated the limiter under the lock. Requires the lock.
         """
-        if self._is_ahead(key) or self.state.limiter is None:
-            return False
-        return self._writes_here or not self.state.limiter.may_be_filled
-
-    def _listen(self) -> int:
-        """Request a wake-up at a slot's next change; return the count to wait with. Requires the lock."""
+        alone, limiter = False, self.state.limiter
+        if limiter is not None and not self._is_ahead(key):
+            alone = self._writes_here or not limiter.may_be_filled
         if self._events is None:
-            return 0
+            return _FewItems(0, alone, empty)
         self._control[Control.LISTENING] = 1
-        return self._events.count(0)
-
-    def _wait_together(self) -> None:
-        """Pause before all nodes evaluate their limiter again; mark it for the node's other processes."""
-        self._words[Position.LIMITED] = 1
-        if not self.state.limiter_wait.is_ahead:
-            self.state.limiter_wait.wait()
-        time.sleep(self._pause_s)
-        self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
+        return _FewItems(self._events.count(0), alone, empty)
 
     def _end_wait(self) -> None:
         self._words[Position.LIMITED] = 0
@@ -455,11 +400,7 @@ class BatchStream:
 
 
 class NativeStream:
-    """The native call of a batch stream. Process safety: `take` takes the table's lock.
-
-    Args:
-        state: Of the stream, for which `is_plain` holds.
-    """
+    """The native call of a batch stream that `is_plain`. Process safety: `take` takes the table's lock."""
 
     def __init__(self, state: StreamState) -> None:
         table, spec, masses = state.table, state.spec, state.masses
@@ -490,25 +431,11 @@ class NativeStream:
         self._take, self._address = native.stream_take, self._stream.address
         self._priorities = state.priorities
 
-    @staticmethod
-    def of(state: StreamState) -> NativeStream | None:
-        """Return the native call of a stream; None where Python makes its selections."""
-        return NativeStream(state) if is_plain(state) else None
-
     def take(self, key: int, part: int, num_parts: int) -> SelectionPart | None:
-        """Return every num_parts-th sample of a global batch; None: Python must make its selection.
-
-        Args:
-            key: Number of the global batch.
-            part: Index of the first sample.
-            num_parts: Micro batches of a global batch, over all ranks.
-        """
+        """Return a part of a global batch, as `BatchStream.take`; None: Python must make its selection."""
         masses = self._priorities
-        if masses is None:
-            found = self._take(self._address, key, 0, 0, part, num_parts)
-        else:
-            alpha, beta = masses.alpha_at(key), masses.beta_at(key)
-            found = self._take(self._address, key, alpha, beta, part, num_parts)
+        alpha, beta = (0, 0) if masses is None else (masses.alpha_at(key), masses.beta_at(key))
+        found = self._take(self._address, key, alpha, beta, part, num_parts)
         return None if found is None else SelectionPart(*found)
 
 

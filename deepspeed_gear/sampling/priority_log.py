@@ -39,7 +39,7 @@ class LogEnds:
 
 
 @dataclass
-class AppendPromise:
+class _Promise:
     """Updates whose values a device has yet to compute: their global batch and number."""
 
     batch: int
@@ -68,8 +68,8 @@ class PriorityLog:
         self._asked_words: memoryview = self.asked.data
         self._peer, self._num_peers = table.memory.peer, len(self.asked)
         self._my_log = torch.from_numpy(self._log[self._peer])
-        self._peers = SelectionReaders(spec, table, self.asked, table.lock.timeout_s)
-        self._promises: deque[AppendPromise] = deque()
+        self._peers = SelectionReaders(spec, table, self.asked)
+        self._promises: deque[_Promise] = deque()
         self._current = NEVER  # batch last requested, while updates are deferred
         self._mutex = threading.Lock()
 
@@ -107,23 +107,22 @@ class PriorityLog:
         """Reset the requested batches of all processes, after a checkpoint at `key` was loaded."""
         self.asked[:] = NEVER
         for peer in range(self._num_peers):
-            waiting = (
-                np.arange(self.ends[peer, LogEnds.HEAD], self.ends[peer, LogEnds.TAIL]) % self.rule.log_size
-            )
+            waiting = self._waiting(peer)
             if (self._log[peer, waiting, LogEntry.BATCH] >= key).any():  # batches selected again: due now
                 self._log[peer, waiting, LogEntry.BATCH] = NEVER
 
     def give_up(self) -> None:
         """Withdraw this process's request; its updates are then due at the next selection."""
-        peer = self._peer
         with self._mutex, self.table.lock:
-            waiting = (
-                np.arange(self.ends[peer, LogEnds.HEAD], self.ends[peer, LogEnds.TAIL]) % self.rule.log_size
-            )
-            self._log[peer, waiting, LogEntry.BATCH] = NEVER
+            self._log[self._peer, self._waiting(self._peer), LogEntry.BATCH] = NEVER
             for promise in self._promises:
                 promise.batch = NEVER
-            self._current = self._asked_words[peer] = NEVER
+            self._current = self._asked_words[self._peer] = NEVER
+
+    def _waiting(self, peer: int) -> np.ndarray:
+        """Return the places of a process's waiting updates in its log, in their order. [n], int64."""
+        head, tail = self.ends[peer, LogEnds.HEAD], self.ends[peer, LogEnds.TAIL]
+        return np.arange(head, tail) % self.rule.log_size
 
     def too_early(self, key: int) -> bool:
         """Return whether this process itself has yet to request a batch that this selection waits for."""
@@ -144,14 +143,11 @@ class PriorityLog:
 
         Args:
             updates: Slot, generation and anchor of each item. [n, 3], int64.
-            priorities: Finite, at least 0. [n], float32.
             order: Their sample numbers, or BY_ID. [n], int64.
         """
         samples = np.zeros((len(updates), Resolution.NUM_WORDS), np.int64)
-        (
-            samples[:, (Resolution.SLOT, Resolution.GENERATION, Resolution.ANCHOR)],
-            samples[:, Resolution.SAMPLE_NUMBER],
-        ) = updates, order
+        samples[:, (Resolution.SLOT, Resolution.GENERATION, Resolution.ANCHOR)] = updates
+        samples[:, Resolution.SAMPLE_NUMBER] = order
         self.add(torch.from_numpy(samples), torch.from_numpy(np.array(priorities, np.float32)))
 
     def add(self, samples: torch.Tensor, priorities: torch.Tensor) -> None:
@@ -170,23 +166,15 @@ class PriorityLog:
             self._write(samples, priorities, self._asked_words[self._peer])
 
     def promise(self, count: int) -> None:
-        """Reserve log entries for deferred updates of the batch that this process last requested.
-
-        Raises:
-            StoreError: More wait than the log holds; nothing has changed.
-        """
+        """Reserve log entries for deferred updates of the batch that this process last requested."""
         with self._mutex:
             self.check_room(count)
             batch = self._current if self._promises else self._asked_words[self._peer]
             self._current = batch
-            self._promises.append(AppendPromise(batch, count))
+            self._promises.append(_Promise(batch, count))
 
     def keep(self, samples: torch.Tensor, priorities: torch.Tensor | None) -> None:
-        """Append the oldest deferred updates, as `add`; None: drop them.
-
-        Raises:
-            DataError: A priority is negative, infinite or NaN; nothing is appended.
-        """
+        """Append the oldest deferred updates, as `add`; None: drop them."""
         with self._mutex:
             promise = self._promises.popleft()
             try:
@@ -208,11 +196,7 @@ class PriorityLog:
             ends[LogEnds.TAIL] = tail + count
 
     def check_room(self, count: int) -> None:
-        """Raise if the log cannot hold `count` more updates.
-
-        Raises:
-            StoreError: There are more.
-        """
+        """Raise a StoreError if the log cannot hold `count` more updates."""
         ends = self._ends[self._peer]
         waiting = ends[LogEnds.TAIL] - ends[LogEnds.HEAD]
         if self._promises:
@@ -226,11 +210,7 @@ class PriorityLog:
             )
 
     def check_size(self, count: int) -> None:
-        """Raise if all logs cannot hold the updates of a checkpoint.
-
-        Raises:
-            StoreError: There are more.
-        """
+        """Raise a StoreError if all logs cannot hold the updates of a checkpoint."""
         if count > self.rule.log_size * self._num_peers:
             raise StoreError(
                 f"stream {self.spec.name}: the checkpoint's reports",
@@ -248,18 +228,13 @@ class PriorityLog:
             head, tail = ends[LogEnds.HEAD], ends[LogEnds.TAIL]
             if head == tail:
                 continue
-            entries = self._entries(peer, head, tail)
+            log, first, end = self._log[peer], head % size, head % size + tail - head
+            entries = log[first:end] if end <= size else np.concatenate([log[first:], log[: end - size]])
             if self._log_words[peer, (tail - 1) % size, LogEntry.BATCH] >= batch:
                 entries = entries[: np.searchsorted(entries[:, LogEntry.BATCH], batch)]
             if len(entries):
                 due.append((peer, entries))
         return due
-
-    def _entries(self, peer: int, head: int, tail: int) -> np.ndarray:
-        size = self.rule.log_size
-        first, end = head % size, head % size + tail - head
-        log = self._log[peer]
-        return log[first:end] if end <= size else np.concatenate([log[first:], log[: end - size]])
 
     def take(self, due: list[tuple[int, np.ndarray]]) -> None:
         """Remove applied updates from all logs or none: a part, applied again, would override others."""
@@ -275,22 +250,20 @@ class PriorityLog:
 
     def recover(self) -> None:
         """Repair the heads of the logs after a process died inside `take`."""
-        wanted, other = (
-            (LogEnds.HEAD, LogEnds.NEXT) if self.ends[0, LogEnds.TAKING] else (LogEnds.NEXT, LogEnds.HEAD)
-        )
-        for peer in range(self._num_peers):
-            self.ends[peer, wanted] = self.ends[peer, other]
+        takes = self.ends[0, LogEnds.TAKING]
+        for ends in self._ends:
+            if takes:
+                ends[LogEnds.HEAD] = ends[LogEnds.NEXT]
+            else:
+                ends[LogEnds.NEXT] = ends[LogEnds.HEAD]
         self.ends[0, LogEnds.TAKING] = 0
 
     # ---- content ---------------------------------------------------------------------------------
 
     def waiting(self) -> np.ndarray:
         """Return all waiting updates, in their order. [n, 6], int64."""
-        ends = [
-            (peer, self.ends[peer, LogEnds.HEAD], self.ends[peer, LogEnds.TAIL])
-            for peer in range(self._num_peers)
-        ]
-        return _sorted(np.concatenate([self._entries(*of_peer) for of_peer in ends]))
+        entries = np.concatenate([self._log[peer, self._waiting(peer)] for peer in range(self._num_peers)])
+        return entries[np.lexsort((entries[:, LogEntry.SAMPLE_NUMBER], entries[:, LogEntry.BATCH]))]
 
     def restore(self, log: np.ndarray) -> None:
         """Replace the logs by updates that `waiting` returned."""
@@ -302,11 +275,7 @@ class PriorityLog:
 
 
 def check_priorities(priorities: np.ndarray) -> None:
-    """Raise unless priorities are finite and >= 0.
-
-    Raises:
-        DataError: One is negative, infinite or NaN.
-    """
+    """Raise a DataError unless priorities are finite and >= 0."""
     if len(priorities) == 0 or (priorities.min() >= 0 and priorities.max() < np.inf):  # a NaN is neither
         return
     with np.errstate(invalid="ignore"):
@@ -331,7 +300,3 @@ def without_slots(log: np.ndarray, is_saved: np.ndarray, any_slot: np.ndarray) -
         found[~is_saved, PriorityUpdate.SLOT] = any_slot
         found[~is_saved, PriorityUpdate.GENERATION] = NOTHING
     return np.asarray(found)
-
-
-def _sorted(entries: np.ndarray) -> np.ndarray:
-    return entries[np.lexsort((entries[:, LogEntry.SAMPLE_NUMBER], entries[:, LogEntry.BATCH]))]

@@ -37,7 +37,7 @@ class PriorityMasses(ItemMasses):
     """
 
     def __init__(
-        self, spec: StreamSpec, table: Table, on_change: Callable[[np.ndarray], None] | None = None
+        self, spec: StreamSpec, table: Table, on_change: Sequence[Callable[[np.ndarray], None]] = ()
     ) -> None:
         super().__init__(spec, table, on_change)
         assert spec.priorities is not None
@@ -62,25 +62,17 @@ class PriorityMasses(ItemMasses):
         known = (torch.from_numpy(words) for words in (self._bases, self._generations, steps))
         self._slot_words = *known, self._row_slots_tensor
         initial = self.rule.initial
-        self._fixed_initial = None if initial is None else int(np.float32(initial).view(np.int32))
+        self._fixed_initial = None if initial is None else int(np.float32(initial).view(np.int32))  # its bits
         self._window: np.ndarray = views[at + "window"]
         self._window_words: memoryview = self._window.data
 
     def native_words(self) -> dict[str, int]:
-        arrays = {
-            "minima": self._minima.numpy(),
-            "priorities": self.values,
-            "counts": self.counts,
-            "window": self._window,
-            "bases": self._bases,
-            "generations": self._generations,
-            "steps": np.empty(0) if self._steps is None else self._steps,
-            "row_slots": self._row_slots,
-        }
+        views, at = self.table.views, self.spec.at
+        names = ("minima", "priorities", "counts", "window", "bases", "generations", "steps", "row_slots")
         return {
             **super().native_words(),
             **self.reports.native_words(),
-            **{name: address(array) if array.size else 0 for name, array in arrays.items()},
+            **{name: address(views[at + name]) if at + name in views else 0 for name in names},
             "has_priorities": 1,
             "window_size": WINDOW,
             "lag": self.rule.lag,
@@ -118,12 +110,6 @@ class PriorityMasses(ItemMasses):
         self.words[TreeChanges.ALPHA] = self.alpha_at(0)
         self.counts[UpdateCount.HIGHEST_PRIORITY] = np.ones(1, np.float32).view(np.int32)[0]
         super().initialise()
-
-    def _initialise_slots(self, slots: np.ndarray) -> None:
-        if self._plain_unit is None:
-            super()._initialise_slots(slots)
-            return
-        self._take(torch.from_numpy(slots), 0, len(slots), self._plain_unit)  # NumPy takes ten times as long
 
     # ---- changes ---------------------------------------------------------------------------------
 
@@ -209,8 +195,7 @@ class PriorityMasses(ItemMasses):
     def known_reports(self, reports: np.ndarray) -> np.ndarray:
         """Replace the ids of priority updates by handles; drop updates of items that are not in this store.
 
-        Args:
-            reports: Updates by id: slot -1, and the id instead of the generation. [n, 6], int64.
+        An update by id has the slot -1, and the id instead of the generation. [n, 6], int64.
         """
         by_id = reports[:, PriorityUpdate.SLOT] < 0
         if not by_id.any():
@@ -258,7 +243,7 @@ class PriorityMasses(ItemMasses):
         known = self._generations[slots] == self.table.slots[slots, Slot.GENERATION]
         differ = ~known | ((self._bases[slots] > 0) != (masses > 0))  # others keep their priorities
         items, admitted = self._items_of(slots[differ], masses[differ])
-        self._set_items(items, np.where(admitted, self._initial(), np.float32(0)))
+        self._set_items(items, np.where(admitted, self._initial, np.float32(0)))
         if self._steps is not None:
             longer = ~differ & (masses > 0) & (self._steps[slots] != self.table.slots[slots, Slot.NUM_STEPS])
             self._set_grown(slots[longer])
@@ -267,7 +252,6 @@ class PriorityMasses(ItemMasses):
         self._generations[slots] = self.table.slots[slots, Slot.GENERATION]
 
     def _take(self, log: torch.Tensor, seen: int, changed: int, unit: int) -> None:
-        initial = self._fixed_initial
         self.words[TreeChanges.APPLYING] = -1 - changed
         self.ops.slot_priorities_(
             self.sums,
@@ -281,7 +265,7 @@ class PriorityMasses(ItemMasses):
             changed,
             self._how[0],
             unit,
-            self._count_words[UpdateCount.HIGHEST_PRIORITY] if initial is None else initial,
+            self._initial_bits,
             self.words[TreeChanges.ALPHA],
             self.rule.most_bits,
         )
@@ -296,7 +280,7 @@ class PriorityMasses(ItemMasses):
         admits = self.spec.rule.anchors.admits
         now = admits(steps, self.table.slots[slots, Slot.NUM_STEPS][owner])
         before = admits(steps, self._steps[slots][owner])
-        self._set_items(items[now & ~before], self._initial())
+        self._set_items(items[now & ~before], self._initial)
         self._set_items(items[before & ~now], np.zeros((), np.float32))
 
     def _set_items(self, items: np.ndarray, priorities: np.ndarray) -> None:
@@ -331,11 +315,16 @@ class PriorityMasses(ItemMasses):
         admitted = self.spec.rule.anchors.admits(steps, records[owner, Slot.NUM_STEPS])
         return items, admitted & (bases[owner] > 0)
 
+    @property
+    def _initial_bits(self) -> int:
+        """The float32 bits of the priority of new items."""
+        fixed = self._fixed_initial
+        return self._count_words[UpdateCount.HIGHEST_PRIORITY] if fixed is None else fixed
+
+    @property
     def _initial(self) -> np.ndarray:
-        """Return the priority of new items. [], float32."""
-        if self.rule.initial is not None:
-            return np.array(self.rule.initial, np.float32)
-        return np.array(self.counts[UpdateCount.HIGHEST_PRIORITY], np.int32).view(np.float32)
+        """The priority of new items. [], float32."""
+        return np.array(self._initial_bits, np.int32).view(np.float32)
 
     @property
     def applied(self) -> np.ndarray:
@@ -362,10 +351,6 @@ class PriorityMasses(ItemMasses):
     def draws_anchor(self) -> bool:
         return not self.by_step and super().draws_anchor
 
-    def highest(self, count: int) -> torch.Tensor:
-        """Return the coordinates of the items of highest priority; fewer if there are fewer items. [n]."""
-        return self.coordinates_of(self.highest_items(count))
-
     def highest_items(self, count: int) -> torch.Tensor:
         """Return the items of highest priority, equal ones in stored order; or fewer. [n]."""
         items = torch.empty(count, dtype=torch.int64)
@@ -380,23 +365,6 @@ class PriorityMasses(ItemMasses):
         """Return the trajectories of items. [n] -> [n], int64."""
         slots = self._row_slots[items] if self.by_step else items
         return np.asarray(self.table.slots[slots, Slot.ID])
-
-    def weigh(self, key: int, masses: np.ndarray, total: int) -> tuple[int, int, int]:
-        """Return numerator, divisor and exponent (Q62) of a selection's PER weights.
-
-        The weight of a sample is (numerator / (divisor * mass)) ** exponent.
-
-        Args:
-            key: Number of the global batch.
-            masses: The samples' masses. [B], int64.
-            total: Sum of all masses.
-        """
-        beta = self.beta_at(key)
-        if self.rule.normalize == "batch":
-            return int(np.minimum.reduce(masses)), 1, beta  # faster than `min`, which calls it
-        if self.rule.normalize == "table":
-            return self.least, 1, beta
-        return total, self._count_words[UpdateCount.DRAWABLE], beta
 
     @property
     def least(self) -> int:
@@ -430,8 +398,8 @@ class PriorityMasses(ItemMasses):
             "priorities_clamped": UpdateCount.CLAMPED,
         }
         applied, clamped = self.recent()
-        found = {name: int(self.counts[word]) for name, word in words.items()}
-        return {**found, "priorities_applied_recent": applied, "priorities_clamped_recent": clamped}
+        recent = {"priorities_applied_recent": applied, "priorities_clamped_recent": clamped}
+        return {name: int(self.counts[word]) for name, word in words.items()} | recent
 
     # ---- content ---------------------------------------------------------------------------------
 
@@ -476,26 +444,6 @@ class PriorityMasses(ItemMasses):
         self.words[TreeChanges.SEEN] = self._control[Control.CHANGED]
 
 
-def merge_top(
-    priorities: Sequence[np.ndarray], items: Sequence[np.ndarray], count: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the items of highest priority over all shards.
-
-    Args:
-        priorities: Of each shard's min(count, N_s) candidates. [n_s] each.
-        items: Their items within the shard, -1 for none. [n_s] each, int64.
-        count: How many to return.
-    Returns:
-        Shard and item of each, by falling priority, equal ones in stored order; fewer if there are fewer
-        items. [n], int64, and [n], int64.
-    """
-    shards = np.repeat(np.arange(len(items)), [len(of_shard) for of_shard in items])
-    every, values = np.concatenate(items), np.concatenate(priorities)
-    order = np.lexsort((every, shards, -values.astype(np.float64)))
-    order = order[every[order] >= 0][:count]
-    return shards[order], every[order]
-
-
 def oldest_of_equal(
     items: np.ndarray, values: np.ndarray, drawable: np.ndarray, ids_of: Callable[[np.ndarray], np.ndarray]
 ) -> np.ndarray:
@@ -520,20 +468,6 @@ def oldest_of_equal(
     return np.asarray(found[np.lexsort((found, ids_of(found), -values[found]))][: len(items)])
 
 
-def merge_by_id(
-    priorities: Sequence[np.ndarray], ids: Sequence[np.ndarray], count: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the items of highest priority over shards; equal ones by trajectory id, then by index.
-
-    Args:
-        priorities: Of each shard's candidates. [n_s] each.
-        ids: Their trajectories. [n_s] each, int64.
-        count: Most items to return.
-    Returns:
-        Shard and index among its candidates. [n] each, int64.
-    """
-    shards = np.repeat(np.arange(len(ids)), [len(of_shard) for of_shard in ids])
-    index = np.concatenate([np.arange(len(of_shard)) for of_shard in ids])
-    values, every = np.concatenate(priorities).astype(np.float64), np.concatenate(ids)
-    order = np.lexsort((index, every, -values))[:count]
-    return shards[order], index[order]
+def merge_highest(priorities: np.ndarray, ids: np.ndarray, count: int) -> np.ndarray:
+    """Return the indices of the highest priorities; equal ones by id, then in their order. [m], int64."""
+    return np.asarray(np.lexsort((ids, -priorities))[:count])

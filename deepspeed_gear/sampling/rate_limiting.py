@@ -32,30 +32,20 @@ class NothingToSampleError(StoreError):
 
 
 class ItemsHeld(NamedTuple):
-    """What a store holds of a table's items.
+    """What a store holds of a table's items."""
 
-    Args:
-        draws: How often they can be drawn, if each counts once where there is no limit.
-        size: Items held, where there is a rate limiter.
-        inserted: Items ever added, likewise.
-        passed, failed: Of the latest groups how many are complete, and how many failed a condition.
-        room: Complete groups that fit in beside those held.
-    """
-
-    draws: int
-    size: int
-    inserted: int
-    passed: int = 0
-    failed: int = 0
-    room: int = 0
+    draws: int  # how often they can be drawn, if each counts once where there is no limit
+    size: int  # items held, where there is a rate limiter
+    inserted: int  # items ever added, where there is a rate limiter
+    passed: int = 0  # how many of the latest groups are complete
+    failed: int = 0  # how many of them failed a condition
+    room: int = 0  # complete groups that fit in beside those held
 
 
 class SelectionLimiter:
-    """Decides whether a global batch may be drawn. Every method requires the table's lock.
+    """Decides whether a global batch may be drawn of a table with a capacity.
 
-    Args:
-        table: Its table, with a capacity.
-        masses: The masses of its items.
+    Every method requires the table's lock.
     """
 
     def __init__(self, spec: StreamSpec, table: Table, masses: ItemMasses, position: np.ndarray) -> None:
@@ -81,9 +71,13 @@ class SelectionLimiter:
 
     def is_open(self, count: int, exact: bool = True) -> bool:
         """Return whether `count` samples may be drawn; arguments as `left`."""
-        rate = self.retention.rate_limiter
-        size, inserted = (0, 0) if rate is None else self._table.counted(rate)[:2]
+        size, inserted = self._counted()
         return self.admits(size, inserted, self.sampled, count) and self.left(count, exact) >= count
+
+    def _counted(self) -> tuple[int, int]:
+        """Return the items held and those ever added, where there is a rate limiter."""
+        rate = self.retention.rate_limiter
+        return (0, 0) if rate is None else self._table.counted(rate)[:2]
 
     def admits(self, size: int, inserted: int, sampled: int, count: int) -> bool:
         """Return whether the rate limiter admits `count` samples; arguments as `RateLimiter.may_sample`."""
@@ -110,24 +104,19 @@ class SelectionLimiter:
 
     def held(self) -> ItemsHeld:
         """Return what this store holds for `missing`. Cost: one pass over the slots."""
-        drawable, rate = self._drawable(), self.retention.rate_limiter
+        drawable, groups = self._drawable(), self._table.groups
         draws = int((self.most - self._times[drawable]).sum()) if self.most else len(drawable)
-        size, inserted = (0, 0) if rate is None else self._table.counted(rate)[:2]
-        groups = self._table.groups
         if groups is None:
-            return ItemsHeld(draws, size, inserted)
+            return ItemsHeld(draws, *self._counted())
         room = len(self._table.slots) // groups.spec.size - groups.statistics["complete"]
-        return ItemsHeld(draws, size, inserted, *groups.recent, room)
+        return ItemsHeld(draws, *self._counted(), *groups.recent, room)
 
     def missing(self, count: int, held: Sequence[ItemsHeld]) -> int:
         """Return how many items must be added before `count` different ones may be drawn.
 
         Items that are drawn several times without limit count once. Of groups it is how many must be made at
         the rate at which the latest ones passed the conditions: at most `MOST_ASKED` times as many, and no
-        more than may be added.
-
-        Args:
-            held: What each store of the table holds.
+        more than may be added. `held` is of each store of the table.
         """
         draws, size, inserted, passed, failed, room = (int(words) for words in np.sum(held, axis=0))
         missing, rate = max(count - draws, 0), self.retention.rate_limiter
@@ -151,7 +140,7 @@ class SelectionLimiter:
     # ---- how often -------------------------------------------------------------------------------
 
     def num_admitted(self, slots: np.ndarray, counted: np.ndarray) -> int:
-        """Return how many draws come before the first that uses up a trajectory; all if none does.
+        """Return how many of these draws come before the first that uses up a trajectory; all if none does.
 
         Args:
             slots: The slots drawn, in order. [n], int64.
@@ -193,10 +182,9 @@ class SelectionLimiter:
     def too_late(
         self, key: int, count: int, waited_s: float, size: str = "", is_empty: bool = False
     ) -> NotReadyError:
-        """Return the error of a batch that cannot be drawn yet. Requires the table's lock.
+        """Return the error of a batch that cannot be drawn yet.
 
         Args:
-            key: Number of the global batch.
             waited_s: How long the stream has waited; 0: it cannot wait.
             size: Text of what all nodes hold; "": this node holds the whole table.
             is_empty: Whether nothing can be sampled, though the rate limiter admits it.
@@ -282,10 +270,8 @@ class GaveUp:
 class JointSelectionLimiter:
     """The rate limiter over all nodes, in one process of each. Every method requires the table's lock.
 
-    Args:
-        table: This node's part of its table.
-        limiter: The limiter of this node's part.
-        waiting: Measures this process's wait for the rate limiter.
+    The records of `is_open` and others are those of all nodes, in the order of shards.
+    [S, NodeRate.NUM_WORDS], int64.
     """
 
     def __init__(
@@ -313,11 +299,8 @@ class JointSelectionLimiter:
         """
         words, control = np.zeros(NodeRate.NUM_WORDS, np.int64), self._table.control
         self._turn += 1
-        words[NodeRate.TURN], words[NodeRate.IS_FIXED], words[NodeRate.SAMPLED] = (
-            self._turn,
-            fixed,
-            self._limiter.sampled,
-        )
+        words[NodeRate.TURN], words[NodeRate.IS_FIXED] = self._turn, fixed
+        words[NodeRate.SAMPLED] = self._limiter.sampled
         words[NodeRate.LEFT] = self._limiter.left(count, exact)
         if self._limiter.most:
             words[NodeRate.FEWEST] = self._limiter.fewest()
@@ -346,40 +329,29 @@ class JointSelectionLimiter:
         return words
 
     def is_open(self, records: np.ndarray, count: int) -> bool:
-        """Return whether all nodes together may draw `count` samples; equal on all nodes.
-
-        Args:
-            records: Each node's record, in the order of shards. [S, NodeRate.NUM_WORDS], int64.
-        """
+        """Return whether all nodes together may draw `count` samples; equal on all nodes."""
         size, inserted, left = records[:, [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.LEFT]].sum(0).tolist()
         sampled = int(records[0, NodeRate.SAMPLED])
         return self._limiter.admits(size, inserted, sampled, count) and left >= count
 
     @staticmethod
     def is_fixed(records: np.ndarray) -> bool:
-        """Return whether a node's record is fixed, so that no node may `apply`; argument as `is_open`."""
+        """Return whether a node's record is fixed, so that no node may `apply`."""
         return bool(records[:, NodeRate.IS_FIXED].any())
 
     def apply(self, records: np.ndarray, count: int) -> bool:
-        """Add this node's part of the pool to its quota; return `is_open`. Arguments as there."""
+        """Add this node's part of the pool to its quota; return `is_open`."""
         if self._divides:
-            self._table.control[Control.QUOTA] = records[self.index, NodeRate.QUOTA] + self._share(records)
+            assert self._rate is not None
+            words = [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.ADMITTED, NodeRate.QUOTA]
+            size, inserted, admitted, quota = records[:, words].sum(0).tolist()
+            sampled, turn = records[0, [NodeRate.SAMPLED, NodeRate.TURN]].tolist()
+            pool = max(0, admitted + self._rate.room(size + admitted - inserted, admitted, sampled) - quota)
+            share = divide(pool, records[:, NodeRate.WANTED].tolist(), turn)[self.index]
+            self._table.control[Control.QUOTA] = records[self.index, NodeRate.QUOTA] + share
         self._is_open = self.is_open(records, count)
         self.fewest = int(records[:, NodeRate.FEWEST].min())
         return self._is_open
-
-    def _share(self, records: np.ndarray) -> int:
-        assert self._rate is not None
-        size, inserted, admitted, quota = (
-            records[:, [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.ADMITTED, NodeRate.QUOTA]].sum(0).tolist()
-        )
-        room = self._rate.room(size + admitted - inserted, admitted, int(records[0, NodeRate.SAMPLED]))
-        parts = divide(
-            max(0, admitted + room - quota),
-            records[:, NodeRate.WANTED].tolist(),
-            int(records[0, NodeRate.TURN]),
-        )
-        return parts[self.index]
 
     def given_up(self, records: np.ndarray, key: int, count: int) -> NotReadyError | None:
         """Return the error that all nodes raise if one of them stops waiting for the rate limiter."""
@@ -391,10 +363,7 @@ class JointSelectionLimiter:
         if not why:
             return None
         waited_s = self._waiting.timeout_s if why == GaveUp.LATE else 0.0
-        is_empty = self._limiter.is_plain
-        return self._limiter.too_late(key, count, waited_s, self._held(records), is_empty)
-
-    def _held(self, records: np.ndarray) -> str:
         size, inserted, left = records[:, [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.LEFT]].sum(0).tolist()
         unit = "items" if self._rate is None else f"{self._rate.unit}s"
-        return f"{size} {unit} held by all nodes, {inserted} ever added, good for {left} samples"
+        held = f"{size} {unit} held by all nodes, {inserted} ever added, good for {left} samples"
+        return self._limiter.too_late(key, count, waited_s, held, is_empty=self._limiter.is_plain)

@@ -19,39 +19,26 @@ PASS_SHIFT: Final = 32  # the key of a global batch in an evaluation pass: pass 
 
 
 class Selection(NamedTuple):
-    """The selection of one global batch, as views of the store in this process.
+    """The selection of one global batch, as views of the store that are valid until `release`."""
 
-    Args:
-        key: Number of the global batch (pass << 32 | number in an evaluation pass).
-        head: Position after the selection, and totals: the words of `Head`.
-        resolutions: The record of each sample, in the store. [batch, 8], int64; valid until `release`.
-        epochs: Epoch (or pass) of each sample, in the store. [batch], int64; likewise.
-        origins: Where several nodes hold the table: shard << 32 | slot of each sample's trajectory; its
-            resolution holds the place of its rows on this node. [batch], int64; likewise.
-    """
-
-    key: int
-    head: list[int]
-    resolutions: torch.Tensor
-    epochs: torch.Tensor
+    key: int  # number of the global batch (pass << 32 | number in an evaluation pass)
+    head: list[int]  # position after the selection, and totals: the words of `Head`
+    resolutions: torch.Tensor  # the record of each sample. [batch, 8], int64.
+    epochs: torch.Tensor  # epoch (or pass) of each sample. [batch], int64.
+    # Where several nodes hold the table: shard << 32 | slot of each sample's trajectory; its resolution holds
+    # the place of its rows on this node. [batch], int64.
     origins: torch.Tensor | None = None
 
 
 class SelectionPart(NamedTuple):
-    """Every num_parts-th sample of a selection, for one micro batch: copies, which outlive the selection.
-
-    Args:
-        records: The samples' resolutions. [B, 8], int64.
-        weights: Their PER weights; None: the stream has no priorities. [B], float32.
-        epochs: Their epochs; None: the sampler has none. [B], int64.
-        origins: As `Selection`. [B], int64.
-    """
+    """Every num_parts-th sample of a selection, for one micro batch: copies, which outlive the selection."""
 
     head: list[int]
-    records: torch.Tensor
+    records: torch.Tensor  # the samples' resolutions. [B, 8], int64.
+    # Their PER weights; None: the stream has no priorities. [B], float32.
     weights: torch.Tensor | None = None
-    epochs: torch.Tensor | None = None
-    origins: torch.Tensor | None = None
+    epochs: torch.Tensor | None = None  # their epochs; None: the sampler has none. [B], int64.
+    origins: torch.Tensor | None = None  # as `Selection`. [B], int64.
 
 
 _AWAKE_S = 500e-6
@@ -61,14 +48,12 @@ class SelectionReaders:
     """How far each process has consumed a stream. Process safe: each process writes its own word only.
 
     Args:
-        table: Its table, whose memory tracks the living processes.
         reached: A counter of each process, in the store: the selections that it has released, or the global
             batch that it requested. [peers], int64.
-        timeout_s: How long the stream waits for them.
     """
 
-    def __init__(self, spec: StreamSpec, table: Table, reached: np.ndarray, timeout_s: float) -> None:
-        self._spec, self._table, self._timeout_s = spec, table, timeout_s
+    def __init__(self, spec: StreamSpec, table: Table, reached: np.ndarray) -> None:
+        self._spec, self._table = spec, table
         self._reached: memoryview = reached.data
 
     def late(self, old_key: int) -> list[int]:
@@ -98,18 +83,13 @@ class SelectionReaders:
         peers = ", ".join(f"local rank {p} (process {int(self._table.peers[p, Peer.PID])})" for p in late)
         return PeerError(
             f"stream {self._spec.name}: global batch {key}",
-            f"must {rule} in gear.timeout_s = {self._timeout_s} s",
+            f"must {rule} in gear.timeout_s = {self._table.lock.timeout_s} s",
             f"{peers} {missing}",
             "check why that rank stopped sampling; every rank must take every batch",
         )
 
 
-class FailureRecord:
-    """Words before the outcome of a failed selection."""
-
-    NUMBER: Final = 0
-    KEY: Final = 1
-    NUM_WORDS: Final = 2
+_NUMBER, _KEY, _OUTCOME = 0, 1, 2  # words of a failure: its number, its global batch, and its outcome
 
 
 class SelectionFailure:
@@ -117,20 +97,20 @@ class SelectionFailure:
 
     def __init__(self, spec: StreamSpec, table: Table) -> None:
         self._lock, self._words = table.lock, table.views[spec.at + "notice"]
-        self._outcome: np.ndarray = self._words[FailureRecord.NUM_WORDS :]
+        self._outcome: np.ndarray = self._words[_OUTCOME:]
         self._seen = 0  # number of the latest one that this process has raised, or written
 
     def write(self, key: int, error: Exception) -> None:
         """Record the failure of a global batch's selection."""
         with self._lock:
             self._outcome[:] = Outcome.of(error).words(len(self._outcome))
-            self._words[FailureRecord.KEY] = key
-            self._words[FailureRecord.NUMBER] += 1
-            self._seen = int(self._words[FailureRecord.NUMBER])
+            self._words[_KEY] = key
+            self._words[_NUMBER] += 1
+            self._seen = int(self._words[_NUMBER])
 
     def forget(self) -> None:
         """Discard the failures recorded until now: their selections are tried again."""
-        self._seen = int(self._words[FailureRecord.NUMBER])
+        self._seen = int(self._words[_NUMBER])
 
     def check(self, key: int) -> None:
         """Raise, once, the recorded failure of a global batch's selection.
@@ -140,10 +120,10 @@ class SelectionFailure:
             NotReadyError: The table's rate limiter admits no selection yet.
             PeerError: Another rank has failed.
         """
-        if self._words[FailureRecord.NUMBER] == self._seen:
+        if self._words[_NUMBER] == self._seen:
             return
         with self._lock:
-            number, failed = int(self._words[FailureRecord.NUMBER]), int(self._words[FailureRecord.KEY])
+            number, failed = int(self._words[_NUMBER]), int(self._words[_KEY])
             outcome = Outcome.read(self._outcome)
         self._seen = number
         if failed == key:

@@ -21,7 +21,7 @@ import torch
 
 from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.ops.constants import MOST_TOTAL_BITS
-from deepspeed_gear.ops.records import Resolution
+from deepspeed_gear.ops.records import Resolution, Slot
 from deepspeed_gear.sampling.exclusions import summary_of
 from deepspeed_gear.sampling.rate_limiting import NothingToSampleError, SelectionLimiter
 from deepspeed_gear.sampling.samplers.base import NativeDraw
@@ -35,9 +35,9 @@ _WORDS_AFTER_KEY = struct.Struct(f"={Head.NUM_SET - 1}q")
 
 
 class LocalSelector:
-    """The phases of a selection among the items of one store, whose lock is held for all of them.
+    """Makes the selections of a batch stream among the items of one store, whose lock is held meanwhile.
 
-    distributed/sharded/ has those of tables that several nodes hold.
+    `select` calls the phases, of which distributed/sharded/ has those of tables that several nodes hold.
 
     Args:
         state: Of the batch stream.
@@ -47,6 +47,13 @@ class LocalSelector:
     def __init__(self, state: StreamState, lock: StoreLock | None = None) -> None:
         self.state, self.spec, self.masses = state, state.spec, state.masses
         self.lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext() if lock is None else lock
+        self._sampler, self._native = state.spec.sampler, state.spec.sampling.native
+        self._coordinates = torch.empty(state.spec.batch, dtype=torch.int64)
+        self._sampled_masses = [entry[:, Resolution.MASS] for entry in state.drawn_words]
+        limiter = state.limiter
+        self._counting = limiter if limiter is not None and limiter.most else None
+
+    # ---- phases ----------------------------------------------------------------------------------
 
     @property
     def total(self) -> int:
@@ -66,8 +73,7 @@ class LocalSelector:
         """Resolve coordinates to items.
 
         Args:
-            rows: Gets the resolutions of the selection. [count, 8], int64.
-            done: Index of the first of these samples in the selection.
+            rows: Gets the resolutions of the selection, these from `done` on. [count, 8], int64.
             coordinates: In [0, total). [n], int64.
             first: Sample number of the first one.
         """
@@ -75,12 +81,9 @@ class LocalSelector:
         self.masses.resolve(rows if count == rows.size(0) else rows[done : done + count], coordinates, first)
 
     def walk(self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int) -> int:
-        """Resolve the next coordinates of an epoch, without items that were evicted since it began.
+        """Resolve the next coordinates of an epoch; return how many are left.
 
-        Args:
-            first: Sample number of the first item that is left.
-        Returns:
-            How many are left.
+        Items that were evicted since it began are left out; `first` is the sample number of the first one.
         """
         self.resolve(rows, done, coordinates, first)
         if self.state.walked is None:
@@ -107,7 +110,6 @@ class LocalSelector:
         """Resolve coordinates up to the first that uses up a trajectory, whose mass then becomes 0.
 
         Args:
-            limiter: Counts how often trajectories were sampled.
             counted: Samples of each slot in this selection so far; these are added. [slots], int64.
         Returns:
             How many of them are valid; the others must be drawn again without that trajectory.
@@ -121,129 +123,91 @@ class LocalSelector:
         return standing
 
     def own_samples(self, rows: np.ndarray) -> np.ndarray:
-        """Return the resolutions of the latest selection that lie in this store.
-
-        Args:
-            rows: All of them. [count, 8], int64.
-        """
+        """Return those of the latest selection's resolutions that lie in this store. [n, 8], int64."""
         return rows
 
     def highest(self, count: int) -> torch.Tensor:
         """Return the coordinates of the items of highest priority; fewer if there are fewer items. [n]."""
-        return self.state.with_priorities.highest(count)
+        masses = self.state.with_priorities
+        return masses.coordinates_of(masses.highest_items(count))
 
     def extreme(self, count: int, newest: bool) -> torch.Tensor:
         """Return the coordinates of the oldest or the newest items; or fewer. [n]."""
         return self.state.with_ages.extreme(count, newest)
 
     def finish(self, key: int, entry: int, count: int) -> int:
-        """Pin the resolved samples and make them ready to be gathered.
+        """Pin the resolved samples of `count` items and make them ready to be gathered.
 
-        Args:
-            key: Number of the global batch.
-            count: Items that were drawn for it.
         Returns:
-            The records of the selection: its samples, or the trajectories of its groups.
+            Number of records of the selection: its samples, or the trajectories of its groups.
         """
         self.state.pin(key, self.state.drawn[entry][0][:count])
         return self.state.expand(entry, count) if self.spec.by_group else count
 
     def weigh(self, key: int, drawn: np.ndarray, total: int) -> tuple[int, int, int]:
-        """Return numerator, divisor and exponent of PER weights, as `PriorityMasses.weigh`."""
-        return self.state.with_priorities.weigh(key, drawn, total)
+        """Return numerator, divisor and exponent (Q62) of a selection's PER weights.
+
+        The weight of a sample is (numerator / (divisor * mass)) ** exponent.
+
+        Args:
+            drawn: The samples' masses. [B], int64.
+            total: Sum of all masses.
+        """
+        masses = self.state.with_priorities
+        beta, normalize = masses.beta_at(key), masses.rule.normalize
+        if normalize == "batch":
+            return int(np.minimum.reduce(drawn)), 1, beta  # faster than `min`, which calls it
+        if normalize == "table":
+            return masses.least, 1, beta
+        return total, masses.num_drawable, beta
 
     def restart(self) -> None:
         """Reset the selector after the table's contents were replaced."""
 
-
-@dataclass
-class _Draw:
-    """Input of a sampler over a stream's state: `samplers.base.Draw`."""
-
-    state: StreamState
-    selector: LocalSelector
-    count: int
-    first: int
-    total: int
-    epoch: int = 0
-    at: int = 0
-
-    def random(self) -> torch.Tensor:
-        spec, coordinates = self.state.spec, torch.empty(self.count, dtype=torch.int64)
-        self.state.ops.draw_(coordinates, spec.seed, spec.key, self.first, self.total)
-        return coordinates
-
-    def permuted(self) -> torch.Tensor:
-        spec, coordinates = self.state.spec, torch.empty(self.count, dtype=torch.int64)
-        self.state.ops.permute_(coordinates, spec.seed, spec.key, self.epoch, self.at, self.total)
-        return coordinates
-
-    def highest_priorities(self) -> torch.Tensor:
-        return self.selector.highest(self.count)
-
-    def oldest(self) -> torch.Tensor:
-        return self.selector.extreme(self.count, newest=False)
-
-    def newest(self) -> torch.Tensor:
-        return self.selector.extreme(self.count, newest=True)
-
-
-class SelectionMaker:
-    """Makes the selections of a batch stream in this process.
-
-    Process safety: `select` and `draw_ahead` require the table's lock where no other node takes part.
-
-    Args:
-        selector: The items, of this store or of all nodes.
-    """
-
-    def __init__(self, state: StreamState, selector: LocalSelector) -> None:
-        self._state, self._selector, self._spec, self._ops = state, selector, state.spec, state.ops
-        self._sampler, self._native = state.spec.sampler, state.spec.sampling.native
-        self._coordinates = torch.empty(state.spec.batch, dtype=torch.int64)
-        self._sampled_masses = [entry[:, Resolution.MASS] for entry in state.drawn_words]
-        limiter = state.limiter
-        self._counting = limiter if limiter is not None and limiter.most else None
+    # ---- the selection ---------------------------------------------------------------------------
 
     def select(self, key: int, entry: int) -> bool:
         """Make and commit the selection of a global batch.
+
+        Requires the table's lock where no other node takes part, as `draw_ahead` does.
 
         Returns:
             Whether the rate limiter of all nodes admits it; False: there is none yet.
         Raises:
             NothingToSampleError: Too few items have a mass.
         """
-        state, selector = self._state, self._selector
+        state = self.state
         rows, count = self._rows(key, entry)
         head = state.head_words[entry]
         head[Head.KEY] = NOTHING
         after: list[int] = state.words[: Head.NUM_SET].tolist()
         self._begin(key, after)
-        if not selector.begin(key, entry, count):
+        if not self.begin(key, entry, count):
             return False
         if self._sampler.walks:
             self._walk(key, rows, state.drawn[entry][1], after)
         elif count:
             is_ahead = state.words[Position.AHEAD] == key and not state.masses.waiting
-            after[Head.TOTAL] = self._checked(selector.apply(key))
+            after[Head.TOTAL] = self._checked(self.apply(key))
             if self._counting is not None and not self._sampler.each_once:
                 self._sample_counting(rows, after[Head.SAMPLES])
             elif not is_ahead:
-                self._sample(rows, count, after[Head.SAMPLES], after[Head.TOTAL])
-        num_records = selector.finish(key, entry, count)
+                first = after[Head.SAMPLES]
+                self.resolve(rows, 0, self._coordinates_of(count, first, after[Head.TOTAL]), first)
+        num_records = self.finish(key, entry, count)
         if count and state.priorities is not None:
             masses = self._sampled_masses[entry][:count]
-            after[Head.NUMERATOR : Head.EXPONENT + 1] = selector.weigh(key, masses, after[Head.TOTAL])
+            after[Head.NUMERATOR : Head.EXPONENT + 1] = self.weigh(key, masses, after[Head.TOTAL])
         after[Head.KEY], after[Head.COUNT] = key + 1, num_records
         after[Head.SAMPLES] += count
-        with selector.lock:
+        with self.lock:
             self._commit(key, entry, after)
         return True
 
     def _commit(self, key: int, entry: int, after: list[int]) -> None:
-        state, head = self._state, self._state.head_words[entry]
+        state, head = self.state, self.state.head_words[entry]
         _WORDS_AFTER_KEY.pack_into(head, head.itemsize, *after[1:])
-        samples = self._selector.own_samples(state.ring_words[entry, : after[Head.COUNT]])
+        samples = self.own_samples(state.ring_words[entry, : after[Head.COUNT]])
         if self._counting is not None:
             self._counting.count(samples)
         head[Head.KEY] = key  # the commit point
@@ -258,45 +222,39 @@ class SelectionMaker:
 
         The caller has checked that every process has released its ring entry.
         """
-        state, words = self._state, self._state.words
-        if self._native is None or self._spec.count is not None:  # a count may fail, or be 0
+        state, words = self.state, self.state.words
+        if self._native is None or self.spec.count is not None:  # a count may fail, or be 0
             return
         if words[Head.KEY] != key or words[Position.AHEAD] == key or state.masses.waiting:
             return
-        entry = key % self._spec.depth
+        entry = key % self.spec.depth
         state.head_words[entry][Head.KEY] = NOTHING
         total = state.masses.total
         if total:
-            self._sample(*self._rows(key, entry), words[Head.SAMPLES], total)
+            rows, count = self._rows(key, entry)
+            first = words[Head.SAMPLES]
+            self.resolve(rows, 0, self._coordinates_of(count, first, total), first)
             words[Position.AHEAD] = key
 
     # ---- samples ---------------------------------------------------------------------------------
 
     def _rows(self, key: int, entry: int) -> tuple[torch.Tensor, int]:
         """Return the places of the items that a selection draws, and their number."""
-        rows, count = self._state.drawn[entry][0], self._spec.num_samples(key)
-        return (rows if count == self._spec.batch else rows[:count]), count
+        rows, count = self.state.drawn[entry][0], self.spec.num_samples(key)
+        return (rows if count == self.spec.batch else rows[:count]), count
 
-    def _sample(self, rows: torch.Tensor, count: int, first: int, total: int) -> None:
-        self._selector.resolve(rows, 0, self._drawn(count, first, total), first)
-
-    def _drawn(self, count: int, first: int, total: int) -> torch.Tensor:
+    def _coordinates_of(self, count: int, first: int, total: int) -> torch.Tensor:
         """Return coordinates from the native op, or from the sampler. [count], int64."""
         if self._native is None:
-            return self._called(_Draw(self._state, self._selector, count, first, total))
-        coordinates = self._coordinates if count == self._spec.batch else self._coordinates[:count]
-        self._ops.draw_(coordinates, self._spec.seed, self._spec.key, first, total)
+            return self._called(_Draw(self, count, first, total))
+        coordinates = self._coordinates if count == self.spec.batch else self._coordinates[:count]
+        self.state.ops.draw_(coordinates, self.spec.seed, self.spec.key, first, total)
         if self._native is NativeDraw.STRATIFIED:
             stratify_(coordinates, total)
         return coordinates
 
     def _called(self, draw: _Draw) -> torch.Tensor:
-        """Call the sampler and check its coordinates.
-
-        Raises:
-            NothingToSampleError: There are fewer items than samples.
-            ConfigError: It has not returned coordinates.
-        """
+        """Call the sampler and check its coordinates."""
         found: Any = self._sampler.sample(draw)
         good = isinstance(found, torch.Tensor) and found.dtype == torch.int64 and found.dim() == 1
         if not good or len(found) > draw.count or bool(((found < 0) | (found >= draw.total)).any()):
@@ -305,7 +263,7 @@ class SelectionMaker:
             raise ConfigError(f"sampler {self._sampler.kind}", rule, shown)
         if len(found) < draw.count:
             raise NothingToSampleError(
-                f"stream {self._spec.name}: table {self._state.table.spec.name}",
+                f"stream {self.spec.name}: table {self.state.table.spec.name}",
                 f"must hold as many items as a global batch ({draw.count}), each with a mass",
                 len(found),
                 "lower the batch size, or add trajectories first",
@@ -319,15 +277,15 @@ class SelectionMaker:
         Source of the semantics: Reverb's `max_times_sampled`.
         """
         limiter, done = self._counting, 0
-        counted = np.zeros(self._state.masses.num_items, np.int64)
+        counted = np.zeros(self.state.masses.num_items, np.int64)
         assert limiter is not None
         while done < len(rows):
             try:
-                total = self._checked(self._selector.total)
+                total = self._checked(self.total)
             except NothingToSampleError as empty:  # masses set to 0 stay so: no retry
                 raise empty.final() from None
-            coordinates = self._drawn(len(rows) - done, first + done, total)
-            done += self._selector.resolve_until(rows, done, coordinates, first + done, limiter, counted)
+            coordinates = self._coordinates_of(len(rows) - done, first + done, total)
+            done += self.resolve_until(rows, done, coordinates, first + done, limiter, counted)
 
     # ---- epochs ----------------------------------------------------------------------------------
 
@@ -336,7 +294,7 @@ class SelectionMaker:
         after[Head.FILLERS] = 0
         if not self._sampler.is_pass:
             return
-        if key >> PASS_SHIFT != self._state.words[Head.KEY] >> PASS_SHIFT:
+        if key >> PASS_SHIFT != self.state.words[Head.KEY] >> PASS_SHIFT:
             after[Head.SAMPLES] = after[Head.EPOCH_FIRST] = after[Head.EPOCH_SIZE] = 0
         after[Head.EPOCH] = key >> PASS_SHIFT
 
@@ -349,7 +307,7 @@ class SelectionMaker:
         An epoch is of the items that were there when it began and still are. Of evicted ones the masses stay,
         so that coordinates keep their meaning; they are skipped, and the epoch moves forward by as many.
         """
-        state, selector, sampler = self._state, self._selector, self._sampler
+        state, sampler = self.state, self._sampler
         has_ended, count = state.words[Position.DONE] > 0, len(rows)
         done = max(state.words[Position.DONE] - 1, 0)
         end = after[Head.EPOCH_FIRST] + after[Head.EPOCH_SIZE]
@@ -360,7 +318,7 @@ class SelectionMaker:
             if at >= after[Head.EPOCH_SIZE] or has_ended:
                 has_ended = False
                 if sampler.drops_tail and done:  # items were skipped, so that the rest fills no batch
-                    selector.drop()
+                    self.drop()
                     after[Head.SAMPLES], done = after[Head.SAMPLES] + done, 0
                 if sampler.is_pass and after[Head.EPOCH_SIZE] > 0:
                     after[Head.FILLERS] = max(after[Head.FILLERS], count - done)
@@ -369,8 +327,8 @@ class SelectionMaker:
                 at = 0  # in a pass: fillers repeat the first items and are marked as such
             n = min(count - done, after[Head.EPOCH_SIZE] - at)
             first = after[Head.SAMPLES] + done
-            draw = _Draw(state, selector, n, first, after[Head.EPOCH_SIZE], after[Head.EPOCH], at)
-            left = selector.walk(rows, done, sampler.sample(draw), first)
+            draw = _Draw(self, n, first, after[Head.EPOCH_SIZE], after[Head.EPOCH], at)
+            left = self.walk(rows, done, sampler.sample(draw), first)
             epochs[done : done + left] = after[Head.EPOCH]
             after[Head.EPOCH_FIRST] -= n - left
             if state.walked is not None:
@@ -383,26 +341,27 @@ class SelectionMaker:
         if after[Head.EPOCH_SIZE] > 0:
             after[Head.EPOCH] += 1
         after[Head.EPOCH_FIRST] = after[Head.SAMPLES] + done
-        if not self._spec.together and self._state.masses.waiting:
-            self._state.words[Position.DONE] = 1 + done
-        size = self._checked(self._selector.apply(key))
-        with self._selector.lock:
-            self._state.begin_epoch()
+        if not self.spec.together and self.state.masses.waiting:
+            self.state.words[Position.DONE] = 1 + done
+        size = self._checked(self.apply(key))
+        with self.lock:
+            if self.state.walked is not None:  # the trajectories that the tree has masses of
+                self.state.walked[:] = self.state.table.slots[:, Slot.GENERATION]
         after[Head.EPOCH_SIZE] = after[Head.TOTAL] = size
-        if self._sampler.drops_tail and size < self._spec.batch:
+        if self._sampler.drops_tail and size < self.spec.batch:
             raise NothingToSampleError(
-                f"stream {self._spec.name}: an epoch",
-                f"must hold a global batch ({self._spec.batch} items) where its tail is dropped",
+                f"stream {self.spec.name}: an epoch",
+                f"must hold a global batch ({self.spec.batch} items) where its tail is dropped",
                 size,
                 'lower the batch size, or use sampler.tail = "wrap"',
             )
 
     def _checked(self, total: int) -> int:
         """Return the sum of all masses if samples can be drawn from it."""
-        name, table = f"stream {self._spec.name}", self._state.table
+        name, table = f"stream {self.spec.name}", self.state.table
         if total == 0:
-            with self._selector.lock:
-                held, remedy = summary_of(self._state.masses)
+            with self.lock:
+                held, remedy = summary_of(self.state.masses)
             rule = "must hold at least one item that the sampler admits"
             raise NothingToSampleError(
                 f"{name}: table {table.spec.name}", rule, held, remedy or "add trajectories first"
@@ -411,3 +370,34 @@ class SelectionMaker:
             rule = f"must be below 2^{MOST_TOTAL_BITS}"
             raise StoreError(f"{name}: the total mass", rule, total, "give smaller masses or priorities")
         return total
+
+
+@dataclass
+class _Draw:
+    """Input of a sampler: `samplers.base.Draw`."""
+
+    selector: LocalSelector
+    count: int
+    first: int
+    total: int
+    epoch: int = 0
+    at: int = 0
+
+    def random(self) -> torch.Tensor:
+        spec, coordinates = self.selector.spec, torch.empty(self.count, dtype=torch.int64)
+        self.selector.state.ops.draw_(coordinates, spec.seed, spec.key, self.first, self.total)
+        return coordinates
+
+    def permuted(self) -> torch.Tensor:
+        spec, coordinates = self.selector.spec, torch.empty(self.count, dtype=torch.int64)
+        self.selector.state.ops.permute_(coordinates, spec.seed, spec.key, self.epoch, self.at, self.total)
+        return coordinates
+
+    def highest_priorities(self) -> torch.Tensor:
+        return self.selector.highest(self.count)
+
+    def oldest(self) -> torch.Tensor:
+        return self.selector.extreme(self.count, newest=False)
+
+    def newest(self) -> torch.Tensor:
+        return self.selector.extreme(self.count, newest=True)

@@ -30,37 +30,24 @@ FAILURE_WORDS = 256  # of the record of a failed selection, with its text
 
 @dataclass(frozen=True)
 class StreamSpec:
-    """A batch stream: the global batches of one purpose, sampled from one table.
+    """A batch stream: the global batches of one purpose, sampled from one table."""
 
-    Args:
-        name: "train", or the name of a split.
-        sampling: Masses and draw of the sampler.
-        key: 32-bit key of table and stream, a part of the counter of every random word.
-        batch: Samples of a global batch, which are items.
-        depth: Selections that the ring keeps.
-        count: Samples of a global batch by its number, at most `batch`; None: always `batch`.
-        count_draws: Count how often each item was drawn.
-        num_shards: Nodes over which the table is spread.
-        together: Whether several nodes make its selections together.
-        offset: By global batch, index of its first sample among those of all tables; None: 0.
-        rate_timeout_s: Longest wait for the rate limiter.
-        most_trajectories: Of an item: more than 1 where items are groups.
-    """
-
-    name: str
+    name: str  # "train", or the name of a split
     sampler: Sampler
-    sampling: SamplerSpec
+    sampling: SamplerSpec  # masses and draw of the sampler
     seed: int
-    key: int
-    batch: int
-    depth: int
+    key: int  # 32-bit key of table and stream, a part of the counter of every random word
+    batch: int  # samples of a global batch, which are items
+    depth: int  # selections that the ring keeps
+    # Samples of a global batch by its number, at most `batch`; None: always `batch`.
     count: Callable[[int], int] | None = None
-    count_draws: bool = False
-    num_shards: int = 1
-    together: bool = False
+    count_draws: bool = False  # count how often each item was drawn
+    num_shards: int = 1  # nodes over which the table is spread
+    together: bool = False  # whether several nodes make its selections together
+    # By global batch, index of its first sample among those of all tables; None: 0.
     offset: Callable[[int], int] | None = None
-    rate_timeout_s: float = DEFAULT_TIMEOUT_S
-    most_trajectories: int = 1
+    rate_timeout_s: float = DEFAULT_TIMEOUT_S  # longest wait for the rate limiter
+    most_trajectories: int = 1  # of an item: more than 1 where items are groups
 
     @property
     def rule(self) -> MassRule:
@@ -124,24 +111,16 @@ def mixture_of(config: GearConfig, info: BatchInfo) -> Mixture | None:
 
 @dataclass(frozen=True)
 class SampledTable:
-    """A table that is sampled, as an input of its streams' specs.
-
-    Args:
-        split: Fractions of the splits.
-        dataset: This node's part of the table's data set; None: the table has a capacity.
-        num_items: Most items that the table ever holds, all nodes together.
-        num_shards: Nodes over which the table is spread.
-        weight_total: Sum of the weights of all items where this node has only a part; None: it has all.
-        replicated: Whether several nodes hold the whole table.
-    """
+    """A table that is sampled, as an input of its streams' specs."""
 
     name: str
-    split: Mapping[str, float]
-    dataset: Dataset | None
-    num_items: int
-    num_shards: int = 1
+    split: Mapping[str, float]  # fractions of the splits
+    dataset: Dataset | None  # this node's part of the table's data set; None: the table has a capacity
+    num_items: int  # most items that the table ever holds, all nodes together
+    num_shards: int = 1  # nodes over which the table is spread
+    # Sum of the weights of all items where this node has only a part; None: it has all.
     weight_total: float | None = None
-    replicated: bool = False
+    replicated: bool = False  # whether several nodes hold the whole table
 
 
 def stream_specs(
@@ -152,11 +131,6 @@ def stream_specs(
     mixture: Mixture | None = None,
 ) -> list[StreamSpec]:
     """Return the training stream and one evaluation stream per split of a sampled table.
-
-    Args:
-        fields: The fields of a batch.
-        info: Sizes of a batch.
-        mixture: Numbers of samples from each table; None with one table.
 
     Raises:
         DataError: The data set's weights are negative, infinite or NaN.
@@ -226,7 +200,10 @@ def _admitted(
         unit=options.unit,
         by_length=False,
         anchors=anchor_rule(config, fields),
-        where=_conditions(options),
+        where=tuple(
+            Condition(column, bounds.min, bounds.max, None if bounds.in_ is None else tuple(bounds.in_))
+            for column, bounds in options.where.items()
+        ),
         split=dict(split),
         late=read_columns(options, fields, group),
     )
@@ -250,33 +227,18 @@ def read_columns(
 def weight_total(
     config: GearConfig, fields: Sequence[ResolvedField], split: Mapping[str, float], dataset: Dataset
 ) -> float:
-    """Return the sum of the weights of the items of a data set, or of a part; 0 without weights.
-
-    Raises:
-        DataError: The weights are negative, infinite or NaN.
-    """
+    """Return the sum of the weights of the items of a data set, or of a part; 0 without weights."""
     column = config.item_sampler.weight_column
     return 0.0 if column is None else sum_of_weights(column, _admitted(config, fields, split), dataset)
 
 
 def sum_of_weights(column: str, admitted: MassRule, dataset: Dataset) -> float:
-    """Return the sum of the weights of all items.
-
-    Raises:
-        DataError: The weights are negative, infinite or NaN.
-    """
+    """Return the sum of the weights of all items; raise a DataError if they are no weights."""
     weights = as_numbers(dataset.columns[column], dataset.schema[column])
     check_weights(f"table {dataset.path}: column {column}", weights)
     anchors = admitted.anchors.num_anchors(dataset.lengths)
     counts = anchors if admitted.unit == "step" else (anchors > 0).astype(np.int64)
     return float(weights.astype(np.float64) @ counts)
-
-
-def _conditions(options: SamplerOptions) -> tuple[Condition, ...]:
-    return tuple(
-        Condition(column, bounds.min, bounds.max, None if bounds.in_ is None else tuple(bounds.in_))
-        for column, bounds in options.where.items()
-    )
 
 
 def anchor_rule(config: GearConfig, fields: Sequence[ResolvedField]) -> AnchorRule:

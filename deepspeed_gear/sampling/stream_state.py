@@ -7,21 +7,20 @@ of the latest selections. Every process of a node has a `StreamState` over the s
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from deepspeed_gear.ops.constants import SHARD_BITS, UNKNOWN
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
-from deepspeed_gear.sampling.age_masses import AgeMasses
+from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
 from deepspeed_gear.sampling.rate_limiting import JointSelectionLimiter, LimiterWait, SelectionLimiter
 from deepspeed_gear.sampling.sample_counts import SampleCounts
 from deepspeed_gear.sampling.selection import SelectionFailure
 from deepspeed_gear.sampling.staleness import Staleness
 from deepspeed_gear.sampling.stream_spec import FAILURE_WORDS, StreamSpec
-from deepspeed_gear.sampling.sum_tree import ItemMasses
+from deepspeed_gear.sampling.sum_tree import AgeMasses, ItemMasses
 from deepspeed_gear.store.group_spec import SlotGroup
 from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.memory_layout import Region
@@ -29,7 +28,6 @@ from deepspeed_gear.store.records import NOTHING, Control, Head, Position
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec
 
-TRAIN = "train"
 _WORDS_OF_SLOT = (
     (Resolution.ID, Slot.ID),
     (Resolution.GENERATION, Slot.GENERATION),
@@ -49,6 +47,8 @@ def stream_regions(spec: StreamSpec, table: TableSpec) -> list[Region]:
     """Return a stream's regions in the store of a table."""
     masses = masses_type(spec).regions(spec, table.num_slots, table.num_rows, table.num_peers)
     at, depth, batch, most = spec.at, spec.depth, spec.batch, spec.most_records
+    # An epoch whose items may be evicted.
+    skips = spec.sampler.walks and not spec.sampler.is_pass and table.dataset is None
     drawn = [
         Region(at + "drawn", "int64", (depth, batch, Resolution.NUM_WORDS)),
         Region(at + "drawn_epochs", "int64", (depth, batch)),
@@ -65,27 +65,8 @@ def stream_regions(spec: StreamSpec, table: TableSpec) -> list[Region]:
         *masses,
         *SampleCounts.regions(spec, table),
         *([] if table.dataset is not None else [Region(at + "last_drawn", "int64", (table.num_slots,))]),
-        *([Region(at + "walked", "int64", (table.num_slots,))] if _skips(spec, table) else []),
+        *([Region(at + "walked", "int64", (table.num_slots,))] if skips else []),
     ]
-
-
-def _skips(spec: StreamSpec, table: TableSpec) -> bool:
-    """Return whether the stream walks epochs whose items may be evicted."""
-    return spec.sampler.walks and not spec.sampler.is_pass and table.dataset is None
-
-
-def _noting(counts: SampleCounts | None, staleness: Staleness | None) -> Callable[[np.ndarray], None] | None:
-    """Return the callback for slots with new trajectories or steps; None: none is needed."""
-    if counts is None and staleness is None:
-        return None
-
-    def note(slots: np.ndarray) -> None:
-        if counts is not None:
-            counts.forget(slots)
-        if staleness is not None:
-            staleness.note_versions(slots)
-
-    return note
 
 
 class StreamState:
@@ -125,11 +106,13 @@ class StreamState:
         self.counts = SampleCounts(spec, table) if spec.count_draws else None
         staleness = Staleness(table) if trains_online else None
         self.staleness = staleness if staleness is not None and staleness.is_limited else None
-        made = masses_type(spec)(spec, table, _noting(self.counts, self.staleness))
+        noting = [] if self.counts is None else [self.counts.forget]
+        if self.staleness is not None:
+            noting.append(self.staleness.note_versions)
+        made = masses_type(spec)(spec, table, noting)
         self.masses: ItemMasses = made
         self.priorities = made if isinstance(made, PriorityMasses) else None
         self.reports = None if self.priorities is None else self.priorities.reports
-        self.ages = made if isinstance(made, AgeMasses) else None
         self.has_item_masses = spec.priorities is not None or spec.rule.has_weights
         self.has_unit_masses = spec.rule.unit == "step" and not self.has_item_masses
 
@@ -156,8 +139,8 @@ class StreamState:
     @property
     def with_ages(self) -> AgeMasses:
         """The masses of a sampler by age."""
-        assert self.ages is not None
-        return self.ages
+        assert isinstance(self.masses, AgeMasses)
+        return self.masses
 
     # ---- changes ---------------------------------------------------------------------------------
 
@@ -210,11 +193,6 @@ class StreamState:
                 slots, _ = self.groups.trajectories(slots)
             self.last_drawn[slots] = key
 
-    def begin_epoch(self) -> None:
-        """Note the trajectories that the tree has masses of, as an epoch begins."""
-        if self.walked is not None:
-            self.walked[:] = self.table.slots[:, Slot.GENERATION]
-
     def evicted(self, slots: np.ndarray) -> np.ndarray:
         """Return which slots' items of the epoch were evicted since it began. [n] -> [n], bool."""
         if self.walked is None:
@@ -224,12 +202,12 @@ class StreamState:
         return np.asarray(~is_same | (records[:, Slot.STATE] != SlotState.COMMITTED))
 
     def members(self, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the records of all trajectories of drawn groups, group by group.
+        """Return the records of all trajectories of drawn groups, group by group, and the group of each.
 
         Args:
             drawn: Resolutions of their leaders. [n, 8], int64.
         Returns:
-            The records, [m, 8], int64, and the index of the group of each, [m], int64.
+            [m, 8], int64, and [m], int64.
         """
         slots, item = self.groups.trajectories(drawn[:, Resolution.SLOT])
         records, found = self.table.slots[slots], np.zeros((len(slots), Resolution.NUM_WORDS), np.int64)
@@ -241,11 +219,7 @@ class StreamState:
         return found, item
 
     def expand(self, entry: int, count: int) -> int:
-        """Write the trajectories of drawn groups to a ring entry; return their number.
-
-        Args:
-            count: Groups that are drawn for it.
-        """
+        """Write the trajectories of the `count` drawn groups to a ring entry; return their number."""
         found, item = self.members(self.drawn_words[entry, :count])
         self.ring_words[entry, : len(found)] = found
         self.entries[entry][1][: len(found)] = self.drawn[entry][1][torch.from_numpy(item)]
@@ -303,7 +277,9 @@ class StreamState:
         if self.origins is not None and self.spec.sampler.is_pass:
             unused = unused[:0]  # a pass begins again
         ring, own = self._own_samples(unused)
-        if not self._are_stored(ring[own], slots):
+        sampled = ring[own][:, Resolution.SLOT]
+        is_held = self.table.slots[sampled, Slot.GENERATION] == ring[own][:, Resolution.GENERATION]
+        if not (is_held & np.isin(sampled, slots)).all():
             unused, ring = unused[:0], ring[:0]  # their rows were freed: these batches cannot be gathered
         ring[..., Resolution.SLOT] = np.searchsorted(slots, ring[..., Resolution.SLOT])
         return {
@@ -330,12 +306,6 @@ class StreamState:
         ring[drawn & ~own] = 0
         ring[drawn & ~own, Resolution.ID] = UNKNOWN
         return ring, own
-
-    def _are_stored(self, records: np.ndarray, slots: np.ndarray) -> bool:
-        """Return whether the trajectories of all samples lie in these slots."""
-        sampled = records[:, Resolution.SLOT]
-        current = self.table.slots[sampled, Slot.GENERATION] == records[:, Resolution.GENERATION]
-        return bool((current & np.isin(sampled, slots)).all())
 
     def restore(self, slots: np.ndarray, content: dict[str, np.ndarray]) -> None:
         """Restore the state that `export` returned; the table's slots are already restored.
@@ -368,8 +338,8 @@ class StreamState:
         entries = heads[:, Head.KEY] % self.spec.depth
         self.heads[entries], self.epochs.numpy()[entries] = heads, content["epochs"]
         self.position[: Head.NUM_SET] = content["position"]
-        if self.origins is None:
-            for entry, head in zip(entries.tolist(), heads, strict=True):
-                if self.last_drawn is not None:
-                    pinned = self.ring_words[entry, : int(head[Head.COUNT]), Resolution.SLOT]
-                    self.last_drawn[pinned] = int(head[Head.KEY])
+        if self.origins is not None or self.last_drawn is None:
+            return
+        for entry, head in zip(entries.tolist(), heads, strict=True):
+            pinned = self.ring_words[entry, : int(head[Head.COUNT]), Resolution.SLOT]
+            self.last_drawn[pinned] = int(head[Head.KEY])

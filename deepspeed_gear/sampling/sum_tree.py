@@ -3,11 +3,14 @@
 Every change of a slot, by any process, is appended to the table's log. The next selection queues the masses
 of these slots by the rule, and writes the queue to the tree. So a tree never changes during a draw. The slot
 table is authoritative: after a death, or if more has changed than the log holds, the two are compared.
+
+`ItemMasses` has the masses of a rule, `AgeMasses` also the order of age; priority_masses.py has those of
+priorities.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -16,9 +19,8 @@ import torch
 from deepspeed_gear.ops.constants import FAN_OUT, tree_levels, tree_size
 from deepspeed_gear.ops.philox import below, philox
 from deepspeed_gear.ops.records import RandomPurpose, Resolution, Slot, SlotState
-from deepspeed_gear.sampling.mass_rules import UNIT_CODES
+from deepspeed_gear.sampling.mass_rules import UNIT_CODES, WindowEdge
 from deepspeed_gear.sampling.stream_spec import StreamSpec
-from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.native_rows import address
 from deepspeed_gear.store.records import NOTHING, Control, SlotRetention
@@ -43,11 +45,11 @@ class ItemMasses:
     Process safety: every method requires the table's lock, `initialise` memory that is not linked yet.
 
     Args:
-        on_change: Called with the committed slots that hold something new, or may do so; or None.
+        on_change: Functions that get the committed slots that hold something new, or may do so.
     """
 
     def __init__(
-        self, spec: StreamSpec, table: Table, on_change: Callable[[np.ndarray], None] | None = None
+        self, spec: StreamSpec, table: Table, on_change: Sequence[Callable[[np.ndarray], None]] = ()
     ) -> None:
         self.spec, self.table, self.ops = spec, table, table.ops
         views = table.views
@@ -78,7 +80,7 @@ class ItemMasses:
             "log": 0 if log is None else log.data_ptr(),
             "log_size": 0 if log is None else log.size(0),
             "unit": self._how[1],
-            "plain_unit": -1 if self._plain_unit is None or self._on_change is not None else self._plain_unit,
+            "plain_unit": -1 if self._plain_unit is None or self._on_change else self._plain_unit,
             "has_priorities": 0,
         }
 
@@ -105,36 +107,27 @@ class ItemMasses:
         if self._groups is not None:
             self._groups.update()
         self.words[TreeChanges.SEEN] = self._control[Control.CHANGED]
-        self._initialise_slots(np.nonzero(self.table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0])
-
-    def _initialise_slots(self, slots: np.ndarray) -> None:
-        """Set the masses of committed slots in new memory. [n], int64."""
-        self._set(slots, self.of(slots))
-        self._build()
+        slots = np.nonzero(self.table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
+        if self._plain_unit is None:
+            self._set(slots, self.of(slots))
+            self._build()
+        else:  # NumPy takes ten times as long
+            self._take(torch.from_numpy(slots), 0, len(slots), self._plain_unit)
 
     def of(self, slots: np.ndarray) -> np.ndarray:
-        """Return the masses of committed slots by the rule. [n] -> [n], int64."""
-        if self._groups is not None:
-            return self._of_groups(slots, self._groups)
-        records = self.table.slots[slots]
-        masses = self.spec.rule.masses(
-            records[:, Slot.ID], records[:, Slot.NUM_STEPS], lambda name: self.table.values(name, slots)
-        )
-        if not self._late:
+        """Return the masses of committed slots by the rule; of leaders those of their groups. [n], int64."""
+        if self._groups is None:
+            at, chosen, steps = np.arange(len(slots)), slots, self.table.slots[slots, Slot.NUM_STEPS]
+        else:
+            at = np.nonzero(self._groups.is_leader(slots))[0]
+            chosen = slots[at]
+            steps = self._groups.steps(chosen)
+        ids, masses = self.table.slots[chosen, Slot.ID], np.zeros(len(slots), np.int64)
+        masses[at] = self.spec.rule.masses(ids, steps, lambda name: self.table.values(name, chosen))
+        if self._groups is not None or not self._late:
             return masses
         present = self.table.views["retention"][slots, SlotRetention.PRESENT]
         return np.where(present & self._late == self._late, masses, 0)
-
-    def _of_groups(self, slots: np.ndarray, groups: TableGroups) -> np.ndarray:
-        """Return the masses of committed slots: of leaders those of their groups. [n] -> [n], int64."""
-        masses, at = np.zeros(len(slots), np.int64), np.nonzero(groups.is_leader(slots))[0]
-        leaders = slots[at]
-        masses[at] = self.spec.rule.masses(
-            self.table.slots[leaders, Slot.ID],
-            groups.steps(leaders),
-            lambda name: self.table.values(name, leaders),
-        )
-        return masses
 
     # ---- changes ---------------------------------------------------------------------------------
 
@@ -155,15 +148,13 @@ class ItemMasses:
         return slots
 
     def _report_changed(self, slots: np.ndarray | None) -> None:
-        """Call `on_change` with those of the slots that are committed; None: of all slots."""
-        if self._on_change is None:
+        """Call each `on_change` with those of the slots that are committed; None: of all slots."""
+        if not self._on_change:
             return
-        states = self.table.slots[:, Slot.STATE]
-        self._on_change(
-            np.nonzero(states == SlotState.COMMITTED)[0]
-            if slots is None
-            else slots[states[slots] == SlotState.COMMITTED]
-        )
+        is_committed = self.table.slots[:, Slot.STATE] == SlotState.COMMITTED
+        committed = np.nonzero(is_committed)[0] if slots is None else slots[is_committed[slots]]
+        for call in self._on_change:
+            call(committed)
 
     def will_have_mass(self) -> bool:
         """Return whether any slot has a mass after all waiting changes. Cost: one pass."""
@@ -172,10 +163,8 @@ class ItemMasses:
 
     def _wanted(self, slots: np.ndarray) -> np.ndarray:
         """Return the masses of slots by their states and the rule. [n] -> [n], int64."""
-        wanted, committed = (
-            np.zeros(len(slots), np.int64),
-            self.table.slots[slots, Slot.STATE] == SlotState.COMMITTED,
-        )
+        wanted = np.zeros(len(slots), np.int64)
+        committed = self.table.slots[slots, Slot.STATE] == SlotState.COMMITTED
         wanted[committed] = self.of(slots[committed])
         return wanted
 
@@ -185,12 +174,7 @@ class ItemMasses:
         return np.nonzero(effective != self._wanted(np.arange(len(effective))))[0]
 
     def queue(self, slots: np.ndarray, masses: np.ndarray) -> None:
-        """Queue changes for the next selection; the last one of a slot wins.
-
-        Args:
-            slots: Each once. [n], int64.
-            masses: [n], int64.
-        """
+        """Queue masses of different slots for the next selection; the last one of a slot wins. [n], int64."""
         new = slots[self.queued[slots] == NOTHING]
         count = self.words[TreeChanges.NUM_QUEUED]
         self._dirty[count : count + len(new)] = new
@@ -207,12 +191,10 @@ class ItemMasses:
         )
 
     def apply(self, key: int) -> None:
-        """Apply to the tree all changes that precede the selection of a global batch."""
-        del key
-        self.apply_slots()
+        """Apply to the tree all changes that precede the selection of a global batch.
 
-    def apply_slots(self) -> None:
-        """Write changed masses to the tree. `recover` repairs it after a death inside."""
+        `recover` repairs it after a death inside.
+        """
         if self._take_at_once():
             return
         self.take_changes()
@@ -230,7 +212,7 @@ class ItemMasses:
         """Write changed masses to the tree with one op, where the slot table alone determines them."""
         seen, changed = self.words[TreeChanges.SEEN], self._control[Control.CHANGED]
         unit, log = self._plain_unit, self._log
-        if unit is None or log is None or self._on_change is not None or self.words[TreeChanges.NUM_QUEUED]:
+        if unit is None or log is None or self._on_change or self.words[TreeChanges.NUM_QUEUED]:
             return False
         if changed - seen > log.size(0):  # `len` of a tensor takes ten times as long
             return False
@@ -282,26 +264,14 @@ class ItemMasses:
         return sum(self._top.tolist())  # plain integers: with cold caches a NumPy reduction costs 30 us
 
     def resolve(self, rows: torch.Tensor, coordinates: torch.Tensor, first: int) -> None:
-        """Resolve coordinates to items.
-
-        Args:
-            rows: Gets the resolutions. [n, 8], int64.
-            coordinates: In [0, total). [n], int64.
-            first: Sample number of the first one.
-        """
+        """Write the resolutions of coordinates to rows, numbered from `first` on. [n, 8]; [n]; int64."""
         self.ops.resolve_(rows, self.sums, self._slots, coordinates, *self._how, first)
         if self.spec.rule.has_weights and self.spec.rule.unit == "step":
             words = rows.numpy()  # the mass of one step
             words[:, Resolution.MASS] //= self.spec.rule.anchors.num_anchors(words[:, Resolution.NUM_STEPS])
 
     def resolve_numbered(self, rows: torch.Tensor, coordinates: torch.Tensor, numbers: np.ndarray) -> None:
-        """Resolve coordinates to items, where sample numbers have gaps.
-
-        Args:
-            rows: Gets the resolutions. [n, 8], int64.
-            coordinates: In [0, total). [n], int64.
-            numbers: Sample numbers. [n], int64.
-        """
+        """Resolve coordinates as `resolve`, where sample numbers have gaps. [n], int64."""
         self.resolve(rows, coordinates, 0)
         words = rows.numpy()
         words[:, Resolution.SAMPLE_NUMBER] = numbers
@@ -348,3 +318,94 @@ class ItemMasses:
         waiting = np.nonzero(self.queued != NOTHING)[0]
         self._dirty[: len(waiting)] = waiting
         self.words[TreeChanges.NUM_QUEUED], self.words[TreeChanges.APPLYING] = len(waiting), 0
+
+
+class AgeMasses(ItemMasses):
+    """Masses in the order of age: the oldest and the newest items, and windows of the newest ones.
+
+    A trajectory is newer than those with a smaller id: ids follow the order of arrival, and in a data set the
+    stored order. What a window admits depends on all stored trajectories; so a selection that follows a
+    change computes the masses of all slots again.
+
+    Cost of a selection that needs the order: a sort of all trajectories.
+    """
+
+    def initialise(self) -> None:
+        super().initialise()
+        self.queue_window()
+        super().apply(0)
+
+    def apply(self, key: int) -> None:
+        waiting = self.waiting
+        self.take_changes()
+        if waiting and self.spec.num_shards == 1:
+            self.queue_window()
+        super().apply(key)
+
+    def contents(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Return ids, numbers of items and values of the window's column of all admitted trajectories."""
+        slots, _, counts = self._counted()
+        window = self.spec.rule.window
+        assert window is not None
+        values = None if window.column is None else self.table.values(window.column, slots)
+        return self.table.slots[slots, Slot.ID], counts, values
+
+    def _counted(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the committed slots, the mass by the rule and the number of items of each."""
+        committed = np.nonzero(self.table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
+        masses = self.of(committed)
+        return committed, masses, masses if self.spec.rule.unit == "step" else (masses > 0).astype(np.int64)
+
+    def queue_window(self, edge: WindowEdge | None = None) -> None:
+        """Queue the mass changes of trajectories that enter or leave the window after queued changes.
+
+        Args:
+            edge: Of a window over all nodes; None: that of this store.
+        """
+        window = self.spec.rule.window
+        if window is None:
+            return
+        committed, masses, counts = self._counted()
+        ids = self.table.slots[committed, Slot.ID]
+
+        def column(name: str) -> np.ndarray:
+            return self.table.values(name, committed)
+
+        edge = window.edge(ids, counts, column) if edge is None else edge
+        inside = window.admits(edge, ids, counts, column)
+        wanted = np.zeros(self.num_items, np.int64)
+        wanted[committed] = np.where(inside, masses, 0)
+        changed = np.nonzero(np.where(self.queued >= 0, self.queued, self.leaves) != wanted)[0]
+        self.queue(changed, wanted[changed])
+
+    def extreme(self, count: int, newest: bool) -> torch.Tensor:
+        """Return the coordinates of the oldest items, oldest first, or of the newest; or fewer. [n]."""
+        _, masses, first = self.ends(count, newest)
+        return items_of(masses, first, count, newest)
+
+    def ends(self, count: int, newest: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the trajectories that hold the oldest or the newest items, the oldest or newest first.
+
+        Returns:
+            Id, mass and first coordinate of each. [n], int64.
+        """
+        slots = np.nonzero(self.leaves)[0]
+        slots = slots[np.argsort(self.table.slots[slots, Slot.ID], kind="stable")]
+        slots = slots[::-1] if newest else slots
+        slots = slots[: np.searchsorted(np.cumsum(self.leaves[slots]), count) + 1]
+        first = self.coordinates_of(torch.from_numpy(slots.copy())).numpy()
+        return self.table.slots[slots, Slot.ID], self.leaves[slots], first
+
+
+def items_of(masses: np.ndarray, first: np.ndarray, count: int, newest: bool) -> torch.Tensor:
+    """Return the coordinates of the items of trajectories, optionally each one's newest first.
+
+    Args:
+        masses: Of the trajectories. [n], int64.
+        first: Their first coordinates. [n], int64.
+        count: At most so many items.
+        newest: Whether the last items of a trajectory come first.
+    """
+    index = np.arange(masses.sum()) - np.repeat(np.cumsum(masses) - masses, masses)
+    index = np.repeat(masses, masses) - 1 - index if newest else index
+    return torch.from_numpy((np.repeat(first, masses) + index)[:count])

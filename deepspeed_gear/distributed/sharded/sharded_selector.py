@@ -22,11 +22,11 @@ from deepspeed_gear.distributed.sharded.resolution_exchange import (
 )
 from deepspeed_gear.distributed.sharded.selection_agreement import SelectionAgreement, StatusMessage
 from deepspeed_gear.ops.records import LogEntry, Resolution, UpdateCount
-from deepspeed_gear.sampling.age_masses import items_of
 from deepspeed_gear.sampling.mass_rules import NO_ID, AgeWindow, WindowEdge, newest_of
-from deepspeed_gear.sampling.priority_masses import merge_by_id, merge_top
+from deepspeed_gear.sampling.priority_masses import merge_highest
 from deepspeed_gear.sampling.rate_limiting import JointSelectionLimiter, NodeRate, SelectionLimiter
 from deepspeed_gear.sampling.stream_state import StreamState
+from deepspeed_gear.sampling.sum_tree import items_of
 
 PACKED_REPORT_WORDS = 3
 
@@ -148,7 +148,7 @@ class ShardedSelector(SelectionAgreement):
         edge = edge_over_nodes(self.channel, self.spec.rule.window, *contents)
 
         def change() -> None:
-            masses.apply_window(edge)
+            masses.queue_window(edge)
             masses.apply(key)
 
         self._apply_together(change)
@@ -292,14 +292,12 @@ class ShardedSelector(SelectionAgreement):
                 axis=1,
             )
         found = self.channel.gather_ragged(own)
-        priorities = [rows[:, 0].astype(np.int32).view(np.float32) for rows in found]
-        if self._table.spec.dataset is None:  # equal priorities by the age of their trajectories
-            shards, which = merge_by_id(priorities, [rows[:, 1] for rows in found], count)
-        else:
-            shards, which = merge_top(priorities, [np.arange(len(rows)) for rows in found], count)
+        every, shards = np.concatenate(found), np.repeat(np.arange(len(found)), list(map(len, found)))
+        # Equal priorities by the age of their trajectories; a data set's are older in the first shards.
+        ages = every[:, 1] if self._table.spec.dataset is None else shards
+        chosen = merge_highest(every[:, 0].astype(np.int32).view(np.float32), ages, count)
         before = np.cumsum(self._totals) - self._totals
-        chosen = [before[shard] + found[shard][index, 2] for shard, index in zip(shards, which, strict=True)]
-        return torch.tensor(chosen, dtype=torch.int64)
+        return torch.from_numpy(before[shards[chosen]] + every[chosen, 2])
 
     def extreme(self, count: int, newest: bool) -> torch.Tensor:
         masses = self.state.with_ages

@@ -144,7 +144,7 @@ def test_a_death_while_drawing_ahead_leaves_a_whole_stream() -> None:
             mine.state.ring[1] = -7  # half of it is written
             os.kill(os.getpid(), signal.SIGKILL)
 
-        mine._maker._drawn = draw  # type: ignore[method-assign]
+        mine.selector._coordinates_of = draw  # type: ignore[method-assign]
         mine.get(0)
 
     assert (rows(stream, 0) == wanted[0]).all()
