@@ -7,15 +7,14 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from gear_support import wait_until
-from process_support import exit_status, in_child, kill
+from process_support import in_child, kill
 from scipy import stats
-from store_support import StoreScene, check_whole, stream_spec
+from store_support import check_whole, stream_spec
 
 from deepspeed_gear.errors import PeerError, StoreError
 from deepspeed_gear.replay import table_access
@@ -26,19 +25,6 @@ from deepspeed_gear.store.records import Head
 
 LENGTHS = [1, 2, 7, 33, 5, 64, 12, 100]
 ITEMS = {(number, step) for number, steps in enumerate(LENGTHS) for step in range(steps)}
-
-
-@pytest.fixture
-def scenes() -> Iterator[Any]:
-    made: list[StoreScene] = []
-
-    def make(*specs: Any, **options: Any) -> StoreScene:
-        made.append(StoreScene(specs, **options))
-        return made[-1]
-
-    yield make
-    for scene in made:
-        scene.close()
 
 
 def draws(stream: BatchStream, first: int, count: int) -> np.ndarray:
@@ -412,19 +398,3 @@ def test_seek_continues(scenes: Any) -> None:
         with again.table.lock:
             again.state.seek(*state)
         assert [items(again.get(key)) for key in (6, 7)] == wanted
-
-
-def test_a_dead_process_leaves_a_whole_stream(scenes: Any) -> None:
-    """A process that dies with the lock, a queue and half a selection; all points of death: test_crash.py."""
-    scene = scenes(stream_spec(batch=50), lengths=LENGTHS)
-
-    def die() -> None:
-        table, (stream,) = scene.attach(1)
-        with table.lock:
-            table.extents.retire(2)
-            stream.state.heads[0, 0] = -1
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    assert exit_status(in_child(die)) == -signal.SIGKILL
-    assert 2 not in draws(scene.streams[0], 0, 1)[:, 0]
-    check_whole(scene.table, scene.streams)

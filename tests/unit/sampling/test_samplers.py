@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,15 @@ import torch
 from gear_support import SCHEMA, config_of, lengths_of, trajectory, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
-from replay_support import streams_of
-from store_support import StoreScene, check_whole, priority_rule, stream_spec
+from replay_support import online, streams_of, take
+from store_support import check_whole, priority_rule, stream_spec
 
 from deepspeed_gear import Column, DatasetWriter, Replay, Schema
+from deepspeed_gear.config import parse
 from deepspeed_gear.errors import ConfigError, DataError, StoreError, StoreFullError
-from deepspeed_gear.ops.reference.select import anchor_at
+from deepspeed_gear.ops.reference.select import anchor_at, num_anchors
 from deepspeed_gear.replay import table_access
-from deepspeed_gear.sampling.anchors import AnchorRule
+from deepspeed_gear.sampling.anchors import AnchorRule, WindowSpan
 from deepspeed_gear.sampling.mass_rules import (
     MOST_BITS,
     AgeWindow,
@@ -28,22 +29,12 @@ from deepspeed_gear.sampling.mass_rules import (
     masses_of_weights,
     weight_bits,
 )
+from deepspeed_gear.sampling.priority_masses import merge_highest
+from deepspeed_gear.sampling.samplers import SAMPLERS
+from deepspeed_gear.sampling.samplers.base import SamplerScope, SamplerSpec
 
 LENGTHS = [1, 2, 7, 33, 5, 12]
 Item = tuple[int, int]
-
-
-@pytest.fixture
-def scenes() -> Iterator[Any]:
-    made: list[StoreScene] = []
-
-    def make(spec: Any, **options: Any) -> StoreScene:
-        made.append(StoreScene([spec], **{"lengths": LENGTHS, **options}))
-        return made[-1]
-
-    yield make
-    for scene in made:
-        scene.close()
 
 
 def taken(stream: Any, key: int) -> list[Item]:
@@ -55,7 +46,7 @@ def taken(stream: Any, key: int) -> list[Item]:
 
 # ---- anchors -------------------------------------------------------------------------------------
 
-rules = st.builds(
+RULES = st.builds(
     AnchorRule,
     first=st.integers(0, 6),
     trim=st.integers(0, 6),
@@ -63,28 +54,53 @@ rules = st.builds(
     most=st.sampled_from([1, 3, 2**62]),
     from_end=st.integers(0, 1),
 )
+WINDOWS = st.builds(WindowSpan, st.integers(-12, 12), st.integers(1, 12), st.integers(0, 1))
 
 
-@given(rules, st.integers(1, 30))
-def test_admits_is_what_the_ops_choose(rule: AnchorRule, num_steps: int) -> None:
+def places(rule: AnchorRule, num_steps: int) -> list[int]:
+    """Return every anchor that the ops can choose."""
     count = int(rule.num_anchors(np.array([num_steps]))[0])
-    places = anchor_at(rule.as_list(), torch.full((count,), num_steps), torch.arange(count)).tolist()
+    assert num_anchors(rule.as_list(), torch.tensor([num_steps])).tolist() == [count]
+    return anchor_at(rule.as_list(), torch.full((count,), num_steps), torch.arange(count)).tolist()
+
+
+@given(RULES, st.integers(1, 30))
+def test_admits_is_what_the_ops_choose(rule: AnchorRule, num_steps: int) -> None:
     steps = np.arange(num_steps + 3)
     found = rule.admits(steps, np.full(len(steps), num_steps))
-    assert steps[found].tolist() == sorted(places)
+    assert steps[found].tolist() == sorted(places(rule, num_steps))
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 32, 33, 100])
+def test_plain_rules(n: int) -> None:
+    assert places(AnchorRule.all(), n) == places(AnchorRule.fits([]), n) == list(range(n))
+    assert (places(AnchorRule.start(), n), places(AnchorRule.end(), n)) == ([0], [n - 1])
+    for k in (1, 2, 7, 33, 1000):
+        assert places(AnchorRule.every(k), n) == list(range(0, n, k))
+
+
+@given(st.lists(WINDOWS, min_size=1, max_size=4), st.integers(1, 40))
+def test_fits_is_exact(reaches: list[WindowSpan], num_steps: int) -> None:
+    """Admit an anchor if and only if no window has a step outside its trajectory."""
+    exact = [
+        anchor
+        for anchor in range(num_steps)
+        if all(0 <= anchor + r.offset <= num_steps + r.extra - r.length for r in reaches)
+    ]
+    assert places(AnchorRule.fits(reaches), num_steps) == exact
 
 
 # ---- weights -------------------------------------------------------------------------------------
 
 
 def test_small_weights_keep_their_distribution() -> None:
-    """10^7 weights that sum to 1: the mass of each is its share to 1e-6, and the total has room."""
-    weights = np.random.default_rng(0).exponential(size=10_000_000)
+    """10^6 weights that sum to 1: the mass of each is its share to 1e-6, and the total has room."""
+    weights = np.random.default_rng(0).exponential(size=1_000_000)
     weights /= weights.sum()
     bits = weight_bits(float(weights @ np.ones(len(weights))))
     masses = masses_of_weights(weights, bits)
     assert 2 ** (MOST_BITS - 1) <= masses.sum() < 2**62
-    large = weights > 1e-9
+    large = weights > 1e-8
     assert large.mean() > 0.98
     assert np.abs(masses[large] / masses.sum() / weights[large] - 1).max() < 1e-6
     assert masses.min() >= 1
@@ -191,7 +207,7 @@ def step_items(stored: dict[int, int]) -> list[Item]:
 @pytest.mark.parametrize("kind", ["fifo", "lifo"])
 def test_fifo_and_lifo_are_the_order_of_ids(scenes: Any, kind: str, unit: str) -> None:
     """Also where slots are used again, so that a newer trajectory lies before an older one."""
-    scene = scenes(stream_spec(kind, unit, 4), num_slots=6)
+    scene = scenes(stream_spec(kind, unit, 4), lengths=LENGTHS, num_slots=6)
     stored, stream = dict(enumerate(LENGTHS)), scene.streams[0]
     for key, gone in enumerate([[], [0], [5, 3], [2], [1, 4]]):
         table_access.remove(scene.table, gone)
@@ -208,7 +224,7 @@ def test_fifo_and_lifo_are_the_order_of_ids(scenes: Any, kind: str, unit: str) -
 @pytest.mark.parametrize("kind", ["fifo", "lifo", "top_k"])
 def test_fewer_items_than_a_batch_are_an_error_that_passes(scenes: Any, kind: str) -> None:
     rule = {"priorities": priority_rule()} if kind == "top_k" else {}
-    scene = scenes(stream_spec(kind, batch=7, **rule))
+    scene = scenes(stream_spec(kind, batch=7, **rule), lengths=LENGTHS)
     text = r"must hold as many items as a global batch \(7\), each with a mass, got 6; lower the batch size"
     with pytest.raises(StoreError, match=text):
         taken(scene.streams[0], 0)
@@ -219,7 +235,7 @@ def test_fewer_items_than_a_batch_are_an_error_that_passes(scenes: Any, kind: st
 @pytest.mark.parametrize("unit", ["step", "trajectory"])
 def test_recent_items_while_trajectories_come_and_go(scenes: Any, unit: str) -> None:
     newest = 9 if unit == "step" else 3
-    scene = scenes(stream_spec("random", unit, 600, window=AgeWindow(newest)), num_slots=9)
+    scene = scenes(stream_spec("random", unit, 600, window=AgeWindow(newest)), lengths=LENGTHS, num_slots=9)
     stored, stream, chance = dict(enumerate(LENGTHS)), scene.streams[0], np.random.default_rng(0)
     for key in range(25):
         gone = [int(n) for n in chance.choice(sorted(stored), 2, replace=False)] if len(stored) > 4 else []
@@ -278,13 +294,27 @@ def test_top_k_of_a_replay() -> None:
         assert batch.is_weight.tolist() == [1] * 5
 
 
+@given(st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=6), max_size=4), st.data())
+def test_the_highest_priorities_of_all_shards(
+    shards: list[list[tuple[int, int]]], data: st.DataObject
+) -> None:
+    """Shards hold different trajectories, each of them with any number of items."""
+    items = [(-p, len(shards) * t + s, i, s) for s, own in enumerate(shards) for i, (p, t) in enumerate(own)]
+    count = data.draw(st.integers(0, len(items) + 2))
+    every = [(s, i, p, len(shards) * t + s) for s, own in enumerate(shards) for i, (p, t) in enumerate(own)]
+    values, ids = (np.array([item[word] for item in every]) for word in (2, 3))
+    chosen = merge_highest(values.astype(np.float32), ids, count)
+    expected = [(s, i) for _, _, i, s in sorted(items)[:count]]
+    assert [every[at][:2] for at in chosen.tolist()] == expected
+
+
 # ---- epochs without a tail -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch", [7, 20, 60])
 def test_a_dropped_tail(scenes: Any, batch: int) -> None:
     """60 items: no batch spans two epochs, and none visits an item twice."""
-    stream = scenes(stream_spec("epoch", "step", batch, drop=True)).streams[0]
+    stream = scenes(stream_spec("epoch", "step", batch, drop=True), lengths=LENGTHS).streams[0]
     orders, numbers = [], []
     for epoch in range(3):
         visited: list[Item] = []
@@ -301,7 +331,7 @@ def test_a_dropped_tail(scenes: Any, batch: int) -> None:
 
 
 def test_an_epoch_that_holds_no_batch_is_refused(scenes: Any) -> None:
-    scene = scenes(stream_spec("epoch", "trajectory", 7, drop=True))
+    scene = scenes(stream_spec("epoch", "trajectory", 7, drop=True), lengths=LENGTHS)
     text = r"stream train: an epoch must hold a global batch \(7 items\) where its tail is dropped, got 6"
     for _ in range(2):
         with pytest.raises(StoreError, match=text):
@@ -409,3 +439,49 @@ def test_a_long_pause_of_training_is_no_fault() -> None:
             replay.update_priorities(replay.sample(), torch.ones(8))
             time.sleep(0.7)
         replay.sample()
+
+
+# ---- native draws --------------------------------------------------------------------------------
+
+NATIVE: dict[str, dict[str, Any]] = {
+    "uniform": {"kind": "uniform"},
+    "stratified": {"kind": "uniform", "stratified": True},
+    "steps": {"kind": "uniform", "unit": "step"},
+    "length": {"kind": "length"},
+    "weighted": {"kind": "weighted", "weight": "task"},
+    "recent": {"kind": "recent", "newest": 20},
+    "prioritized": {"kind": "prioritized"},
+    "prioritized steps": {"kind": "prioritized", "unit": "step", "stratified": True},
+}
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_sample_gives_the_bits_of_the_native_draw(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"sampler": NATIVE[name], "seed": 3}
+    sampler = SAMPLERS[type(parse({"tables": {"main": {"capacity_steps": 9}}, **options}).item_sampler)]
+    own_spec, asked, sample = sampler.spec, [], sampler.sample
+
+    def without_native(self: Any, scope: SamplerScope) -> SamplerSpec:
+        spec = own_spec(self, scope)
+        assert spec.native is not None
+        return replace(spec, native=None)
+
+    def noted(self: Any, draw: Any) -> Any:
+        asked.append(draw.count)
+        return sample(self, draw)
+
+    native = batches_of(options)
+    monkeypatch.setattr(sampler, "spec", without_native)
+    monkeypatch.setattr(sampler, "sample", noted)
+    assert batches_of(options) == native
+    assert asked == [8] * 20
+
+
+def batches_of(options: dict[str, Any]) -> list[tuple[list[Any], ...]]:
+    with online(**options) as replay:
+        for number in range(40):
+            replay.add(trajectory(number, 1 + 7 * number % 11))
+        return [
+            (batch.trajectory_id.tolist(), batch.anchor.tolist(), batch.is_weight.tolist())
+            for batch in take(replay, 20)
+        ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,16 +10,11 @@ from store_support import StoreScene, priority_rule, stream_spec
 
 
 @pytest.fixture
-def scenes() -> Iterator[Any]:
-    made: list[StoreScene] = []
-
+def scenes(scenes: Any) -> Any:
     def make(*, unit: str = "step", lengths: Any = LENGTHS, sizes: Any = None, **options: Any) -> StoreScene:
         spec = {key: options.pop(key) for key in ("batch", "anchors", "split", "depth") if key in options}
-        rule = priority_rule(**options)
-        scene = StoreScene([stream_spec(unit=unit, priorities=rule, **spec)], lengths, **(sizes or {}))
-        made.append(scene)
-        return scene
+        spec = stream_spec(unit=unit, priorities=priority_rule(**options), **spec)
+        made: StoreScene = scenes(spec, lengths=lengths, **(sizes or {}))
+        return made
 
-    yield make
-    for scene in made:
-        scene.close()
+    return make
