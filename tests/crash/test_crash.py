@@ -35,14 +35,24 @@ STRIDE = int(os.environ.get("GEAR_TEST_STRIDE", "17"))
 DEATHS = int(os.environ.get("GEAR_TEST_DEATHS", "14"))
 
 
-def items(stream: Any, key: int) -> list[list[int]]:
-    return [[int(r[0]), int(r[5]), int(r[7])] for r in stream.get(key).resolutions.numpy()]
-
-
 def sampled(stream: Any, key: int) -> list[list[int]]:
-    found = items(stream, key)
+    """Return trajectory, step and number of each sample."""
+    found: list[list[int]] = stream.get(key).resolutions[:, [0, 5, 7]].tolist()
     stream.release(key)
     return found
+
+
+def stored(table: Any) -> set[int]:
+    """Return the ids of the stored trajectories."""
+    return set(table.slots[table.slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.ID].tolist())
+
+
+def evictor(table: Any) -> Evictor:
+    return Evictor(table, SelectionPins(table), Context(timeout_s=5.0))
+
+
+def inserter(table: Any) -> Inserter:
+    return Inserter(table, SelectionPins(table), Context(timeout_s=5.0))
 
 
 def test_death_while_adding() -> None:
@@ -54,12 +64,12 @@ def test_death_while_adding() -> None:
 
     for scene in every_death(make, act, STRIDE):
         check_whole(scene.table, scene.streams)
-        ids = scene.table.slots[scene.table.slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.ID].tolist()
+        ids = stored(scene.table)
         assert sorted(ids) in ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5])
         if 5 in ids:
             rows = scene.table.rows(int(scene.table.slots_of(np.array([5]))[0]))
             assert rows["code"].tolist() == [5 * STEP + step for step in range(6)]
-        assert {found[0] for found in sampled(scene.streams[0], 0)} <= set(ids)
+        assert {found[0] for found in sampled(scene.streams[0], 0)} <= ids
         for _ in range(7 - len(ids)):  # no slot and no row is lost
             scene.add(2)
         check_whole(scene.table, scene.streams)
@@ -74,9 +84,7 @@ def test_death_while_removing() -> None:
 
     for scene in every_death(make, act, STRIDE):
         check_whole(scene.table, scene.streams)
-        ids = set(
-            scene.table.slots[scene.table.slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.ID].tolist()
-        )
+        ids = stored(scene.table)
         assert {0, 2, 4} <= ids <= {0, 1, 2, 3, 4}
         assert {found[0] for found in sampled(scene.streams[0], 0)} <= ids
         for _ in range(5 - len(ids)):
@@ -195,19 +203,15 @@ def test_death_while_others_are_let_go(unit: str) -> None:
 
     def act(table: Any, streams: Any) -> None:
         streams[0].release(0)  # else it waits for itself
-        Inserter(table, SelectionPins(table), Context(timeout_s=5.0)).add(trajectory(5, 9))
+        inserter(table).add(trajectory(5, 9))
 
     for scene in every_death(make, act, 60):
         check_whole(scene.table, scene.streams)
         stream = scene.streams[0]
         stream.state.ask(1)
-        ids = set(
-            scene.table.slots[scene.table.slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.ID].tolist()
-        )
+        ids = stored(scene.table)
         assert {found[0] for found in sampled(stream, 1)} <= ids
-        Inserter(scene.table, SelectionPins(scene.table), Context(timeout_s=5.0)).add(
-            trajectory(6, 20)
-        )  # no row is lost
+        inserter(scene.table).add(trajectory(6, 20))  # no row is lost
         check_whole(scene.table, scene.streams)
 
 
@@ -230,12 +234,12 @@ def test_death_while_extents_move(removal: str, spare_rows: int) -> None:
             stream.masses.values[first : first + steps] = 1 + number + np.arange(steps) / 8
         stream.masses.recover()
         table_access.remove(scene.table, [1, 3])
-        Evictor(scene.table, SelectionPins(scene.table), Context(timeout_s=5.0)).free_retired()
+        evictor(scene.table).free_retired()
         return scene
 
     def act(table: Any, streams: Any) -> None:
         streams[0].release(0)
-        Inserter(table, SelectionPins(table), Context(timeout_s=5.0)).add(trajectory(5, 7))
+        inserter(table).add(trajectory(5, 7))
 
     num_moving = 0
     for scene in every_death(make, act, 28):
@@ -252,7 +256,7 @@ def test_death_while_extents_move(removal: str, spare_rows: int) -> None:
             assert table.columns["code"][rows].tolist() == [number * STEP + step for step in range(steps)]
             if number != 5:
                 assert stream.masses.values[rows].tolist() == [1 + number + step / 8 for step in range(steps)]
-        Inserter(table, SelectionPins(table), Context(timeout_s=5.0)).add(trajectory(6, 20))
+        inserter(table).add(trajectory(6, 20))
         check_whole(table, scene.streams)
     assert num_moving > 1, "no death came while an extent was moved"
 
@@ -272,7 +276,7 @@ def test_death_beside_the_point_of_a_move(step: str, to: int) -> None:
     scene.streams[0].release(0)
     with scene.table.lock:
         scene.table.extents.retire(0)
-        Evictor(scene.table, SelectionPins(scene.table), Context(timeout_s=5.0)).free_retired()
+        evictor(scene.table).free_retired()
 
     def die() -> None:
         table, _ = scene.attach(1)

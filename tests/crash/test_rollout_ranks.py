@@ -83,24 +83,16 @@ def train(folder: Path, call: str, rank: int, trains_together: bool, config: dic
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("call", CALLS)
-def test_a_killed_rank_is_named_on_all_others(call: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("call", "has_barrier"), [*((call, True) for call in CALLS), ("mean", False)])
+def test_a_killed_rank_is_named_on_all_others(call: str, has_barrier: bool, tmp_path: Path) -> None:
+    """In its sums where ranks share no batch barrier."""
     config = section(GROUP, max_times_sampled=1, writers=1, timeout_s=60.0)
     config["pack"]["pad"]["multiple"] = 2 * WORLD
-    children = [in_child(lambda r=r: train(tmp_path, call, r, True, config)) for r in range(WORLD)]
+    children = [in_child(lambda r=r: train(tmp_path, call, r, has_barrier, config)) for r in range(WORLD)]
     assert [exit_status(child) for child in children] == [0, 0, -signal.SIGKILL]
     for rank in range(VICTIM):
         text = (tmp_path / f"{call}-{rank}").read_text()
-        assert f"rank {VICTIM} must live as long as the others train" in text
-
-
-@pytest.mark.timeout(100)
-def test_ranks_that_share_no_barrier_name_it_in_their_sums(tmp_path: Path) -> None:
-    config = section(GROUP, max_times_sampled=1, writers=1, timeout_s=60.0)
-    children = [in_child(lambda r=r: train(tmp_path, "mean", r, False, config)) for r in range(WORLD)]
-    assert [exit_status(child) for child in children] == [0, 0, -signal.SIGKILL]
-    for rank in range(VICTIM):
-        assert f"rank {VICTIM} must live as long" in (tmp_path / f"mean-{rank}").read_text()
+        assert f"rank {VICTIM} must live as long" in text
 
 
 @pytest.mark.timeout(100)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from gear_support import prefix, shared_files
-from process_support import launch
+from process_support import run_ranks
 
 
 def test_a_rank_that_would_wait_for_itself_tells_all(tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_a_rank_that_would_wait_for_itself_tells_all(tmp_path: Path) -> None:
         "timeout_s": 30.0,
         "shared_memory": {"prefix": prefix()},
     }
-    launch("acting_ranks.py", 2, str(tmp_path), json.dumps(section))
+    run_ranks("acting_ranks.py", 2, str(tmp_path), json.dumps(section))
     seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for turn in range(3):
         numbers = sorted(number for of_rank in seen for number in of_rank[turn])

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from gear_support import config_of, lengths_of, write_dataset
-from process_support import launch, run_ranks
+from process_support import run_ranks
 
 TABLE = {"capacity_steps": 100, "max_length": 4, "remove": "fifo", "placement": "device"}
 
@@ -25,19 +25,9 @@ def test_replicas_draw_from_their_own_tables(tmp_path: Path) -> None:
 
 
 def test_an_engine_trains_from_its_devices_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    table = {
-        "capacity_steps": 100,
-        "max_length": 4,
-        "remove": "fifo",
-        "placement": "device",
-    }
-    section = {
-        **config_of(
-            fields={"observation": {"offset": -1, "length": 4}, "action": {}, "reward": {}, "code": {}}
-        ),
-        "tables": {"main": table},
-        "sampler": {"kind": "prioritized", "unit": "step"},
-    }
+    fields = {"observation": {"offset": -1, "length": 4}, "action": {}, "reward": {}, "code": {}}
+    sampler = {"kind": "prioritized", "unit": "step"}
+    section = {**config_of(fields=fields, sampler=sampler), "tables": {"main": TABLE}}
     given = json.dumps({"section": section, "out": str(tmp_path / "checkpoints")})
-    output = launch("engine_device.py", 2, given)
-    assert output.count("done") == 2
+    for output in run_ranks("engine_device.py", 2, given):
+        assert output.endswith("done\n")

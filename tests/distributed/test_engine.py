@@ -7,16 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import batch_records
 import numpy as np
 import pytest
+from batch_records import SAMPLES, Arrays, assert_same, in_order
 from gear_support import STEP, config_of, lengths_of, shared_files
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from deepspeed_gear import Replay
 from deepspeed_gear.data.splits import split_of
 
 BATCH = 12
-Seen = dict[str, np.ndarray]
+NAMES = (*SAMPLES, "epoch", "valid")
 FIELDS = {
     "observation": {"offset": -1, "length": 4},
     "action": {},
@@ -31,59 +32,25 @@ def section(data: Path, **options: Any) -> dict[str, Any]:
     return config_of(data, fields=fields, seed=3, timeout_s=60.0, **options)
 
 
-def seen_by_all(out: Path, case: str, ranks: int, axis: int = 1) -> Seen:
-    """Join what the ranks of a case saw, in the order of sample numbers within each global batch.
-
-    No two ranks may have had the same sample.
-    """
-    parts = []
-    for rank in range(ranks):
-        with np.load(out / f"{case}.rank{rank}.npz") as file:
-            parts.append({name: file[name] for name in file.files})
-    seen = {name: np.concatenate([part[name] for part in parts], axis) for name in parts[0]}
-    assert len(np.unique(seen["sample_number"])) == seen["sample_number"].size, "ranks share samples"
-    order = np.argsort(seen["sample_number"], axis=axis)
-    return {
-        name: np.stack([row[o] for row, o in zip(array, order, strict=True)]) if axis else array[order]
-        for name, array in seen.items()
-    }
+def seen_by_all(out: Path, case: str, ranks: int) -> Arrays:
+    """Join what the ranks of a case saw to global batches."""
+    return in_order([dict(np.load(out / f"{case}.rank{rank}.npz")) for rank in range(ranks)])
 
 
-def alone(config: dict[str, Any], batches: int) -> Seen:
-    """Return the global batches of a Replay in this process, without an engine."""
-    rows = []
-    with Replay({**config, "batch_size": BATCH}) as replay:
-        for _ in range(batches):
-            batch = replay.sample()
-            known = {
-                "sample_number": batch.sample_number,
-                "trajectory_id": batch.trajectory_id,
-                "anchor": batch.anchor,
-                "epoch": batch.epoch,
-            }
-            fields = {**known, "valid": batch.valid, **batch, "mask": batch.mask["observation"]}
-            rows.append({name: tensor.numpy().copy() for name, tensor in fields.items()})
-    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+def alone(config: dict[str, Any], batches: int) -> Arrays:
+    return batch_records.alone({**config, "batch_size": BATCH}, batches, NAMES)
 
 
-def check_equal(found: Seen, wanted: Seen, what: str) -> None:
-    assert found.keys() == wanted.keys()
-    for name, array in wanted.items():
-        assert found[name].dtype == array.dtype, f"{what}: {name}"
-        assert found[name].shape == array.shape, f"{what}: {name}"
-        assert found[name].tobytes() == array.tobytes(), f"{what}: {name}"
-
-
-def check_rows(seen: Seen) -> None:
+def check_rows(seen: Arrays) -> None:
     """Check that the batches hold the rows of the trajectories and steps that they name."""
     assert (seen["code"] == seen["trajectory_id"] * STEP + seen["anchor"]).all()
     assert (seen["action"][..., 0] == seen["code"]).all()
     assert (seen["observation"][..., 1, 0] == seen["code"]).all()  # the window begins one step before
-    assert (seen["mask"][..., 0] == (seen["anchor"] > 0)).all()
+    assert (seen["mask.observation"][..., 0] == (seen["anchor"] > 0)).all()
 
 
 def test_every_division_gives_the_same_global_batches(
-    dataset: Path, tmp_path: Path, deepspeed_run: Callable[..., str]
+    dataset: Path, tmp_path: Path, ranks_run: Callable[..., str]
 ) -> None:
     """ZeRO 0 to 3, accumulation and prefetching on 2 ranks against one process without an engine.
 
@@ -98,12 +65,12 @@ def test_every_division_gives_the_same_global_batches(
         if (zero + gas // 2 + ahead // 2) % 2 == 0
     ]
     out = {"out": str(tmp_path), "gear": gear, "batches": batches, "cases": cases}
-    deepspeed_run("engine_matrix.py", 2, out)
+    ranks_run("engine_matrix.py", 2, out)
     wanted = alone(gear, batches)
     check_rows(wanted)
     assert (wanted["sample_number"].ravel() == np.arange(batches * BATCH)).all()
     for case in cases:
-        check_equal(seen_by_all(tmp_path, case["name"], 2), wanted, case["name"])
+        assert_same(seen_by_all(tmp_path, case["name"], 2), wanted, case["name"])
     assert shared_files(gear["shared_memory"]["prefix"]) == []
 
 
@@ -116,7 +83,6 @@ def saved(
     sampler, table = {"kind": "epoch", "unit": "trajectory"}, config_of(fields=FIELDS, seed=3, timeout_s=60.0)
     gear = {"data": section(dataset, sampler=sampler, prefetch=2), "table": {**table, "prefetch": 2}}
     gear["table"]["sampler"] = sampler
-    gear["universal"] = {**gear["data"], "sampler": {"kind": "prioritized", "unit": "step"}}
     task = {"gear": gear, "out": str(out), "checkpoints": str(out / "checkpoints"), "names": list(gear)}
     ranks_run("engine_resume.py", 2, {**task, "action": "save"})
     return task, out
@@ -127,7 +93,7 @@ def test_a_run_that_saves_goes_on_undisturbed(saved: tuple[dict[str, Any], Path]
     wanted = alone(task["gear"]["data"], 8)
     before, after = seen_by_all(out, "data.before", 2), seen_by_all(out, "data.after", 2)
     found = {name: np.concatenate([before[name], after[name]]) for name in before}
-    check_equal(found, wanted, "data")
+    assert_same(found, wanted, "data")
     first_epoch = wanted["trajectory_id"].ravel()[wanted["epoch"].ravel() == 0]
     assert 3 * BATCH % len(first_epoch), "the test must save in the middle of an epoch"
     assert len(first_epoch) == len(np.unique(first_epoch)), "an epoch visits each item once"
@@ -136,39 +102,23 @@ def test_a_run_that_saves_goes_on_undisturbed(saved: tuple[dict[str, Any], Path]
     assert table["trajectory_id"].max() >= 20, "what was added under way is sampled"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "action", "names"),
-    [
-        (1, "load", ["data", "table"]),
-        (4, "load", ["data", "table"]),
-        (2, "attach late", ["data", "table"]),
-        (1, "load", ["universal"]),
-        (3, "attach late", ["universal"]),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "action"), [(1, "load"), (4, "load"), (2, "attach late")])
 def test_a_checkpoint_continues_on_another_number_of_ranks(
     ranks: int,
     action: str,
-    names: list[str],
     saved: tuple[dict[str, Any], Path],
     tmp_path: Path,
     ranks_run: Callable[..., str],
-    run_python: Callable[..., Any],
 ) -> None:
-    """Exactly the batches that would have come, with the table's content as it was."""
+    """Exactly the batches that would have come, with the table's content as it was.
+
+    `test_how_to_pages.py` continues universal checkpoints.
+    """
     task, out = saved
-    if names == ["universal"]:
-        tag = out / "checkpoints" / "universal" / "global_step3"
-        folders = "--input_folder", str(tag), "--output_folder", f"{tag}_universal"
-        module = "deepspeed.checkpoint.ds_to_universal"
-        done = run_python("-m", module, "--inject_missing_state", *folders)
-        assert done.returncode == 0, done.stderr
-    ranks_run("engine_resume.py", ranks, {**task, "out": str(tmp_path), "action": action, "names": names})
-    for name in names:
-        found, wanted = (
-            seen_by_all(*where) for where in ((tmp_path, f"{name}.after", ranks), (out, f"{name}.after", 2))
-        )
-        check_equal(found, wanted, name)
+    ranks_run("engine_resume.py", ranks, {**task, "out": str(tmp_path), "action": action})
+    for name in task["names"]:
+        found = seen_by_all(tmp_path, f"{name}.after", ranks)
+        assert_same(found, seen_by_all(out, f"{name}.after", 2), name)
 
 
 def test_attach_enable_evaluate_report_and_end(
@@ -191,12 +141,10 @@ def check_evaluation(gear: dict[str, Any], out: Path) -> None:
     steps = sorted((int(i), step) for i in kept_back for step in range(lengths[i]))
     for unit in ("trajectory", "step"):
         for number in range(2):
-            seen = seen_by_all(out, f"eval.{unit}.{number}", 2, axis=0)
+            parts = [dict(np.load(out / f"eval.{unit}.{number}.rank{rank}.npz")) for rank in range(2)]
+            seen = in_order([{name: array[None] for name, array in part.items()} for part in parts])
             check_rows(seen)
-            ids, anchors = (
-                seen["trajectory_id"][seen["valid"]].tolist(),
-                seen["anchor"][seen["valid"]].tolist(),
-            )
+            ids, anchors = (seen[name][seen["valid"]].tolist() for name in ("trajectory_id", "anchor"))
             assert not seen["valid"].all()
             if unit == "trajectory":
                 assert sorted(ids) == kept_back.tolist()
@@ -204,7 +152,7 @@ def check_evaluation(gear: dict[str, Any], out: Path) -> None:
                 assert sorted(zip(ids, anchors, strict=True)) == steps
         trained = seen_by_all(out, f"train.{unit}", 2)
         sampler = {"kind": "uniform", "unit": unit}
-        check_equal(trained, alone({**gear, "sampler": sampler}, 8), f"training beside {unit} evaluation")
+        assert_same(trained, alone({**gear, "sampler": sampler}, 8), f"training beside {unit} evaluation")
         assert not np.isin(trained["trajectory_id"], kept_back).any()
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from gear_support import shared_files
+from gear_support import load_script, shared_files
 from process_support import PROGRAMS, run_ranks
 from rollout_support import filled, section
 
@@ -19,14 +18,9 @@ FLOAT32 = 2e-6  # of the largest one: sums over up to 60 tokens in another order
 
 def trained_alone(config: dict[str, Any]) -> dict[str, Any]:
     """Run the program's function in this process."""
-    spec = importlib.util.spec_from_file_location("packed_slices", PROGRAMS / "packed_slices.py")
-    assert spec is not None
-    assert spec.loader is not None
-    program = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(program)
     replay, _ = filled(config)
     with replay:
-        found: dict[str, Any] = program.trained(replay)
+        found: dict[str, Any] = load_script(PROGRAMS / "packed_slices.py").trained(replay)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Prioritized runs: the same batches on any number of ranks, in any division, and after a resume."""
+"""Prioritized and relabelled runs: the same batches on any ranks, in any division, and after a resume."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gear_support import config_of, shared_files
+from batch_records import Arrays, assert_same, in_order
+from gear_support import config_of, lengths_of, shared_files, write_dataset
 from process_support import run_ranks
 
 GLOBAL_BATCH, NUM_BATCHES, SAVED = 32, 30, 13
@@ -22,8 +23,8 @@ SAMPLER = {
 BY_TRAJECTORY = {**SAMPLER, "unit": "trajectory", "stratified": True, "normalize": "table"}
 TOP = {"kind": "top_k", "unit": "step"}
 FIELDS = {"code": {"offset": -2, "length": 3}, "observation": {}, "return_to_go": {}}
+HINDSIGHT = {"hindsight": {}, "fields": {"goal": {"column": "code", "hindsight": "code"}, "observation": {}}}
 PREFETCHES = (0, 2)
-Arrays = dict[str, np.ndarray]
 
 
 def section(**options: Any) -> dict[str, Any]:
@@ -42,6 +43,7 @@ def cases(folder: Path, world: int) -> dict[str, Any]:
         "ahead": {"section": section(prefetch=2), "last": NUM_BATCHES},
         "trajectories": {"section": section(sampler=BY_TRAJECTORY), **changing},
         "top": {"section": section(sampler=TOP), **changing},
+        "relabelled": {"section": section(sampler={"unit": "step"}, **HINDSIGHT), "last": 5},
     }
     for prefetch in PREFETCHES:
         where = str(folder / f"saved.{prefetch}")
@@ -64,25 +66,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def batches(folder: Path, name: str, world: int) -> Arrays:
-    """Return the global batches of a run, their samples in order. [batches, B, ...] by name."""
+    """Return the global batches of a run. [batches, B, ...] by name."""
     parts = [dict(np.load(folder / f"{name}.{world}.{rank}.npz")) for rank in range(world)]
-    count = GLOBAL_BATCH // sum(part["sample_number"].shape[1] for part in parts)  # micro batches of a rank
-    joined = {key: np.concatenate([part[key] for part in parts], axis=1) for key in parts[0]}
-    merged = {
-        key: array.reshape(len(array) // count, GLOBAL_BATCH, *array.shape[2:])
-        for key, array in joined.items()
-    }
-    order = np.argsort(merged["sample_number"], axis=1)
-    rows = np.arange(len(order))[:, None]
-    return {key: array[rows, order] for key, array in merged.items()}
-
-
-def assert_same(found: Arrays, wanted: Arrays) -> None:
-    assert set(found) == set(wanted)
-    assert set(found) >= {"trajectory_id", "anchor", "probability", "is_weight", "code", "return_to_go"}
-    for name, array in wanted.items():
-        assert found[name].dtype == array.dtype
-        assert found[name].tobytes() == array.tobytes(), name
+    return in_order(parts, GLOBAL_BATCH)
 
 
 @pytest.mark.timeout(600)
@@ -93,10 +79,10 @@ def test_a_whole_run_is_the_same_in_every_division(ran: Path, name: str, world: 
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["ahead", "trajectories", "top"])
+@pytest.mark.parametrize("name", ["ahead", "trajectories", "top", "relabelled"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_run_is_the_same_on_any_number_of_ranks(ran: Path, name: str, world: int) -> None:
-    """With a lag, by trajectory and stratified, and the highest priorities."""
+    """With a lag, by trajectory and stratified, the highest priorities, and goals by hindsight."""
     assert_same(batches(ran, name, world), batches(ran, name, 1))
 
 
@@ -113,6 +99,7 @@ def test_a_resumed_run_has_the_batches_that_would_have_come(ran: Path, prefetch:
 def test_the_runs_show_something(ran: Path) -> None:
     """Priorities concentrate and change, the lag is seen, and so are items that come and go."""
     plain, ahead = batches(ran, "plain", 1), batches(ran, "ahead", 1)
+    assert set(plain) >= {"trajectory_id", "anchor", "probability", "is_weight", "code", "return_to_go"}
     assert (plain["probability"][0] == plain["probability"][0, 0]).all()
     assert plain["probability"][20].max() > 5 * plain["probability"][20].min()
     assert plain["is_weight"].max() == 1
@@ -132,3 +119,20 @@ def test_the_runs_show_something(ran: Path) -> None:
     top = batches(ran, "top", 1)
     for ids, anchors in zip(top["trajectory_id"], top["anchor"], strict=True):
         assert len(set(zip(ids, anchors, strict=True))) == GLOBAL_BATCH
+    goals = batches(ran, "relabelled", 1)
+    is_relabelled = goals["goal_step"] >= 0
+    assert 0 < is_relabelled.sum() < is_relabelled.size
+    assert (goals["goal"][is_relabelled] % 1000 == goals["goal_step"][is_relabelled]).all()
+
+
+def test_late_reports_give_the_batches_of_early_ones_and_errors_on_all(tmp_path: Path) -> None:
+    data = write_dataset(tmp_path / "set", lengths_of(20))
+    sampler = {"kind": "prioritized", "unit": "step", "alpha": 0.7, "beta": 0.5}
+    options = {"sampler": sampler, "fields": {"code": {}}, "batch_size": 16}
+    sections = [
+        config_of(data, **options, prefetch=prefetch, gradient_accumulation_steps=accumulation)
+        for prefetch in (0, 2)
+        for accumulation in (1, 2)
+    ]
+    for output in run_ranks("late_ranks.py", 2, json.dumps(sections)):
+        assert output.endswith("done\n")

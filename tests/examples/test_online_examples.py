@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from gear_support import ROOT, prefix, shared_files, wait_until
-from process_support import environment
+from process_support import environment, run_ranks
 from warm_python import PIPE, WarmProcess
 
 pytest.importorskip("gymnasium", reason="the examples act in its environments")
@@ -43,10 +43,12 @@ def result_of(program: str, *arguments: str) -> dict[str, Any]:
 
 
 def test_online(tmp_path: Path) -> None:
-    options = ["--steps", "60", "--evaluate-every", "30", "--out", str(tmp_path), "--seed", "3"]
-    result = result_of("online.py", "--config", own("online.json", tmp_path), *options)
+    options = ["--steps", "30", "--evaluate-every", "15", "--out", str(tmp_path), "--seed", "3"]
+    options += ["--config", own("online.json", tmp_path)]
+    result = json.loads(run_ranks(EXAMPLES / "online.py", 2, *options)[0].splitlines()[-1])
+    assert shared_files(prefix()) == []
     assert set(result) >= {"return_before", "return_after", "seconds", "seed", "env_steps", "batches"}
-    assert (result["ranks"], result["actors"], result["batches"], result["seed"]) == (2, 2, 60, 3)
+    assert (result["ranks"], result["actors"], result["batches"], result["seed"]) == (2, 2, 30, 3)
     assert result["env_steps"] >= 2000  # what the table's rate asks for before the first batch
     curve = json.loads((tmp_path / "result.json").read_text())["curves"]["return"]
     assert len(curve) == 3

@@ -182,7 +182,7 @@ def packed(scene: Scene, layout: RowLayout) -> list[list[torch.Tensor]]:
     return found
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(scenes(), st.randoms(use_true_random=False))
 def test_each_row_travels_once_to_where_windows_look_for_it(scene: Scene, random: object) -> None:
     """Sender and receiver plan from their own samples, in an order of their own."""

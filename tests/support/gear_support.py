@@ -6,10 +6,13 @@ rows that it should.
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -82,6 +85,17 @@ def prefix() -> str:
 def shared_files(prefix: str, folder: Path = SHM) -> list[str]:
     """List what lies in a node's /dev/shm under a prefix."""
     return sorted(path.name for path in folder.glob(f"{prefix}-*"))
+
+
+def load_script(path: Path) -> ModuleType:
+    """Import a program, or a module of a folder of scripts, which are no package."""
+    spec = importlib.util.spec_from_file_location(f"loaded_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> None:

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
-from gear_support import ROOT, prefix
+from gear_support import ROOT, load_script, prefix
 
 from deepspeed_gear import DeviceReplay, Replay
 from deepspeed_gear.data.ingest import ingest
 
 WORDS = ("trajectory_id", "anchor", "sample_number", "is_weight", "valid")
-
-
-def load(path: Path) -> ModuleType:
-    """Import a module of a folder of scripts, which are no package."""
-    spec = importlib.util.spec_from_file_location(f"loaded_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def hopper_data(folder: Path) -> Path:
@@ -45,7 +31,7 @@ def replay_of(config: str, device: str, data: Path, **options: Any) -> Replay | 
     table = section.get("tables", {}).get("main")
     (section if table is None else table)["data"]["path"] = str(data)
     replay = Replay(section, device=device) if table is None else DeviceReplay(section, device)
-    replay.transform = load(ROOT / "examples" / "common.py").shorten_history
+    replay.transform = load_script(ROOT / "examples" / "common.py").shorten_history
     return replay
 
 

@@ -121,6 +121,7 @@ class Ranks:
             self.end(process)
         for process in self.processes:
             process.communicate()
+        remove_buffers(self.port)
 
 
 def run_ranks(

@@ -10,7 +10,8 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
-from engine_parts import BATCH, Model, ds_config, dump, joined, rank, record, task, train
+from batch_records import joined, record
+from engine_parts import BATCH, NAMES, Lines, Model, ds_config, dump, rank, task, train
 from gear_support import shared_files
 
 import deepspeed_gear
@@ -120,7 +121,7 @@ def evaluating(gear: dict[str, Any], out: str) -> None:
         engine = plain(ds_config(section), deepspeed_gear.initialize)[0]
         seen = [train(engine, 2)[0]]
         for number in range(2):  # two whole passes, training between them
-            passed = joined(record(batch) for batch in engine.gear_iterator("eval"))
+            passed = joined([record(batch, NAMES) for batch in engine.gear_iterator("eval")])
             dump(out, f"eval.{unit}.{number}", passed)
             seen.append(train(engine, 2)[0])
         next(engine.gear_iterator("eval"))  # a pass that is given up
@@ -142,17 +143,6 @@ def reporting(gear: dict[str, Any], out: str) -> None:
     assert all(" samples/s, " in text for text in lines.texts)
     assert engine.gear.progress().num_samples == 4 * BATCH, "of both ranks, and the log's periods are its own"
     engine.destroy()
-
-
-class Lines(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 def main(wanted: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
-from engine_parts import task
+from engine_parts import Lines, task
 from rollout_support import responses
 from torch import Tensor, nn
 
@@ -198,25 +198,14 @@ def refusals(gear: dict[str, Any]) -> None:
         refused(ConfigError, f"{name} must be", lambda options=options: engine_of(batch, **options))
 
 
-class Kept(logging.Handler):
-    """Keeps the lines of gear's log."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def defaults(gear: dict[str, Any]) -> None:
     """DeepSpeed's defaults that change gradients are logged on the first rank."""
-    kept = Kept()
+    kept = Lines()
     logging.getLogger("deepspeed_gear").addHandler(kept)
     engine = engine_of({**gear, "batch": {"trajectories": 8}}, gradient_clipping=None)
-    noted = any("gradient_clipping is 1.0, DeepSpeed's default" in line for line in kept.lines)
-    assert noted == (dist.get_rank() == 0), kept.lines
-    assert not any("train_batch_size" in line for line in kept.lines), kept.lines
+    noted = any("gradient_clipping is 1.0, DeepSpeed's default" in line for line in kept.texts)
+    assert noted == (dist.get_rank() == 0), kept.texts
+    assert not any("train_batch_size" in line for line in kept.texts), kept.texts
     engine.destroy()
 
 

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from batch_records import SAMPLES, Arrays, joined, record, stacked
 from deepspeed import comm as dist
 from torch import nn
 
 from deepspeed_gear import Batch
 
 BATCH = 12  # samples of a global batch
+NAMES = (*SAMPLES, "epoch", "valid")  # that are recorded of a batch
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
 
 
 def task() -> dict[str, Any]:
@@ -50,42 +63,22 @@ class Model(nn.Module):
         return error.square().mean()
 
 
-def train(engine: Any, global_batches: int) -> tuple[dict[str, np.ndarray], list[float]]:
+def train(engine: Any, global_batches: int) -> tuple[Arrays, list[float]]:
     """Train; return what this rank saw, a row per global batch, and the losses."""
     rows, losses = [], []
     for _ in range(global_batches):
         seen = []
         for _ in range(engine.gradient_accumulation_steps()):
             batch = engine.gear_sample()
-            seen.append(record(batch))
+            seen.append(record(batch, NAMES))
             loss = engine(batch)
             engine.backward(loss)
             engine.step()
             losses.append(float(loss))
         rows.append(joined(seen))
-    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}, losses
+    return stacked(rows), losses
 
 
-def record(batch: Batch) -> dict[str, np.ndarray]:
-    """Return a batch as arrays, [B, ...] each."""
-    known = {
-        "sample_number": batch.sample_number,
-        "trajectory_id": batch.trajectory_id,
-        "anchor": batch.anchor,
-        "epoch": batch.epoch,
-    }
-    fields = {**known, "valid": batch.valid, **batch, "mask": batch.mask["observation"]}
-    return {
-        name: (t.float() if t.dtype == torch.bfloat16 else t).numpy().copy() for name, t in fields.items()
-    }
-
-
-def joined(records: Iterable[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Put records one after the other."""
-    records = list(records)
-    return {name: np.concatenate([r[name] for r in records]) for name in records[0]}
-
-
-def dump(folder: str, case: str, seen: dict[str, np.ndarray]) -> None:
+def dump(folder: str, case: str, seen: Arrays) -> None:
     """Write what this rank saw to where `seen_by_all` of the test looks for it."""
     np.savez(Path(folder) / f"{case}.rank{rank()}.npz", **seen)

@@ -1,7 +1,6 @@
 """Save in the middle of an epoch and go on, or load on another number of ranks and go on.
 
-Engine "data" reads a data set; engine "table" has a table that rank 0 adds to, under way as well; engine
-"universal" is of ZeRO stage 1, for a conversion between saving and loading.
+Engine "data" reads a data set; engine "table" has a table that rank 0 adds to, under way as well.
 """
 
 from __future__ import annotations
@@ -31,14 +30,7 @@ def main(wanted: dict[str, Any]) -> None:
 
 
 def config_of(name: str, wanted: dict[str, Any]) -> dict[str, Any]:
-    gear = wanted["gear"][name]
-    if name != "universal":
-        return ds_config(gear, ACCUMULATION, zero_optimization={"stage": 0})
-    # Stage 0 has no universal form.
-    options: dict[str, Any] = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
-    if wanted["action"] != "save":
-        options["checkpoint"] = {"load_universal": True}
-    return ds_config(gear, **options)
+    return ds_config(wanted["gear"][name], ACCUMULATION, zero_optimization={"stage": 0})
 
 
 def schemas_of(name: str) -> dict[str, Any] | None:
@@ -94,10 +86,10 @@ def load(name: str, wanted: dict[str, Any]) -> Any:
 
 
 def load_into(engine: Any, name: str, wanted: dict[str, Any]) -> tuple[Any, Any]:
-    optimizer = name == "universal"  # only that fits another number of ranks
+    folder = f"{wanted['checkpoints']}/{name}"
     found: tuple[Any, Any] = engine.load_checkpoint(
-        f"{wanted['checkpoints']}/{name}", load_optimizer_states=optimizer
-    )
+        folder, load_optimizer_states=False
+    )  # those are of two ranks
     return found
 
 

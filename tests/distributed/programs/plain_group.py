@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from batch_records import Arrays, record, stacked
 from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed_gear import Batch, Replay
@@ -87,16 +88,9 @@ def transform(batch: Batch, keys: torch.Tensor) -> Batch:
     return batch
 
 
-def recorded(replay: Replay, count: int) -> dict[str, np.ndarray]:
+def recorded(replay: Replay, count: int) -> Arrays:
     replay.transform = transform
-    rows: dict[str, list[np.ndarray]] = {}
-    for _ in range(count):
-        batch = replay.sample()
-        for name in ("sample_number", "trajectory_id", "anchor"):
-            rows.setdefault(name, []).append(getattr(batch, name).numpy())
-        for name in ("code", "key"):
-            rows.setdefault(name, []).append(batch[name].numpy().copy())
-    return {name: np.stack(row) for name, row in rows.items()}
+    return stacked([record(replay.sample()) for _ in range(count)])
 
 
 def training() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from batch_records import SAMPLES, Arrays, record, stacked
 from gear_support import SCHEMA, trajectory
 from replay_support import streams_of
 from store_support import check_whole
@@ -27,6 +28,7 @@ dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 LENGTHS = [1 + 7 * number % 23 for number in range(24)]
 SAVED = 13
+NAMES = (*SAMPLES, "probability", "is_weight", "epoch", "num_steps", "goal_step")
 CHANGES = 9  # the global batch behind which trajectories come and go
 
 
@@ -45,39 +47,23 @@ def priorities(batch: Batch) -> torch.Tensor:
     return (word + 1).double().pow(2) / 1e5
 
 
-def seen(batch: Batch) -> dict[str, np.ndarray]:
-    named = {
-        name: getattr(batch, name)
-        for name in (
-            "sample_number",
-            "trajectory_id",
-            "anchor",
-            "probability",
-            "is_weight",
-            "epoch",
-            "num_steps",
-        )
-    }
-    return {name: tensor.numpy().copy() for name, tensor in {**named, **dict(batch)}.items()}
-
-
-def run(replay: Replay, first: int, last: int, changes: bool) -> dict[str, np.ndarray]:
-    rows: dict[str, list[np.ndarray]] = {}
+def run(replay: Replay, first: int, last: int, changes: bool) -> Arrays:
+    rows, reports = [], replay.config.sampler.kind != "uniform"
     for step in range(first, last):
         for _ in range(replay.batch_info.accumulation):
             batch = replay.sample()
-            for name, array in seen(batch).items():
-                rows.setdefault(name, []).append(array)
+            rows.append(record(batch, NAMES))
             if rank == world - 1 and step + 1 == SAVED:
                 time.sleep(0.2)  # the first rank saves already: it must wait for this report
-            replay.update_priorities(batch, priorities(batch))
-        if step % 4 == 1 and rank == step // 4 % world:
+            if reports:
+                replay.update_priorities(batch, priorities(batch))
+        if reports and step % 4 == 1 and rank == step // 4 % world:
             replay.set_priorities(
                 [step], [float(step)], [0] if replay.config.sampler.unit == "step" else None
             )
         if changes and step == CHANGES:
             change(replay)
-    return {name: np.stack(arrays) for name, arrays in rows.items()}
+    return stacked(rows) if rows else {}
 
 
 def change(replay: Replay) -> None:

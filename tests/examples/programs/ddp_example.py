@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from gear_support import load_script
 
-spec = importlib.util.spec_from_file_location("ddp_prioritized", sys.argv[1])
-assert spec is not None
-assert spec.loader is not None
-example = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(example)
-
+example = load_script(Path(sys.argv[1]))
 dist.init_process_group("gloo")
 workers, steps = dist.get_world_size(), int(sys.argv[2])
 result, q, batch = example.train(steps, seed=3)

@@ -1,4 +1,4 @@
-"""An engine's checkpoint in the middle of a rollout batch, loaded on another number of ranks."""
+"""Engines that train packed batches, and checkpoints in the middle of a rollout batch on other ranks."""
 
 from __future__ import annotations
 
@@ -53,4 +53,12 @@ def test_a_rollout_batch_goes_on_on_other_ranks(ranks_run: Callable[..., str], t
         assert {tuple(rank["following"]) for rank in found} == {tuple(saved[0]["following"])}
         for one, other in zip(found[0]["weights"], saved[0]["weights"], strict=True):
             assert np.array(one) == pytest.approx(np.array(other), abs=1e-6)  # sums in another order
+    assert shared_files(gear["shared_memory"]["prefix"]) == []
+
+
+def test_packed_steps_of_an_engine(ranks_run: Callable[..., str]) -> None:
+    """Weights, `global_samples`, skipped steps, steps out of order, settings that are refused or named."""
+    gear = section(timeout_s=60.0)
+    del gear["rollout"]
+    ranks_run("engine_packed.py", 2, gear)
     assert shared_files(gear["shared_memory"]["prefix"]) == []
