@@ -28,8 +28,7 @@ def test_random_kills_while_saves_are_loaded() -> None:
 def test_a_run_that_goes_on_does_not_grow() -> None:
     mark = str(os.getpid())
     command = [str(PROGRAM), "--seconds", str(SECONDS)]
-    surroundings = {**os.environ, "GEAR_SOAK": mark}
-    found = run_warm(*command, env=surroundings, timeout_s=280)
+    found = run_warm(*command, env=environment(GEAR_SOAK=mark), timeout_s=280)
     assert found.returncode == 0, found.stdout + found.stderr[-3000:]
     result = json.loads(found.stdout.splitlines()[-1])
     assert result["wrong"] == 0

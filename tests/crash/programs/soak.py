@@ -1,6 +1,6 @@
 """A long run of one rank and two writers: memory, file descriptors and /dev/shm must not grow.
 
-    nice -n 10 python tests/crash/programs/soak.py --seconds 1800
+    PYTHONPATH=$PWD:tests/support nice -n 10 python tests/crash/programs/soak.py --seconds 1800
 
 One replay has a table with `remove: fifo` and one with `remove: uniform`. Each writer adds trajectories of 1
 to 5,000 steps to both and attaches anew from time to time; the rank samples both with priorities and checks
@@ -14,18 +14,17 @@ import argparse
 import gc
 import json
 import os
-import select
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torn import BATCH, SCHEMA, WINDOW, rows, wrong
+from torn import BATCH, SCHEMA, WINDOW, rows, start, wrong
 
 from deepspeed_gear import Replay, TrajectoryWriter
 from deepspeed_gear.store.records import Control
@@ -63,29 +62,29 @@ SECTION: dict[str, Any] = {
 }
 
 
-def read() -> dict[str, int]:
-    """Sample, check and report priorities until standard input closes."""
+def read(pipe: Connection) -> None:
+    """Sample, check and report priorities until the parent asks for what was found."""
     random = np.random.default_rng(7)
     found = {"batches": 0, "wrong": 0}
     with Replay(SECTION) as replay:
-        print("made", flush=True)
+        pipe.send("made")
         while any(table.num_steps < 2 * MOST_STEPS for table in replay.tables.values()):
             time.sleep(0.01)
-        while not select.select([sys.stdin], [], [], 0)[0]:
+        while not pipe.poll():
             batch = replay.sample()
             found["wrong"] += wrong(batch)
             found["batches"] += 1
             replay.update_priorities(batch, torch.from_numpy(random.random(BATCH, np.float32) + 0.01))
         found["added"] = sum(int(table.control[Control.INSERTED]) for table in replay.tables.values())
-    return found
+    pipe.send(found)
 
 
-def write(seed: int) -> None:
+def write(pipe: Connection, seed: int) -> None:
     """Add to both tables at full speed until the end of the run."""
     random = np.random.default_rng(seed)
     pool = [rows(int(random.integers(1 << 40)), int(random.integers(1, MOST_STEPS + 1))) for _ in range(200)]
     TrajectoryWriter.attach(SECTION, table="any", wait_s=60).close()  # everything is imported now
-    print("attached", flush=True)
+    pipe.send("attached")
     while True:
         gc.collect()  # closed writers are in reference cycles: their maps stay until these are gathered
         with (
@@ -143,29 +142,20 @@ def grown(found: dict[str, dict[str, list[float]]]) -> list[str]:
 
 def run(seconds: float, tell: Callable[[str], None]) -> dict[str, Any]:
     """Run rank and writers; return what was found, and what grew."""
-    command = [sys.executable, __file__, "--role"]
-    rank = subprocess.Popen(
-        [*command, "read"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    processes = {"rank": rank}
+    rank = start(read)
+    processes = {"rank": rank[0]}
     try:
-        assert rank.stdout is not None
-        assert rank.stdin is not None
-        assert rank.stdout.readline() == "made\n", "the rank has failed"
+        assert rank[1].recv() == "made"
         for number in range(WRITERS):
-            writer = subprocess.Popen(
-                [*command, "write", "--seed", str(number)], stdout=subprocess.PIPE, text=True
-            )
-            processes[f"writer {number}"] = writer
-            assert writer.stdout is not None
-            assert writer.stdout.readline() == "attached\n", "a writer has failed"
+            processes[f"writer {number}"], pipe = start(write, number)
+            assert pipe.recv() == "attached"
         series: dict[str, list[dict[str, float]]] = {"/dev/shm": [], **{who: [] for who in processes}}
         begin, told = time.monotonic(), 0.0
         while time.monotonic() - begin < seconds:
             time.sleep(0.5)
             for who, process in processes.items():
-                assert process.poll() is None, f"{who} has ended"
-                series[who].append(measure(process.pid))
+                assert process.is_alive(), f"{who} has ended"
+                series[who].append(measure(process.pid or 0))
             series["/dev/shm"].append(shared_memory())
             if time.monotonic() - begin > told:
                 told += 60.0
@@ -173,16 +163,16 @@ def run(seconds: float, tell: Callable[[str], None]) -> dict[str, Any]:
         for who, process in processes.items():
             if who != "rank":
                 process.terminate()
-                process.wait()
-        output, _ = rank.communicate(timeout=60)
+                process.join()
+        rank[1].send("end")
+        counts = rank[1].recv()
     finally:
         for process in processes.values():
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+            process.kill()
+            process.join()
     found = {who: growth(entries) for who, entries in series.items()}
     left = [path.name for path in Path("/dev/shm").glob(f"{PREFIX}-*")]
-    return {**json.loads(output.splitlines()[-1]), "medians": found, "grown": grown(found), "left": left}
+    return {**counts, "medians": found, "grown": grown(found), "left": left}
 
 
 def main() -> None:
@@ -191,15 +181,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=1800.0)
-    parser.add_argument("--role", choices=["run", "read", "write"], default="run")
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    if options.role == "write":
-        write(options.seed)
-        return
-    if options.role == "read":
-        print(json.dumps(read()))
-        return
     found = run(options.seconds, lambda text: print(text, file=sys.stderr, flush=True))
     print(json.dumps(found))
     sys.exit(1 if found["wrong"] or found["grown"] or found["left"] else 0)

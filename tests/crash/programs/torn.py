@@ -1,5 +1,6 @@
 """Writers and readers at full speed on a small store: no batch may ever hold a torn row.
 
+    export PYTHONPATH=$PWD:tests/support
     [GEAR_TORN_REMOVE=uniform] python tests/crash/programs/torn.py --seconds 60 [--kill | --stop 100]
 
 Two ranks sample, four processes write, every second one step by step; all extents are reused over and over;
@@ -13,18 +14,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import signal
-import socket
-import subprocess
 import sys
 import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
+from process_support import free_port
 
-from deepspeed_gear import Column, Schema, TrajectoryWriter
+from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
 from deepspeed_gear.store.memory_layout import HOLDER_OFFSET
+from deepspeed_gear.store.records import Control
 
 SCHEMA = Schema(
     [
@@ -92,13 +97,22 @@ def wrong(batch: Any) -> int:
     return int(bad.sum())
 
 
-def read(seconds: float, least: int) -> dict[str, int]:
+FORK = multiprocessing.get_context("fork")
+Child = tuple[multiprocessing.process.BaseProcess, Connection]
+
+
+def start(function: Callable[..., None], *arguments: Any) -> Child:
+    """Run a function in a forked child, with a pipe to this process as its first argument."""
+    ours, theirs = FORK.Pipe()
+    child = FORK.Process(target=function, args=(theirs, *arguments))
+    child.start()
+    theirs.close()
+    return child, ours
+
+
+def read(pipe: Connection, rank: int, seconds: float, least: int) -> None:
     """Sample for some seconds and until enough was added, then see that nothing is lost. A rank."""
-    import torch.distributed as dist
-
-    from deepspeed_gear import Replay
-    from deepspeed_gear.store.records import Control
-
+    os.environ["RANK"] = str(rank)
     dist.init_process_group("gloo")
     found = {"samples": 0, "wrong": 0}
     with Replay(SECTION, schemas={"main": SCHEMA}) as replay:
@@ -116,9 +130,9 @@ def read(seconds: float, least: int) -> dict[str, int]:
             going = [late < 0 or (late < MOST_LATE_S and table.control[Control.INSERTED] < least)]
             dist.broadcast_object_list(going, 0)
         found["added"] = int(table.control[Control.INSERTED])
-        if dist.get_rank() == 0:
-            print("done", flush=True)  # the writers are ended now
-            sys.stdin.readline()
+        if rank == 0:
+            pipe.send("done")
+            pipe.recv()  # the writers are ended now
             replay.clear()
             replay.add(rows(1, MOST_STEPS))  # frees what dead writers held
             replay.clear()
@@ -126,7 +140,7 @@ def read(seconds: float, least: int) -> dict[str, int]:
                 found["lost_rows"] = table.spec.capacity_rows - int(table.control[Control.FREE_ROWS])
                 found["used_slots"] = int((table.slots[:, 0] != 0).sum())
         dist.barrier()
-    return found
+    pipe.send(found)
 
 
 def write(seed: int) -> None:
@@ -179,7 +193,7 @@ def stop_and_continue(children: list[int], count: int, is_over: list[int]) -> di
     return {"stops": stops, "held": held}
 
 
-def host(kill: bool, stops: int) -> None:
+def host(pipe: Connection, kill: bool, stops: int) -> None:
     """Keep writers going as forked children; with `kill` each lives for a tenth of a second."""
     children: dict[int, float] = {}
     stop: list[int] = []
@@ -212,44 +226,26 @@ def host(kill: bool, stops: int) -> None:
     for child in children:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    print(json.dumps({"writers": count, **found}))
+    pipe.send({"writers": count, **found})
 
 
 def run(options: argparse.Namespace) -> dict[str, int]:
     """Run readers and writers; return what they found."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, __file__, "--seconds", str(options.seconds)]
-    command += ["--least-added", str(options.least_added)]
-    ranks = []
-    for rank in range(2):
-        environment = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        environment |= {**os.environ, **environment, "MASTER_PORT": str(port)}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        ranks.append(subprocess.Popen([*command, "--role", "read"], env=environment, **pipes))
-    writers = subprocess.Popen(
-        [*command, "--role", "host", *(["--kill"] if options.kill else []), "--stop", str(options.stop)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    os.environ.update(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    ranks = [start(read, rank, options.seconds, options.least_added) for rank in range(2)]
+    writers = start(host, options.kill, options.stop)
     try:
-        assert ranks[0].stdout is not None
-        assert ranks[0].stdin is not None
-        line = ranks[0].stdout.readline()
-        writers.terminate()
-        said, _ = writers.communicate(timeout=60)
-        assert line == "done\n", "a rank has failed"
-        ranks[0].stdin.write("\n")
-        ranks[0].stdin.flush()
-        results = [json.loads(rank.communicate(timeout=120)[0].splitlines()[-1]) for rank in ranks]
+        assert ranks[0][1].recv() == "done"
+        writers[0].terminate()
+        said = writers[1].recv()
+        ranks[0][1].send("the writers are ended")
+        results = [pipe.recv() for _, pipe in ranks]
     finally:
-        for process in (*ranks, writers):
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+        for process, _ in (*ranks, writers):
+            process.kill()
+            process.join()
     found = {key: sum(result.get(key, 0) for result in results) for key in results[0]}
-    return {**found, "added": results[0]["added"], **json.loads(said.splitlines()[-1])}
+    return {**found, "added": results[0]["added"], **said}
 
 
 def main() -> None:
@@ -263,16 +259,9 @@ def main() -> None:
     parser.add_argument(
         "--stop", type=int, default=0, help="how many times a writer is stopped and continued"
     )
-    parser.add_argument("--role", choices=["run", "read", "host"], default="run")
-    options = parser.parse_args()
-    if options.role == "host":
-        host(options.kill, options.stop)
-        return
-    found = read(options.seconds, options.least_added) if options.role == "read" else run(options)
+    found = run(parser.parse_args())
     print(json.dumps(found))
-    if options.role == "run":
-        bad = found["wrong"] or found["lost_rows"] or found["used_slots"]
-        sys.exit(1 if bad else 0)
+    sys.exit(1 if found["wrong"] or found["lost_rows"] or found["used_slots"] else 0)
 
 
 if __name__ == "__main__":
