@@ -7,20 +7,20 @@ import os
 from pathlib import Path
 
 import pytest
+from batch_records import Arrays
 from cluster_support import Cluster
 from gear_support import ROOT, lengths_of, shared_files, write_dataset
 from parallel_checks import (
     BATCH,
     CASES,
+    MODES,
     STEPS,
-    Arrays,
     batches_alone,
     check_case,
     digest_of,
     read,
     section,
 )
-from parallel_support import MODES
 
 LONG = pytest.mark.skipif(os.environ.get("GEAR_LONG_TESTS") != "1", reason="long: GEAR_LONG_TESTS=1")
 PROGRAM = ROOT / "tests" / "distributed" / "programs" / "parallel_matrix.py"

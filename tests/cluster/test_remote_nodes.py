@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from cluster_support import SCRIPT, Cluster
+from cluster_support import Cluster
 from gear_support import ROOT
 from process_support import environment
 from remote_support import openssl_certificate, write_token
@@ -51,10 +51,6 @@ def start(cluster: Cluster, node: int, program: str, *arguments: object) -> subp
     return subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
-def pull(cluster: Cluster, node: int, state: str) -> None:
-    subprocess.run([str(SCRIPT), "link", str(node), state], env=cluster._env, check=True, timeout=10)
-
-
 def wait_for(process: subprocess.Popen[str], line: str) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == line + "\n"
@@ -70,13 +66,13 @@ def test_a_remote_actor_over_a_cable_that_is_pulled_out(cluster: Cluster, tmp_pa
         actor = start(cluster, 1, ACTS, token, chain)
         for cut in range(5):
             wait_for(actor, f"at {20 + 40 * cut}")
-            pull(cluster, 1, "down")
+            cluster.link(1, "down")
             time.sleep(12.0 if cut == 2 else 0.5)
-            pull(cluster, 1, "up")
+            cluster.link(1, "up")
         assert actor.wait(60) == 0
         wait_for(learner, "stored 100000")
         assert learner.wait(20) == 0
     finally:
-        pull(cluster, 1, "up")
+        cluster.link(1, "up")
         learner.kill()
         learner.communicate()

@@ -6,19 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from batch_records import Arrays
 from gear_support import shared_files
 from parallel_checks import (
     BATCH,
     CASES,
+    MODES,
     STEPS,
-    Arrays,
+    TOGETHER,
     batches_alone,
     check_case,
     digest_of,
     read,
     section,
 )
-from parallel_support import MODES, TOGETHER
 
 pytestmark = pytest.mark.timeout(600)  # of several launches, each with a limit of its own
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gear_support import SHM, config_of, shared_files, wait_until
-from parallel_support import ENDS, FIELDS, MODES
-from process_support import environment, launcher
-from warm_python import WarmProcess
+from gear_support import config_of, shared_files, wait_until
+from parallel_checks import ENDS, FIELDS, MODES
+from process_support import Ranks
 
 TIMEOUT_S = 8.0
 LONG = pytest.mark.skipif(os.environ.get("GEAR_LONG_TESTS") != "1", reason="long: GEAR_LONG_TESTS=1")
@@ -100,10 +96,7 @@ def test_a_rank_that_dies_or_stands_still(
 ) -> None:
     wanted, ranks = task(dataset, tmp_path, kind, mode, victim=victim), MODES[mode][0]
     others = [rank for rank in range(ranks) if rank != victim]
-    command = launcher("parallel_faults.py", ranks, json.dumps(wanted))
-    port = command[command.index("--master_port") + 1]
-    with (tmp_path / "log").open("w") as log:
-        run = WarmProcess(command, environment(), log, subprocess.STDOUT, start_new_session=True)
+    run = Ranks("parallel_faults.py", ranks, json.dumps(wanted))
     try:
         wait_until(lambda: all((tmp_path / f"{rank}.json").exists() for rank in others), "the errors", 120)
         for found in results(tmp_path, others):
@@ -114,9 +107,5 @@ def test_a_rank_that_dies_or_stands_still(
             assert ("it died" if kind == "killed" else f"within {TIMEOUT_S} s") in message
             assert float(seconds) < (TIMEOUT_S if kind == "killed" else TIMEOUT_S + 5)
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(run.pid, signal.SIGKILL)
-        run.wait()
-        for left in SHM.glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
-            left.unlink(missing_ok=True)
+        run.kill()
     assert shared_files(wanted["gear"]["shared_memory"]["prefix"]) == []

@@ -1,4 +1,4 @@
-"""What an engine's ranks must have seen, whatever the kind of parallelism and however many nodes."""
+"""Kinds of parallelism, and what an engine's ranks must have seen of each, on however many nodes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,49 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from batch_records import Arrays, alone
 from gear_support import STEP, config_of
-from parallel_support import ENDS, FIELDS, WINDOW
 
-from deepspeed_gear import Batch, Replay
 from deepspeed_gear.config import parse
 from deepspeed_gear.replay.preview import preview
 
-BATCH, STEPS = 12, 20
-KNOWN = ("sample_number", "trajectory_id", "anchor", "is_weight", "num_steps")
+WINDOW = 4
+FIELDS: dict[str, dict[str, Any]] = {
+    "observation": {"offset": -3, "length": WINDOW},
+    "action": {},
+    "code": {},
+    "late": {"column": "code", "offset": -1, "length": WINDOW, "align": "right", "pad": "edge"},
+    "position": {"length": WINDOW},
+}
+ENDS = {
+    "inputs": ["observation", "code"],
+    "labels": ["action", "code", "trajectory_id", "mask.action", "is_weight"],
+}
+MODES = {  # what the program makes: ranks, replicas
+    "zero:1x2": (2, 2),
+    "zero:3x4": (4, 4),
+    "hpz:2": (2, 2),
+    "megatron:2x2": (4, 2),
+    "tensor:2": (2, 1),
+    "tensor:2x2": (4, 2),
+    "tp_model_init:2": (2, 1),
+    "pipe:2": (2, 1),
+    "pipe:3": (3, 1),
+    "pipe:2x2": (4, 2),
+    "pipe:2x1x2": (4, 1),
+    "ulysses:2x2": (4, 2),
+    "mesh:2x2": (4, 2),
+    "expert:2": (2, 2),
+}
+# Those that can follow each other in one process: DeepSpeed keeps groups of the last engine in globals.
+TOGETHER = [
+    ["zero:1x2", "expert:2", "hpz:2", "pipe:2", "tensor:2", "tp_model_init:2"],
+    ["zero:3x4", "pipe:2x2", "pipe:2x1x2", "megatron:2x2", "ulysses:2x2", "tensor:2x2"],
+    ["mesh:2x2"],
+    ["pipe:3"],
+]
+BATCH, STEPS = 12, 12
+KNOWN = ("sample_number", "trajectory_id", "anchor", "is_weight", "num_steps")  # recorded of a batch
 ROW_BYTES = {"observation": 12, "action": 8, "code": 8, "late": 8, "position": 8}
 UNIFORM = {"kind": "uniform", "unit": "step"}
 PRIORITIZED = {"kind": "prioritized", "unit": "step", "alpha": 0.7, "beta": 0.5}
@@ -28,37 +61,18 @@ CASES = {
     "uniform": {"accumulation": 3, "gear": {"sampler": UNIFORM, "prefetch": 1, "verify_every": 6}},
     "prioritized": {"accumulation": 1, "gear": {"sampler": PRIORITIZED, "verify_every": 5}},
 }
-Arrays = dict[str, np.ndarray]
 
 
 def section(data: Path) -> dict[str, Any]:
     return config_of(data, fields=FIELDS, pipeline=ENDS, seed=3, timeout_s=60.0)
 
 
-def priorities(batch: Batch) -> torch.Tensor:
-    return (
-        (batch.trajectory_id * 7919 + batch.anchor * 104729 + batch.sample_number * 31) % 1009 + 1
-    ).double() / 100
-
-
 def batches_alone(dataset: Path) -> dict[str, Arrays]:
     """Return the global batches of one process without an engine, by case."""
-    found = {}
-    for name, case in CASES.items():
-        rows = []
-        with Replay({**section(dataset), **case["gear"], "batch_size": BATCH}) as replay:
-            for _ in range(STEPS):
-                batch = replay.sample()
-                if name == "prioritized":
-                    replay.update_priorities(batch, priorities(batch))
-                known = {
-                    key: getattr(batch, key)
-                    for key in ("sample_number", "trajectory_id", "anchor", "is_weight", "num_steps")
-                }
-                masks = {f"mask.{key}": mask for key, mask in batch.mask.items()}
-                rows.append({k: t.numpy().copy() for k, t in {**known, **batch, **masks}.items()})
-        found[name] = {key: np.stack([row[key] for row in rows]) for key in rows[0]}
-    return found
+    return {
+        name: alone({**section(dataset), **case["gear"], "batch_size": BATCH}, STEPS, KNOWN)
+        for name, case in CASES.items()
+    }
 
 
 def read(out: Path, case: str, ranks: int) -> list[tuple[dict[str, Any], Arrays]]:

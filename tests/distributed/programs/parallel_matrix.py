@@ -14,6 +14,7 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
+from batch_records import Arrays, joined, priorities, record, stacked
 from deepspeed import comm as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule
@@ -28,7 +29,8 @@ import deepspeed_gear
 from deepspeed_gear import Batch
 
 WINDOW, SIZE = 4, 3
-SAVED = 10  # the step behind which a checkpoint is written
+KNOWN = ("sample_number", "trajectory_id", "anchor", "is_weight", "num_steps")
+SAVED = 6  # the step behind which a checkpoint is written
 SPLIT = {"layer_specs": [
     {"patterns": [".*up.weight$"], "partition_type": "column"},
     {"patterns": [".*down.weight$"], "partition_type": "row"},
@@ -126,35 +128,19 @@ def made(mode: str, config: dict[str, Any], losses: Losses) -> Any:
     return deepspeed_gear.initialize(model=model, config=config, **options)[0]
 
 
-def priorities(batch: Batch) -> torch.Tensor:
-    """Depend on item and sample number alone."""
-    return (
-        (batch.trajectory_id * 7919 + batch.anchor * 104729 + batch.sample_number * 31) % 1009 + 1
-    ).double() / 100
-
-
 def report(engine: Any, batch: Batch) -> None:
     if engine.gear.config.sampler.kind == "prioritized":
         engine.gear_update_priorities(batch, priorities(batch))
 
 
-def seen(batch: Batch) -> dict[str, np.ndarray]:
-    known = {
-        name: getattr(batch, name)
-        for name in ("sample_number", "trajectory_id", "anchor", "is_weight", "num_steps")
-    }
-    masks = {f"mask.{name}": mask for name, mask in batch.mask.items()}
-    return {name: tensor.numpy().copy() for name, tensor in {**known, **batch, **masks}.items()}
-
-
-def step(engine: Any) -> list[dict[str, np.ndarray]]:
+def step(engine: Any) -> list[Arrays]:
     """Make one optimizer step; return the micro batches of this rank."""
-    found = []
+    found: list[Arrays] = []
     if hasattr(engine, "gear_batches"):
         assert torch.isfinite(engine.train_batch(data_iter=engine.gear_iterator()))
         for batch in engine.gear_batches():
             report(engine, batch)
-            found.append(seen(batch))
+            found.append(record(batch, KNOWN))
         return found
     for _ in range(engine.gradient_accumulation_steps()):
         batch = engine.gear_sample()
@@ -163,7 +149,7 @@ def step(engine: Any) -> list[dict[str, np.ndarray]]:
         engine.backward((batch.is_weight * loss).mean())
         engine.step()
         report(engine, batch)
-        found.append(seen(batch))
+        found.append(record(batch, KNOWN))
     return found
 
 
@@ -178,7 +164,7 @@ def evaluate(engine: Any, losses: Losses) -> int:
     return len(iterator)
 
 
-def check_resume(engine: Any, folder: str, rows: list[dict[str, np.ndarray]]) -> None:
+def check_resume(engine: Any, folder: str, rows: list[Arrays]) -> None:
     """Go back to the checkpoint: the batches behind it come again."""
     engine.load_checkpoint(folder)
     for number in (SAVED + 1, SAVED + 2):
@@ -212,7 +198,7 @@ def train_cases(wanted: dict[str, Any], mode: str, replicas: int, out: Path) -> 
         for number in range(wanted["steps"]):
             found = step(engine)
             if found:
-                rows.append({key: np.concatenate([part[key] for part in found]) for key in found[0]})
+                rows.append(joined(found))
             if number == 2 and hasattr(engine, "gear_batches"):
                 evaluate(engine, losses)
             if number == SAVED:
@@ -234,7 +220,7 @@ def train_cases(wanted: dict[str, Any], mode: str, replicas: int, out: Path) -> 
         at = out / f"{name}.{dist.get_rank()}"
         at.with_suffix(at.suffix + ".json").write_text(json.dumps(found_here))
         if rows:
-            np.savez(f"{at}.npz", **{key: np.stack([row[key] for row in rows]) for key in rows[0]})
+            np.savez(f"{at}.npz", **stacked(rows))
         engine.destroy()
 
 
