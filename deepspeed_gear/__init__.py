@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from deepspeed_gear.replay.rollout import Rollout
     from deepspeed_gear.replay.train_step import TrainStep
     from deepspeed_gear.schema import Column, Schema
-    from deepspeed_gear.writer.completed_trajectory import CompletedTrajectory
+    from deepspeed_gear.writer.partial_publish import CompletedTrajectory
     from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
     from deepspeed_gear.writer.vector_writer import VectorWriter
 
@@ -51,7 +51,7 @@ _HOMES = {
     "BuildError": "errors",
     "CheckpointError": "errors",
     "Column": "schema",
-    "CompletedTrajectory": "writer.completed_trajectory",
+    "CompletedTrajectory": "writer.partial_publish",
     "ConfigError": "errors",
     "DataError": "errors",
     "Dataset": "data.dataset",

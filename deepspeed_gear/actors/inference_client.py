@@ -16,7 +16,7 @@ from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.schema import Column
 from deepspeed_gear.timeouts import check_timeout, wait_until
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
-from deepspeed_gear.writer.completed_trajectory import CompletedTrajectory
+from deepspeed_gear.writer.partial_publish import CompletedTrajectory
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 from deepspeed_gear.writer.vector_writer import VectorWriter
 
@@ -103,7 +103,7 @@ class InferenceClient(VectorWriter):
         self._check_open()
         asking = self._all if envs is None else np.asarray(envs, np.int64)
         asking = asking[self._slots.states[self._places[asking]] == PlaceState.IDLE]
-        if self._any_waits:
+        if self._waits.any():
             waits = self._waits[asking]
             self._rest(asking[waits])
             asking = asking[~waits]

@@ -25,7 +25,7 @@ from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.timeouts import check_timeout
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
-from deepspeed_gear.writer.episode_limit import EpisodeLimit
+from deepspeed_gear.writer.inserter import EpisodeLimit
 from deepspeed_gear.writer.open_trajectory import OpenTrajectory
 from deepspeed_gear.writer.vector_writer import VectorWriter
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,10 +17,36 @@ from deepspeed_gear.store.eviction import Evictor
 from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.records import EvictionCode, Head, Peer, Refusal, SlotRetention
 from deepspeed_gear.store.table import Table
-from deepspeed_gear.writer.episode_limit import EpisodeLimit
 
 Check = Callable[[dict[str, np.ndarray]], None]
 Committed = Callable[[int], None]
+
+
+class EpisodeLimit(NamedTuple):
+    """The longest trajectory of a table, and whether a longer episode may be stored as several.
+
+    Args:
+        max_length: Most steps of a trajectory; None: as many as fit.
+        whole_fields: Names of the fields of a batch that are right in whole episodes only: the return-to-go
+            of a part lacks the rewards that follow, and its time steps begin at 0 again.
+    """
+
+    max_length: int | None
+    whole_fields: tuple[str, ...] = ()
+
+    def check_parts(self, env: int) -> None:
+        """Raise unless the episode of an environment may be stored as several trajectories.
+
+        Raises:
+            DataError: A field needs the whole episode.
+        """
+        if self.whole_fields:
+            rule = (
+                f"must have at most max_length = {self.max_length} steps, since field "
+                f"{self.whole_fields[0]} needs whole episodes"
+            )
+            remedy = "raise gear.tables.<name>.max_length, or drop the episode by reset with a mask"
+            raise DataError(f"the episode of environment {env}", rule, None, remedy)
 
 
 class Inserter:
@@ -71,21 +97,15 @@ class Inserter:
 
     def _set_up_store(self) -> bool:
         """Set the native store up for this process; return whether it can add whole trajectories."""
-        retention = self.table.spec.retention
-        plain = not (self._readers.have_step_priorities or self._readers.orders or self.table.groups)
-        rate = retention.rate_words
-        policy = self.evictor.policy
-        code = policy.code if plain else EvictionCode.BY_CALLER
-        self._store.set_retention(self._readers.pins, code, [rate] if rate else [])
-        ahead, spec = self._readers.ahead, self.table.spec
+        spec, readers = self.table.spec, self._readers
+        plain = not (readers.have_step_priorities or readers.orders or self.table.groups)
+        rate, ahead = spec.retention.rate_words, readers.ahead
+        code = self.evictor.policy.code if plain else EvictionCode.BY_CALLER
+        self._store.set_retention(readers.pins, code, [rate] if rate else [])
         compacts = plain and ahead is not None and spec.spare_rows > 0 and not spec.return_to_go
         self._store.set_compaction(compacts, spec.spare_rows, ahead or [])
-        return (
-            plain
-            and code != EvictionCode.BY_CALLER
-            and self._committed is None
-            and not self.table.spec.return_to_go
-        )
+        is_native = plain and code != EvictionCode.BY_CALLER
+        return is_native and self._committed is None and not spec.return_to_go
 
     def vector_options(self) -> dict[str, Any]:
         """Return where and how the native steps of a VectorWriter are stored, for their `set_store`.
@@ -102,8 +122,9 @@ class Inserter:
             "timeout": self.timeout_s,
         }
 
-    def note_orphan(self) -> None:
-        """Note that the owner of trajectories in `growing` was dropped."""
+    def note_orphan(self, owner: object = None) -> None:
+        """Note that the owner of trajectories in `growing` was dropped: the callback of a weak reference."""
+        del owner
         self.has_orphans = True
 
     def take_orphans(self) -> list[Any]:
@@ -134,12 +155,13 @@ class Inserter:
                 return added
         trajectory = flatten(f"{self._name}: trajectory", trajectory, self._columns)
         arrays, num_steps = check_trajectory(self._name, self.table.spec.schema, trajectory)
-        self._check_length(num_steps)
+        self.check_length(num_steps)
         self.check(arrays)
         columns = [np.ascontiguousarray(arrays[name]) for name in self._names]
-        if self._late:
-            return self._add_plainly(columns, num_steps, self.table.spec.schema.late_bits(trajectory))
-        return self._add(columns, num_steps)
+        present = self.table.spec.schema.late_bits(trajectory) if self._late else 0
+        # None also for an array without a buffer of the stored form, such as bfloat16 without steps.
+        added = self._add_natively(columns, num_steps) if self._adds_natively and not self._late else None
+        return self._add_plainly(columns, num_steps, present) if added is None else added
 
     def split(self, trajectory: Mapping[str, Any], final: Mapping[str, Any] | None) -> list[dict[str, Any]]:
         """Return the trajectories of rows of several episodes; as `split_episodes`."""
@@ -160,10 +182,7 @@ class Inserter:
             flags = columns[index]
             if not isinstance(flags, np.ndarray) or np.count_nonzero(flags[:-1]):
                 return None  # `check_trajectory` refuses the flag by its step
-        found = self._store_add(self._address, columns, num_steps, self.timeout_s)
-        if found is None:
-            return None
-        return found[0] if found[0] >= 0 else self._add_after_refusal(columns, num_steps, *found)
+        return self._add_natively(columns, num_steps)
 
     def check(self, columns: dict[str, np.ndarray]) -> None:
         """Raise unless columns of one value per trajectory are valid for the streams.
@@ -174,21 +193,18 @@ class Inserter:
         for check in self._checks:
             check(columns)
 
-    def _check_length(self, num_steps: int) -> None:
+    def check_length(self, num_steps: int) -> None:
+        """Raise if a trajectory is longer than `max_length`."""
         if self.max_length is not None and num_steps > self.max_length:
             rule = f"must have at most max_length = {self.max_length} steps"
             raise DataError(f"{self._name}: trajectory", rule, num_steps)
 
-    def _add(self, columns: list[np.ndarray], num_steps: int) -> int:
-        if not self._adds_natively:
-            return self._add_plainly(columns, num_steps)
+    def _add_natively(self, columns: list[Any], num_steps: int) -> int | None:
+        """Add a trajectory by the native module; complete in Python what it refuses. None: as `store_add`."""
         found = self._store_add(self._address, columns, num_steps, self.timeout_s)
-        if found is None:  # an array without a buffer of the stored form, such as bfloat16 without steps
-            return self._add_plainly(columns, num_steps)
-        return found[0] if found[0] >= 0 else self._add_after_refusal(columns, num_steps, *found)
-
-    def _add_after_refusal(self, columns: list[Any], num_steps: int, refusal: int, slot: int) -> int:
-        """Complete an addition in Python after the native module refused it."""
+        if found is None or found[0] >= 0:
+            return None if found is None else int(found[0])
+        refusal, slot = found
         if refusal == Refusal.NOT_FINITE:
             if slot >= 0:
                 with self.table.lock:

@@ -14,11 +14,16 @@ import numpy as np
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import ENDS_LAST, as_stored, check_finite
 from deepspeed_gear.errors import DataError, known_names
-from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.native_rows import form_of
 from deepspeed_gear.store.process_bound import ProcessBound
-from deepspeed_gear.writer.completed_trajectory import CompletedTrajectory
-from deepspeed_gear.writer.partial_publish import GrowingTrajectory, PublishedPart, Publisher, no_publisher
+from deepspeed_gear.writer.partial_publish import (
+    CompletedTrajectory,
+    GrowingTrajectory,
+    PublishedPart,
+    Publisher,
+    no_publisher,
+)
 
 Notify = Callable[[object, np.ndarray], None]
 NOTHING_OPEN = np.empty(0, np.int64)
@@ -146,17 +151,10 @@ class OpenTrajectory(ProcessBound):
             raise no_publisher()
         publisher.check()
         try:
-            publisher.publish([PublishedPart(self._growing, self._num_steps, self._rows_of, self._value_of)])
+            columns = {**self._rows, **self._once}
+            publisher.publish([PublishedPart(self._growing, self._num_steps, columns)])
         finally:
             self.trajectory_id = self._growing.trajectory_id
-
-    def _rows_of(self, column: Column, first: int, end: int) -> np.ndarray:
-        return np.stack(self._rows[column.name][first:end])
-
-    def _value_of(self, column: Column) -> np.ndarray:
-        if column.name not in self._once:
-            raise DataError(f"{self._name}: column {column.name}", "must be in every trajectory")
-        return self._once[column.name]
 
     # ---- end -------------------------------------------------------------------------------------
 
@@ -185,7 +183,7 @@ class OpenTrajectory(ProcessBound):
             return
         self._end_watch()
         if self._growing.is_published and self._publisher is not None:
-            self._end_growing(self._publisher, truncated=True)
+            self.completed = self._publisher.end(self._growing, truncated=True)
 
     def _check_open(self) -> None:
         if not self._open:
@@ -218,19 +216,10 @@ class OpenTrajectory(ProcessBound):
         try:
             if is_whole:
                 self._publish()
-                self._check_end()
+                for name, rows in self._rows.items():
+                    if len(rows) - int(name in self._ends) != self._num_steps:
+                        rule = f"must have the rows of {self._num_steps} steps"
+                        raise DataError(f"{self._name}: column {name}", rule, len(rows))
                 truncated = False
         finally:
-            self._end_growing(publisher, truncated)
-
-    def _end_growing(self, publisher: Publisher, truncated: bool) -> None:
-        publisher.end(self._growing, truncated)
-        number = self._growing.trajectory_id
-        if number is not None:
-            self.completed = CompletedTrajectory(0, number, self._growing.published)
-
-    def _check_end(self) -> None:
-        for name, rows in self._rows.items():
-            if len(rows) - int(name in self._ends) != self._num_steps:
-                rule = f"must have the rows of {self._num_steps} steps"
-                raise DataError(f"{self._name}: column {name}", rule, len(rows))
+            self.completed = publisher.end(self._growing, truncated)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,12 +12,25 @@ import numpy as np
 from deepspeed_gear.data.trajectory_checks import no_values
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.ops.records import Slot
-from deepspeed_gear.schema import Column
 from deepspeed_gear.store.records import Growing, Refusal, StepCount
 from deepspeed_gear.store.row_allocator import OpenHandle
 from deepspeed_gear.writer.inserter import Inserter
 
 UNPUBLISHED = (-1, 0, 0, 0, 0, -1)  # the words of a growing trajectory before its first publication
+
+
+class CompletedTrajectory(NamedTuple):
+    """A trajectory that has ended and is stored; its late columns can be filled.
+
+    Attributes:
+        env: Number of its environment; 0 for a single one.
+        trajectory_id: Its id, for `fill` and `read`; of a RemoteWriter: that writer's number of it.
+        num_steps: Number of its steps.
+    """
+
+    env: int
+    trajectory_id: int
+    num_steps: int
 
 
 class GrowingTrajectory:
@@ -31,53 +44,41 @@ class GrowingTrajectory:
 
     def __init__(self, owner: weakref.ref[Any], words: np.ndarray | None = None) -> None:
         self.owner, self.is_used_again = owner, words is not None
-        self._words = np.array(UNPUBLISHED, np.int64) if words is None else words
-
-    def reset(self) -> None:
-        """Begin another trajectory of the same owner."""
-        self._words[:] = UNPUBLISHED
+        self.words = np.array(UNPUBLISHED, np.int64) if words is None else words
 
     @property
     def trajectory_id(self) -> int | None:
         """Its id; None: no step was published."""
-        number = int(self._words[Growing.ID])
+        number = int(self.words[Growing.ID])
         return None if number < 0 else number
-
-    @trajectory_id.setter
-    def trajectory_id(self, number: int) -> None:
-        self._words[Growing.ID] = number
 
     @property
     def first(self) -> int:
         """First step of the stored trajectory: earlier steps belong to one that was evicted."""
-        return int(self._words[Growing.FIRST])
+        return int(self.words[Growing.FIRST])
 
     @property
     def published(self) -> int:
-        """Number of published steps."""
-        return int(self._words[Growing.PUBLISHED])
-
-    @published.setter
-    def published(self, num_steps: int) -> None:
-        self._words[Growing.PUBLISHED] = num_steps
+        """Number of published steps of the stored trajectory."""
+        return int(self.words[Growing.PUBLISHED])
 
     @property
     def handle(self) -> OpenHandle | None:
         """Its slot; None: no step is published."""
-        return OpenHandle(*self._words[: Growing.FIRST].tolist()) if self.is_published else None
+        return OpenHandle(*self.words[: Growing.FIRST].tolist()) if self.is_published else None
 
     @handle.setter
     def handle(self, handle: OpenHandle | None) -> None:
-        self._words[: Growing.FIRST] = UNPUBLISHED[: Growing.FIRST] if handle is None else handle
+        self.words[: Growing.FIRST] = UNPUBLISHED[: Growing.FIRST] if handle is None else handle
 
     @property
     def is_published(self) -> bool:
-        return bool(self._words[Growing.SLOT] >= 0)
+        return bool(self.words[Growing.SLOT] >= 0)
 
     def begin_anew(self) -> None:
         """Begin another stored trajectory, after the published steps were evicted."""
-        self._words[Growing.FIRST] += self.published
-        self.published, self.handle = 0, None
+        self.words[Growing.FIRST] += self.published
+        self.words[Growing.PUBLISHED], self.handle = 0, None
 
 
 class PublishedPart(NamedTuple):
@@ -85,14 +86,13 @@ class PublishedPart(NamedTuple):
 
     Args:
         end: Number of its steps, including those before `growing.first`.
-        rows: Returns rows [first, end) of a column of steps, in the stored form. [end - first, *shape].
-        once: Returns the value of a column of one value per trajectory. [*shape].
+        columns: Of steps: all rows so far in the stored form, as an array or a list of rows. Of one value per
+            trajectory: that value. [*shape].
     """
 
     growing: GrowingTrajectory
     end: int
-    rows: Callable[[Column, int, int], np.ndarray]
-    once: Callable[[Column], np.ndarray]
+    columns: Mapping[str, Any]
 
     @property
     def num_steps(self) -> int:
@@ -124,14 +124,12 @@ class Publisher:
 
     def __init__(self, inserter: Inserter, check: Callable[[], None] = lambda: None) -> None:
         self._inserter, self._table, self._check = inserter, inserter.table, check
+        #: Where and how a VectorWriter stores steps, and the callback of a dropped owner's weak reference.
+        self.vector_options, self.note_orphan = inserter.vector_options, inserter.note_orphan
         self._name = f"table {inserter.table.spec.name}"
         self._growing: set[GrowingTrajectory] = set()
         self._num_begun = 0  # trajectories with published steps
         self._counts: list[np.ndarray] = []
-
-    def vector_options(self) -> dict[str, Any]:
-        """Return where and how the steps of a VectorWriter are stored; as `Inserter.vector_options`."""
-        return self._inserter.vector_options()
 
     @property
     def is_suited(self) -> bool:
@@ -152,8 +150,9 @@ class Publisher:
     def look(self) -> None:
         """Raise if writing has ended; end the trajectories of writers that were dropped."""
         self._check()
-        if self._inserter.has_orphans:
-            self._end_orphans()
+        for growing in self._inserter.take_orphans() if self._inserter.has_orphans else ():
+            if growing.is_published:
+                self.end(growing, truncated=True)
 
     def register(self, growing: Sequence[GrowingTrajectory]) -> None:
         """End trajectories when this publisher is closed, or their owner was dropped."""
@@ -164,11 +163,6 @@ class Publisher:
         """Undo `register`, when the trajectories have ended."""
         self._growing.difference_update(growing)
         self._inserter.growing.difference_update(growing)
-
-    def note_orphan(self, owner: object) -> None:
-        """Note that the owner of registered trajectories was dropped: the callback of a weak reference."""
-        del owner
-        self._inserter.note_orphan()
 
     def check(self) -> None:
         """Raise if steps of open trajectories cannot be published.
@@ -201,7 +195,7 @@ class Publisher:
         until = time.monotonic() + self._inserter.timeout_s
         longer = [part for part in parts if part.num_new > 0]
         for part in longer:
-            self._check_length(part.num_steps)
+            self._inserter.check_length(part.num_steps)
         while longer:
             with self._table.lock:
                 waiting = [part for part in longer if part.growing.is_published and not self._grow(part)]
@@ -227,16 +221,19 @@ class Publisher:
         if rate is not None and rate.unit == "step" and not self._inserter.evictor.may_insert(part.num_new):
             return False
         self._write(part, growing.handle.slot)
-        growing.published = part.num_steps
-        extents.grow(growing.handle.slot, growing.published)
+        growing.words[Growing.PUBLISHED] = part.num_steps
+        extents.grow(growing.handle.slot, part.num_steps)
         return True
 
     def _begin(self, part: PublishedPart) -> None:
         """Publish the first steps of a trajectory."""
         growing, limit, extents = part.growing, self._inserter.max_length, self._table.extents
         assert limit is not None
-        once = [c for c in self._table.spec.schema if c.rows == "1" and not c.late]
-        self._inserter.check({column.name: part.once(column) for column in once})
+        once = [c.name for c in self._table.spec.schema if c.rows == "1" and not c.late]
+        for name in once:
+            if name not in part.columns:
+                raise DataError(f"{self._name}: column {name}", "must be in every trajectory")
+        self._inserter.check({name: part.columns[name] for name in once})
         while not growing.is_published:
             slot = self._inserter.reserve(limit, inserts=part.num_steps)
             growing.handle = extents.handle_of(slot)
@@ -247,18 +244,12 @@ class Publisher:
                         growing.handle = None
                         continue
                     self._write(part, slot)
-                    growing.trajectory_id = self._inserter.publish(slot, part.num_steps)
+                    growing.words[Growing.ID] = self._inserter.publish(slot, part.num_steps)
             except BaseException:
                 self.end(growing)
                 raise
-        growing.published = part.num_steps
+        growing.words[Growing.PUBLISHED] = part.num_steps
         self._num_begun += 1
-
-    def _check_length(self, num_steps: int) -> None:
-        limit = self._inserter.max_length
-        if limit is not None and num_steps > limit:
-            rule = f"must have at most max_length = {limit} steps"
-            raise DataError(f"{self._name}: trajectory", rule, num_steps)
 
     def _write(self, part: PublishedPart, slot: int) -> None:
         """Write the unpublished steps, to rows that no process reads. Requires the lock."""
@@ -268,25 +259,31 @@ class Publisher:
             stored = table.columns[column.name]
             if column.rows == "1":
                 if known == 0:
-                    stored[slot] = no_values(column, 0) if column.late else part.once(column)
+                    stored[slot] = no_values(column, 0) if column.late else part.columns[column.name]
                 continue
             more = int(column.rows == "T+1")
             first, last = known + (more if known else 0), part.num_steps + more
-            stored[at + first : at + last] = (
-                0 if column.late else part.rows(column, before + first, before + last)
-            )
+            rows = 0 if column.late else part.columns[column.name][before + first : before + last]
+            stored[at + first : at + last] = rows
 
     # ---- ends ------------------------------------------------------------------------------------
 
-    def end(self, growing: GrowingTrajectory, truncated: bool = False) -> None:
+    def end(
+        self, growing: GrowingTrajectory, truncated: bool = False, env: int = 0
+    ) -> CompletedTrajectory | None:
         """End an open trajectory; published steps stay.
 
         Args:
             truncated: Whether to mark its last published step as truncated.
+            env: Number of its environment.
+        Returns:
+            None if no step is published.
         """
+        number = growing.trajectory_id if growing.is_published else None
         with self._table.lock:
             self._end_slot(growing, truncated)
         growing.handle = None
+        return None if number is None else CompletedTrajectory(env, number, growing.published)
 
     def _end_slot(self, growing: GrowingTrajectory, truncated: bool) -> None:
         extents, handle = self._table.extents, growing.handle
@@ -294,12 +291,6 @@ class Publisher:
             self.unregister([growing])
         if handle is not None and extents.is_own(handle):
             extents.end(handle.slot, truncated)
-
-    def _end_orphans(self) -> None:
-        """End trajectories whose writer was deleted without being closed."""
-        orphans = [growing for growing in self._inserter.take_orphans() if growing.is_published]
-        for growing in orphans:
-            self.end(growing, truncated=True)
 
     def close(self) -> None:
         """End all open trajectories: published steps stay, marked as truncated."""

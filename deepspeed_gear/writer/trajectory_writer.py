@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.attach_writer import attach
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
-from deepspeed_gear.writer.episode_limit import EpisodeLimit
 from deepspeed_gear.writer.inserter import Inserter
 from deepspeed_gear.writer.late_columns import fill
 from deepspeed_gear.writer.open_trajectory import OpenTrajectory
@@ -91,7 +90,10 @@ class TrajectoryWriter(ProcessBound):
         self._table, self._inserter, self._watch, self._open = table, inserter, watch, True
         self._finalizer = None if watch is None else weakref.finalize(self, table.close)
         self._clients: weakref.WeakSet[VectorWriter] = weakref.WeakSet()
-        self._publisher = Publisher(inserter, self._look)
+        #: The publisher of this writer's open trajectories.
+        self.publisher = Publisher(inserter, self._look)
+        #: The longest trajectory, and what a longer episode does.
+        self.limit = inserter.limit
         self._num_whole = 0
 
     @classmethod
@@ -160,11 +162,6 @@ class TrajectoryWriter(ProcessBound):
         return self._inserter.max_length
 
     @property
-    def limit(self) -> EpisodeLimit:
-        """The longest trajectory, and what a longer episode does."""
-        return self._inserter.limit
-
-    @property
     def waited_s(self) -> float:
         """Total seconds that this writer has waited for ranks."""
         return self._inserter.evictor.waited_s
@@ -214,7 +211,7 @@ class TrajectoryWriter(ProcessBound):
     @property
     def num_added(self) -> int:
         """Number of trajectories that this writer has added or published."""
-        return self._num_whole + self._publisher.num_added
+        return self._num_whole + self.publisher.num_added
 
     def fill(self, trajectory_id: int, **columns: Any) -> None:
         """Write late columns of a stored trajectory, once; as `Replay.fill`.
@@ -234,7 +231,7 @@ class TrajectoryWriter(ProcessBound):
             **per_trajectory: Columns of one value per trajectory.
         """
         native = self._table.ops.native
-        opened = OpenTrajectory(self.table, self.schema, self.add, per_trajectory, self._publisher, native)
+        opened = OpenTrajectory(self.table, self.schema, self.add, per_trajectory, self.publisher, native)
         return self._watched(opened)
 
     def vector_writer(self, num_envs: Any, autoreset: Autoreset | None = None) -> VectorWriter:
@@ -255,7 +252,7 @@ class TrajectoryWriter(ProcessBound):
             *resolve(num_envs, autoreset),
             self.limit,
             native,
-            publisher=self._publisher,
+            publisher=self.publisher,
         )
         return self._watched(vector)
 
@@ -263,11 +260,6 @@ class TrajectoryWriter(ProcessBound):
     def store_name(self) -> str:
         """Name of the table's store in /dev/shm."""
         return self._table.memory.path.name
-
-    @property
-    def publisher(self) -> Publisher:
-        """The publisher of this writer's open trajectories."""
-        return self._publisher
 
     def close_with(self, client: VectorWriter) -> None:
         """Close a client, which writes through this writer, with it; report its policy versions."""
@@ -288,11 +280,12 @@ class TrajectoryWriter(ProcessBound):
 
     # ---- end -------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
-        """Raise unless this writer is open (checked always) and a rank is attached (checked periodically)."""
+    def _look(self, at_once: bool = False) -> None:
+        """Raise unless this writer is open and a rank is attached; look for the rank at times, or at once."""
         if not self._open:
-            self._refuse_closed()
-        if self._watch is not None and self._watch.is_due:
+            remedy = "the writer was closed, by itself or with its Replay"
+            raise StoreError(f"table {self._table.spec.name}", "must be open", None, remedy)
+        if self._watch is not None and (at_once or self._watch.is_due):
             self._watch.look()
 
     def check_goes_on(self) -> None:
@@ -301,14 +294,7 @@ class TrajectoryWriter(ProcessBound):
         Raises:
             StoreError: No rank is attached to the store any more, or this writer is closed.
         """
-        if not self._open:
-            self._refuse_closed()
-        if self._watch is not None:
-            self._watch.look()
-
-    def _refuse_closed(self) -> NoReturn:
-        remedy = "the writer was closed, by itself or with its Replay"
-        raise StoreError(f"table {self._table.spec.name}", "must be open", None, remedy)
+        self._look(at_once=True)
 
     @property
     def run_goes_on(self) -> bool:
@@ -322,7 +308,7 @@ class TrajectoryWriter(ProcessBound):
     def close(self) -> None:
         """Detach this writer and its clients; added and published steps stay. Safe to call twice."""
         if self._open:
-            self._publisher.close()
+            self.publisher.close()
         self._open = False
         for client in self._clients:
             client.close()

@@ -21,10 +21,10 @@ from deepspeed_gear.store.native_rows import address, form_of
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.records import Growing, StepCount
 from deepspeed_gear.writer.autoreset import ResetCheck
-from deepspeed_gear.writer.completed_trajectory import CompletedTrajectory
-from deepspeed_gear.writer.episode_limit import EpisodeLimit
+from deepspeed_gear.writer.inserter import EpisodeLimit
 from deepspeed_gear.writer.partial_publish import (
     UNPUBLISHED,
+    CompletedTrajectory,
     GrowingTrajectory,
     PublishedPart,
     Publisher,
@@ -88,8 +88,8 @@ class VectorWriter(ProcessBound):
         self._done_by = [c for c in steps if c not in self._state]
         self._once = [column for column in schema if column.rows == "1" and not column.late]
         self._truncated = schema.role("truncated")
-        roles = {role: schema.role(role) for role in ("terminated", "truncated")}
-        self._names = {role: role if column is None else column.name for role, column in roles.items()}
+        self._flags = {role: schema.role(role) for role in ("terminated", "truncated")}
+        self._names = {role: role if column is None else column.name for role, column in self._flags.items()}
         self.num_trajectories = 0
         self._values = {c.name: np.zeros((num_envs, *c.shape), c.numpy_dtype) for c in self._once}
         self._column_names = frozenset({*schema.names, *self._names.values()})
@@ -123,10 +123,6 @@ class VectorWriter(ProcessBound):
     def num_steps(self) -> int:
         """Number of steps that were appended."""
         return int(self._counts[StepCount.STEPS_TAKEN])
-
-    @property
-    def _any_waits(self) -> bool:
-        return bool(self._waits.any())
 
     def __repr__(self) -> str:
         return (
@@ -180,22 +176,18 @@ class VectorWriter(ProcessBound):
             truncated_column=-1 if self._truncated is None else columns.index(self._truncated.name),
         )  # fmt: skip
         self._steps_address = self._native_steps.address
-        if self._publisher is not None:
-            self._store_natively(staging, self._publisher)
-
-    def _store_natively(self, staging: Staging, publisher: Publisher) -> None:
-        """Let the native call store trajectories that end, and publish steps."""
+        if self._publisher is None:
+            return
+        # The native call stores trajectories that end, and publishes steps.
         arrays = {**staging.arrays, **self._values}
-        sources = [0 if c.late else address(arrays[c.name]) for c in self._schema]
-        roles = [self._schema.role(role) for role in ("terminated", "truncated")]
-        are_bytes = all(column is None or column.numpy_dtype.itemsize == 1 for column in roles)
+        are_bytes = all(flag is None or flag.numpy_dtype.itemsize == 1 for flag in self._flags.values())
         is_longest = staging.length == self._max_length
         self._native_steps.set_store(
-            of_columns=sources,
+            of_columns=[0 if c.late else address(arrays[c.name]) for c in self._schema],
             cuts=is_longest and are_bytes and not self._limit.whole_fields,
-            **publisher.vector_options(),
+            **self._publisher.vector_options(),
         )
-        self._stores, self._publishes = True, publisher.is_suited and are_bytes
+        self._stores, self._publishes = True, self._publisher.is_suited and are_bytes
 
     def _grow(self, length: int) -> None:
         """Enlarge the staging to trajectories of `length` steps, keeping its rows."""
@@ -313,8 +305,16 @@ class VectorWriter(ProcessBound):
         self._refuse_others("step", columns, self._step_names)
         which: Any = slice(None) if envs is None else envs
         waits = self._waits[which]
-        if waits.any():
-            self._check_begun(np.arange(self.num_envs)[which][waits])
+        waiting = np.arange(self.num_envs)[which][waits]
+        if len(waiting):
+            unbegun = waiting
+            if self.autoreset == "next_step":
+                unbegun = waiting[self._next[waiting] == self._staging.first[waiting]]
+            if len(unbegun):
+                remedy = f'call reset with first observations; the autoreset mode is "{self.autoreset}"'
+                raise DataError(
+                    "step", "must come after reset", f"environments {unbegun[:8].tolist()}", remedy
+                )
         once = self._values_in(columns, which, len(waits)) if self._once else {}
         done_by = self._pick(self._done_by, columns, "step")
         state = self._pick(self._state, columns, "step")
@@ -333,9 +333,13 @@ class VectorWriter(ProcessBound):
         self._was_truncated[which] = np.where(ended, cut, self._was_truncated[which])
         if self._notify is not None:
             self._note_versions(rows, which, ended)
-        if waits.any():
-            self._check_rewards(columns, waits)
-            self._begin_again(waits, which)
+        if len(waiting):  # this step has their first observations
+            if self._checks_resets[0] and self._reward is not None:
+                self._check.note_rewards(np.asarray(columns[self._reward.name])[waits])
+                self._checks_resets[0] = not self._check.is_done
+            self._counts[StepCount.STEPS_TAKEN] -= len(waiting)
+            self._waits[waiting] = False
+            self._begin(waiting)
         if len(at):
             self._end(at, envs, finals, state)
         self._next[which] += 1
@@ -391,12 +395,6 @@ class VectorWriter(ProcessBound):
         self._check.note_states(*([values[at] for values in flat] for at in rows))
         self._checks_resets[0] = not self._check.is_done
 
-    def _check_rewards(self, columns: Mapping[str, Any], waits: np.ndarray) -> None:
-        """Look at the rewards of steps that are taken as resets, with "next_step"."""
-        if self._checks_resets[0] and self._reward is not None:
-            self._check.note_rewards(np.asarray(columns[self._reward.name])[waits])
-            self._checks_resets[0] = not self._check.is_done
-
     def _take_completed(self) -> list[CompletedTrajectory]:
         """Return the trajectories that were completed since the last call."""
         completed, self._completed = self._completed, []
@@ -427,9 +425,16 @@ class VectorWriter(ProcessBound):
         if events == 0:
             return 0 if self._publishes else _PUBLISH_LEFT
         if self._counts[StepCount.NUM_COMPLETED]:
-            self._collect()
+            count = int(self._counts[StepCount.NUM_COMPLETED])
+            self._counts[StepCount.NUM_COMPLETED] = 0
+            self.num_trajectories += count
+            self._completed += map(CompletedTrajectory._make, self._just_completed[:count].tolist())
         if events > 0 and events & _ENDS_LEFT:
-            self._end_unstored(columns, final)
+            at = np.flatnonzero(self._unstored)
+            self._unstored[at] = False
+            finals = self._finals(at, None, final) if self.autoreset == "same_step" else {}
+            self._end(at, None, finals, [columns[column.name] for column in self._state])
+            self._next[at] += 1
         return events if events < 0 or self._publishes else _PUBLISH_LEFT
 
     def _look(self, publish: bool) -> None:
@@ -438,21 +443,6 @@ class VectorWriter(ProcessBound):
         self._publisher.look()
         if publish and self._publishes and not self._growing:
             self._register()
-
-    def _collect(self) -> None:
-        """Note the trajectories that the native call has completed."""
-        count = int(self._counts[StepCount.NUM_COMPLETED])
-        self._counts[StepCount.NUM_COMPLETED] = 0
-        self.num_trajectories += count
-        self._completed += map(CompletedTrajectory._make, self._just_completed[:count].tolist())
-
-    def _end_unstored(self, columns: Mapping[str, Any], final: Any) -> None:
-        """Store the trajectories that have ended in a step, which the native call left."""
-        at = np.flatnonzero(self._unstored)
-        self._unstored[at] = False
-        finals = self._finals(at, None, final) if self.autoreset == "same_step" else {}
-        self._end(at, None, finals, [columns[column.name] for column in self._state])
-        self._next[at] += 1
 
     def _numbers(self, envs: object) -> np.ndarray:
         """Return numbers of environments, checked. [n], int64."""
@@ -474,20 +464,6 @@ class VectorWriter(ProcessBound):
                     raise DataError(f"column {name}", f"must have shape [{num_envs}]", list(given.shape))
                 flags |= cast(given, _FLAG, f"column {name}")
         return ended | cut, cut
-
-    def _check_begun(self, waiting: np.ndarray) -> None:
-        """Raise if a step has environments that wait for `reset`.
-
-        Args:
-            waiting: Numbers of the step's environments that wait for a first observation.
-        Raises:
-            DataError: Some were never reset, or do not reset themselves.
-        """
-        if self.autoreset == "next_step":
-            waiting = waiting[self._next[waiting] == self._staging.first[waiting]]
-        if len(waiting):
-            remedy = f'call reset with first observations; the autoreset mode is "{self.autoreset}"'
-            raise DataError("step", "must come after reset", f"environments {waiting[:8].tolist()}", remedy)
 
     def _rows_for(self, which: Any, waits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return a step's rows: of action columns (-1 where an episode begins), and of state columns."""
@@ -553,13 +529,6 @@ class VectorWriter(ProcessBound):
         check_finite("final", self._state, rows, lambda row: f"environment {ended[row]}")
         return rows
 
-    def _begin_again(self, waits: np.ndarray, which: Any) -> None:
-        """Begin the episodes whose first observation was in this step."""
-        begun = np.arange(self.num_envs)[which][waits]
-        self._counts[StepCount.STEPS_TAKEN] -= len(begun)
-        self._waits[begun] = False
-        self._begin(begun)
-
     def _begin(self, envs: np.ndarray) -> None:
         """Hook: an episode of some environments begins, at their first rows."""
 
@@ -595,21 +564,23 @@ class VectorWriter(ProcessBound):
 
     def _commit(self, env: int, num_steps: int, is_truncated: bool = False) -> None:
         """Add the steps in the first rows of an environment's place as a trajectory."""
-        if self._has_published()[env]:
-            self._commit_rest(env, num_steps, is_truncated)
-            return
-        trajectory: dict[str, Any] = {}
-        for column in self._schema:
-            if column.late:
-                continue
-            if column.rows == "1":
-                trajectory[column.name] = self._values[column.name][env, ...]
-            else:
-                trajectory[column.name] = self._steps_of(column, env, num_steps)
-        number = self._add(trajectory)
-        self.num_trajectories += 1
+        columns = self._columns_of(env, num_steps)
         num_steps += self._steps_before(env)
-        self._completed.append(CompletedTrajectory(env, number, num_steps))
+        if self._has_published()[env]:
+            assert self._publisher is not None
+            self._publisher.publish([PublishedPart(self._growing[env], num_steps, columns)])
+            self._end_growing(env, is_truncated)
+        else:
+            self._completed.append(CompletedTrajectory(env, self._add(columns), num_steps))
+        self.num_trajectories += 1
+
+    def _columns_of(self, env: int, num_steps: int) -> dict[str, np.ndarray]:
+        """Return an open trajectory of `num_steps` steps in the rows of its environment's place."""
+        return {
+            c.name: self._values[c.name][env, ...] if c.rows == "1" else self._steps_of(c, env, num_steps)
+            for c in self._schema
+            if not c.late
+        }
 
     def _steps_of(self, column: Column, env: int, num_steps: int) -> np.ndarray:
         """Return a column's rows of an environment's open trajectory."""
@@ -629,8 +600,12 @@ class VectorWriter(ProcessBound):
         if not self._growing:
             self._register()
         used = self._used()
-        envs = np.flatnonzero(used).tolist()
-        self._publisher.publish([self._part_of(env, int(used[env])) for env in envs])
+        parts = []
+        for env in np.flatnonzero(used).tolist():
+            steps = int(used[env])
+            end, columns = steps + self._steps_before(env), self._columns_of(env, steps)
+            parts.append(PublishedPart(self._growing[env], end, columns))
+        self._publisher.publish(parts)
 
     def _register(self) -> None:
         """Let the publisher end the open trajectories if this writer is dropped."""
@@ -644,37 +619,17 @@ class VectorWriter(ProcessBound):
         words = self._growing_words
         return np.asarray((words[:, Growing.SLOT] >= 0) | (words[:, Growing.FIRST] > 0))
 
-    def _part_of(self, env: int, num_steps: int) -> PublishedPart:
-        """Return an environment's open trajectory, with `num_steps` steps in the rows of its place."""
-        rows, once = partial(self._rows_of, env), partial(self._value_of, env)
-        return PublishedPart(self._growing[env], num_steps + self._steps_before(env), rows, once)
-
-    def _commit_rest(self, env: int, num_steps: int, is_truncated: bool) -> None:
-        assert self._publisher is not None
-        self._publisher.publish([self._part_of(env, num_steps)])
-        self._end_growing(env, is_truncated)
-        self.num_trajectories += 1
-
     def _end_growing(self, env: int, truncated: bool) -> None:
         assert self._publisher is not None
-        growing = self._growing[env]
-        is_published = growing.is_published
-        self._publisher.end(growing, truncated)
-        if is_published and growing.trajectory_id is not None:
-            self._completed.append(CompletedTrajectory(env, growing.trajectory_id, growing.published))
-        growing.reset()
-
-    def _rows_of(self, env: int, column: Column, first: int, end: int) -> np.ndarray:
-        num_steps = end - int(column.rows == "T+1") - self._steps_before(env)
-        return self._steps_of(column, env, num_steps)[first:end]
+        completed = self._publisher.end(self._growing[env], truncated, env)
+        if completed is not None:
+            self._completed.append(completed)
+        self._growing_words[env] = UNPUBLISHED
 
     def _steps_before(self, env: int) -> int:
         """Return how many earlier steps of an open trajectory are not in the rows of its place."""
         del env
         return 0
-
-    def _value_of(self, env: int, column: Column) -> np.ndarray:
-        return np.asarray(self._values[column.name][env])
 
     def close(self) -> list[CompletedTrajectory]:
         """End all open trajectories; published steps stay, marked as truncated. Safe to call twice.
