@@ -18,8 +18,8 @@ from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.sampling.anchors import AnchorRule
 from deepspeed_gear.sampling.exclusions import Exclusion, count_exclusions, count_waiting, rule_of_json
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.group_forecast import forecast_groups
 from deepspeed_gear.store.group_spec import COUNTED, GroupSpec
+from deepspeed_gear.store.groups import forecast_groups
 from deepspeed_gear.store.live_stores import LiveStore
 from deepspeed_gear.store.step_priorities import rows_of
 

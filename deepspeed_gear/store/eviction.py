@@ -90,11 +90,9 @@ class Evictor:
                 continue
             waiting = self._being_read()
             if self.policy.evicts:
-                rows = int(
-                    self.table.control[Control.FREE_ROWS] + self.table.slots[waiting, Slot.NUM_ROWS].sum()
-                )
-                will_fit = len(waiting) > 0 and rows >= num_rows and not self._is_over(num_steps)
-                if self.table.control[Control.SELECTING] or will_fit:
+                control, freed = self.table.control, self.table.slots[waiting, Slot.NUM_ROWS].sum()
+                has_rows = len(waiting) > 0 and control[Control.FREE_ROWS] + freed >= num_rows
+                if control[Control.SELECTING] or (has_rows and not self._is_over(num_steps)):
                     return Refusal.PINNED
                 victim = self.policy.victim(self.table, self.readers)
                 if victim >= 0:

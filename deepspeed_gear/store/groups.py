@@ -254,7 +254,10 @@ class TableGroups:
         slots, ids, numbers, members = slots[order], ids[order], numbers[order], members[order]
         of_member, of_group = _begins(numbers, members), _begins(numbers)  # first trajectories
         first = np.searchsorted(of_member, of_group)  # first member of each group
-        is_ready = np.logical_and.reduceat(self._is_ready(slots), of_member)
+        has_late = np.ones(len(slots), bool)
+        if self._present is not None:
+            has_late = self._present[slots] & self._late == self._late
+        is_ready = np.logical_and.reduceat(has_late, of_member)
         num_ready = np.add.reduceat(is_ready.astype(np.int64), first)
         latest = np.maximum.reduceat(self.words[slots, SlotGroup.TIME], of_group)
         is_complete = (num_ready >= self.spec.size) | self._in_time(num_ready, latest, now)
@@ -276,11 +279,6 @@ class TableGroups:
         if self._members is None:
             return np.asarray(self._slots[slots, Slot.ID])
         return np.asarray(self._members[slots].astype(np.int64))
-
-    def _is_ready(self, slots: np.ndarray) -> np.ndarray:
-        if self._present is None:
-            return np.ones(len(slots), bool)
-        return np.asarray(self._present[slots] & self._late == self._late)
 
     def _in_time(self, num_ready: np.ndarray, latest: np.ndarray, now: int) -> np.ndarray:
         """Return which groups are complete without all members; note when others will be. [groups], bool."""
@@ -309,10 +307,19 @@ class TableGroups:
         self.counts[GroupCount.REJECTED] += np.count_nonzero(is_small & ~passes)
         passes &= is_small
         num_passed = int(np.count_nonzero(passes))
-        self._count_recent(num_passed, len(passes) - num_passed)
+        # The older ones count half as much whenever there are more than RECENT.
+        recent = [GroupCount.RECENT_PASSED, GroupCount.RECENT_FAILED]
+        latest = self.counts[recent] + (num_passed, len(passes) - num_passed)
+        while latest.sum() > RECENT:
+            latest //= 2
+        self.counts[recent] = latest
         stays = np.repeat(passes, counts)
         self._remember(distinct(numbers[~stays]))
-        self._reject(slots[~stays])
+        if self._extents is None:
+            self.words[slots[~stays], SlotGroup.LEADER] = SlotGroup.REJECTED
+        else:
+            self.words[slots[~stays], SlotGroup.LEAVING] = 1
+            self._evict(slots[~stays])
         if not stays.any():
             return
         leaders = self._link(slots[stays], numbers[stays])
@@ -320,13 +327,6 @@ class TableGroups:
         if self._extents is not None:
             for leader in leaders.tolist():
                 self._extents.note(leader)
-
-    def _count_recent(self, passed: int, failed: int) -> None:
-        """Count groups for `recent`: the older ones half as much whenever there are more than RECENT."""
-        counts = self.counts[[GroupCount.RECENT_PASSED, GroupCount.RECENT_FAILED]] + (passed, failed)
-        while counts.sum() > RECENT:
-            counts //= 2
-        self.counts[[GroupCount.RECENT_PASSED, GroupCount.RECENT_FAILED]] = counts
 
     @property
     def recent(self) -> tuple[int, int]:
@@ -393,20 +393,8 @@ class TableGroups:
         for slot in members.tolist():
             self._extents.retire(slot)
 
-    def _reject(self, slots: np.ndarray) -> None:
-        if self._extents is None:
-            self.words[slots, SlotGroup.LEADER] = SlotGroup.REJECTED
-        else:
-            self.words[slots, SlotGroup.LEAVING] = 1
-            self._evict(slots)
-
     def _drop(self, slots: np.ndarray, word: int) -> None:
-        """Evict trajectories whose group is complete without them; those of a data set are left out.
-
-        Args:
-            slots: [n], int64.
-            word: Of `GroupCount`, which counts them.
-        """
+        """Count trajectories whose group is complete without them; those of no data set are evicted."""
         self.counts[word] += len(slots)
         if self._extents is not None:
             for slot in slots.tolist():
@@ -491,10 +479,49 @@ class TableGroups:
         self._remember(consumed)
         self._count()
         # Streams are restored after this: what has changed since is formed before their next selection.
-        self._count_words[GroupCount.SEEN], self._count_words[GroupCount.DUE] = (
-            self._control[Control.CHANGED],
-            0,
-        )
+        self._count_words[GroupCount.SEEN] = self._control[Control.CHANGED]
+        self._count_words[GroupCount.DUE] = 0
+
+
+_CHANGED = ("slots", "groups", "group_counts", "consumed_groups", "retention", "control")
+
+
+class _CopiedExtents:
+    """Stands in for a table's extents: evictions change the copied slots only; no stream reads the log."""
+
+    def __init__(self, slots: np.ndarray) -> None:
+        self._slots = slots
+
+    def changed_since(self, seen: int) -> None:
+        """Return None: every slot may have changed."""
+        del seen
+
+    def retire(self, slot: int) -> None:
+        self._slots[slot, Slot.STATE] = SlotState.EVICTED
+
+    def note(self, slot: int) -> None: ...
+
+
+def forecast_groups(
+    name: str, spec: GroupSpec, schema: Schema, views: Mapping[str, np.ndarray]
+) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+    """Form the groups of a store as its next selection will, on copies of its words.
+
+    Groups are formed when a process selects or evicts. A reader of a running process's store, which changes
+    nothing, would find complete groups that are not formed yet.
+
+    Args:
+        views: The regions of the store, with the columns; they are only read.
+    Returns:
+        The regions, those that groups change as copies, and the counts of `TableGroups.statistics`.
+    Cost: a pass over the slots, and a sort of the trajectories of groups that are not formed.
+    """
+    found = {**views, **{region: np.array(views[region]) for region in _CHANGED}}
+    columns = {column.name: views[f"column/{column.name}"] for column in schema}
+    extents = _CopiedExtents(found["slots"])
+    groups = TableGroups(name, spec, schema, found, columns, extents)  # type: ignore[arg-type]
+    groups.update()
+    return found, groups.statistics
 
 
 def _begins(*keys: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ import numpy as np
 from deepspeed_gear.errors import ConfigError, StoreError, StoreGoneError
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.memory_layout import MAGIC, Layout, RunIdentity, read_header, read_meaning
-from deepspeed_gear.store.reaper import NAME
+from deepspeed_gear.store.reaper import NAME as REAPER
 from deepspeed_gear.store.shared_memory import SHM, file_path, is_held, opened, opened_file
 from deepspeed_gear.store.writer_options import differences, digest, filled
 
@@ -52,15 +52,15 @@ def living_stores(process: int | None = None) -> list[LiveStore]:
         StoreError: The process does not exist, is another user's, or a store of it cannot be read.
     """
     if process is None:
-        found = [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()]
-        processes = sorted(pid for pid in found if pid != os.getpid())
+        pids = [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()]
+        processes = sorted(pid for pid in pids if pid != os.getpid())
     else:
         processes = [process]
     holders: dict[tuple[int, int], list[int]] = {}
     paths: dict[tuple[int, int], list[Path]] = {}
     for pid in processes:
         try:
-            if process is None and _is_reaper(pid):
+            if process is None and (_PROC / str(pid) / "comm").read_text().rstrip("\n") == REAPER:
                 continue
             for path, identity in _shared_files(pid):
                 paths.setdefault(identity, []).append(path)
@@ -70,17 +70,13 @@ def living_stores(process: int | None = None) -> list[LiveStore]:
             if process is not None:
                 rule = f"must be a running process of user {os.geteuid()}"
                 raise StoreError(f"process {pid}", rule, error.strerror) from error
-    opened = ((_open_any(paths[key], key, strict=process is not None), tuple(holders[key])) for key in paths)
-    return [
-        LiveStore(str(found[1].meaning["table"]), processes, *found)
-        for found, processes in opened
-        if found is not None and "table" in found[1].meaning  # not places of simulators
-    ]
-
-
-def _is_reaper(pid: int) -> bool:
-    """Return whether a process only waits to remove a store."""
-    return (_PROC / str(pid) / "comm").read_text().rstrip("\n") == NAME
+    stores = []
+    for key, candidates in paths.items():
+        mapped = (_open(path, key, strict=process is not None) for path in candidates)
+        found = next((one for one in mapped if one is not None), None)  # the first that is still open
+        if found is not None and "table" in found[1].meaning:  # not places of simulators
+            stores.append(LiveStore(str(found[1].meaning["table"]), tuple(holders[key]), *found))
+    return stores
 
 
 def _shared_files(pid: int) -> Iterator[tuple[Path, tuple[int, int]]]:
@@ -94,18 +90,6 @@ def _shared_files(pid: int) -> Iterator[tuple[Path, tuple[int, int]]]:
             continue
         if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
             yield path, (status.st_dev, status.st_ino)
-
-
-def _open_any(
-    paths: list[Path], identity: tuple[int, int], strict: bool
-) -> tuple[RunIdentity, Layout, dict[str, np.ndarray]] | None:
-    """Map a file through the first of its descriptors that is still open; None if it is no store."""
-    found = None
-    for path in paths:
-        found = _open(path, identity, strict)
-        if found is not None:
-            break
-    return found
 
 
 def _open(
@@ -152,6 +136,7 @@ class NamedStore:
         table: Name of the table.
         run: The run that it belongs to.
         writing: What a process that only writes needs: defaults and options.
+        places: Indices for processes that only write.
     """
 
     file: str
@@ -159,6 +144,7 @@ class NamedStore:
     run: RunIdentity
     writing: Mapping[str, Any]
     schema: Schema
+    places: range
 
     def differences(self, section: Mapping[str, Any]) -> list[str]:
         """Return the options in which an actor's `gear` section differs from the run's; empty if it fits.
@@ -220,7 +206,8 @@ def _store(fd: int, file: str) -> NamedStore | None:
     if sizes is None or not sizes["num_writers"] or not is_held(fd, 0, sizes["num_peers"]):
         return None
     schema = Schema.from_json(meaning["schema"])
-    return NamedStore(file, str(meaning["table"]), run, meaning["writing"], schema)
+    places = range(sizes["num_peers"], sizes["num_peers"] + sizes["num_writers"])
+    return NamedStore(file, str(meaning["table"]), run, meaning["writing"], schema, places)
 
 
 def run_names(option: str | None, given: str | None = None) -> list[str]:
@@ -235,7 +222,8 @@ def run_names(option: str | None, given: str | None = None) -> list[str]:
     sources = {"gear.shared_memory.run": option, RUN_VARIABLE: os.environ.get(RUN_VARIABLE)}
     named = {what: name for what, name in ({"run": given} if given else sources).items() if name}
     for what, name in named.items():
-        if not is_run_name(name):
+        letters = name.replace("_", "").replace("-", "")
+        if len(name) > _MOST_LETTERS or not name.isascii() or not (letters.isalnum() or not letters):
             rule = f"must be a name of at most {_MOST_LETTERS} letters, digits, '_' and '-'"
             raise ConfigError(what, rule, name)
     return sorted({*named.values()})
@@ -254,9 +242,3 @@ def new_run_name(option: str | None) -> str:
         rule = f"must be the run that {RUN_VARIABLE} names, where both are given"
         raise ConfigError("gear.shared_memory.run", rule, " and ".join(names), "leave one of them out")
     return names[0] if names else ""
-
-
-def is_run_name(name: str) -> bool:
-    """Return whether a run may have this name."""
-    letters = name.replace("_", "").replace("-", "")
-    return 0 < len(name) <= _MOST_LETTERS and name.isascii() and (letters.isalnum() or not letters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -97,18 +98,18 @@ class Layout:
     @property
     def offsets(self) -> dict[str, int]:
         """Byte offset of each region."""
-        at, offsets = align(HEADER_BYTES + len(self.description.encode())), {}
-        for region in self.regions:
-            offsets[region.name] = at
-            at = align(at + region.num_bytes)
-        return offsets
+        return dict(zip((region.name for region in self.regions), self._begins, strict=False))
 
     @property
     def total_bytes(self) -> int:
-        at = align(HEADER_BYTES + len(self.description.encode()))
-        for region in self.regions:
-            at = align(at + region.num_bytes)
-        return at
+        return self._begins[-1]
+
+    @property
+    def _begins(self) -> list[int]:
+        """Where the regions begin, and what follows the last one would."""
+        first = align(HEADER_BYTES + len(self.description.encode()))
+        sizes = (align(region.num_bytes) for region in self.regions)
+        return list(itertools.accumulate(sizes, initial=first))
 
     def views(self, buffer: Any) -> dict[str, np.ndarray]:
         """Return every region as an array over `buffer`, without a copy."""

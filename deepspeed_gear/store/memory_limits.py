@@ -8,6 +8,7 @@ first; swap does not.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -21,19 +22,11 @@ _REMEDY = (
 )
 
 
-@dataclass(frozen=True)
-class _Files:
-    """Names of a cgroup version's files, and of the page cache's entries in memory.stat."""
-
-    limit: str
-    usage: str
-    cache: tuple[str, ...]
-
-
+# Of each cgroup version: the files of the limit and the usage, and the page cache's entries in memory.stat.
 _FILES = {
     # usage_in_bytes of version 1 includes the children's; so do the entries that begin with total_.
-    1: _Files("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
-    2: _Files("memory.max", "memory.current", ("active_file", "inactive_file")),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
+    2: ("memory.max", "memory.current", ("active_file", "inactive_file")),
 }
 
 
@@ -91,23 +84,17 @@ def _limits(read: Read) -> Iterator[MemoryLimit]:
         available = found * 1024
         yield MemoryLimit("/proc/meminfo: MemAvailable", available, "of the whole machine")
     for version, folder in cgroup_folders(read("/proc/self/cgroup"), read("/proc/self/mountinfo")):
-        limit = _cgroup_limit(read, _FILES[version], folder)
-        if limit is not None:
-            yield limit
-
-
-def _cgroup_limit(read: Read, files: _Files, folder: str) -> MemoryLimit | None:
-    """Return the limit of one cgroup; None where it has none."""
-    path = f"{folder}/{files.limit}"
-    limit, used = _number(read(path)), _number(read(f"{folder}/{files.usage}"))
-    if limit is None or used is None:
-        return None
-    entries = _entries(read(f"{folder}/memory.stat"))
-    cache = sum(entries.get(key, 0) for key in files.cache)
-    description = (
-        f"limit {show_bytes(limit)}, used {show_bytes(used)}, of this {show_bytes(cache)} page cache"
-    )
-    return MemoryLimit(path, max(0, limit - max(0, used - cache)), description)
+        limit_file, usage_file, cache_entries = _FILES[version]
+        path = f"{folder}/{limit_file}"
+        limit, used = _number(read(path)), _number(read(f"{folder}/{usage_file}"))
+        if limit is None or used is None:
+            continue
+        entries = _entries(read(f"{folder}/memory.stat"))
+        cache = sum(entries.get(key, 0) for key in cache_entries)
+        numbers = (
+            f"limit {show_bytes(limit)}, used {show_bytes(used)}, of this {show_bytes(cache)} page cache"
+        )
+        yield MemoryLimit(path, max(0, limit - max(0, used - cache)), numbers)
 
 
 def cgroup_folders(cgroups: str | None, mounts: str | None) -> list[tuple[int, str]]:
@@ -120,7 +107,13 @@ def cgroup_folders(cgroups: str | None, mounts: str | None) -> list[tuple[int, s
         Version (1 or 2) and folder, the innermost first. A cgroup outside the mounted tree, as in a
         container without its own cgroup namespace, is taken for the mounted root.
     """
-    own = dict(_own_cgroups(cgroups or ""))
+    own = {}
+    for line in (cgroups or "").splitlines():
+        number, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if path and (number, controllers) == ("0", ""):
+            own[2] = path
+        elif path and "memory" in controllers.split(","):
+            own[1] = path
     folders: list[tuple[int, str]] = []
     for version, root, point in _cgroup_mounts(mounts or ""):
         if version not in own:
@@ -133,16 +126,6 @@ def cgroup_folders(cgroups: str | None, mounts: str | None) -> list[tuple[int, s
     return folders
 
 
-def _own_cgroups(text: str) -> Iterator[tuple[int, str]]:
-    """Yield version and path of this process's memory cgroups."""
-    entries = [line.split(":", 2) for line in text.splitlines() if line.count(":") >= 2]
-    for number, controllers, path in entries:
-        if number == "0" and not controllers:
-            yield 2, path
-        elif "memory" in controllers.split(","):
-            yield 1, path
-
-
 def _cgroup_mounts(text: str) -> Iterator[tuple[int, str, str]]:
     """Yield version, root and mount point of the mounted hierarchies that may hold memory limits.
 
@@ -153,18 +136,14 @@ def _cgroup_mounts(text: str) -> Iterator[tuple[int, str, str]]:
         before, after = head.split(), tail.split()
         if len(before) < 5 or not after:
             continue
-        root, point = (_unescaped(field) for field in before[3:5])
+        # Blanks and backslashes are written as octal numbers.
+        root, point = (
+            re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), field) for field in before[3:5]
+        )
         if after[0] == "cgroup2":
             yield 2, root, point
         elif after[0] == "cgroup" and "memory" in after[-1].split(","):
             yield 1, root, point
-
-
-def _unescaped(field: str) -> str:
-    """Undo mountinfo's octal escapes of blanks and backslashes."""
-    for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
-        field = field.replace(code, character)
-    return field
 
 
 def _number(text: str | None) -> int | None:

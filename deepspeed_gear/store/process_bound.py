@@ -40,47 +40,23 @@ class InForkedChild:
 
     def __getattribute__(self, name: str) -> Any:
         if name == "close":
-            return _nothing
+            return lambda: None  # the stores are the parent's
         if name.startswith("__"):  # of the language: `__class__`, `__dict__`
             return object.__getattribute__(self, name)
-        return _refuse()
+        return InForkedChild.__refuse(self)
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        _refuse()
+    def __refuse(self, *_: object) -> NoReturn:
+        raise StoreError(
+            "a replay or writer",
+            "must be used in the process that made it",
+            f"process {os.getpid()}, which was forked",
+            "make one in the child, or start it with spawn; a DataLoader over a Replay needs num_workers=0",
+        )
 
-    def __len__(self) -> NoReturn:
-        _refuse()
-
-    def __iter__(self) -> NoReturn:
-        _refuse()
-
-    def __next__(self) -> NoReturn:
-        _refuse()
-
-    def __getitem__(self, key: object) -> NoReturn:
-        _refuse()
-
-    def __enter__(self) -> NoReturn:
-        _refuse()
+    __reduce_ex__ = __len__ = __iter__ = __next__ = __getitem__ = __enter__ = __setattr__ = __refuse
 
     def __exit__(self, *_: object) -> None:
         """Leave a block that the parent has entered."""
-
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        _refuse()
-
-
-def _nothing() -> None:
-    """Do nothing: the stores are the parent's."""
-
-
-def _refuse() -> NoReturn:
-    raise StoreError(
-        "a replay or writer",
-        "must be used in the process that made it",
-        f"process {os.getpid()}, which was forked",
-        "make one in the child, or start it with spawn; a DataLoader over a Replay needs num_workers=0",
-    )
 
 
 def _leave_to_parent() -> None:

@@ -122,7 +122,13 @@ class SharedMemory:
             release(fd)
             _refuse_no_descriptor(SHM, error)
             if error.errno in _NO_MEMORY:
-                raise _full(num_bytes, error) from error
+                space = os.statvfs(SHM)
+                raise StoreFullError(
+                    str(SHM),
+                    f"must have {show_bytes(num_bytes)} free",
+                    f"{show_bytes(space.f_bavail * space.f_frsize)} ({error.strerror})",
+                    "lower the table's capacity, use load: mmap, enlarge /dev/shm, or run `gear clean`",
+                ) from error
             raise StoreError(str(SHM), f"must provide {show_bytes(num_bytes)}", error.strerror) from error
         except BaseException:
             release(fd)
@@ -267,7 +273,13 @@ class SharedMemory:
     @property
     def huge_bytes(self) -> int:
         """Bytes of this mapping that lie on huge pages, as the kernel counts them."""
-        return _mapped_huge_bytes(self.path, os.fstat(self.fd).st_ino)
+        inode, total, is_ours = os.fstat(self.fd).st_ino, 0, False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if re.match(r"^[0-9a-f]+-[0-9a-f]+ ", line):
+                is_ours = line.split()[4] == str(inode)
+            elif is_ours and line.startswith("ShmemPmdMapped:"):
+                total += int(line.split()[1]) * 1024
+        return total
 
     def close(self) -> None:
         """Detach; the last to detach removes the file. Views stay valid, and keep the map for that."""
@@ -275,28 +287,19 @@ class SharedMemory:
             return
         self._closed = True
         if self._pid == os.getpid():  # in a forked child the descriptor is one of /dev/null
-            self._detach()
+            # While the byte is held, no reaper removes the name: it is gone when the last `close` returns.
+            if not _unlink_if_garbage(self.fd, self.path):
+                _record_lock(self.fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, self.peer, 1)
+                if not _unlink_if_garbage(self.fd, self.path):  # two that detach at once block each other
+                    _await_removal(self.fd)
+            # A child that C code has forked may have a copy of the descriptor, which would keep the lock.
+            _record_lock(self.fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, 0, WHOLE)
         release(self.fd)
         self.buffer = memoryview(b"")
 
-    def _detach(self) -> None:
-        """Release this process's byte; the last process removes the name before that."""
-        # While the byte is held, no reaper removes the name: it is gone when the last `close` returns.
-        if not _unlink_if_garbage(self.fd, self.path):
-            _record_lock(self.fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, self.peer, 1)
-            if not _unlink_if_garbage(self.fd, self.path):  # two that detach at once block each other
-                _await_removal(self.fd)
-        # A child that C code has forked may have a copy of the descriptor, which would keep the lock.
-        _record_lock(self.fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, 0, WHOLE)
-
 
 def _open(path: Path) -> int:
-    """Open a file that must be a store.
-
-    Raises:
-        StoreGoneError: It does not exist.
-        StoreError: It cannot be opened.
-    """
+    """Open a file that must be a store; raises as `opened_file`."""
     try:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
@@ -321,34 +324,10 @@ def opened_file(path: Path) -> Iterator[int]:
 
 
 def _refuse_no_descriptor(path: Path, error: OSError) -> None:
-    """Raise StoreError if an error is that no more files can be opened.
-
-    Raises:
-        StoreError: This process, or the machine, has too many files open.
-    """
+    """Raise StoreError if an error is that this process, or the machine, has too many files open."""
     if error.errno in _NO_DESCRIPTOR:
         rule, remedy = "must be opened", "raise the limit of open files (ulimit -n), or close some"
         raise StoreError(str(path), rule, error.strerror, remedy) from error
-
-
-def _full(num_bytes: int, error: OSError) -> StoreFullError:
-    free = os.statvfs(SHM)
-    return StoreFullError(
-        str(SHM),
-        f"must have {show_bytes(num_bytes)} free",
-        f"{show_bytes(free.f_bavail * free.f_frsize)} ({error.strerror})",
-        "lower the table's capacity, use load: mmap, enlarge /dev/shm, or run `gear clean`",
-    )
-
-
-def _mapped_huge_bytes(path: Path, inode: int) -> int:
-    total, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if re.match(r"^[0-9a-f]+-[0-9a-f]+ ", line):
-            inside = line.split()[4] == str(inode)
-        elif inside and line.startswith("ShmemPmdMapped:"):
-            total += int(line.split()[1]) * 1024
-    return total
 
 
 def _unlink_if_garbage(fd: int, path: Path) -> bool:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -59,14 +59,18 @@ class StoreLock:
         thread = threading.get_ident()
         try:
             if self._thread != thread or not self._is_held():  # else Ctrl-C interrupted its release
-                self._acquire()
+                result = self._native.mutex_lock(self._address, self.timeout_s)
+                if result == LockResult.OWNER_DIED:
+                    self._native.mutex_consistent(self._address)
+                elif result != LockResult.LOCKED:
+                    raise self._failure(result)
             self._thread = thread
             left_unfinished = self._holder[0] != 0
             self._holder[0] = self._pid
             if left_unfinished:
                 self._recover()
         except BaseException:
-            self._native.mutex_consistent(self._address)  # Ctrl-C may have come before `_acquire` did so
+            self._native.mutex_consistent(self._address)  # Ctrl-C may have come before that above
             self._release()  # the next owner has the same duty
             raise
         return self
@@ -82,29 +86,20 @@ class StoreLock:
         """Return whether this process holds the mutex."""
         return bool(self._native.mutex_owner(self._address) == self._pid)
 
-    def _acquire(self) -> None:
-        result = self._native.mutex_lock(self._address, self.timeout_s)
-        if result == LockResult.OWNER_DIED:
-            self._native.mutex_consistent(self._address)
-        elif result != LockResult.LOCKED:
-            self._raise(result)
-
     def _release(self) -> None:
         """Release the lock; without effect where another thread or process has it."""
         self._native.mutex_unlock(self._address)
         self._thread = None
 
-    def _raise(self, result: int) -> Any:
-        if result == LockResult.TIMED_OUT:
-            holder = int(self._holder[0])
-            stopped = _is_stopped(holder)
-            raise StoreError(
-                f"the lock of {self._memory.path}",
-                f"must be free within {self.timeout_s} s (gear.timeout_s)",
-                f"held by process {holder}" + (", which is stopped" if stopped else ""),
-                f"continue it (kill -CONT {holder}) or end it" if stopped else "check what that process does",
-            )
-        raise StoreError(f"the lock of {self._memory.path}", "must be usable", None, "start the run again")
+    def _failure(self, result: int) -> StoreError:
+        name = f"the lock of {self._memory.path}"
+        if result != LockResult.TIMED_OUT:
+            return StoreError(name, "must be usable", None, "start the run again")
+        holder = int(self._holder[0])
+        given, remedy = f"held by process {holder}", "check what that process does"
+        if _is_stopped(holder):
+            given, remedy = f"{given}, which is stopped", f"continue it (kill -CONT {holder}) or end it"
+        return StoreError(name, f"must be free within {self.timeout_s} s (gear.timeout_s)", given, remedy)
 
 
 def _is_stopped(pid: int) -> bool:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.errors import StoreError
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.group_spec import GroupCount, GroupSpec, SlotGroup
-from deepspeed_gear.store.memory_layout import Layout, Region, read_meaning
+from deepspeed_gear.store.memory_layout import Layout, Region
 from deepspeed_gear.store.records import Control, Peer, SlotLink, SlotRetention
 from deepspeed_gear.store.retention import UNLIMITED, Retention
-from deepspeed_gear.store.shared_memory import opened_file
 
 NOTE_BYTES = 512  # a process's note on how its batches are transferred to its device
 STALE_BINS = 48  # of lengths of dropped trajectories: powers of two
@@ -22,18 +19,6 @@ LEAST_FREE = 32  # a table is compacted while more than one of so many rows is f
 MOST_SPARE = 8  # at most one of so many rows is a spare row of compaction
 LEAST_LOG = 1024  # changed slots that the log holds, at least
 RETURN_TO_GO = "derived/return_to_go"  # region of the derived column; no column can have this name
-
-
-_SIZES = (
-    "num_slots",
-    "num_rows",
-    "return_to_go",
-    "num_peers",
-    "arrival_rows",
-    "arrival_slots",
-    "num_writers",
-    "spare_rows",
-)
 
 
 @dataclass(frozen=True)
@@ -104,28 +89,22 @@ class TableSpec:
     @property
     def sizes(self) -> dict[str, Any]:
         """Return the sizes, JSON-able, from which a process without a config builds it (`of_capacity`)."""
-        values = {name: getattr(self, name) for name in _SIZES}
-        shard = None if self.shard is None else asdict(self.shard)
-        group = None if self.group is None else self.group.to_json()
-        whole = list(self.whole_fields)
-        return {
-            **values,
-            "shard": shard,
-            "retention": self.retention.to_json(),
-            "group": group,
-            "whole_fields": whole,
-        }
+        values = {name: getattr(self, name) for name in TableSpec.__dataclass_fields__}
+        for name in ("name", "schema", "dataset", "in_memory"):
+            del values[name]
+        values["shard"] = None if self.shard is None else asdict(self.shard)
+        values["retention"] = self.retention.to_json()
+        values["group"] = None if self.group is None else self.group.to_json()
+        return {**values, "whole_fields": list(self.whole_fields)}
 
     @classmethod
     def of_capacity(cls, name: str, schema: Any, sizes: dict[str, Any]) -> TableSpec:
         """Return the spec that has these `sizes`."""
-        values = {key: sizes[key] for key in _SIZES}
-        shard = None if sizes["shard"] is None else Shard(**sizes["shard"])
-        retention = Retention.from_json(sizes["retention"])
+        values = dict(sizes, retention=Retention.from_json(sizes["retention"]))
+        values["shard"] = None if sizes["shard"] is None else Shard(**sizes["shard"])
         values["group"] = None if sizes["group"] is None else GroupSpec.from_json(sizes["group"])
         values["whole_fields"] = tuple(sizes["whole_fields"])
-        parsed = Schema.from_json(schema)
-        return cls(name, parsed, dataset=None, in_memory=True, shard=shard, retention=retention, **values)
+        return cls(name, Schema.from_json(schema), dataset=None, in_memory=True, **values)
 
     @property
     def has_arrivals(self) -> bool:
@@ -209,17 +188,3 @@ def table_layout(spec: TableSpec, extra: list[Region], meaning: dict[str, Any]) 
     if spec.dataset is None:
         agreed["sizes"] = spec.sizes
     return Layout.of([*spec.regions(), *extra], agreed)
-
-
-def writer_places(path: Path) -> range:
-    """Return the indices for processes that only write into a store, from its file.
-
-    Raises:
-        StoreError: It admits no writers, or is no store.
-    """
-    with opened_file(path) as fd:
-        sizes = read_meaning(fd, str(path))[0].get("sizes")
-    if sizes is None or not sizes["num_writers"]:
-        rule, remedy = "must admit writers", "set gear.tables.<name>.writers"
-        raise StoreError(str(path), rule, None, remedy)
-    return range(sizes["num_peers"], sizes["num_peers"] + sizes["num_writers"])

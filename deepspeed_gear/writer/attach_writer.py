@@ -16,7 +16,7 @@ from deepspeed_gear.store.live_stores import RUN_VARIABLE, NamedStore, named_sto
 from deepspeed_gear.store.memory_layout import read_header
 from deepspeed_gear.store.shared_memory import SHM, SharedMemory
 from deepspeed_gear.store.table import Table
-from deepspeed_gear.store.table_spec import TableSpec, writer_places
+from deepspeed_gear.store.table_spec import TableSpec
 from deepspeed_gear.timeouts import check_timeout, wait_until
 
 _POLL_S = 0.1
@@ -97,7 +97,7 @@ def _open(store: NamedStore) -> Attached:
         StoreGoneError: Its run has ended.
         StoreError: It has its maximum of writers.
     """
-    memory = SharedMemory.attach_one_of(store.file, writer_places(SHM / store.file))
+    memory = SharedMemory.attach_one_of(store.file, store.places)
     try:
         layout, _ = read_header(memory.buffer, memory.num_bytes, str(memory.path))
         meaning = layout.meaning
@@ -134,7 +134,7 @@ class _Search:
 
     @classmethod
     def of(cls, config: str | Path | Mapping[str, Any] | None, table: str | None, run: str | None) -> _Search:
-        section = None if config is None else _section(config)
+        section = None if config is None else _object("gear", ds_config.read(config)[0])
         memory = {} if section is None else _object("gear.shared_memory", section.get("shared_memory", {}))
         prefix = memory.get("prefix", DEFAULT_PREFIX)
         if not isinstance(prefix, str):
@@ -150,7 +150,13 @@ class _Search:
         fitting, others = [], []
         found, foreign = named_stores(self.prefix)
         for store in found:
-            reasons = self._reasons(store)
+            missing = [name for name in self.runs if name not in (store.run.id, store.run.name)]
+            if self.table not in (None, store.table):
+                reasons = [f"its table is not {self.table}"]
+            elif missing:
+                reasons = [f"its run is not {missing[0]}"]
+            else:
+                reasons = [] if self.section is None else store.differences(self.section)
             if reasons:
                 others.append(f"{store}: {', '.join(reasons)}")
             else:
@@ -173,15 +179,6 @@ class _Search:
             raise StoreError(str(store), "must be of a run of this config", ", ".join(options), _OWN_CONFIG)
         return store
 
-    def _reasons(self, store: NamedStore) -> list[str]:
-        """Return why a store does not match; empty if it does."""
-        if self.table not in (None, store.table):
-            return [f"its table is not {self.table}"]
-        missing = [name for name in self.runs if name not in (store.run.id, store.run.name)]
-        if missing:
-            return [f"its run is not {missing[0]}"]
-        return [] if self.section is None else store.differences(self.section)
-
     def not_found(self, wait_s: float, others: list[str]) -> StoreError:
         """Return the error of a search without a result."""
         what = f"{SHM}/{self.prefix}-*-{self.table or '*'}"
@@ -194,16 +191,8 @@ class _Search:
         return StoreError(what, rule, "; ".join(others) or None, remedy)
 
 
-def _section(config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
-    return _object("gear", ds_config.read(config)[0])
-
-
 def _object(name: str, value: object) -> Mapping[str, Any]:
-    """Return a JSON object of the config.
-
-    Raises:
-        ConfigError: It is no JSON object.
-    """
+    """Return a JSON object of the config; raise unless it is one."""
     if not isinstance(value, Mapping):
         remedy = "give the ds_config or the gear section that the ranks have"
         raise ConfigError(name, "must be a JSON object", value, remedy)
