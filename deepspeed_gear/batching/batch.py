@@ -525,9 +525,7 @@ class BatchLifetime:
     """Lifetime of a batch: as long as its ring entry holds its values.
 
     It is ended by the gatherer that fills the entry again, or earlier by the loader that returned the batch.
-
-    Args:
-        storages: Addresses of the entry's storages; see `storages_of`.
+    The entry is known by its `storages_of`.
     """
 
     def __init__(self, storages: frozenset[int]) -> None:
@@ -554,13 +552,10 @@ class BatchLifetime:
 
 
 class LentTensors:
-    """The latest batches of one stream, which their user may still use.
+    """The latest batches of one stream, at most `keep`, which their user may still use.
 
     Older ones end by number rather than when their memory is overwritten, since that time depends on the
     progress of prefetching and of the device.
-
-    Args:
-        keep: Maximum number of batches.
     """
 
     def __init__(self, keep: int) -> None:
@@ -593,11 +588,7 @@ def _storage(tensor: torch.Tensor) -> int | None:
 
 
 def _taker(key: Samples, num_samples: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function that takes some of the samples out of a tensor of all.
-
-    Raises:
-        ShapeError, DataError: As `Batch.__getitem__`.
-    """
+    """Return the function that takes some of the samples out of a tensor of all."""
     if isinstance(key, slice):
         bounds = (key.start, key.stop, key.step)
         are_numbers = all(bound is None or isinstance(bound, (int, np.integer)) for bound in bounds)
@@ -697,11 +688,7 @@ def _sources(source: torch.Tensor | None, records: torch.Tensor) -> torch.Tensor
 
 
 def _alike(batches: Sequence[Batch]) -> list[Batch]:
-    """Return batches as a list, after checks.
-
-    Raises:
-        DataError, ShapeError: As `Batch.cat`.
-    """
+    """Return batches as a list, after the checks of `Batch.cat`."""
     found = list(batches) if isinstance(batches, (list, tuple)) else []
     if not found or not all(isinstance(batch, Batch) for batch in found):
         kinds = [type(batch).__name__ for batch in found] or type(batches).__name__
@@ -743,8 +730,4 @@ def _unflatten(values: Any, context: Any) -> Batch:
 pytree.register_pytree_node(Batch, _flatten, _unflatten, serialized_type_name="deepspeed_gear.Batch")
 
 
-def _flatten_overwritten(batch: OverwrittenBatch) -> NoReturn:
-    _refuse_overwritten()
-
-
-pytree.register_pytree_node(OverwrittenBatch, _flatten_overwritten, _unflatten)
+pytree.register_pytree_node(OverwrittenBatch, lambda batch: _refuse_overwritten(), _unflatten)

@@ -20,7 +20,6 @@ from deepspeed_gear.batching.transfer.copy_engine import (
     STAGED,
     WAYS,
     CopyPiece,
-    Window,
     fetch,
     pieces_of,
     split,
@@ -28,11 +27,13 @@ from deepspeed_gear.batching.transfer.copy_engine import (
 from deepspeed_gear.batching.transfer.cuda_streams import HostStream
 from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer, FieldTransfer, Reach
 from deepspeed_gear.config import NStepConfig, ResolvedField
-from deepspeed_gear.ops.records import Slot
+from deepspeed_gear.ops.gather_spec import GatherSpec
+from deepspeed_gear.ops.records import Slot, Source
 from deepspeed_gear.ops.reference.gather import bounds
 from deepspeed_gear.store.table import Table
 
 LENGTHS = (1, 2, 5, 40, 3, 11)
+SOURCES = (Source.STEPS, Source.STEPS_PLUS_ONE)
 SHAPES = {"a": (3,), "b": (), "c": (2, 2), "d": (5,), "final": (7,), "one": (3,)}
 DTYPES = {"a": "float32", "b": "int64", "c": "uint8", "d": "bfloat16", "final": "float16", "one": "float64"}
 TARGETS = {
@@ -196,7 +197,8 @@ def test_pieces_are_the_real_rows(
     data: st.DataObject, offset: int, length: int, align: int, final: int
 ) -> None:
     first = data.draw(st.integers(0, length - 1))
-    window = Window(offset, length, align, final, first, data.draw(st.integers(1, length - first)))
+    count = data.draw(st.integers(1, length - first))
+    window = GatherSpec(SOURCES[final], offset, length, align, part_first=first, part_count=count)
     rows = [
         [0, 0, 0, data.draw(st.integers(0, 50)), steps, data.draw(st.integers(0, steps - 1)), 1, 0]
         for steps in data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=5))
@@ -223,8 +225,8 @@ def test_pieces_are_the_real_rows(
         span = bounds(offset, length, align, torch.tensor([anchor]), torch.tensor([steps + final]))
         for step in range(int(span.begin), int(span.end)):
             place = int(span.place) + step - int(span.begin) - first
-            if 0 <= place < window.count:
-                to = 1000 + (i * window.count + place) * 11
+            if 0 <= place < count:
+                to = 1000 + (i * count + place) * 11
                 moved = (int(found.records[i, 3]) + step) * 11 + 1000
                 assert moved == to  # the record leads there
                 expected |= {to + k: (begin + step) * 11 + k for k in range(11)}

@@ -68,40 +68,34 @@ def measure(gather: Gather, records: torch.Tensor, lane: HostStream) -> Transfer
     idle = min(seconds() for _ in range(ROUNDS))
     if lane.device.type == "cpu":
         return TransferTimings(idle, idle)
-    products = _Products(lane.device)
-    alone = min(products.begin().seconds() for _ in range(ROUNDS))
-    busy, beside = [], []
-    for _ in range(ROUNDS):
-        products.begin()
-        busy.append(seconds())
-        beside.append(products.seconds())
-    return TransferTimings(idle, min(busy), min(beside) / alone - 1)
+    # Matrix products that keep the device busy, as a training step does.
+    matrix = torch.zeros(_MATMUL, _MATMUL, dtype=torch.bfloat16, device=lane.device)
+    out = torch.empty_like(matrix)
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
 
-
-class _Products:
-    """Matrix products that keep a device busy, as a training step does."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._matrix = torch.zeros(_MATMUL, _MATMUL, dtype=torch.bfloat16, device=device)
-        self._out = torch.empty_like(self._matrix)
-        self._first, self._last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        self.begin().seconds()  # loads kernels
-
-    def begin(self) -> _Products:
+    def begin() -> None:
         """Enqueue the products on their device's current CUDA stream; the device is idle before."""
-        torch.cuda.synchronize(self._device)
-        stream = torch.cuda.current_stream(self._device)  # an event's default is that of the current device
-        self._first.record(stream)
+        torch.cuda.synchronize(lane.device)
+        stream = torch.cuda.current_stream(lane.device)  # an event's default is that of the current device
+        first.record(stream)
         for _ in range(_MATMULS):
-            torch.mm(self._matrix, self._matrix, out=self._out)
-        self._last.record(stream)
-        return self
+            torch.mm(matrix, matrix, out=out)
+        last.record(stream)
 
-    def seconds(self) -> float:
+    def products_s() -> float:
         """Wait for the products; return their duration."""
-        self._last.synchronize()
-        return float(self._first.elapsed_time(self._last)) * 1e-3
+        last.synchronize()
+        return float(first.elapsed_time(last)) * 1e-3
+
+    alone, busy, beside = [], [], []
+    for _ in range(1 + ROUNDS):  # the first time loads kernels
+        begin()
+        alone.append(products_s())
+    for _ in range(ROUNDS):
+        begin()
+        busy.append(seconds())
+        beside.append(products_s())
+    return TransferTimings(idle, min(busy), min(beside) / min(alone[1:]) - 1)
 
 
 def fastest(figures: Mapping[str, TransferTimings]) -> str:

@@ -8,14 +8,15 @@ masks and conversion are those of every transfer method.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 import torch
 
 from deepspeed_gear.config import ResolvedField
-from deepspeed_gear.ops.records import Resolution
+from deepspeed_gear.ops.gather_spec import GatherSpec
+from deepspeed_gear.ops.records import Resolution, Source
 from deepspeed_gear.ops.reference.gather import bounds
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
@@ -30,18 +31,6 @@ class CopyPiece:
 
 
 @dataclass(frozen=True)
-class Window:
-    """Steps that a field reads of a sample: the part [first, first + count) of a window."""
-
-    offset: int
-    length: int
-    align: int
-    final_row: int
-    first: int
-    count: int
-
-
-@dataclass(frozen=True)
 class Fetched:
     """Where a window of each sample is copied to."""
 
@@ -51,18 +40,25 @@ class Fetched:
     records: torch.Tensor  # resolutions that point to the copies. [B, 8], int64.
 
 
-def fetch(window: Window, records: torch.Tensor) -> Fetched:
+def window_of(spec: GatherSpec) -> GatherSpec:
+    """Return what fields that read the same steps of a sample have in common."""
+    return replace(spec, after_n_step=0, pad=0, elements=1, mask=-1)
+
+
+def fetch(window: GatherSpec, records: torch.Tensor) -> Fetched:
     """Return which steps of samples are copied, and where to.
 
     Args:
+        window: The steps that are read: a part of a window.
         records: Resolutions. [B, 8], int64.
     """
-    held = records[:, Resolution.NUM_STEPS] + window.final_row
+    held = records[:, Resolution.NUM_STEPS] + int(window.source == Source.STEPS_PLUS_ONE)
+    first, last = window.part_first, window.part_first + window.part_count
     span = bounds(window.offset, window.length, window.align, records[:, Resolution.ANCHOR], held)
     shift = span.begin - span.place  # the step at the window's first place
-    begin = span.place.clamp(window.first, window.first + window.count)
-    end = (span.place + span.end - span.begin).clamp(window.first, window.first + window.count)
-    places = torch.arange(len(records)) * window.count - window.first
+    begin = span.place.clamp(first, last)
+    end = (span.place + span.end - span.begin).clamp(first, last)
+    places = torch.arange(len(records)) * window.part_count - first
     moved = records.clone()
     moved[:, Resolution.FIRST_ROW] = places - shift
     step, row, num_rows = begin + shift, places + begin, end - begin
@@ -134,15 +130,10 @@ def ways_of(
     is_reached: Callable[[ResolvedField], bool],
     least_copy_bytes: int = 0,
 ) -> list[str]:
-    """Return the transfer method of each field.
+    """Return the transfer method of each field, one of `WAYS`.
 
-    Args:
-        fields: The fields of a batch.
-        is_reached: Whether the device reads the column of a field in place.
-        least_copy_bytes: Smaller windows are not copied by the copy engine.
-    Returns:
-        One of `WAYS` each. Fields that the device cannot read are staged, and goals, as the host draws them;
-        fields that do not suit the copy engine are read in place.
+    Fields that the device cannot read are staged, and goals, as the host draws them; fields that do not suit
+    the copy engine, such as windows of less than `least_copy_bytes`, are read in place.
     """
     ways = []
     for field in fields:
@@ -155,11 +146,7 @@ def ways_of(
 
 
 def suits_copies(field: ResolvedField, least_bytes: int = 0) -> bool:
-    """Return whether a sample's rows of a field are one large piece, with all rows that its kernel reads.
-
-    Args:
-        least_bytes: Smallest size of a window.
-    """
+    """Return whether all rows that a kernel reads for a sample are one piece, of at least so many bytes."""
     if is_computed(field) or field.pad_kind == "edge" or field.offset == "n_step":
         return False
     row_bytes = _RETURN_BYTES if field.column is None else field.column.row_bytes

@@ -18,7 +18,6 @@ import torch
 
 from deepspeed_gear.batching.gather import (
     N_STEP_DTYPES,
-    SOURCES,
     Buffers,
     FieldGroup,
     Gatherer,
@@ -28,15 +27,16 @@ from deepspeed_gear.batching.transfer.copy_engine import (
     COPIES,
     DIRECT,
     STAGED,
-    Window,
     column_name,
     fetch,
     is_computed,
     pieces_of,
     ways_of,
+    window_of,
 )
 from deepspeed_gear.batching.transfer.cuda_streams import Event, HostStream, Packing
 from deepspeed_gear.ops import Ops
+from deepspeed_gear.ops.gather_spec import GatherSpec
 from deepspeed_gear.ops.records import Resolution
 
 PINNED = 4  # batches that are staged at once; bounds how many batches the host is ahead of the device
@@ -293,19 +293,9 @@ class DeviceGatherer(Gatherer):
 
     def _divide_copies(self, which: list[int], num_samples: int) -> None:
         """Assign each field of the copy engine a place in scratch memory, which later batches reuse."""
-        by_window: dict[Window, list[int]] = {}
+        by_window: dict[GatherSpec, list[int]] = {}
         for i in which:
-            spec = self._specs[i]
-            final = int(spec.source == SOURCES["T+1"])
-            window = Window(
-                spec.offset,
-                spec.length,
-                spec.align,
-                final,
-                spec.part_first,
-                spec.part_count,
-            )
-            by_window.setdefault(window, []).append(i)
+            by_window.setdefault(window_of(self._specs[i]), []).append(i)
         columns = [self._there(i) for i in which]
         rows = [num_samples * self._specs[i].part_count for i in which]
         packing = Packing([((n, *c.shape[1:]), c.dtype) for n, c in zip(rows, columns, strict=True)])
