@@ -456,8 +456,6 @@ def oldest_of_equal(
         values: Priorities of all items. [N], float32.
         drawable: Which of them have a mass. [N], bool.
         ids_of: Items -> ids of their trajectories. [m] -> [m], int64.
-    Returns:
-        [n], int64.
     """
     least = values[items[-1]]
     equal = np.nonzero((values == least) & drawable)[0]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from deepspeed_gear.ops.constants import MOST_TOTAL_BITS
 from deepspeed_gear.ops.records import Resolution, Slot
 from deepspeed_gear.sampling.exclusions import summary_of
 from deepspeed_gear.sampling.rate_limiting import NothingToSampleError, SelectionLimiter
-from deepspeed_gear.sampling.samplers.base import NativeDraw
+from deepspeed_gear.sampling.samplers.base import Draw, NativeDraw
 from deepspeed_gear.sampling.samplers.uniform import stratify_
 from deepspeed_gear.sampling.selection import PASS_SHIFT
 from deepspeed_gear.sampling.stream_state import StreamState
@@ -246,14 +245,14 @@ class LocalSelector:
     def _coordinates_of(self, count: int, first: int, total: int) -> torch.Tensor:
         """Return coordinates from the native op, or from the sampler. [count], int64."""
         if self._native is None:
-            return self._called(_Draw(self, count, first, total))
+            return self._called(Draw(self, count, first, total))
         coordinates = self._coordinates if count == self.spec.batch else self._coordinates[:count]
         self.state.ops.draw_(coordinates, self.spec.seed, self.spec.key, first, total)
         if self._native is NativeDraw.STRATIFIED:
             stratify_(coordinates, total)
         return coordinates
 
-    def _called(self, draw: _Draw) -> torch.Tensor:
+    def _called(self, draw: Draw) -> torch.Tensor:
         """Call the sampler and check its coordinates."""
         found: Any = self._sampler.sample(draw)
         good = isinstance(found, torch.Tensor) and found.dtype == torch.int64 and found.dim() == 1
@@ -327,7 +326,7 @@ class LocalSelector:
                 at = 0  # in a pass: fillers repeat the first items and are marked as such
             n = min(count - done, after[Head.EPOCH_SIZE] - at)
             first = after[Head.SAMPLES] + done
-            draw = _Draw(self, n, first, after[Head.EPOCH_SIZE], after[Head.EPOCH], at)
+            draw = Draw(self, n, first, after[Head.EPOCH_SIZE], after[Head.EPOCH], at)
             left = self.walk(rows, done, sampler.sample(draw), first)
             epochs[done : done + left] = after[Head.EPOCH]
             after[Head.EPOCH_FIRST] -= n - left
@@ -370,34 +369,3 @@ class LocalSelector:
             rule = f"must be below 2^{MOST_TOTAL_BITS}"
             raise StoreError(f"{name}: the total mass", rule, total, "give smaller masses or priorities")
         return total
-
-
-@dataclass
-class _Draw:
-    """Input of a sampler: `samplers.base.Draw`."""
-
-    selector: LocalSelector
-    count: int
-    first: int
-    total: int
-    epoch: int = 0
-    at: int = 0
-
-    def random(self) -> torch.Tensor:
-        spec, coordinates = self.selector.spec, torch.empty(self.count, dtype=torch.int64)
-        self.selector.state.ops.draw_(coordinates, spec.seed, spec.key, self.first, self.total)
-        return coordinates
-
-    def permuted(self) -> torch.Tensor:
-        spec, coordinates = self.selector.spec, torch.empty(self.count, dtype=torch.int64)
-        self.selector.state.ops.permute_(coordinates, spec.seed, spec.key, self.epoch, self.at, self.total)
-        return coordinates
-
-    def highest_priorities(self) -> torch.Tensor:
-        return self.selector.highest(self.count)
-
-    def oldest(self) -> torch.Tensor:
-        return self.selector.extreme(self.count, newest=False)
-
-    def newest(self) -> torch.Tensor:
-        return self.selector.extreme(self.count, newest=True)

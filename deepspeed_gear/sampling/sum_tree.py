@@ -398,13 +398,11 @@ class AgeMasses(ItemMasses):
 
 
 def items_of(masses: np.ndarray, first: np.ndarray, count: int, newest: bool) -> torch.Tensor:
-    """Return the coordinates of the items of trajectories, optionally each one's newest first.
+    """Return the coordinates of at most `count` items of trajectories, each one's last first if `newest`.
 
     Args:
         masses: Of the trajectories. [n], int64.
         first: Their first coordinates. [n], int64.
-        count: At most so many items.
-        newest: Whether the last items of a trajectory come first.
     """
     index = np.arange(masses.sum()) - np.repeat(np.cumsum(masses) - masses, masses)
     index = np.repeat(masses, masses) - 1 - index if newest else index

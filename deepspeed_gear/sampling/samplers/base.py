@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -25,38 +25,47 @@ class NativeDraw(Enum):
     STRATIFIED = "stratified"  # sample j of B from the j-th of B equal parts of the total mass
 
 
-class Draw(Protocol):
+@dataclass
+class Draw:
     """The input of `Sampler.sample`: a table's masses and random draws. Equal on every rank, on any nodes.
 
     A coordinate is a number in [0, total): the item in whose mass it falls is the sample. Masses lie in the
     order of trajectories in the store, node by node.
     """
 
+    selector: Any  # the stream's LocalSelector
     count: int  # samples to draw
     first: int  # sample number of the first one
     total: int  # sum of all masses; in epochs, the number of items of this epoch
-    epoch: int  # number of the epoch, where the sampler `walks`
-    at: int  # index in the epoch of the first sample
+    epoch: int = 0  # number of the epoch, where the sampler `walks`
+    at: int = 0  # index in the epoch of the first sample
 
     def random(self) -> torch.Tensor:
         """Return independent random coordinates, keyed by seed, stream and sample number. [count], int64."""
-        ...
+        spec, coordinates = self.selector.spec, torch.empty(self.count, dtype=torch.int64)
+        self.selector.state.ops.draw_(coordinates, spec.seed, spec.key, self.first, self.total)
+        return coordinates
 
     def permuted(self) -> torch.Tensor:
         """Return indices at .. at + count of a random order of [0, total), keyed by the epoch. [count]."""
-        ...
+        spec, coordinates = self.selector.spec, torch.empty(self.count, dtype=torch.int64)
+        self.selector.state.ops.permute_(coordinates, spec.seed, spec.key, self.epoch, self.at, self.total)
+        return coordinates
 
     def highest_priorities(self) -> torch.Tensor:
         """Return the items of highest priority, the highest first; or fewer. [n], int64."""
-        ...
+        items: torch.Tensor = self.selector.highest(self.count)
+        return items
 
     def oldest(self) -> torch.Tensor:
         """Return the oldest items, the oldest first; or fewer than `count`. [n], int64."""
-        ...
+        items: torch.Tensor = self.selector.extreme(self.count, newest=False)
+        return items
 
     def newest(self) -> torch.Tensor:
         """Return the newest items, the newest first; or fewer than `count`. [n], int64."""
-        ...
+        items: torch.Tensor = self.selector.extreme(self.count, newest=True)
+        return items
 
 
 @dataclass(frozen=True)
