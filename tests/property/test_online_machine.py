@@ -264,6 +264,9 @@ class OnlineMachine(RuleBasedStateMachine):
                 assert int(state) == 1000 * held.number + held.first + anchor == -int(action)
             if self.wants_late:
                 assert torch.equal(batch["after"], batch["state"] + 7)
+            if self.kind == "uniform":
+                items = sum(held.steps for held in ready.values()) if self.by_step else len(ready)
+                assert batch.probability.tolist() == [1 / items] * BATCH
             self.batches = [*self.batches[-2:], (self.num_batches, batch.clone())]
             self.num_batches += 1
 

@@ -1,4 +1,7 @@
-"""A Replay that is added to, removed from, cleared, read, sampled and rewound, against plain Python."""
+"""Epochs and lengths: a Replay is added to, removed from, cleared, read, sampled and rewound.
+
+Against plain Python; `test_online_machine.py` has uniform and prioritized samplers.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ Item = tuple[int, int]  # trajectory, and its step unless the unit is a trajecto
 class ReplayMachine(RuleBasedStateMachine):
     """The oracle: `stored` is what the table holds, `epoch_items` what the epoch under way consists of."""
 
-    kind, unit = "uniform", "step"
+    kind, unit = "epoch", "step"
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,16 +161,16 @@ class ReplayMachine(RuleBasedStateMachine):
     def check_items(self, batch: Batch) -> None:
         assert batch.sample_number.tolist() == list(range(self.num_samples, self.num_samples + BATCH))
         self.num_samples += BATCH
-        found = list(
-            zip(batch.trajectory_id.tolist(), batch.anchor.tolist(), batch.epoch.tolist(), strict=True)
-        )
-        current = self.items()
-        if self.kind == "epoch":
-            for number, step, epoch in found:
-                self.visit((number, step if self.unit == "step" else 0), epoch, current)
-        else:
-            assert {(n, s if self.unit == "step" else 0) for n, s, _ in found} <= current
-            self.check_probability(batch, current)
+        if self.kind == "length":
+            total = sum(steps for _, steps in self.stored.values())
+            wanted = [self.stored[number][1] / total for number in batch.trajectory_id.tolist()]
+            assert batch.probability.tolist() == wanted
+            return
+        current, anchors = self.items(), batch.anchor.tolist() if self.unit == "step" else [0] * BATCH
+        for item, epoch in zip(
+            zip(batch.trajectory_id.tolist(), anchors, strict=True), batch.epoch.tolist(), strict=True
+        ):
+            self.visit(item, epoch, current)
 
     def visit(self, item: Item, epoch: int, current: set[Item]) -> None:
         if epoch != self.epoch:
@@ -179,14 +182,6 @@ class ReplayMachine(RuleBasedStateMachine):
         assert item in current, "a removed item was visited"
         assert item not in self.visited, "visited twice in one epoch"
         self.visited.add(item)
-
-    def check_probability(self, batch: Batch, current: set[Item]) -> None:
-        if self.kind == "length":
-            total = sum(steps for _, steps in self.stored.values())
-            wanted = [self.stored[number][1] / total for number in batch.trajectory_id.tolist()]
-        else:
-            wanted = [1 / len(current)] * BATCH
-        assert batch.probability.tolist() == wanted
 
     def check_content(self, batch: Batch) -> None:
         samples = zip(
@@ -227,8 +222,6 @@ def case(kind: str, unit: str) -> Any:
     return made
 
 
-TestUniformSteps = case("uniform", "step")
-TestUniformTrajectories = case("uniform", "trajectory")
 TestByLength = case("length", "trajectory")
 TestEpochOfSteps = case("epoch", "step")
 TestEpochOfTrajectories = case("epoch", "trajectory")

@@ -274,7 +274,7 @@ def decode_rows(
     return (sizes, needed)
 
 
-def q62(name: str, exponent: float) -> int:
+def q62(exponent: float) -> int:
     """Return an exponent in [0, 1] as the ops take it: times 2^62, rounded."""
     return round(exponent * ONE_Q62)
 
@@ -284,7 +284,7 @@ def mass(
 ) -> Tensor:
     """Compute the masses of priorities: priority^alpha in units of 2^-24."""
     masses = torch.empty(len(priorities), dtype=torch.int64)
-    (ops or load_backend()).mass_(masses, priorities, q62("alpha", alpha), most_bits)
+    (ops or load_backend()).mass_(masses, priorities, q62(alpha), most_bits)
     return masses
 
 
@@ -294,7 +294,7 @@ def importance(
     """Compute the importance weights of samples: (numerator / (count * mass))^beta."""
     weights = torch.empty(len(resolutions), dtype=torch.float32)
     run = (ops or load_backend()).importance_
-    run(weights, resolutions, numerator, count, q62("beta", beta))
+    run(weights, resolutions, numerator, count, q62(beta))
     return weights
 
 
@@ -365,4 +365,4 @@ def prioritize(
 ) -> None:
     """Set priorities in place, in order, and mend the trees above them."""
     run = (ops or load_backend()).prioritize_
-    run(sums, minima, priorities, counts, slots, updates, rule, q62("alpha", alpha), unit, most_bits)
+    run(sums, minima, priorities, counts, slots, updates, rule, q62(alpha), unit, most_bits)
