@@ -41,7 +41,7 @@ class WarmProcess:
         stdout, stderr: As of Popen: None, PIPE, STDOUT or a file.
         stdin: None or PIPE.
         cwd: The working directory; None: that of the server.
-        start_new_session: As of Popen.
+        start_new_session, text: As of Popen.
     """
 
     def __init__(
@@ -53,22 +53,23 @@ class WarmProcess:
         stdin: int | None = None,
         cwd: Path | None = None,
         start_new_session: bool = False,
+        text: bool = True,
     ) -> None:
         self.args, self.returncode = list(arguments), None
-        self.stdout: IO[str] | None = None
-        self.stderr: IO[str] | None = None
-        self.stdin: IO[str] | None = None
+        self.stdout: IO[Any] | None = None
+        self.stderr: IO[Any] | None = None
+        self.stdin: IO[Any] | None = None
         theirs = [0, 1, 2]
         made: list[int] = []
         if stdin == PIPE:
             theirs[0], mine = os.pipe()
             made.append(theirs[0])
-            self.stdin = os.fdopen(mine, "w")
+            self.stdin = os.fdopen(mine, "w" if text else "wb")
         for number, (name, given) in enumerate((("stdout", stdout), ("stderr", stderr)), 1):
             if given == PIPE:
                 mine, theirs[number] = os.pipe()
                 made.append(theirs[number])
-                setattr(self, name, os.fdopen(mine, "r", errors="replace"))
+                setattr(self, name, os.fdopen(mine, errors="replace") if text else os.fdopen(mine, "rb"))
             elif given == subprocess.STDOUT:
                 theirs[number] = theirs[1]
             elif given == subprocess.DEVNULL:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 from gear_support import ROOT, prefix, shared_files, wait_until
 from process_support import environment
 from torch import nn
+from warm_python import WarmProcess
 
 from deepspeed_gear import Replay
 from deepspeed_gear.actors.actor_process import EpisodeReturns, _steps
@@ -44,8 +46,18 @@ def config_of(columns: dict[str, Any] = COLUMNS, writers: int = 2, **table: Any)
     }
 
 
+class WarmActor(WarmProcess):
+    """An actor's process that has imported torch."""
+
+    def __init__(self, command: list[str], **options: Any) -> None:
+        super().__init__(command[1:], options.pop("env"), text=False, **options)
+
+
 @pytest.fixture(autouse=True)
-def _nothing_is_left() -> Any:
+def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Any:
+    plain = {name: getattr(subprocess, name) for name in ("PIPE", "TimeoutExpired")}
+    module = sys.modules["deepspeed_gear.actors.start_actors"]
+    monkeypatch.setattr(module, "subprocess", SimpleNamespace(**plain, Popen=WarmActor))
     yield
     assert shared_files(prefix()) == []
 

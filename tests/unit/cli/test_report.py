@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from warm_python import run_warm
 
 import deepspeed_gear
 from deepspeed_gear.cli import main as cli
@@ -19,6 +21,11 @@ from deepspeed_gear.ops.load import load_native
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 GEAR = ("-m", "deepspeed_gear.cli.main")
+
+
+def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run `python *arguments`, in a process that has imported torch."""
+    return run_warm(*arguments, env={**os.environ, **env})
 
 
 def rows(text: str) -> dict[str, list[str]]:
@@ -45,18 +52,18 @@ def test_the_report_shows_gear_beside_deepspeeds_ops(capsys: pytest.CaptureFixtu
     assert set(table) >= {"torch version", "CUDA toolkit", "CUDA of torch, device", "accelerator"}
 
 
-def test_the_report_says_why_the_op_cannot_be_built(run_python: Run, tmp_path: Path) -> None:
+def test_the_report_says_why_the_op_cannot_be_built(tmp_path: Path) -> None:
     env = {"CXX": "/nowhere/c++", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    shown = run_python(*GEAR, "report", env=env)
+    shown = run(*GEAR, "report", **env)
     assert shown.returncode == 0, shown.stderr
     assert "no C++ compiler (/nowhere/c++): install g++" in rows(shown.stdout)["gear"][1]
-    loading = run_python(*GEAR, "report", "--load", env=env)
+    loading = run(*GEAR, "report", "--load", **env)
     assert loading.returncode == 1
     assert "or install a wheel that has the op" in rows(loading.stdout)["gear"][1]
 
 
-def test_the_report_builds_nothing_unless_asked(run_python: Run, tmp_path: Path) -> None:
-    shown = run_python(*GEAR, "report", "--quiet", env={"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+def test_the_report_builds_nothing_unless_asked(tmp_path: Path) -> None:
+    shown = run(*GEAR, "report", "--quiet", TORCH_EXTENSIONS_DIR=str(tmp_path))
     assert shown.returncode == 0, shown.stderr
     assert "is built on first use" in rows(shown.stdout)["gear"][1]
     assert list(tmp_path.iterdir()) == []
@@ -95,10 +102,10 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.startswith(f"usage: gear {command}")
 
 
-def test_the_module_is_the_command(run_python: Run) -> None:
-    shown = run_python("-m", "deepspeed_gear", "--version")
+def test_the_module_is_the_command() -> None:
+    shown = run("-m", "deepspeed_gear", "--version")
     assert (shown.returncode, shown.stdout) == (0, f"gear {deepspeed_gear.__version__}\n")
-    without = run_python("-m", "deepspeed_gear")
+    without = run("-m", "deepspeed_gear")
     assert without.returncode == 2
     assert without.stderr.startswith("usage: gear ")
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from warm_python import PIPE, WarmProcess
 
 from deepspeed_gear.ops import stale_locks
 
@@ -24,15 +23,14 @@ time.sleep(600)
 
 
 @pytest.fixture
-def hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+def hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], WarmProcess]]:
     """Start a process that holds the lock of an extension as torch does; its age is an hour."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     lock, started = lock_of(tmp_path), []
     lock.parent.mkdir()
 
-    def start() -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", HOLDER, str(lock)]
-        holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    def start() -> WarmProcess:
+        holder = WarmProcess(["-c", HOLDER, str(lock)], os.environ, PIPE)
         started.append(holder)
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
@@ -44,7 +42,7 @@ def hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
         end(holder)
 
 
-def end(holder: subprocess.Popen[str]) -> None:
+def end(holder: WarmProcess) -> None:
     holder.kill()
     holder.wait()
     assert holder.stdout is not None
@@ -56,7 +54,7 @@ def lock_of(folder: Path) -> Path:
 
 
 def test_the_lock_of_a_dead_build_is_removed(
-    tmp_path: Path, hold: Callable[[], subprocess.Popen[str]], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, hold: Callable[[], WarmProcess], caplog: pytest.LogCaptureFixture
 ) -> None:
     lock = lock_of(tmp_path)
     assert stale_locks.find() == []
@@ -76,7 +74,7 @@ def test_the_lock_of_a_dead_build_is_removed(
     assert re.fullmatch(f"gear: removed {lock}, made 36.. s ago by a build that has died", message)
 
 
-def test_a_lock_that_was_just_made_stays(tmp_path: Path, hold: Callable[[], subprocess.Popen[str]]) -> None:
+def test_a_lock_that_was_just_made_stays(tmp_path: Path, hold: Callable[[], WarmProcess]) -> None:
     end(hold())
     os.utime(lock_of(tmp_path))
     assert stale_locks.remove() == []
@@ -84,7 +82,7 @@ def test_a_lock_that_was_just_made_stays(tmp_path: Path, hold: Callable[[], subp
 
 
 def test_a_lock_that_changes_hands_between_two_looks_stays(
-    tmp_path: Path, hold: Callable[[], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, hold: Callable[[], WarmProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process removes the stale lock, and a third one builds and closes its own a moment ago."""
     end(hold())
@@ -111,7 +109,7 @@ def test_a_lock_whose_holder_may_be_unseen_is_only_named(
     value: object,
     why: str,
     tmp_path: Path,
-    hold: Callable[[], subprocess.Popen[str]],
+    hold: Callable[[], WarmProcess],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
