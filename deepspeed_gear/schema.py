@@ -37,8 +37,25 @@ ROLES = (
     *("token", "loss_mask", "other"),
 )
 TOKEN_DTYPES = ("uint8", "int8", "int16", "int32", "int64")
+_SCALAR_ROLES: dict[str, tuple[str, ...]] = {  # of a value per step, at most one each; dtypes: any if empty
+    "reward": (),
+    "terminated": (),
+    "truncated": (),
+    "token": TOKEN_DTYPES,
+    "loss_mask": ("bool", "uint8"),
+}
 Rows = Literal["T", "T+1", "1"]
 MOST_LATE = 62  # late columns: a bit each
+
+
+def is_legal_name(name: str) -> bool:
+    """Return whether a column, field, table or split may have this name."""
+    return bool(name) and not name.startswith(".") and all(c.isalnum() or c in "_-." for c in name)
+
+
+def _check(name: str, holds: bool, rule: str, value: Any = None, remedy: str = "") -> None:
+    if not holds:
+        raise SchemaError(name, rule, value, remedy)
 
 
 @dataclass(frozen=True)
@@ -79,47 +96,30 @@ class Column:
         except TypeError:
             rule = "must be integers"
             raise SchemaError(f"column {self.name}: shape", rule, type(self.shape).__name__) from None
-        legal = (
-            self.name and all(c.isalnum() or c in "_-." for c in self.name) and not self.name.startswith(".")
-        )
-        if not legal:
+        if not is_legal_name(self.name):
             raise SchemaError("column name", "must consist of letters, digits, '_', '-' and '.'", self.name)
-        if self.dtype not in (*DTYPES, *OPAQUE):
-            rule = f"must be one of {', '.join((*DTYPES, *OPAQUE))}"
-            raise SchemaError(f"column {self.name}: dtype", rule, self.dtype)
-        if self.role not in ROLES:
-            raise SchemaError(f"column {self.name}: role", f"must be one of {', '.join(ROLES)}", self.role)
-        if self.rows not in ("T", "T+1", "1"):
-            raise SchemaError(f"column {self.name}: rows", "must be 'T', 'T+1' or '1'", self.rows)
-        if self.late and self.role in ("reward", "terminated", "truncated"):
-            raise SchemaError(f"column {self.name}", f"must not be late with the role {self.role}")
-        if self.allow_nan and self.dtype not in FLOATING:
-            rule = f"must be left out unless the dtype is one of {', '.join(FLOATING)}"
-            raise SchemaError(f"column {self.name}: allow_nan", rule, self.dtype)
-        if any(n < 1 for n in self.shape):
-            raise SchemaError(f"column {self.name}: shape", "must have positive sizes", self.shape)
-        self._check_opaque()
-
-    def _check_opaque(self) -> None:
-        """Check `max_bytes`, and set the shape of an opaque column."""
-        name, most = f"column {self.name}", self.max_bytes
+        name, kinds, shape = f"column {self.name}", (*DTYPES, *OPAQUE), self.shape
+        _check(f"{name}: dtype", self.dtype in kinds, f"must be one of {', '.join(kinds)}", self.dtype)
+        _check(f"{name}: role", self.role in ROLES, f"must be one of {', '.join(ROLES)}", self.role)
+        _check(f"{name}: rows", self.rows in ("T", "T+1", "1"), "must be 'T', 'T+1' or '1'", self.rows)
+        must_be_there = self.role in ("reward", "terminated", "truncated")
+        _check(name, not (self.late and must_be_there), f"must not be late with the role {self.role}")
+        rule = f"must be left out unless the dtype is one of {', '.join(FLOATING)}"
+        _check(f"{name}: allow_nan", self.is_floating or not self.allow_nan, rule, self.dtype)
+        _check(f"{name}: shape", all(n >= 1 for n in shape), "must have positive sizes", shape)
+        most = self.max_bytes
         if not self.is_opaque:
-            if most != 0:
-                rule = f"must be left out unless the dtype is one of {', '.join(OPAQUE)}"
-                raise SchemaError(f"{name}: max_bytes", rule, most)
+            rule = f"must be left out unless the dtype is one of {', '.join(OPAQUE)}"
+            _check(f"{name}: max_bytes", most == 0, rule, most)
             return
-        if type(most) is not int or not 1 <= most <= MOST_OPAQUE_BYTES:
-            rule = f"must be an integer in [1, {MOST_OPAQUE_BYTES}] for the dtype {self.dtype}"
-            raise SchemaError(f"{name}: max_bytes", rule, most, "give the length of the longest value")
-        if self.rows != "1":
-            rule = f"must be '1' for the dtype {self.dtype}: one value per trajectory"
-            raise SchemaError(f"{name}: rows", rule, self.rows)
-        if self.role != "other":
-            raise SchemaError(f"{name}: role", f"must be 'other' for the dtype {self.dtype}", self.role)
-        stored = (LENGTH_BYTES + most,)
-        if self.shape not in ((), stored):
-            rule = f"must be left out for the dtype {self.dtype}"
-            raise SchemaError(f"{name}: shape", rule, self.shape, "max_bytes gives the size of a row")
+        of, remedy = f"for the dtype {self.dtype}", "give the length of the longest value"
+        fits = type(most) is int and 1 <= most <= MOST_OPAQUE_BYTES
+        rule = f"must be an integer in [1, {MOST_OPAQUE_BYTES}] {of}"
+        _check(f"{name}: max_bytes", fits, rule, most, remedy)
+        _check(f"{name}: rows", self.rows == "1", f"must be '1' {of}: one value per trajectory", self.rows)
+        _check(f"{name}: role", self.role == "other", f"must be 'other' {of}", self.role)
+        stored, remedy = (LENGTH_BYTES + most,), "max_bytes gives the size of a row"
+        _check(f"{name}: shape", shape in ((), stored), f"must be left out {of}", shape, remedy)
         object.__setattr__(self, "shape", stored)
 
     @property
@@ -184,25 +184,15 @@ class Schema:
             raise SchemaError("schema", f"must have at most {MOST_LATE} late columns")
         if not self.step_columns:
             raise SchemaError("schema", "must have at least one column with a row per step")
-        for role in ("reward", "terminated", "truncated"):
+        for role, dtypes in _SCALAR_ROLES.items():
             found = [c for c in self.columns if c.role == role]
             if len(found) > 1:
                 raise SchemaError("schema", f"must have at most one {role} column", [c.name for c in found])
-            if found and (found[0].shape or found[0].rows != "T"):
-                raise SchemaError(
-                    f"column {found[0].name}", f"has role {role} and must be a scalar with rows 'T'"
-                )
-        self._check_language()
-
-    def _check_language(self) -> None:
-        """Check the columns of a language model: tokens are integers, a loss mask is a flag of each."""
-        for role, dtypes in (("token", TOKEN_DTYPES), ("loss_mask", ("bool", "uint8"))):
-            found = [c for c in self.columns if c.role == role]
-            if len(found) > 1:
-                raise SchemaError("schema", f"must have at most one {role} column", [c.name for c in found])
-            if found and (found[0].shape or found[0].rows != "T" or found[0].dtype not in dtypes):
-                rule = f"has role {role} and must be a scalar with rows 'T' of {', '.join(dtypes)}"
-                raise SchemaError(f"column {found[0].name}", rule, found[0].dtype)
+            for column in found:
+                rule = f"has role {role} and must be a scalar with rows 'T'"
+                if column.shape or column.rows != "T" or (dtypes and column.dtype not in dtypes):
+                    of_dtype = (f"{rule} of {', '.join(dtypes)}", column.dtype) if dtypes else (rule,)
+                    raise SchemaError(f"column {column.name}", *of_dtype)
 
     @property
     def names(self) -> tuple[str, ...]:

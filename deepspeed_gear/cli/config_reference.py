@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from deepspeed_gear.config import GearConfig
-from deepspeed_gear.config.describe_options import alternatives, as_model, describe, options, parts
+from deepspeed_gear.config.describe_options import alternatives, as_model, describe, kind_of, options, parts
 
 _HEAD = """# The `gear` section
 
@@ -45,12 +45,8 @@ def _sections(title: str, model: type[BaseModel], kind: str = "") -> Iterator[tu
     for name, info in options(model).items():
         inside = list(_models_in(name, info.annotation))
         for suffix, inner in inside:
-            yield from _sections(f"{title}.{name}{suffix}", inner, _kind(inner) if len(inside) > 1 else "")
-
-
-def _kind(model: type[BaseModel]) -> str:
-    admitted = get_args(model.model_fields["kind"].annotation)
-    return f": {admitted[0] if admitted else 'module:Class'}"
+            kind = f": {kind_of(inner)}" if len(inside) > 1 else ""
+            yield from _sections(f"{title}.{name}{suffix}", inner, kind)
 
 
 def _models_in(name: str, annotation: Any) -> Iterator[tuple[str, type[BaseModel]]]:
@@ -87,18 +83,16 @@ def _row(name: str, info: FieldInfo, titles: dict[type[BaseModel], str]) -> str:
     ]
     if links:
         admits += f" (see {', '.join(links)})"
-    default = "required" if info.is_required() else f"`{_json(info.default)}`"
-    cells = (f"`{name}`", admits, default, info.description or "")
+    default = "required"
+    if not info.is_required():
+        default = f"`{'{}' if isinstance(info.default, BaseModel) else json.dumps(info.default)}`"
+    cells = (f"`{name}`", admits, default, " ".join((info.description or "").split()))
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def _anchor(title: str) -> str:
     """Return the anchor that Markdown viewers give to a heading."""
     return "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c in "_-")
-
-
-def _json(default: Any) -> str:
-    return "{}" if isinstance(default, BaseModel) else json.dumps(default)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,6 +13,8 @@ from pydantic.fields import FieldInfo
 
 from deepspeed_gear.config.types import Words
 
+_BOUNDS: dict[type, str] = {Ge: "ge", Gt: "gt", Le: "le", Lt: "lt"}
+
 
 def options(model: type[BaseModel]) -> dict[str, FieldInfo]:
     """Return the options of a model by the name they have in JSON."""
@@ -22,23 +24,17 @@ def options(model: type[BaseModel]) -> dict[str, FieldInfo]:
 def parts(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
     """Split an annotation into the bare type and its metadata."""
     if get_origin(annotation) is Annotated:
-        inner, *metadata = get_args(annotation)
-        bare, deeper = parts(inner)
-        return bare, (*metadata, *deeper)
+        bare, *metadata = get_args(annotation)
+        return bare, tuple(metadata)
     return annotation, ()
 
 
 def alternatives(annotation: Any) -> list[Any]:
-    """Return the members of a union, those of unions within it too, null left out."""
+    """Return the members of a union, null left out."""
     bare, _ = parts(annotation)
     if get_origin(bare) in (Union, types.UnionType):
-        members = [alternatives(member) if _is_union(member) else [member] for member in get_args(bare)]
-        return [member for group in members for member in group if member is not type(None)]
+        return [member for member in get_args(bare) if member is not type(None)]
     return [annotation]
-
-
-def _is_union(annotation: Any) -> bool:
-    return get_origin(annotation) in (Union, types.UnionType)
 
 
 def as_model(annotation: Any) -> type[BaseModel] | None:
@@ -47,9 +43,12 @@ def as_model(annotation: Any) -> type[BaseModel] | None:
     return bare if isinstance(bare, type) and issubclass(bare, BaseModel) else None
 
 
-def is_optional(annotation: Any) -> bool:
-    """Return whether an annotation admits null."""
-    return type(None) in get_args(parts(annotation)[0])
+def kind_of(model: type[BaseModel]) -> str | None:
+    """Return the value of `kind` that stands for a member of a union of models; None without that option."""
+    if "kind" not in model.model_fields:
+        return None
+    admitted = get_args(model.model_fields["kind"].annotation)
+    return admitted[0] if admitted else "module:Class"
 
 
 def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
@@ -61,7 +60,7 @@ def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         members = alternatives(bare)
         words = [text for member in members for text in _describe_one(*parts(member), notes)]
         words = list(dict.fromkeys(words))
-    if is_optional(bare):
+    if type(None) in get_args(bare):
         words.append("null")
     return ", ".join(words[:-1]) + " or " + words[-1] if len(words) > 1 else words[0]
 
@@ -95,19 +94,13 @@ def _describe_one(bare: Any, inner: Sequence[Any], outer: Sequence[Any]) -> list
 
 
 def _interval(notes: Sequence[Any]) -> str:
-    lows = [
-        f"[{_power(n.ge)}" if isinstance(n, Ge) else f"({_power(n.gt)}"
-        for n in notes
-        if isinstance(n, (Ge, Gt))
-    ]
-    highs = [
-        f"{_power(n.le)}]" if isinstance(n, Le) else f"{_power(n.lt)})"
-        for n in notes
-        if isinstance(n, (Le, Lt))
-    ]
-    if lows and highs:
-        return f" in {lows[0]}, {highs[0]}"
-    return "".join(f" {'>=' if low[0] == '[' else '>'} {low[1:]}" for low in lows)
+    """Return " in [low, high)", or " >= low" without a high bound."""
+    bounds = {type(n): _power(getattr(n, _BOUNDS[type(n)])) for n in notes if type(n) in _BOUNDS}
+    low = f"[{bounds[Ge]}" if Ge in bounds else f"({bounds[Gt]}" if Gt in bounds else ""
+    high = f"{bounds[Le]}]" if Le in bounds else f"{bounds[Lt]})" if Lt in bounds else ""
+    if low and not high:
+        return f" {'>=' if Ge in bounds else '>'} {low[1:]}"
+    return f" in {low}, {high}" if low else ""
 
 
 def _power(bound: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from deepspeed_gear.arguments import parse_json
-from deepspeed_gear.config.describe_options import alternatives, as_model, describe, options, parts
+from deepspeed_gear.config.describe_options import alternatives, as_model, describe, kind_of, options, parts
 from deepspeed_gear.config.types import dotted
 from deepspeed_gear.errors import ConfigError, GearError, known_names, near_name
 
@@ -56,27 +56,14 @@ def _locate(model: type[BaseModel], where: Sequence[Any]) -> tuple[Any, tuple[An
     return annotation, metadata, path
 
 
-def _kind(model: type[BaseModel]) -> str | None:
-    """Return the value of `kind` that stands for a member of a union of models."""
-    info = options(model).get("kind")
-    if info is None:
-        return None
-    admitted = get_args(info.annotation)
-    return admitted[0] if admitted else "module:Class"
-
-
-def _is_chosen(model: type[BaseModel], where: Sequence[Any]) -> bool:
-    return _kind(model) is None or _kind(model) in where
-
-
 def _unknown(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
     *where, key = error["loc"]
     annotation, _, path = _locate(model, where)
     models = [model for model in map(as_model, alternatives(annotation)) if model is not None]
-    others = [model for model in models if not _is_chosen(model, where)]
+    others = [model for model in models if kind_of(model) not in (None, *where)]
     models = [model for model in models if model not in others] or models
     known = [name for model in models for name in options(model)]
-    kinds = [_kind(model) for model in others if key in options(model)]
+    kinds = [kind_of(model) for model in others if key in options(model)]
     if kinds:
         remedy = f"it belongs to kind {' or '.join(map(repr, kinds))}"
         return ConfigError(dotted("gear", *path, key), "is not an option of this kind", None, remedy)
@@ -98,7 +85,7 @@ def _one(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
     if error["type"] == "missing":
         return ConfigError(name, "must be given", None, f"it is {admitted}")
     if error["type"] == "union_tag_invalid":
-        kinds = [json.dumps(_kind(m)) for m in map(as_model, alternatives(annotation)) if m is not None]
+        kinds = [json.dumps(kind_of(m)) for m in map(as_model, alternatives(annotation)) if m is not None]
         rule, kind = f"must be {', '.join(kinds[:-1])} or {kinds[-1]}", _short(error["input"].get("kind"))
         return ConfigError(f"{name}.kind", rule, kind, _hint(kind, rule))
     if error["type"] == "gear_conflict":

@@ -36,77 +36,47 @@ from deepspeed_gear.timeouts import DEFAULT_TIMEOUT_S
 class FieldConfig(GearModel):
     """One entry of a batch: a column seen through a window that stands at the sample's anchor."""
 
-    column: Name | None = Field(
-        default=None, description="The stored column. null: the one of the field's name."
-    )
-    derived: Literal["return_to_go", "timestep", "position"] | None = Field(
-        default=None,
-        description=(
-            "A quantity computed while gathering instead of a stored column: the sum of the rewards from a "
-            "step on, the number of each step in its trajectory, or its place in the window (0 to length - 1,"
-            " also where that is padded). A field of this name whose table has no such column is derived by "
-            "itself."
-        ),
-    )
-    offset: Offset | None = Field(
-        default=None,
-        description=(
-            'First step of the window, relative to the anchor; "n_step" is the step that an n-step '
-            "return bootstraps from: `n_step.n` later, or fewer where the trajectory ends before (of a "
-            "column of next observations, the row that is the same state); the column has T+1 rows or next "
-            "observations. null: 0; "
-            "in packed batches of a table with tokens 1 for its other columns of a row per step, so that "
-            "they stand where the token is predicted."
-        ),
-    )
-    length: Steps | None = Field(
-        default=None, description="Steps of the window. null: one step without a time axis."
-    )
-    align: Literal["in_place", "left", "right"] = Field(
-        default="in_place",
-        description=(
-            "Where the real steps of a window stand that leaves the trajectory: at their own places, or"
-            " pushed to the left or right end."
-        ),
-    )
-    pad: Pad = Field(
-        default="zero",
-        description=(
-            'What fills the rest: "zero", "edge" (the nearest real step) or a number, in units of the output.'
-        ),
-    )
-    normalize: Literal["mean_std", "min_max"] | None = Field(
-        default=None,
-        description=(
-            'With the statistics of the training split: "mean_std" to mean 0 and deviation 1, "min_max"'
-            " to [-1, 1]."
-        ),
-    )
-    scale: Float = Field(default=1.0, description="Factor applied after normalisation.")
-    hindsight: Name | None = Field(
-        default=None,
-        description=(
-            "Makes the field a goal: in samples that `gear.hindsight` relabels it holds the drawn row of "
-            "this column, converted alike. Of the same dtype and shape; no `length`."
-        ),
-    )
-    dtype: DtypeName | None = Field(
-        default=None,
-        alias="as",
-        description=(
-            'Type in the batch; "engine" is the type the engine computes in: not for rewards, returns, flags'
-            " and derived fields, from which losses are computed and which keep at least float32, nor for"
-            " integers that are neither normalised nor scaled. null: the column's own, or float32 where it"
-            " is float64, or where a column of integers is normalised or scaled."
-        ),
-    )
+    column: Name | None = None
+    """The stored column. null: the one of the field's name."""
+    derived: Literal["return_to_go", "timestep", "position"] | None = None
+    """A quantity computed while gathering instead of a stored column: the sum of the rewards from a step on,
+    the number of each step in its trajectory, or its place in the window (0 to length - 1, also where that is
+    padded). A field of this name whose table has no such column is derived by itself."""
+    offset: Offset | None = None
+    """First step of the window, relative to the anchor; "n_step" is the step that an n-step return bootstraps
+    from: `n_step.n` later, or fewer where the trajectory ends before (of a column of next observations, the
+    row that is the same state); the column has T+1 rows or next observations. null: 0; in packed batches of a
+    table with tokens 1 for its other columns of a row per step, so that they stand where the token is
+    predicted."""
+    length: Steps | None = None
+    """Steps of the window. null: one step without a time axis."""
+    align: Literal["in_place", "left", "right"] = "in_place"
+    """Where the real steps of a window stand that leaves the trajectory: at their own places, or pushed to
+    the left or right end."""
+    pad: Pad = "zero"
+    """What fills the rest: "zero", "edge" (the nearest real step) or a number, in units of the output."""
+    normalize: Literal["mean_std", "min_max"] | None = None
+    """With the statistics of the training split: "mean_std" to mean 0 and deviation 1, "min_max" to [-1,
+    1]."""
+    scale: Float = 1.0
+    """Factor applied after normalisation."""
+    hindsight: Name | None = None
+    """Makes the field a goal: in samples that `gear.hindsight` relabels it holds the drawn row of this
+    column, converted alike. Of the same dtype and shape; no `length`."""
+    dtype: DtypeName | None = Field(default=None, alias="as")
+    """Type in the batch; "engine" is the type the engine computes in: not for rewards, returns, flags and
+    derived fields, from which losses are computed and which keep at least float32, nor for integers that are
+    neither normalised nor scaled. null: the column's own, or float32 where it is float64, or where a column
+    of integers is normalised or scaled."""
 
 
 class NStepConfig(GearModel):
     """N-step returns: adds `return_n`, `discount` and `steps_n` to the batch."""
 
-    n: Steps = Field(description="Rewards summed; fewer where the trajectory ends before.")
-    gamma: Gamma = Field(description="Discount per step.")
+    n: Steps
+    """Rewards summed; fewer where the trajectory ends before."""
+    gamma: Gamma
+    """Discount per step."""
 
 
 class HindsightConfig(GearModel):
@@ -115,24 +85,14 @@ class HindsightConfig(GearModel):
     Source: Andrychowicz et al., "Hindsight Experience Replay", NeurIPS 2017, section 4.5.
     """
 
-    strategy: Literal["future", "final", "episode"] = Field(
-        default="future",
-        description=(
-            'Which row of the achieved goals a relabelled sample takes: "future", one after the anchor\'s, '
-            'each with the same probability (a sample without one keeps its goal); "final", the last one; '
-            '"episode", any one.'
-        ),
-    )
-    fraction: Gamma = Field(
-        default=0.8, description="Probability that a sample is relabelled, drawn for each by its number."
-    )
-    reward: Annotated[Text, Words('"module:function"')] | None = Field(
-        default=None,
-        description=(
-            '"module:function", importable on every rank: called with each batch, it returns what the '
-            "field of the reward column then holds."
-        ),
-    )
+    strategy: Literal["future", "final", "episode"] = "future"
+    """Which row of the achieved goals a relabelled sample takes: "future", one after the anchor's, each with
+    the same probability (a sample without one keeps its goal); "final", the last one; "episode", any one."""
+    fraction: Gamma = 0.8
+    """Probability that a sample is relabelled, drawn for each by its number."""
+    reward: Annotated[Text, Words('"module:function"')] | None = None
+    """"module:function", importable on every rank: called with each batch, it returns what the field of the
+    reward column then holds."""
 
 
 class PipelineConfig(GearModel):
@@ -143,26 +103,22 @@ class PipelineConfig(GearModel):
     `valid`, `relabelled` and `goal_step`.
     """
 
-    inputs: Annotated[list[Text], MinLen(1)] = Field(
-        description="Inputs of the first stage's layers: one tensor, or a tuple of them in this order."
-    )
-    labels: Annotated[list[Text], MinLen(1)] = Field(
-        description="Inputs of the loss function on the last stage, likewise."
-    )
+    inputs: Annotated[list[Text], MinLen(1)]
+    """Inputs of the first stage's layers: one tensor, or a tuple of them in this order."""
+    labels: Annotated[list[Text], MinLen(1)]
+    """Inputs of the loss function on the last stage, likewise."""
 
 
 class SharedMemoryConfig(GearModel):
     """The memory that all processes of a node share."""
 
-    prefix: Name32 = Field(default="gear", description="First part of the names in /dev/shm.")
-    huge_pages: Flag = Field(default=True, description="Ask for huge pages where the system grants them.")
-    run: Name64 | None = Field(
-        default=None,
-        description=(
-            "Name of the run, by which actors select it where several runs of one config share a node. null: "
-            "the environment's GEAR_RUN on rank 0, else none; the run's id is a name as well."
-        ),
-    )
+    prefix: Name32 = "gear"
+    """First part of the names in /dev/shm."""
+    huge_pages: Flag = True
+    """Ask for huge pages where the system grants them."""
+    run: Name64 | None = None
+    """Name of the run, by which actors select it where several runs of one config share a node. null: the
+    environment's GEAR_RUN on rank 0, else none; the run's id is a name as well."""
 
 
 class TransferConfig(GearModel):
@@ -173,141 +129,82 @@ class TransferConfig(GearModel):
     follows `n_step`, a column of one row per trajectory) is read in place.
     """
 
-    way: Literal["auto", "direct", "copies", "staged"] = Field(
-        default="auto",
-        description=(
-            '"direct": kernels read shared memory in place; "copies": the copy engine fetches each window, '
-            'kernels convert and pad it; "staged": threads of the CPU gather into pinned memory, one copy '
-            'takes it over; "auto": the fastest as measured at the start, on the CPU none of them, with the '
-            "copy engine for windows of 16 KiB and more only. Named for the CPU, a way runs there, which is "
-            "for tests."
-        ),
-    )
-    register_bytes: Annotated[Int, Ge(0), Lt(2**62)] | None = Field(
-        default=None,
-        description=(
-            "Most bytes of shared memory that a rank registers with CUDA, whole columns in the order of the "
-            "fields; about 0.1 s and 6 MB of kernel memory a GB. null: all that is sampled from."
-        ),
-    )
-    calibrate: Flag = Field(
-        default=True,
-        description='With "auto": measure. Else the first possible of direct, copies and staged is taken.',
-    )
+    way: Literal["auto", "direct", "copies", "staged"] = "auto"
+    """"direct": kernels read shared memory in place; "copies": the copy engine fetches each window, kernels
+    convert and pad it; "staged": threads of the CPU gather into pinned memory, one copy takes it over;
+    "auto": the fastest as measured at the start, on the CPU none of them, with the copy engine for windows of
+    16 KiB and more only. Named for the CPU, a way runs there, which is for tests."""
+    register_bytes: Annotated[Int, Ge(0), Lt(2**62)] | None = None
+    """Most bytes of shared memory that a rank registers with CUDA, whole columns in the order of the fields;
+    about 0.1 s and 6 MB of kernel memory a GB. null: all that is sampled from."""
+    calibrate: Flag = True
+    """With "auto": measure. Else the first possible of direct, copies and staged is taken."""
 
 
 class GearOptions(GearModel):
     """The options of the section, each checked by itself."""
 
-    seed: Annotated[Int, Ge(0), Lt(2**63)] = Field(
-        default=0,
-        description="Decides every random choice; equal seeds give equal batches on any number of ranks.",
-    )
-    backend: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto",
-        description=(
-            'Where the ops run: on the CPU ("cpu"), also on a GPU, which must be there ("cuda"), or on a GPU '
-            'if there is one ("auto"). All give the same batches.'
-        ),
-    )
-    data: Annotated[DataConfig | None, BeforeValidator(as_data), Words("a path", "an object")] = Field(
-        default=None, description='The data set to train on: short for `tables: {"main": {"data": ...}}`.'
-    )
-    tables: dict[Name, TableConfig] = Field(default={}, description="The tables by name.")
-    sampler: SamplerConfig = Field(default=UniformSampler(), description="How samples are selected.")
-    fields: dict[Name, FieldConfig] = Field(
-        default={},
-        description="What a batch holds, by name. Empty: every column of the table, at the anchor.",
-    )
-    n_step: NStepConfig | None = Field(default=None, description="N-step returns.")
-    hindsight: HindsightConfig | None = Field(
-        default=None, description="Goals that were achieved instead of those that were pursued."
-    )
-    burn_in: Annotated[Int, Ge(0), Lt(2**31)] = Field(
-        default=0,
-        description=(
-            "Steps that only warm up a recurrent state: the first ones, from the earliest window's first "
-            "step on. `batch.learns(field)` is the mask of the others; [B, T] priorities are reduced over "
-            "these."
-        ),
-    )
-    prefetch: Annotated[Int, Ge(0), Le(64)] = Field(
-        default=0, description="Global batches that a background thread prepares before they are needed."
-    )
-    exchange: Literal["host", "device"] = Field(
-        default="host",
-        description=(
-            'How rows travel between nodes: "host", over gloo, from memory to memory; "device", over the '
-            "transport of the ranks' devices, which is NCCL between GPUs. Everything else uses gloo."
-        ),
-    )
-    batch_size: Count | None = Field(
-        default=None, description="Samples of a global batch, all ranks together. Only without an engine."
-    )
-    micro_batch_size: Count | None = Field(
-        default=None,
-        description=(
-            "Samples of one `sample()` of one rank. Only without an engine. null: `batch_size` divided "
-            "by ranks and accumulation steps."
-        ),
-    )
-    gradient_accumulation_steps: Count = Field(
-        default=1, description="Micro batches of a global batch on each rank. Only without an engine."
-    )
-    pack: PackConfig | None = Field(
-        default=None,
-        description=(
-            "Packed batches of whole trajectories, for sequence models: `engine.gear_step()` and "
-            "`engine.gear_rollout()` instead of `gear_sample()`. null: batches of windows."
-        ),
-    )
-    batch: BatchSizeConfig | None = Field(
-        default=None, description="Size of the batch of one optimizer step, `gear_step()`. With `pack`."
-    )
-    rollout: RolloutConfig | None = Field(
-        default=None,
-        description=(
-            "Size of a batch for several optimizer steps, `gear_rollout()`. With `pack`, instead of `batch`."
-        ),
-    )
-    loss: LossConfig = Field(
-        default=LossConfig(), description="Of what a packed loss is the mean. With `pack`."
-    )
-    pipeline: PipelineConfig | None = Field(
-        default=None, description="What the first and the last stage of a pipeline read."
-    )
-    count_draws: Flag = Field(
-        default=False,
-        description=(
-            "Count how often each item was drawn, for `statistics()` and `gear inspect`: 4 bytes an item and "
-            "a few microseconds a global batch."
-        ),
-    )
-    verify_every: Annotated[Int, Ge(0)] = Field(
-        default=0,
-        description=(
-            "Compare ids and anchors inside each replica every so many global batches, and write a digest "
-            "of the global batch to the log. 0: never."
-        ),
-    )
-    shared_memory: SharedMemoryConfig = Field(
-        default=SharedMemoryConfig(), description="Shared memory of a node."
-    )
-    transfer: TransferConfig = Field(
-        default=TransferConfig(), description="How batches get from shared memory to a GPU."
-    )
-    timeout_s: Timeout = Field(
-        default=60.0,
-        description=(
-            "Seconds after which a wait for another rank is an error; at most 7 days. Where ranks may "
-            "generate (with `pack`, and in `can_sample()` and `missing_groups()`) the largest "
-            "`rate_limiter.timeout_s` counts if it is larger, without a rate limiter 600."
-        ),
-    )
-    threads: Annotated[Int, Ge(1), Le(1024)] = Field(
-        default=1, description="Threads that copy one batch. Ranks on busy cores are fastest with one."
-    )
-    metrics: Flag = Field(default=True, description="Report times, bytes and padding to DeepSpeed's monitor.")
+    seed: Annotated[Int, Ge(0), Lt(2**63)] = 0
+    """Decides every random choice; equal seeds give equal batches on any number of ranks."""
+    backend: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the ops run: on the CPU ("cpu"), also on a GPU, which must be there ("cuda"), or on a GPU if
+    there is one ("auto"). All give the same batches."""
+    data: Annotated[DataConfig | None, BeforeValidator(as_data), Words("a path", "an object")] = None
+    """The data set to train on: short for `tables: {"main": {"data": ...}}`."""
+    tables: dict[Name, TableConfig] = Field(default={})
+    """The tables by name."""
+    sampler: SamplerConfig = UniformSampler()
+    """How samples are selected."""
+    fields: dict[Name, FieldConfig] = Field(default={})
+    """What a batch holds, by name. Empty: every column of the table, at the anchor."""
+    n_step: NStepConfig | None = None
+    """N-step returns."""
+    hindsight: HindsightConfig | None = None
+    """Goals that were achieved instead of those that were pursued."""
+    burn_in: Annotated[Int, Ge(0), Lt(2**31)] = 0
+    """Steps that only warm up a recurrent state: the first ones, from the earliest window's first step on.
+    `batch.learns(field)` is the mask of the others; [B, T] priorities are reduced over these."""
+    prefetch: Annotated[Int, Ge(0), Le(64)] = 0
+    """Global batches that a background thread prepares before they are needed."""
+    exchange: Literal["host", "device"] = "host"
+    """How rows travel between nodes: "host", over gloo, from memory to memory; "device", over the transport
+    of the ranks' devices, which is NCCL between GPUs. Everything else uses gloo."""
+    batch_size: Count | None = None
+    """Samples of a global batch, all ranks together. Only without an engine."""
+    micro_batch_size: Count | None = None
+    """Samples of one `sample()` of one rank. Only without an engine. null: `batch_size` divided by ranks and
+    accumulation steps."""
+    gradient_accumulation_steps: Count = 1
+    """Micro batches of a global batch on each rank. Only without an engine."""
+    pack: PackConfig | None = None
+    """Packed batches of whole trajectories, for sequence models: `engine.gear_step()` and
+    `engine.gear_rollout()` instead of `gear_sample()`. null: batches of windows."""
+    batch: BatchSizeConfig | None = None
+    """Size of the batch of one optimizer step, `gear_step()`. With `pack`."""
+    rollout: RolloutConfig | None = None
+    """Size of a batch for several optimizer steps, `gear_rollout()`. With `pack`, instead of `batch`."""
+    loss: LossConfig = LossConfig()
+    """Of what a packed loss is the mean. With `pack`."""
+    pipeline: PipelineConfig | None = None
+    """What the first and the last stage of a pipeline read."""
+    count_draws: Flag = False
+    """Count how often each item was drawn, for `statistics()` and `gear inspect`: 4 bytes an item and a few
+    microseconds a global batch."""
+    verify_every: Annotated[Int, Ge(0)] = 0
+    """Compare ids and anchors inside each replica every so many global batches, and write a digest of the
+    global batch to the log. 0: never."""
+    shared_memory: SharedMemoryConfig = SharedMemoryConfig()
+    """Shared memory of a node."""
+    transfer: TransferConfig = TransferConfig()
+    """How batches get from shared memory to a GPU."""
+    timeout_s: Timeout = 60.0
+    """Seconds after which a wait for another rank is an error; at most 7 days. Where ranks may generate (with
+    `pack`, and in `can_sample()` and `missing_groups()`) the largest `rate_limiter.timeout_s` counts if it is
+    larger, without a rate limiter 600."""
+    threads: Annotated[Int, Ge(1), Le(1024)] = 1
+    """Threads that copy one batch. Ranks on busy cores are fastest with one."""
+    metrics: Flag = True
+    """Report times, bytes and padding to DeepSpeed's monitor."""
 
     @cached_property
     def resolved_tables(self) -> dict[str, TableConfig]:

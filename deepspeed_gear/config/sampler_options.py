@@ -34,15 +34,15 @@ _SHARES_TOLERANCE = 1e-6  # of the sum of the shares of a mixture
 class EveryConfig(GearModel):
     """Anchors at the steps 0, k, 2k, ... of a trajectory."""
 
-    every: Steps = Field(description="Distance of two anchors in steps.")
+    every: Steps
+    """Distance of two anchors in steps."""
 
 
 class WhereConfig(RangeConfig):
     """Which values of a per-trajectory column are admitted; all given conditions must hold."""
 
-    in_: Annotated[list[Scalar], MinLen(1)] | None = Field(
-        default=None, alias="in", description="The admitted values, compared exactly."
-    )
+    in_: Annotated[list[Scalar], MinLen(1)] | None = Field(default=None, alias="in")
+    """The admitted values, compared exactly."""
 
     @model_validator(mode="after")
     def _range_or_list(self) -> Any:
@@ -57,29 +57,20 @@ class SamplerOptions(GearModel):
     has_priorities: ClassVar[bool] = False
     on_device: ClassVar[bool] = False  # for tables in a GPU's memory
 
-    unit: Literal["trajectory", "step", "group"] = Field(
-        default="trajectory",
-        description=(
-            'What an item is. A "group" is all trajectories of one group (`tables.<name>.group`); weights, '
-            "priorities and the conditions of `where` are those of its newest trajectory."
-        ),
-    )
-    table: Name | None = Field(default=None, description="The table to sample. null: the only one.")
+    unit: Literal["trajectory", "step", "group"] = "trajectory"
+    """What an item is. A "group" is all trajectories of one group (`tables.<name>.group`); weights,
+    priorities and the conditions of `where` are those of its newest trajectory."""
+    table: Name | None = None
+    """The table to sample. null: the only one."""
     anchors: Annotated[
         Literal["all", "fits", "start", "end"] | EveryConfig,
         Words('"all"', '"fits"', '"start"', '"end"', '{"every": k}'),
-    ] = Field(
-        default="all",
-        description=(
-            'Steps at which windows may stand: "all"; "fits", where every window lies inside the '
-            'trajectory; "start", the first step; "end", the last one; or every k-th step. A trajectory'
-            " without one is never drawn."
-        ),
-    )
-    where: dict[Name, WhereConfig] = Field(
-        default={},
-        description="Conditions on per-trajectory columns. Trajectories that fail one are never drawn.",
-    )
+    ] = "all"
+    """Steps at which windows may stand: "all"; "fits", where every window lies inside the trajectory;
+    "start", the first step; "end", the last one; or every k-th step. A trajectory without one is never
+    drawn."""
+    where: dict[Name, WhereConfig] = Field(default={})
+    """Conditions on per-trajectory columns. Trajectories that fail one are never drawn."""
 
     @property
     def weight_column(self) -> str | None:
@@ -95,27 +86,25 @@ class SamplerOptions(GearModel):
 class DrawingOptions(SamplerOptions):
     """Options of samplers with random draws."""
 
-    stratified: Flag = Field(
-        default=False,
-        description=(
-            "Draw sample j of a global batch of B from the j-th of B equal parts of the total mass: the "
-            "same probabilities with less variance, no longer independent."
-        ),
-    )
+    stratified: Flag = False
+    """Draw sample j of a global batch of B from the j-th of B equal parts of the total mass: the same
+    probabilities with less variance, no longer independent."""
 
 
 class UniformSampler(DrawingOptions):
     """Every item with the same probability, independently, with replacement."""
 
     on_device: ClassVar[bool] = True
-    kind: Literal["uniform"] = Field(default="uniform", description="Names the sampler.")
+    kind: Literal["uniform"] = "uniform"
+    """Names the sampler."""
 
 
 class LengthSampler(DrawingOptions):
     """Trajectories, or groups, in proportion to their number of steps."""
 
     on_device: ClassVar[bool] = True
-    kind: Literal["length"] = Field(description="Names the sampler.")
+    kind: Literal["length"]
+    """Names the sampler."""
 
     @model_validator(mode="after")
     def _whole_trajectories(self) -> Any:
@@ -129,13 +118,11 @@ class LengthSampler(DrawingOptions):
 class WeightedSampler(DrawingOptions):
     """Trajectories, or their steps, in proportion to a given weight of the trajectory."""
 
-    kind: Literal["weighted"] = Field(description="Names the sampler.")
-    weight: Name = Field(
-        description=(
-            "The per-trajectory column of weights: finite, at least 0; 0 is never drawn. Where the unit is "
-            "a step, every step of a trajectory has the trajectory's weight."
-        )
-    )
+    kind: Literal["weighted"]
+    """Names the sampler."""
+    weight: Name
+    """The per-trajectory column of weights: finite, at least 0; 0 is never drawn. Where the unit is a step,
+    every step of a trajectory has the trajectory's weight."""
 
     @property
     def weight_column(self) -> str:
@@ -149,33 +136,27 @@ class WeightedSampler(DrawingOptions):
 class CustomSampler(DrawingOptions):
     """A user's class that gives each trajectory an integer mass; samples are drawn from these masses."""
 
-    kind: Literal["custom"] = Field(description="Names the sampler.")
-    masses: Annotated[Text, Words('"module:Class"')] = Field(
-        description=(
-            '"module:Class", importable on every rank. Its instances are called with ids [n], numbers of '
-            "steps [n] and a function that gives the values of a per-trajectory column [n], as NumPy arrays; "
-            "they return masses [n], integers in [0, 2^40], a pure function of these. Where the unit is a "
-            "step, every step of a trajectory has its mass."
-        )
-    )
-    options: dict[str, Any] = Field(default={}, description="Keyword arguments of the class.")
+    kind: Literal["custom"]
+    """Names the sampler."""
+    masses: Annotated[Text, Words('"module:Class"')]
+    """"module:Class", importable on every rank. Its instances are called with ids [n], numbers of steps [n]
+    and a function that gives the values of a per-trajectory column [n], as NumPy arrays; they return masses
+    [n], integers in [0, 2^40], a pure function of these. Where the unit is a step, every step of a trajectory
+    has its mass."""
+    options: dict[str, Any] = Field(default={})
+    """Keyword arguments of the class."""
 
 
 class PriorityOptions(GearModel):
     """Options of samplers by priority."""
 
-    initial: Positive | None = Field(
-        default=None,
-        description="Priority of new items. null: the highest reported, as of the latest batch; 1 at first.",
-    )
-    reduce: Literal["max", "mean", "mix"] = Field(
-        default="mix",
-        description=(
-            "How priorities of shape [B, T] become [B], over the steps of the mask: the highest, the mean, "
-            'or "mix": eta * max + (1 - eta) * mean (Kapturowski et al. 2019, R2D2).'
-        ),
-    )
-    eta: Gamma = Field(default=0.9, description='Part of the maximum where `reduce` is "mix".')
+    initial: Positive | None = None
+    """Priority of new items. null: the highest reported, as of the latest batch; 1 at first."""
+    reduce: Literal["max", "mean", "mix"] = "mix"
+    """How priorities of shape [B, T] become [B], over the steps of the mask: the highest, the mean, or "mix":
+    eta * max + (1 - eta) * mean (Kapturowski et al. 2019, R2D2)."""
+    eta: Gamma = 0.9
+    """Part of the maximum where `reduce` is "mix"."""
 
 
 class PrioritizedSampler(DrawingOptions, PriorityOptions):
@@ -183,31 +164,19 @@ class PrioritizedSampler(DrawingOptions, PriorityOptions):
 
     has_priorities: ClassVar[bool] = True
     on_device: ClassVar[bool] = True
-    kind: Literal["prioritized"] = Field(description="Names the sampler.")
-    alpha: Schedule = Field(
-        default=0.6, description="Exponent of the priorities: 0 is uniform. A number or a schedule."
-    )
-    alpha_every: Count = Field(
-        default=1000,
-        description=(
-            "Global batches between updates of a scheduled alpha; each computes all masses again from the "
-            "stored priorities."
-        ),
-    )
-    beta: Schedule = Field(
-        default=0.4,
-        description=(
-            "Exponent of the importance weights (N * probability) ** -beta. A number or a schedule; of a "
-            "table on devices a function takes and returns a tensor [], float64."
-        ),
-    )
-    normalize: Literal["batch", "table"] | None = Field(
-        default="batch",
-        description=(
-            "What divides the importance weights: the largest one of the global batch, the largest one that "
-            "any item of the table would have, or nothing (null)."
-        ),
-    )
+    kind: Literal["prioritized"]
+    """Names the sampler."""
+    alpha: Schedule = 0.6
+    """Exponent of the priorities: 0 is uniform. A number or a schedule."""
+    alpha_every: Count = 1000
+    """Global batches between updates of a scheduled alpha; each computes all masses again from the stored
+    priorities."""
+    beta: Schedule = 0.4
+    """Exponent of the importance weights (N * probability) ** -beta. A number or a schedule; of a table on
+    devices a function takes and returns a tensor [], float64."""
+    normalize: Literal["batch", "table"] | None = "batch"
+    """What divides the importance weights: the largest one of the global batch, the largest one that any item
+    of the table would have, or nothing (null)."""
 
 
 class TopKSampler(SamplerOptions, PriorityOptions):
@@ -215,55 +184,53 @@ class TopKSampler(SamplerOptions, PriorityOptions):
 
     has_priorities: ClassVar[bool] = True
     on_device: ClassVar[bool] = True
-    kind: Literal["top_k"] = Field(description="Names the sampler.")
+    kind: Literal["top_k"]
+    """Names the sampler."""
 
 
 class EpochSampler(SamplerOptions):
     """Every item once, in an order given by the seed, then again. New items join the next epoch."""
 
-    kind: Literal["epoch"] = Field(description="Names the sampler.")
-    tail: Literal["wrap", "drop"] = Field(
-        default="wrap",
-        description=(
-            'Where an epoch ends inside a global batch: "wrap" continues with the next epoch, "drop" leaves '
-            "the last items out and begins the next epoch with the next batch."
-        ),
-    )
+    kind: Literal["epoch"]
+    """Names the sampler."""
+    tail: Literal["wrap", "drop"] = "wrap"
+    """Where an epoch ends inside a global batch: "wrap" continues with the next epoch, "drop" leaves the last
+    items out and begins the next epoch with the next batch."""
 
 
 class FifoSampler(SamplerOptions):
     """The oldest items, each once in a global batch, oldest first."""
 
-    kind: Literal["fifo"] = Field(description="Names the sampler.")
+    kind: Literal["fifo"]
+    """Names the sampler."""
 
 
 class LifoSampler(SamplerOptions):
     """The newest items, each once in a global batch, newest first."""
 
-    kind: Literal["lifo"] = Field(description="Names the sampler.")
+    kind: Literal["lifo"]
+    """Names the sampler."""
 
 
 class WithinConfig(GearModel):
     """A per-trajectory column that grows with time, and how far a value may lie below the largest one."""
 
-    column: Name = Field(description="The column: a policy version, or a time of collection.")
-    distance: Annotated[Number, Words("a finite number")] = Field(
-        description="Admitted are values of at least the largest one minus this."
-    )
+    column: Name
+    """The column: a policy version, or a time of collection."""
+    distance: Annotated[Number, Words("a finite number")]
+    """Admitted are values of at least the largest one minus this."""
 
 
 class RecentSampler(DrawingOptions):
     """Every item of a window of the newest ones with the same probability."""
 
-    kind: Literal["recent"] = Field(description="Names the sampler.")
-    newest: Count | None = Field(
-        default=None,
-        description=(
-            "Items in the window: trajectories, or steps, of which those of the trajectory in which the "
-            "window begins are all admitted."
-        ),
-    )
-    within: WithinConfig | None = Field(default=None, description="A limit of age or policy version.")
+    kind: Literal["recent"]
+    """Names the sampler."""
+    newest: Count | None = None
+    """Items in the window: trajectories, or steps, of which those of the trajectory in which the window
+    begins are all admitted."""
+    within: WithinConfig | None = None
+    """A limit of age or policy version."""
 
     @property
     def columns(self) -> dict[str, str]:
@@ -279,10 +246,10 @@ class RecentSampler(DrawingOptions):
 class ExternalSampler(DrawingOptions):
     """A user's sampler: a subclass of `Sampler` with its own config model."""
 
-    kind: Annotated[Text, Words('"module:Class"')] = Field(
-        description='"module:Class", importable on every rank and named by its module.'
-    )
-    options: dict[str, Any] = Field(default={}, description="Options of the class, as its `Options` admits.")
+    kind: Annotated[Text, Words('"module:Class"')]
+    """"module:Class", importable on every rank and named by its module."""
+    options: dict[str, Any] = Field(default={})
+    """Options of the class, as its `Options` admits."""
 
     @property
     def made_options(self) -> Any:
@@ -337,16 +304,13 @@ ItemSampler = (
 class MixtureSampler(GearModel):
     """Samples of several tables in given shares, in every global batch."""
 
-    kind: Literal["mixture"] = Field(description="Names the sampler.")
-    shares: Annotated[dict[Name, Schedule], MinLen(1)] = Field(
-        description=(
-            "Part of a global batch by table, numbers or schedules; at any time they sum to 1. What rounding "
-            "to whole samples leaves is carried to the next batches, so each table has its share within one."
-        )
-    )
-    of: Annotated[ItemSampler, Discriminator(_kind_of), BeforeValidator(_named)] = Field(
-        default=UniformSampler(), description="How the samples of each table are selected."
-    )
+    kind: Literal["mixture"]
+    """Names the sampler."""
+    shares: Annotated[dict[Name, Schedule], MinLen(1)]
+    """Part of a global batch by table, numbers or schedules; at any time they sum to 1. What rounding to
+    whole samples leaves is carried to the next batches, so each table has its share within one."""
+    of: Annotated[ItemSampler, Discriminator(_kind_of), BeforeValidator(_named)] = UniformSampler()
+    """How the samples of each table are selected."""
 
     @model_validator(mode="after")
     def _whole(self) -> Any:

@@ -43,32 +43,19 @@ class RateLimiterConfig(GearModel):
     Source: Cassirer et al., "Reverb: A Framework For Experience Replay", 2021, section 3.3.
     """
 
-    min_size: Count = Field(
-        default=1,
-        description="Nothing is sampled while fewer items are held; so many may be added at any time.",
-    )
-    samples_per_insert: Positive | None = Field(
-        default=None, description="Samples drawn for each item added. null: no limit."
-    )
-    error_buffer: Annotated[Float, Ge(0)] | None = Field(
-        default=None,
-        description=(
-            "Largest difference, in samples, from the given ratio, either way. At least half of a global "
-            "batch and of what the longest trajectory adds, and what this adds without one item. null: "
-            "`min_size` times `samples_per_insert`, or that minimum if it is more."
-        ),
-    )
-    queue: Count | None = Field(
-        default=None,
-        description=(
-            "Each trajectory is drawn once, in the order of addition; this is the most that may wait. With "
-            'the sampler "fifo"; without the other options of the rate limiter.'
-        ),
-    )
-    timeout_s: Timeout = Field(
-        default=600.0,
-        description="Seconds after which a wait of a sampler or a writer is an error; at most 7 days.",
-    )
+    min_size: Count = 1
+    """Nothing is sampled while fewer items are held; so many may be added at any time."""
+    samples_per_insert: Positive | None = None
+    """Samples drawn for each item added. null: no limit."""
+    error_buffer: Annotated[Float, Ge(0)] | None = None
+    """Largest difference, in samples, from the given ratio, either way. At least half of a global batch and
+    of what the longest trajectory adds, and what this adds without one item. null: `min_size` times
+    `samples_per_insert`, or that minimum if it is more."""
+    queue: Count | None = None
+    """Each trajectory is drawn once, in the order of addition; this is the most that may wait. With the
+    sampler "fifo"; without the other options of the rate limiter."""
+    timeout_s: Timeout = 600.0
+    """Seconds after which a wait of a sampler or a writer is an error; at most 7 days."""
 
 
 class VersionConfig(GearModel):
@@ -77,15 +64,13 @@ class VersionConfig(GearModel):
     The version of a trajectory is the oldest one in it.
     """
 
-    column: Name = Field(description="The integer column that holds the policy's version of each step.")
-    max_lag: Annotated[Int, Ge(0)] = Field(description="Largest lag of a trajectory, in versions.")
-    on_stale: Literal["drop", "wait"] = Field(
-        default="drop",
-        description=(
-            'Treatment of trajectories beyond `max_lag`. "drop": they are evicted, and counted by length. '
-            '"wait": a new version blocks while it would evict an open trajectory; complete ones are evicted.'
-        ),
-    )
+    column: Name
+    """The integer column that holds the policy's version of each step."""
+    max_lag: Annotated[Int, Ge(0)]
+    """Largest lag of a trajectory, in versions."""
+    on_stale: Literal["drop", "wait"] = "drop"
+    """Treatment of trajectories beyond `max_lag`. "drop": they are evicted, and counted by length. "wait": a
+    new version blocks while it would evict an open trajectory; complete ones are evicted."""
 
 
 MOST_REMEMBERED = 4096  # groups that have left a table, by default
@@ -97,13 +82,16 @@ class GroupConditionConfig(GearModel):
     Of a member of several trajectories, the last one's value counts.
     """
 
-    std: RangeConfig | None = Field(
-        default=None, description="Standard deviation, divided by the number of members - 1."
-    )
-    mean: RangeConfig | None = Field(default=None, description="Mean.")
-    min: RangeConfig | None = Field(default=None, description="Smallest value.")
-    max: RangeConfig | None = Field(default=None, description="Largest value.")
-    sum: RangeConfig | None = Field(default=None, description="Sum.")
+    std: RangeConfig | None = None
+    """Standard deviation, divided by the number of members - 1."""
+    mean: RangeConfig | None = None
+    """Mean."""
+    min: RangeConfig | None = None
+    """Smallest value."""
+    max: RangeConfig | None = None
+    """Largest value."""
+    sum: RangeConfig | None = None
+    """Sum."""
 
     @model_validator(mode="after")
     def _not_empty(self) -> Any:
@@ -119,81 +107,48 @@ class GroupConfig(GearModel):
     sampler name.
     """
 
-    column: Name = Field(
-        description=(
-            "The per-trajectory column of integers whose value the trajectories of a group share; unique "
-            "among the groups in the table."
-        )
-    )
-    size: Count = Field(
-        description="Members of a group. Those that come when it is complete are evicted, and counted."
-    )
-    member: Name | None = Field(
-        default=None,
-        description=(
-            "The per-trajectory column of integers that tells the members of a group apart, where a member "
-            "may be several trajectories. Then name a late column in `needs`, filled when the member has "
-            "all of them. null: each trajectory is a member."
-        ),
-    )
-    max_trajectories: Count | None = Field(
-        default=None,
-        description="Most trajectories of a group; with `member`, and only then. One more is refused.",
-    )
-    needs: list[Name] = Field(
-        default=[], description="Late columns that every trajectory of a group must have, such as rewards."
-    )
-    after_s: Positive | None = Field(
-        default=None,
-        description=(
-            "Seconds after its latest trajectory, or the latest `fill` of one, at which a group of at least "
-            "`min_size` members is complete without the others. null: never."
-        ),
-    )
-    min_size: Count | None = Field(default=None, description="Members of such a group, at least.")
-    remember: Annotated[int, Strict(), Ge(0), Lt(2**31)] | None = Field(
-        default=None,
-        description=(
-            "Groups that have left the table (trained, rejected or evicted), the latest so many on each "
-            "node: trajectories with the number of one are evicted, and counted. null: with `after_s` as "
-            f"many groups as the table holds, at most {MOST_REMEMBERED}; else 0."
-        ),
-    )
-    where: dict[Name, GroupConditionConfig] = Field(
-        default={},
-        description=(
-            "Conditions by per-trajectory column. A group that fails one is evicted once it is complete, and "
-            'counted: `{"reward": {"std": {"min": 1e-6}}}` leaves out groups of equal rewards.'
-        ),
-    )
+    column: Name
+    """The per-trajectory column of integers whose value the trajectories of a group share; unique among the
+    groups in the table."""
+    size: Count
+    """Members of a group. Those that come when it is complete are evicted, and counted."""
+    member: Name | None = None
+    """The per-trajectory column of integers that tells the members of a group apart, where a member may be
+    several trajectories. Then name a late column in `needs`, filled when the member has all of them. null:
+    each trajectory is a member."""
+    max_trajectories: Count | None = None
+    """Most trajectories of a group; with `member`, and only then. One more is refused."""
+    needs: list[Name] = Field(default=[])
+    """Late columns that every trajectory of a group must have, such as rewards."""
+    after_s: Positive | None = None
+    """Seconds after its latest trajectory, or the latest `fill` of one, at which a group of at least
+    `min_size` members is complete without the others. null: never."""
+    min_size: Count | None = None
+    """Members of such a group, at least."""
+    remember: Annotated[int, Strict(), Ge(0), Lt(2**31)] | None = None
+    """Groups that have left the table (trained, rejected or evicted), the latest so many on each node:
+    trajectories with the number of one are evicted, and counted. null: with `after_s` as many groups as the
+    table holds, at most 4096; else 0."""
+    where: dict[Name, GroupConditionConfig] = Field(default={})
+    """Conditions by per-trajectory column. A group that fails one is evicted once it is complete, and
+    counted: `{"reward": {"std": {"min": 1e-6}}}` leaves out groups of equal rewards."""
 
 
 class DataConfig(GearModel):
     """A data set on disk, made by `gear ingest`. A plain string is short for its path."""
 
-    path: Text = Field(description="Folder of the data set, absolute or relative to the working directory.")
-    split: dict[Name, Fraction] = Field(
-        default={},
-        description=(
-            "Trajectories held out of training, as a fraction per split. They are chosen by a keyed hash of "
-            "the trajectory id, so a split is the same for every seed. Empty: the split that the data set "
-            "was ingested with."
-        ),
-    )
-    load: Literal["mmap", "memory"] = Field(
-        default="mmap",
-        description=(
-            '"mmap" reads the files in place, so the data may be larger than memory; "memory" copies '
-            "them into shared memory once per node."
-        ),
-    )
-    replicate: Flag = Field(
-        default=False,
-        description=(
-            "Every node holds the whole data set, as one logical shard: no rows travel between nodes. Only "
-            "where it fits every node's memory."
-        ),
-    )
+    path: Text
+    """Folder of the data set, absolute or relative to the working directory."""
+    split: dict[Name, Fraction] = Field(default={})
+    """Trajectories held out of training, as a fraction per split. They are chosen by a keyed hash of the
+    trajectory id, so a split is the same for every seed. Empty: the split that the data set was ingested
+    with."""
+    load: Literal["mmap", "memory"] = "mmap"
+    """"mmap" reads the files in place, so the data may be larger than memory; "memory" copies them into
+    shared memory once per node."""
+    replicate: Flag = False
+    """Every node holds the whole data set, as one logical shard: no rows travel between nodes. Only where it
+    fits every node's memory."""
 
     @field_validator("split")
     @classmethod
@@ -209,15 +164,11 @@ class DataConfig(GearModel):
 class ColumnConfig(GearModel):
     """One stored quantity."""
 
-    dtype: ColumnDtype = Field(
-        description=(
-            'Type of its elements. "bytes" and "json": an opaque value per trajectory, with `rows` "1" and '
-            "`max_bytes`, that batches hold as a list if a field names it."
-        )
-    )
-    shape: list[Steps] = Field(
-        default=[], description="Shape of one row, without the time axis; not of an opaque column."
-    )
+    dtype: ColumnDtype
+    """Type of its elements. "bytes" and "json": an opaque value per trajectory, with `rows` "1" and
+    `max_bytes`, that batches hold as a list if a field names it."""
+    shape: list[Steps] = Field(default=[])
+    """Shape of one row, without the time axis; not of an opaque column."""
     role: Literal[
         "observation",
         "next_observation",
@@ -230,41 +181,27 @@ class ColumnConfig(GearModel):
         "token",
         "loss_mask",
         "other",
-    ] = Field(default="other", description="What it means to derived fields and to `as`.")
-    rows: Literal["T", "T+1", "1"] = Field(
-        default="T",
-        description=(
-            "Rows of a trajectory of T steps: one a step, one more (observations), or one per trajectory."
-        ),
-    )
-    late: Flag = Field(
-        default=False,
-        description=(
-            "It may be written after the trajectory was added, once (`Replay.fill`). Batches that read it "
-            "hold only trajectories that have it."
-        ),
-    )
+    ] = "other"
+    """What it means to derived fields and to `as`."""
+    rows: Literal["T", "T+1", "1"] = "T"
+    """Rows of a trajectory of T steps: one a step, one more (observations), or one per trajectory."""
+    late: Flag = False
+    """It may be written after the trajectory was added, once (`Replay.fill`). Batches that read it hold only
+    trajectories that have it."""
 
-    allow_nan: Flag = Field(
-        default=False,
-        description=(
-            "A floating column may hold NaN and infinities. Without it, adding them is an error that names "
-            "the step; values in tables on devices are not checked."
-        ),
-    )
-    max_bytes: Steps | None = Field(
-        default=None,
-        description=(
-            "Bytes of the longest value of an opaque column (JSON as UTF-8), for each of which the table has "
-            "room. A longer one is refused."
-        ),
-    )
+    allow_nan: Flag = False
+    """A floating column may hold NaN and infinities. Without it, adding them is an error that names the step;
+    values in tables on devices are not checked."""
+    max_bytes: Steps | None = None
+    """Bytes of the longest value of an opaque column (JSON as UTF-8), for each of which the table has room. A
+    longer one is refused."""
 
 
 class SchemaConfig(GearModel):
     """The columns of a table that holds no data set."""
 
-    columns: Annotated[dict[Name, ColumnConfig], MinLen(1)] = Field(description="The columns by name.")
+    columns: Annotated[dict[Name, ColumnConfig], MinLen(1)]
+    """The columns by name."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> SchemaConfig:
@@ -284,105 +221,55 @@ class SchemaConfig(GearModel):
 class TableConfig(GearModel):
     """A named set of trajectories: a data set on disk, or a capacity for those added while training."""
 
-    data: Annotated[DataConfig | None, BeforeValidator(as_data), Words("a path", "an object")] = Field(
-        default=None, description="The data set that the table holds."
-    )
-    capacity_steps: Count | None = Field(
-        default=None,
-        description=(
-            "Capacity in steps, in a table without data; all nodes together. Each of n nodes that consume "
-            "has 1/n of them, rounded up."
-        ),
-    )
-    capacity_bytes: Count | None = Field(
-        default=None,
-        description="In place of `capacity_steps`: as many steps as fit into so many bytes.",
-    )
-    capacity_trajectories: Count | None = Field(
-        default=None,
-        description=(
-            "Capacity in trajectories, all nodes together, divided likewise. null: one per 16 steps, at "
-            "least 1,024."
-        ),
-    )
-    max_length: Steps | None = Field(
-        default=None,
-        description=(
-            "Steps of the longest trajectory that can be added; it must fit into one node's share. A writer "
-            "of environments stores a longer episode as several trajectories, or raises where a field "
-            "return_to_go or timestep needs whole ones. null: `capacity_steps`."
-        ),
-    )
-    num_envs: Count | None = Field(
-        default=None,
-        description=(
-            "Environments whose steps are added one by one (`add_steps_`) to a table on devices, by each "
-            "replica. Each environment has a part of the rows for its trajectories. null: whole trajectories "
-            "are added."
-        ),
-    )
-    writers: Writers = Field(
-        default=0,
-        description=(
-            "Processes besides the ranks that may write into a node's store at once: actors. The store then "
-            "keeps its name in /dev/shm until the last process detaches."
-        ),
-    )
-    remove: Annotated[Text, Words(*_POLICY_WORDS)] = Field(
-        default="none",
-        description=(
-            'What is evicted when there is no room: the oldest trajectory ("fifo"), the newest ("lifo"), any '
-            'one ("uniform"), the one of the lowest priority, or of the lowest value of the column '
-            '`keep_best`. "none": adding to a full table is an error. "module:Class": a subclass of '
-            "EvictionPolicy, importable in every process that writes."
-        ),
-    )
-    keep_best: Name | None = Field(
-        default=None, description="The per-trajectory column whose lowest values are evicted first."
-    )
-    max_times_sampled: Annotated[Int, Ge(0), Lt(2**31)] = Field(
-        default=0,
-        description=(
-            "A trajectory is evicted when it was drawn so often; in a table on devices its rows are used "
-            "again when they would have been evicted. 0: never."
-        ),
-    )
-    max_age: Annotated[Int, Ge(0)] = Field(
-        default=0,
-        description="A trajectory is evicted so many global batches after it was added. 0: never.",
-    )
-    version: VersionConfig | None = Field(
-        default=None, description="Largest lag of the steps' policy version. null: no limit."
-    )
-    group: GroupConfig | None = Field(
-        default=None,
-        description='Groups of trajectories, where `sampler.unit` is "group". null: there are none.',
-    )
-    rate_limiter: RateLimiterConfig | None = Field(
-        default=None, description="When writers or samplers block. null: only for the first item."
-    )
-    placement: Literal["host", "device"] = Field(
-        default="host",
-        description=(
-            'Where the table lies: "host", in memory that all processes of a node share; "device", in the '
-            "memory of each rank's own accelerator, where drawing, training step and updates can be one CUDA "
-            "graph. On devices each replica has and draws from its own table, of the whole capacity; for one "
-            'exact distribution over all replicas use "host".'
-        ),
-    )
-    rows: Literal["device", "host"] = Field(
-        default="device",
-        description=(
-            'Where the rows of a table on devices lie: "device"; or "host", host memory of each rank that '
-            "its device reads and writes in place, for tables larger than the device. Slots, tree and "
-            "priorities are on the device."
-        ),
-    )
-    schema_: SchemaConfig | None = Field(
-        default=None,
-        alias="schema",
-        description="Columns of a table without data. null: the program gives it to `Replay(schemas=...)`.",
-    )
+    data: Annotated[DataConfig | None, BeforeValidator(as_data), Words("a path", "an object")] = None
+    """The data set that the table holds."""
+    capacity_steps: Count | None = None
+    """Capacity in steps, in a table without data; all nodes together. Each of n nodes that consume has 1/n of
+    them, rounded up."""
+    capacity_bytes: Count | None = None
+    """In place of `capacity_steps`: as many steps as fit into so many bytes."""
+    capacity_trajectories: Count | None = None
+    """Capacity in trajectories, all nodes together, divided likewise. null: one per 16 steps, at least
+    1,024."""
+    max_length: Steps | None = None
+    """Steps of the longest trajectory that can be added; it must fit into one node's share. A writer of
+    environments stores a longer episode as several trajectories, or raises where a field return_to_go or
+    timestep needs whole ones. null: `capacity_steps`."""
+    num_envs: Count | None = None
+    """Environments whose steps are added one by one (`add_steps_`) to a table on devices, by each replica.
+    Each environment has a part of the rows for its trajectories. null: whole trajectories are added."""
+    writers: Writers = 0
+    """Processes besides the ranks that may write into a node's store at once: actors. The store then keeps
+    its name in /dev/shm until the last process detaches."""
+    remove: Annotated[Text, Words(*_POLICY_WORDS)] = "none"
+    """What is evicted when there is no room: the oldest trajectory ("fifo"), the newest ("lifo"), any one
+    ("uniform"), the one of the lowest priority, or of the lowest value of the column `keep_best`. "none":
+    adding to a full table is an error. "module:Class": a subclass of EvictionPolicy, importable in every
+    process that writes."""
+    keep_best: Name | None = None
+    """The per-trajectory column whose lowest values are evicted first."""
+    max_times_sampled: Annotated[Int, Ge(0), Lt(2**31)] = 0
+    """A trajectory is evicted when it was drawn so often; in a table on devices its rows are used again when
+    they would have been evicted. 0: never."""
+    max_age: Annotated[Int, Ge(0)] = 0
+    """A trajectory is evicted so many global batches after it was added. 0: never."""
+    version: VersionConfig | None = None
+    """Largest lag of the steps' policy version. null: no limit."""
+    group: GroupConfig | None = None
+    """Groups of trajectories, where `sampler.unit` is "group". null: there are none."""
+    rate_limiter: RateLimiterConfig | None = None
+    """When writers or samplers block. null: only for the first item."""
+    placement: Literal["host", "device"] = "host"
+    """Where the table lies: "host", in memory that all processes of a node share; "device", in the memory of
+    each rank's own accelerator, where drawing, training step and updates can be one CUDA graph. On devices
+    each replica has and draws from its own table, of the whole capacity; for one exact distribution over all
+    replicas use "host"."""
+    rows: Literal["device", "host"] = "device"
+    """Where the rows of a table on devices lie: "device"; or "host", host memory of each rank that its device
+    reads and writes in place, for tables larger than the device. Slots, tree and priorities are on the
+    device."""
+    schema_: SchemaConfig | None = Field(default=None, alias="schema")
+    """Columns of a table without data. null: the program gives it to `Replay(schemas=...)`."""
 
     @model_validator(mode="after")
     def _is_made_of_something(self) -> Any:

@@ -12,13 +12,12 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Field,
     Strict,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from deepspeed_gear.schema import DTYPES, OPAQUE
+from deepspeed_gear.schema import DTYPES, OPAQUE, is_legal_name
 from deepspeed_gear.timeouts import MOST_TIMEOUT_S
 
 
@@ -38,6 +37,7 @@ class GearModel(BaseModel):
 
     model_config = ConfigDict(
         frozen=True,
+        use_attribute_docstrings=True,
         extra="forbid",
         use_enum_values=True,
         arbitrary_types_allowed=True,
@@ -85,11 +85,6 @@ def _no_auto(value: Any) -> Any:
             "must be given or left out: 'auto' is not defined for it", "leave the option out for its default"
         )
     return value
-
-
-def is_legal_name(name: str) -> bool:
-    """Return whether a column, field, table or split may have this name."""
-    return bool(name) and not name.startswith(".") and all(c.isalnum() or c in "_-." for c in name)
 
 
 def _legal(name: str) -> str:
@@ -150,8 +145,10 @@ def as_data(value: Any) -> Any:
 class RangeConfig(GearModel):
     """A range of values, closed; at least one end is given."""
 
-    min: Number | None = Field(default=None, description="Smallest admitted value.")
-    max: Number | None = Field(default=None, description="Largest admitted value.")
+    min: Number | None = None
+    """Smallest admitted value."""
+    max: Number | None = None
+    """Largest admitted value."""
 
     @model_validator(mode="after")
     def _admits_some(self) -> Any:
