@@ -93,11 +93,7 @@ class Part:
 
 
 def check_options(config: GearOptions) -> None:
-    """Reject options that contradict one another.
-
-    Raises:
-        ConfigError: Two options conflict, or one needs another that is missing.
-    """
+    """Raise ConfigError if two options conflict, or one needs another that is missing."""
     part = Part("gear", config)
     if config.tables:
         remedy = 'write the data set as an entry of gear.tables: {"main": {"data": ...}}'
@@ -400,11 +396,7 @@ def _check_names(config: GearOptions) -> None:
 
 
 def check_field_names(names: list[str], n_step: bool) -> None:
-    """Reject fields whose names mean something else in a batch, or have no nested form (`a` and `a.b`).
-
-    Raises:
-        ConfigError: A name does.
-    """
+    """Reject fields whose names mean something else in a batch, or have no nested form (`a` and `a.b`)."""
     for name in names:
         at = dotted("gear", "fields", name)
         remedy = f'give it another name: {{"my_{name}": {{"column": "{name}"}}}}'
@@ -436,11 +428,7 @@ def _check_burn_in(config: GearOptions, part: Part) -> None:
 
 
 def refuse_split(at: str, split: object) -> None:
-    """Raise for a data set of groups with a split, which would divide groups.
-
-    Raises:
-        ConfigError: Always.
-    """
+    """Raise for a data set of groups with a split, which would divide groups."""
     rule, remedy = _NO_SPLIT_OF_GROUPS
     raise ConfigError(f"{at}.data.split", rule, split, remedy)
 

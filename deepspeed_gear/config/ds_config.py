@@ -98,11 +98,7 @@ def batch_sizes(config: GearOptions, replicas: int) -> tuple[int, int]:
 
 
 def refuse_batch_sizes(config: GearOptions) -> None:
-    """Reject batch sizes where an engine gives them.
-
-    Raises:
-        ConfigError: One of them is given.
-    """
+    """Raise ConfigError for batch sizes where an engine gives them."""
     for option, of_the_engine in zip(("batch_size", "micro_batch_size", SIZES[2]), SIZES, strict=True):
         remedy = f"use {of_the_engine} of ds_config.json"
         rule = "must not be given with an engine or a ds_config"

@@ -17,7 +17,6 @@ from deepspeed_gear.config.cross_checks import (
 )
 from deepspeed_gear.config.options import FieldConfig, GearOptions
 from deepspeed_gear.config.sampler_options import WhereConfig
-from deepspeed_gear.config.table_options import GroupConfig
 from deepspeed_gear.config.types import dotted
 from deepspeed_gear.errors import ConfigError, known_names, near_name
 from deepspeed_gear.schema import DTYPES, Column, Schema
@@ -131,7 +130,13 @@ def check_against(
     for other in others:
         if config.pack is not None:
             _check_packed(config, first, other, schemas)
-        _check_same(first, fields[first], other, fields[other])
+        for a, b in zip(fields[first], fields[other], strict=False):
+            if a != b:
+                rule = f"must have the same column in tables {first} and {other}"
+                raise ConfigError(dotted("gear", "fields", a.name), rule, f"{a.column} and {b.column}")
+        if len(fields[first]) != len(fields[other]):
+            rule = f"must be given where the columns of tables {first} and {other} differ"
+            raise ConfigError("gear.fields", rule)
     _check_pipeline(config, [field.name for field in fields[first] if not field.is_opaque])
     return fields[first]
 
@@ -152,30 +157,27 @@ def _check_columns(config: GearOptions, name: str, schema: Schema) -> None:
     if opaque and table.placement == "device":
         rule = f"must not have a column of dtype {opaque[0].dtype} on devices"
         raise ConfigError(at, rule, opaque[0].name, 'give the table "placement": "host"')
-    if table.group is not None:
-        _check_group_columns(table.group, f"{at}.group", schema)
+    numbers = [c.name for c in _numbers(schema)]
+    late = [column.name for column in schema.late_columns]
+    if (group := table.group) is not None:
+        integers = [c.name for c in _numbers(schema) if not c.is_floating and not c.late]
+        rule = "must name a column with one integer per trajectory, which is not late"
+        _check_listed(f"{at}.group.column", rule, group.column, integers)
+        if group.member is not None:
+            _check_listed(f"{at}.group.member", rule, group.member, integers)
+        for name in group.needs:
+            _check_listed(f"{at}.group.needs", "must name late columns", name, late)
+        scalars = [c.name for c in schema.trajectory_columns if not c.shape]
+        for name in group.where:
+            rule = "must name a column with one number per trajectory"
+            _check_listed(f"{at}.group.where.{name}", rule, name, scalars)
     if table.keep_best is not None:
         rule = "must name a column with one number per trajectory"
-        _check_listed(f"{at}.keep_best", rule, table.keep_best, [c.name for c in _numbers(schema)])
+        _check_listed(f"{at}.keep_best", rule, table.keep_best, numbers)
     if table.version is not None:
         versions = [c.name for c in schema.step_columns if not c.shape and c.dtype in _VERSION_DTYPES]
         rule = "must name a column with one integer per step"
         _check_listed(f"{at}.version.column", rule, table.version.column, versions)
-
-
-def _check_group_columns(group: GroupConfig, at: str, schema: Schema) -> None:
-    integers = [c.name for c in _numbers(schema) if not c.is_floating and not c.late]
-    for option, name in (("column", group.column), ("member", group.member)):
-        if name is not None:
-            rule = "must name a column with one integer per trajectory, which is not late"
-            _check_listed(f"{at}.{option}", rule, name, integers)
-    late = [column.name for column in schema.late_columns]
-    for name in group.needs:
-        _check_listed(f"{at}.needs", "must name late columns", name, late)
-    scalars = [c.name for c in schema.trajectory_columns if not c.shape]
-    for name in group.where:
-        rule = "must name a column with one number per trajectory"
-        _check_listed(f"{at}.where.{name}", rule, name, scalars)
 
 
 def _check_pipeline(config: GearOptions, fields: list[str]) -> None:
@@ -191,17 +193,6 @@ def _check_pipeline(config: GearOptions, fields: list[str]) -> None:
                 rule = "must name a field, its mask, or what every batch has"
                 remedy = known_names(name, [*known, f"{MASK}<field>"])
                 raise ConfigError(f"gear.pipeline.{end}[{index}]", rule, name, remedy)
-
-
-def _check_same(first: str, fields: list[ResolvedField], other: str, others: list[ResolvedField]) -> None:
-    """Reject tables whose samples cannot stand in one batch."""
-    for a, b in zip(fields, others, strict=False):
-        if a != b:
-            rule = f"must have the same column in tables {first} and {other}"
-            raise ConfigError(dotted("gear", "fields", a.name), rule, f"{a.column} and {b.column}")
-    if len(fields) != len(others):
-        rule = f"must be given where the columns of tables {first} and {other} differ"
-        raise ConfigError("gear.fields", rule)
 
 
 def _check_packed(config: GearOptions, first: str, other: str, schemas: Mapping[str, Schema]) -> None:
@@ -240,9 +231,23 @@ def _fields(
     resolved = [
         _resolve(name, field, schema, statistics_available, shifts) for name, field in requested.items()
     ]
-    _check_duplicates(resolved)
-    if config.item_sampler.anchors != "fits":
-        _check_bootstraps(resolved)
+    seen: dict[ResolvedField, str] = {}
+    for field in resolved:
+        at, meaning = dotted("gear", "fields", field.name), replace(field, name="")
+        if meaning in seen:
+            rule = f"must differ from {dotted('gear', 'fields', seen[meaning])}"
+            raise ConfigError(at, rule, None, "both hold the same; drop one")
+        seen[meaning] = field.name
+        stored = field.column
+        if not field.follows or stored is None or config.item_sampler.anchors == "fits":
+            continue
+        if stored.rows == "T" and not stored.is_next_observation:
+            rule = 'must have a row after the last step with offset "n_step": padding would be bootstrapped'
+            remedy = (
+                "store the observations in T+1 rows, or the next ones in a column of the role "
+                'next_observation; or leave out the last n steps of each trajectory by "anchors": "fits"'
+            )
+            raise ConfigError(f"{at}.column", f"{rule} from", f"{stored.name} of T rows", remedy)
     if config.hindsight is not None:
         _check_goals(resolved)
         if config.hindsight.reward is not None:
@@ -272,21 +277,6 @@ def _check_where(name: str, where: WhereConfig, schema: Schema) -> None:
         if not column.is_floating and value != int(value):
             rule = f"must hold integers, as the column is {column.dtype}"
             raise ConfigError(f"{at}.in", rule, value, "no row equals it")
-
-
-def _check_bootstraps(fields: list[ResolvedField]) -> None:
-    """Reject fields of the state after an n-step return that have no row of it at the end of a trajectory."""
-    for field in fields:
-        column = field.column
-        if not field.follows or column is None or column.rows != "T" or column.is_next_observation:
-            continue
-        at = f"{dotted('gear', 'fields', field.name)}.column"
-        rule = 'must have a row after the last step with offset "n_step": padding would be bootstrapped from'
-        remedy = (
-            "store the observations in T+1 rows, or the next ones in a column of the role next_observation; "
-            'or leave out the last n steps of each trajectory by "anchors": "fits"'
-        )
-        raise ConfigError(at, rule, f"{column.name} of T rows", remedy)
 
 
 def _source(name: str, field: FieldConfig, schema: Schema) -> tuple[Column | None, str | None]:
@@ -426,18 +416,6 @@ def _check_pad(part: Part, pad: int | float, dtype: str) -> None:
         part.refuse("pad", f"must be an integer that {dtype} can hold", 'or convert the field with "as"')
 
 
-def _check_duplicates(fields: list[ResolvedField]) -> None:
-    seen: dict[ResolvedField, str] = {}
-    for field in fields:
-        meaning = replace(field, name="")
-        if meaning in seen:
-            rule = f"must differ from {dotted('gear', 'fields', seen[meaning])}"
-            raise ConfigError(
-                dotted("gear", "fields", field.name), rule, None, "both hold the same; drop one"
-            )
-        seen[meaning] = field.name
-
-
 def _goal(part: Part, name: str, column: Column | None, schema: Schema) -> Column:
     """Return the column of achieved goals that a relabelled sample takes a row of."""
     if name not in schema:
@@ -475,11 +453,7 @@ def first_step(fields: Sequence[ResolvedField]) -> int:
 
 
 def reward_field(fields: Sequence[ResolvedField]) -> ResolvedField:
-    """Return the field whose values a program's reward replaces.
-
-    Raises:
-        ConfigError: There is none, or more than one.
-    """
+    """Return the one field whose values a program's reward replaces; raise ConfigError otherwise."""
     found = [field for field in fields if field.column is not None and field.column.role == "reward"]
     if len(found) != 1:
         rule = "must have one field of the reward column to replace"

@@ -1,12 +1,39 @@
-"""The `gear` section of ds_config.json: its options, checked against each other."""
+"""The `gear` section of ds_config.json: its options, checked against each other, and compared with others.
+
+Configs are compared between the ranks of a run, and between a checkpoint and the run that loads it.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from typing import Any
+
 from pydantic import model_validator
 
-from deepspeed_gear.config import config_digest
 from deepspeed_gear.config.cross_checks import check_options
 from deepspeed_gear.config.options import GearOptions
+
+# Options that may differ between nodes: they change speed and place, but no batch.
+_OF_THE_NODE = ("backend", "data", "threads", "transfer", "timeout_s", "metrics")
+# How a global batch is divided and when it is made; the samples in it stay the same.
+_OF_THE_RUN = (
+    "prefetch",
+    "batch_size",
+    "micro_batch_size",
+    "gradient_accumulation_steps",
+    "pack",
+    "batch",
+    "rollout",
+    "loss",
+    "pipeline",
+    "verify_every",
+    "count_draws",
+    "exchange",
+    "shared_memory",
+)
+
+_ROOM = ("capacity_steps", "capacity_trajectories", "max_length", "num_envs", "rows")
 
 
 class GearConfig(GearOptions):
@@ -20,9 +47,75 @@ class GearConfig(GearOptions):
     @property
     def digest(self) -> str:
         """SHA-256 of what all ranks of a run must agree on, hex."""
-        return config_digest.sha256(config_digest.shared_options(self))
+        return _sha256(shared_options(self))
 
     @property
     def resume_digest(self) -> str:
         """SHA-256 of what decides the samples of a global batch, hex: equal where a checkpoint fits."""
-        return config_digest.sha256(config_digest.batch_options(self))
+        return _sha256(batch_options(self))
+
+
+def shared_options(config: GearOptions) -> dict[str, Any]:
+    """Return the options that all ranks must agree on.
+
+    Where the data lie and how they are loaded is left out: each node may have its own copy, and the data
+    set's fingerprint shows whether the copies are the same.
+    """
+    section = {name: value for name, value in config.to_json().items() if name not in _OF_THE_NODE}
+    section["tables"] = {
+        name: table.model_dump(mode="json", by_alias=True) for name, table in config.resolved_tables.items()
+    }
+    for table in section["tables"].values():
+        if table["data"] is not None:
+            table["data"] = {option: table["data"][option] for option in ("split", "replicate")}
+    if "table" in section["sampler"]:
+        section["sampler"]["table"] = config.sampled_tables[0]
+    section["shared_memory"] = {option: section["shared_memory"][option] for option in ("prefix", "run")}
+    return section
+
+
+def batch_options(config: GearOptions) -> dict[str, Any]:
+    """Return the options that decide the samples of global batches of a given size."""
+    section = {name: value for name, value in shared_options(config).items() if name not in _OF_THE_RUN}
+    for field in section["fields"].values():
+        if field["offset"] is None and config.pack is None:
+            field["offset"] = 0
+    for table in section["tables"].values():
+        for option in _ROOM:
+            del table[option]
+        if table["group"] is None:  # as before there were groups
+            del table["group"]
+        else:
+            del table["group"]["remember"]
+        if table["data"] is not None:
+            del table["data"]["replicate"]
+    return section
+
+
+def _sha256(options: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(options, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def _leaves(options: Any, name: str) -> dict[str, Any]:
+    if not isinstance(options, dict) or not options:
+        return {name: options}
+    found: dict[str, Any] = {}
+    for key in options:
+        found.update(_leaves(options[key], f"{name}.{key}"))
+    return found
+
+
+def difference(a: GearOptions, b: GearOptions) -> list[str]:
+    """Return the shared options in which two configs differ, with both values.
+
+    Returns:
+        One text per option, such as "gear.seed: 0 and 1"; empty if the digests are equal.
+    """
+    left, right = _leaves(shared_options(a), "gear"), _leaves(shared_options(b), "gear")
+    names = [*left, *(name for name in right if name not in left)]
+    return [
+        f"{name}: {json.dumps(left[name]) if name in left else 'absent'} and "
+        f"{json.dumps(right[name]) if name in right else 'absent'}"
+        for name in names
+        if name not in left or name not in right or left[name] != right[name]
+    ]
