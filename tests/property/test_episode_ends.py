@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from deepspeed_gear import Column, Dataset, DatasetWriter, DeviceReplay, Replay, Schema
 from deepspeed_gear.data.episode_ends import split_episodes
 from deepspeed_gear.data.ingest import ingest
-from deepspeed_gear.data.ingest.reader import Episode, EpisodeSelection, Reader
+from deepspeed_gear.data.ingest.reader import Reader
 from deepspeed_gear.errors import DataError
 
 SCHEMA = Schema(
@@ -158,26 +158,17 @@ class OneEpisode(Reader):
     """Yields one episode, of the path's array file."""
 
     format = "one"
-    columns = tuple(column for column in NUMBERS if column.rows != "1")
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.columns = OneEpisode.columns
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
         return False
 
-    @classmethod
-    def open(cls, path: Path, select: EpisodeSelection) -> Reader:
-        return cls(path)
+    def open(self) -> None:
+        self.columns = tuple(column for column in NUMBERS if column.rows != "1")
 
     def episodes(self) -> Any:
         rows = np.load(self.path)
-        yield Episode("episode 0", {column.name: rows[column.name] for column in self.columns})
-
-    def close(self) -> None:
-        pass
+        yield "episode 0", {column.name: rows[column.name] for column in self.columns}
 
 
 def read(given: Rows, folder: Path, split: bool = False) -> Dataset:

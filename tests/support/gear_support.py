@@ -6,6 +6,7 @@ rows that it should.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import sys
@@ -96,6 +97,14 @@ def load_script(path: Path) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses look it up
     spec.loader.exec_module(module)
     return module
+
+
+def run_command(command: Any, *arguments: str) -> int:
+    """Run a subcommand of `gear`, by its module, in this process; its errors are raised."""
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    status: int = command.run(parser.parse_args(arguments))
+    return status
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> None:

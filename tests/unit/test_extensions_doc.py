@@ -17,7 +17,6 @@ from deepspeed_gear import ConfigError, DataError, Replay, TrajectoryWriter
 from deepspeed_gear.cli.main import main
 from deepspeed_gear.config import parse
 from deepspeed_gear.data.ingest import ingest
-from deepspeed_gear.data.ingest.reader import Episode
 
 HOW_TO = Path(__file__).resolve().parents[2] / "docs" / "how-to"
 MOST_LINES = 60
@@ -119,9 +118,7 @@ def test_the_ingest_format_of_the_page(
     ):
         ingest([source], modules / "set", format=format, overwrite=True)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            sys.modules["jsonl_episodes"].JsonlReader, "episodes", lambda self: [Episode("episode 0", {})]
-        )
+        patch.setattr(sys.modules["jsonl_episodes"].JsonlReader, "episodes", lambda self: [("episode 0", {})])
         with pytest.raises(DataError, match=r"episode 0 must have the column reward"):
             ingest([source], modules / "set", format=format, overwrite=True)
     for name, text in {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +20,7 @@ from deepspeed_gear.data.dataset_files import SCHEMA_FILE
 from deepspeed_gear.data.dataset_writer import DatasetWriter, check_destination
 from deepspeed_gear.data.ingest.d4rl import D4rlReader
 from deepspeed_gear.data.ingest.minari import MinariReader
-from deepspeed_gear.data.ingest.reader import EpisodeSelection, Reader
+from deepspeed_gear.data.ingest.reader import ColumnSelection, Reader
 from deepspeed_gear.data.ingest.source_checks import MAX_EXPANSION, Expansion, check_source
 from deepspeed_gear.errors import ConfigError, DataError, near_name
 from deepspeed_gear.schema import Column, Schema
@@ -52,29 +53,33 @@ def open_source(
             are too large for its files.
     """
     path = arguments.folder("source", path)
-    select = EpisodeSelection(columns, Expansion(max_expansion))
+    select, expansion = ColumnSelection(columns), Expansion(max_expansion)
     if not path.exists():
         raise DataError(str(path), "must exist", None, "check the path of the source")
     if (path / SCHEMA_FILE).is_file():
         raise DataError(str(path), "must not be a data set already", None, "train from it as it is")
-    check_source(path, select.expansion)
-    if format != "auto":
-        return reader_class(format).open(path, select)
-    for reader in READERS.values():
-        if reader.recognises(path):
-            return reader.open(path, select)
-    remedy = f"known are {', '.join(READERS)}; see docs/how-to/data-sets.md for what each looks like"
-    raise DataError(str(path), "must have a known layout", _content(path), remedy)
+    check_source(path, expansion)
+    if format == "auto":
+        kind = next((reader for reader in READERS.values() if reader.recognises(path)), None)
+        if kind is None:
+            remedy = f"known are {', '.join(READERS)}; see docs/how-to/data-sets.md for what each looks like"
+            raise DataError(str(path), "must have a known layout", _content(path), remedy)
+    else:
+        kind = _reader_class(format)
+    with ExitStack() as failed:
+        reader = failed.enter_context(kind(path, select, expansion))
+        reader.open()
+        select.check_used(path)
+        for name, count in Counter(column.name for column in reader.columns).items():
+            if count > 1:
+                remedy = "leave it out with --columns"
+                raise DataError(f"{path}: column {name}", "must come from one key only", None, remedy)
+        failed.pop_all()
+    return reader
 
 
-def reader_class(format: str) -> type[Reader]:
-    """Return the reader of a format.
-
-    Args:
-        format: A key of `READERS`, or "module:Class" for a reader from outside of the package.
-    Raises:
-        DataError: It is neither.
-    """
+def _reader_class(format: str) -> type[Reader]:
+    """Return the reader of a format, or of "module:Class"; raise DataError if it is neither."""
     if ":" not in format:
         if format not in READERS:
             rule = f"must be one of auto, {', '.join(READERS)}, or module:Class"
@@ -187,11 +192,7 @@ def ingest(
 
 
 def _common_schema(readers: Sequence[Reader]) -> Schema:
-    """Return the schema of all sources.
-
-    Raises:
-        DataError: Two of them differ; names the column.
-    """
+    """Return the schema of all sources; raise DataError for a column in which two differ."""
     first = readers[0]
     for other in readers[1:]:
         for name in dict.fromkeys([c.name for c in (*first.columns, *other.columns)]):
@@ -219,13 +220,13 @@ def _describe(column: Column | None) -> str:
 
 def _trajectories(readers: Sequence[Reader], schema: Schema) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
     for i, reader in enumerate(readers):
-        for episode in reader.episodes():
-            arrays = dict(episode.arrays)
+        for name, given in reader.episodes():
+            arrays = dict(given)
             if "reward" not in arrays:
                 rule = "must have the column reward, of a row per step"
-                raise DataError(f"{reader.path}: {episode.name}", rule, sorted(arrays))
+                raise DataError(f"{reader.path}: {name}", rule, sorted(arrays))
             arrays["return"] = np.asarray(arrays["reward"].astype(np.float64).sum())
             arrays["length"] = np.asarray(len(arrays["reward"]), dtype=np.int64)
             if "source" in schema:
                 arrays["source"] = np.asarray(i, dtype=np.int64)
-            yield f"{reader.path}: {episode.name}", arrays
+            yield f"{reader.path}: {name}", arrays

@@ -11,13 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_gear.data.ingest.reader import (
-    Episode,
-    EpisodeSelection,
     Reader,
     RowReader,
-    check_unique,
     column_name,
     convert,
+    end_episode,
     make_column,
     open_hdf5,
     read_rows,
@@ -25,8 +23,16 @@ from deepspeed_gear.data.ingest.reader import (
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column
 
-_REQUIRED = ("observations", "actions", "rewards", "terminals", "timeouts")
 _NEXT = "next_observations"
+_COLUMNS = {  # name and role
+    "observations": ("observation", "observation"),
+    _NEXT: ("next_observation", "observation"),
+    "actions": ("action", "action"),
+    "rewards": ("reward", "reward"),
+    "terminals": ("terminated", "terminated"),
+    "timeouts": ("truncated", "truncated"),
+}
+_REQUIRED = [key for key in _COLUMNS if key != _NEXT]
 _BLOCK_ROWS = 1 << 16
 _REMEDIES = {
     "terminals": "add an array of zeros if no episode ends in a terminal state",
@@ -42,29 +48,36 @@ class D4rlReader(Reader):
     `observation` gets one more row per episode, the last next observation; otherwise both are stored. Without
     them the observation after the last step of an episode is not known: a terminated episode repeats its last
     one there, which nothing bootstraps from, and the last step of any other episode is left out, so that its
-    observation is the last one. Other
-    arrays with a row per step become columns (`infos/qpos` is `infos.qpos`); groups named `metadata` are
-    left out.
+    observation is the last one. Other arrays with a row per step become columns (`infos/qpos` is
+    `infos.qpos`); groups named `metadata` are left out.
     """
 
     format = "d4rl"
 
-    def __init__(self, path: Path, file: h5py.File, select: EpisodeSelection) -> None:
+    @classmethod
+    def recognises(cls, path: Path) -> bool:
+        if not path.is_file() or not h5py.is_hdf5(path):
+            return False
+        with open_hdf5(path) as file:
+            return any(isinstance(file.get(key), h5py.Dataset) for key in _REQUIRED)
+
+    def open(self) -> None:
         """Check the layout and find the episodes. Cost: one pass over the flags and observations."""
-        super().__init__(path)
-        self._file = file
+        self._file = self.files.enter_context(open_hdf5(self.path))
         self._check_required()
-        self._keys = self._choose_extras(select)
+        extras = self._choose_extras()
         self._ends, self._terminates, trailing = self._find_episodes()
-        self._has_next = _NEXT in file
+        self._has_next = _NEXT in self._file
         self._shifted = self._has_next and self._next_is_shifted()
-        self.columns = self._make_columns()
-        check_unique(path, [c.name for c in self.columns])
-        self.num_steps = len(file["rewards"])
+        is_own = self._has_next and not self._shifted  # next observations are a column
+        kept = {key: name for key, (name, _) in _COLUMNS.items() if key != _NEXT or is_own}
+        self._names = {**kept, **extras}
+        self.columns = tuple(self._column(key, name) for key, name in self._names.items())
+        self.num_steps = len(self._file["rewards"])
         is_cut = np.zeros(len(self._ends), bool) if self._has_next else ~self._terminates
         self.num_steps -= int(is_cut.sum())
-        kept = int((np.diff(self._ends, prepend=0) > is_cut).sum())
-        self.description.update(episodes=kept, steps=self.num_steps, shifted=self._shifted)
+        num_episodes = int((np.diff(self._ends, prepend=0) > is_cut).sum())
+        self.description.update(episodes=num_episodes, steps=self.num_steps, shifted=self._shifted)
         if trailing:
             self.notes.append(f"the last {trailing} steps have no end flag: kept as a truncated episode")
         if not self._has_next:
@@ -74,25 +87,6 @@ class D4rlReader(Reader):
             )
         elif not self._shifted:
             self.notes.append(f"{_NEXT} are not the shifted observations: stored as a column of their own")
-
-    @classmethod
-    def recognises(cls, path: Path) -> bool:
-        if not path.is_file() or not h5py.is_hdf5(path):
-            return False
-        with open_hdf5(path) as file:
-            return any(isinstance(file.get(key), h5py.Dataset) for key in _REQUIRED)
-
-    @classmethod
-    def open(cls, path: Path, select: EpisodeSelection) -> D4rlReader:
-        file = open_hdf5(path)
-        try:
-            return cls(path, file, select)
-        except BaseException:
-            file.close()
-            raise
-
-    def close(self) -> None:
-        self._file.close()
 
     def _where(self, key: str) -> str:
         return f"{self.path}: {key}"
@@ -106,16 +100,14 @@ class D4rlReader(Reader):
                 found = sorted(self._file)
                 remedy = _REMEDIES.get(key, "the file is not D4RL data")
                 raise DataError(self._where(key), "must be in the file", found, remedy)
-        keys = [*_REQUIRED, *([_NEXT] if _NEXT in self._file else [])]
         length = None
-        for key in keys:
+        for key in (key for key in (*_REQUIRED, _NEXT) if key in self._file):
             array = self._file[key]
             if not isinstance(array, h5py.Dataset) or not array.ndim:
                 raise DataError(self._where(key), "must be an array with a row per step")
-            if length is None:
-                length = len(array)
+            length = len(array) if length is None else length
             if len(array) != length:
-                raise DataError(self._where(key), f"must have {length} rows as {keys[0]} has", len(array))
+                raise DataError(self._where(key), f"must have {length} rows as observations has", len(array))
             if key in ("rewards", "terminals", "timeouts") and array.shape not in ((length,), (length, 1)):
                 raise DataError(self._where(key), "must be one value per step", list(array.shape))
         if not length:
@@ -124,19 +116,18 @@ class D4rlReader(Reader):
             rule = f"must have the shape of observations, {list(self._file['observations'].shape)}"
             raise DataError(self._where(_NEXT), rule, list(self._file[_NEXT].shape))
 
-    def _choose_extras(self, select: EpisodeSelection) -> dict[str, str]:
+    def _choose_extras(self) -> dict[str, str]:
         """Return the optional arrays that are kept: column name by key."""
         found: dict[str, str] = {}
 
         def visit(key: str, node: Any) -> None:
             parts = key.split("/")
-            known = parts[0] in (*_REQUIRED, _NEXT) or "metadata" in parts[:-1]
+            known = parts[0] in _COLUMNS or "metadata" in parts[:-1]
             if isinstance(node, h5py.Dataset) and not known:
                 found[key] = column_name(*parts)
 
         self._file.visititems(visit)
-        kept = {key: name for key, name in sorted(found.items()) if select(name)}
-        select.check_used(self.path, list(found.values()))
+        kept = {key: name for key, name in sorted(found.items()) if self.select(name)}
         length = len(self._file["rewards"])
         for key in list(kept):
             array = self._file[key]
@@ -180,37 +171,18 @@ class D4rlReader(Reader):
             inside = np.ones(high - low, dtype=np.bool_)
             first, last = np.searchsorted(self._ends, (low + 1, high + 1))
             inside[self._ends[first:last] - 1 - low] = False
-            if _bits(here(low + 1, high + 1)[inside]) != _bits(there(low, high)[inside]):
+            if here(low + 1, high + 1)[inside].tobytes() != there(low, high)[inside].tobytes():
                 return False
         return True
 
-    def _make_columns(self) -> tuple[Column, ...]:
-        def column(key: str, name: str, role: str = "other", final: bool = False) -> Column:
-            array = self._file[key]
-            scalar = role in ("reward", "terminated", "truncated")
-            shape = () if scalar else array.shape[1:]
-            return make_column(self._where(key), name, array.dtype, shape, role, "T+1" if final else "T")
+    def _column(self, key: str, name: str) -> Column:
+        array, (_, role) = self._file[key], _COLUMNS.get(key, (name, "other"))
+        shape = () if role in ("reward", "terminated", "truncated") else array.shape[1:]
+        has_last = key == "observations" and (self._shifted or not self._has_next)
+        return make_column(self._where(key), name, array.dtype, shape, role, "T+1" if has_last else "T")
 
-        columns = [column("observations", "observation", "observation", self._shifted or not self._has_next)]
-        if _NEXT in self._file and not self._shifted:
-            columns.append(column(_NEXT, "next_observation", "observation"))
-        columns.append(column("actions", "action", "action"))
-        columns.append(column("rewards", "reward", "reward"))
-        columns.append(column("terminals", "terminated", "terminated"))
-        columns.append(column("timeouts", "truncated", "truncated"))
-        return (*columns, *(column(key, name) for key, name in self._keys.items()))
-
-    def episodes(self) -> Iterator[Episode]:
-        sources = {
-            "observation": "observations",
-            "next_observation": _NEXT,
-            "action": "actions",
-            "reward": "rewards",
-            "terminated": "terminals",
-            "truncated": "timeouts",
-            **{name: key for key, name in self._keys.items()},
-        }
-        readers = {c.name: self._reader(sources[c.name]) for c in self.columns}
+    def episodes(self) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
+        readers = {key: self._reader(key) for key in self._names}
         following = self._reader(_NEXT) if self._shifted else None
         low = 0
         for number, (high, terminates) in enumerate(zip(self._ends.tolist(), self._terminates, strict=True)):
@@ -219,22 +191,16 @@ class D4rlReader(Reader):
                 low = high
                 continue
             arrays = {}
-            for column in self.columns:
+            for (key, read), column in zip(readers.items(), self.columns, strict=True):
                 if column.rows == "T":
-                    rows = readers[column.name](low, end)
+                    rows = read(low, end)
                 elif following is not None:
-                    rows = np.concatenate([readers[column.name](low, end), following(high - 1, high)])
+                    rows = np.concatenate([read(low, end), following(high - 1, high)])
                 else:
-                    rows = readers[column.name](low, high)
+                    rows = read(low, high)
                     rows = np.concatenate([rows, rows[-1:]]) if terminates else rows
-                where = f"{self._where(sources[column.name])}, episode {number}"
+                where = f"{self._where(key)}, episode {number}"
                 arrays[column.name] = convert(where, rows.reshape(len(rows), *column.shape), column)
-            if not (arrays["terminated"][-1] or arrays["truncated"][-1]):
-                arrays["truncated"] = arrays["truncated"].copy()
-                arrays["truncated"][-1] = True
-            yield Episode(f"episode {number}", arrays)
+            end_episode(arrays)
+            yield f"episode {number}", arrays
             low = high
-
-
-def _bits(rows: NDArray[Any]) -> bytes:
-    return np.ascontiguousarray(rows).tobytes()

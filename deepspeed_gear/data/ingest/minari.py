@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,10 @@ from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.arrow_messages import decompressed_bytes
 from deepspeed_gear.data.dataset_files import read_json
 from deepspeed_gear.data.ingest.reader import (
-    Episode,
-    EpisodeSelection,
     Reader,
-    check_unique,
     column_name,
     convert,
+    end_episode,
     make_column,
     open_hdf5,
     read_rows,
@@ -30,6 +28,7 @@ from deepspeed_gear.data.ingest.source_checks import Expansion
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column
 
+Key = tuple[str, ...]
 _MAIN_FILE, _METADATA_FILE = "main_data.hdf5", "metadata.json"
 _TABLE_FORMS = ("arrow", "parquet")
 _REQUIRED = ("observations", "actions", "rewards", "terminations", "truncations")
@@ -42,6 +41,8 @@ _GROUPS = {
 }
 _DESCRIBED = ("dataset_id", "minari_version", "algorithm_name", "author", "code_permalink", "description")
 _JPEG = b"\xff\xd8\xff"
+_ARROW_MAGIC_BYTES = 8  # of a file, before the messages
+_BATCH_ROWS = 1024
 
 
 class EpisodeStore(ABC):
@@ -68,10 +69,6 @@ class EpisodeStore(ABC):
     @abstractmethod
     def load(self, number: int, key: Key) -> NDArray[Any]:
         """Read an array: T + 1 rows for observations, T or T + 1 for infos, T for the rest."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release the files; safe to call twice."""
 
 
 def decode_jpeg(where: str, frames: list[bytes], expansion: Expansion) -> NDArray[np.uint8]:
@@ -101,9 +98,9 @@ def decode_jpeg(where: str, frames: list[bytes], expansion: Expansion) -> NDArra
 class Hdf5Store(EpisodeStore):
     """Groups `episode_<n>` of one HDF5 file."""
 
-    def __init__(self, path: Path, expansion: Expansion) -> None:
-        self._path, self._file, self._expansion = path, open_hdf5(path), expansion
-        matches = (re.fullmatch(r"episode_(\d+)", name) for name in self._file)
+    def __init__(self, path: Path, file: h5py.File, expansion: Expansion) -> None:
+        self._path, self._file, self._expansion = path, file, expansion
+        matches = (re.fullmatch(r"episode_(\d+)", name) for name in file)
         self.numbers = sorted(int(match[1]) for match in matches if match)
 
     def where(self, number: int, *key: str) -> str:
@@ -134,9 +131,6 @@ class Hdf5Store(EpisodeStore):
             decode_jpeg(where, [row.tobytes() for row in rows], self._expansion) if ragged or packed else rows
         )
 
-    def close(self) -> None:
-        self._file.close()
-
 
 class MinariReader(Reader):
     """Reads Minari data sets. Episodes come in numerical order; `infos` become columns `infos.<name>`.
@@ -146,33 +140,6 @@ class MinariReader(Reader):
     """
 
     format = "minari"
-
-    def __init__(
-        self, path: Path, store: EpisodeStore, metadata: dict[str, Any], select: EpisodeSelection
-    ) -> None:
-        """Check the layout by the first episode and the metadata by all."""
-        super().__init__(path)
-        self._store = store
-        self._check_count(metadata)
-        facts = [store.facts(number) for number in store.numbers]
-        self.num_steps = sum(int(fact.get("total_steps", 0)) for fact in facts)
-        self._keys: dict[str, Key] = {}
-        self._optional: list[str] = []
-        self._values = {
-            name: self._per_episode(key, facts)
-            for name, key in (("episode_id", "id"), ("seed", "seed"))
-            if self._wanted(name, select) and self._everywhere(key, facts)
-        }
-        self.columns = (
-            *self._step_columns(select),
-            *(Column(name, "int64", rows="1") for name in self._values),
-        )
-        select.check_used(path, self._optional)
-        self.description.update(
-            {key: metadata[key] for key in _DESCRIBED if key in metadata},
-            episodes=len(store.numbers),
-            steps=self.num_steps,
-        )
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
@@ -185,8 +152,9 @@ class MinariReader(Reader):
         with open_hdf5(path) as file:
             return any(re.fullmatch(r"episode_\d+", name) for name in file)
 
-    @classmethod
-    def open(cls, path: Path, select: EpisodeSelection) -> MinariReader:
+    def open(self) -> None:
+        """Check the layout by the first episode, and the metadata by all."""
+        path = self.path
         folder = path.parent if path.is_file() else path
         if path.is_dir() and ((path / "data" / _MAIN_FILE).is_file() or _is_minari(path / "data")):
             folder = path / "data"
@@ -194,52 +162,52 @@ class MinariReader(Reader):
         metadata = metadata if "data_format" in metadata else {}
         if metadata.get("total_episodes") == 0:
             raise DataError(str(path), "must hold at least one episode", 0, "the data set is empty")
-        store = _open_store(path, folder, metadata, select.expansion)
-        try:
-            return cls(path, store, metadata, select)
-        except BaseException:
-            store.close()
-            raise
-
-    def close(self) -> None:
-        self._store.close()
-
-    def _check_count(self, metadata: dict[str, Any]) -> None:
-        found = len(self._store.numbers)
-        if not found:
+        self._store = self._open_store(folder, metadata)
+        numbers = self._store.numbers
+        if not numbers:
             remedy = "the data set is empty, or not in Minari's layout"
-            raise DataError(str(self.path), "must hold at least one episode", 0, remedy)
-        expected = metadata.get("total_episodes", found)
-        if found != expected:
-            rule = f"must hold the {expected} episodes that {_METADATA_FILE} counts"
-            raise DataError(str(self.path), rule, found, "the data set is incomplete; download it again")
+            raise DataError(str(path), "must hold at least one episode", 0, remedy)
+        if metadata.get("total_episodes", len(numbers)) != len(numbers):
+            rule = f"must hold the {metadata['total_episodes']} episodes that {_METADATA_FILE} counts"
+            raise DataError(str(path), rule, len(numbers), "the data set is incomplete; download it again")
+        facts = [self._store.facts(number) for number in numbers]
+        self.num_steps = sum(int(fact.get("total_steps", 0)) for fact in facts)
+        names = {key: _name_of(key) for key in self._ordered_keys(numbers[0])}
+        is_required = {key: len(key) == 1 and key[0] in _REQUIRED for key in names}
+        self._keys = {key: name for key, name in names.items() if is_required[key] or self.select(name)}
+        self._values: dict[str, NDArray[np.int64]] = {}
+        for name, fact in (("episode_id", "id"), ("seed", "seed")):
+            having = [one[fact] for one in facts if isinstance(one.get(fact), (int, np.integer))]
+            if not self.select(name):
+                continue
+            if len(having) == len(facts):  # seeds beyond int64 keep their 64 bits
+                values = np.array([int(value) % (1 << 64) for value in having], dtype=np.uint64)
+                self._values[name] = values.view(np.int64)
+            elif having:
+                self.notes.append(
+                    f"{fact} is known for {len(having)} of {len(facts)} episodes only: left out"
+                )
+        self.columns = (
+            *(self._column(numbers[0], key, name) for key, name in self._keys.items()),
+            *(Column(name, "int64", rows="1") for name in self._values),
+        )
+        self.description.update(
+            {key: metadata[key] for key in _DESCRIBED if key in metadata},
+            episodes=len(numbers),
+            steps=self.num_steps,
+        )
 
-    def _wanted(self, name: str, select: EpisodeSelection) -> bool:
-        self._optional.append(name)
-        return select(name)
-
-    def _everywhere(self, key: str, facts: list[dict[str, Any]]) -> bool:
-        having = sum(isinstance(fact.get(key), (int, np.integer)) for fact in facts)
-        if 0 < having < len(facts):
-            self.notes.append(f"{key} is known for {having} of {len(facts)} episodes only: left out")
-        return having == len(facts)
-
-    def _per_episode(self, key: str, facts: list[dict[str, Any]]) -> NDArray[np.int64]:
-        """Return one value per episode; seeds beyond int64 keep their 64 bits."""
-        return np.array([int(fact[key]) % (1 << 64) for fact in facts], dtype=np.uint64).view(np.int64)
-
-    def _step_columns(self, select: EpisodeSelection) -> list[Column]:
-        number = self._store.numbers[0]
-        columns = []
-        names = {key: _name_of(key) for key in self._ordered_keys(number)}
-        optional = {key for key in names if len(key) > 1 or key[0] not in _REQUIRED}
-        self._optional = sorted(names[key] for key in optional) + self._optional
-        for key, name in names.items():
-            if key not in optional or select(name):
-                self._keys[name] = key
-                columns.append(self._column(number, key, name))
-        check_unique(self.path, [c.name for c in columns])
-        return columns
+    def _open_store(self, folder: Path, metadata: dict[str, Any]) -> EpisodeStore:
+        form = "hdf5" if self.path.is_file() else metadata.get("data_format", "hdf5")
+        if form in _TABLE_FORMS:
+            return TableStore(folder, form, metadata, self.expansion)
+        if form != "hdf5":
+            rule = f"must be one of hdf5, {', '.join(_TABLE_FORMS)}"
+            raise DataError(f"{folder / _METADATA_FILE}: data_format", rule, form)
+        file = self.path if self.path.is_file() else folder / _MAIN_FILE
+        if not file.is_file():
+            raise DataError(str(file), "must exist", None, "the data set is incomplete; download it again")
+        return Hdf5Store(file, self.files.enter_context(open_hdf5(file)), self.expansion)
 
     def _ordered_keys(self, number: int) -> list[Key]:
         """Return the keys of an episode: groups in Minari's order, in them by name, tuples by index."""
@@ -253,16 +221,13 @@ class MinariReader(Reader):
         return sorted(keys, key=lambda key: (rank.get(key[0], len(rank)), [_natural(part) for part in key]))
 
     def _column(self, number: int, key: Key, name: str) -> Column:
-        length = self._num_steps(number)
+        length = len(self._store.load(number, ("rewards",)))
         array = self._load(number, key, length)
         role = _GROUPS.get(key[0], "other")
         final = role == "observation" or (role == "other" and len(array) == length + 1)
         shape = () if role in ("reward", "terminated", "truncated") else array.shape[1:]
         where = self._store.where(number, *key)
         return make_column(where, name, array.dtype, shape, role, "T+1" if final else "T")
-
-    def _num_steps(self, number: int) -> int:
-        return len(self._store.load(number, ("rewards",)))
 
     def _load(self, number: int, key: Key, length: int) -> NDArray[Any]:
         """Read an array and check that it has the rows of its group in an episode of `length` steps."""
@@ -277,14 +242,11 @@ class MinariReader(Reader):
             raise DataError(where, "must be one value per step", list(array.shape))
         return array
 
-    def episodes(self) -> Iterator[Episode]:
+    def episodes(self) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
         for i, number in enumerate(self._store.numbers):
-            present, length = set(self._ordered_keys(number)), self._num_steps(number)
+            present, length = set(self._ordered_keys(number)), len(self._store.load(number, ("rewards",)))
             arrays: dict[str, NDArray[Any]] = {name: values[i] for name, values in self._values.items()}
-            for column in self.columns:
-                key = self._keys.get(column.name)
-                if key is None:
-                    continue
+            for key, column in zip(self._keys, self.columns, strict=False):  # values of an episode are last
                 where = self._store.where(number, *key)
                 if key not in present:
                     raise DataError(where, "must be in every episode", None, "leave it out with --columns")
@@ -292,15 +254,8 @@ class MinariReader(Reader):
                 if column.role in ("reward", "terminated", "truncated"):
                     array = array.reshape(length)
                 arrays[column.name] = convert(where, array, column)
-            _mark_truncated(arrays)
-            yield Episode(f"episode {number}", arrays)
-
-
-def _mark_truncated(arrays: dict[str, NDArray[Any]]) -> None:
-    """Set the truncated flag of an episode's last step where it has no flag."""
-    if len(arrays["reward"]) and not (arrays["terminated"][-1] or arrays["truncated"][-1]):
-        arrays["truncated"] = arrays["truncated"].copy()
-        arrays["truncated"][-1] = True
+            end_episode(arrays)
+            yield f"episode {number}", arrays
 
 
 def _name_of(key: Key) -> str:
@@ -318,29 +273,6 @@ def _is_minari(folder: Path) -> bool:
         return "data_format" in read_json(folder / _METADATA_FILE)
     except DataError:
         return False
-
-
-def _open_store(path: Path, folder: Path, metadata: dict[str, Any], expansion: Expansion) -> EpisodeStore:
-    if path.is_file():
-        return Hdf5Store(path, expansion)
-    form = metadata.get("data_format", "hdf5")
-    makers: dict[str, Callable[[], EpisodeStore]] = {
-        "hdf5": lambda: Hdf5Store(folder / _MAIN_FILE, expansion)
-    }
-    if form in _TABLE_FORMS:
-        makers[form] = lambda: TableStore(folder, form, metadata, expansion)
-    if form not in makers:
-        rule = f"must be one of hdf5, {', '.join(_TABLE_FORMS)}"
-        raise DataError(f"{folder / _METADATA_FILE}: data_format", rule, form)
-    if form == "hdf5" and not (folder / _MAIN_FILE).is_file():
-        raise DataError(
-            str(folder / _MAIN_FILE), "must exist", None, "the data set is incomplete; download it again"
-        )
-    return makers[form]()
-
-
-_ARROW_MAGIC_BYTES = 8  # of a file, before the messages
-_BATCH_ROWS = 1024
 
 
 class TableStore(EpisodeStore):
@@ -381,9 +313,6 @@ class TableStore(EpisodeStore):
         if key[0] not in ("observations", "infos"):
             array = array.slice(0, len(array) - 1)
         return self._decode(where, key, array, field)
-
-    def close(self) -> None:
-        self._loaded = None
 
     def _leaves(self, number: int) -> dict[Key, Any]:
         """Return (array, field) of every leaf of an episode; one episode is kept in memory."""
@@ -454,19 +383,13 @@ class TableStore(EpisodeStore):
             return decode_jpeg(where, array.to_pylist(), self._expansion)
         if not pyarrow.types.is_fixed_size_list(array.type):
             return np.asarray(array.to_numpy(zero_copy_only=False))
-        size, shape = array.type.list_size, self._shape(key, field, array.type.list_size)
+        size = array.type.list_size
+        text = (field.metadata or {}).get(b"shape", str(size).encode())
+        # That of its space, else of its field's metadata, else flat.
+        shape = self._shapes.get(key, tuple(int(n) for n in text.decode().split(",") if n))
         if int(np.prod(shape)) != size:
             raise DataError(where, f"must have rows of shape {list(shape)} as in the space", [size])
         return np.asarray(array.flatten().to_numpy(zero_copy_only=False)).reshape(len(array), *shape)
-
-    def _shape(self, key: Key, field: Any, size: int) -> tuple[int, ...]:
-        """Return the shape of a row: of its space, else of its field's metadata, else flat."""
-        if key in self._shapes:
-            return self._shapes[key]
-        text = (field.metadata or {}).get(b"shape")
-        if text is None:
-            return (size,)
-        return tuple(int(n) for n in text.decode().split(",") if n)
 
 
 def _flatten(table: Any) -> dict[Key, Any]:
@@ -503,6 +426,3 @@ def leaf_shapes(space: Mapping[str, Any], *key: str) -> dict[Key, tuple[int, ...
     else:
         return {}
     return {path: shape for name, child in children for path, shape in leaf_shapes(child, *key, name).items()}
-
-
-Key = tuple[str, ...]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar
 
 import h5py
@@ -25,29 +24,18 @@ _WIDER = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
 _LEAVE_OUT = "leave it out with --columns"
 
 
-@dataclass(frozen=True)
-class Episode:
-    """One episode of a source.
-
-    Args:
-        name: How an error names it ("episode 3").
-        arrays: By column name, with the dtype and shape of the reader's columns.
-    """
-
-    name: str
-    arrays: dict[str, NDArray[Any]]
-
-
 class Reader(ABC):
     """One source in one format.
 
     A format of the package is a subclass in a module of its own and an entry in `READERS`; one from outside
     is named by "module:Class" (docs/how-to/add-an-ingest-format.md).
-    The constructor checks the layout; `episodes` streams the data once.
 
     Attributes:
         format: Name of the format, for `--format`.
         path: The source.
+        select: Tells whether an optional column is kept, by its name.
+        expansion: Bound of what the files may decompress to.
+        files: Closes what was entered into it, with the reader.
         columns: Columns of every episode, in the order of the schema.
         num_steps: Steps of all episodes, for progress.
         notes: Notes for the user on how the source was read.
@@ -56,8 +44,9 @@ class Reader(ABC):
 
     format: ClassVar[str]
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, select: ColumnSelection, expansion: Expansion) -> None:
+        self.path, self.select, self.expansion = path, select, expansion
+        self.files = ExitStack()
         self.columns: tuple[Column, ...] = ()
         self.num_steps = 0
         self.notes: list[str] = []
@@ -68,37 +57,32 @@ class Reader(ABC):
     def recognises(cls, path: Path) -> bool:
         """Return whether the content of an existing file or folder is in this format."""
 
-    @classmethod
     @abstractmethod
-    def open(cls, path: Path, select: EpisodeSelection) -> Reader:
-        """Open a source.
+    def open(self) -> None:
+        """Open the source, check its layout, and set the attributes from `columns` on.
 
         Raises:
             DataError: The layout is wrong; names file and key.
         """
 
     @abstractmethod
-    def episodes(self) -> Iterator[Episode]:
-        """Yield the episodes in the order of the source.
+    def episodes(self) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
+        """Yield the episodes in the order of the source: the name for errors ("episode 3"), and the arrays.
+
+        Arrays come by column name, with the dtype and shape of the reader's columns. Called once.
 
         Raises:
             DataError: An episode is malformed; names file, episode and key.
         """
 
-    @abstractmethod
-    def close(self) -> None:
-        """Release the source; safe to call twice."""
-
     def __enter__(self) -> Reader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *raised: object) -> None:
+        self.files.close()
 
 
-class EpisodeSelection:
+class ColumnSelection:
     """The optional columns to keep (`--columns`).
 
     A group is the part before the first dot of a column name (`infos`, `observation`). Without patterns
@@ -106,33 +90,26 @@ class EpisodeSelection:
     `action` are kept whole where no pattern names them, and every other optional column is left out.
     """
 
-    def __init__(self, patterns: Sequence[str] | None = None, expansion: Expansion | None = None) -> None:
-        self.expansion = Expansion() if expansion is None else expansion  # bound of what files decompress to
-        self.patterns = None if patterns is None else tuple(patterns)
-        self._used: set[str] = set()
+    def __init__(self, patterns: Sequence[str] | None = None) -> None:
+        self._patterns = None if patterns is None else tuple(patterns)
+        self._asked: list[str] = []
 
     def __call__(self, name: str) -> bool:
-        """Return whether an optional column is kept, and record the patterns that matched."""
-        if self.patterns is None:
+        """Return whether an optional column is kept, and record that there is one."""
+        self._asked.append(name)
+        if self._patterns is None or any(fnmatchcase(name, pattern) for pattern in self._patterns):
             return True
-        hits = [pattern for pattern in self.patterns if fnmatchcase(name, pattern)]
-        self._used.update(hits)
         group = name.split(".")[0]
-        named = any(pattern.split(".")[0] == group for pattern in self.patterns)
-        return bool(hits) or (group in ("observation", "next_observation", "action") and not named)
+        named = any(pattern.split(".")[0] == group for pattern in self._patterns)
+        return group in ("observation", "next_observation", "action") and not named
 
-    def check_used(self, path: Path, names: Sequence[str]) -> None:
-        """Reject a pattern that matched nothing.
-
-        Raises:
-            DataError: It did.
-        """
-        for pattern in self.patterns or ():
-            if pattern not in self._used:
-                known = (
-                    f"optional columns are {', '.join(names)}" if names else "there are no optional columns"
-                )
-                raise DataError(f"{path}: --columns", "must match an optional column", pattern, known)
+    def check_used(self, path: Path) -> None:
+        """Raise DataError for a pattern that matched none of the optional columns."""
+        for pattern in self._patterns or ():
+            if not any(fnmatchcase(name, pattern) for name in self._asked):
+                known = f"optional columns are {', '.join(self._asked)}"
+                remedy = known if self._asked else "there are no optional columns"
+                raise DataError(f"{path}: --columns", "must match an optional column", pattern, remedy)
 
 
 def column_name(*parts: str) -> str:
@@ -140,15 +117,11 @@ def column_name(*parts: str) -> str:
     return ".".join("".join(c if c.isalnum() or c in "_-" else "_" for c in part) for part in parts)
 
 
-def check_unique(path: Path, names: Sequence[str]) -> None:
-    """Reject two keys that give one column name.
-
-    Raises:
-        DataError: There are two.
-    """
-    for name in names:
-        if names.count(name) > 1:
-            raise DataError(f"{path}: column {name}", "must come from one key only", None, _LEAVE_OUT)
+def end_episode(arrays: dict[str, NDArray[Any]]) -> None:
+    """Set the truncated flag of an episode's last step where it has no flag."""
+    if len(arrays["reward"]) and not (arrays["terminated"][-1] or arrays["truncated"][-1]):
+        arrays["truncated"] = arrays["truncated"].copy()
+        arrays["truncated"][-1] = True
 
 
 def stored_dtype(where: str, dtype: np.dtype[Any], remedy: str = "") -> str:
@@ -199,11 +172,7 @@ def convert(where: str, array: NDArray[Any], column: Column) -> NDArray[Any]:
 
 
 def open_hdf5(path: Path) -> h5py.File:
-    """Open an HDF5 file for reading.
-
-    Raises:
-        DataError: It is not HDF5, or damaged.
-    """
+    """Open an HDF5 file for reading; raise DataError if it is none, or damaged."""
     try:
         return h5py.File(path, "r")
     except OSError as error:
@@ -214,11 +183,7 @@ def open_hdf5(path: Path) -> h5py.File:
 
 
 def read_rows(where: str, dataset: h5py.Dataset, low: int, high: int) -> NDArray[Any]:
-    """Read rows [low, high) of an HDF5 array.
-
-    Raises:
-        DataError: The file is damaged there.
-    """
+    """Read rows [low, high) of an HDF5 array; raise DataError if the file is damaged there."""
     try:
         return np.asarray(dataset[low:high])
     except OSError as error:

@@ -18,7 +18,7 @@ import pytest
 from deepspeed_gear.data.arrow_messages import decompressed_bytes
 from deepspeed_gear.data.ingest import ingest, open_source, source_checks
 from deepspeed_gear.data.ingest.minari import decode_jpeg
-from deepspeed_gear.data.ingest.reader import EpisodeSelection, Reader
+from deepspeed_gear.data.ingest.reader import Reader
 from deepspeed_gear.data.ingest.source_checks import Expansion
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.replay.preview import read_lengths
@@ -36,15 +36,11 @@ class OwnReader(Reader):
     def recognises(cls, path: Path) -> bool:
         return True
 
-    @classmethod
-    def open(cls, path: Path, select: EpisodeSelection) -> Reader:
+    def open(self) -> None:
         raise AssertionError("it must not get such a source")
 
     def episodes(self) -> Any:
         raise AssertionError("it must not be read")
-
-    def close(self) -> None:
-        """Close nothing."""
 
 
 def _external(group: h5py.Group, at: Path) -> None:
