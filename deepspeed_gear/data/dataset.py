@@ -13,8 +13,10 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.dataset_files import (
     EXTENTS_FILE,
     FORMAT,
+    REMAKE,
     SCHEMA_FILE,
     STATS_FILE,
+    DatasetPart,
     FileRecord,
     check_array_file,
     check_file,
@@ -24,14 +26,11 @@ from deepspeed_gear.data.dataset_files import (
     read_json,
     read_npy_header,
 )
-from deepspeed_gear.data.dataset_part import DatasetPart
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics, compute_statistics
 from deepspeed_gear.data.mapped_files import MappedFiles
 from deepspeed_gear.data.opaque_rows import decode
 from deepspeed_gear.errors import DataError, SchemaError
 from deepspeed_gear.schema import Column, Schema
-
-_REMAKE = "the file is not the one that was written; make the data set again with gear ingest"
 
 
 class Dataset:
@@ -54,15 +53,19 @@ class Dataset:
         files: The mapped files, to detect changes of them.
     """
 
-    def __init__(self, path: Path, manifest: Mapping[str, Any], records: Mapping[str, FileRecord]) -> None:
+    def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
         """Map a folder whose manifest has been read; use `open`."""
         self.path, self.files = path, MappedFiles()
-        self._records = dict(records)
+        self._records = _check_manifest(path, manifest)
         self.fingerprint: str = manifest["fingerprint"]
         self.split: dict[str, float] = dict(manifest["split"])
         self.source: dict[str, Any] = dict(manifest["source"])
         self.num_rows: int = manifest["num_rows"]
-        self.schema = _schema_of(path, manifest)
+        try:
+            self.schema = Schema.from_json(manifest["schema"])
+        except (SchemaError, AttributeError) as error:
+            rule = "must hold a valid schema"
+            raise DataError(str(path / SCHEMA_FILE), rule, str(error), REMAKE) from error
         num_trajectories: int = manifest["num_trajectories"]
         self.part: DatasetPart | None = None
         if "part" in manifest:
@@ -82,7 +85,7 @@ class Dataset:
         expected = fingerprint_of(self.schema, num_trajectories, self.num_rows, self._records, self.part)
         if expected != self.fingerprint:
             raise DataError(
-                str(path / SCHEMA_FILE), "must match its own fingerprint", self.fingerprint, _REMAKE
+                str(path / SCHEMA_FILE), "must match its own fingerprint", self.fingerprint, REMAKE
             )
 
     @classmethod
@@ -102,15 +105,17 @@ class Dataset:
             if path.with_name(path.name + ".partial").is_dir():
                 remedy = "its ingest did not finish; run it again"
             raise DataError(str(path), "must be the folder of a data set", None, remedy)
-        manifest = read_json(path / SCHEMA_FILE)
-        return cls(path, manifest, _check_manifest(path, manifest))
+        return cls(path, read_json(path / SCHEMA_FILE))
+
+    def _record(self, name: str) -> FileRecord:
+        if name not in self._records:
+            raise DataError(str(self.path / SCHEMA_FILE), f"must describe the file {name}", None, REMAKE)
+        return self._records[name]
 
     def _map(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-        if name not in self._records:
-            raise DataError(str(self.path / SCHEMA_FILE), f"must describe the file {name}", None, _REMAKE)
-        path = self.path / name
+        path, record = self.path / name, self._record(name)
         self.files.record(path)
-        offset = check_array_file(path, dtype, shape, self._records[name])
+        offset = check_array_file(path, dtype, shape, record)
         array = np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape)
         self.files.add(path, array)
         return array
@@ -126,7 +131,7 @@ class Dataset:
         )
         if not consistent:
             rule = f"must cover the {self.num_rows} rows without gaps or empty trajectories"
-            raise DataError(str(self.path / EXTENTS_FILE), rule, None, _REMAKE)
+            raise DataError(str(self.path / EXTENTS_FILE), rule, None, REMAKE)
 
     def statistics_for(self, split: Mapping[str, float]) -> dict[str, ColumnStatistics]:
         """Compute the statistics over the training part of another split than the data set's own.
@@ -149,15 +154,11 @@ class Dataset:
 
     def _read_statistics(self) -> dict[str, ColumnStatistics]:
         path = self.path / STATS_FILE
-        if STATS_FILE not in self._records:
-            raise DataError(
-                str(self.path / SCHEMA_FILE), f"must describe the file {STATS_FILE}", None, _REMAKE
-            )
-        check_file(path, self._records[STATS_FILE])
+        check_file(path, self._record(STATS_FILE))
         data = read_json(path)
         if data.get("split") != self.split:
             rule = f"must have been computed for the split {self.split}"
-            raise DataError(str(path), rule, data.get("split"), _REMAKE)
+            raise DataError(str(path), rule, data.get("split"), REMAKE)
         try:
             entries = data["columns"]
             return {
@@ -165,7 +166,7 @@ class Dataset:
             }
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
-                str(path), "must hold the statistics of every column", str(error), _REMAKE
+                str(path), "must hold the statistics of every column", str(error), REMAKE
             ) from error
 
     def verify(self) -> None:
@@ -180,7 +181,7 @@ class Dataset:
             check_file(path, record)
             offset = 0 if name == STATS_FILE else read_npy_header(path)[2]
             if payload_digest(path, offset) != record.sha256:
-                raise DataError(str(path), "must hold the bytes that were written", None, _REMAKE)
+                raise DataError(str(path), "must hold the bytes that were written", None, REMAKE)
 
     @property
     def first_id(self) -> int:
@@ -235,15 +236,13 @@ class Dataset:
             raise DataError("trajectory id", f"must be in [0, {len(self)})", i)
         first, length = int(self.first_rows[i]), int(self.lengths[i])
         ends = {"T": first + length, "T+1": first + length + 1}
-        result: dict[str, Any] = {}
+        rows: dict[str, slice | int] = {kind: slice(first, end) for kind, end in ends.items()}
+        rows["1"] = i
+        result = {c.name: np.asarray(self.columns[c.name][rows[c.rows]]) for c in self.schema}
         for column in self.schema:
-            values = self.columns[column.name]
             if column.is_opaque:
-                result[column.name] = decode(values[i], column, f"{self.path}: column {column.name}")
-                continue
-            result[column.name] = np.asarray(
-                values[i] if column.rows == "1" else values[first : ends[column.rows]]
-            )
+                name = f"{self.path}: column {column.name}"
+                result[column.name] = decode(result[column.name], column, name)
         return result
 
     def __len__(self) -> int:
@@ -274,19 +273,12 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> dict[str, FileRe
     }
     for key, kind in kinds.items():
         if type(manifest.get(key)) is not kind:  # True is no number
-            raise DataError(f"{name}: {key}", f"must be {kind.__name__}", manifest.get(key), _REMAKE)
+            raise DataError(f"{name}: {key}", f"must be {kind.__name__}", manifest.get(key), REMAKE)
     if manifest["num_trajectories"] < 1:
         raise DataError(
-            f"{name}: num_trajectories", "must be at least 1", manifest["num_trajectories"], _REMAKE
+            f"{name}: num_trajectories", "must be at least 1", manifest["num_trajectories"], REMAKE
         )
     return {
         file: FileRecord.from_json(f"{name}: files.{file}", entry)
         for file, entry in manifest["files"].items()
     }
-
-
-def _schema_of(path: Path, manifest: Mapping[str, Any]) -> Schema:
-    try:
-        return Schema.from_json(manifest["schema"])
-    except (SchemaError, AttributeError) as error:
-        raise DataError(str(path / SCHEMA_FILE), "must hold a valid schema", str(error), _REMAKE) from error

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_gear.arguments import parse_json
-from deepspeed_gear.data.dataset_part import DatasetPart
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
 
@@ -27,7 +25,8 @@ PROBE_BYTES = 64 * 1024
 _BLOCK_BYTES = 4 * 1024 * 1024
 _HEADER_STEP = 128
 _MAGIC = b"\x93NUMPY\x01\x00"
-_REMAKE = "the file is not the one that was written; make the data set again with gear ingest"
+REMAKE = "the file is not the one that was written; make the data set again with gear ingest"
+_REMAKE_PARTS = "the file is not the one that was written; make the parts again with gear split"
 
 
 @dataclass(frozen=True)
@@ -44,21 +43,70 @@ class FileRecord:
     sha256: str
     probe: str
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry of schema.json."""
-        return {"bytes": self.bytes, "sha256": self.sha256, "probe": self.probe}
-
     @classmethod
     def from_json(cls, name: str, entry: Any) -> FileRecord:
-        """Read an entry of schema.json.
-
-        Raises:
-            DataError: The entry is malformed.
-        """
+        """Read an entry of schema.json; raise DataError if it is malformed."""
         try:
             return cls(int(entry["bytes"]), str(entry["sha256"]), str(entry["probe"]))
         except (TypeError, KeyError, ValueError) as error:
-            raise DataError(name, "must record bytes, sha256 and probe", entry, _REMAKE) from error
+            raise DataError(name, "must record bytes, sha256 and probe", entry, REMAKE) from error
+
+
+@dataclass(frozen=True)
+class DatasetPart:
+    """A contiguous part of a data set, in id order.
+
+    Args:
+        index, count: Which of how many parts.
+        first, end: Ids of its trajectories in the whole: [first, end).
+        longest: Steps of the longest trajectory of the whole.
+        whole: Fingerprint of the whole.
+    """
+
+    index: int
+    count: int
+    first: int
+    end: int
+    trajectories: int
+    rows: int
+    steps: int
+    longest: int
+    whole: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of schema.json; `end` follows from the number of trajectories there."""
+        return {name: value for name, value in asdict(self).items() if name != "end"}
+
+    @classmethod
+    def from_json(cls, name: str, entry: Any, num_trajectories: int) -> DatasetPart:
+        """Read the entry of a part that itself holds `num_trajectories`.
+
+        Raises:
+            DataError: The entry is malformed or contradicts itself.
+        """
+        kinds = {f.name: str if f.name == "whole" else int for f in fields(cls) if f.name != "end"}
+        if not isinstance(entry, dict) or set(entry) != set(kinds):
+            raise DataError(name, f"must record {', '.join(kinds)}", entry, _REMAKE_PARTS)
+        for key, kind in kinds.items():
+            if type(entry[key]) is not kind:
+                raise DataError(f"{name}.{key}", f"must be {kind.__name__}", entry[key], _REMAKE_PARTS)
+        part = cls(**entry, end=entry["first"] + num_trajectories)
+        is_consistent = (
+            0 <= part.index < part.count
+            and 0 <= part.first < part.end <= part.trajectories
+            and (part.index == 0) == (part.first == 0)
+            and (part.index == part.count - 1) == (part.end == part.trajectories)
+        )
+        if not is_consistent:
+            rule = f"must describe {num_trajectories} of the whole's trajectories"
+            raise DataError(name, rule, str(entry), _REMAKE_PARTS)
+        return part
+
+    def __str__(self) -> str:
+        return (
+            f"part {self.index} of {self.count}, trajectories {self.first} to {self.end - 1} of "
+            f"{self.trajectories} of {self.whole[:12]}"
+        )
 
 
 def column_file(column: Column) -> str:
@@ -91,19 +139,17 @@ def read_npy_header(path: Path) -> tuple[np.dtype[Any], tuple[int, ...], int]:
     try:
         with path.open("rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
-                raise DataError(str(path), "must be a NumPy 1.0 array file", None, _REMAKE)
-            length = int.from_bytes(file.read(2), "little")
-            fields = ast.literal_eval(file.read(length).decode("latin1"))
-            dtype, shape = np.dtype(fields["descr"]), tuple(int(n) for n in fields["shape"])
-            if fields["fortran_order"]:
-                raise DataError(str(path), "must be in C order", None, _REMAKE)
+                raise DataError(str(path), "must be a NumPy 1.0 array file", None, REMAKE)
+            shape, in_fortran_order, dtype = np.lib.format.read_array_header_1_0(file)
+            if in_fortran_order:
+                raise DataError(str(path), "must be in C order", None, REMAKE)
             return dtype, shape, file.tell()
     except FileNotFoundError:
         raise DataError(str(path), "must exist", None, "a file of the data set is missing") from None
-    except (OSError, SyntaxError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(str(path), "must have a readable NumPy header", str(error), _REMAKE) from error
+    except DataError:
+        raise
+    except (OSError, ValueError) as error:
+        raise DataError(str(path), "must have a readable NumPy header", str(error), REMAKE) from error
 
 
 def payload_digest(path: Path, offset: int) -> str:
@@ -142,17 +188,12 @@ class ArrayFile:
         self._digest = hashlib.sha256()
         self._row_bytes = int(np.prod(row_shape, dtype=np.int64)) * dtype.itemsize
 
-    def append(self, array: NDArray[Any]) -> None:
-        """Append rows, or one row without the row axis."""
-        self._append(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-
-    def append_zeros(self, num_rows: int) -> None:
-        """Append rows of zero bytes."""
-        self._append(bytes(num_rows * self._row_bytes))
-
-    def _append(self, payload: bytes | memoryview) -> None:
-        self._file.write(payload)
-        self._digest.update(payload)
+    def append(self, array: NDArray[Any], and_zero_row: bool = False) -> None:
+        """Append rows, or one row without the row axis; and a row of zero bytes."""
+        zeros = bytes(self._row_bytes) if and_zero_row else b""
+        for payload in (np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, zeros):
+            self._file.write(payload)
+            self._digest.update(payload)
 
     def finish(self, num_rows: int, whole_probe: bool = False) -> FileRecord:
         """Complete the header, flush to the disk and close."""
@@ -181,11 +222,7 @@ def write_json(path: Path, data: Mapping[str, Any]) -> FileRecord:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        DataError: The file is missing or is not a JSON object.
-    """
+    """Read a JSON object; raise DataError if the file is missing or holds none."""
     try:
         data = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -196,9 +233,9 @@ def read_json(path: Path) -> dict[str, Any]:
             "the folder is not a gear data set; make one with gear ingest SOURCE DEST",
         ) from None
     except (OSError, ValueError) as error:
-        raise DataError(str(path), "must be readable JSON", str(error), _REMAKE) from error
+        raise DataError(str(path), "must be readable JSON", str(error), REMAKE) from error
     if not isinstance(data, dict):
-        raise DataError(str(path), "must hold a JSON object", type(data).__name__, _REMAKE)
+        raise DataError(str(path), "must hold a JSON object", type(data).__name__, REMAKE)
     return data
 
 
@@ -212,18 +249,14 @@ def check_array_file(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], r
     found_dtype, found_shape, offset = read_npy_header(path)
     if (found_dtype, found_shape) != (dtype, shape):
         rule = f"must be {dtype.name}{list(shape)} as in schema.json"
-        raise DataError(str(path), rule, f"{found_dtype.name}{list(found_shape)}", _REMAKE)
+        raise DataError(str(path), rule, f"{found_dtype.name}{list(found_shape)}", REMAKE)
     expected = offset + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     check_file(path, record, expected)
     return offset
 
 
 def check_file(path: Path, record: FileRecord, expected: int | None = None) -> None:
-    """Check size and probe of a file.
-
-    Raises:
-        DataError: The file is missing, truncated, foreign or changed.
-    """
+    """Raise DataError unless size and probe of a file are those that were recorded."""
     expected = record.bytes if expected is None else expected
     if not path.is_file():
         raise DataError(str(path), "must exist", None, "a file of the data set is missing")
@@ -235,7 +268,7 @@ def check_file(path: Path, record: FileRecord, expected: int | None = None) -> N
         raise DataError(str(path), f"must have {expected} bytes", size, remedy)
     whole = path.name in (EXTENTS_FILE, STATS_FILE)
     if probe_digest(path, whole) != record.probe:
-        raise DataError(str(path), "must hold the bytes that were written", None, _REMAKE)
+        raise DataError(str(path), "must hold the bytes that were written", None, REMAKE)
 
 
 def fingerprint_of(

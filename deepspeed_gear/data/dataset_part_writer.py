@@ -13,8 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.dataset_files import STATS_FILE, FileRecord, fingerprint_of, read_json, write_json
-from deepspeed_gear.data.dataset_part import DatasetPart
+from deepspeed_gear.data.dataset_files import (
+    REMAKE,
+    STATS_FILE,
+    DatasetPart,
+    FileRecord,
+    read_json,
+    write_json,
+)
 from deepspeed_gear.data.dataset_writer import DatasetWriter, unwritable
 from deepspeed_gear.errors import DataError
 
@@ -41,11 +47,24 @@ def write_parts(
     Cost: reads and writes all bytes once, a few MiB at a time.
     """
     folder = Path(folder)
-    _check_bounds(dataset, bounds)
+    if dataset.part is not None:
+        raise DataError(str(dataset.path), "must be a whole data set", str(dataset.part), "split the whole")
+    are_ends = len(bounds) > 1 and bounds[0] == 0 and bounds[-1] == len(dataset)
+    if not are_ends or (np.diff(bounds) < 1).any():
+        rule = f"must divide its {len(dataset)} trajectories into parts of at least one"
+        raise DataError(str(dataset.path), rule, np.asarray(bounds).tolist(), "ask for fewer parts")
     _make_folder(folder, overwrite)
+    digests = {column.name: hashlib.sha256() for column in dataset.schema}
     parts: list[Dataset] = []
     try:
-        _write_all(dataset, folder, bounds, overwrite, parts)
+        for index in range(len(bounds) - 1):
+            with _PartWriter(dataset, folder, index, bounds, overwrite) as writer:
+                writer.copy(digests)
+                for column in dataset.schema if index == len(bounds) - 2 else ():
+                    if digests[column.name].hexdigest() != dataset.digest_of(column):
+                        rule = "must hold the bytes that were written"
+                        raise DataError(f"{dataset.path}: column {column.name}", rule, None, REMAKE)
+                parts.append(writer.close())
     except BaseException:
         for part in parts:  # together with older parts they could pass for a complete set
             shutil.rmtree(part.path, ignore_errors=True)
@@ -58,41 +77,21 @@ def write_parts(
     return parts
 
 
-def _write_all(
-    dataset: Dataset, folder: Path, bounds: NDArray[np.int64], overwrite: bool, parts: list[Dataset]
-) -> None:
-    """Write the parts one after the other, and append each to `parts` as soon as it has its name."""
-    digests = {column.name: hashlib.sha256() for column in dataset.schema}
-    count = len(bounds) - 1
-    for index in range(count):
-        with _PartWriter(dataset, folder, index, bounds, overwrite) as writer:
-            writer.copy(digests)
-            if index == count - 1:
-                _check_digests(dataset, digests)
-            parts.append(writer.close())
-
-
 def _make_folder(folder: Path, overwrite: bool) -> None:
-    """Make the folder, or check the one that is there.
-
-    Raises:
-        DataError: It cannot be made, exists, or holds anything but parts where it may be replaced.
-    """
+    """Make the folder, or raise DataError unless it holds nothing but parts and may be replaced."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
     except FileExistsError:
-        _check_folder(folder, overwrite)
+        if not overwrite:
+            remedy = "choose another OUT or overwrite it (--overwrite)"
+            raise DataError(str(folder), "must not exist yet", None, remedy) from None
+        is_folder = folder.is_dir() and not folder.is_symlink()
+        if not is_folder or len(_entries(folder)) < len(list(folder.iterdir())):
+            rule = "must hold parts only to be overwritten"
+            raise DataError(str(folder), rule, None, "choose another OUT") from None
     except OSError as error:
         raise unwritable(folder, error) from error
-
-
-def _check_folder(folder: Path, overwrite: bool) -> None:
-    if not overwrite:
-        remedy = "choose another OUT or overwrite it (--overwrite)"
-        raise DataError(str(folder), "must not exist yet", None, remedy)
-    if folder.is_symlink() or not folder.is_dir() or len(_entries(folder)) < len(list(folder.iterdir())):
-        raise DataError(str(folder), "must hold parts only to be overwritten", None, "choose another OUT")
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -105,42 +104,21 @@ def _entries(folder: Path) -> list[Path]:
     return found
 
 
-def _check_bounds(dataset: Dataset, bounds: NDArray[np.int64]) -> None:
-    if dataset.part is not None:
-        raise DataError(str(dataset.path), "must be a whole data set", str(dataset.part), "split the whole")
-    ends = bounds[0] == 0 and bounds[-1] == len(dataset) if len(bounds) > 1 else False
-    if not ends or (np.diff(bounds) < 1).any():
-        rule = f"must divide its {len(dataset)} trajectories into parts of at least one"
-        raise DataError(str(dataset.path), rule, np.asarray(bounds).tolist(), "ask for fewer parts")
-
-
-def _check_digests(dataset: Dataset, digests: Mapping[str, Any]) -> None:
-    for column in dataset.schema:
-        if digests[column.name].hexdigest() != dataset.digest_of(column):
-            rule = "must hold the bytes that were written"
-            remedy = "the file is not the one that was written; make the data set again with gear ingest"
-            raise DataError(f"{dataset.path}: column {column.name}", rule, None, remedy)
-
-
 class _PartWriter(DatasetWriter):
     """Write one part by copying rows; statistics, split and source are those of the whole."""
 
     def __init__(
         self, whole: Dataset, folder: Path, index: int, bounds: NDArray[np.int64], overwrite: bool
     ) -> None:
-        super().__init__(
-            folder / f"part-{index}",
-            whole.schema,
-            split=whole.split,
-            overwrite=overwrite,
-            source=whole.source,
-        )
+        path = folder / f"part-{index}"
+        super().__init__(path, whole.schema, split=whole.split, overwrite=overwrite, source=whole.source)
         self._whole = whole
+        self._first, self._end = int(bounds[index]), int(bounds[index + 1])
         self._part = DatasetPart(
             index=index,
             count=len(bounds) - 1,
-            first=int(bounds[index]),
-            end=int(bounds[index + 1]),
+            first=self._first,
+            end=self._end,
             trajectories=len(whole),
             rows=whole.num_rows,
             steps=whole.num_steps,
@@ -153,25 +131,17 @@ class _PartWriter(DatasetWriter):
 
     def copy(self, digests: Mapping[str, Any]) -> None:
         """Copy the part's rows, and add them to a running digest of each column."""
-        whole, part = self._whole, self._part
-        first, end = whole.row_of(part.first), whole.row_of(part.end)
+        whole = self._whole
+        first, end = whole.row_of(self._first), whole.row_of(self._end)
         for column in whole.schema:
-            low, high = (part.first, part.end) if column.rows == "1" else (first, end)
+            low, high = (self._first, self._end) if column.rows == "1" else (first, end)
             rows = max(1, _BLOCK_BYTES // max(1, column.row_bytes))
             for at in range(low, high, rows):
                 block = whole.columns[column.name][at : min(at + rows, high)]
                 self._files[column.name].append(block)
                 digests[column.name].update(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
-        self._lengths.extend(whole.lengths[part.first : part.end].tolist())
+        self._lengths.extend(whole.lengths[self._first : self._end].tolist())
         self._num_rows = end - first
-
-    def _check(self) -> None:
-        """Check nothing: whether trajectories are left for training depends on the whole."""
 
     def _write_statistics(self, extents: NDArray[np.int64]) -> FileRecord:
         return write_json(self._partial / STATS_FILE, read_json(self._whole.path / STATS_FILE))
-
-    def _manifest(self, records: Mapping[str, FileRecord]) -> dict[str, Any]:
-        fingerprint = fingerprint_of(self.schema, len(self._lengths), self._num_rows, records, self._part)
-        manifest = super()._manifest(records)
-        return {**manifest, "fingerprint": fingerprint, "part": self._part.to_json()}

@@ -19,6 +19,7 @@ MAX_SAMPLE_BYTES = 256 * 1024 * 1024
 _BLOCK_ROWS = 1 << 16
 _BLOCK_BYTES = 32 * 1024 * 1024
 _SAMPLE_KEY = 0x6765_6172
+_ARRAYS = ("mean", "std", "min", "max")
 
 Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]
@@ -52,7 +53,7 @@ class ColumnStatistics:
         """Return nested lists; NaN becomes null."""
         return {
             "count": self.count,
-            **{name: _to_lists(getattr(self, name)) for name in ("mean", "std", "min", "max")},
+            **{name: _to_lists(getattr(self, name)) for name in _ARRAYS},
             "quantiles": {level: _to_lists(values) for level, values in self.quantiles.items()},
             "quantile_rows": self.quantile_rows,
             "non_finite": self.non_finite,
@@ -75,10 +76,7 @@ class ColumnStatistics:
 
         return cls(
             count=int(entry["count"]),
-            mean=array(entry["mean"]),
-            std=array(entry["std"]),
-            min=array(entry["min"]),
-            max=array(entry["max"]),
+            **{name: array(entry[name]) for name in _ARRAYS},
             quantiles={level: array(entry["quantiles"][level]) for level in QUANTILES},
             quantile_rows=int(entry["quantile_rows"]),
             non_finite=int(entry["non_finite"]),
@@ -261,10 +259,7 @@ def column_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> C
 
     return ColumnStatistics(
         count=count,
-        mean=shaped(moments.mean),
-        std=shaped(moments.std),
-        min=shaped(moments.min),
-        max=shaped(moments.max),
+        **{name: shaped(getattr(moments, name)) for name in _ARRAYS},
         quantiles={level: shaped(array) for level, array in _quantiles(sample, column.dtype).items()},
         quantile_rows=len(positions),
         non_finite=moments.non_finite,
@@ -272,11 +267,7 @@ def column_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> C
 
 
 def check_split(split: Mapping[str, float]) -> dict[str, float]:
-    """Return a split in the order of its names.
-
-    Raises:
-        ConfigError: A share is not in (0, 1), or nothing is left for training.
-    """
+    """Return a split in the order of its names; raise ConfigError if it is malformed."""
     for name, share in split.items():
         if not name or name == "train" or not 0 < share < 1:
             rule = "must name a held-out part (not train) and its share in (0, 1)"
@@ -294,9 +285,7 @@ def training_trajectories(num_trajectories: int, split: Mapping[str, float]) -> 
         DataError: None does.
     """
     split = check_split(split)
-    if not split:
-        return np.ones(num_trajectories, dtype=np.bool_)
-    keep = np.asarray(split_of(np.arange(num_trajectories, dtype=np.int64), split)) == 0
+    keep = split_of(np.arange(num_trajectories, dtype=np.int64), split) == 0
     if not keep.any():
         remedy = "use smaller shares or more trajectories"
         rule = f"must leave at least one of {num_trajectories} trajectories for training"

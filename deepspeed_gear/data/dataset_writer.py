@@ -8,8 +8,8 @@ import os
 import shutil
 from array import array as packed
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -23,12 +23,13 @@ from deepspeed_gear.data.dataset_files import (
     SCHEMA_FILE,
     STATS_FILE,
     ArrayFile,
+    DatasetPart,
     FileRecord,
     column_file,
     fingerprint_of,
     write_json,
 )
-from deepspeed_gear.data.dataset_statistics import check_split, compute_statistics, training_trajectories
+from deepspeed_gear.data.dataset_statistics import check_split, compute_statistics
 from deepspeed_gear.data.episode_ends import split_episodes
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory
@@ -78,6 +79,7 @@ class DatasetWriter:
         self._lengths = packed("q")
         self._num_rows = 0
         self._files: dict[str, ArrayFile] = {}
+        self._part: DatasetPart | None = None
         self._closed = False
         check_destination(self.dest, overwrite)
         self._partial = self.dest.with_name(self.dest.name + ".partial")
@@ -144,9 +146,8 @@ class DatasetWriter:
         check_finite(name, self.schema, arrays)
         try:
             for column in self.schema:
-                self._files[column.name].append(arrays[column.name])
-                if column.rows == "T" and self.schema.has_final_row:
-                    self._files[column.name].append_zeros(1)
+                is_shorter = column.rows == "T" and self.schema.has_final_row
+                self._files[column.name].append(arrays[column.name], and_zero_row=is_shorter)
         except OSError as error:
             self.discard()
             raise unwritable(self.dest, error) from error
@@ -167,11 +168,10 @@ class DatasetWriter:
             raise DataError(str(self.dest), "must be closed once only")
         try:
             if not self._lengths:
-                raise DataError(
-                    str(self.dest), "must get at least one trajectory", 0, "an empty data set is not written"
-                )
-            self._check()
+                rule, remedy = "must get at least one trajectory", "an empty data set is not written"
+                raise DataError(str(self.dest), rule, 0, remedy)
             self._complete()
+            self._publish()
         except BaseException as error:
             self.discard()
             if isinstance(error, OSError):
@@ -190,12 +190,19 @@ class DatasetWriter:
             rows = len(lengths) if column.rows == "1" else self._num_rows
             records[column_file(column)] = self._files[column.name].finish(rows)
         records[STATS_FILE] = self._write_statistics(extents)
-        write_json(self._partial / SCHEMA_FILE, self._manifest(records))
-        self._publish()
-
-    def _check(self) -> None:
-        """Raise if no trajectory is left for training, before any more is written."""
-        training_trajectories(len(self._lengths), self._split)
+        manifest = {
+            "format": FORMAT,
+            "num_trajectories": len(lengths),
+            "num_steps": sum(self._lengths),
+            "num_rows": self._num_rows,
+            "split": self._split,
+            "source": self._source,
+            "fingerprint": fingerprint_of(self.schema, len(lengths), self._num_rows, records, self._part),
+            "schema": self.schema.to_json(),
+            "files": {name: asdict(record) for name, record in records.items()},
+            **({} if self._part is None else {"part": self._part.to_json()}),
+        }
+        write_json(self._partial / SCHEMA_FILE, manifest)
 
     def _write_statistics(self, extents: NDArray[np.int64]) -> FileRecord:
         columns = {c.name: np.load(self._partial / column_file(c), mmap_mode="r") for c in self.schema}
@@ -203,19 +210,6 @@ class DatasetWriter:
         statistics = compute_statistics(self.schema, columns, first_rows, lengths, self._split)
         entries = {name: entry.to_json() for name, entry in statistics.items()}
         return write_json(self._partial / STATS_FILE, {"split": self._split, "columns": entries})
-
-    def _manifest(self, records: Mapping[str, FileRecord]) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "num_trajectories": len(self._lengths),
-            "num_steps": sum(self._lengths),
-            "num_rows": self._num_rows,
-            "split": self._split,
-            "source": self._source,
-            "fingerprint": fingerprint_of(self.schema, len(self._lengths), self._num_rows, records),
-            "schema": self.schema.to_json(),
-            "files": {name: record.to_json() for name, record in records.items()},
-        }
 
     def _publish(self) -> None:
         """Move the complete folder into place, in exchange for an old one, which is then removed."""
@@ -241,9 +235,7 @@ class DatasetWriter:
     def __enter__(self) -> DatasetWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         if kind is not None:
             self.discard()
         elif not self._closed:
@@ -251,17 +243,12 @@ class DatasetWriter:
 
 
 def check_destination(dest: Path, overwrite: bool) -> None:
-    """Reject a destination that exists, or that is not a data set where it may be replaced.
-
-    Raises:
-        DataError: It exists and may not be replaced.
-    """
+    """Raise DataError if `dest` exists, unless it is a data set that may be replaced."""
     if not dest.exists() and not dest.is_symlink():
         return
     if not overwrite:
-        raise DataError(
-            str(dest), "must not exist yet", None, "choose another DEST or overwrite it (--overwrite)"
-        )
+        remedy = "choose another DEST or overwrite it (--overwrite)"
+        raise DataError(str(dest), "must not exist yet", None, remedy)
     empty = dest.is_dir() and not dest.is_symlink() and not any(dest.iterdir())
     if not empty and (dest.is_symlink() or not (dest / SCHEMA_FILE).is_file()):
         raise DataError(str(dest), "must be a gear data set to be overwritten", None, "choose another DEST")
@@ -271,18 +258,16 @@ def _claim(partial: Path) -> int:
     """Make an empty DEST.partial that this process holds a lock on, and return the lock's descriptor."""
     foreign = partial.exists() and not (partial.is_dir() and not any(partial.iterdir()))
     if foreign and not (partial / _LOCK_FILE).is_file():
-        raise DataError(
-            str(partial), "must not exist, or be what an interrupted ingest left", None, "move it away"
-        )
+        rule = "must not exist, or be what an interrupted ingest left"
+        raise DataError(str(partial), rule, None, "move it away")
     partial.mkdir(parents=True, exist_ok=True)
     lock = hold(os.open(partial / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         release(lock)
-        raise DataError(
-            str(partial), "must not be written by two at once", None, "wait for the other ingest"
-        ) from None
+        rule = "must not be written by two at once"
+        raise DataError(str(partial), rule, None, "wait for the other ingest") from None
     for entry in partial.iterdir():
         if entry.name == _LOCK_FILE:
             continue

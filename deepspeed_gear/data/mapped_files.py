@@ -36,22 +36,14 @@ class MappedFiles:
         self._checked_at = time.monotonic()
 
     def record(self, path: Path) -> None:
-        """Record a file's identity; call it before the file is checked and mapped.
-
-        Raises:
-            DataError: It is missing.
-        """
+        """Record a file's identity before it is checked and mapped; raise DataError if it is missing."""
         if not path.is_file():
             raise DataError(str(path), "must exist", None, "a file of the data set is missing")
         self._identities[path] = _identity(path)
 
     def add(self, path: Path, array: np.memmap) -> None:
-        """Add the map of a recorded file.
-
-        Raises:
-            DataError: The file has changed since it was recorded.
-        """
-        self._compare(path, self._identities[path])
+        """Add the map of a recorded file; raise DataError if the file has changed since."""
+        _compare(path, self._identities[path])
         self._maps[path] = array
 
     def check(self) -> None:
@@ -62,7 +54,7 @@ class MappedFiles:
         Cost: one `stat` a file.
         """
         for path, known in self._identities.items():
-            self._compare(path, known)
+            _compare(path, known)
 
     def check_at_times(self) -> None:
         """Call `check`, unless that was done within the last `CHECK_EVERY_S` seconds.
@@ -88,13 +80,12 @@ class MappedFiles:
             entry = native.map_guard_add(address, len(memory), os.fsencode(path.absolute()))
             weakref.finalize(memory, native.map_guard_remove, entry).atexit = False
 
-    @staticmethod
-    def _compare(path: Path, known: _Identity) -> None:
-        found = _identity(path)
-        changed = [(what, a, b) for what, a, b in zip(_ATTRIBUTES, known, found, strict=True) if a != b]
-        if changed:
-            value = ", ".join(f"{what} {before} -> {after}" for what, before, after in changed)
-            raise DataError(str(path), "must not change while it is mapped", value, _REMEDY)
+
+def _compare(path: Path, known: _Identity) -> None:
+    pairs = zip(_ATTRIBUTES, known, _identity(path), strict=True)
+    changed = [f"{what} {before} -> {after}" for what, before, after in pairs if before != after]
+    if changed:
+        raise DataError(str(path), "must not change while it is mapped", ", ".join(changed), _REMEDY)
 
 
 def _identity(path: Path) -> _Identity:

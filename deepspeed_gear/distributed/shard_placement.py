@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.dataset_part import DatasetPart
+from deepspeed_gear.data.dataset_files import DatasetPart
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.row_exchange.exchange_plan import shards_of
 from deepspeed_gear.distributed.topology import Topology

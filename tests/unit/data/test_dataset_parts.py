@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from gear_support import SCHEMA, write_dataset
+from gear_support import SCHEMA, run_command, write_dataset
 
 from deepspeed_gear.cli import inspect, split
 from deepspeed_gear.data import dataset_part_writer
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.dataset_part import DatasetPart
+from deepspeed_gear.data.dataset_files import DatasetPart
 from deepspeed_gear.data.dataset_part_writer import write_parts
 from deepspeed_gear.errors import ConfigError, DataError, show_bytes
 
 LENGTHS = [3, 1, 7, 2, 5, 4]
 BOUNDS = np.array([0, 1, 4, 6])
+run = partial(run_command, split)
 
 
 @pytest.fixture
 def whole(tmp_path: Path) -> Dataset:
     return Dataset.open(write_dataset(tmp_path / "whole", LENGTHS, {"eval": 0.4}))
-
-
-def run(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    split.add_arguments(parser)
-    return split.run(parser.parse_args(arguments))
 
 
 # ---- what is written -----------------------------------------------------------------------------
@@ -94,16 +89,6 @@ def test_one_part_is_a_part_of_itself(whole: Dataset, tmp_path: Path) -> None:
     assert part.fingerprint != whole.fingerprint == part.whole_fingerprint
 
 
-def test_a_part_is_read_with_numpy_alone(whole: Dataset, tmp_path: Path) -> None:
-    write_parts(whole, tmp_path / "out", BOUNDS)
-    folder = tmp_path / "out" / "part-1"
-    first, steps = np.load(folder / "extents.npy")[2]
-    entry = json.loads((folder / "schema.json").read_text())["part"]
-    assert entry["first"] + 2 == 3
-    found = np.load(folder / "columns/code.npy", mmap_mode="r")[first : first + steps]
-    assert found.tolist() == [3000, 3001]
-
-
 # ---- what is refused -----------------------------------------------------------------------------
 
 
@@ -162,7 +147,7 @@ def test_a_failure_leaves_no_set_of_new_and_old_parts(
     whole: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_parts(whole, tmp_path / "out", BOUNDS)
-    monkeypatch.setattr(dataset_part_writer, "_check_digests", lambda *_: 1 / 0)
+    monkeypatch.setattr(Dataset, "digest_of", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write_parts(whole, tmp_path / "out", BOUNDS, overwrite=True)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["part-2"]
@@ -209,6 +194,7 @@ def test_split_balances_bytes(whole: Dataset, tmp_path: Path, capsys: pytest.Cap
     assert [part.num_steps for part in parts] == [11, 11]
     size = show_bytes(parts[1].num_bytes)
     assert lines[1] == f"{tmp_path}/out/part-1: 3 trajectories (ids 3 to 5), 11 steps, {size}"
+    assert run(str(whole.path), str(tmp_path / "out"), "--nodes", "2", "--overwrite") == 0
 
 
 def test_split_leaves_no_part_empty(tmp_path: Path) -> None:
@@ -221,16 +207,6 @@ def test_split_leaves_no_part_empty(tmp_path: Path) -> None:
 def test_split_into_more_than_there_are(whole: Dataset, tmp_path: Path, nodes: str) -> None:
     with pytest.raises(ConfigError, match=rf"--nodes must be in \[1, 6\], the trajectories, got {nodes}"):
         run(str(whole.path), str(tmp_path / "out"), f"--nodes={nodes}")
-
-
-def test_split_refuses_and_overwrites(whole: Dataset, tmp_path: Path) -> None:
-    arguments = (str(whole.path), str(tmp_path / "out"), "--nodes", "3")
-    assert run(*arguments) == 0
-    with pytest.raises(DataError, match="must not exist yet"):
-        run(*arguments)
-    assert run(*arguments, "--overwrite") == 0
-    with pytest.raises(DataError, match="must be a whole data set"):
-        run(str(tmp_path / "out" / "part-0"), str(tmp_path / "other"), "--nodes", "1")
 
 
 def test_inspect_says_which_part(whole: Dataset, tmp_path: Path) -> None:

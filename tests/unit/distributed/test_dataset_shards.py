@@ -12,7 +12,7 @@ from gear_support import SCHEMA, config_of, write_dataset
 
 from deepspeed_gear.config import parse
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.dataset_part import DatasetPart
+from deepspeed_gear.data.dataset_files import DatasetPart
 from deepspeed_gear.data.dataset_part_writer import write_parts
 from deepspeed_gear.distributed import config_resolution
 from deepspeed_gear.distributed.control_plane import ControlPlane
