@@ -72,11 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse_split(options: list[str]) -> dict[str, float]:
-    """Read `NAME=SHARE` options.
-
-    Raises:
-        ConfigError: One is malformed or named twice.
-    """
+    """Read `NAME=SHARE` options; raise ConfigError if one is malformed or named twice."""
     split: dict[str, float] = {}
     for option in options:
         name, _, share = option.partition("=")

@@ -89,9 +89,15 @@ def run(args: argparse.Namespace) -> int:
         DataError: The data set cannot be used, or a file exists and may not be overwritten.
         ConfigError: The hostfile is missing or malformed.
     """
-    slots = None if args.hostfile is None else read_hostfile(args.hostfile)
+    slots = {} if args.hostfile is None else read_hostfile(args.hostfile)
     dataset = Dataset.open(args.data)
-    launch, num_ranks = launcher(args.hostfile, sum((slots or {}).values()))
+    if args.hostfile is not None:  # DeepSpeed sends no variables of the shell; hosts may have other devices
+        launch, num_ranks = ["deepspeed", "--hostfile", args.hostfile], sum(slots.values())
+    else:
+        num_gpus = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else torch.cuda.device_count()
+        settings = [] if num_gpus else ["DS_ACCELERATOR=cpu", "OMP_NUM_THREADS=1"]
+        num_ranks = num_gpus or min(_MOST_CPU_RANKS, len(os.sched_getaffinity(0)))
+        launch = [*settings, "deepspeed", "--num_gpus", str(num_ranks)]
     config, script = make_config(dataset, num_ranks), make_script(dataset, shlex.join([*launch, SCRIPT_FILE]))
     files = {args.out / CONFIG_FILE: json.dumps(config, indent=2) + "\n", args.out / SCRIPT_FILE: script}
     for path in files:
@@ -123,20 +129,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def launcher(hostfile: str | None, num_slots: int = 0) -> tuple[list[str], int]:
-    """Return the words of the command before the script, and the number of ranks that it starts.
-
-    Args:
-        hostfile: For its hosts; None: for this machine.
-    """
-    if hostfile is not None:  # DeepSpeed sends no variables of the shell; those hosts may have other devices
-        return ["deepspeed", "--hostfile", hostfile], num_slots
-    num_gpus = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else torch.cuda.device_count()
-    settings = [] if num_gpus else ["DS_ACCELERATOR=cpu", "OMP_NUM_THREADS=1"]
-    num_ranks = num_gpus or min(_MOST_CPU_RANKS, len(os.sched_getaffinity(0)))
-    return [*settings, "deepspeed", "--num_gpus", str(num_ranks)], num_ranks
-
-
 def held_out_split(dataset: Dataset) -> tuple[dict[str, float], str | None]:
     """Return the split of the config, and its part that is evaluated: None where all parts are empty."""
     ids = np.arange(dataset.num_trajectories_of_whole)
@@ -161,8 +153,10 @@ def make_config(dataset: Dataset, num_ranks: int = 1) -> dict[str, Any]:
     """
     fields: dict[str, dict[str, Any]] = {}
     window = {"offset": 0, "length": _length(dataset)}
-    for column in _columns(dataset, "observation"):
-        fields[_field(column)] = {**_renamed(column), **window, **_observation(column)}
+    special: dict[str, dict[str, Any]] = {"bool": {}, "uint8": {"scale": 1 / 255}}
+    for column in _columns(dataset, "observation"):  # an input of about unit size
+        scaled = special.get(column.dtype, {"normalize": "mean_std"})
+        fields[_field(column)] = {**_renamed(column), **window, **scaled, "as": "engine"}
     for column in _columns(dataset, "action"):
         continuous = (
             {} if _num_classes(dataset, column) else {"as": "engine" if column.is_floating else "float32"}
@@ -200,6 +194,12 @@ def make_script(dataset: Dataset, launch: str) -> str:
     observations = _columns(dataset, "observation")
     heads = [_Head(_field(c), c.num_elements, _num_classes(dataset, c)) for c in _columns(dataset, "action")]
     names = [json.dumps(_field(c)) for c in observations]
+    predict = heads[0].lines("engine(inputs)", "=")
+    if len(heads) > 1:
+        sizes = ", ".join(str(head.num_outputs) for head in heads)
+        predict = [f"parts = engine(inputs).split([{sizes}], dim=-1)"]
+        for i, head in enumerate(heads):
+            predict += head.lines(f"parts[{i}]", "=" if i == 0 else "+=")
     held_out = held_out_split(dataset)[1]
     template = Template(resources.files(__package__).joinpath(_TEMPLATE).read_text(encoding="utf-8"))
     return template.substitute(
@@ -212,17 +212,8 @@ def make_script(dataset: Dataset, launch: str) -> str:
         num_outputs=sum(head.num_outputs for head in heads),
         observations=f"({', '.join(names)},)" if len(names) == 1 else f"({', '.join(names)})",
         first_action=json.dumps(heads[0].field),
-        predict="\n".join(f"    {line}" for line in _predict(heads)),
+        predict="\n".join(f"    {line}" for line in predict),
     )
-
-
-def _predict(heads: list[_Head]) -> list[str]:
-    if len(heads) == 1:
-        return heads[0].lines("engine(inputs)", "=")
-    lines = [f"parts = engine(inputs).split([{', '.join(str(head.num_outputs) for head in heads)}], dim=-1)"]
-    for i, head in enumerate(heads):
-        lines += head.lines(f"parts[{i}]", "=" if i == 0 else "+=")
-    return lines
 
 
 def _columns(dataset: Dataset, role: str) -> list[Column]:
@@ -244,15 +235,6 @@ def _field(column: Column) -> str:
 
 def _renamed(column: Column) -> Mapping[str, str]:
     return {} if _field(column) == column.name else {"column": column.name}
-
-
-def _observation(column: Column) -> dict[str, Any]:
-    """Return the conversion that makes an observation an input of about unit size."""
-    if column.dtype == "bool":
-        return {"as": "engine"}
-    if column.dtype == "uint8":
-        return {"scale": 1 / 255, "as": "engine"}
-    return {"normalize": "mean_std", "as": "engine"}
 
 
 def _num_classes(dataset: Dataset, column: Column) -> int:

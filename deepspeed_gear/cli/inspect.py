@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_gear.checkpoint import position, save_folders
+from deepspeed_gear.cli import grid_of
 from deepspeed_gear.cli.inspect_distribution import (
     LEVELS,
     distribution,
@@ -60,19 +61,18 @@ def run(args: argparse.Namespace) -> int:
     if (args.dest is None) == (args.living is None):
         rule = "or --living must be given" if args.dest is None else "and --living must not both be given"
         raise ConfigError("DEST", rule, args.dest, "gear inspect --help shows both")
-    position_folder: Path | None = None
-    tables: list[Path] = []
-    if args.dest is not None:
-        folder = newest_tag(Path(args.dest))
-        position_folder, tables = saved_position(folder), saved_tables(folder)
-    is_saved = position_folder is not None or bool(tables)
-    if args.verify and (is_saved or args.living is not None):
-        raise ConfigError("--verify", "must be of a data set", None, "a checkpoint is always verified")
-    if is_saved:
-        inspect_saved(position_folder, tables, args.json)
-        return 0
+    no_data = ConfigError("--verify", "must be of a data set", None, "a checkpoint is always verified")
     if args.living is not None:
+        if args.verify:
+            raise no_data
         inspect_living(args.living or None, args.json)
+        return 0
+    folder = newest_tag(Path(args.dest))
+    position_folder, tables = saved_position(folder), saved_tables(folder)
+    if position_folder is not None or tables:
+        if args.verify:
+            raise no_data
+        inspect_saved(position_folder, tables, args.json)
         return 0
     if folder.is_dir() and not (folder / SCHEMA_FILE).exists():
         rule = "must be the folder of a data set or of a checkpoint"
@@ -216,32 +216,13 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.5g}"
 
 
-def grid_of(heads: list[str], rows: list[list[str]], num_left: int = 1) -> list[str]:
-    """Align a table: the first `num_left` columns to the left, the rest to the right."""
-    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
-    lines = []
-    for row in [heads, ["-" * width for width in widths], *rows]:
-        cells = (
-            cell.ljust(width) if i < num_left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        lines.append("  ".join(cells).rstrip())
-    return lines
-
-
 # ---- checkpoints and running processes -----------------------------------------------------------------
 
 
 def inspect_living(process: int | None, as_json: bool) -> None:
-    """Show the stores of running processes.
-
-    Raises:
-        StoreError: There is no such process.
-    """
-    known = []
-    for store in living_stores(process):
-        found = of_living(store)
-        known.append((store, None if found is None else found.summary()))
+    """Show the stores of running processes; raise StoreError if there is no such process."""
+    found = [(store, of_living(store)) for store in living_stores(process)]
+    known = [(store, None if one is None else one.summary()) for store, one in found]
     if as_json:
         entries = [
             {

@@ -120,68 +120,56 @@ def _draws(counts: np.ndarray) -> dict[str, float]:
 
 def of_living(store: LiveStore) -> Distribution | None:
     """Read the distribution of a store of a running process; None for a table that is not sampled."""
-    views = store.views
+    views, meaning = store.views, store.layout.meaning
     if TRAIN + "sums" not in views:
         return None
-    known = store.layout.meaning.get("train") or {}
-    views, groups = _with_groups(store)
+    known, schema = meaning.get("train") or {}, Schema.from_json(meaning["schema"])
+    groups: dict[str, int | None] | None = None
+    spec = (meaning.get("sizes") or {}).get("group")
+    if spec is not None:  # groups are formed on copies
+        views, counts = forecast_groups(store.table, GroupSpec.from_json(spec), schema, views)
+        groups = {**counts}
     slots = np.array(views["slots"])
-    committed = slots[:, Slot.STATE] == SlotState.COMMITTED
+    lengths = slots[slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.NUM_STEPS]
     priorities = views.get(TRAIN + "priorities")
     leaves = np.array(views[TRAIN + "sums"][: len(slots) if priorities is None else len(priorities)])
-    draws = views.get(TRAIN + "draws")
-    counted = None
-    if draws is not None:
-        chosen = np.nonzero(leaves > 0)[0]
-        if priorities is None and known["unit"] == "step":
-            chosen = _admitted_rows(slots[chosen], known["anchors"])
-        counted = np.array(draws[chosen])
     drawable = leaves > 0
-    excluded, waiting = _excluded(Schema.from_json(store.layout.meaning["schema"]), views, known)
+    draws = views.get(TRAIN + "draws")
+    if draws is not None:
+        chosen = np.nonzero(drawable)[0]
+        if priorities is None and known["unit"] == "step":
+            rows, _, is_admitted = _admitted_steps(slots[chosen], known["anchors"])
+            chosen = rows[is_admitted]
+        draws = np.array(draws[chosen])
+    excluded, waiting = None, 0
+    if known:
+
+        def values(name: str, slots: np.ndarray) -> np.ndarray:
+            return as_numbers(views[f"column/{name}"][slots], schema[name])
+
+        is_readable = all(f"column/{column.name}" in views for column in schema)  # else they are in files
+        arguments = rule_of_json(known), schema, TRAIN, views, values if is_readable else None
+        excluded, waiting = count_exclusions(*arguments), count_waiting(*arguments)
     return Distribution(
-        store.table,
-        known.get("kind", ""),
-        known.get("unit", ""),
-        int(committed.sum()),
-        int(slots[committed, Slot.NUM_STEPS].sum()),
-        leaves[drawable].astype(np.float64),
-        None if priorities is None else np.array(priorities[drawable]),
-        counted,
-        excluded,
-        waiting,
-        slots[committed, Slot.NUM_STEPS],
-        groups,
+        table=store.table,
+        kind=known.get("kind", ""),
+        unit=known.get("unit", ""),
+        num_trajectories=len(lengths),
+        num_steps=int(lengths.sum()),
+        masses=leaves[drawable].astype(np.float64),
+        priorities=None if priorities is None else np.array(priorities[drawable]),
+        draws=draws,
+        excluded=excluded,
+        waiting=waiting,
+        lengths=lengths,
+        groups=groups,
     )
 
 
-def _with_groups(store: LiveStore) -> tuple[dict[str, np.ndarray], dict[str, int | None] | None]:
-    """Return the regions of a store after its groups were formed on copies, and the numbers of groups."""
-    described = (store.layout.meaning.get("sizes") or {}).get("group")
-    if described is None:
-        return store.views, None
-    schema = Schema.from_json(store.layout.meaning["schema"])
-    views, counts = forecast_groups(store.table, GroupSpec.from_json(described), schema, store.views)
-    return views, {**counts}
-
-
-def _excluded(
-    schema: Schema, views: dict[str, np.ndarray], known: dict[str, Any]
-) -> tuple[list[Exclusion] | None, int]:
-    """Count what the training stream of a running process's store cannot draw, and what it draws next."""
-    if not known:
-        return None, 0
-
-    def values(name: str, slots: np.ndarray) -> np.ndarray:
-        return as_numbers(views[f"column/{name}"][slots], schema[name])
-
-    is_readable = all(f"column/{column.name}" in views for column in schema)  # else they are in files
-    arguments = rule_of_json(known), schema, TRAIN, views, values if is_readable else None
-    return count_exclusions(*arguments), count_waiting(*arguments)
-
-
-def _admitted_rows(records: np.ndarray, anchors: list[int]) -> np.ndarray:
-    rows, steps, owner = rows_of(records)
-    return np.asarray(rows[AnchorRule(*anchors).admits(steps, records[owner, Slot.NUM_STEPS])])
+def _admitted_steps(slots: np.ndarray, anchors: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return row and slot of each step of some slots, and whether a window may stand there. [steps] each."""
+    rows, steps, owner = rows_of(slots)
+    return rows, owner, AnchorRule(*anchors).admits(steps, slots[owner, Slot.NUM_STEPS])
 
 
 # ---- saved ---------------------------------------------------------------------------------------
@@ -245,16 +233,19 @@ def of_saved(folder: Path) -> Distribution:
         drawable, num_trajectories = priorities > 0, len(bases)
         if slots is not None:
             drawable &= _is_held(slots, known["unit"] == "step")
-        masses = _masses(priorities[drawable], float(alpha[0]) / ONE_Q62, known["most_bits"])
+        # priority ** alpha in units of 2^-24, to the precision of float64
+        masses = priorities[drawable].astype(np.float64) ** (float(alpha[0]) / ONE_Q62)
+        masses = np.clip(np.rint(masses * 2.0**MASS_BITS), 1, 2.0 ** known["most_bits"])
         counted = None if draws is None else draws[drawable]
     elif leaves is not None:
         drawable, num_trajectories = leaves > 0, len(leaves)
         if slots is not None:
             drawable &= _is_held(slots, by_steps=False)
         masses, counted = leaves[drawable].astype(np.float64), None
-        if draws is not None and known["unit"] == "step":
+        if draws is not None and known["unit"] == "step":  # they are saved trajectory by trajectory
             assert slots is not None
-            counted = _counts_of_steps(draws, slots, drawable, known["anchors"])
+            _, owner, is_admitted = _admitted_steps(slots, known["anchors"])
+            counted = draws[is_admitted & drawable[owner]]
         elif draws is not None:
             counted = draws[drawable]
     else:
@@ -264,31 +255,27 @@ def of_saved(folder: Path) -> Distribution:
         by_steps = priorities is not None and known["unit"] == "step"
         more = np.maximum(queued - held, 0) if by_steps else (queued > 0) & (held == 0)
         waiting = int(more.sum())
-    committed = None if slots is None else slots[:, Slot.STATE] == SlotState.COMMITTED
-    lengths = None if slots is None or committed is None else slots[committed, Slot.NUM_STEPS]
+    lengths, groups = None, None
+    if slots is not None:
+        committed = slots[:, Slot.STATE] == SlotState.COMMITTED
+        lengths, groups = slots[committed, Slot.NUM_STEPS], _saved_groups(found, committed)
     return Distribution(
-        save_folders.table_in(folder),
-        known.get("kind", ""),
-        known.get("unit", ""),
-        num_trajectories if committed is None else int(committed.sum()),
-        None if lengths is None else int(lengths.sum()),
-        masses,
-        None if priorities is None else priorities[drawable],
-        counted,
-        None,
-        waiting,
-        lengths,
-        None if committed is None else _saved_groups(found, committed),
+        table=save_folders.table_in(folder),
+        kind=known.get("kind", ""),
+        unit=known.get("unit", ""),
+        num_trajectories=num_trajectories if lengths is None else len(lengths),
+        num_steps=None if lengths is None else int(lengths.sum()),
+        masses=masses,
+        priorities=None if priorities is None else priorities[drawable],
+        draws=counted,
+        waiting=waiting,
+        lengths=lengths,
+        groups=groups,
     )
 
 
 def _is_held(slots: np.ndarray, by_steps: bool) -> np.ndarray:
-    """Return which saved items were not evicted since the latest selection. [items], bool.
-
-    Args:
-        slots: Saved records of the slot table. [n, 8], int64.
-        by_steps: Whether items are steps; else one belongs to each slot.
-    """
+    """Return which saved steps or slots were not evicted since the latest selection. [items], bool."""
     held: np.ndarray = slots[:, Slot.STATE] == SlotState.COMMITTED
     return held[rows_of(slots)[2]] if by_steps else held
 
@@ -308,18 +295,3 @@ def _saved_groups(found: SavedTable, committed: np.ndarray) -> dict[str, int | N
         "incomplete": incomplete,
         **{name: int(counts[word]) for name, word in COUNTED.items()},
     }
-
-
-def _counts_of_steps(
-    draws: np.ndarray, slots: np.ndarray, drawable: np.ndarray, anchors: list[int]
-) -> np.ndarray:
-    """Return the counters of the admitted steps; they are saved trajectory by trajectory."""
-    _, steps, owner = rows_of(slots)
-    admitted = AnchorRule(*anchors).admits(steps, slots[owner, Slot.NUM_STEPS])
-    return np.asarray(draws[admitted & drawable[owner]])
-
-
-def _masses(priorities: np.ndarray, alpha: float, most_bits: int) -> np.ndarray:
-    """Return priority ** alpha in units of 2^-24, to the precision of float64."""
-    masses = np.rint(priorities.astype(np.float64) ** alpha * 2.0**MASS_BITS)
-    return np.clip(masses, 1, 2.0**most_bits)

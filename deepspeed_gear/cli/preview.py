@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from deepspeed_gear.cli import grid_of
 from deepspeed_gear.errors import ConfigError, show_bytes
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def format_table(found: Preview, full: bool = False) -> str:
     """
     lines = [str(found.info), "", *_groups_of_ranks(found), *_groups_of_nodes(found)]
     if full:
-        lines += [*_each_rank(found), *_each_two_nodes(found)]
+        lines += _each_one(found)
     lines += [
         f"global batch {number}: digest {digest % (1 << 64):016x}"
         for number, digest in enumerate(found.digests)
@@ -137,8 +138,10 @@ def _groups_of_ranks(found: Preview) -> list[str]:
     for ranks in _grouped(found.ranks, lambda rank: (*rank.shapes.items(), rank.num_bytes)):
         shares = [f"{share:.1%}" for share in sorted(rank.padding for rank in ranks)]
         padding = shares[0] if shares[0] == shares[-1] else f"{shares[0]} to {shares[-1]}"
+        numbers = [rank.rank for rank in ranks]
+        shown = f"ranks {_spans(numbers)} ({len(numbers)})" if len(numbers) > 1 else f"rank {numbers[0]}"
         lines += [
-            f"{_counted('rank', [rank.rank for rank in ranks])}: {_places(ranks)}",
+            f"{shown}: {_places(ranks)}",
             *textwrap.wrap(_fields(ranks[0]), _WIDTH, initial_indent="  ", subsequent_indent="  "),
         ]
         if ranks[0].shapes:
@@ -174,9 +177,12 @@ def _groups_of_nodes(found: Preview) -> list[str]:
         equal = sizes[nodes[0]]
         row = [_spans(nodes), str(len(equal)), show_bytes(sum(equal)), show_bytes(max(equal))]
         for axis in (1, 0) if exchanges else ():
-            row += _total_and_most(found.traffic.sum(axis), nodes)
+            of_nodes = found.traffic.sum(axis)[nodes]
+            most = int(of_nodes.argmax())
+            node = f" (node {nodes[most]})" if of_nodes[most] else ""
+            row += [show_bytes(of_nodes.sum()), f"{show_bytes(of_nodes[most])}{node}"]
         rows.append(row)
-    lines = [f"{title}:", *_grid(heads, rows), ""]
+    lines = [f"{title}:", *grid_of(heads, rows), ""]
     if exchanges:
         a, b = np.unravel_index(int(found.traffic.argmax()), found.traffic.shape)
         most = int(found.traffic[a, b])
@@ -185,31 +191,12 @@ def _groups_of_nodes(found: Preview) -> list[str]:
     return lines
 
 
-def _total_and_most(by_node: np.ndarray, nodes: Sequence[int]) -> list[str]:
-    """Return the sum over a group of nodes, and the most of one with its number."""
-    mine = by_node[list(nodes)]
-    index = int(mine.argmax())
-    most = show_bytes(mine[index])
-    return [show_bytes(mine.sum()), f"{most} (node {nodes[index]})" if mine[index] else most]
-
-
-def _grid(heads: list[str], rows: list[list[str]], num_left: int = 1) -> list[str]:
-    from deepspeed_gear.cli.inspect import grid_of
-
-    return grid_of(heads, rows, num_left)
-
-
 def _grouped(things: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
     """Return the things with equal keys together, in the order of their first ones."""
     found: dict[Hashable, list[T]] = {}
     for thing in things:
         found.setdefault(key(thing), []).append(thing)
     return list(found.values())
-
-
-def _counted(noun: str, numbers: Sequence[int]) -> str:
-    """Return "rank 3" or "ranks 0-7, 16-23 (16)"."""
-    return f"{noun} {numbers[0]}" if len(numbers) == 1 else f"{noun}s {_spans(numbers)} ({len(numbers)})"
 
 
 def _spans(numbers: Iterable[int]) -> str:
@@ -226,20 +213,16 @@ def _spans(numbers: Iterable[int]) -> str:
 # ---- each one ------------------------------------------------------------------------------------
 
 
-def _each_rank(found: Preview) -> list[str]:
+def _each_one(found: Preview) -> list[str]:
     heads = ["rank", "node", "place", "fields of a micro batch", "first ids", "size", "padding"]
     rows = []
     for rank in found.ranks:
         ids = " ".join(map(str, rank.ids)) or "-"
         numbers = [show_bytes(rank.num_bytes), f"{rank.padding:.1%}"]
         rows.append([str(rank.rank), str(rank.node), str(rank.place), _fields(rank), ids, *numbers])
-    return [*_grid(heads, rows, num_left=5), ""]
-
-
-def _each_two_nodes(found: Preview) -> list[str]:
     pairs = np.argwhere(found.traffic).tolist()
-    lines = [f"node {a} -> node {b}  {show_bytes(found.traffic[a, b])}" for a, b in pairs]
-    return [*lines, ""] if lines else []
+    traffic = [f"node {a} -> node {b}  {show_bytes(found.traffic[a, b])}" for a, b in pairs]
+    return [*grid_of(heads, rows, num_left=5), "", *traffic, *([""] if traffic else [])]
 
 
 def _fields(rank: RankPreview) -> str:

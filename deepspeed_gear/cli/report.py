@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -60,8 +59,10 @@ def state(builder: GearBuilder | GearCudaBuilder) -> str:
     prebuilt, why = builder.prebuilt()
     if prebuilt is not None:
         return f"{env_report.OKAY} prebuilt, {prebuilt}"
-    missing = builder.missing()
-    if missing and not _is_finished(builder):
+    missing, is_finished = builder.missing(), False
+    with suppress(GearError):
+        is_finished = builder.finished() is not None
+    if missing and not is_finished:
         no = f"{env_report.YELLOW}[NO]{env_report.END}"
         return f"{no} {why}; {', '.join(missing)}: {' and '.join(missing.values())}"
     try:
@@ -71,12 +72,6 @@ def state(builder: GearBuilder | GearCudaBuilder) -> str:
     if jit.is_built(name):
         return f"{env_report.OKAY} {why}; built just in time, {jit.build_folder(name)}"
     return f"{env_report.OKAY} {why}; is built on first use, in {jit.build_folder(name)}"
-
-
-def _is_finished(builder: GearBuilder | GearCudaBuilder) -> bool:
-    with suppress(GearError):
-        return builder.finished() is not None
-    return False
 
 
 def _facts() -> Iterator[tuple[str, str]]:
@@ -107,14 +102,3 @@ def _prebuilt_ops_shown() -> Iterator[None]:
         yield
     finally:
         env_report.accelerator_name = before
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the report as a program."""
-    parser = argparse.ArgumentParser(prog="gear report", description=__doc__)
-    add_arguments(parser)
-    return run(parser.parse_args(argv))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,9 +16,8 @@ from gear_support import config_of, lengths_of, wait_until, write_dataset
 from process_support import exit_status, in_child
 
 from deepspeed_gear import Replay
-from deepspeed_gear.cli import doctor_network, doctor_report
-from deepspeed_gear.cli.doctor import read_answer
-from deepspeed_gear.cli.doctor_probe import examine
+from deepspeed_gear.cli import ssh_hosts
+from deepspeed_gear.cli.doctor import examine, problems_of, read_answer, registration_lines
 from deepspeed_gear.cli.main import main
 from deepspeed_gear.cli.ssh_hosts import read_hostfile
 from deepspeed_gear.errors import ConfigError, PeerError
@@ -49,7 +48,7 @@ def machines(count: int = 3, **changes: Any) -> dict[str, dict[str, Any]]:
 
 
 def messages(reports: dict[str, dict[str, Any]], slots: dict[str, int] | None = None) -> list[str]:
-    return [str(problem) for problem in doctor_report.problems_of(reports, slots)]
+    return [str(problem) for problem in problems_of(reports, slots)]
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +123,7 @@ def test_data_sets_are_compared() -> None:
 
 
 def test_what_cuda_can_register_is_told() -> None:
-    shown = doctor_report.registration_lines(machines(2, not_registered="torch sees no CUDA device"))
+    shown = registration_lines(machines(2, not_registered="torch sees no CUDA device"))
     assert shown == [
         "registration: node0: all of 32 GiB may be registered, up to gear.transfer.register_bytes; the "
         'limit of locked memory is 8 MiB; mapped files (data.load "mmap") are staged',
@@ -154,7 +153,7 @@ def test_what_running_processes_have_registered_is_told(tmp_path: Path) -> None:
         (tmp_path / "end").touch()
         assert exit_status(child) == 0
     assert found["registered_bytes"] == 1 << 20
-    (shown,) = doctor_report.registration_lines({"node0": {**GOOD, "gathering": [found]}})[1:]
+    (shown,) = registration_lines({"node0": {**GOOD, "gathering": [found]}})[1:]
     assert shown.startswith(f"registration: node0: process {child} gathers from table main by the way direct")
     assert shown.endswith(" registered; not more: reward: gear.transfer.register_bytes is used up")
 
@@ -170,15 +169,15 @@ def test_a_machine_without_cuda_says_so() -> None:
 def test_connections_are_tried_and_failures_named() -> None:
     shown = io.StringIO()
     with redirect_stdout(shown):
-        server = threading.Thread(target=doctor_network.serve, args=("secret", 1.0), daemon=True)
+        server = threading.Thread(target=ssh_hosts.serve, args=("secret", 1.0), daemon=True)
         server.start()
         wait_until(lambda: shown.getvalue().endswith("\n"), "listening")
     here = f"127.0.0.1:{shown.getvalue().strip()}"
-    assert doctor_network.ask("secret", [here]) == {}
-    assert doctor_network.ask("public", [here]) == {here: "another program answers"}
+    assert ssh_hosts.ask("secret", [here]) == {}
+    assert ssh_hosts.ask("public", [here]) == {here: "another program answers"}
     server.join(timeout=20)
     assert not server.is_alive()
-    ((address, why),) = doctor_network.ask("secret", [here]).items()
+    ((address, why),) = ssh_hosts.ask("secret", [here]).items()
     assert address == here
     assert "refused" in why
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import os
@@ -10,12 +9,14 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from gear_support import run_command
 from process_support import environment, free_port, run_ranks
 
 import deepspeed_gear
@@ -95,10 +96,7 @@ def _encode(values: np.ndarray, column: Column) -> np.ndarray:
     return values.astype(column.dtype)
 
 
-def run_init(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    init.add_arguments(parser)
-    return init.run(parser.parse_args(arguments))
+run_init = partial(run_command, init)
 
 
 def check_errors(script: str, gear: dict[str, Any]) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from gear_support import run_command
 
 from deepspeed_gear.cli import inspect
 from deepspeed_gear.data.dataset import Dataset
@@ -46,10 +47,7 @@ def write(folder: Path, lengths: tuple[int, ...] = (1, 2, 3, 4)) -> Dataset:
     return Dataset.open(folder)
 
 
-def run(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    inspect.add_arguments(parser)
-    return inspect.run(parser.parse_args(arguments))
+run = partial(run_command, inspect)
 
 
 def lines_of(text: str) -> dict[str, list[str]]:

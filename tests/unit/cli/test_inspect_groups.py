@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gear_support import SCHEMA, config_of, trajectory
+from gear_support import SCHEMA, config_of, run_command, trajectory
 from group_support import GROUP, add, add_groups, check_groups, section, train
 
 from deepspeed_gear import Replay
@@ -28,9 +27,7 @@ def living(replay: Replay) -> Distribution:
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    parser = argparse.ArgumentParser()
-    inspect.add_arguments(parser)
-    assert inspect.run(parser.parse_args(arguments)) == 0
+    assert run_command(inspect, *arguments) == 0
     return capsys.readouterr().out
 
 

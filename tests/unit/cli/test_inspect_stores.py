@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gear_support import SCHEMA, config_of, shared_files, trajectory, write_dataset
+from gear_support import SCHEMA, config_of, run_command, shared_files, trajectory, write_dataset
 from process_support import environment
 from replay_support import streams_of
 from snapshot_support import into_shards
@@ -69,10 +69,7 @@ def section_of(name: str, **options: Any) -> dict[str, Any]:
     return config_of(sampler=SAMPLERS[name], batch_size=16, fields={"code": {}}, count_draws=True, **options)
 
 
-def run(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    inspect.add_arguments(parser)
-    return inspect.run(parser.parse_args(arguments))
+run = partial(run_command, inspect)
 
 
 class Other:
