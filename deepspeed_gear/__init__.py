@@ -7,133 +7,78 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from deepspeed_gear.actors.inference_client import InferenceClient
-    from deepspeed_gear.actors.inference_loader import InferenceLoader
-    from deepspeed_gear.actors.policy_board import PolicyBoard
-    from deepspeed_gear.actors.start_actors import start_actors
-    from deepspeed_gear.batching.batch import Batch
-    from deepspeed_gear.batching.micro_batch import MicroBatch
-    from deepspeed_gear.data.dataset import Dataset
-    from deepspeed_gear.data.dataset_writer import DatasetWriter
-    from deepspeed_gear.distributed.gradient_divisor import gradient_divisor
-    from deepspeed_gear.engine.attach import attach, disable, enable, initialize
-    from deepspeed_gear.errors import (
-        BuildError,
-        CheckpointError,
-        ConfigError,
-        DataError,
-        EmptyTableError,
-        FieldError,
-        GearError,
-        LostNodeError,
-        NotReadyError,
-        PeerError,
-        SchemaError,
-        ShapeError,
-        StaleBatchError,
-        StoreError,
-        StoreFullError,
-        StoreGoneError,
-    )
-    from deepspeed_gear.remote.remote_writer import RemoteWriter
-    from deepspeed_gear.remote.sender import SendOptions
-    from deepspeed_gear.replay import DeviceReplay, Replay, TransitionBuffer
-    from deepspeed_gear.replay.normalizer import Normalizer
-    from deepspeed_gear.replay.rollout import Rollout
-    from deepspeed_gear.replay.train_step import TrainStep
-    from deepspeed_gear.schema import Column, Schema
-    from deepspeed_gear.writer.partial_publish import CompletedTrajectory
-    from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
-    from deepspeed_gear.writer.vector_writer import VectorWriter
+    from deepspeed_gear.actors.inference_client import InferenceClient as InferenceClient
+    from deepspeed_gear.actors.inference_loader import InferenceLoader as InferenceLoader
+    from deepspeed_gear.actors.policy_board import PolicyBoard as PolicyBoard
+    from deepspeed_gear.actors.start_actors import start_actors as start_actors
+    from deepspeed_gear.batching.batch import Batch as Batch
+    from deepspeed_gear.batching.micro_batch import MicroBatch as MicroBatch
+    from deepspeed_gear.data.dataset import Dataset as Dataset
+    from deepspeed_gear.data.dataset_writer import DatasetWriter as DatasetWriter
+    from deepspeed_gear.distributed.gradient_divisor import gradient_divisor as gradient_divisor
+    from deepspeed_gear.engine.attach import attach as attach
+    from deepspeed_gear.engine.attach import disable as disable
+    from deepspeed_gear.engine.attach import enable as enable
+    from deepspeed_gear.engine.attach import initialize as initialize
+    from deepspeed_gear.errors import BuildError as BuildError
+    from deepspeed_gear.errors import CheckpointError as CheckpointError
+    from deepspeed_gear.errors import ConfigError as ConfigError
+    from deepspeed_gear.errors import DataError as DataError
+    from deepspeed_gear.errors import EmptyTableError as EmptyTableError
+    from deepspeed_gear.errors import FieldError as FieldError
+    from deepspeed_gear.errors import GearError as GearError
+    from deepspeed_gear.errors import LostNodeError as LostNodeError
+    from deepspeed_gear.errors import NotReadyError as NotReadyError
+    from deepspeed_gear.errors import PeerError as PeerError
+    from deepspeed_gear.errors import SchemaError as SchemaError
+    from deepspeed_gear.errors import ShapeError as ShapeError
+    from deepspeed_gear.errors import StaleBatchError as StaleBatchError
+    from deepspeed_gear.errors import StoreError as StoreError
+    from deepspeed_gear.errors import StoreFullError as StoreFullError
+    from deepspeed_gear.errors import StoreGoneError as StoreGoneError
+    from deepspeed_gear.remote.remote_writer import RemoteWriter as RemoteWriter
+    from deepspeed_gear.remote.sender import SendOptions as SendOptions
+    from deepspeed_gear.replay import DeviceReplay as DeviceReplay
+    from deepspeed_gear.replay import Replay as Replay
+    from deepspeed_gear.replay import TransitionBuffer as TransitionBuffer
+    from deepspeed_gear.replay.normalizer import Normalizer as Normalizer
+    from deepspeed_gear.replay.rollout import Rollout as Rollout
+    from deepspeed_gear.replay.train_step import TrainStep as TrainStep
+    from deepspeed_gear.schema import Column as Column
+    from deepspeed_gear.schema import Schema as Schema
+    from deepspeed_gear.writer.partial_publish import CompletedTrajectory as CompletedTrajectory
+    from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter as TrajectoryWriter
+    from deepspeed_gear.writer.vector_writer import VectorWriter as VectorWriter
 
-_HOMES = {
-    "Batch": "batching.batch",
-    "BuildError": "errors",
-    "CheckpointError": "errors",
-    "Column": "schema",
-    "CompletedTrajectory": "writer.partial_publish",
-    "ConfigError": "errors",
-    "DataError": "errors",
-    "Dataset": "data.dataset",
-    "DatasetWriter": "data.dataset_writer",
-    "DeviceReplay": "replay",
-    "EmptyTableError": "errors",
-    "FieldError": "errors",
-    "GearError": "errors",
-    "InferenceClient": "actors.inference_client",
-    "InferenceLoader": "actors.inference_loader",
-    "LostNodeError": "errors",
-    "MicroBatch": "batching.micro_batch",
-    "Normalizer": "replay.normalizer",
-    "NotReadyError": "errors",
-    "PeerError": "errors",
-    "PolicyBoard": "actors.policy_board",
-    "RemoteWriter": "remote.remote_writer",
-    "Replay": "replay",
-    "Rollout": "replay.rollout",
-    "Schema": "schema",
-    "SendOptions": "remote.sender",
-    "SchemaError": "errors",
-    "ShapeError": "errors",
-    "StaleBatchError": "errors",
-    "StoreError": "errors",
-    "StoreFullError": "errors",
-    "StoreGoneError": "errors",
-    "TrainStep": "replay.train_step",
-    "TrajectoryWriter": "writer.trajectory_writer",
-    "TransitionBuffer": "replay",
-    "VectorWriter": "writer.vector_writer",
-    "attach": "engine",
-    "disable": "engine",
-    "enable": "engine",
-    "gradient_divisor": "distributed.gradient_divisor",
-    "initialize": "engine",
-    "start_actors": "actors.start_actors",
+_NAMES = {  # public names by module
+    "actors.inference_client": "InferenceClient",
+    "actors.inference_loader": "InferenceLoader",
+    "actors.policy_board": "PolicyBoard",
+    "actors.start_actors": "start_actors",
+    "batching.batch": "Batch",
+    "batching.micro_batch": "MicroBatch",
+    "data.dataset": "Dataset",
+    "data.dataset_writer": "DatasetWriter",
+    "distributed.gradient_divisor": "gradient_divisor",
+    "engine": "attach disable enable initialize",
+    "errors": (
+        "BuildError CheckpointError ConfigError DataError EmptyTableError FieldError GearError "
+        "LostNodeError NotReadyError PeerError SchemaError ShapeError StaleBatchError StoreError "
+        "StoreFullError StoreGoneError"
+    ),
+    "remote.remote_writer": "RemoteWriter",
+    "remote.sender": "SendOptions",
+    "replay": "DeviceReplay Replay TransitionBuffer",
+    "replay.normalizer": "Normalizer",
+    "replay.rollout": "Rollout",
+    "replay.train_step": "TrainStep",
+    "schema": "Column Schema",
+    "writer.partial_publish": "CompletedTrajectory",
+    "writer.trajectory_writer": "TrajectoryWriter",
+    "writer.vector_writer": "VectorWriter",
 }
-__all__ = [
-    "Batch",
-    "BuildError",
-    "CheckpointError",
-    "Column",
-    "CompletedTrajectory",
-    "ConfigError",
-    "DataError",
-    "Dataset",
-    "DatasetWriter",
-    "DeviceReplay",
-    "EmptyTableError",
-    "FieldError",
-    "GearError",
-    "InferenceClient",
-    "InferenceLoader",
-    "LostNodeError",
-    "MicroBatch",
-    "Normalizer",
-    "NotReadyError",
-    "PeerError",
-    "PolicyBoard",
-    "RemoteWriter",
-    "Replay",
-    "Rollout",
-    "Schema",
-    "SchemaError",
-    "SendOptions",
-    "ShapeError",
-    "StaleBatchError",
-    "StoreError",
-    "StoreFullError",
-    "StoreGoneError",
-    "TrainStep",
-    "TrajectoryWriter",
-    "TransitionBuffer",
-    "VectorWriter",
-    "attach",
-    "disable",
-    "enable",
-    "gradient_divisor",
-    "initialize",
-    "start_actors",
-]
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,11 +22,7 @@ _INT64 = np.iinfo(np.int64)
 
 
 def mapping(name: str, value: object, remedy: str = "") -> Mapping[str, Any]:
-    """Return a mapping whose keys are strings.
-
-    Raises:
-        DataError: It is none.
-    """
+    """Return a mapping whose keys are strings."""
     if not isinstance(value, Mapping):
         raise DataError(name, "must be a mapping by name", type(value).__name__, remedy)
     odd = next((key for key in value if not isinstance(key, str)), None)
@@ -36,11 +32,7 @@ def mapping(name: str, value: object, remedy: str = "") -> Mapping[str, Any]:
 
 
 def dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor, detached from its graph.
-
-    Raises:
-        DataError: It is sparse, nested, quantized, or has no values (device "meta").
-    """
+    """Return a dense tensor with values, detached from its graph: not sparse, nested, quantized or meta."""
     if tensor.is_nested or tensor.layout != torch.strided:
         raise DataError(name, "must be a dense tensor", str(tensor.layout), "give tensor.to_dense()")
     if tensor.is_meta or tensor.is_quantized:
@@ -50,11 +42,7 @@ def dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def array(name: str, value: object) -> np.ndarray:
-    """Return an array, a tensor or nested lists of numbers as an array in host memory.
-
-    Raises:
-        DataError: They are none.
-    """
+    """Return an array, a tensor or nested lists of real numbers as an array in host memory."""
     if isinstance(value, torch.Tensor):
         host = dense(name, value).cpu()
         found = (host.float() if host.dtype == torch.bfloat16 else host).numpy()
@@ -69,11 +57,7 @@ def array(name: str, value: object) -> np.ndarray:
 
 
 def integers(name: str, value: object) -> np.ndarray:
-    """Return integers, one or many. [n], int64.
-
-    Raises:
-        DataError: They are none, or do not fit into int64.
-    """
+    """Return integers that fit into int64, one or many. [n], int64."""
     found = array(name, value)
     if found.size and found.dtype.kind not in "iu":
         raise DataError(name, "must be integers", str(found.dtype))
@@ -83,11 +67,7 @@ def integers(name: str, value: object) -> np.ndarray:
 
 
 def tensor(name: str, value: object) -> torch.Tensor:
-    """Return real numbers as a tensor, on the device where they are.
-
-    Raises:
-        DataError: They are none.
-    """
+    """Return real numbers as a tensor, on the device where they are."""
     if not isinstance(value, torch.Tensor):
         return torch.from_numpy(np.array(array(name, value)))
     found = dense(name, value)
@@ -97,11 +77,7 @@ def tensor(name: str, value: object) -> torch.Tensor:
 
 
 def count(name: str, value: object, least: int = 1, remedy: str = "") -> int:
-    """Return an integer of at least `least`.
-
-    Raises:
-        ConfigError: It is none.
-    """
+    """Return an integer of at least `least`."""
     try:
         number = None if isinstance(value, (bool, torch.Tensor)) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -113,22 +89,14 @@ def count(name: str, value: object, least: int = 1, remedy: str = "") -> int:
 
 
 def one_of(name: str, value: object, kind: type[T] | tuple[type[T], ...], what: str) -> T:
-    """Return a value of a type.
-
-    Raises:
-        ConfigError: It is of another one.
-    """
+    """Return a value of a type."""
     if not isinstance(value, kind):
         raise ConfigError(name, f"must be {what}", type(value).__name__)
     return value
 
 
 def tensors(name: str, value: object) -> Mapping[str, torch.Tensor]:
-    """Return a mapping of dense tensors by name, as they are.
-
-    Raises:
-        DataError: It is none.
-    """
+    """Return a mapping of dense tensors by name, as they are."""
     for column, given in mapping(name, value).items():
         if not isinstance(given, torch.Tensor):
             raise DataError(f"{name}: column {column}", "must be a tensor", type(given).__name__)
@@ -137,22 +105,14 @@ def tensors(name: str, value: object) -> Mapping[str, torch.Tensor]:
 
 
 def function(name: str, value: object) -> Callable[..., Any]:
-    """Return a callable.
-
-    Raises:
-        ConfigError: It cannot be called.
-    """
+    """Return a callable."""
     if not callable(value):
         raise ConfigError(name, "must be a function", type(value).__name__)
     return value
 
 
 def folder(name: str, value: object) -> Path:
-    """Return a path.
-
-    Raises:
-        ConfigError: It is none.
-    """
+    """Return a path."""
     if not isinstance(value, (str, os.PathLike)):
         raise ConfigError(name, "must be a path", type(value).__name__)
     if "\0" in os.fsdecode(value):
@@ -173,11 +133,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def device(name: str, value: object) -> torch.device:
-    """Return a device.
-
-    Raises:
-        ConfigError: It is none.
-    """
+    """Return a device."""
     try:
         found: torch.device = torch.device(value)  # type: ignore[call-overload]
         return found
@@ -186,11 +142,7 @@ def device(name: str, value: object) -> torch.device:
 
 
 def usable_device(name: str, value: object) -> torch.device:
-    """Return a device on which this process can make tensors.
-
-    Raises:
-        ConfigError: It is none, or torch cannot use it here.
-    """
+    """Return a device on which this process can make tensors."""
     found = device(name, value)
     try:
         torch.empty(0, device=found)
