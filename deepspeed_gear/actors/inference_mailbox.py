@@ -20,7 +20,6 @@ import numpy as np
 from deepspeed_gear.errors import NotReadyError, PeerError, StoreError
 from deepspeed_gear.ops.backends import Ops, load_library
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.futex import BELL_WORDS, FutexEvents
 from deepspeed_gear.store.memory_layout import (
     Layout,
     Region,
@@ -29,6 +28,7 @@ from deepspeed_gear.store.memory_layout import (
     read_meaning,
     write_header,
 )
+from deepspeed_gear.store.row_allocator import is_among
 from deepspeed_gear.store.shared_memory import (
     SHM,
     PeerTakenError,
@@ -37,8 +37,7 @@ from deepspeed_gear.store.shared_memory import (
     living,
     opened_file,
 )
-from deepspeed_gear.store.slot_sets import is_among
-from deepspeed_gear.store.store_lock import StoreLock
+from deepspeed_gear.store.store_lock import BELL_WORDS, FutexEvents, StoreLock
 from deepspeed_gear.timeouts import check_timeout
 from deepspeed_gear.writer.staged_rows import Staging
 

@@ -17,7 +17,7 @@ from deepspeed_gear.sampling.sample_counts import RecentSelections, recent_selec
 from deepspeed_gear.sampling.staleness import dropped
 from deepspeed_gear.store.group_spec import GroupCount
 from deepspeed_gear.store.records import Control, Head, SlotRetention
-from deepspeed_gear.store.slot_sets import distinct
+from deepspeed_gear.store.row_allocator import distinct
 from deepspeed_gear.store.table import Table
 
 

@@ -21,7 +21,7 @@ from deepspeed_gear.schema import Column
 from deepspeed_gear.store.eviction import Evictor, quiet
 from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.records import Control, Peer, SlotRetention
-from deepspeed_gear.store.slot_sets import distinct
+from deepspeed_gear.store.row_allocator import distinct
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.timeouts import wait_until
 from deepspeed_gear.writer.inserter import Inserter, refuse_read_only

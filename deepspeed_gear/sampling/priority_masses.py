@@ -20,7 +20,7 @@ from deepspeed_gear.sampling.sum_tree import ItemMasses, TreeChanges
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.native_rows import address
 from deepspeed_gear.store.records import NOTHING, Control
-from deepspeed_gear.store.slot_sets import distinct, is_among
+from deepspeed_gear.store.row_allocator import distinct, is_among
 from deepspeed_gear.store.step_priorities import StepPriorities, rows_of
 from deepspeed_gear.store.table import Table
 

@@ -50,17 +50,11 @@ class Span:
 
 @dataclass(frozen=True)
 class RegistrationPlan:
-    """The columns to register with CUDA, and the calls that do it.
+    """The columns to register with CUDA, and the calls that do it."""
 
-    Args:
-        calls: Spans of whole pages, ascending, none of them overlapping.
-        columns: The columns that the calls cover, by name.
-        left_out: Why each other column is not registered, by name.
-    """
-
-    calls: tuple[Span, ...]
-    columns: Mapping[str, Span]
-    left_out: Mapping[str, str]
+    calls: tuple[Span, ...]  # whole pages, ascending, none of them overlapping
+    columns: Mapping[str, Span]  # those that the calls cover, by name
+    left_out: Mapping[str, str]  # why each other column is not registered, by name
 
     @property
     def num_bytes(self) -> int:
@@ -219,7 +213,10 @@ class Registration:
             fcntl.flock(memory.fd, fcntl.LOCK_UN)
         self.columns: dict[str, Span] = {}
         for name, column in wanted.columns.items():
-            if self._covers(column):
+            covered = column.begin
+            for call in self.calls:
+                covered = call.end if call.begin <= covered < call.end else covered
+            if covered >= column.end:
                 self.columns[name] = column
             else:
                 self.left_out[name] = failed
@@ -236,13 +233,6 @@ class Registration:
             return ""
         self._runtime.clear_error()
         return f"registering {show_bytes(call.num_bytes)} failed: {self._runtime.text(error)}"
-
-    def _covers(self, column: Span) -> bool:
-        at = column.begin
-        for call in self.calls:
-            if call.begin <= at < call.end:
-                at = call.end
-        return at >= column.end
 
     @property
     def num_bytes(self) -> int:

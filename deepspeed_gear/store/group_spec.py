@@ -79,17 +79,11 @@ STATISTICS: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class GroupCondition:
-    """Bounds of a statistic of a per-trajectory column over the members of a group.
+    """Bounds of a statistic of a per-trajectory column over the members of a group."""
 
-    Args:
-        column: The column; of a member of several trajectories the last one's value counts.
-        statistic: A key of `STATISTICS`; "std" is divided by the number of members - 1.
-        minimum, maximum: Bounds, inclusive; None: no bound.
-    """
-
-    column: str
-    statistic: str
-    minimum: float | None = None
+    column: str  # of a member of several trajectories the last one's value counts
+    statistic: str  # a key of `STATISTICS`; "std" is divided by the number of members - 1
+    minimum: float | None = None  # inclusive, as the other one; None: no bound
     maximum: float | None = None
 
     def holds(self, values: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -112,31 +106,19 @@ class GroupCondition:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Groups of a table's trajectories.
+    """Groups of a table's trajectories."""
 
-    Args:
-        column: Per-trajectory column of integers; the trajectories of a group have one value.
-        size: Members of a group.
-        member: Per-trajectory column of integers that tells the members of a group apart; None: each
-            trajectory is a member.
-        late: Late columns that a trajectory must have.
-        after_s: Seconds after its latest commit or `fill` at which a group with `min_size` members is
-            complete; None: never.
-        min_size: See `after_s`.
-        where: Conditions; a group that fails one is evicted when it is complete.
-        max_trajectories: Most trajectories of a group.
-        remember: Groups that have left the table, at most, of which late trajectories are dropped.
-    """
-
-    column: str
-    size: int
+    column: str  # per-trajectory column of integers; the trajectories of a group have one value
+    size: int  # members of a group
+    # Per-trajectory column of integers that tells the members of a group apart; None: each trajectory is one.
     member: str | None = None
-    late: tuple[str, ...] = ()
-    after_s: float | None = None
+    late: tuple[str, ...] = ()  # late columns that a trajectory must have
+    # Seconds after its latest commit or `fill` at which a group with `min_size` members is complete.
+    after_s: float | None = None  # None: never
     min_size: int = 0
-    where: tuple[GroupCondition, ...] = ()
-    max_trajectories: int = 0
-    remember: int = 0
+    where: tuple[GroupCondition, ...] = ()  # a group that fails one is evicted when it is complete
+    max_trajectories: int = 0  # of a group
+    remember: int = 0  # groups that have left the table, at most, of which late trajectories are dropped
 
     def to_json(self) -> dict[str, Any]:
         """Return the specification as JSON-able values."""

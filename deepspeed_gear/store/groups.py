@@ -25,8 +25,7 @@ from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.group_spec import COUNTED, RECENT, GroupCount, GroupSpec, SlotGroup
 from deepspeed_gear.store.records import Control, SlotRetention
-from deepspeed_gear.store.row_allocator import RowAllocator
-from deepspeed_gear.store.slot_sets import distinct
+from deepspeed_gear.store.row_allocator import RowAllocator, distinct
 
 NEVER: Final = 1 << 62
 # Of a slot in a checkpoint: position of its leader, plus 1, and the leader's SlotGroup.NUMBER and DRAWN.
@@ -211,7 +210,15 @@ class TableGroups:
         if self._is_kept or (seen == changed and not is_due):
             return
         log = None if is_due else self._extents
-        self._evaluate(None if log is None else log.changed_since(seen), now)
+        slots = None if log is None else log.changed_since(seen)
+        if slots is None:
+            words[GroupCount.DUE] = NEVER
+            waiting = self._incomplete()
+        else:
+            is_held = self._slots[slots, Slot.STATE] == SlotState.COMMITTED
+            waiting = slots[is_held & (self.words[slots, SlotGroup.LEADER] == 0)]
+        if len(waiting):
+            self._evaluate(distinct(self.numbers(waiting)), now)
         words[GroupCount.SEEN] = self._control[Control.CHANGED]
 
     @contextmanager
@@ -224,17 +231,8 @@ class TableGroups:
         finally:
             self._is_kept = False
 
-    def _evaluate(self, changed: np.ndarray | None, now: int) -> None:
-        """Form groups with trajectories among changed slots; None: among all slots."""
-        if changed is None:
-            self._count_words[GroupCount.DUE] = NEVER
-            waiting = self._incomplete()
-        else:
-            is_held = self._slots[changed, Slot.STATE] == SlotState.COMMITTED
-            waiting = changed[is_held & (self.words[changed, SlotGroup.LEADER] == 0)]
-        if not len(waiting):
-            return
-        wanted = distinct(self.numbers(waiting))
+    def _evaluate(self, wanted: np.ndarray, now: int) -> None:
+        """Form those of some groups that are complete; evict late trajectories. Numbers, ascending, int64."""
         slots, group = self._of_numbers(wanted)
         has_leader = self.words[slots, SlotGroup.LEADER] != 0
         is_formed = np.zeros(len(wanted), bool)

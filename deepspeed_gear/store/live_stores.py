@@ -29,20 +29,13 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True)
 class LiveStore:
-    """The store of a table of a run.
+    """The store of a table of a run."""
 
-    Args:
-        table: Name of the table.
-        processes: Ids of the processes attached to it.
-        run: The run that it belongs to.
-        views: Its regions, read-only; their contents change as the run goes on.
-    """
-
-    table: str
-    processes: tuple[int, ...]
+    table: str  # its name
+    processes: tuple[int, ...]  # ids of the processes attached to it
     run: RunIdentity
     layout: Layout
-    views: dict[str, np.ndarray]
+    views: dict[str, np.ndarray]  # its regions, read-only; their contents change as the run goes on
 
 
 def living_stores(process: int | None = None) -> list[LiveStore]:
@@ -129,22 +122,14 @@ _MOST_LETTERS = 64
 
 @dataclass(frozen=True)
 class NamedStore:
-    """The store of a table that admits writers.
+    """The store of a table that admits writers."""
 
-    Args:
-        file: Its name in /dev/shm.
-        table: Name of the table.
-        run: The run that it belongs to.
-        writing: What a process that only writes needs: defaults and options.
-        places: Indices for processes that only write.
-    """
-
-    file: str
-    table: str
+    file: str  # its name in /dev/shm
+    table: str  # name of the table
     run: RunIdentity
-    writing: Mapping[str, Any]
+    writing: Mapping[str, Any]  # what a process that only writes needs: defaults and options
     schema: Schema
-    places: range
+    places: range  # indices for processes that only write
 
     def differences(self, section: Mapping[str, Any]) -> list[str]:
         """Return the options in which an actor's `gear` section differs from the run's; empty if it fits.

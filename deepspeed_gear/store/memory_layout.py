@@ -38,16 +38,11 @@ HOLDER_OFFSET = MUTEX_OFFSET + MUTEX_BYTES  # int64: process id while the lock i
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """The run that a store belongs to.
+    """The run that a store belongs to."""
 
-    Args:
-        id: 32 hexadecimal digits, drawn when the run begins; no two runs have the same.
-        name: The user's name for it; may be empty.
-        digest: SHA-256 of the options a writer depends on, hex; empty where no writer attaches by a config.
-    """
-
-    id: str
-    name: str = ""
+    id: str  # 32 hexadecimal digits, drawn when the run begins; no two runs have the same
+    name: str = ""  # the user's name for it; may be empty
+    # SHA-256 of the options a writer depends on, hex; empty where no writer attaches by a config.
     digest: str = ""
 
     def __str__(self) -> str:
@@ -149,10 +144,10 @@ def read_header(buffer: Any, num_bytes: int, path: str) -> tuple[Layout, RunIden
     if int(header["total_bytes"]) != num_bytes:
         raise StoreError(path, f"must have {int(header['total_bytes'])} bytes", num_bytes, "it is truncated")
     text = bytes(buffer[HEADER_BYTES : HEADER_BYTES + int(header["description_bytes"])])
-    layout = Layout.parse(_undamaged(header, text, path))
+    layout, run = _parsed(header, text, path)
     if layout.total_bytes != num_bytes:
         raise StoreError(path, f"must have the {layout.total_bytes} bytes of its layout", num_bytes)
-    return layout, _run(header)
+    return layout, run
 
 
 def read_meaning(fd: int, path: str) -> tuple[dict[str, Any], RunIdentity]:
@@ -166,7 +161,8 @@ def read_meaning(fd: int, path: str) -> tuple[dict[str, Any], RunIdentity]:
         raise StoreError(path, f"must be a gear store of at least {HEADER_BYTES} bytes", len(head))
     header = _checked(np.frombuffer(head, HEADER, 1)[0], path)
     text = os.pread(fd, min(max(int(header["description_bytes"]), 0), _MOST_TEXT), HEADER_BYTES)
-    return Layout.parse(_undamaged(header, text, path)).meaning, _run(header)
+    layout, run = _parsed(header, text, path)
+    return layout.meaning, run
 
 
 def _checked(header: Any, path: str) -> Any:
@@ -182,13 +178,9 @@ def _checked(header: Any, path: str) -> Any:
     return header
 
 
-def _undamaged(header: Any, text: bytes, path: str) -> str:
-    """Return a store's description; raise unless it has the digest in the header."""
+def _parsed(header: Any, text: bytes, path: str) -> tuple[Layout, RunIdentity]:
+    """Return a store's layout and run; raise unless its description has the digest in the header."""
     if hashlib.sha256(text).hexdigest().encode() != bytes(header["layout_digest"]):
         raise StoreError(path, "must have an undamaged layout", None, "remove it with `gear clean`")
-    return text.decode()
-
-
-def _run(header: Any) -> RunIdentity:
-    fields = (bytes(header[field]).rstrip(b"\0") for field in ("run_id", "run_name", "config_digest"))
-    return RunIdentity(*(field.decode(errors="replace") for field in fields))
+    words = (bytes(header[field]).rstrip(b"\0") for field in ("run_id", "run_name", "config_digest"))
+    return Layout.parse(text.decode()), RunIdentity(*(word.decode(errors="replace") for word in words))

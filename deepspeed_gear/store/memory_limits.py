@@ -32,17 +32,11 @@ _FILES = {
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """A bound on what this process may still allocate.
+    """A bound on what this process may still allocate."""
 
-    Args:
-        name: The file that sets it.
-        available: Bytes that are left.
-        description: The numbers that it was computed from.
-    """
-
-    name: str
-    available: int
-    description: str
+    name: str  # the file that sets it
+    available: int  # bytes that are left
+    description: str  # the numbers that it was computed from
 
 
 def check_available(num_bytes: int) -> None:

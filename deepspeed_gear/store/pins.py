@@ -5,7 +5,7 @@ A writer has no streams of its own: it reads those of the ranks from their regio
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,25 +18,15 @@ from deepspeed_gear.store.table import Table
 _LAST_DRAWN = "/last_drawn"
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """A batch stream's regions in a store.
+class _Reader(NamedTuple):
+    """A batch stream's regions in a store."""
 
-    Args:
-        position: Words of its position.
-        last_drawn: The newest global batch that drew from each slot. [slots], int64.
-        consumed: The newest global batch that each process has released, plus 1. [peers], int64.
-        leaves: Masses of the slots, unless steps have priorities. [slots], int64.
-        steps: The priorities of steps, if they have any.
-        skips: Whether an epoch skips evicted items.
-    """
-
-    position: np.ndarray
-    last_drawn: np.ndarray
-    consumed: np.ndarray
-    leaves: np.ndarray
-    steps: StepPriorities | None
-    skips: bool
+    position: np.ndarray  # words of its position
+    last_drawn: np.ndarray  # the newest global batch that drew from each slot. [slots], int64
+    consumed: np.ndarray  # the newest global batch that each process has released, plus 1. [peers], int64
+    leaves: np.ndarray  # masses of the slots, unless steps have priorities. [slots], int64
+    steps: StepPriorities | None  # the priorities of steps, if they have any
+    skips: bool  # whether an epoch skips evicted items
 
     @property
     def is_frozen(self) -> bool:

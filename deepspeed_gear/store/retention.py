@@ -1,40 +1,157 @@
-"""Retention: how long trajectories stay in a table, by eviction, draw limits and age. Pure."""
+"""Retention: how long trajectories stay in a table, and when its writers or samplers must block. Pure."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
-from deepspeed_gear.store.rate_limiter import RateLimiter
+import numpy as np
+
+from deepspeed_gear.store.records import Control
 
 UNLIMITED = (1 << 62) - 1
+Unit = Literal["trajectory", "step", "group"]
+
+
+@dataclass(frozen=True)
+class RateLimiter:
+    """Bounds on samples drawn per item added, as in Reverb's rate limiters.
+
+    With I items ever added and S samples ever drawn, the difference I * samples_per_insert - S stays in
+    [least, most] once `min_size` items are held: the side that would leave this range blocks.
+
+    Args:
+        unit: What an item is.
+        min_size: No sample is drawn while fewer items are held; so many may always be added.
+        least, most: Bounds of the difference.
+
+    Source: Cassirer et al., "Reverb: A Framework For Experience Replay", 2021, section 3.3.
+    """
+
+    unit: Unit
+    min_size: int
+    samples_per_insert: float
+    least: float
+    most: float
+
+    @classmethod
+    def ratio(cls, unit: Unit, min_size: int, samples_per_insert: float, buffer: float) -> RateLimiter:
+        """Return a limiter that bounds the difference to `buffer` around its value at `min_size` items."""
+        offset = samples_per_insert * min_size
+        return cls(unit, min_size, samples_per_insert, offset - buffer, offset + buffer)
+
+    @classmethod
+    def least_size(cls, unit: Unit, min_size: int) -> RateLimiter:
+        """Return a limiter that only blocks samplers until `min_size` items are held."""
+        return cls(unit, min_size, 1.0, -math.inf, math.inf)
+
+    @classmethod
+    def queue(cls, unit: Unit, size: int) -> RateLimiter:
+        """Return a limiter of a queue: at most `size` items wait to be drawn."""
+        return cls(unit, 1, 1.0, 0.0, float(size))
+
+    def may_sample(self, size: int, inserted: int, sampled: int, count: int) -> bool:
+        """Return whether `count` samples may be drawn."""
+        return size >= self.min_size and inserted * self.samples_per_insert - sampled - count >= self.least
+
+    def may_insert(self, size: int, inserted: int, sampled: int, count: int = 1) -> bool:
+        """Return whether `count` items may be added; arguments as `may_sample`."""
+        if size + count <= self.min_size:
+            return True
+        return (inserted + count) * self.samples_per_insert - sampled <= self.most
+
+    def missing(self, size: int, inserted: int, sampled: int, count: int) -> int:
+        """Return how many items must be added before `count` samples; arguments as `may_sample`."""
+        missing = max(self.min_size - size, 0)
+        if self.least > -math.inf:
+            wanted = math.ceil((self.least + sampled + count) / self.samples_per_insert)
+            missing = max(missing, wanted - inserted)
+        while not self.may_sample(size + missing, inserted + missing, sampled, count):
+            missing += 1  # the quotient was rounded
+        return missing
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether writers may ever block."""
+        return self.most < math.inf
+
+    def room(self, size: int, inserted: int, sampled: int) -> int:
+        """Return how many items may be added, one by one or at once, before another sample is drawn.
+
+        Only where it `holds_back`; arguments as `may_sample`.
+        """
+        ahead = math.floor((self.most + sampled) / self.samples_per_insert) + 1 - inserted
+        while (inserted + ahead) * self.samples_per_insert - sampled > self.most:
+            ahead -= 1
+        return max(ahead, self.min_size - size, 0)
+
+    def counted(self, control: np.ndarray) -> tuple[int, int, int]:
+        """Return the number of trajectories or steps held, ever added, and reserved but not committed.
+
+        Args:
+            control: The store's control words. [32], int64.
+        """
+        words = Control.NUM_COMMITTED, Control.INSERTED, Control.PENDING
+        if self.unit == "step":
+            words = Control.STEPS_COMMITTED, Control.STEPS_INSERTED, Control.STEPS_PENDING
+        size, inserted, pending = (int(control[word]) for word in words)
+        return size, inserted, pending
+
+
+def kept(admitted: int, quota: int, gives_all: bool) -> int:
+    """Return the quota that a node keeps when it begins an exchange.
+
+    Its writers go on during the exchange, so it keeps half of what they have left. It keeps nothing where
+    samplers wait (the exchange is short): then even the longest trajectory must be admitted on some node.
+
+    Args:
+        admitted: Items that were added or reserved.
+        quota: How many its writers may add, including those.
+    """
+    return admitted if gives_all else max(admitted, admitted + (quota - admitted) // 2)
+
+
+def divide(pool: int, wanted: Sequence[int], turn: int) -> list[int]:
+    """Divide a pool of items that may be added among nodes.
+
+    Equally among the nodes whose writers wait, or among all. If a part is too small for what one of them
+    adds at once, one node receives the pool; each node is first in turn.
+
+    Args:
+        wanted: The most items that a waiting writer of each node adds at once; 0: none waits. [S].
+        turn: Number of the exchange.
+    Returns:
+        Each node's part; their sum is the pool. [S].
+    """
+    count = len(wanted)
+    order = [(turn + i) % count for i in range(count)]
+    order = [node for node in order if wanted[node]] or order
+    parts = [0] * count
+    part, rest = divmod(pool, len(order))
+    if any(wanted[node] > part for node in order):
+        part, rest = 0, 0
+        parts[order[0]] = pool
+    for i, node in enumerate(order):
+        parts[node] += part + (i < rest)
+    return parts
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Retention of a table's trajectories.
+    """Retention of a table's trajectories."""
 
-    Args:
-        eviction: Name of the eviction policy, or "module:Class".
-        column: Per-trajectory column whose lowest values are evicted first, with "keep_best".
-        max_steps, max_trajectories: Limits below the capacity.
-        max_times_sampled: Draws after which a trajectory is evicted; 0: never.
-        rate_limiter: When writers or samplers block; None: never.
-        max_age: Global batches after which a trajectory is evicted; 0: never.
-        version_column, max_lag: Column of policy versions, and the largest lag of a stored one.
-        waits: Whether a new version waits for open trajectories that would exceed the lag.
-    """
-
-    eviction: str = "none"
-    column: str | None = None
-    max_steps: int = UNLIMITED
+    eviction: str = "none"  # name of the eviction policy, or "module:Class"
+    column: str | None = None  # per-trajectory column whose lowest values are evicted first, with "keep_best"
+    max_steps: int = UNLIMITED  # limits below the capacity
     max_trajectories: int = UNLIMITED
-    max_times_sampled: int = 0
-    rate_limiter: RateLimiter | None = None
-    max_age: int = 0
-    version_column: str | None = None
-    max_lag: int = 0
-    waits: bool = False
+    max_times_sampled: int = 0  # draws after which a trajectory is evicted; 0: never
+    rate_limiter: RateLimiter | None = None  # when writers or samplers block; None: never
+    max_age: int = 0  # global batches after which a trajectory is evicted; 0: never
+    version_column: str | None = None  # column of policy versions
+    max_lag: int = 0  # largest lag of a stored policy version
+    waits: bool = False  # whether a new version waits for open trajectories that would exceed the lag
 
     @property
     def rate_words(self) -> tuple[Any, ...]:

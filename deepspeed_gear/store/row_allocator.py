@@ -12,7 +12,7 @@ before its writer has detected that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -23,7 +23,6 @@ from deepspeed_gear.store.memory_layout import HOLDER_OFFSET, MUTEX_OFFSET
 from deepspeed_gear.store.native_rows import ROWS_CODES, address, form_of
 from deepspeed_gear.store.records import Control, SlotLink, SlotRetention
 from deepspeed_gear.store.shared_memory import SharedMemory
-from deepspeed_gear.store.slot_sets import distinct, is_among
 from deepspeed_gear.store.table_spec import Shard, TableSpec
 
 _TRAIN_POSITION = "stream/train/position"
@@ -285,3 +284,18 @@ class RowAllocator:
         while slot != self.ends and self._open[slot]:
             slot = int(self.links[slot, on])
         return -1 if slot == self.ends else slot
+
+
+# `numpy.unique` and `numpy.isin` import `numpy.ma` when they are first called: 15 to 100 ms, for a writer
+# that holds the store's lock. Code that runs there uses these functions.
+
+
+def distinct(values: np.ndarray) -> np.ndarray:
+    """Return each value once, ascending. [n] -> [m]."""
+    ordered = np.sort(values)
+    return ordered[np.append(True, ordered[1:] != ordered[:-1])] if len(ordered) else ordered
+
+
+def is_among(values: np.ndarray, few: Sequence[int]) -> np.ndarray:
+    """Return which values are among a few. [n] -> [n], bool."""
+    return np.asarray((values[:, None] == np.asarray(few, values.dtype)).any(-1))

@@ -266,9 +266,7 @@ class SharedMemory:
 
     def is_alive(self, peer: int) -> bool:
         """Return whether the process with this index is attached."""
-        if peer == self.peer:
-            return not self._closed
-        return is_held(self.fd, peer, 1)
+        return not self._closed if peer == self.peer else is_held(self.fd, peer, 1)
 
     @property
     def huge_bytes(self) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Slot, SlotState, UpdateCount
-from deepspeed_gear.store.slot_sets import is_among
+from deepspeed_gear.store.row_allocator import is_among
 from deepspeed_gear.store.table import Table
 
 
@@ -19,19 +19,13 @@ class StepPriorities:
     """A batch stream's priorities and masses of a store's rows. Every method requires the store's lock.
 
     A row of no trajectory has priority 0. After a death inside a method, `repair` restores that.
-
-    Args:
-        priorities: All else is derived from these. [rows], float32.
-        row_slots: The slot of each row. [rows], int32.
-        sums: Masses, and their sum tree. [tree_size(rows)], int64.
-        minima: The min tree, if there is one. [minima_size(rows)], int64.
     """
 
     ops: Ops
-    priorities: np.ndarray
-    row_slots: np.ndarray
-    sums: torch.Tensor
-    minima: torch.Tensor | None
+    priorities: np.ndarray  # all else is derived from these. [rows], float32
+    row_slots: np.ndarray  # the slot of each row. [rows], int32
+    sums: torch.Tensor  # masses, and their sum tree. [tree_size(rows)], int64
+    minima: torch.Tensor | None  # the min tree, if there is one. [minima_size(rows)], int64
     counts: np.ndarray
 
     @classmethod

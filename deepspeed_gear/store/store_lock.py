@@ -1,4 +1,4 @@
-"""The lock of a store: survives the death of its owner, is timed, and names its holder."""
+"""The lock of a store, which survives the death of its owner, and futex notifications between processes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.store.memory_layout import HOLDER_OFFSET, MUTEX_OFFSET
+from deepspeed_gear.store.native_rows import address
 from deepspeed_gear.store.shared_memory import SharedMemory
 
 _REFUSALS = (StoreError, DataError)  # raised before anything has changed
@@ -58,7 +59,8 @@ class StoreLock:
     def __enter__(self) -> StoreLock:
         thread = threading.get_ident()
         try:
-            if self._thread != thread or not self._is_held():  # else Ctrl-C interrupted its release
+            is_held = self._thread == thread and self._native.mutex_owner(self._address) == self._pid
+            if not is_held:  # else Ctrl-C interrupted its release
                 result = self._native.mutex_lock(self._address, self.timeout_s)
                 if result == LockResult.OWNER_DIED:
                     self._native.mutex_consistent(self._address)
@@ -81,10 +83,6 @@ class StoreLock:
         if error is None or isinstance(error, _REFUSALS):
             self._holder[0] = 0
         self._release()
-
-    def _is_held(self) -> bool:
-        """Return whether this process holds the mutex."""
-        return bool(self._native.mutex_owner(self._address) == self._pid)
 
     def _release(self) -> None:
         """Release the lock; without effect where another thread or process has it."""
@@ -109,3 +107,40 @@ def _is_stopped(pid: int) -> bool:
     except OSError:
         return False  # it has ended, or is in another pid namespace
     return status.rpartition(")")[2].split()[0] in ("T", "t")
+
+
+BELL_WORDS = 32  # 128 bytes each: no two bells share a cache line
+
+
+class FutexEvents:
+    """Futex words ("bells") of the processes of a file; each counts how often it was rung.
+
+    A waiter reads the count, checks its condition, and waits with the count that it read, so no change in
+    between is missed.
+
+    Thread and process safety: any process may ring and wait.
+
+    Args:
+        words: [n, BELL_WORDS], uint32, in shared memory.
+    """
+
+    def __init__(self, words: np.ndarray, native: ModuleType) -> None:
+        self._words, self._native = words, native
+        self._counts = [words[i, :1].data for i in range(len(words))]  # NumPy's scalars are slower
+        self._addresses = [address(words) + i * words.strides[0] for i in range(len(words))]
+
+    def count(self, bell: int) -> int:
+        """Return how often a bell was rung."""
+        return int(self._counts[bell][0])
+
+    def ring(self, bell: int) -> None:
+        """Wake all waiters of a bell; this thread's earlier writes are visible by then."""
+        self._native.bell_ring(self._addresses[bell])
+
+    def wait(self, bell: int, seen: int, timeout_s: float) -> None:
+        """Wait until a bell's count is not `seen`, at most `timeout_s`; a signal ends the wait too."""
+        self._native.bell_wait(self._addresses[bell], seen, timeout_s)
+
+    def fence(self) -> None:
+        """Issue a memory fence between earlier and later reads and writes, as other processes see them."""
+        self._native.fence()

@@ -15,21 +15,20 @@ import numpy as np
 import torch
 
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.trajectory_checks import as_numbers
+from deepspeed_gear.data.trajectory_checks import as_numbers, no_values
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.column_arrays import ColumnArrays, as_tensor, part_of
 from deepspeed_gear.store.extent_move import ExtentMove
-from deepspeed_gear.store.futex import FutexEvents
 from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.memory_layout import Layout, Region, RunIdentity, read_header, write_header
-from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.records import Control, Peer, Refusal
+from deepspeed_gear.store.retention import RateLimiter
 from deepspeed_gear.store.row_allocator import RowAllocator, open_store
 from deepspeed_gear.store.shared_memory import SharedMemory
-from deepspeed_gear.store.store_lock import StoreLock
+from deepspeed_gear.store.store_lock import FutexEvents, StoreLock
 from deepspeed_gear.store.table_spec import RETURN_TO_GO, Shard, TableSpec, table_layout
 
 
@@ -59,9 +58,7 @@ class Table:
         self.lock = StoreLock(memory, ops.native, timeout_s, lambda: itself._recover())
         if spec.dataset is None:
             roles = [spec.schema.role(role) for role in ("terminated", "truncated")]
-            terminated, truncated = (
-                None if column is None else self.columns[column.name] for column in roles
-            )
+            terminated, truncated = (None if c is None else self.columns[c.name] for c in roles)
             ends = terminated, truncated
             handle = open_store(ops.native, spec, memory, views, self.columns, ends)
             self.extents = RowAllocator(
@@ -268,12 +265,31 @@ class Table:
             "raise capacity_steps, remove trajectories, or set remove to evict old ones",
         )
 
-    def write(self, slot: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """Write a reserved slot's rows. Needs no lock: they belong to this process."""
-        first, steps = int(self.slots[slot, Slot.FIRST_ROW]), int(self.slots[slot, Slot.NUM_STEPS])
+    def write(
+        self, slot: int, columns: Mapping[str, Any], known: int = 0, end: int | None = None, before: int = 0
+    ) -> None:
+        """Write rows of a reserved or open slot that no process reads.
+
+        Needs no lock for a reserved slot, whose rows belong to this process.
+
+        Args:
+            columns: All rows of each column, or a list of them; late columns may be left out.
+            known: Steps that are written already.
+            end: Number of steps by then; None: those of the slot.
+            before: Steps of `columns` before the first one of the slot.
+        """
+        at, steps = int(self.slots[slot, Slot.FIRST_ROW]), int(self.slots[slot, Slot.NUM_STEPS])
         for column in self.spec.schema:
-            self._rows_of(column, slot, first, steps)[...] = arrays[column.name]
-        self._derive_returns(np.array([[first, steps]], np.int64))
+            stored = self.columns[column.name]
+            rows = columns.get(column.name) if column.late else columns[column.name]
+            if column.rows == "1":
+                if known == 0:
+                    stored[slot, ...] = no_values(column, 0) if rows is None else rows
+                continue
+            more = int(column.rows == "T+1")
+            first, last = known + (more if known else 0), (steps if end is None else end) + more
+            stored[at + first : at + last] = 0 if rows is None else rows[before + first : before + last]
+        self._derive_returns(np.array([[at, steps]], np.int64))
 
     def _fill(self, dataset: Dataset) -> None:
         """Fill the slots from this table's part of a data set and, in memory, the columns, in one pass.

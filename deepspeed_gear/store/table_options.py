@@ -11,8 +11,7 @@ from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.eviction import policy_class
 from deepspeed_gear.store.group_spec import STATISTICS, GroupCondition, GroupSpec
-from deepspeed_gear.store.rate_limiter import RateLimiter
-from deepspeed_gear.store.retention import UNLIMITED, Retention
+from deepspeed_gear.store.retention import UNLIMITED, RateLimiter, Retention
 
 
 def group_spec_of(group: GroupConfig, schema: Schema, read: Iterable[str], num_slots: int = 0) -> GroupSpec:

@@ -23,58 +23,35 @@ RETURN_TO_GO = "derived/return_to_go"  # region of the derived column; no column
 
 @dataclass(frozen=True)
 class Shard:
-    """Shard: the part of a table that a store holds.
+    """Shard: the part of a table that a store holds."""
 
-    Args:
-        index, count: Index of the shard, and number of shards, in stored order.
-        first, end: Ids of the data set's trajectories that it holds: [first, end). 0, 0 for a table with a
-            capacity.
-    """
-
-    index: int = 0
-    count: int = 1
-    first: int = 0
-    end: int = 0
+    index: int = 0  # in stored order
+    count: int = 1  # shards of the table
+    first: int = 0  # ids of the data set's trajectories that it holds: [first, end)
+    end: int = 0  # both 0 for a table with a capacity
 
 
 @dataclass(frozen=True)
 class TableSpec:
-    """Specification of a table, from which its memory is laid out.
-
-    Args:
-        num_slots: Trajectories that this store can hold.
-        num_rows: Rows per step column of this store: of all its trajectories together, and the spare ones.
-        dataset: Its contents, if it is a data set.
-        in_memory: Whether the columns lie in shared memory rather than in the data set's mapped files.
-        return_to_go: Whether to keep the derived column of returns-to-go.
-        num_peers: Processes of the node that attach.
-        shard: The part of the table that this store holds; None for everything.
-        arrival_rows: Extra rows of every step column, for rows of trajectories that other nodes hold.
-        arrival_slots: Extra rows of every column of one row per trajectory, likewise.
-        num_writers: Processes besides these that may attach to write.
-        retention: How long trajectories stay, and the rate limiter.
-        spare_rows: The last of the rows, through which extents are moved, longer ones in pieces; no
-            trajectory stays there. 0: none is moved.
-        group: Its groups; None: it has none.
-        whole_fields: Fields that are right in whole episodes only: returns-to-go and time steps.
-    """
+    """Specification of a table, from which its memory is laid out."""
 
     name: str
     schema: Schema
-    num_slots: int
-    num_rows: int
-    dataset: Dataset | None
-    in_memory: bool
-    return_to_go: bool
-    num_peers: int
-    shard: Shard | None = None
-    arrival_rows: int = 0
-    arrival_slots: int = 0
-    num_writers: int = 0
-    retention: Retention = field(default_factory=Retention)
-    spare_rows: int = 0
-    group: GroupSpec | None = None
-    whole_fields: tuple[str, ...] = ()
+    num_slots: int  # trajectories that this store can hold
+    num_rows: int  # rows per step column of this store: of all its trajectories together, and the spare ones
+    dataset: Dataset | None  # its contents, if it is a data set
+    in_memory: bool  # whether the columns lie in shared memory rather than in the data set's mapped files
+    return_to_go: bool  # whether to keep the derived column of returns-to-go
+    num_peers: int  # processes of the node that attach
+    shard: Shard | None = None  # the part of the table that this store holds; None for everything
+    arrival_rows: int = 0  # extra rows of every step column, for rows of trajectories that other nodes hold
+    arrival_slots: int = 0  # extra rows of every column of one row per trajectory, likewise
+    num_writers: int = 0  # processes besides these that may attach to write
+    retention: Retention = field(default_factory=Retention)  # also the rate limiter
+    # The last of the rows, through which extents are moved, longer ones in pieces; no trajectory stays there.
+    spare_rows: int = 0  # 0: none is moved
+    group: GroupSpec | None = None  # its groups; None: it has none
+    whole_fields: tuple[str, ...] = ()  # fields right in whole episodes only: returns-to-go and time steps
 
     @property
     def capacity_rows(self) -> int:

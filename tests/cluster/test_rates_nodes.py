@@ -12,7 +12,7 @@ import pytest
 from cluster_support import Cluster
 from rate_cases import BATCH, fill, rest, section_of, sections
 
-from deepspeed_gear.store.rate_limiter import RateLimiter
+from deepspeed_gear.store.retention import RateLimiter
 
 Cases = dict[str, tuple[dict[str, Any], str, dict[str, Any]]]
 

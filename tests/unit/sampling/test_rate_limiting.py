@@ -28,9 +28,8 @@ from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.sampling.rate_limiting import JointSelectionLimiter, NodeRate
 from deepspeed_gear.store.live_stores import living_stores
 from deepspeed_gear.store.pins import SelectionPins
-from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.records import Control, Head, Position
-from deepspeed_gear.store.retention import Retention
+from deepspeed_gear.store.retention import RateLimiter, Retention
 from deepspeed_gear.store.table_spec import Shard
 from deepspeed_gear.writer.inserter import Inserter
 

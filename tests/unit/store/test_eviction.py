@@ -19,9 +19,8 @@ from deepspeed_gear.errors import ConfigError, NotReadyError, StoreFullError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.replay import table_access
 from deepspeed_gear.store.pins import SelectionPins
-from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.records import Control, SlotRetention
-from deepspeed_gear.store.retention import Retention
+from deepspeed_gear.store.retention import RateLimiter, Retention
 from deepspeed_gear.writer.inserter import Inserter
 
 Make = Callable[..., StoreScene]
@@ -79,20 +78,23 @@ def check_rows(scene: StoreScene) -> None:
 # ---- who goes ------------------------------------------------------------------------------------
 
 
-def test_the_oldest_go_first(make: Make) -> None:
-    scene = make("fifo")
-    for steps in (4, 4, 4):
-        add(scene, steps)
-    assert add(scene, 9) == 3
-    assert ids(scene) == [2, 3]
-
-
-def test_the_newest_go_first(make: Make) -> None:
-    scene = make("lifo")
-    for steps in (4, 4, 4):
-        add(scene, steps)
-    add(scene, 9)
-    assert ids(scene) == [0, 1, 3]
+@pytest.mark.parametrize(
+    ("removal", "options", "steps", "wanted"),
+    [
+        ("fifo", {}, [4, 4, 4, 9], [2, 3]),
+        ("lifo", {}, [4, 4, 4, 9], [0, 1, 3]),
+        ("fifo", {}, [1] * 7, [2, 3, 4, 5, 6]),  # slots are short
+        ("fifo", {"num_slots": 9, "num_rows": 200, "max_steps": 8}, [4] * 5, [3, 4]),
+        ("fifo", {"num_slots": 9, "num_rows": 200, "max_trajectories": 4}, [4] * 5, [1, 2, 3, 4]),
+    ],
+)
+def test_who_goes_by_age(
+    make: Make, removal: str, options: dict[str, int], steps: list[int], wanted: list[int]
+) -> None:
+    scene = make(removal, **options)
+    for number, count in enumerate(steps):
+        assert add(scene, count) == number
+    assert ids(scene) == wanted
 
 
 def test_nobody_goes(make: Make) -> None:
@@ -102,13 +104,6 @@ def test_nobody_goes(make: Make) -> None:
     with pytest.raises(StoreFullError, match="must have 2 free rows in a run, got '0 free"):
         add(scene, 1)
     assert ids(scene) == [0, 1, 2, 3]
-
-
-def test_where_slots_are_short_one_goes(make: Make) -> None:
-    scene = make("fifo")
-    for _ in range(7):
-        add(scene, 1)
-    assert ids(scene) == [2, 3, 4, 5, 6]
 
 
 def test_anybody_goes_and_everybody_may(make: Make) -> None:
@@ -189,20 +184,12 @@ def test_random_lengths_never_overlap(make: Make, removal: str) -> None:
         assert ids(scene) == list(range(300 - len(ids(scene)), 300))
 
 
-@pytest.mark.parametrize(("limit", "wanted"), [("max_steps", [3, 4]), ("max_trajectories", [1, 2, 3, 4])])
-def test_limits_below_what_there_is_room_for(make: Make, limit: str, wanted: list[int]) -> None:
-    scene = make("fifo", num_slots=9, num_rows=200, **{limit: 8 if limit == "max_steps" else 4})
-    for _ in range(5):
-        add(scene, 4)
-    assert ids(scene) == wanted
-
-
-@pytest.mark.parametrize("kind", ["more rows than there are", "more steps than may be"])
-def test_what_can_never_fit_is_refused(make: Make, kind: str) -> None:
-    scene = make("fifo", max_steps=10) if kind.endswith("be") else make("fifo")
+@pytest.mark.parametrize(("options", "steps"), [({}, 20), ({"max_steps": 10}, 11)])
+def test_what_can_never_fit_is_refused(make: Make, options: dict[str, int], steps: int) -> None:
+    scene = make("fifo", **options)
     add(scene, 4)
     with pytest.raises(StoreFullError):
-        add(scene, 11 if kind.endswith("be") else 20)
+        add(scene, steps)
     add(scene, 4)
 
 
@@ -277,13 +264,8 @@ def test_who_samples_does_not_wait_for_itself(make: Make) -> None:
 
 
 def test_writers_wait_as_the_rate_says(make: Make) -> None:
-    scene = make(
-        "fifo",
-        [stream_spec(batch=2)],
-        num_slots=9,
-        num_rows=60,
-        rate_limiter=RateLimiter.queue("trajectory", 2),
-    )
+    sizes = {"num_slots": 9, "num_rows": 60}
+    scene = make("fifo", [stream_spec(batch=2)], rate_limiter=RateLimiter.queue("trajectory", 2), **sizes)
     by = inserter(scene)
     for _ in range(2):
         add(scene, 2, by)

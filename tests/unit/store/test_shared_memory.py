@@ -41,8 +41,11 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_content_is_shared(name: str) -> None:
+def test_content_is_shared_once_it_is_linked(name: str) -> None:
+    SharedMemory.create(SIZE).close()
+    assert shared_files(prefix()) == []
     with_name = make(name)
+    assert oct((SHM / name).stat().st_mode & 0o777) == "0o600"
     other = SharedMemory.attach(name, 1)
     with_name.buffer[100:105] = b"hello"
     assert other.buffer[100:105] == b"hello"
@@ -51,18 +54,6 @@ def test_content_is_shared(name: str) -> None:
     assert (SHM / name).exists()
     other.close()
     assert not (SHM / name).exists()
-
-
-def test_nothing_is_visible_before_link(name: str) -> None:
-    memory = SharedMemory.create(SIZE)
-    assert shared_files(prefix()) == []
-    memory.close()
-
-
-def test_mode_is_private(name: str) -> None:
-    memory = make(name)
-    assert oct((SHM / name).stat().st_mode & 0o777) == "0o600"
-    memory.close()
 
 
 def test_unlinked_memory_cannot_be_attached_and_works_on(name: str) -> None:
@@ -102,32 +93,10 @@ def test_timeouts_as_arguments_are_bounded(wrong: Any) -> None:
         TrajectoryWriter.attach({}, wait_s=wrong)
 
 
-def refused_mode(path: Path) -> None:
-    path.chmod(0o644)
-
-
 def refused_link(path: Path) -> None:
     target = path.with_name(path.name + "-target")
     path.rename(target)
     path.symlink_to(target)
-
-
-def refused_directory(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def refused_missing(path: Path) -> None:
-    path.unlink()
-
-
-def refused_fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path, 0o600)
-
-
-def refused_empty(path: Path) -> None:
-    os.truncate(path, 0)
 
 
 def refused_owner(path: Path) -> None:
@@ -139,16 +108,16 @@ def refused_owner(path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
-        (refused_mode, r"must have mode 0600, got '0o644'"),
+        (lambda path: path.chmod(0o644), r"must have mode 0600, got '0o644'"),
         (refused_link, r"must be an existing store, got 'Too many levels of symbolic links'"),
-        (refused_directory, r"must be an existing store, got 'Is a directory'"),
-        (refused_missing, r"must be an existing store, got 'No such file or directory'"),
-        (refused_fifo, r"must be a regular file"),
-        (refused_empty, r"must be a gear store, got 'an empty file'"),
+        (lambda path: (path.unlink(), path.mkdir()), r"must be an existing store, got 'Is a directory'"),
+        (Path.unlink, r"must be an existing store, got 'No such file or directory'"),
+        (lambda path: (path.unlink(), os.mkfifo(path, 0o600)), r"must be a regular file"),
+        (lambda path: os.truncate(path, 0), r"must be a gear store, got 'an empty file'"),
         (refused_owner, r"must belong to user 0, got 12345"),
     ],
 )
-def test_attach_refuses(name: str, spoil: Callable[[Path], None], text: str) -> None:
+def test_attach_refuses(name: str, spoil: Callable[[Path], Any], text: str) -> None:
     memory, path = make(name), SHM / name
     spoil(path)
     before = open_files()

@@ -80,11 +80,14 @@ def test_ids_are_for_ever_and_generations_count(scene: StoreScene) -> None:
     assert table.slots[slot, Slot.GENERATION] == generation + 1
 
 
-def test_rows_are_what_was_added(scene: StoreScene) -> None:
-    for steps in (1, 7, 4):
+def test_rows_are_what_was_added_and_returns_to_go_are_derived(scene: StoreScene) -> None:
+    returns = {1: [1], 5: [15, 14, 12, 9, 5], 3: [6, 5, 3]}
+    for steps in returns:
         scene.add(steps)
-    for number, steps in enumerate((1, 7, 4)):
+    for number, (steps, wanted) in enumerate(returns.items()):
         assert same(read(scene.table, number), trajectory(number, steps))
+        first = int(scene.table.slots[scene.table.slots_of(np.array([number]))[0], Slot.FIRST_ROW])
+        assert scene.table.columns[RETURN_TO_GO][first : first + steps].tolist() == wanted
 
 
 @pytest.mark.parametrize(
@@ -140,14 +143,6 @@ def test_a_refused_write_gives_its_rows_back(scene: StoreScene, monkeypatch: pyt
     scene.add(19)
 
 
-def test_returns_to_go(scene: StoreScene) -> None:
-    scene.add(5)
-    scene.add(3)
-    for number, wanted in ((0, [15, 14, 12, 9, 5]), (1, [6, 5, 3])):
-        first = int(scene.table.slots[scene.table.slots_of(np.array([number]))[0], 3])
-        assert scene.table.columns[RETURN_TO_GO][first : first + len(wanted)].tolist() == wanted
-
-
 # ---- what may be added ---------------------------------------------------------------------------
 
 
@@ -193,12 +188,9 @@ def test_wrong_trajectories_are_refused(scene: StoreScene, change: dict[str, Any
     assert (scene.table.slots == before).all()
 
 
-def test_an_empty_trajectory_is_refused(scene: StoreScene) -> None:
+def test_trajectories_that_are_too_short_or_too_long(scene: StoreScene) -> None:
     with pytest.raises(DataError, match="must have at least one step, got 0"):
         scene.add(0)
-
-
-def test_longest_trajectory(scene: StoreScene) -> None:
     with pytest.raises(DataError, match="must have at most max_length = 3 steps, got 4"):
         table_access.add(scene.table, [], trajectory(0, 4), 3)
     table_access.add(scene.table, [], trajectory(0, 3), 3)
@@ -287,40 +279,22 @@ def test_a_data_set_is_all_committed(tmp_path: Any, in_memory: bool) -> None:
 # ---- attaching -----------------------------------------------------------------------------------
 
 
-def spoil_header(name: str, value: object) -> Callable[[StoreScene], None]:
-    def spoil(scene: StoreScene) -> None:
-        np.ndarray((), HEADER, buffer=scene.table.memory.buffer)[name] = value
-
-    return spoil
-
-
-def lengthen(scene: StoreScene) -> None:
-    os.truncate(SHM / scene.name, scene.layout.total_bytes + 4096)
-
-
-def shorten(scene: StoreScene) -> None:
-    os.truncate(SHM / scene.name, scene.layout.total_bytes - 1)
-
-
-def cut_off(scene: StoreScene) -> None:
-    os.truncate(SHM / scene.name, 100)
-
-
 @pytest.mark.parametrize(
-    ("spoil", "text"),
+    ("num_bytes", "text"),
     [
-        (spoil_header("magic", b"XEARSTOR"), "must be a gear store"),
-        (spoil_header("format", 9), "must have store format 2, got 9"),
-        (spoil_header("run_id", b"9" * 32), "must belong to run 0+, got '9+'"),
-        (spoil_header("layout_digest", b"9" * 64), "must have an undamaged layout"),
-        (lengthen, r"must have \d+ bytes, got \d+; it is truncated"),
-        (shorten, r"must have \d+ bytes, got \d+; it is truncated"),
-        (cut_off, "must be a gear store of at least 4096 bytes"),
+        (None, "must belong to run 0+, got '9+'"),
+        (lambda scene: scene.layout.total_bytes + 4096, r"must have \d+ bytes, got \d+; it is truncated"),
+        (lambda scene: scene.layout.total_bytes - 1, r"must have \d+ bytes, got \d+; it is truncated"),
+        (lambda scene: 100, "must be a gear store of at least 4096 bytes"),
     ],
 )
-def test_attach_refuses(spoil: Callable[[StoreScene], None], text: str) -> None:
+def test_attach_refuses(num_bytes: Callable[[StoreScene], int] | None, text: str) -> None:
+    """Damaged headers: test_memory_layout."""
     scene = StoreScene(lengths=[3])
-    spoil(scene)
+    if num_bytes is None:
+        np.ndarray((), HEADER, buffer=scene.table.memory.buffer)["run_id"] = b"9" * 32
+    else:
+        os.truncate(SHM / scene.name, num_bytes(scene))
     files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(StoreError, match=text) as caught:
         scene.attach(1)

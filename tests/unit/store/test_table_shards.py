@@ -193,11 +193,6 @@ def test_ids_are_unique_over_shards_and_grow() -> None:
         assert b.slots_of(np.arange(9)).tolist() == [-1, 0, -1, -1, 1, -1, -1, 2, -1]
 
 
-def test_one_shard_of_one_counts_as_a_table_without_shards() -> None:
-    with table_of(capacity()) as table:
-        assert [add(table, i) for i in range(3)] == [0, 1, 2]
-
-
 @pytest.mark.parametrize(("index", "count"), [(0, 1), (0, 3), (2, 3)])
 def test_ids_go_on_after_a_recovery_and_a_restore(index: int, count: int) -> None:
     with table_of(capacity(index, count)) as table:

@@ -8,9 +8,8 @@ import pytest
 
 from deepspeed_gear.config.table_options import EVICTION_POLICIES
 from deepspeed_gear.store.eviction import POLICIES, policy_class
-from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.records import EvictionCode
-from deepspeed_gear.store.retention import Retention
+from deepspeed_gear.store.retention import RateLimiter, Retention
 
 
 def test_the_bounds_themselves_are_admitted() -> None:
