@@ -61,7 +61,7 @@ class InferenceClient(VectorWriter):
             slots.release(places)
             slots.close()
             raise
-        self._slots, self._places, self._all = slots, places, np.arange(count, dtype=np.int64)
+        self._slots, self._places = slots, places
         answered = [schema[name] for name in slots.places.answers]
         self._done_by = [column for column in self._done_by if column not in answered]
         self._done_rows, self._answer_rows = staging.rows(self._done_by), staging.rows(answered)
@@ -192,8 +192,8 @@ class InferenceClient(VectorWriter):
 
     # ---- rows ------------------------------------------------------------------------------------
 
-    def _make_room(self, which: Any, check: Callable[[], None]) -> None:
-        del which, check  # `post` has reserved the row
+    def _make_room(self, envs: np.ndarray, check: Callable[[], None]) -> None:
+        del envs, check  # `post` has reserved the row
 
     def _reserve_rows(self, envs: np.ndarray) -> None:
         """Ensure a free row for the next step of environments that do not wait."""

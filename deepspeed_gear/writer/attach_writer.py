@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +23,13 @@ DEFAULT_PREFIX = "gear"
 _OWN_CONFIG = "give this process the config of its run"
 
 
-@dataclass(frozen=True)
-class Attached:
-    """A table in a process that only writes.
-
-    Args:
-        max_length: Steps of the longest trajectory.
-        weight: Per-trajectory column of weights, which must be finite and >= 0.
-        timeout_s: Longest wait for the ranks.
-    """
-
-    table: Table
-    max_length: int | None
-    weight: str | None
-    timeout_s: float
-
-
 def attach(
     config: str | Path | Mapping[str, Any] | None = None,
     table: str | None = None,
     name: str | None = None,
     wait_s: float = 60.0,
     run: str | None = None,
-) -> Attached:
+) -> tuple[Table, Mapping[str, Any]]:
     """Attach to the store of a table of a run of this node.
 
     Candidates are stores with a living rank whose run has the table, the writers' options of `config` (see
@@ -61,6 +44,9 @@ def attach(
         wait_s: How long to wait for the ranks to create it.
         run: Name or id of the run. None: `gear.shared_memory.run`, else the environment's GEAR_RUN, else the
             only run that matches.
+    Returns:
+        The table, and what its writers need: "max_length", the steps of the longest trajectory; "weight", the
+        column of weights, which must be finite and >= 0; "timeout_s", the longest wait for the ranks.
     Raises:
         ConfigError: The config has no such table that admits writers, or names another run; or an argument
             is wrong.
@@ -69,28 +55,22 @@ def attach(
     for what, given in (("table", table), ("name", name), ("run", run)):
         arguments.one_of(what, given, (str, type(None)), "a name")
     check_timeout("wait_s", wait_s)
-    search = _Search.of(config, table, run)
+    search = _Search(config, table, run)
     if name is not None:
         if run is not None:
             raise ConfigError("name and run", "must not both be given", [name, run], "leave run out")
-        return _open(search.fitting(name))
-    others: Any = None
-
-    def look() -> Attached | None:
-        nonlocal others
-        store, others = search.look()
-        if store is not None:
-            with contextlib.suppress(StoreGoneError):  # its run has ended in the meantime: wait for the next
-                return _open(store)
-        return None
-
-    attached = wait_until(look, wait_s, _POLL_S)
+        store = named_store(name)
+        options = [] if search.section is None else store.differences(search.section)
+        if options:
+            raise StoreError(str(store), "must be of a run of this config", ", ".join(options), _OWN_CONFIG)
+        return _open(store)
+    attached = wait_until(search.look, wait_s, _POLL_S)
     if attached is None:
-        raise search.not_found(wait_s, others)
+        raise search.not_found(wait_s)
     return attached
 
 
-def _open(store: NamedStore) -> Attached:
+def _open(store: NamedStore) -> tuple[Table, Mapping[str, Any]]:
     """Attach to a store.
 
     Raises:
@@ -109,46 +89,35 @@ def _open(store: NamedStore) -> Attached:
         with attached.lock:  # an earlier process with this index may have died while writing
             attached.extents.give_up(memory.peer)
         attached.claim_peer(memory.peer)
-        options = meaning["writing"]
-        return Attached(attached, options["max_length"], options["weight"], float(options["timeout_s"]))
+        return attached, meaning["writing"]
     except BaseException:
         memory.close()
         raise
 
 
-@dataclass(frozen=True)
 class _Search:
-    """A search for the store of a writer, among candidates in /dev/shm.
+    """A search for the store of a writer, among candidates in /dev/shm."""
 
-    Args:
-        section: The `gear` section; None: any store of the prefix.
-        prefix: Of the file's name.
-        table: Name of the table; None: any.
-        runs: Names and ids that the run must have; empty: any run.
-    """
-
-    section: Mapping[str, Any] | None
-    prefix: str
-    table: str | None
-    runs: Sequence[str]
-
-    @classmethod
-    def of(cls, config: str | Path | Mapping[str, Any] | None, table: str | None, run: str | None) -> _Search:
+    def __init__(
+        self, config: str | Path | Mapping[str, Any] | None, table: str | None, run: str | None
+    ) -> None:
         section = None if config is None else _object("gear", ds_config.read(config)[0])
         memory = {} if section is None else _object("gear.shared_memory", section.get("shared_memory", {}))
-        prefix = memory.get("prefix", DEFAULT_PREFIX)
-        if not isinstance(prefix, str):
-            raise ConfigError("gear.shared_memory.prefix", "must be a string", prefix)
-        return cls(section, prefix, _table_of(section, table), run_names(memory.get("run"), run))
+        self.section, self.prefix = section, memory.get("prefix", DEFAULT_PREFIX)
+        if not isinstance(self.prefix, str):
+            raise ConfigError("gear.shared_memory.prefix", "must be a string", self.prefix)
+        self.table = _table_of(section, table)  # None: any
+        self.runs = run_names(memory.get("run"), run)  # names and ids that the run must have
+        self.others: list[str] = []  # stores that do not match, and why
 
-    def look(self) -> tuple[NamedStore | None, list[str]]:
-        """Return the one store that matches, or None, and why the others do not.
+    def look(self) -> tuple[Table, Mapping[str, Any]] | None:
+        """Attach to the one store that matches; None: there is none now.
 
         Raises:
             StoreError: Several match.
         """
-        fitting, others = [], []
         found, foreign = named_stores(self.prefix)
+        fitting, others = [], []
         for store in found:
             missing = [name for name in self.runs if name not in (store.run.id, store.run.name)]
             if self.table not in (None, store.table):
@@ -161,34 +130,25 @@ class _Search:
                 others.append(f"{store}: {', '.join(reasons)}")
             else:
                 fitting.append(store)
+        self.others = others + foreign
         if len(fitting) > 1:
             remedy = f"give run or set {RUN_VARIABLE} to a run's name or id, or give table"
             several = "; ".join(map(str, fitting))
             raise StoreError("the store", "must be named where there are several", several, remedy)
-        return (fitting[0] if fitting else None), others + foreign
+        with contextlib.suppress(StoreGoneError):  # its run has ended in the meantime: wait for the next
+            return _open(fitting[0]) if fitting else None
+        return None
 
-    def fitting(self, file: str) -> NamedStore:
-        """Return the store of a file; raise unless it matches.
-
-        Raises:
-            StoreError: It does not match, or cannot be attached to.
-        """
-        store = named_store(file)
-        options = [] if self.section is None else store.differences(self.section)
-        if options:
-            raise StoreError(str(store), "must be of a run of this config", ", ".join(options), _OWN_CONFIG)
-        return store
-
-    def not_found(self, wait_s: float, others: list[str]) -> StoreError:
+    def not_found(self, wait_s: float) -> StoreError:
         """Return the error of a search without a result."""
         what = f"{SHM}/{self.prefix}-*-{self.table or '*'}"
         of = [] if self.section is None else ["of this config"]
         of += [f"of run {name}" for name in self.runs]
         rule = ", ".join(["must be a store that takes writers", *of, f"within {wait_s:g} s"])
         remedy = "start the ranks; set gear.tables.<name>.writers"
-        if others:
+        if self.others:
             remedy = f"{_OWN_CONFIG}, or start its ranks"
-        return StoreError(what, rule, "; ".join(others) or None, remedy)
+        return StoreError(what, rule, "; ".join(self.others) or None, remedy)
 
 
 def _object(name: str, value: object) -> Mapping[str, Any]:

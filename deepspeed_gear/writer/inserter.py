@@ -25,14 +25,12 @@ Committed = Callable[[int], None]
 class EpisodeLimit(NamedTuple):
     """The longest trajectory of a table, and whether a longer episode may be stored as several.
 
-    Args:
-        max_length: Most steps of a trajectory; None: as many as fit.
-        whole_fields: Names of the fields of a batch that are right in whole episodes only: the return-to-go
-            of a part lacks the rewards that follow, and its time steps begin at 0 again.
+    Some fields of a batch are right in whole episodes only: the return-to-go of a part lacks the rewards that
+    follow, and its time steps begin at 0 again.
     """
 
-    max_length: int | None
-    whole_fields: tuple[str, ...] = ()
+    max_length: int | None  # most steps of a trajectory; None: as many as fit
+    whole_fields: tuple[str, ...] = ()  # names of such fields
 
     def check_parts(self, env: int) -> None:
         """Raise unless the episode of an environment may be stored as several trajectories.
@@ -244,10 +242,10 @@ class Inserter:
         return EpisodeLimit(self.max_length, self.table.spec.whole_fields)
 
     @property
-    def version_column(self) -> str | None:
-        """The column of policy versions, if ranks wait for open trajectories of old versions."""
+    def version_column(self) -> str:
+        """The column of policy versions, if ranks wait for open trajectories of old versions; else ""."""
         retention = self.table.spec.retention
-        return retention.version_column if retention.waits else None
+        return (retention.version_column or "") if retention.waits else ""
 
     def report_versions(self, writer: object, versions: np.ndarray) -> None:
         """Publish the oldest policy version of a writer's open trajectories to ranks; negative: none."""

@@ -25,9 +25,6 @@ from deepspeed_gear.writer.partial_publish import (
     no_publisher,
 )
 
-Notify = Callable[[object, np.ndarray], None]
-NOTHING_OPEN = np.empty(0, np.int64)
-
 
 class OpenTrajectory(ProcessBound):
     """A trajectory that grows step by step in this process.
@@ -67,15 +64,11 @@ class OpenTrajectory(ProcessBound):
         self._ends = {column.name for column in steps if column.rows == "T+1"}
         self._flags = [column.name for column in schema.end_columns]
         self._has_ended = False  # an end flag is set at the last step
-        self._watch: tuple[str, Notify] | None = None
+        self._version = "" if publisher is None else publisher.version_column
         self.trajectory_id: int | None = None  # once it is added, or its first steps are published
         self.completed: CompletedTrajectory | None = None  # once it has ended and is stored
         self._open = True
         self.set(**per_trajectory)
-
-    def watch_versions(self, column: str, notify: Notify) -> None:
-        """Report the policy version of the first step, as `VectorWriter.watch_versions`."""
-        self._watch = column, notify
 
     def append(self, *, publish: bool = False, **columns: Any) -> None:
         """Append a step: an observation, its action, and the reward and end flags that followed.
@@ -114,8 +107,8 @@ class OpenTrajectory(ProcessBound):
             self._rows[column].append(row)
         if not missing:
             self._has_ended = any(rows[column] for column in self._flags)
-        if self._watch is not None and len(self._rows[self._watch[0]]) == 1:
-            self._watch[1](self, rows[self._watch[0]].reshape(1).astype(np.int64))
+        if self._version and len(self._rows[self._version]) == 1:
+            self._report_version(rows[self._version].reshape(1).astype(np.int64))
         if publish:
             self._publish()
 
@@ -151,8 +144,8 @@ class OpenTrajectory(ProcessBound):
             raise no_publisher()
         publisher.check()
         try:
-            columns = {**self._rows, **self._once}
-            publisher.publish([PublishedPart(self._growing, self._num_steps, columns)])
+            once = {name: value for name, value in self._once.items() if not self._schema[name].late}
+            publisher.publish([PublishedPart(self._growing, self._num_steps, {**self._rows, **once})])
         finally:
             self.trajectory_id = self._growing.trajectory_id
 
@@ -181,7 +174,7 @@ class OpenTrajectory(ProcessBound):
         """
         if not self._open:
             return
-        self._end_watch()
+        self._close()
         if self._growing.is_published and self._publisher is not None:
             self.completed = self._publisher.end(self._growing, truncated=True)
 
@@ -189,10 +182,15 @@ class OpenTrajectory(ProcessBound):
         if not self._open:
             raise DataError(f"{self._name}: trajectory", "must be open", None, "it has ended, begin another")
 
-    def _end_watch(self) -> None:
+    def _close(self) -> None:
         self._open = False
-        if self._watch is not None:
-            self._watch[1](self, NOTHING_OPEN)
+        if self._version:
+            self._report_version(np.empty(0, np.int64))
+
+    def _report_version(self, version: np.ndarray) -> None:
+        """Report the policy version of the first step while the trajectory is open."""
+        assert self._publisher is not None
+        self._publisher.report_versions(self, version)
 
     def __enter__(self) -> OpenTrajectory:
         return self
@@ -202,7 +200,7 @@ class OpenTrajectory(ProcessBound):
     ) -> None:
         if not self._open:
             return
-        self._end_watch()
+        self._close()
         if self._growing.is_published and self._publisher is not None:
             self._end_published(self._publisher, kind is None)
         elif kind is None:

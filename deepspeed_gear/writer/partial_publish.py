@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from deepspeed_gear.data.trajectory_checks import no_values
 from deepspeed_gear.errors import DataError
-from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.store.records import Growing, Refusal, StepCount
 from deepspeed_gear.store.row_allocator import OpenHandle
 from deepspeed_gear.writer.inserter import Inserter
@@ -126,7 +124,19 @@ class Publisher:
         self._inserter, self._table, self._check = inserter, inserter.table, check
         #: Where and how a VectorWriter stores steps, and the callback of a dropped owner's weak reference.
         self.vector_options, self.note_orphan = inserter.vector_options, inserter.note_orphan
+        #: The column of policy versions, "" where ranks wait for no old ones, and what reports versions.
+        self.version_column, self.report_versions = inserter.version_column, inserter.report_versions
         self._name = f"table {inserter.table.spec.name}"
+        self._unsuited: tuple[str, str] | None = None  # why no steps can be published: rule and remedy
+        if inserter.max_length is None:
+            rule = "must have max_length for steps of open trajectories to be published"
+            self._unsuited = rule, "set gear.tables.<name>.max_length"
+        elif inserter.table.spec.return_to_go:
+            rule = "must not keep returns-to-go where steps of open trajectories are published"
+            self._unsuited = rule, "leave out the field return_to_go, or do not publish"
+        elif inserter.table.groups is not None:
+            rule = "must have no groups for steps of open trajectories to be published"
+            self._unsuited = rule, "a group can be sampled when all of it has ended"
         self._growing: set[GrowingTrajectory] = set()
         self._num_begun = 0  # trajectories with published steps
         self._counts: list[np.ndarray] = []
@@ -134,8 +144,7 @@ class Publisher:
     @property
     def is_suited(self) -> bool:
         """Whether steps of open trajectories can be published; `check` raises why not."""
-        spec = self._table.spec
-        return self._inserter.max_length is not None and not spec.return_to_go and self._table.groups is None
+        return self._unsuited is None
 
     @property
     def num_added(self) -> int:
@@ -173,16 +182,9 @@ class Publisher:
             StoreError: The run has ended.
         """
         self.look()
-        if self.is_suited:
-            return
-        if self._inserter.max_length is None:
-            rule = "must have max_length for steps of open trajectories to be published"
-            raise DataError(self._name, rule, None, "set gear.tables.<name>.max_length")
-        if self._table.spec.return_to_go:
-            rule = "must not keep returns-to-go where steps of open trajectories are published"
-            raise DataError(self._name, rule, None, "leave out the field return_to_go, or do not publish")
-        rule = "must have no groups for steps of open trajectories to be published"
-        raise DataError(self._name, rule, None, "a group can be sampled when all of it has ended")
+        if self._unsuited is not None:
+            rule, remedy = self._unsuited
+            raise DataError(self._name, rule, None, remedy)
 
     # ---- publishing ------------------------------------------------------------------------------
 
@@ -220,9 +222,10 @@ class Publisher:
         rate = self._table.spec.retention.rate_limiter
         if rate is not None and rate.unit == "step" and not self._inserter.evictor.may_insert(part.num_new):
             return False
-        self._write(part, growing.handle.slot)
+        slot, known = growing.handle.slot, growing.published
+        self._table.write(slot, part.columns, known, part.num_steps, growing.first)
         growing.words[Growing.PUBLISHED] = part.num_steps
-        extents.grow(growing.handle.slot, part.num_steps)
+        extents.grow(slot, part.num_steps)
         return True
 
     def _begin(self, part: PublishedPart) -> None:
@@ -243,28 +246,13 @@ class Publisher:
                     if not extents.stands(growing.handle):  # a checkpoint was loaded in the meantime
                         growing.handle = None
                         continue
-                    self._write(part, slot)
+                    self._table.write(slot, part.columns, 0, part.num_steps, growing.first)
                     growing.words[Growing.ID] = self._inserter.publish(slot, part.num_steps)
             except BaseException:
                 self.end(growing)
                 raise
         growing.words[Growing.PUBLISHED] = part.num_steps
         self._num_begun += 1
-
-    def _write(self, part: PublishedPart, slot: int) -> None:
-        """Write the unpublished steps, to rows that no process reads. Requires the lock."""
-        table, known, before = self._table, part.growing.published, part.growing.first
-        at = int(table.slots[slot, Slot.FIRST_ROW])
-        for column in table.spec.schema:
-            stored = table.columns[column.name]
-            if column.rows == "1":
-                if known == 0:
-                    stored[slot] = no_values(column, 0) if column.late else part.columns[column.name]
-                continue
-            more = int(column.rows == "T+1")
-            first, last = known + (more if known else 0), part.num_steps + more
-            rows = 0 if column.late else part.columns[column.name][before + first : before + last]
-            stored[at + first : at + last] = rows
 
     # ---- ends ------------------------------------------------------------------------------------
 

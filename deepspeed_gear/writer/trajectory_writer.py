@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -27,7 +27,6 @@ from deepspeed_gear.writer.open_trajectory import OpenTrajectory
 from deepspeed_gear.writer.partial_publish import Publisher
 from deepspeed_gear.writer.vector_writer import VectorWriter
 
-Grows = TypeVar("Grows", OpenTrajectory, VectorWriter)
 # Names that other modules of this package use, and no program.
 INTERNAL = frozenset(
     "check_goes_on check_while_waiting close_with end_with_replay limit publisher run_goes_on "
@@ -121,17 +120,16 @@ class TrajectoryWriter(ProcessBound):
         Raises:
             ConfigError, StoreError: As `writer.attach.attach`.
         """
-        found = attach(config, table, name, wait_s, run)
+        of, options = attach(config, table, name, wait_s, run)
+        weight = options["weight"]
 
         def check_weight(columns: dict[str, np.ndarray]) -> None:
-            if found.weight is not None:
-                check_weights(f"column {found.weight}", np.atleast_1d(columns[found.weight]))
+            check_weights(f"column {weight}", np.atleast_1d(columns[weight]))
 
-        checks = () if found.weight is None else (check_weight,)
-        watch = RunWatch(found.table, [] if check is None else [check])
-        context = Context(timeout_s=found.timeout_s, check=watch.check)
-        inserter = Inserter(found.table, SelectionPins(found.table), context, found.max_length, checks)
-        return cls(found.table, inserter, watch)
+        checks = () if weight is None else (check_weight,)
+        watch = RunWatch(of, [] if check is None else [check])
+        context = Context(timeout_s=float(options["timeout_s"]), check=watch.check)
+        return cls(of, Inserter(of, SelectionPins(of), context, options["max_length"], checks), watch)
 
     def __repr__(self) -> str:
         end = "" if self._open else ", closed"
@@ -231,8 +229,7 @@ class TrajectoryWriter(ProcessBound):
             **per_trajectory: Columns of one value per trajectory.
         """
         native = self._table.ops.native
-        opened = OpenTrajectory(self.table, self.schema, self.add, per_trajectory, self.publisher, native)
-        return self._watched(opened)
+        return OpenTrajectory(self.table, self.schema, self.add, per_trajectory, self.publisher, native)
 
     def vector_writer(self, num_envs: Any, autoreset: Autoreset | None = None) -> VectorWriter:
         """Return a writer of the steps of many environments at once.
@@ -245,16 +242,9 @@ class TrajectoryWriter(ProcessBound):
         Raises:
             DataError: No mode is given, or it is not the environment's.
         """
+        count, mode = resolve(num_envs, autoreset)
         native = self._table.ops.native
-        vector = VectorWriter(
-            self.schema,
-            self.add,
-            *resolve(num_envs, autoreset),
-            self.limit,
-            native,
-            publisher=self.publisher,
-        )
-        return self._watched(vector)
+        return VectorWriter(self.schema, self.add, count, mode, self.limit, native, publisher=self.publisher)
 
     @property
     def store_name(self) -> str:
@@ -262,16 +252,8 @@ class TrajectoryWriter(ProcessBound):
         return self._table.memory.path.name
 
     def close_with(self, client: VectorWriter) -> None:
-        """Close a client, which writes through this writer, with it; report its policy versions."""
+        """Close a client, which writes through this writer, with it."""
         self._clients.add(client)
-        self._watched(client)
-
-    def _watched(self, writer: Grows) -> Grows:
-        """Report policy versions of a writer's open trajectories, if ranks wait for old ones."""
-        column = self._inserter.version_column
-        if column is not None:
-            writer.watch_versions(column, self._inserter.report_versions)
-        return writer
 
     def check_while_waiting(self, check: Callable[[], None]) -> None:
         """Call `check` too while `add` waits; it raises to end the wait. Only for attached writers."""

@@ -37,7 +37,7 @@ _FLAG = Column("flag", "bool")
 _LEFT = -1  # the native call did nothing
 _COMPLETED, _ENDS_LEFT, _PUBLISH_LEFT = 1, 2, 4  # what it did, and left: StepEvent of store/vector_steps.h
 # Used by other modules of this package, and by no program.
-INTERNAL = frozenset({"has_begun", "last_states", "take_after", "waits", "watch_versions"})
+INTERNAL = frozenset({"has_begun", "last_states", "take_after", "waits"})
 
 
 class VectorWriter(ProcessBound):
@@ -82,6 +82,7 @@ class VectorWriter(ProcessBound):
         if native is not None:
             self._vector_step, self._vector_publish = native.vector_step, native.vector_publish
         self.num_envs, self.autoreset = num_envs, autoreset
+        self._all = np.arange(num_envs, dtype=np.int64)
         self._limit, self._max_length = limit, limit.max_length
         steps = [column for column in schema if column.rows != "1" and not column.late]
         self._state = [c for c in steps if c.rows == "T+1" or c.role == "observation"]
@@ -106,7 +107,9 @@ class VectorWriter(ProcessBound):
         self._checks_resets = np.array([autoreset != "next_step" or self._reward is not None])
         self._counts = np.zeros(StepCount.NUM_WORDS, np.int64)
         self._just_completed = np.zeros((2 * num_envs, len(CompletedTrajectory._fields)), np.int64)
-        self._notify: Callable[[object, np.ndarray], None] | None = None
+        # The oldest policy version of each open trajectory, -1 for none, where the publisher reports them.
+        self._version = "" if publisher is None else publisher.version_column
+        self._oldest = np.full(num_envs, -1)
         self._publisher, self._growing = publisher, list[GrowingTrajectory]()  # one an environment, or none
         self._growing_words = np.empty((num_envs, Growing.NUM_WORDS), np.int64)
         self._growing_words[:] = UNPUBLISHED
@@ -134,25 +137,14 @@ class VectorWriter(ProcessBound):
         """Return the public names: what completion shows."""
         return public_names(super().__dir__(), INTERNAL)
 
-    def watch_versions(self, column: str, notify: Callable[[object, np.ndarray], None]) -> None:
-        """Report the policy versions of open trajectories whenever some begin or end.
-
-        Args:
-            column: Of the versions. A trajectory's first step has its oldest one.
-            notify: Called with this writer and the oldest version of each environment, -1 for none. [N],
-                int64.
-        """
-        self._version, self._notify, self._oldest = column, notify, np.full(self.num_envs, -1)
-
-    def _note_versions(self, rows: np.ndarray, which: Any, ended: np.ndarray) -> None:
-        fresh = rows == self._staging.first[which]
-        if self._notify is None or not (fresh.any() or ended.any()):
-            return
-        versions = self._staging.arrays[self._version].reshape(-1)
-        envs = np.arange(self.num_envs)[which]
-        self._oldest[envs[fresh]] = versions[rows[fresh]]
-        self._oldest[envs[ended]] = -1
-        self._notify(self, self._oldest)
+    def _note_versions(self, rows: np.ndarray, envs: np.ndarray, ended: np.ndarray) -> None:
+        """Report the policy versions of open trajectories, if some begin or end with a step."""
+        fresh = rows == self._staging.first[envs]
+        if fresh.any() or ended.any():
+            assert self._publisher is not None
+            self._oldest[envs[fresh]] = self._staging.arrays[self._version].reshape(-1)[rows[fresh]]
+            self._oldest[envs[ended]] = -1
+            self._publisher.report_versions(self, self._oldest)
 
     # ---- staging ---------------------------------------------------------------------------------
 
@@ -239,18 +231,19 @@ class VectorWriter(ProcessBound):
             raise DataError("mask", f"must have shape [{self.num_envs}]", list(which.shape))
         given = flatten("reset", columns, self._column_names)
         self._refuse_others("reset", given, self._reset_names)
-        once = self._values_in(given, which, self.num_envs, which)
+        begun = np.flatnonzero(which)
+        once = self._values_in(given, begun, self.num_envs, which)
         state, first = self._pick(self._state, given, "reset"), self._staging.first
         self._state_rows.put(state, np.where(which, first, -1))
         ended = np.flatnonzero(which & self._waits & self.has_begun)
         if self.autoreset == "disabled" and len(ended):
             self._check_states(ended, self._next[ended] - 1)
-        self._set_values(once, which)
+        self._set_values(once, begun)
         for env in np.flatnonzero(which & self._has_published()).tolist():
             self._end_growing(env, truncated=True)
-        self._next[which] = first[which] + 1
-        self._waits[which] = False
-        self._begin(np.flatnonzero(which))
+        self._next[begun] = first[begun] + 1
+        self._waits[begun] = False
+        self._begin(begun)
         return self._take_completed()
 
     def step(
@@ -301,11 +294,12 @@ class VectorWriter(ProcessBound):
             taken = self._take_plain(columns, flat, publish)
             if taken >= 0:
                 return taken
-        envs = None if envs is None else self._numbers(envs)
+        envs = self._all if envs is None else arguments.integers("envs", envs)
+        if len(envs) and not (envs.min() >= 0 and envs.max() < self.num_envs):
+            raise DataError("envs", f"must be in [0, {self.num_envs})", envs.tolist())
         self._refuse_others("step", columns, self._step_names)
-        which: Any = slice(None) if envs is None else envs
-        waits = self._waits[which]
-        waiting = np.arange(self.num_envs)[which][waits]
+        waits = self._waits[envs]
+        waiting = envs[waits]
         if len(waiting):
             unbegun = waiting
             if self.autoreset == "next_step":
@@ -315,24 +309,24 @@ class VectorWriter(ProcessBound):
                 raise DataError(
                     "step", "must come after reset", f"environments {unbegun[:8].tolist()}", remedy
                 )
-        once = self._values_in(columns, which, len(waits)) if self._once else {}
+        once = self._values_in(columns, envs, len(waits)) if self._once else {}
         done_by = self._pick(self._done_by, columns, "step")
         state = self._pick(self._state, columns, "step")
         ended, cut = self._ended(columns, len(waits))
         ended &= ~waits
         at = np.flatnonzero(ended)
         finals = self._finals(at, envs, final) if self.autoreset == "same_step" and len(at) else {}
-        self._make_room(which, partial(self._check_rows, which, waits, done_by, state))
-        rows, following = self._rows_for(which, waits)
+        self._make_room(envs, partial(self._check_rows, envs, waits, done_by, state))
+        rows, following = self._rows_for(envs, waits)
         self._done_rows.put(done_by, rows)  # rows that do not count yet, if the next line raises
         self._state_rows.put(state, following)
         if once:
-            self._set_values(once, which)
-        self._next[which] = following
+            self._set_values(once, envs)
+        self._next[envs] = following
         self._counts[StepCount.STEPS_TAKEN] += len(rows)
-        self._was_truncated[which] = np.where(ended, cut, self._was_truncated[which])
-        if self._notify is not None:
-            self._note_versions(rows, which, ended)
+        self._was_truncated[envs] = np.where(ended, cut, self._was_truncated[envs])
+        if self._version:
+            self._note_versions(rows, envs, ended)
         if len(waiting):  # this step has their first observations
             if self._checks_resets[0] and self._reward is not None:
                 self._check.note_rewards(np.asarray(columns[self._reward.name])[waits])
@@ -342,7 +336,7 @@ class VectorWriter(ProcessBound):
             self._begin(waiting)
         if len(at):
             self._end(at, envs, finals, state)
-        self._next[which] += 1
+        self._next[envs] += 1
         return _PUBLISH_LEFT
 
     # ---- transitions -----------------------------------------------------------------------------
@@ -415,7 +409,7 @@ class VectorWriter(ProcessBound):
             _PUBLISH_LEFT, or 0, if the step was taken; _LEFT if it is not plain (columns to convert or to
             refuse, names of other columns, no free rows): nothing has changed.
         """
-        if self._native_steps is None or self._notify is not None:
+        if self._native_steps is None or self._version:
             return _LEFT
         if self._stores:
             self._look(publish)
@@ -432,8 +426,8 @@ class VectorWriter(ProcessBound):
         if events > 0 and events & _ENDS_LEFT:
             at = np.flatnonzero(self._unstored)
             self._unstored[at] = False
-            finals = self._finals(at, None, final) if self.autoreset == "same_step" else {}
-            self._end(at, None, finals, [columns[column.name] for column in self._state])
+            finals = self._finals(at, self._all, final) if self.autoreset == "same_step" else {}
+            self._end(at, self._all, finals, [columns[column.name] for column in self._state])
             self._next[at] += 1
         return events if events < 0 or self._publishes else _PUBLISH_LEFT
 
@@ -443,13 +437,6 @@ class VectorWriter(ProcessBound):
         self._publisher.look()
         if publish and self._publishes and not self._growing:
             self._register()
-
-    def _numbers(self, envs: object) -> np.ndarray:
-        """Return numbers of environments, checked. [n], int64."""
-        found = arguments.integers("envs", envs)
-        if len(found) and not (found.min() >= 0 and found.max() < self.num_envs):
-            raise DataError("envs", f"must be in [0, {self.num_envs})", found.tolist())
-        return found
 
     def _ended(self, columns: Mapping[str, Any], num_envs: int) -> tuple[np.ndarray, np.ndarray]:
         """Return which environments' episodes end, and which are truncated. [n] each, bool, new arrays."""
@@ -465,38 +452,37 @@ class VectorWriter(ProcessBound):
                 flags |= cast(given, _FLAG, f"column {name}")
         return ended | cut, cut
 
-    def _rows_for(self, which: Any, waits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _rows_for(self, envs: np.ndarray, waits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return a step's rows: of action columns (-1 where an episode begins), and of state columns."""
-        following = self._next[which]
+        following = self._next[envs]
         rows = following - 1
         if waits.any():
-            following = np.where(waits, self._staging.first[which], following)
+            following = np.where(waits, self._staging.first[envs], following)
             rows[waits] = -1
         return rows, following
 
-    def _check_rows(self, which: Any, waits: np.ndarray, done_by: list[Any], state: list[Any]) -> None:
+    def _check_rows(self, envs: np.ndarray, waits: np.ndarray, done_by: list[Any], state: list[Any]) -> None:
         """Raise the errors of `put`, where the rows of some environments are full."""
-        rows, following = self._rows_for(which, waits)
-        last = self._staging.first[which] + self._staging.length
+        rows, following = self._rows_for(envs, waits)
+        last = self._staging.first[envs] + self._staging.length
         self._done_rows.check(done_by, rows)
         self._state_rows.check(state, np.minimum(following, last))
 
     def _values_in(
-        self, columns: Mapping[str, Any], which: Any, num_rows: int, kept: Any = slice(None)
+        self, columns: Mapping[str, Any], envs: np.ndarray, num_rows: int, kept: Any = slice(None)
     ) -> dict[str, np.ndarray]:
-        """Return columns of one value per trajectory in the stored form. Column -> [len(which), *shape].
+        """Return columns of one value per trajectory in the stored form. Column -> [len(envs), *shape].
 
         Args:
             columns: The given columns.
-            which: The environments, as an index.
+            envs: Numbers of the environments.
             num_rows: Rows of the given columns.
-            kept: Those rows that belong to the environments, as an index.
+            kept: Those rows that belong to them, as an index.
         Raises:
             DataError: One does not fit, or is not finite and must be.
         """
         given = [column for column in self._once if column.name in columns]
         values = {c.name: as_stored(columns[c.name], c, "the steps", num_rows)[kept] for c in given}
-        envs = np.arange(self.num_envs)[which]
         check_finite("the steps", given, values, lambda row: f"environment {envs[row]}")
         return values
 
@@ -505,7 +491,7 @@ class VectorWriter(ProcessBound):
             self._values[name][which] = rows
 
     def _finals(
-        self, at: np.ndarray, envs: np.ndarray | None, final: Mapping[str, Any] | None
+        self, at: np.ndarray, envs: np.ndarray, final: Mapping[str, Any] | None
     ) -> dict[str, np.ndarray]:
         """Return the last states of episodes that end in rows `at` of the step. Column -> [len(at), *shape].
 
@@ -525,8 +511,7 @@ class VectorWriter(ProcessBound):
             given = final[column.name]
             ends = given[at] if isinstance(given, torch.Tensor) else [given[row] for row in at.tolist()]
             rows[column.name] = as_stored(ends, column, "final", len(at))
-        ended = at if envs is None else envs[at]
-        check_finite("final", self._state, rows, lambda row: f"environment {ended[row]}")
+        check_finite("final", self._state, rows, lambda row: f"environment {envs[at[row]]}")
         return rows
 
     def _begin(self, envs: np.ndarray) -> None:
@@ -535,17 +520,17 @@ class VectorWriter(ProcessBound):
     # ---- ends ------------------------------------------------------------------------------------
 
     def _end(
-        self, at: np.ndarray, envs: np.ndarray | None, finals: Mapping[str, np.ndarray], state: list[Any]
+        self, at: np.ndarray, envs: np.ndarray, finals: Mapping[str, np.ndarray], state: list[Any]
     ) -> None:
         """Add the trajectories that end in rows `at` of the step; their last states are in rows `_next`.
 
         Args:
             at: Rows of the step.
-            envs: As `step`.
+            envs: The environments of the step. [n], int64.
             finals: With "same_step": their last states, which are written there first.
             state: The states of the environments now, column by column.
         """
-        ended = at if envs is None else envs[at]
+        ended = envs[at]
         first = self._staging.first
         for index, env in enumerate(ended.tolist()):
             last = int(self._next[env] - first[env])
@@ -553,7 +538,7 @@ class VectorWriter(ProcessBound):
                 self._staging.of(name, env)[last] = rows[index]
             self._commit(env, last)
         if self.autoreset == "same_step":
-            firsts = np.full(self.num_envs if envs is None else len(envs), -1, np.int64)
+            firsts = np.full(len(envs), -1, np.int64)
             firsts[at] = first[ended]
             self._state_rows.put(state, firsts)
             self._check_states(ended, self._next[ended])
@@ -656,21 +641,21 @@ class VectorWriter(ProcessBound):
         """Return how many steps each environment has in the staging. [N]."""
         return np.where(self._waits, 0, self._next - self._staging.first - 1)
 
-    def _make_room(self, which: Any, check: Callable[[], None]) -> None:
+    def _make_room(self, envs: np.ndarray, check: Callable[[], None]) -> None:
         """Provide rows for a step: grow the staging, or truncate the longest trajectories.
 
         Args:
-            which: The environments of the step, as an index.
+            envs: The environments of the step. [n], int64.
             check: Called before anything is truncated; raises if the step is invalid.
         """
-        used, length = self._used()[which], self._staging.length
+        used, length = self._used()[envs], self._staging.length
         if int(used.max(initial=0)) < length:
             return
         if self._max_length is None or length < self._max_length:
             self._grow(2 * length if self._max_length is None else min(2 * length, self._max_length))
         else:
             check()
-            self._truncate(np.arange(self.num_envs)[which][used >= length])
+            self._truncate(envs[used >= length])
 
     def _truncate(self, envs: np.ndarray) -> None:
         """Add trajectories of max_length as truncated; the next ones begin at their last states.

@@ -77,14 +77,11 @@ def test_batches_hold_what_has_the_columns_that_they_read(sampler: str) -> None:
             assert set(found.sample()["advantage"].tolist()) == {5}
 
 
-def test_who_reads_no_late_column_does_not_wait() -> None:
+def test_what_is_read_is_there_or_comes_with_the_trajectory() -> None:
     with replay(("which",)) as found:
         for number in range(3):
             found.add(trajectory(number))
         assert drawn(found) == {0, 1, 2}
-
-
-def test_what_comes_with_the_trajectory_is_there() -> None:
     with replay() as found:
         number = found.add(trajectory(4, advantage=np.ones(3, np.float32)))
         assert drawn(found) == {4}

@@ -151,31 +151,33 @@ def test_a_whole_one_is_as_if_it_had_been_added() -> None:
         assert drawn(found) == drawn(other)
 
 
-def broken(found: Replay, opened: Any) -> None:
-    with opened:
-        append(opened, range(4))
-        raise RuntimeError("the simulator is broken")
+@pytest.mark.parametrize("is_broken", [True, False])
+def test_what_is_cut_short_stays_as_truncated(is_broken: bool) -> None:
+    error, text = (RuntimeError, "is broken") if is_broken else (DataError, "must have the rows of 3 steps")
 
+    def simulate(opened: Any) -> None:
+        with opened:
+            append(opened, range(4))
+            if is_broken:
+                raise RuntimeError("the simulator is broken")
 
-def without_an_end(found: Replay, opened: Any) -> None:
-    with opened:
-        append(opened, range(4))
-
-
-@pytest.mark.parametrize("simulate", [broken, without_an_end])
-def test_what_is_cut_short_stays_as_truncated(simulate: Any) -> None:
     with replay() as found:
         opened = found.writer().trajectory(task=0)
-        with pytest.raises(
-            (RuntimeError, DataError), match=r"simulator is broken|must have the rows of 3 steps"
-        ):
-            simulate(found, opened)
+        with pytest.raises(error, match=text):
+            simulate(opened)
         assert found.read([opened.trajectory_id])[0]["truncated"].tolist() == [False, False, True]
         table = found.tables["main"]
         assert table.control[Control.FREE_ROWS] == table.spec.capacity_rows - 4
 
 
 # ---- many environments ---------------------------------------------------------------------------
+
+
+def begun(found: Replay, num_envs: int) -> Any:
+    """Return a writer of environments that have begun an episode of task 0."""
+    vector = found.vector_writer(num_envs, autoreset="next_step")
+    vector.reset(observation=np.zeros((num_envs, 2), np.float32), task=np.zeros(num_envs, np.int64))
+    return vector
 
 
 def vector_step(t: int, num_envs: int, ends: list[int], **more: Any) -> dict[str, Any]:
@@ -215,8 +217,7 @@ def test_many_environments(autoreset: Any) -> None:
 
 def test_an_environment_that_goes_on_too_long_is_cut() -> None:
     with replay(capacity_steps=60) as found:
-        vector = found.vector_writer(1, autoreset="next_step")
-        vector.reset(observation=np.zeros((1, 2), np.float32), task=np.zeros(1, np.int64))
+        vector = begun(found, 1)
         for t in range(LONGEST + 3):
             vector.step(**vector_step(t, 1, []), publish=True)
         assert drawn(found) == set(range(LONGEST + 3))
@@ -248,8 +249,7 @@ def test_open_ones_do_not_go_to_make_room() -> None:
 
 def test_too_many_open_ones_find_no_room() -> None:
     with replay(capacity_steps=2 * LONGEST) as found:
-        vector = found.vector_writer(3, autoreset="next_step")
-        vector.reset(observation=np.zeros((3, 2), np.float32), task=np.zeros(3, np.int64))
+        vector = begun(found, 3)
         with pytest.raises(StoreFullError, match="must have 9 free rows in a run"):
             vector.step(**vector_step(0, 3, []), publish=True)
 
@@ -316,8 +316,7 @@ def test_many_that_publish_at_once_pass_the_smallest_buffer() -> None:
 def test_who_is_dropped_without_being_closed_keeps_no_room() -> None:
     with replay() as found:
         for _ in range(5):
-            vector = found.vector_writer(2, autoreset="next_step")
-            vector.reset(observation=np.zeros((2, 2), np.float32), task=np.zeros(2, np.int64))
+            vector = begun(found, 2)
             vector.step(**vector_step(0, 2, []), publish=True)
         with vector:
             pass
@@ -326,8 +325,7 @@ def test_who_is_dropped_without_being_closed_keeps_no_room() -> None:
 
 def test_a_reset_that_is_refused_changes_nothing() -> None:
     with replay() as found:
-        vector = found.vector_writer(1, autoreset="next_step")
-        vector.reset(observation=np.zeros((1, 2), np.float32), task=np.zeros(1, np.int64))
+        vector = begun(found, 1)
         for t in range(2):
             vector.step(**vector_step(t, 1, []), publish=True)
         with pytest.raises(DataError, match="column observation must be in every reset"):
@@ -377,8 +375,7 @@ def test_without_a_longest_trajectory() -> None:
 def test_where_returns_to_go_are_kept() -> None:
     schema = Schema([*SCHEMA, Column("reward", "float32", (), "reward")])
     with replay(schema=schema, fields={"return_to_go": {}}) as found:
-        vector = found.vector_writer(1, autoreset="next_step")
-        vector.reset(observation=np.zeros((1, 2), np.float32), task=np.zeros(1, np.int64))
+        vector = begun(found, 1)
         with pytest.raises(DataError, match="must not keep returns-to-go"):
             vector.step(**vector_step(0, 1, [], reward=np.zeros(1, np.float32)), publish=True)
 

@@ -95,7 +95,7 @@ def test_started_actors_add_to_their_own_run(monkeypatch: pytest.MonkeyPatch) ->
         env, policy = "actor_policies:counting", "actor_policies:at_once"
         monkeypatch.setenv("GEAR_RUN", two.run)
         with start_actors(env, policy, two), start_actors(env, policy, config):
-            wait_until(lambda: len(two) > 20, "items")
+            wait_until(lambda: len(two) > 4, "items")
         assert len(one) == 0
 
 
