@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ def test_batches_are_the_same_in_every_division(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     determinism = importlib.import_module("determinism")
     ragged = importlib.import_module("support.ragged")
+    context = multiprocessing.get_context("forkserver")  # ranks import torch once together
+    context.set_forkserver_preload(["torch.distributed", "deepspeed_gear.replay.replay"])
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
     rows = determinism.run(quick=True, launcher=False)
     assert [row for row in rows if not row.equal] == []
     for sampler in ragged.SAMPLERS:

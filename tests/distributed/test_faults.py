@@ -177,37 +177,33 @@ def test_sigterm_ends_the_launcher_and_all_ranks(name: str, data: Path, tmp_path
 
 
 def test_an_exception_on_one_rank_ends_the_other(name: str, data: Path, tmp_path: Path) -> None:
-    with Run(tmp_path / "run", [section_of(data, name, prefetch=1)] * 2, raise_on=1) as run:
-        assert run.end(START_S) == 1
-        assert "RuntimeError: a fault in the user's training loop" in run.output
-        assert shared_files(name) == []
+    plan = {"sections": [section_of(data, name, prefetch=1)] * 2, "steps": None, "raise_on": 1}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    results = Ranks("faults_train.py", 2, str(tmp_path)).wait(START_S)
+    assert [status for status, _ in results] == [1, 1], results
+    assert "RuntimeError: a fault in the user's training loop" in results[1][1]
+    assert shared_files(name) == []
 
 
 # ---- errors on one rank --------------------------------------------------------------------------
 
 
-def test_a_wrong_option_on_one_rank_ends_all(name: str, data: Path, tmp_path: Path) -> None:
-    """Under the launcher both ranks end by themselves, with the text of the one that is wrong."""
-    good, bad = section_of(data, name), section_of(data, name, prefetchh=2)
-    with Run(tmp_path / "run", [good, bad]) as run:
-        assert run.end(START_S) == 1
-        assert "gear.prefetchh" in run.output
-        assert "ConfigError" in run.output
-        assert list(run.folder.glob("step-*")) == []
-        assert shared_files(name) == []
-
-
-def test_a_broken_config_file_on_one_rank_ends_all(name: str, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrong", ["option", "file"])
+def test_a_wrong_config_on_one_rank_ends_all(wrong: str, name: str, data: Path, tmp_path: Path) -> None:
     """Without the launcher no process ends the other rank: it must hear of the error by itself."""
-    path = tmp_path / "ds_config.json"
-    path.write_text('{"gear": {')
-    plan = {"sections": [section_of(data, name), str(path)], "steps": 1, "raise_on": None}
+    path, text = tmp_path / "ds_config.json", "gear.prefetchh"
+    bad: Any = section_of(data, name, prefetchh=2)
+    if wrong == "file":
+        path.write_text('{"gear": {')
+        bad, text = str(path), f"config {path} must be JSON"
+    plan = {"sections": [section_of(data, name), bad], "steps": 1, "raise_on": None}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     results = Ranks("faults_train.py", 2, str(tmp_path)).wait(START_S)
     for (status, output), kind in zip(results, ("PeerError", "ConfigError"), strict=True):
         assert status == 1, output
         assert kind in output
-        assert f"config {path} must be JSON" in output
+        assert text in output
+    assert list(tmp_path.glob("step-*")) == []
 
 
 def refused_cases(name: str) -> list[tuple[str, list[Any], list[str], list[str], list[str]]]:

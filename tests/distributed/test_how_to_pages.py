@@ -8,9 +8,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import batch_records
 import numpy as np
 import pytest
-import torch
+from batch_records import samples_of
 from gear_support import STEP, config_of
 from process_support import run_ranks
 
@@ -79,17 +80,8 @@ def seen(out: Path, name: str, ranks: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def alone(gear: dict[str, Any], batches: int, batch_size: int = BATCH, state: Any = None) -> np.ndarray:
-    """Return global batches of one process without an engine. [N, B, 3]."""
-    found = []
-    with Replay({**gear, "batch_size": batch_size}) as replay:
-        if state is not None:
-            replay.load_state_dict(state)
-        for _ in range(batches):
-            batch = replay.sample()
-            found.append(torch.stack([batch.sample_number, batch.trajectory_id, batch.anchor], 1).numpy())
-            if gear["sampler"]["kind"] == "prioritized":
-                replay.update_priorities(batch, ((batch.trajectory_id * 31 + batch.anchor) % 17 + 1).float())
-    return np.stack(found)
+    """Return the samples of one process without an engine. [N, B, 3]."""
+    return samples_of(batch_records.alone({**gear, "batch_size": batch_size}, batches, state=state))
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from batch_records import priorities
 from engine_parts import Model
 from how_to_pages import run
 from page_support import page_code
@@ -32,7 +33,7 @@ def loss_of(engine: Any, batch: Batch) -> Any:
     loss = engine(batch)
     with (folder / f"seen-{attempt}.{rank}").open("a") as seen:
         seen.write(json.dumps([engine.global_steps, samples]) + "\n")
-    engine.gear_update_priorities(batch, ((batch.trajectory_id * 31 + batch.anchor) % 17 + 1).float())
+    engine.gear_update_priorities(batch, priorities(batch))
     return loss
 
 

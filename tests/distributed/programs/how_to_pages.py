@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from batch_records import priorities
 from engine_parts import Model, task
 from page_support import page_code
 
@@ -57,7 +58,7 @@ def train(name: str, config: dict[str, Any], steps: int, out: Path) -> None:
         samples.extend(zip(*(tensor.tolist() for tensor in known), strict=True))
         losses.append(float(loss))
         if engine.gear.config.sampler.kind == "prioritized":
-            engine.gear_update_priorities(batch, ((batch.trajectory_id * 31 + batch.anchor) % 17 + 1).float())
+            engine.gear_update_priorities(batch, priorities(batch))
         return loss
 
     file = out / f"{name}.config.{RANK}.json"
