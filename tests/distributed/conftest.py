@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from gear_support import lengths_of, write_dataset
-from gradient_cases import CASES
-from packed_cases import EVERY, cases_of
+from gradient_cases import CASES, EVERY, cases_of
 from process_support import launch, run_ranks
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from packed_cases import BUDGETS, EVERY, KINDS, LOSSES, cases_of
+from gradient_cases import BUDGETS, EVERY, KINDS, LOSSES, cases_of
 
 pytest.importorskip("transformers", reason="the model is transformers' Qwen2")
 

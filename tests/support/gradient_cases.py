@@ -1,7 +1,8 @@
-"""Frameworks and settings whose gradient divisor is measured: what each divides by, as a number."""
+"""Gradients that are measured: what frameworks divide them by, and those of packs beside one process."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
@@ -82,7 +83,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "mesh zero3": zero(3, 2.0, mesh=(1, 2)),
     },
     4: {
-        **{f"zero{stage}": zero(stage, 4.0) for stage in range(4)},
+        "zero2": zero(2, 4.0),
         "fsdp1 hybrid": torch_case("fsdp1", 4.0, strategy="HYBRID_SHARD"),
         "fsdp2 hybrid": torch_case("fsdp2", 4.0, hybrid=True),
         **{
@@ -92,3 +93,37 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         **{f"tensor zero{stage}": zero(stage, 2.0, tensor=2) for stage in (0, 1, 2, 3)},
     },
 }
+
+# ---- packs: kinds, losses, budgets -----------------------------------------------------------------
+
+EVERY = os.environ.get("GEAR_LONG_TESTS") == "1"
+LOSSES: dict[str, dict[str, Any]] = {
+    "token": {"normalize": "token"},
+    "sequence": {"normalize": "sequence"},
+    "sequence, masked ones count": {"normalize": "sequence", "count_masked": True},
+    "sequence of a member": {"normalize": "sequence", "by": "member"},
+    "group": {"normalize": "group"},
+    "group, masked ones count": {"normalize": "group", "count_masked": True},
+    "constant": {"normalize": {"constant": 50.0}},
+    "constant, masked ones count": {"normalize": {"constant": 50.0}, "count_masked": True},
+}
+BUDGETS = (48, 120, 400)  # tokens of a pack; the longest trajectory has 40
+
+ALL = [(loss, tokens) for tokens in BUDGETS for loss in LOSSES]
+#: Every loss once, every budget two or three times. "token" with the least budget has the most packs.
+SHORT = [(loss, BUDGETS[number % len(BUDGETS)]) for number, loss in enumerate(LOSSES)]
+
+STAGES = [f"zero{stage}" for stage in range(4)]
+ULYSSES = [f"{name} sequence 2" for name in STAGES]
+#: Of each number of ranks. Engines of one kind follow each other: DeepSpeed keeps groups in globals.
+KINDS = {
+    1: STAGES,
+    2: [*STAGES, "ddp", "fsdp1", "fsdp2", *ULYSSES],
+    4: ["zero2", "fsdp2", *ULYSSES],  # ULYSSES: two replicas of two sequence ranks
+}
+
+
+def cases_of(world: int, every: bool) -> dict[str, list[tuple[str, int]]]:
+    """Return the cases of each kind: all, or every fourth one of `SHORT`, those of neighbours the others."""
+    kinds = KINDS[world]
+    return {kind: ALL if every else SHORT[number % 4 :: 4] for number, kind in enumerate(kinds)}

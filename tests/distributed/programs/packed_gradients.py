@@ -1,6 +1,6 @@
 """The gradient of packed micro batches of a tiny Qwen2 on many ranks, beside that of one process.
 
-The cases of each kind are pairs of a loss and a budget (tests/support/packed_cases.py). The change of the
+The cases of each kind are pairs of a loss and a budget (tests/support/gradient_cases.py). The change of the
 weights by SGD with a rate of 1 is the gradient. The first rank computes the gradient of one process from one
 sequence at a time; every rank compares its weights with it.
 """
@@ -20,7 +20,7 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups
 from gear_support import prefix
-from packed_cases import LOSSES
+from gradient_cases import LOSSES
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
