@@ -13,7 +13,7 @@ packs.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -48,7 +48,7 @@ def loss_weights(
 
 
 Estimator = Literal["grpo", "dr_grpo", "rloo"]
-ESTIMATORS = ("grpo", "dr_grpo", "rloo")
+ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
 EPSILON = 1e-6
 
 

@@ -160,8 +160,8 @@ class PackedModel:
         if getattr(config, "alibi", False):
             self.refuse("its ALiBi biases are of places in the pack")
         chunk = getattr(config, "attention_chunk_size", None) or rows
-        if rows > chunk and _installed() < _CHECKED:
-            self.refuse("its chunks are of places in the pack", f"install transformers {_text(_CHECKED)}")
+        if rows > chunk:
+            self._check_version("its chunks are of places in the pack")
         if getattr(config, "attn_temperature_tuning", False) and rows >= config.floor_scale:
             rule = f"queries are scaled by the place in the pack from {config.floor_scale - 1} on"
             self.refuse(f"{rule} (attn_temperature_tuning)")
@@ -175,13 +175,17 @@ class PackedModel:
     def _check_kernels(self, device: torch.device) -> None:
         packages = BY_KERNELS[self.family]
         missing = [package for package in packages if find_spec(package) is None]
-        if _installed() < _CHECKED:
-            self.refuse("its recurrent layers ignore sequences", f"install transformers {_text(_CHECKED)}")
+        self._check_version("its recurrent layers ignore sequences")
         if missing or device.type != "cuda":
             where = f"without {' and '.join(missing)}" if missing else f"on {device.type}"
             rule = f"its recurrent layers carry state from one trajectory to the next {where}"
             install = f"install {' and '.join(packages)} for a GPU"
             self.refuse(rule, f"{ONE_EACH}; or {install}")
+
+    def _check_version(self, rule: str) -> None:
+        """Raise where a rule holds of the versions of transformers before the one that was checked."""
+        if tuple(int(part) for part in version("transformers").split(".")[:2]) < _CHECKED:
+            self.refuse(rule, f"install transformers {'.'.join(map(str, _CHECKED))}")
 
     def _masks(self, position_ids: torch.Tensor) -> Any:
         """Return the masks of each kind of layer, as transformers makes them from positions."""
@@ -245,11 +249,3 @@ def _growing_rotations(config: Any) -> list[tuple[str, int]]:
             )
             growing.append((str(kind), int(trained or config.max_position_embeddings)))
     return growing
-
-
-def _installed() -> tuple[int, ...]:
-    return tuple(int(part) for part in version("transformers").split(".")[:2])
-
-
-def _text(parts: tuple[int, ...]) -> str:
-    return ".".join(map(str, parts))

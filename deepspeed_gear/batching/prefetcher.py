@@ -15,10 +15,6 @@ class Prefetcher(Generic[T]):
     """Calls `produce(0)`, `produce(1)`, ... in a daemon thread; at most `depth` results wait.
 
     An error of `produce` is raised by the `get` that would have returned its result, and ends the thread.
-
-    Args:
-        produce: Makes the i-th result; called by one thread only.
-        depth: Most results that wait.
     """
 
     def __init__(self, produce: Callable[[int], T], depth: int) -> None:
@@ -46,13 +42,7 @@ class Prefetcher(Generic[T]):
             index += 1
 
     def get(self, check: Callable[[], None] = lambda: None) -> T:
-        """Return the next result, waiting for it.
-
-        Args:
-            check: Called while it waits: raises to end it.
-        Raises:
-            BaseException: What `produce` raised.
-        """
+        """Return the next result, or raise what `produce` raised; a wait ends if `check` raises."""
         while True:
             try:
                 result, error = self._results.get(timeout=_CHECK_S)

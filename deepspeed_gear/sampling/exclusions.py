@@ -82,11 +82,8 @@ def count_waiting(
 ) -> int:
     """Count the items that the next selection adds to those that a stream can draw.
 
-    Arguments as of `count_exclusions`.
-
-    Returns:
-        Leaves of the tree that were written since the latest selection: steps where these have priorities,
-        else trajectories or groups.
+    They are leaves of the tree that were written since the latest selection: steps where these have
+    priorities, else trajectories or groups. Arguments as of `count_exclusions`.
     """
     _, left = _admitted(rule, schema, views, values)
     if stream + "priorities" in views:

@@ -90,7 +90,6 @@ class AgeWindow:
 
         Args:
             ids: A larger one is newer. [n], int64.
-            num_items: Items of each trajectory. [n].
             column: Returns the values of a per-trajectory column. [n].
         """
         there = np.asarray(num_items) > 0
@@ -171,14 +170,10 @@ class MassRule:
     def masses(
         self, ids: np.ndarray, num_steps: np.ndarray, column: Callable[[str], np.ndarray]
     ) -> np.ndarray:
-        """Return the mass of trajectories.
+        """Return the mass of trajectories of these ids and lengths. [n], int64.
 
         Args:
-            ids: [n], int64.
-            num_steps: Their lengths. [n], int64.
             column: Returns their values of a per-trajectory column. [n].
-        Returns:
-            [n], int64.
         """
         anchors = self.anchors.num_anchors(num_steps)
         if self.has_weights:
@@ -249,11 +244,7 @@ def masses_of_weights(weights: np.ndarray, bits: int) -> np.ndarray:
 
 
 def weight_bits(total: float) -> int:
-    """Return the scale (log2) at which masses of weights with this sum add up to less than 2^MOST_BITS.
-
-    Args:
-        total: Sum over all items; 0: not known, a fixed scale.
-    """
+    """Return the scale (log2) at which masses of this total weight, 0 if unknown, stay below 2^MOST_BITS."""
     if total <= 0:
         return WEIGHT_BITS
     return int(np.clip(MOST_BITS - np.frexp(total)[1], -_MOST_SHIFT, _MOST_SHIFT))

@@ -30,13 +30,11 @@ class TransferTimings:
 
 
 def made_up_records(table: Table, count: int, num_rows: int, num_slots: int) -> torch.Tensor:
-    """Return random resolutions in a table's memory, independent of its contents.
+    """Return random resolutions in a table's memory; none if it is too small for a step. [count, 8], int64.
 
     Args:
         num_rows: Rows of its shortest column of steps that is gathered.
         num_slots: Of its shortest column of one row per trajectory.
-    Returns:
-        [count, 8], int64; empty if the table is too small for a step.
     """
     words = np.random.default_rng(0)
     final = int(table.spec.schema.has_final_row)
@@ -52,12 +50,7 @@ def made_up_records(table: Table, count: int, num_rows: int, num_slots: int) -> 
 
 
 def measure(gather: Gather, records: torch.Tensor, lane: HostStream) -> TransferTimings:
-    """Measure one transfer method.
-
-    Args:
-        gather: Gathers a batch on the transfer stream, not for the first time.
-        records: The resolutions of the batch.
-    """
+    """Measure one transfer method, by which `gather` has gathered a batch on the transfer stream before."""
 
     def seconds() -> float:
         begin = time.perf_counter()
