@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from deepspeed_gear.replay import TransitionBuffer as TransitionBuffer
     from deepspeed_gear.replay.normalizer import Normalizer as Normalizer
     from deepspeed_gear.replay.rollout import Rollout as Rollout
-    from deepspeed_gear.replay.train_step import TrainStep as TrainStep
+    from deepspeed_gear.replay.rollout import TrainStep as TrainStep
     from deepspeed_gear.schema import Column as Column
     from deepspeed_gear.schema import Schema as Schema
     from deepspeed_gear.writer.partial_publish import CompletedTrajectory as CompletedTrajectory
@@ -70,8 +70,7 @@ _NAMES = {  # public names by module
     "remote.sender": "SendOptions",
     "replay": "DeviceReplay Replay TransitionBuffer",
     "replay.normalizer": "Normalizer",
-    "replay.rollout": "Rollout",
-    "replay.train_step": "TrainStep",
+    "replay.rollout": "Rollout TrainStep",
     "schema": "Column Schema",
     "writer.partial_publish": "CompletedTrajectory",
     "writer.trajectory_writer": "TrajectoryWriter",

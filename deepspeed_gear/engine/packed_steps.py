@@ -11,7 +11,7 @@ from deepspeed_gear.distributed import deepspeed_compat
 from deepspeed_gear.distributed.gradient_divisor import check_accumulation, engine_divisor
 from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.replay import TRAIN, Replay
-from deepspeed_gear.replay.train_step import TrainStep
+from deepspeed_gear.replay.rollout import TrainStep
 
 
 def check_engine(engine: Any, pack: PackConfig) -> tuple[float, list[str]]:

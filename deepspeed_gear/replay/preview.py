@@ -6,14 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.gather import N_STEP_DTYPES
-from deepspeed_gear.batching.packing_plan import PackBudget, plan_packs
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES, check_ranks
 from deepspeed_gear.config.pack_options import room
@@ -28,6 +26,7 @@ from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.replay.replay import Replay
+from deepspeed_gear.replay.rollout_data import PlannedPacks
 from deepspeed_gear.sampling.batch_info import BatchInfo
 
 FIRST_IDS = 4
@@ -98,7 +97,7 @@ def preview(
     info = BatchInfo(micro, accumulation, *sizes)
     alone = {"batch_size": info.global_batch, "micro_batch_size": None, "gradient_accumulation_steps": 1}
     section = {**config.to_json(), **alone, "prefetch": 0, "verify_every": 1}
-    with Replay(_without_nulls(section)) as replay:
+    with Replay({name: value for name, value in section.items() if value is not None}) as replay:
         needs = {place: needs_of(place, replay.config, replay.fields) for place in places}
         digests: list[int] = []
         for number in range(batches):
@@ -111,10 +110,6 @@ def preview(
             assert replay.metrics.digest is not None
             digests.append(replay.metrics.digest[1])
     return Preview(info, ranks, traffic, digests)
-
-
-def _without_nulls(section: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in section.items() if value is not None}
 
 
 def _rank(
@@ -265,41 +260,20 @@ def pack_preview(config: GearConfig, lengths: np.ndarray, replicas: int, sequenc
         rule = f"must hold the longest trajectory ({longest} steps)"
         raise ConfigError("gear.pack.tokens", rule, pack.tokens, 'raise it, or set "too_long": "truncate"')
     packed = np.minimum(lengths, most)
-    budget = PackBudget(most, pack.cost[0], pack.cost[1], pack.pad.multiple, pack.max_trajectories)
-    width = pack.plan_width or replicas
-    plan = plan_packs(torch.from_numpy(packed), budget, width, load_backend("auto").on_host())
-    bins = (plan.micro * width + plan.rank).numpy()
-    size = plan.num_micro * width
-    costs = budget.linear * packed.astype(np.float64) + budget.quadratic * packed.astype(np.float64) ** 2
-    per_rank = width // replicas
-    # With a plan for more ranks, a rank trains several packs of it, one after the other.
-    of_pack = np.bincount(bins, costs, size).reshape(plan.num_micro, replicas, per_rank)
-    of_rank = of_pack.sum(axis=(0, 2))
+    planned = PlannedPacks(packed, pack, replicas, load_backend("auto").on_host())
+    num_micro, width = planned.plan.num_micro, planned.plan.width
+    of_rank = planned.costs.sum(axis=(0, 2))
     return PackPreview(
         trajectories=len(lengths),
         tokens=int(packed.sum()),
         longest=longest,
         truncated=int((lengths > most).sum()),
-        micro_batches=plan.num_micro * per_rank,
-        bound=-(-int(packed.sum()) // (most * width)) * per_rank,
-        rows=int(
-            _rows(np.bincount(bins, packed, size).astype(np.int64), plan.num_micro, width, config).sum()
-        ),
-        step_imbalance=float(of_pack.max(axis=1).sum() * replicas / costs.sum() - 1),
-        rank_imbalance=float(of_rank.max() * replicas / costs.sum() - 1),
+        micro_batches=num_micro * planned.per_rank,
+        bound=-(-int(packed.sum()) // (most * width)) * planned.per_rank,
+        rows=int(planned.rows.sum()),
+        step_imbalance=planned.imbalance,
+        rank_imbalance=float(of_rank.max() * replicas / of_rank.sum() - 1),
     )
-
-
-def _rows(tokens: np.ndarray, num_micro: int, width: int, config: GearConfig) -> np.ndarray:
-    """Return N of each pack. [num_micro, width], int64."""
-    assert config.pack is not None
-    multiple = config.pack.pad.multiple
-    own: np.ndarray = np.maximum(-(-tokens // multiple), 1).reshape(num_micro, width) * multiple
-    if config.pack.pad.to == "budget":
-        return np.full_like(own, room(config.pack))
-    if config.pack.pad.to == "step":
-        return np.asarray(np.broadcast_to(own.max(axis=1, keepdims=True), own.shape))
-    return own
 
 
 def format_pack_preview(found: PackPreview, replicas: int) -> Sequence[str]:

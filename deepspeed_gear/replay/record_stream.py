@@ -1,14 +1,12 @@
 """Record stream: the selected trajectories of one rank's rollout batches, one batch after the other.
 
-`SelectionQueue` divides selections into batches. One whose size is in items takes a selection. One whose size
-is in tokens takes the items that fit, from the rest of a selection and the next one: what is left begins the
-next batch, so nothing is lost.
+A batch whose size is in items is a selection. One whose size is in tokens has the items that fit, from the
+rest of a selection and the next one: what is left begins the next batch, so nothing is lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import reduce
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,8 +17,7 @@ from deepspeed_gear.config.pack_options import RolloutConfig, room
 from deepspeed_gear.errors import EmptyTableError, NotReadyError, StoreError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.builder import ReplayParts
-from deepspeed_gear.replay.rollout_data import item_numbers
-from deepspeed_gear.replay.rollout_session import RolloutSession
+from deepspeed_gear.replay.rollout_data import RolloutSession, item_numbers
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import Selection
 from deepspeed_gear.store.records import Head
@@ -30,27 +27,14 @@ class Records(NamedTuple):
     """Trajectories of one table.
 
     Args:
-        resolutions: [n, 8], int64, contiguous.
+        resolutions: Of at most as many steps as a pack has room for. [n, 8], int64, contiguous.
         weights: Their PER weights. [n], float32.
-        origins: shard << 32 | slot of each; None: each node holds all of the table. [n], int64.
+        origins: shard << 32 | slot of each; the slot, where each node holds all of the table. [n], int64.
     """
 
     resolutions: torch.Tensor
     weights: torch.Tensor
-    origins: torch.Tensor | None = None
-
-    def chosen(self, own: torch.Tensor) -> Records:
-        """Return some of them. Mask of [n], bool."""
-        origins = None if self.origins is None else self.origins[own]
-        return Records(self.resolutions[own].contiguous(), self.weights[own], origins)
-
-    def then(self, other: Records) -> Records:
-        """Return these and others after them."""
-        origins = None
-        if self.origins is not None and other.origins is not None:
-            origins = torch.cat([self.origins, other.origins])
-        resolutions = torch.cat([self.resolutions, other.resolutions])
-        return Records(resolutions, torch.cat([self.weights, other.weights]), origins)
+    origins: torch.Tensor
 
 
 class SelectedItems:
@@ -60,13 +44,13 @@ class SelectedItems:
         key: Number of the selection.
         heads: Its head in each table.
         parts: Its trajectories in each table; those of one item are neighbours.
-        longest: Most steps of a trajectory that are trained.
     """
 
-    def __init__(self, key: int, heads: list[list[int]], parts: list[Records], longest: int) -> None:
+    def __init__(self, key: int, heads: list[list[int]], parts: list[Records]) -> None:
         self.key, self.heads, self.parts = key, heads, parts
         items = [item_numbers(part.resolutions[:, Resolution.SAMPLE_NUMBER].numpy()) for part in parts]
         counts = [int(item[-1]) + 1 if len(item) else 0 for item in items]
+        # For counts [2, 3] turns is [1/4, 3/4, 1/6, 3/6, 5/6], and place [1, 3, 0, 2, 4].
         turns = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in counts])
         place = np.empty(len(turns), np.int64)
         place[np.argsort(turns, kind="stable")] = np.arange(len(turns))
@@ -76,8 +60,7 @@ class SelectedItems:
         #: Steps of each item, in the order.
         self.steps = np.zeros(len(turns), np.int64)
         for at, part in zip(self._places, parts, strict=True):
-            steps = part.resolutions[:, Resolution.NUM_STEPS].numpy()
-            np.add.at(self.steps, at, steps.clip(max=longest))
+            np.add.at(self.steps, at, part.resolutions[:, Resolution.NUM_STEPS].numpy())
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -87,69 +70,9 @@ class SelectedItems:
         if end - first == len(self):
             return self.parts
         chosen = [torch.from_numpy((at >= first) & (at < end)) for at in self._places]
-        return [part.chosen(own) for own, part in zip(chosen, self.parts, strict=True)]
-
-
-class SelectionQueue:
-    """Divides the stream of selected items into batches. Equal on every rank.
-
-    Args:
-        num_items: Items of a selection, and most items of a batch.
-        tokens: Most steps of a batch; None: a batch is a selection.
-        first_item: Items of the first selection that batches have consumed.
-    """
-
-    def __init__(self, num_items: int, tokens: int | None, first_item: int = 0) -> None:
-        self._num_items, self._tokens, self.first_item = num_items, tokens, first_item
-        self._held: list[SelectedItems] = []  # from the first one with an item that is not consumed
-        self._num_taken = 0  # items of the batch that was taken last, until it is consumed
-
-    @property
-    def holds_batch(self) -> bool:
-        """Whether the next batch needs no further selection."""
-        return self._next_items()[1]
-
-    def take(self, select: Callable[[], SelectedItems]) -> list[Records]:
-        """Take the items of the next batch, and return their trajectories, by table.
-
-        An item of more steps than a batch may have is a batch of its own.
-
-        Args:
-            select: Returns the next selection; nothing is taken where it raises.
-        """
-        while not self.holds_batch:
-            self._held.append(select())
-        first, left = self.first_item, self._next_items()[0]
-        self._num_taken, found = left, []
-        for items in self._held:
-            end = min(first + left, len(items))
-            found.append(items.trajectories(first, end))
-            first, left = 0, left - (end - first)
-            if not left:
-                break
-        return [reduce(Records.then, of_table) for of_table in zip(*found, strict=True)]
-
-    def consume(self) -> SelectedItems | None:
-        """Consume the items that were taken; return the last selection of which none is left, if one ends."""
-        self.first_item, self._num_taken, ended = self.first_item + self._num_taken, 0, None
-        while self._held and self.first_item >= len(self._held[0]):
-            ended = self._held.pop(0)
-            self.first_item -= len(ended)
-        return ended
-
-    def _next_items(self) -> tuple[int, bool]:
-        """Return how many items of those at hand are the next batch's, and whether it is complete."""
-        if not self._held:
-            return 0, False
-        if self._tokens is None:
-            return len(self._held[0]), True
-        steps = np.concatenate([items.steps for items in self._held])[self.first_item :]
-        ends = np.cumsum(steps[: self._num_items])
-        count = int(np.searchsorted(ends, self._tokens, side="right"))
-        if count == 0 and len(ends):
-            return 1, True
-        is_full = count == self._num_items or count < len(ends) or (count and int(ends[-1]) == self._tokens)
-        return count, bool(is_full)
+        return [
+            Records(*(column[own] for column in part)) for own, part in zip(chosen, self.parts, strict=True)
+        ]
 
 
 class RecordStream:
@@ -175,63 +98,96 @@ class RecordStream:
             first_item: Items of the next selection that batches have consumed.
         """
         self.where = at  # after the last selection of which no item is left
-        self.next_key, self.number = position.batches(at), number
-        self._queue = SelectionQueue(self._size.size, self._size.tokens, first_item)
-
-    @property
-    def first_item(self) -> int:
-        """Items of the next selection that batches have consumed."""
-        return self._queue.first_item
+        self.next_key, self.number, self.first_item = position.batches(at), number, first_item
+        self._held: list[SelectedItems] = []  # from the first one with an item that is not consumed
+        self._num_taken = 0  # items of the batch that was taken last, until it is consumed
 
     @property
     def holds_batch(self) -> bool:
         """Whether the next rollout batch needs no further selection."""
-        return self._queue.holds_batch
+        return self._next_items()[1]
 
     def take(self) -> list[Records]:
         """Return the trajectories of the next rollout batch, by table. Collective.
 
+        An item of more steps than a batch may have is a batch of its own.
+
         Raises:
             PeerError, StoreError, NotReadyError: As `Replay.rollout`; nothing is taken.
         """
-        return self._queue.take(self._select)
+        while not self.holds_batch:
+            self._held.append(self._select())
+        first, left = self.first_item, self._next_items()[0]
+        self._num_taken, taken = left, []
+        for items in self._held:
+            end = min(first + left, len(items))
+            taken.append(items.trajectories(first, end))
+            first, left = 0, left - (end - first)
+            if not left:
+                break
+        if len(taken) == 1:
+            return taken[0]
+        by_table = zip(*taken, strict=True)
+        return [Records(*map(torch.cat, zip(*parts, strict=True))) for parts in by_table]
 
     def consume(self) -> None:
         """Consume the rollout batch that was taken: rows of which no batch has an item may be evicted."""
-        self.number += 1
-        ended = self._queue.consume()
+        self.number, self.first_item, ended = self.number + 1, self.first_item + self._num_taken, None
+        self._num_taken = 0
+        while self._held and self.first_item >= len(self._held[0]):
+            ended = self._held.pop(0)
+            self.first_item -= len(ended)
         if ended is not None:
             self.where = position.after(self._tables, ended.heads)
             for stream in self._streams:
                 stream.release(ended.key)
 
+    def _next_items(self) -> tuple[int, bool]:
+        """Return how many items of those at hand are the next batch's, and whether it is complete."""
+        if not self._held:
+            return 0, False
+        if self._size.tokens is None:
+            return len(self._held[0]), True
+        steps = np.concatenate([items.steps for items in self._held])[self.first_item :]
+        most = self._size.size
+        ends = np.cumsum(steps[:most])
+        # Of 100 tokens, for steps [40, 50, 20] ends is [40, 90, 110]: 2 items, and the batch is full.
+        count = int(np.searchsorted(ends, self._size.tokens, side="right"))
+        if count == 0 and len(ends):
+            return 1, True
+        is_full = count == most or count < len(ends) or (count and int(ends[-1]) == self._size.tokens)
+        return count, bool(is_full)
+
     def _select(self) -> SelectedItems:
         """Make or read the next selection of every table."""
         key = self.next_key
-        found: list[Selection] = []
 
-        def select() -> None:
+        def select() -> list[Selection]:
             for stream in self._streams:
                 stream.request(key)
-            found[:] = [stream.get(key) for stream in self._streams]
+            return [stream.get(key) for stream in self._streams]
 
         try:
-            self._session.agree(select)
+            selections = self._session.agree(select)
         except StoreError as error:
-            if not isinstance(error, NotReadyError) or isinstance(error, EmptyTableError):
-                for stream in self._streams:  # so that new priorities can correct the old ones
-                    stream.give_up()
+            give_up(self._streams, error)
             raise
         self.next_key += 1
-        heads = [selection.head for selection in found]
+        heads = [selection.head for selection in selections]
         self.epoch = heads[0][Head.EPOCH]
-        parts = [_read(stream, one) for stream, one in zip(self._streams, found, strict=True)]
-        return SelectedItems(key, heads, parts, self._longest)
+        parts = []
+        for stream, selection, head in zip(self._streams, selections, heads, strict=True):
+            records = selection.resolutions[: head[Head.COUNT]].clone()
+            origins = records[:, Resolution.SLOT] if selection.origins is None else selection.origins
+            records[:, Resolution.NUM_STEPS].clamp_(max=self._longest)  # the first ones are trained
+            weights = stream.weights(head, records)
+            parts.append(Records(records, weights, origins[: len(records)].clone()))
+        return SelectedItems(key, heads, parts)
 
 
-def _read(stream: BatchStream, selection: Selection) -> Records:
-    """Return copies of the records of a selection, and their PER weights."""
-    count, origins = selection.head[Head.COUNT], selection.origins
-    records: torch.Tensor = selection.resolutions[:count].clone()
-    weights = stream.weights(selection.head, records)
-    return Records(records, weights, None if origins is None else origins[:count].clone())
+def give_up(streams: Sequence[BatchStream], error: Exception) -> None:
+    """Give up a selection that an error of the store has ended: new priorities can correct the old ones."""
+    is_early = isinstance(error, NotReadyError) and not isinstance(error, EmptyTableError)
+    for stream in streams if isinstance(error, StoreError) and not is_early else ():
+        if not stream.state.stop.is_set():
+            stream.give_up()

@@ -30,12 +30,12 @@ from deepspeed_gear.replay.builder import build
 from deepspeed_gear.replay.can_sample import Readiness
 from deepspeed_gear.replay.evaluation import Evaluation
 from deepspeed_gear.replay.metrics import Metrics, Totals
+from deepspeed_gear.replay.packing_check import check_packing
 from deepspeed_gear.replay.replay_base import ReplayBase
-from deepspeed_gear.replay.rollout import Rollout
+from deepspeed_gear.replay.rollout import Rollout, TrainStep
 from deepspeed_gear.replay.rollout_loader import RolloutLoader
 from deepspeed_gear.replay.table_access import TableAccess
 from deepspeed_gear.replay.table_warnings import ClampWarning, GroupWarning, warnings_of
-from deepspeed_gear.replay.train_step import TrainStep
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo, Turns
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
 from deepspeed_gear.schema import Schema
@@ -413,7 +413,7 @@ class Replay(ReplayBase):
         Raises:
             ConfigError: The logits differ, `model_inputs` refuses the model, or there is no `gear.pack`.
         """
-        return self._packed().check_packing(model, attention, tolerance)
+        return check_packing(model, attention, tolerance, self._packed().settings)
 
     def observe_steps(self, begun: Callable[[TrainStep], None]) -> None:
         """Call a function with each train step before its first micro batch.

@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.batching.loss_weights import group_advantages
+from deepspeed_gear.batching.loss_weights import group_advantages, loss_weights
 from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.config.pack_options import RolloutConfig
-from deepspeed_gear.errors import ConfigError, FieldError, ShapeError
+from deepspeed_gear.errors import ConfigError, FieldError, PeerError, ShapeError, StoreError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.public_names import public_names
 from deepspeed_gear.replay.record_stream import RecordStream
-from deepspeed_gear.replay.rollout_data import RolloutData
-from deepspeed_gear.replay.rollout_nodes import BatchRows
-from deepspeed_gear.replay.rollout_session import RolloutSession
-from deepspeed_gear.replay.train_step import RolloutProgress, TrainStep, check_filled, forward_packs
+from deepspeed_gear.replay.rollout_data import PackSequence, RolloutData
 
 EPSILON = 1e-8
-INTERNAL = frozenset({"abandon", "step"})  # used by other modules of this package, and by no program
+# Names that other modules of this package use, and no program.
+INTERNAL = frozenset({"abandon", "check_open", "finish", "step"})
+STEP_INTERNAL = frozenset({"name", "packs"})
 
 
 class Rollout:
     """A rollout batch on this rank: an iterable of its optimizer steps. Methods are collective.
 
+    It ends with its last step, or where the loop over them is left.
+
     Args:
         data: Its trajectories.
         size: Minibatches and epochs.
         keys: Seed and 32-bit stream key of the shuffled orders.
-        session: Of the ranks.
         records: The stream that it was taken from.
-        rows: Its rows on this node.
         steps_done: Steps that were trained before, in a run that is resumed.
     """
 
@@ -42,13 +43,11 @@ class Rollout:
         data: RolloutData,
         size: RolloutConfig,
         keys: tuple[int, int],
-        session: RolloutSession,
         records: RecordStream,
-        rows: BatchRows,
         steps_done: int = 0,
     ) -> None:
-        self._data, self._size, self._keys, self._session, self._rows = data, size, keys, session, rows
-        self._progress = RolloutProgress(data.number, len(self), steps_done, records)
+        self._data, self._size, self._keys, self._records = data, size, keys, records
+        self._steps_done, self._is_closed = steps_done, False
 
     def __repr__(self) -> str:
         return (
@@ -65,12 +64,12 @@ class Rollout:
     @property
     def number(self) -> int:
         """Its number among the rollout batches of the run."""
-        return self._progress.number
+        return self._data.number
 
     @property
     def steps_done(self) -> int:
         """Optimizer steps that are done."""
-        return self._progress.steps_done
+        return self._steps_done
 
     @property
     def num_items(self) -> int:
@@ -109,7 +108,7 @@ class Rollout:
             DataError: It is late, and a trajectory does not have it yet.
             StoreError: The rollout batch has ended.
         """
-        self._progress.check_open()
+        self.check_open()
         if self._data.is_spread:
             self._agree_on(name)
         return torch.from_numpy(self._data.values(name))
@@ -121,8 +120,8 @@ class Rollout:
             for name in names:
                 self._data.check_values(name)
 
-        self._session.agree(check)
-        self._session.compare("the columns of a rollout batch that are read", names)
+        self._data.session.agree(check)
+        self._data.session.compare("the columns of a rollout batch that are read", names)
 
     # ---- columns of this rollout batch -------------------------------------------------------------
 
@@ -142,18 +141,23 @@ class Rollout:
             StoreError: A micro batch was not filled.
             PeerError: Another rank failed.
         """
-        self._progress.check_open()
+        self.check_open()
         missing = [name for name in names if name not in self._data.columns]
 
         def check() -> None:
             for name in missing:
                 self._data.check_name(name)
-            if missing and tokens is not None:
-                self._check_room(arguments.count("tokens", tokens))
+            if not missing or tokens is None:
+                return
+            multiple, longest = self._data.settings.pack.pad.multiple, int(self._data.lengths.max(initial=1))
+            if arguments.count("tokens", tokens) // multiple * multiple < longest:
+                rule = f"must hold the longest trajectory ({longest} steps) in multiples of {multiple}"
+                remedy = f"at least {-(-longest // multiple) * multiple}"
+                raise ConfigError("rollout.forward: tokens", rule, tokens, remedy)
 
         if self._data.is_spread:  # rows move between nodes: after it no rank reads those of another batch
-            self._session.agree(check)
-            self._session.compare("rollout.forward: columns and tokens", (missing, tokens))
+            self._data.session.agree(check)
+            self._data.session.compare("rollout.forward: columns and tokens", (missing, tokens))
         else:
             check()
         if not missing:
@@ -169,29 +173,30 @@ class Rollout:
                 self._data.write(made[name], micro, values)
                 filled[name].add(number)
 
-        count = 0
-        for micro in forward_packs(self._data, tokens, self._session.divisor, fill, self._rows):
-            count += 1
-            yield micro
-            self._progress.check_open()  # the loop may be resumed after the batch has ended
-        self._session.agree(lambda: check_filled(filled, count))
+        data, index = self._data, np.arange(self.num_trajectories)
+        packs = PackSequence(data, index, tokens)
+        data.fetch(packs)
+        weights = loss_weights(data.settings.loss, data.counts, data.sequence, data.item)
+        loss_tokens, divisor = int(data.counts.sum()), data.session.divisor()
+        for number, (chosen, rows) in enumerate(zip(packs.packs, packs.rows, strict=True)):
+            yield data.pack(chosen, rows, weights, loss_tokens, divisor, partial(fill, number))
+            self.check_open()  # the loop may be resumed after the batch has ended
+
+        def check_filled() -> None:
+            for name, numbers in filled.items():
+                if len(numbers) != len(packs):
+                    raise StoreError(
+                        f"rollout.forward: column {name!r}",
+                        f"must be filled in each of the {len(packs)} micro batches",
+                        len(numbers),
+                        f"call micro.fill({name}=...) in the loop",
+                    )
+
+        data.session.agree(check_filled)
         for name, values in made.items():
             if self._data.settings.place.tensor_rank != 0:
                 values.zero_()
-            self._data.columns[name] = self._session.sum(values)
-
-    def _check_room(self, tokens: int) -> None:
-        """Raise unless micro batches of so many steps hold every trajectory.
-
-        Raises:
-            ConfigError: They do not, or a multiple of the padding does not fit.
-        """
-        multiple, longest = self._data.settings.pack.pad.multiple, int(self._data.lengths.max(initial=1))
-        if tokens // multiple * multiple < longest:
-            rule = f"must hold the longest trajectory ({longest} steps) in multiples of {multiple}"
-            raise ConfigError(
-                "rollout.forward: tokens", rule, tokens, f"at least {-(-longest // multiple) * multiple}"
-            )
+            self._data.columns[name] = self._data.session.sum(values)
 
     def set(self, name: str, values: torch.Tensor | np.ndarray) -> None:
         """Set a column of this rollout batch from values of every trajectory, the same on every rank.
@@ -203,7 +208,7 @@ class Rollout:
             FieldError: A field of the config has the name.
             ShapeError: Another shape.
         """
-        self._progress.check_open()
+        self.check_open()
         array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
         if array.shape not in ((self.num_trajectories,), (self.num_tokens,)):
             rule = f"must have shape [{self.num_trajectories}] or [{self.num_tokens}]"
@@ -254,35 +259,31 @@ class Rollout:
             DataError: A column, or that of the loss mask, is late, and a trajectory does not have it yet.
             PeerError: Another rank failed.
         """
-        self._progress.check_open()
-        data, found = self._data, np.zeros(0)
+        self.check_open()
+        data = self._data
         member = data.settings.member if member is None else member
         named = tuple(column for column in (group, member, reward) if column is not None)
-        values: dict[str, np.ndarray] = {}
-        counted: np.ndarray | None = None
         if count_masked is None:
             count_masked = data.settings.loss.count_masked
 
-        def read() -> None:
-            nonlocal counted
-            values.update((column, data.values(column)) for column in dict.fromkeys(named))
-            counted = None if count_masked else data.counts > 0
+        def read() -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+            values = {column: data.values(column) for column in dict.fromkeys(named)}
+            return values, None if count_masked else data.counts > 0
 
-        def compute() -> None:
-            nonlocal found
-            if not data.is_spread:
-                read()
+        def compute() -> np.ndarray:
+            values, counted = read() if known is None else known
             groups = data.item if group is None else values[group].astype(np.int64)
             members = np.arange(len(groups)) if member is None else values[member].astype(np.int64)
             found = group_advantages(kind, values[reward], groups, members, counted)
             data.set_column(name, found)
+            return found
 
+        known = None
         if data.is_spread:  # reading is collective: no rank must do so alone
             self._agree_on(*named)
-            self._session.compare("rollout.advantages: count_masked", count_masked)
-            read()
-        self._session.agree(compute)
-        return torch.from_numpy(found)
+            data.session.compare("rollout.advantages: count_masked", count_masked)
+            known = read()
+        return torch.from_numpy(data.session.agree(compute))
 
     def whiten(self, name: str, over: str = "token") -> None:
         """Shift and scale a column of this rollout batch to mean 0 and deviation 1 over the whole batch.
@@ -295,7 +296,7 @@ class Rollout:
             FieldError: There is no such column.
             ConfigError: `over` is another word.
         """
-        self._progress.check_open()
+        self.check_open()
         if over not in ("token", "sequence"):
             raise ConfigError("over", "must be token or sequence", over)
         values = self.column(name).double().numpy()
@@ -325,13 +326,13 @@ class Rollout:
         Raises:
             StoreError: The rollout batch has ended.
         """
-        self._progress.check_open()
+        self.check_open()
         try:
             while self.steps_done < len(self):
                 step = self.step(self.steps_done)
                 yield step
                 if self.steps_done == step.number:  # skipped, or not all of its micro batches were used
-                    self._progress.steps_done += 1
+                    self._steps_done += 1
         finally:  # also of a loop that is left
             self.close()
 
@@ -341,32 +342,159 @@ class Rollout:
         Raises:
             StoreError: The rollout batch has ended.
         """
-        self._progress.check_open()
-        items = self._items_of(number)
-        chosen = np.zeros(self.num_items, bool)
-        chosen[items] = True
-        index = np.nonzero(chosen[self._data.item])[0]
-        return TrainStep(self._data, index, number, self._progress, self._session, self._rows)
-
-    def _items_of(self, number: int) -> np.ndarray:
-        """Return the items of a step: a part of its epoch's order."""
+        self.check_open()
         epoch, minibatch = divmod(number, self._minibatches)
         count, parts = self.num_items, self._minibatches
         order = torch.arange(count)
         if self._size.shuffle and count:
-            seed, key = self._keys
             turn = self.number * self._size.epochs + epoch
-            self._data.ops.permute_(order, seed, key, turn, 0, count)
+            self._data.ops.permute_(order, *self._keys, turn, 0, count)
+        # 7 items in 3 minibatches are [0:2], [2:4] and [4:7]; with "drop" [0:2], [2:4] and [4:6].
+        first, end = (count * part // parts for part in (minibatch, minibatch + 1))
         if self._size.partial == "drop":
-            size = count // parts
-            return order[minibatch * size : (minibatch + 1) * size].numpy()
-        bounds = [count * part // parts for part in range(parts + 1)]
-        return order[bounds[minibatch] : bounds[minibatch + 1]].numpy()
+            first, end = (count // parts * part for part in (minibatch, minibatch + 1))
+        chosen = np.zeros(count, bool)
+        chosen[order[first:end].numpy()] = True
+        return TrainStep(self, self._data, np.nonzero(chosen[self._data.item])[0], number)
+
+    # ---- end -------------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raise StoreError if the batch has ended."""
+        if self._is_closed:
+            rule = "must not be used after its loop has ended, or the next one was requested"
+            remedy = "use its steps inside the loop over it"
+            raise StoreError(f"rollout batch {self.number}", rule, None, remedy)
+
+    def finish(self, step: int) -> None:
+        """Count a step as trained; a save in the body of the last one resumes after the batch."""
+        self._steps_done = step + 1
+        if self._steps_done == len(self):
+            self.close()
 
     def close(self) -> None:
         """End the batch: its rows may be evicted, and the next one is selected next. Safe to call twice."""
-        self._progress.close()
+        if not self._is_closed:
+            self._is_closed = True
+            self._records.consume()
 
     def abandon(self) -> None:
         """End the batch without consuming it, as where another position was loaded."""
-        self._progress.abandon()
+        self._is_closed = True
+
+
+class TrainStep:
+    """One optimizer step: an iterable of this rank's micro batches. Iterated once.
+
+    Args:
+        rollout: The rollout batch.
+        data: Its trajectories.
+        index: Those of the step. [n], int64.
+        number: Of the step in its rollout batch.
+    """
+
+    def __init__(self, rollout: Rollout, data: RolloutData, index: np.ndarray, number: int) -> None:
+        self._rollout, self._data, self.number, self.index = rollout, data, number, index
+        self.packs = PackSequence(data, index)
+        loss, counts = data.settings.loss, data.counts[index]
+        #: Loss tokens of the step, all ranks together.
+        self.loss_tokens = int(counts.sum())
+        self._weights = np.zeros(len(data.lengths))
+        # A trajectory may be in the batch several times, but each of its samples is another index.
+        self._weights[index] = loss_weights(loss, counts, data.sequence[index], data.item[index])
+        self._is_used = False
+
+    def __len__(self) -> int:
+        """Return the number of micro batches, the same on every rank."""
+        return len(self.packs)
+
+    def __repr__(self) -> str:
+        return (
+            f"TrainStep({self.number} of rollout batch {self._data.number}: {self.num_trajectories} "
+            f"trajectories, {self.num_tokens} tokens, {len(self)} micro batches)"
+        )
+
+    def __dir__(self) -> list[str]:
+        """Return the public names: what completion shows."""
+        return public_names(super().__dir__(), STEP_INTERNAL)
+
+    @property
+    def name(self) -> str:
+        """Its name in errors: the number, and that of the rollout batch (of `gear_step` each is one)."""
+        return f"train step {self.number} of rollout batch {self._data.number}"
+
+    @property
+    def num_trajectories(self) -> int:
+        """Trajectories of the step, all ranks together."""
+        return len(self.index)
+
+    @property
+    def num_tokens(self) -> int:
+        """Steps of the step's trajectories, all ranks together."""
+        return int(self._data.lengths[self.index].sum())
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        """Yield this rank's micro batches.
+
+        Raises:
+            StoreError: They were used already, or the rollout batch has ended.
+            PeerError: Another rank failed, died or ended.
+        """
+        if self._is_used:
+            raise StoreError(self.name, "must be iterated once", None, "take the next step")
+        self._is_used = True
+        begin, data, packs, session = time.perf_counter(), self._data, self.packs, self._data.session
+
+        def begin_step() -> None:
+            self._rollout.check_open()
+            for begun in session.observers:
+                begun(self)
+
+        session.agree(begin_step)
+        if data.is_spread:
+            session.compare(f"the train step of rollout batch {data.number}", self.number)
+        data.fetch(packs)
+        data.metrics.gathered(time.perf_counter() - begin)
+        divisor = session.divisor()
+        for index, rows in zip(packs.packs, packs.rows, strict=True):
+            yield data.pack(index, rows, self._weights, self.loss_tokens, divisor)
+            self._rollout.check_open()  # the loop may be resumed after the batch has ended
+        data.metrics.trained.add(
+            self.num_trajectories, self.num_tokens, len(packs), packs.fill_fraction, packs.imbalance
+        )
+        self._rollout.finish(self.number)
+
+    def mean(self, **values: Sequence[torch.Tensor]) -> dict[str, float]:
+        """Return means over the step as its loss is normalised, of all ranks.
+
+        Collective: one all-reduce, and one copy from a device.
+
+        `step.mean(kl=kls, clip=clips)` after the loop, where `kls` has `micro.sum(kl)` of each micro batch.
+
+        Args:
+            **values: Of each micro batch in their order: `micro.sum(x)`, []. The same names on every rank.
+        Raises:
+            ShapeError: Not one number for each micro batch.
+            PeerError: Another rank has raised it.
+        """
+        fault, rule = None, f"must have a number for each of the {len(self)} micro batches"
+        for name, given in values.items():
+            if len(given) != len(self) or any(value.numel() != 1 for value in given):
+                shapes = [list(value.shape) for value in given]
+                fault = ShapeError(name, rule, shapes, f"collect micro.sum({name}) in the loop")
+                break
+        sums = torch.zeros(len(values) + 1, dtype=torch.float64)  # the last: ranks with a fault
+        if fault is not None:
+            sums[-1] = 1
+        elif self._data.settings.place.tensor_rank == 0 and values:
+            every = [value.detach().reshape(()) for given in values.values() for value in given]
+            # Together, so that a device is waited for once.
+            stacked = torch.stack([value.to(every[0].device, torch.float64) for value in every])
+            sums[:-1] = stacked.cpu().view(len(values), len(self)).sum(1)
+        session = self._data.session
+        *total, faults = session.sum(sums).tolist()
+        if fault is not None:
+            raise fault
+        if faults:
+            raise PeerError(f"{self.name}: {', '.join(values)}", rule, f"other numbers on {faults:.0f} ranks")
+        return {name: value / session.divisor() for name, value in zip(values, total, strict=True)}

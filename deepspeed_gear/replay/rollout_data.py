@@ -1,4 +1,4 @@
-"""The trajectories of a rollout batch: their records, lengths and loss tokens, and the packs made of them."""
+"""The trajectories of a rollout batch: records, lengths, loss tokens, rows, and packs of them."""
 
 from __future__ import annotations
 
@@ -6,28 +6,33 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from deepspeed_gear.batching.micro_batch import PADDING, MicroBatch, PackLoss, PackShape, PackSources
 from deepspeed_gear.batching.pack_gather import PackGatherer, flags_of, read_opaque
-from deepspeed_gear.batching.packing_plan import PackBudget, PackingPlan, plan_packs
+from deepspeed_gear.batching.packing_plan import PackBudget, plan_packs
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.pack_options import LossConfig, PackConfig, room
+from deepspeed_gear.distributed.row_exchange.trajectory_places import Moves, TrajectoryPlaces
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, DataError, FieldError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.gather_spec import GatherSpec, lower
 from deepspeed_gear.ops.records import Resolution, Source
+from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Metrics
-from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.replay.node_exchange import SpreadTrajectories
+from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.records import SlotRetention
 from deepspeed_gear.store.table import Table
 
 TARGETS, FLAGS = "\0targets", "\0flags"  # fields of the gatherers that are none of a micro batch
 Fill = Callable[[MicroBatch, Mapping[str, torch.Tensor]], None]
+StepObserver = Callable[[Any], None]  # takes a TrainStep
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,36 +61,20 @@ class PackSettings:
     @property
     def token(self) -> str | None:
         """The name of the field with the tokens; None: there is none."""
-        for field in self.fields:
-            if field.column is not None and field.column.role == "token":
-                return field.name
-        return None
-
-    @property
-    def flags(self) -> str | None:
-        """The column of the loss mask; None: every step counts."""
-        column = self.schema.role("loss_mask")
-        return None if column is None else column.name
+        return next((f.name for f in self.fields if f.column is not None and f.column.role == "token"), None)
 
     @property
     def predicts(self) -> bool:
         """Whether columns stand where the token is predicted."""
         return self.schema.role("token") is not None
 
-    @property
-    def width(self) -> int:
-        """Ranks that packs are planned for."""
-        return self.pack.plan_width or self.place.data_world
-
-    def budget(self, tokens: int | None = None) -> PackBudget:
-        """Return the budget of a pack; `tokens`: of another size."""
-        pack = self.pack if tokens is None else self.pack.model_copy(update={"tokens": tokens})
-        linear, quadratic = pack.cost
-        return PackBudget(room(pack), linear, quadratic, pack.pad.multiple, pack.max_trajectories)
-
     def gathered(self) -> list[ResolvedField]:
         """Return the fields that packs are gathered with: those of a micro batch, targets and flags."""
-        found = [self._named(field) for field in self.fields]
+        found = []
+        for field in self.fields:  # tokens become int64, which every embedding takes
+            is_token = field.column is not None and field.column.role == "token"
+            unchanged = field.column is not None and field.dtype == field.column.dtype
+            found.append(replace(field, dtype="int64") if is_token and unchanged else field)
         token, flags = self.schema.role("token"), self.schema.role("loss_mask")
         if token is not None:
             found.append(ResolvedField(TARGETS, token, offset=1, dtype="int64"))
@@ -93,27 +82,56 @@ class PackSettings:
             found.append(ResolvedField(FLAGS, flags, offset=int(self.predicts), dtype=flags.dtype))
         return found
 
-    def _named(self, field: ResolvedField) -> ResolvedField:
-        """Return the field; tokens are int64, which every embedding takes."""
-        is_token = field.column is not None and field.column.role == "token"
-        unchanged = is_token and field.column is not None and field.dtype == field.column.dtype
-        return replace(field, dtype="int64") if unchanged else field
+
+class RolloutSession:
+    """The ranks of a replay that train rollout batches together. Its methods are collective.
+
+    Args:
+        divisor: Returns what the framework divides the sum of all ranks' gradients by.
+    """
+
+    def __init__(self, parts: ReplayParts, divisor: Callable[[], float]) -> None:
+        self.divisor = divisor
+        self._exchange, self._barrier = parts.plan.exchange, parts.barrier
+        self._is_spread = bool(parts.exchange.trajectories)
+        #: Called with each train step before its first micro batch; all ranks raise their errors.
+        self.observers: list[StepObserver] = []
+
+    def agree(self, action: Callable[[], T]) -> T:
+        """Return what an action returns, after the ranks' batch barrier: an error is raised on all ranks."""
+        if self._barrier is not None:
+            return self._barrier.agree(action)
+        if self._is_spread:  # nodes exchange rows: ranks must not use them before or after
+            return self._exchange.agree("a rollout batch", action)
+        return action()
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a tensor over all ranks."""
+        return self._exchange.sum(tensor)
+
+    def compare(self, what: str, value: object) -> None:
+        """Raise PeerError on all ranks unless every rank gives an equal value."""
+        self._exchange.compare(what, value)
 
 
 @dataclass(frozen=True)
 class NodePart:
-    """The part of a table's trajectories that this rank contributes where several nodes hold them.
+    """One table's trajectories of a rollout batch where several nodes hold the table.
 
     Args:
         origins: shard << 32 | slot of each trajectory of the batch. [n], int64.
-        own: Those that this rank contributes. [m], int64.
+        own: Those whose values this rank contributes. [m], int64.
         join: Returns the sum of bytes over all ranks: a whole array from arrays in which each rank has its
             part, and zeros elsewhere. Collective.
+        places: Which nodes have the rows of which trajectories. Every rank keeps the same account.
+        spread: How nodes exchange the rows.
     """
 
     origins: np.ndarray
     own: np.ndarray
     join: Callable[[np.ndarray], np.ndarray]
+    places: TrajectoryPlaces
+    spread: SpreadTrajectories
 
 
 @dataclass(frozen=True)
@@ -133,16 +151,29 @@ class TablePart:
     weights: torch.Tensor
     nodes: NodePart | None = None
 
-    def values(self, name: str) -> np.ndarray:
-        """Return a per-trajectory column's stored values. [n, *shape]."""
+    @property
+    def _slots(self) -> np.ndarray:
+        """Slots of the trajectories whose values this rank contributes. [m], int64."""
+        slots = self.records[:, Resolution.SLOT].numpy()
+        return slots if self.nodes is None else slots[self.nodes.own]
+
+    def _joined(self, values: np.ndarray) -> np.ndarray:
+        """Return values of all trajectories from those that each rank contributes. [m, ...] -> [n, ...]."""
         if self.nodes is None:
-            return _numpy(self.table.gather_source(name)[self.records[:, Resolution.SLOT]])
-        stored, own = self.table.tensor(name), self.nodes.own
-        found = torch.zeros(len(self.records), *stored.shape[1:], dtype=stored.dtype)
-        found[torch.from_numpy(own)] = stored[self.records[torch.from_numpy(own), Resolution.SLOT]]
-        bits = found.view(torch.int16) if found.dtype == torch.bfloat16 else found
-        joined = torch.from_numpy(self.nodes.join(bits.numpy()))
-        return _numpy(joined.view(torch.bfloat16) if found.dtype == torch.bfloat16 else joined)
+            return values
+        whole = np.zeros((len(self.records), *values.shape[1:]), values.dtype)
+        whole[self.nodes.own] = values
+        return self.nodes.join(whole)
+
+    def values(self, name: str) -> np.ndarray:
+        """Return a per-trajectory column's stored values, bfloat16 as float32. [n, *shape]."""
+        table = self.table
+        stored = table.gather_source(name) if self.nodes is None else table.tensor(name)
+        own = stored[torch.from_numpy(self._slots)]
+        if own.dtype != torch.bfloat16:
+            return self._joined(own.numpy())
+        joined = torch.from_numpy(self._joined(own.view(torch.int16).numpy()))
+        return np.asarray(joined.view(torch.bfloat16).float().numpy())
 
     def flags(self, ops: Ops, name: str, offset: int) -> np.ndarray:
         """Return which steps have a flag that is not 0, as `flags_of`. [sum of their steps], bool."""
@@ -152,42 +183,26 @@ class TablePart:
         is_own, found = np.zeros(len(lengths), bool), np.zeros(int(lengths.sum()), bool)
         is_own[self.nodes.own] = True
         records = self.records[torch.from_numpy(is_own)]
+        # For lengths [2, 3] of which the second is own, the steps [0, 0, 1, 1, 1] are.
         found[np.repeat(is_own, lengths)] = flags_of(ops, self.table.tensor(name), records, offset)
         bits = self.nodes.join(np.packbits(found))
         return np.unpackbits(bits, count=len(found)).astype(bool)
 
-    def opaque(self, column: Column, records: torch.Tensor) -> list[Any]:
-        """Return an opaque column's values of trajectories whose rows are here."""
-        return read_opaque(self.table, column, records)
-
     def check_filled(self, name: str) -> None:
-        """Raise if a late column is read of a trajectory that does not have it yet. Collective over nodes.
-
-        Raises:
-            DataError: One of the trajectories lacks it.
-        """
+        """Raise DataError if a late column is absent in one of the trajectories. Collective over nodes."""
         bits = self.table.schema.late_bits([name])
         if not bits:
             return
-        slots = self.records[:, Resolution.SLOT].numpy()
-        if self.nodes is None:
-            absent = self._lacks(slots, bits)
-        else:
-            absent = np.zeros(len(slots), bool)
-            absent[self.nodes.own] = self._lacks(slots[self.nodes.own], bits)
-            absent = self.nodes.join(absent)
+        present = self.table.views["retention"][self._slots, SlotRetention.PRESENT] & bits
+        absent = self._joined(np.asarray(present == 0))
         if absent.any():
             raise DataError(
                 f"table {self.table.spec.name}: late column {name}",
                 "must be filled before it is read",
-                f"absent in {int(absent.sum())} of {len(slots)} trajectories",
+                f"absent in {int(absent.sum())} of {len(absent)} trajectories",
                 "name it in gear.fields or in needs of the table's group: then only trajectories that have "
                 "it are sampled",
             )
-
-    def _lacks(self, slots: np.ndarray, bits: int) -> np.ndarray:
-        """Return which slots lack a late column. [n] -> [n], bool."""
-        return np.asarray(self.table.views["retention"][slots, SlotRetention.PRESENT] & bits == 0)
 
     def reported(self) -> torch.Tensor:
         """Return the records with slots as priority updates have them. [n, 8], int64."""
@@ -203,6 +218,7 @@ class RolloutData:
 
     Args:
         settings: How packs are made.
+        session: The ranks that train it.
         number: Of the rollout batch.
         metrics: Counts and times; None: its own.
     """
@@ -212,23 +228,23 @@ class RolloutData:
         parts: Sequence[TablePart],
         settings: PackSettings,
         ops: Ops,
+        session: RolloutSession,
         number: int = 0,
         metrics: Metrics | None = None,
     ) -> None:
-        self.settings, self.ops, self.number = settings, ops, number
-        self.metrics = Metrics() if metrics is None else metrics
-        most = room(settings.pack)
-        self.parts = [replace(part, records=_clipped(part.records, most)) for part in parts]
-        self.records = torch.cat([part.reported() for part in self.parts])
+        self.parts, self.settings, self.ops, self.number = parts, settings, ops, number
+        self.session, self.metrics = session, Metrics() if metrics is None else metrics
+        self.records = torch.cat([part.reported() for part in parts])
         #: Whether several nodes hold a table together: values of all trajectories are then collective.
-        self.is_spread = any(part.nodes is not None for part in self.parts)
-        # Where rows are gathered from: with trajectories of other nodes once their rows have come.
-        self._places = [part.records if part.nodes is None else part.records.clone() for part in self.parts]
-        self._is_weight = torch.cat([part.weights for part in self.parts])
-        self.source = np.repeat(np.arange(len(parts)), [len(part.records) for part in self.parts])
-        self._row = np.concatenate([np.arange(len(part.records)) for part in self.parts])
+        self.is_spread = any(part.nodes is not None for part in parts)
+        # Records by which rows are gathered: those of other nodes lie where `fetch` has put the rows.
+        self._rows = [part.records if part.nodes is None else part.records.clone() for part in parts]
+        self._is_weight = torch.cat([part.weights for part in parts])
+        # For tables of 2 and 3 trajectories, source is [0, 0, 1, 1, 1] and row [0, 1, 0, 1, 2].
+        self.source = np.repeat(np.arange(len(parts)), [len(part.records) for part in parts])
+        self._row = np.concatenate([np.arange(len(part.records)) for part in parts])
         self.lengths: np.ndarray = self.records[:, Resolution.NUM_STEPS].numpy()
-        self.starts = np.cumsum(self.lengths) - self.lengths
+        self.starts = np.cumsum(self.lengths) - self.lengths  # for lengths [2, 3] starts is [0, 2]
         #: Item of each trajectory: those of one group have one number, in the order of the selection.
         self.item = item_numbers(self.records[:, Resolution.SAMPLE_NUMBER].numpy(), self.source)
         #: Columns of this rollout batch only, at predicting places. [num_tokens] each.
@@ -249,16 +265,15 @@ class RolloutData:
         Raises:
             DataError: A late column of tokens or of the loss mask is absent in a trajectory.
         """
-        settings = self.settings
-        roles = settings.schema.role("token"), settings.schema.role("loss_mask")
-        for column in (one for one in roles if one is not None):
+        predicts, schema = self.settings.predicts, self.settings.schema
+        tokens, flags = schema.role("token"), schema.role("loss_mask")
+        for name in [column.name for column in (tokens, flags) if column is not None]:
             for part in self.parts:
-                part.check_filled(column.name)
-        if settings.flags is not None:
-            offset, name = int(settings.predicts), settings.flags
-            return np.concatenate([part.flags(self.ops, name, offset) for part in self.parts])
+                part.check_filled(name)
+        if flags is not None:
+            return np.concatenate([part.flags(self.ops, flags.name, int(predicts)) for part in self.parts])
         mask = np.ones(self.num_tokens, bool)
-        if settings.predicts:
+        if predicts:
             mask[self.starts + self.lengths - 1] = False
         return mask
 
@@ -309,20 +324,49 @@ class RolloutData:
             part.check_filled(name)
         return np.concatenate([part.values(name) for part in self.parts])
 
-    def place(self, number: int, which: np.ndarray, first_row: np.ndarray, slot: np.ndarray) -> None:
-        """Set where rows of trajectories lie that have come from other nodes.
+    def fetch(self, packs: PackSequence) -> None:
+        """Bring the rows of packs to the nodes whose ranks gather them. Collective over all ranks.
 
-        Args:
-            which: The trajectories, as indices among those of the table. [k], int64.
-            first_row: Of each, in what the table's batches are gathered from. [k], int64.
-            slot: Likewise. [k], int64.
+        Every rank has passed a batch barrier since it gathered from the rollout batch before.
+
+        Raises:
+            PeerError: A node does not answer, or an exchange failed.
         """
-        places = self._places[number].numpy()
-        places[which, Resolution.FIRST_ROW], places[which, Resolution.SLOT] = first_row, slot
+        moving: list[tuple[int, NodePart, Moves]] = []
+        for number, part in enumerate(self.parts):
+            if part.nodes is None:
+                continue
+            replica_nodes, is_its = part.nodes.spread.plan.replica_nodes, self.source[packs.index] == number
+            needed = np.zeros((len(replica_nodes), len(part.records)), bool)  # [S, n]
+            needed[:, self._row[packs.index[is_its]]] = replica_nodes[:, packs.replica[is_its]]
+            moves = part.nodes.places.move(needed)
+            if moves is not None:  # on all ranks alike
+                moving.append((number, part.nodes, moves))
+        if not moving:
+            return
 
-    def of_table(self, number: int, index: np.ndarray) -> np.ndarray:
-        """Return which of the trajectories come from a table, as indices among its own. [n] -> [m], int64."""
-        return np.asarray(self._row[index[self.source[index] == number]])
+        def exchange() -> None:
+            for _, nodes, moves in moving:
+                if nodes.spread.exchange is not None:
+                    nodes.spread.exchange.send(moves)
+
+        self.session.agree(exchange)
+        for number, nodes, moves in moving:  # after an exchange that failed, the next one moves them all
+            nodes.places.moved(moves)
+            room, (row, slot) = nodes.spread.room, self.parts[number].table.first_arrival
+            rows = self._rows[number].numpy()
+            rows[moves.samples, Resolution.FIRST_ROW] = row + room.first_row + moves.first_row
+            rows[moves.samples, Resolution.SLOT] = slot + room.first_slot + moves.slot
+
+    def _by_table(self, index: np.ndarray) -> list[tuple[TablePart, torch.Tensor | slice, torch.Tensor]]:
+        """Return each table's trajectories of a pack: places in `index`, and records to gather by."""
+        if len(self.parts) == 1:
+            return [(self.parts[0], slice(None), self._rows[0][torch.from_numpy(index)])]
+        found: list[tuple[TablePart, torch.Tensor | slice, torch.Tensor]] = []
+        for number, part in enumerate(self.parts):
+            own = torch.from_numpy(np.nonzero(self.source[index] == number)[0])
+            found.append((part, own, self._rows[number][torch.from_numpy(self._row[index])[own]]))
+        return found
 
     # ---- packs -----------------------------------------------------------------------------------
 
@@ -348,11 +392,18 @@ class RolloutData:
         part = rows // place.sequence_world
         first = place.sequence_rank * part
         shape = PackShape(self.lengths[index], rows, first, first + part)
-        which = torch.from_numpy(index)
-        records = self.records[which]
-        gathered = self._places[0][which] if self.is_spread and len(self.parts) == 1 else records
-        tensors, per_trajectory = self._gather(index, gathered, shape)
-        mask, device = self._mask_of(tensors, shape), settings.device
+        which, device, tables = torch.from_numpy(index), settings.device, self._by_table(index)
+        gatherer = self.parts[0].gatherer
+        tensors, places = gatherer.outputs(part), torch.from_numpy(shape.starts)
+        per_trajectory: dict[str, torch.Tensor] = {}
+        for table, own, records in tables:
+            table.gatherer.gather(tensors, records, places[own], first)
+            for name, values in table.gatherer.per_trajectory(records).items():
+                if name not in per_trajectory:
+                    per_trajectory[name] = values.new_zeros(len(index), *values.shape[1:])
+                per_trajectory[name][own] = values
+        gatherer.finish(tensors, min(max(shape.num_tokens - first, 0), part))
+        mask = self._mask_of(tensors, shape)
         token_weights = torch.from_numpy(shape.spread(weights[index].astype(np.float32))).mul_(mask)
         share = int(np.count_nonzero(mask.numpy())) / max(loss_tokens, 1)
         targets = tensors.pop(TARGETS, None)
@@ -361,6 +412,14 @@ class RolloutData:
         made = {name: tensor.to(device, non_blocking=True)[None] for name, tensor in tensors.items()}
         for name, tensor in per_trajectory.items():
             made[name] = tensor.to(device, non_blocking=True)
+        opaque: dict[str, list[Any]] = {}
+        for field in settings.opaque:
+            assert field.column is not None
+            opaque[field.name] = [None] * len(index)
+            for table, own, records in tables:
+                its = range(len(index)) if isinstance(own, slice) else own.tolist()
+                for at, value in zip(its, read_opaque(table.table, field.column, records), strict=True):
+                    opaque[field.name][at] = value
         micro = MicroBatch(
             made,
             None if targets is None else targets.to(device)[None],
@@ -370,67 +429,18 @@ class RolloutData:
             ),
             PackSources(
                 which,
-                records,
+                self.records[which],
                 torch.from_numpy(self.source[index]),
                 torch.from_numpy(self.item[index]),
                 self._is_weight[which],
                 fill,
-                self._opaque(index),
+                opaque,
             ),
             settings.token,
             device,
         )
         self.metrics.gathered(time.perf_counter() - begin)
         return micro
-
-    def _gather(
-        self, index: np.ndarray, records: torch.Tensor, shape: PackShape
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Gather the per-step and the per-trajectory fields of a pack from the tables."""
-        first = self.parts[0].gatherer
-        outs, places = first.outputs(shape.end - shape.first), torch.from_numpy(shape.starts)
-        if len(self.parts) == 1:
-            first.gather(outs, records, places, shape.first)
-            whole = first.per_trajectory(records)
-        else:
-            whole = self._gather_mixed(index, outs, places, shape)
-        end = min(max(shape.num_tokens - shape.first, 0), shape.end - shape.first)
-        first.finish(outs, end)
-        return outs, whole
-
-    def _gather_mixed(
-        self, index: np.ndarray, outs: dict[str, torch.Tensor], places: torch.Tensor, shape: PackShape
-    ) -> dict[str, torch.Tensor]:
-        """Gather the rows of a pack from several tables; return the per-trajectory fields."""
-        sources = self.source[index]
-        whole: dict[str, torch.Tensor] = {}
-        for number, part in enumerate(self.parts):
-            own = torch.from_numpy(np.nonzero(sources == number)[0])
-            if not own.numel():
-                continue
-            records = self._places[number][torch.from_numpy(self._row[index])[own]]
-            part.gatherer.gather(outs, records, places[own], shape.first)
-            for name, values in part.gatherer.per_trajectory(records).items():
-                if name not in whole:
-                    whole[name] = values.new_zeros(len(index), *values.shape[1:])
-                whole[name][own] = values
-        if not len(index):
-            whole = self.parts[0].gatherer.per_trajectory(self.records[:0])
-        return whole
-
-    def _opaque(self, index: np.ndarray) -> dict[str, list[Any]]:
-        """Return the opaque fields of trajectories, as lists."""
-        found: dict[str, list[Any]] = {}
-        for field in self.settings.opaque:
-            assert field.column is not None
-            values: list[Any] = [None] * len(index)
-            for number, part in enumerate(self.parts):
-                own = np.nonzero(self.source[index] == number)[0]
-                records = self._places[number][torch.from_numpy(self._row[index[own]])]
-                for place, value in zip(own.tolist(), part.opaque(field.column, records), strict=True):
-                    values[place] = value
-            found[field.name] = values
-        return found
 
     def _mask_of(self, tensors: Mapping[str, torch.Tensor], shape: PackShape) -> torch.Tensor:
         """Return which places of this rank count in the loss. [rows], bool."""
@@ -494,19 +504,6 @@ class RolloutData:
         column[torch.from_numpy(to)] = given
 
 
-def _numpy(values: torch.Tensor) -> np.ndarray:
-    """Return values as an array, bfloat16 as float32."""
-    return np.asarray((values.float() if values.dtype == torch.bfloat16 else values).numpy())
-
-
-def _clipped(records: torch.Tensor, most: int) -> torch.Tensor:
-    """Return records of at most so many steps; their first steps are trained."""
-    if records.size(0) and int(records[:, Resolution.NUM_STEPS].max()) > most:
-        records = records.clone()
-        records[:, Resolution.NUM_STEPS].clamp_(max=most)
-    return records
-
-
 def item_numbers(sample_numbers: np.ndarray, tables: np.ndarray | None = None) -> np.ndarray:
     """Return the number of each trajectory's item, from 0.
 
@@ -523,63 +520,74 @@ def item_numbers(sample_numbers: np.ndarray, tables: np.ndarray | None = None) -
     return np.cumsum(is_first) - 1
 
 
+def budget_of(pack: PackConfig, tokens: int | None = None) -> PackBudget:
+    """Return the budget of a pack; `tokens`: of another size."""
+    sized = pack if tokens is None else pack.model_copy(update={"tokens": tokens})
+    linear, quadratic = pack.cost
+    return PackBudget(room(sized), linear, quadratic, pack.pad.multiple, pack.max_trajectories)
+
+
+class PlannedPacks:
+    """The packs of all replicas: rows and costs of each. Pure.
+
+    Args:
+        lengths: Of the trajectories. [n], int64.
+        replicas: Ranks that train on different samples.
+        tokens: Of a pack; None: `pack.tokens`.
+    """
+
+    def __init__(
+        self, lengths: np.ndarray, pack: PackConfig, replicas: int, ops: Ops, tokens: int | None = None
+    ) -> None:
+        budget, lengths = budget_of(pack, tokens), np.ascontiguousarray(lengths)
+        width = pack.plan_width or replicas
+        self.plan = plan = plan_packs(torch.from_numpy(lengths), budget, width, ops)
+        #: Packs of a replica in each micro step: with a plan for more ranks it trains several in turn.
+        self.per_rank = width // replicas
+        size, shape = plan.num_micro * width, (plan.num_micro, width)
+        # For a width of 2, micro steps [0, 1] and ranks [1, 0] are the packs [1, 2].
+        bins = (plan.micro * width + plan.rank).numpy()
+        steps = lengths.astype(np.float64)
+        costs = np.bincount(bins, budget.linear * steps + budget.quadratic * steps * steps, size)
+        #: [K, replicas, per_rank], float64.
+        self.costs = costs.reshape(plan.num_micro, replicas, self.per_rank)
+        tokens_of = np.bincount(bins, lengths, size).astype(np.int64)  # exact: below 2^53
+        rows = np.maximum(-(-tokens_of // budget.multiple), 1).reshape(shape) * budget.multiple
+        if pack.pad.to == "budget":
+            rows = np.full(shape, budget.tokens)
+        elif pack.pad.to == "step":
+            rows = np.broadcast_to(rows.max(axis=1, keepdims=True), shape)
+        #: N of every pack, padding included: without trajectories the least. [K, width], int64.
+        self.rows: np.ndarray = rows
+
+    @property
+    def imbalance(self) -> float:
+        """Cost of the slowest rank in each micro step, summed, / the mean over ranks, minus 1."""
+        total, replicas = self.costs.sum(), self.costs.shape[1]
+        return float(self.costs.max(axis=1).sum() * replicas / total - 1) if total else 0.0
+
+
 class PackSequence:
     """The packs of some trajectories of a rollout batch on this rank: the same number on every rank.
 
     Args:
         index: The trajectories. [n], int64.
+        tokens: Of a pack; None: `gear.pack.tokens`.
     """
 
-    def __init__(self, data: RolloutData, index: np.ndarray, budget: PackBudget) -> None:
-        settings = data.settings
-        self._data, self.index, self._budget = data, index, budget
-        lengths = np.ascontiguousarray(data.lengths[index])
-        plan = plan_packs(torch.from_numpy(lengths), budget, settings.width, data.ops)
-        self.plan: PackingPlan = plan
-        per_rank = settings.width // settings.place.data_world
+    def __init__(self, data: RolloutData, index: np.ndarray, tokens: int | None = None) -> None:
+        place, lengths = data.settings.place, data.lengths[index]
+        planned = PlannedPacks(lengths, data.settings.pack, place.data_world, data.ops, tokens)
+        first = place.data_rank * planned.per_rank
+        packs = [planned.plan.packs(rank) for rank in range(first, first + planned.per_rank)]
+        self.index, self.imbalance = index, planned.imbalance
         #: The replica that trains each of the trajectories. [n], int64.
-        self.replica: np.ndarray = plan.rank.numpy() // per_rank
-        ranks = range(settings.place.data_rank * per_rank, (settings.place.data_rank + 1) * per_rank)
-        rows = self._rows(lengths)
-        packs = [plan.packs(rank) for rank in ranks]
+        self.replica: np.ndarray = planned.plan.rank.numpy() // planned.per_rank
         #: The trajectories of each of this rank's packs, and N of each.
-        self.packs = [index[own[micro].numpy()] for micro in range(plan.num_micro) for own in packs]
-        self.rows: list[int] = rows[:, ranks.start : ranks.stop].reshape(-1).tolist()
-
-    def _rows(self, lengths: np.ndarray) -> np.ndarray:
-        """Return N of every rank's packs, padding included. [K, width], int64.
-
-        Args:
-            lengths: Of the trajectories. [n], int64.
-        """
-        plan, pad = self.plan, self._data.settings.pack.pad
-        if pad.to == "budget":
-            return np.full((plan.num_micro, plan.width), self._budget.tokens)
-        pack = (plan.micro * plan.width + plan.rank).numpy()
-        tokens = np.bincount(pack, lengths, plan.num_micro * plan.width).astype(np.int64)  # exact: below 2^53
-        rows = np.maximum(-(-tokens // pad.multiple), 1) * pad.multiple  # without trajectories the least
-        rows = rows.reshape(plan.num_micro, plan.width)
-        if pad.to == "step":
-            rows = np.broadcast_to(rows.max(axis=1, keepdims=True), rows.shape)
-        return np.asarray(rows)
+        self.packs = [index[own[micro].numpy()] for micro in range(planned.plan.num_micro) for own in packs]
+        self.rows: list[int] = planned.rows[:, first : first + planned.per_rank].reshape(-1).tolist()
+        #: Part of this rank's places that hold a trajectory's step.
+        self.fill_fraction = sum(data.lengths[pack].sum() for pack in self.packs) / max(sum(self.rows), 1)
 
     def __len__(self) -> int:
         return len(self.packs)
-
-    @property
-    def imbalance(self) -> float:
-        """Cost of the slowest rank in each micro step, summed, / the mean over ranks, minus 1."""
-        lengths = self._data.lengths[self.index].astype(np.float64)
-        costs = self._budget.linear * lengths + self._budget.quadratic * lengths * lengths
-        total, plan = costs.sum(), self.plan
-        bins, replicas = (plan.micro * plan.width + plan.rank).numpy(), self._data.settings.place.data_world
-        of_pack = np.bincount(bins, costs, plan.num_micro * plan.width)
-        # With a plan for more ranks, a rank trains several packs of it, one after the other.
-        slowest = of_pack.reshape(plan.num_micro, replicas, -1).max(axis=1).sum()
-        return float(slowest * replicas / total - 1) if total else 0.0
-
-    @property
-    def fill_fraction(self) -> float:
-        """Part of this rank's places that hold a trajectory's step."""
-        tokens = sum(int(self._data.lengths[pack].sum()) for pack in self.packs)
-        return tokens / max(sum(self.rows), 1)

@@ -6,21 +6,27 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from deepspeed_gear.batching.pack_gather import PackGatherer
 from deepspeed_gear.checkpoint.position import LoaderPosition, batches
+from deepspeed_gear.distributed.row_exchange.trajectory_places import TrajectoryPlaces
 from deepspeed_gear.distributed.sequence_sum import sequence_sum
 from deepspeed_gear.errors import CheckpointError, ConfigError
+from deepspeed_gear.ops.constants import SHARD_BITS
+from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Metrics
-from deepspeed_gear.replay.packing_check import check_packing
-from deepspeed_gear.replay.record_stream import RecordStream
-from deepspeed_gear.replay.rollout import Rollout
-from deepspeed_gear.replay.rollout_data import PackSettings, RolloutData
-from deepspeed_gear.replay.rollout_nodes import RolloutNodes
-from deepspeed_gear.replay.rollout_session import RolloutSession
-from deepspeed_gear.replay.train_step import TrainStep
+from deepspeed_gear.replay.record_stream import Records, RecordStream
+from deepspeed_gear.replay.rollout import Rollout, TrainStep
+from deepspeed_gear.replay.rollout_data import (
+    NodePart,
+    PackSettings,
+    RolloutData,
+    RolloutSession,
+    TablePart,
+)
 from deepspeed_gear.sampling.mass_rules import key_of
 
 
@@ -45,11 +51,12 @@ class RolloutLoader:
         config = plan.config
         assert config.pack is not None
         assert config.rollout_size is not None
-        self._metrics, self._size, self._streams = metrics, config.rollout_size, parts.train
+        self._parts, self._metrics, self._size = parts, metrics, config.rollout_size
+        self._streams, self._is_rollout = parts.train, config.batch is None
         first = config.sampled_tables[0]
         self._keys = config.seed, key_of(first, "minibatches")
         group = config.resolved_tables[first].group
-        self._settings = PackSettings(
+        self.settings = PackSettings(
             pack=config.pack,
             loss=config.loss,
             place=plan.topology.place,
@@ -62,10 +69,9 @@ class RolloutLoader:
         )
         statistics = plan.statistics(plan.needs.fields)
         self._gatherers = [
-            PackGatherer(self._settings.gathered(), stream.table, statistics, engine_dtype)
+            PackGatherer(self.settings.gathered(), stream.table, statistics, engine_dtype)
             for stream in self._streams
         ]
-        self._nodes, self._is_rollout = RolloutNodes(parts), config.batch is None
         self.session = RolloutSession(parts, divisor)
         self.records = RecordStream(parts, self.session, self._size)
         self._resumed = LoaderPosition(self.records.where)  # what the next rollout batch goes on with
@@ -80,23 +86,51 @@ class RolloutLoader:
         if self._current is not None:
             self._current.close()
         begin, resumed = time.perf_counter(), self._resumed
-        taken = zip(self._streams, self._gatherers, self.records.take(), strict=True)
-        parts = [self._nodes.part(stream.table, gatherer, records) for stream, gatherer, records in taken]
-        ops = self._streams[0].table.ops
-        data = RolloutData(parts, self._settings, ops, self.records.number, self._metrics)
+        parts = list(map(self._part, range(len(self._streams)), self.records.take()))
+        ops, number = self._streams[0].table.ops, self.records.number
+        data = RolloutData(parts, self.settings, ops, self.session, number, self._metrics)
         known = resumed.rollout or {}
-        if known.get("num_tokens") is not None:
-            self.session.agree(lambda: _check_tokens(data, known["num_tokens"]))
-        rows, done = self._nodes.batch(data, self.session), known.get("steps_done", 0)
-        made = Rollout(data, self._size, self._keys, self.session, self.records, rows, done)
+        num_tokens = known.get("num_tokens")
+
+        def check_tokens() -> None:
+            if data.num_tokens != num_tokens:
+                rule = f"must have the {num_tokens} steps with which it was saved"
+                raise CheckpointError(
+                    f"rollout batch {number}",
+                    rule,
+                    data.num_tokens,
+                    "load it with the gear.pack of its run: with too_long = truncate, tokens decides the "
+                    "lengths",
+                )
+
+        if num_tokens is not None:
+            self.session.agree(check_tokens)
+        made = Rollout(data, self._size, self._keys, self.records, known.get("steps_done", 0))
         data.columns.update(resumed.columns)
         self._resumed, self._current = LoaderPosition(resumed.at), made
         self._metrics.waited(time.perf_counter() - begin, self.records.epoch)
         return made
 
-    def check_packing(self, model: Any, attention: str | None, tolerance: float | None) -> float:
-        """Return the largest difference that packing makes: `Replay.check_packing`."""
-        return check_packing(model, attention, tolerance, self._settings)
+    def _part(self, number: int, records: Records) -> TablePart:
+        """Return the trajectories of a rollout batch that come from a table."""
+        table, nodes, plan = self._streams[number].table, None, self._parts.plan
+        spread = self._parts.exchange.trajectories.get(table.spec.name)
+        if spread is not None:
+            origins, shard = records.origins.numpy(), table.spec.shard
+            assert shard is not None
+            own = np.nonzero(origins >> SHARD_BITS == shard.index)[0]
+            steps, routes = records.resolutions[:, Resolution.NUM_STEPS].numpy(), spread.plan
+            sizes = routes.final_row, routes.num_nodes, routes.index
+            places = TrajectoryPlaces(origins, steps, *sizes, copies_own=not table.gathers_own_rows)
+            # One rank of a node contributes what the node holds.
+            own = own if plan.topology.leads_node else own[:0]
+            nodes = NodePart(origins, own, self._join, places, spread)
+        return TablePart(self._gatherers[number], table, records.resolutions, records.weights, nodes)
+
+    def _join(self, values: np.ndarray) -> np.ndarray:
+        """Return the sum of the bytes of arrays over all ranks, of which one has each byte. Collective."""
+        flat = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+        return self.session.sum(flat).numpy().view(values.dtype).reshape(values.shape)
 
     def step(self) -> TrainStep:
         """Return the one step of the next batch, whose size is `gear.batch`.
@@ -167,18 +201,3 @@ class RolloutLoader:
         """End the rollout batch that is being trained without consuming it."""
         if self._current is not None:
             self._current.abandon()
-
-
-def _check_tokens(data: RolloutData, num_tokens: int) -> None:
-    """Raise unless a rollout batch that is resumed has the steps that it was saved with.
-
-    Raises:
-        CheckpointError: It has others.
-    """
-    if data.num_tokens != num_tokens:
-        raise CheckpointError(
-            f"rollout batch {data.number}",
-            f"must have the {num_tokens} steps with which it was saved",
-            data.num_tokens,
-            "load it with the gear.pack of its run: with too_long = truncate, tokens decides the lengths",
-        )

@@ -14,7 +14,7 @@ from gear_support import prefix
 from deepspeed_gear import DatasetWriter, MicroBatch, Replay, Schema
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.replay import BatchInfo
-from deepspeed_gear.replay.train_step import TrainStep
+from deepspeed_gear.replay.rollout import TrainStep
 
 NODES, WIDTH, MOST, COUNT, GROUP = 2, 4, 40, 48, 4
 COLUMNS = {

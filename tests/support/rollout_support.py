@@ -14,9 +14,7 @@ from deepspeed_gear import Replay
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.replay.record_stream import RecordStream
 from deepspeed_gear.replay.rollout import Rollout
-from deepspeed_gear.replay.rollout_data import RolloutData
-from deepspeed_gear.replay.rollout_nodes import BatchRows
-from deepspeed_gear.replay.rollout_session import RolloutSession, StepObserver
+from deepspeed_gear.replay.rollout_data import RolloutData, RolloutSession, StepObserver
 
 COLUMNS = {
     "tokens": {"dtype": "int32", "role": "token"},
@@ -74,11 +72,11 @@ class OneRank(RolloutSession):
     """
 
     def __init__(self, divisor: float) -> None:
-        self._divisor = lambda: divisor
+        self.divisor = lambda: divisor
         self.observers: list[StepObserver] = []
 
-    def agree(self, action: Callable[[], None]) -> None:
-        action()
+    def agree(self, action: Callable[[], Any]) -> Any:
+        return action()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -100,17 +98,10 @@ class NothingConsumed(RecordStream):
 def seen_by(rollout: Rollout, place: RankCoordinates) -> Rollout:
     """Return a rollout batch as the rank with other coordinates sees it, without collectives."""
     data = rollout._data
-    there = RolloutData(data.parts, replace(data.settings, place=place), data.ops, data.number)
+    settings, session = replace(data.settings, place=place), OneRank(float(place.data_world))
+    there = RolloutData(data.parts, settings, data.ops, session, data.number)
     there.columns = dict(data.columns)
-    session = OneRank(float(place.data_world))
-    return Rollout(
-        there,
-        rollout._size,
-        rollout._keys,
-        session,
-        NothingConsumed(),
-        BatchRows(there, [None] * len(there.parts), session),
-    )
+    return Rollout(there, rollout._size, rollout._keys, NothingConsumed())
 
 
 def ranks_of(world: int, sequence: int = 1) -> list[RankCoordinates]:

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from engine_packed import engine_of, fill, scores_of
 from engine_parts import task
 
-from deepspeed_gear.replay.rollout import Rollout
-from deepspeed_gear.replay.train_step import TrainStep
+from deepspeed_gear.replay.rollout import Rollout, TrainStep
 
 COLUMNS = ("old", "advantage")
 

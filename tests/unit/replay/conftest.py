@@ -17,6 +17,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_dataset(tmp_path_factory.mktemp("data") / "d", LENGTHS)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def collections_are_short() -> Iterator[None]:
+    """The collection after each test visits what the tests have made, and not the modules."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     before = set(threading.enumerate())

@@ -221,7 +221,7 @@ def test_sums_are_the_intended_mean_on_any_ranks(normalize: Any, count_masked: b
     replay, stored = filled(section(loss=loss, rollout={"trajectories": 21, "minibatches": 2}))
     with replay:
         rollout = replay.rollout()
-        items = [set(rollout._items_of(step).tolist()) for step in range(2)]
+        items = [rollout.group[rollout.step(step).index].tolist() for step in range(2)]
         ids = rollout.trajectory_id.tolist()
         for world, sequence in ((1, 1), (2, 1), (3, 2)):
             sums, shares = np.zeros(2), np.zeros(2)
@@ -456,7 +456,7 @@ def test_means_of_metrics(rolled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def total(sums: torch.Tensor) -> torch.Tensor:
         return sums + torch.eye(len(sums), dtype=sums.dtype)[-1]  # another rank has a fault
 
-    monkeypatch.setattr(step._session, "sum", total)
+    monkeypatch.setattr(step._data.session, "sum", total)
     with pytest.raises(
         PeerError, match=r"logp must have a number for each of the .*, got 'other numbers on 1"
     ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,11 +13,11 @@ import torch
 from rollout_support import COLUMNS, responses, section
 
 from deepspeed_gear import Replay
+from deepspeed_gear.distributed.row_exchange.trajectory_places import TrajectoryPlaces
 from deepspeed_gear.errors import DataError, PeerError
 from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.replay.rollout_data import NodePart, RolloutData
-from deepspeed_gear.replay.rollout_nodes import BatchRows
+from deepspeed_gear.replay.rollout_data import NodePart, PackSettings, RolloutData, TablePart
 
 TYPES = {"half": {"dtype": "bfloat16", "rows": "1"}, "pair": {"dtype": "float64", "shape": [2], "rows": "1"}}
 LATE = {"score": {"dtype": "float32", "rows": "1", "late": True}}
@@ -39,8 +39,10 @@ class Nodes:
 
     def data(self, shard: int) -> RolloutData:
         own, [part] = np.nonzero(self._shard == shard)[0], self._whole.parts
-        nodes = NodePart(self._origins, own, self._send if shard == 0 else self._add)
-        return RolloutData([replace(part, nodes=nodes)], self._whole.settings, self._whole.ops)
+        unused: Any = None
+        nodes = NodePart(self._origins, own, self._send if shard == 0 else self._add, unused, unused)
+        whole = self._whole
+        return RolloutData([replace(part, nodes=nodes)], whole.settings, whole.ops, whole.session)
 
     def _send(self, values: np.ndarray) -> np.ndarray:
         self._sent.append(np.ascontiguousarray(values).view(np.uint8).copy())
@@ -106,7 +108,7 @@ def test_ranks_compare_what_they_read_and_which_step_they_train(
     """Over nodes each call is collective: ranks that differ would exchange rows of unlike things."""
     rollout, compared = replay.rollout(), []
     rollout._data.is_spread = True
-    monkeypatch.setattr(rollout._session, "compare", lambda what, value: compared.append((what, value)))
+    monkeypatch.setattr(rollout._data.session, "compare", lambda what, value: compared.append((what, value)))
     rollout.values("reward")
     next(iter(rollout.step(1)))
     next(rollout.forward("old_logp", tokens=256))
@@ -129,29 +131,28 @@ def test_an_exchange_that_fails_is_made_again() -> None:
             raise error
 
     exchange = SimpleNamespace(send=lambda moves: sent.append(moves.samples.tolist()))
-    plan = SimpleNamespace(final_row=0, num_nodes=2, index=0, replica_nodes=np.eye(2, dtype=bool))
-    spread: Any = SimpleNamespace(
-        plan=plan, exchange=exchange, room=SimpleNamespace(first_row=0, first_slot=0)
-    )
+    plan = SimpleNamespace(replica_nodes=np.eye(2, dtype=bool))
+    room = SimpleNamespace(first_row=5, first_slot=1)
+    spread: Any = SimpleNamespace(plan=plan, exchange=exchange, room=room)
     records = torch.zeros(2, Resolution.NUM_WORDS, dtype=torch.int64)
     records[:, Resolution.NUM_STEPS] = 3
-    table = SimpleNamespace(gathers_own_rows=True, first_arrival=(0, 0))
-    part = SimpleNamespace(
-        nodes=SimpleNamespace(origins=np.array([0, 1 << SHARD_BITS])), table=table, records=records
-    )
-    placed: list[list[int]] = []
-    data: Any = SimpleNamespace(
-        parts=[part],
-        source=np.zeros(2, np.int64),
-        of_table=lambda number, index: index,
-        place=lambda number, which, row, slot: placed.append(which.tolist()),
-    )
+    origins = np.array([0, 1 << SHARD_BITS])
+    places = TrajectoryPlaces(origins, np.array([3, 3]), 0, 2, 0, copies_own=False)
+    nodes = NodePart(origins, np.array([0]), lambda values: values, places, spread)
+    gatherer, table = cast(Any, None), cast(Any, SimpleNamespace(first_arrival=(100, 10)))
     session: Any = SimpleNamespace(agree=agree)
-    rows = BatchRows(data, [spread], session)
+    settings = cast(PackSettings, SimpleNamespace())
+    part = TablePart(gatherer, table, records, torch.ones(2), nodes)
+    data = RolloutData([part], settings, cast(Any, None), session)
+
+    def placed() -> list[int]:
+        return data._rows[0][:, Resolution.FIRST_ROW].tolist()
+
     packs: Any = SimpleNamespace(index=np.array([0, 1]), replica=np.array([1, 0]))  # each needs the other's
     with pytest.raises(PeerError):
-        rows.fetch(packs)
-    assert placed == []
-    rows.fetch(packs)
-    rows.fetch(packs)  # all there
-    assert (sent, placed) == ([[1], [1]], [[1]])
+        data.fetch(packs)
+    assert placed() == [0, 0]
+    data.fetch(packs)
+    data.fetch(packs)  # all there
+    assert (sent, placed()) == ([[1], [1]], [0, 105])
+    assert data._rows[0][:, Resolution.SLOT].tolist() == [0, 11]
