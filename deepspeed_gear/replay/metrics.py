@@ -51,17 +51,6 @@ class Trained:
         self.fill += fill
         self.imbalance += imbalance
 
-    def since(self, earlier: Trained) -> dict[str, float]:
-        """Return means per optimizer step since an earlier value, their number, and all skipped ones."""
-        steps = max(self.steps - earlier.steps, 1)
-        names = ("trajectories", "tokens", "micro_batches", "fill", "imbalance")
-        found = {f"step_{name}": (getattr(self, name) - getattr(earlier, name)) / steps for name in names}
-        return {
-            **found,
-            "train_steps": float(self.steps - earlier.steps),
-            "skipped_steps": float(self.skipped),
-        }
-
 
 class Metrics:
     """Sums that only increase. Thread safe: a prefetch thread adds, the main thread adds and reads."""
@@ -79,12 +68,6 @@ class Metrics:
         self._sample_s += seconds
         self.num_made += 1
 
-    def waited(self, seconds: float, epoch: int) -> None:
-        """Count a call of `sample`, or a rollout batch, and its duration."""
-        self.num_batches += 1
-        self.epoch = epoch
-        self.wait_s += seconds
-
     def gathered(self, seconds: float) -> None:
         """Count time in which packs of a rollout batch were gathered, or other ranks were waited for."""
         self.wait_s += seconds
@@ -93,11 +76,21 @@ class Metrics:
         """Count an optimizer step of packed batches whose update was skipped."""
         self.trained.skipped += 1
 
+    def waited(self, seconds: float, epoch: int) -> None:
+        """Count a call of `sample`, or a rollout batch, and its duration."""
+        self.num_batches += 1
+        self.epoch = epoch
+        self.wait_s += seconds
+
     def take_trained(self) -> dict[str, float]:
-        """Return means per optimizer step since the last call, of packed batches."""
-        now = replace(self.trained)
-        found, self._trained = now.since(self._trained), now
-        return found
+        """Return means per optimizer step of packed batches since the last call, and all skipped ones."""
+        now, before = replace(self.trained), self._trained
+        self._trained, steps = now, now.steps - before.steps
+        means = {
+            f"step_{name}": (getattr(now, name) - getattr(before, name)) / max(steps, 1)
+            for name in ("trajectories", "tokens", "micro_batches", "fill", "imbalance")
+        }
+        return {**means, "train_steps": float(steps), "skipped_steps": float(now.skipped)}
 
     def take(self, counters: torch.Tensor) -> dict[str, float]:
         """Return means per micro batch since the last call.
@@ -171,22 +164,13 @@ class Progress:
 
 
 class ProgressMeter:
-    """Measures the progress between two readings.
-
-    Args:
-        begin: Totals where the first period begins.
-        clock: Returns the time in seconds.
-    """
+    """Measures the progress between two readings."""
 
     def __init__(self, begin: Totals, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._begin, self._begin_s = clock, begin, clock()
 
     def read(self, totals: Totals) -> Progress:
-        """Return the progress since the last reading.
-
-        Args:
-            totals: Of this time.
-        """
+        """Return the progress since the last reading."""
         now_s = self._clock()
         before, before_s = self._begin, self._begin_s
         self._begin, self._begin_s = totals, now_s
@@ -201,25 +185,21 @@ Selections = list[tuple[BatchStream, RecentSelections]]  # of one global batch: 
 
 def of_store(tables: Sequence[Table]) -> dict[str, Any]:
     """Return the sizes of the sampled tables, and by table the counts of stale trajectories."""
+    groups = {}
+    for table in tables:
+        if table.groups is not None:
+            with table.lock:
+                table.groups.update()
+                groups[table.spec.name] = table.groups.statistics
     return {
         "trajectories": sum(table.num_trajectories for table in tables),
         "steps": sum(table.num_steps for table in tables),
         "store_bytes": sum(table.memory.num_bytes for table in tables),
         "huge_bytes": sum(table.memory.huge_bytes for table in tables),
         "stale": {table.spec.name: dropped(table) for table in tables},
-        **_groups(tables),
+        **({"groups": groups} if groups else {}),
         "payload_bytes": sum(table.num_steps * table.spec.schema.row_bytes for table in tables),
     }
-
-
-def _groups(tables: Sequence[Table]) -> dict[str, Any]:
-    found = {}
-    for table in tables:
-        if table.groups is not None:
-            with table.lock:
-                table.groups.update()
-                found[table.spec.name] = table.groups.statistics
-    return {"groups": found} if found else {}
 
 
 def of_groups(tables: Sequence[Table]) -> dict[str, float]:
@@ -246,19 +226,18 @@ def of_groups(tables: Sequence[Table]) -> dict[str, float]:
     return {name: float(count) for name, count in counts.items()}
 
 
-def of_priorities(streams: Sequence[BatchStream]) -> dict[str, int]:
-    """Return how many priority updates were applied, ignored and clamped; empty without priorities."""
-    found: Counter[str] = Counter()
+def of_streams(streams: Sequence[BatchStream]) -> dict[str, int]:
+    """Return how many priority updates were applied, ignored and clamped, and how many items epochs skipped.
+
+    Skipped items were evicted before their turn. Without priorities or epochs these are left out.
+    """
+    updates: Counter[str] = Counter()
     for stream in streams:
         if stream.state.priorities is not None:
-            found.update(stream.state.priorities.statistics())
-    return dict(found)
-
-
-def of_epochs(streams: Sequence[BatchStream]) -> dict[str, int]:
-    """Return how many items were evicted before their turn in an epoch, of all tables; empty without any."""
-    states = [stream.state for stream in streams if stream.state.walked is not None]
-    return {"epoch_items_skipped": sum(state.words[Head.SKIPPED] for state in states)} if states else {}
+            updates.update(stream.state.priorities.statistics())
+    walks = [stream.state for stream in streams if stream.state.walked is not None]
+    skipped = {"epoch_items_skipped": sum(state.words[Head.SKIPPED] for state in walks)} if walks else {}
+    return {**updates, **skipped}
 
 
 def of_last_batch(streams: Sequence[BatchStream]) -> dict[str, float]:
@@ -272,9 +251,13 @@ def of_last_batch(streams: Sequence[BatchStream]) -> dict[str, float]:
     if not batches:
         return {}
     ages = np.concatenate([_ages(stream, selection) for stream, selection in batches[0]])
-    found = {"effective_samples": _effective(batches[0]), "duplicates": _duplicates(batches[0])}
     lag = _lag(batches[0])
-    return {**found, "age": float(ages.mean()), **({} if lag is None else {"lag": lag})}
+    return {
+        "effective_samples": _effective(batches[0]),
+        "duplicates": _duplicates(batches[0]),
+        "age": float(ages.mean()),
+        **({} if lag is None else {"lag": lag}),
+    }
 
 
 def policy_lag(streams: Sequence[BatchStream]) -> float | None:
@@ -306,12 +289,19 @@ def of_selection(streams: Sequence[BatchStream]) -> dict[str, Any]:
         "drawn": {
             stream.table.spec.name: {
                 "age": _age(stream, [batch[index][1] for batch in batches]),
-                "priorities": _histogram(stream),
+                "priorities": None if masses is None else _histogram(masses.values[masses.leaves > 0]),
                 "draws": _draws(stream),
             }
             for index, stream in enumerate(streams)
+            for masses in [stream.state.priorities]
         },
     }
+
+
+def _histogram(values: np.ndarray) -> dict[int, int]:
+    """Return a histogram of priorities: k counts [2^k, 2^(k+1))."""
+    bins, counts = np.unique(np.frexp(values)[1] - 1, return_counts=True)
+    return dict(zip(bins.tolist(), counts.tolist(), strict=True))
 
 
 def _batches(streams: Sequence[BatchStream], most: int) -> list[Selections]:
@@ -326,34 +316,20 @@ def _batches(streams: Sequence[BatchStream], most: int) -> list[Selections]:
 
 def _effective(batch: Selections) -> float:
     """Return the effective sample size. Source: Kish, "Survey Sampling", 1965, section 8.2."""
-    weight = torch.cat([_weights(stream, selection) for stream, selection in batch]).double()
+    weights = [stream.weights(selection.head, selection.records) for stream, selection in batch]
+    weight = torch.cat(weights).double()
     return float(weight.sum() ** 2 / (weight**2).sum() / max(len(weight), 1))
 
 
-def _weights(stream: BatchStream, selection: RecentSelections) -> torch.Tensor:
-    weight = torch.ones(len(selection.records))
-    if stream.spec.priorities is not None and len(selection.records):
-        head = selection.head
-        stream.table.ops.importance_(
-            weight, selection.records, head[Head.NUMERATOR], head[Head.DIVISOR], head[Head.EXPONENT]
-        )
-    return weight
-
-
 def _duplicates(batch: Selections) -> float:
-    total = sum(len(selection.records) for _, selection in batch)
-    different = sum(len(distinct(_items(stream, selection))) for stream, selection in batch)
+    total = different = 0
+    for stream, selection in batch:
+        records = selection.records.numpy()
+        items = records[:, Resolution.ID]
+        if stream.spec.rule.unit == "step":
+            items = records[:, Resolution.FIRST_ROW] + records[:, Resolution.ANCHOR]
+        total, different = total + len(items), different + len(distinct(items))
     return 1 - different / max(total, 1)
-
-
-def _items(stream: BatchStream, selection: RecentSelections) -> np.ndarray:
-    records = selection.records.numpy()
-    steps = stream.spec.rule.unit == "step"
-    return np.asarray(
-        records[:, Resolution.FIRST_ROW] + records[:, Resolution.ANCHOR]
-        if steps
-        else records[:, Resolution.ID]
-    )
 
 
 def _ages(stream: BatchStream, selection: RecentSelections) -> np.ndarray:
@@ -370,24 +346,19 @@ def _age(stream: BatchStream, selections: Sequence[RecentSelections]) -> dict[st
         return None
     found: dict[str, Any] = {"trajectories": _mean_and_max(ages), "batches": None}
     if stream.table.spec.dataset is None:
-        born = np.concatenate([_batches_since(stream, selection) for selection in selections])
-        found["batches"] = _mean_and_max(born) if len(born) else None
+        # Global batches from the commit of each trajectory that is stored to the one that drew it.
+        born = stream.table.slots[:, Slot.BORN]
+        since = np.maximum(np.concatenate([one.key - born[_slots(stream, one)] for one in selections]), 0)
+        found["batches"] = _mean_and_max(since) if len(since) else None
     return found
-
-
-def _batches_since(stream: BatchStream, selection: RecentSelections) -> np.ndarray:
-    """Return how many global batches after its commit each trajectory was drawn, if it is stored."""
-    born = stream.table.slots[_slots(stream, selection), Slot.BORN]
-    return np.asarray(np.maximum(selection.key - born, 0))
 
 
 def _lag(batch: Selections) -> float | None:
     lags = []
     for stream, selection in batch:
         if stream.table.spec.retention.version_column is not None:
-            versions = stream.table.views["retention"][
-                _slots(stream, selection), SlotRetention.POLICY_VERSION
-            ]
+            slots = _slots(stream, selection)
+            versions = stream.table.views["retention"][slots, SlotRetention.POLICY_VERSION]
             lags.append(int(stream.table.control[Control.POLICY_VERSION]) - versions)
     each = np.concatenate([*lags, np.empty(0, np.int64)])
     return float(each.mean()) if len(each) else None
@@ -400,16 +371,6 @@ def _slots(stream: BatchStream, selection: RecentSelections) -> np.ndarray:
     slots = records[:, Resolution.SLOT]
     there = stream.table.slots[slots, Slot.GENERATION] == records[:, Resolution.GENERATION]
     return np.asarray(slots[there])
-
-
-def _histogram(stream: BatchStream) -> dict[int, int] | None:
-    """Return a histogram of the drawable items' priorities: k counts [2^k, 2^(k+1))."""
-    masses = stream.state.priorities
-    if masses is None:
-        return None
-    values = masses.values[masses.leaves > 0]
-    bins, counts = np.unique(np.frexp(values)[1] - 1, return_counts=True)
-    return dict(zip(bins.tolist(), counts.tolist(), strict=True))
 
 
 def _draws(stream: BatchStream) -> dict[str, float] | None:

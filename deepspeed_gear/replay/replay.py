@@ -18,11 +18,10 @@ from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.config.cross_checks import SPLITS
-from deepspeed_gear.config.sampler_options import PriorityOptions
 from deepspeed_gear.distributed.gradient_divisor import gradient_divisor
 from deepspeed_gear.distributed.replay_plan import make_plan, refuse_device
 from deepspeed_gear.distributed.topology import RankCoordinates
-from deepspeed_gear.errors import ConfigError, ShapeError, StoreError
+from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.replay import metrics, priority_updates, replay_checkpoint, table_access
 from deepspeed_gear.replay.batch_assembler import Transform
 from deepspeed_gear.replay.batch_loader import BatchLoader
@@ -548,19 +547,10 @@ class Replay(ReplayBase):
         """
         self._check_open()
         masses = self._all_priorities
-        if not self._place.reports:
-            return
-        priorities, mask = priority_updates.as_given(batch, priorities, mask)
-        options = self._priority_options
-        if isinstance(batch, MicroBatch):
-            priority_updates.check_packed(self.config.item_sampler.unit, batch, priorities, mask)
-        if priorities.dim() == 2 and self._place.sequence_world > 1:
-            rule = "must have shape [B] where ranks share the time axis"
-            raise ShapeError(
-                "priorities", rule, list(priorities.shape), "reduce them over the sequence ranks"
+        if self._place.reports:
+            priority_updates.report(
+                masses, self.config, self._place, batch, priorities, mask, self._late_updates
             )
-        assert batch is not None  # as_given has checked it
-        priority_updates.report(masses, options, batch, priorities, mask, self._late_updates)
 
     def set_priorities(
         self,
@@ -596,12 +586,6 @@ class Replay(ReplayBase):
     @cached_property
     def _all_priorities(self) -> list[PriorityMasses]:
         return [self._priorities(table) for table in self.config.sampled_tables]
-
-    @cached_property
-    def _priority_options(self) -> PriorityOptions:
-        options = self.config.item_sampler
-        assert isinstance(options, PriorityOptions)  # as the sampler has priorities
-        return options
 
     def _priorities(self, table: str | None) -> PriorityMasses:
         name = self._table(table).spec.name
@@ -700,8 +684,7 @@ class Replay(ReplayBase):
             **metrics.of_store(self._sampled),
             "batches": self.metrics.num_batches,
             "digest": self.metrics.digest,
-            **metrics.of_priorities(self._parts.train),
-            **metrics.of_epochs(self._parts.train),
+            **metrics.of_streams(self._parts.train),
             **self.take_metrics(),
             **metrics.of_selection(self._parts.train),
             **self._parts.assembler.describe(),
