@@ -1,33 +1,34 @@
-"""Batch loader: the training batches of one rank, prefetched by a thread or not."""
+"""Loaders of batches of windows: training batches, prefetched or not, and evaluation passes."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from deepspeed_gear.batching.batch import Batch, LentTensors
 from deepspeed_gear.batching.prefetcher import Prefetcher
 from deepspeed_gear.checkpoint.position import LoaderPosition, after, batches, start
 from deepspeed_gear.distributed.batch_barrier import NO_DIGEST, BatchBarrier
-from deepspeed_gear.errors import CheckpointError, EmptyTableError, NotReadyError, StoreError
+from deepspeed_gear.errors import CheckpointError, ConfigError, EmptyTableError, NotReadyError, StoreError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Metrics
-from deepspeed_gear.sampling.batch_info import Turns
-from deepspeed_gear.sampling.selection import Selection
+from deepspeed_gear.sampling.batch_info import TRAIN, Turns
+from deepspeed_gear.sampling.batch_stream import BatchStream
+from deepspeed_gear.sampling.selection import PASS_SHIFT, Selection, SelectionPart
 from deepspeed_gear.store.records import Head
 
 LOG = logging.getLogger("deepspeed_gear")
 
 
-@dataclass
-class PreparedBatch:
+class PreparedBatch(NamedTuple):
     """A micro batch of this rank.
 
     Args:
@@ -56,9 +57,9 @@ class BatchLoader:
         self._data_rank, self._leads = plan.topology.place.data_rank, plan.topology.rank == 0
         self._barrier = None if turns == "schedule" else parts.barrier
         self._every_micro, self._check = turns != "global", parts.context.check
-        self._late_updates = parts.resources.late_updates
-        self._uses_device = parts.assembler.uses_device
-        self._prefetchers: list[Prefetcher[PreparedBatch]] = parts.resources.prefetchers
+        self._late_updates = parts.late_updates
+        self._transfer = parts.assembler.transfer
+        self._prefetchers: list[Prefetcher[PreparedBatch]] = parts.prefetchers
         self._seen = hashlib.blake2b(digest_size=8)  # ids and anchors of this rank's part
         self._digest = NO_DIGEST
         self._held: PreparedBatch | None = None  # gathered and not returned yet: after a failure, or early
@@ -70,22 +71,16 @@ class BatchLoader:
         self._position = start(self._tables)
 
     def next(self) -> Batch:
-        """Return the next micro batch.
-
-        Raises:
-            PeerError: Another rank failed in its turn; the next call tries again.
-            StoreError: A CUDA graph is captured, and the batch comes from host memory.
-        """
-        if self._uses_device:
-            self._assembler.refuse_capture()
+        """Return the next micro batch; where another rank has failed, the next call tries again."""
+        if self._transfer is not None:
+            self._transfer.refuse_capture()
         self._lent.make_room()
         begin = time.perf_counter()
-        number, micro = divmod(self._used, self._info.accumulation)
-        ends = micro == self._info.accumulation - 1
+        ends = (self._used + 1) % self._info.accumulation == 0
         if self._held is None:
-            self._hold(self._load(self._start + number))
+            self._hold(self._load(self.next_key))
         elif self._is_early:
-            self._request(self._start + number)
+            self._request(self.next_key)
         self._is_early = False
         if self._barrier is not None and (ends or self._every_micro):
             self._barrier.reach(self.take_digest())
@@ -98,7 +93,7 @@ class BatchLoader:
         if self._barrier is not None and self._barrier.is_early and self._prefetchers:
             self._hold_next(self._barrier)
         self._metrics.waited(time.perf_counter() - begin, made.heads[0][Head.EPOCH])
-        batch = self._assembler.hand_over(made.batch) if self._uses_device else made.batch
+        batch = made.batch if self._transfer is None else self._transfer.hand_over(made.batch)
         self._lent.add(batch)
         return batch
 
@@ -106,12 +101,6 @@ class BatchLoader:
     def next_key(self) -> int:
         """The global batch of the next micro batch."""
         return self._start + self._used // self._info.accumulation
-
-    def _hold(self, made: PreparedBatch) -> None:
-        """Keep a micro batch until its turn is over."""
-        self._held = made
-        if self._verify_every:
-            self._add_to_digest(made, self._start + self._used // self._info.accumulation)
 
     def _hold_next(self, barrier: BatchBarrier) -> None:
         """Reach the next batch barrier early if its batch is ready: its messages overlap with training."""
@@ -139,25 +128,24 @@ class BatchLoader:
             self._late_updates.check()
             return self._prepared() if self._prefetch else self._make(self._used)
         except Exception as error:
-            is_early = isinstance(error, NotReadyError) and not isinstance(error, EmptyTableError)
-            if isinstance(error, StoreError) and not is_early:
-                for stream in self._streams:  # so that new priorities can correct the old ones
-                    if not stream.state.stop.is_set():
-                        stream.give_up()
+            give_up(self._streams, error)
             if self._barrier is not None:
                 self._barrier.fail(error)
             raise
 
-    def _add_to_digest(self, made: PreparedBatch, number: int) -> None:
-        """Add a micro batch to the digest of this rank's part of a global batch."""
+    def _hold(self, made: PreparedBatch) -> None:
+        """Keep a micro batch until its turn is over, and add it to the digest of this rank's part."""
+        self._held = made
+        if not self._verify_every:
+            return
         self._seen.update(_ids_and_anchors(made.batch.host_records))
         if (self._used + 1) % self._info.accumulation:
             return
         if made.digest is not None:
             self._digest = _as_int64(self._seen.digest()) | 1
-            self._metrics.digest = number, made.digest
+            self._metrics.digest = self.next_key, made.digest
             if self._leads:
-                LOG.info("gear: global batch %d: digest %016x", number, made.digest % (1 << 64))
+                LOG.info("gear: global batch %d: digest %016x", self.next_key, made.digest % (1 << 64))
         self._seen = hashlib.blake2b(digest_size=8)
 
     # ---- position --------------------------------------------------------------------------------
@@ -168,11 +156,7 @@ class BatchLoader:
         return LoaderPosition(self._position if self._heads is None else after(self._tables, self._heads))
 
     def check(self, rollout: Mapping[str, Any] | None) -> None:
-        """Raise for a rollout batch whose training is under way.
-
-        Raises:
-            CheckpointError: There is one.
-        """
+        """Raise CheckpointError for a rollout batch whose training is under way."""
         if rollout is not None:
             rule = "must not be in the middle of a rollout batch"
             raise CheckpointError("the gear state", rule, None, "load it with the gear.pack of its run")
@@ -199,15 +183,11 @@ class BatchLoader:
         step, micro = divmod(index, info.accumulation)
         key, part = self._start + step, micro * info.data_world + self._data_rank
         if self._mixture is None:
-            stream = self._streams[0]
-            taken = stream.take(key, part, info.num_micro)
-            heads = [taken.head]
-            batch = self._assembler.assemble(stream, taken, part, info.num_micro)
+            shares, taken = None, [(self._streams[0], self._streams[0].take(key, part, info.num_micro))]
         else:
-            selections = [(stream, stream.get(key)) for stream in self._streams]
-            heads = [selection.head for _, selection in selections]
-            chosen = self._mixture.part(key, part, info.num_micro)
-            batch = self._assembler.assemble_mixture(selections, chosen, self._mixture.shares(key), part)
+            shares, chosen = self._mixture.shares(key), self._mixture.part(key, part, info.num_micro)
+            taken = [(s, _chosen(s, key, which)) for s, which in zip(self._streams, chosen, strict=True)]
+        batch = self._assembler.assemble(taken, part, info.num_micro, shares=shares)
         digest = None
         if micro == info.accumulation - 1:
             if self._verify_every and key % self._verify_every == 0:
@@ -215,7 +195,75 @@ class BatchLoader:
             for stream in self._streams:
                 self._assembler.release(stream, key)
         self._metrics.produced(time.perf_counter() - begin)
-        return PreparedBatch(batch, heads, digest)
+        return PreparedBatch(batch, [own.head for _, own in taken], digest)
+
+
+class Evaluation:
+    """The evaluation passes of a Replay. Main thread only."""
+
+    def __init__(self, parts: ReplayParts) -> None:
+        self._parts = parts
+        self.begun: dict[str, int] = {}  # by split; a checkpoint has them
+
+    def continue_from(self, begun: dict[str, int]) -> None:
+        """Set how many passes of each split have begun."""
+        self.begun = begun
+
+    def batches(self, split: str, check: Callable[[], None]) -> Iterator[Batch]:
+        """Begin a pass; return its batches. `check` is called before each."""
+        found, number = self._streams(split), self.begun.get(split, 0)
+        self.begun[split] = number + 1
+        return chain.from_iterable(self._pass(stream, number, check) for stream in found)
+
+    def num_batches(self, split: str) -> int:
+        """Return the number of a rank's batches in a pass."""
+        return sum(-(-stream.num_items // stream.spec.batch) for stream in self._streams(split))
+
+    def _streams(self, split: str) -> list[BatchStream]:
+        by_table = self._parts.streams.values()
+        found = [streams[split] for streams in by_table if split in streams]
+        if not found or split == TRAIN:
+            known = dict.fromkeys(name for streams in by_table for name in streams)
+            raise ConfigError("stream", f"must be one of {', '.join(known)}", split, "give gear.data.split")
+        return found
+
+    def _pass(self, stream: BatchStream, number: int, check: Callable[[], None]) -> Iterator[Batch]:
+        plan, assembler = self._parts.plan, self._parts.assembler
+        place, index, num_batches = plan.topology.place, 0, 1
+        lent = LentTensors(max(2, plan.info.accumulation))
+        while index < num_batches:
+            check()
+            lent.make_room()
+            key = number << PASS_SHIFT | index
+            selection = stream.get(key)
+            size = int(selection.head[Head.EPOCH_SIZE])
+            num_batches = -(-size // stream.spec.batch)
+            taken = [(stream, stream.part_of(selection, place.data_rank, place.data_world))]
+            batch = assembler.assemble(taken, place.data_rank, place.data_world, pass_size=size)
+            assembler.release(stream, key)
+            if assembler.transfer is not None:
+                batch = assembler.transfer.hand_over(batch)
+            lent.add(batch)
+            yield batch
+            index += 1
+
+
+def _chosen(stream: BatchStream, key: int, which: np.ndarray) -> SelectionPart:
+    """Return samples of a selection by their indices; arguments of a mixture."""
+    selection, index = stream.get(key), torch.from_numpy(which)
+    records, origins = selection.resolutions[index], selection.origins
+    weights = stream.weights(selection.head, records)
+    taken = None if origins is None else origins[index]
+    return SelectionPart(selection.head, records, weights, selection.epochs[index], taken)
+
+
+def give_up(streams: Sequence[BatchStream], error: Exception) -> None:
+    """Give up a selection that an error of the store has ended: new priorities can correct the old ones."""
+    is_early = isinstance(error, NotReadyError) and not isinstance(error, EmptyTableError)
+    if isinstance(error, StoreError) and not is_early:
+        for stream in streams:
+            if not stream.state.stop.is_set():
+                stream.give_up()
 
 
 def digest_of(selections: Sequence[Selection]) -> int:

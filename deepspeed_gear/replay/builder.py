@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,9 @@ import torch
 from deepspeed_gear.batching.hindsight import HindsightRelabelling
 from deepspeed_gear.batching.prefetcher import Prefetcher
 from deepspeed_gear.batching.transfer.cuda_streams import DeferredRelease
+from deepspeed_gear.config import GearConfig, TableConfig
+from deepspeed_gear.config.table_options import GroupConfig, RateLimiterConfig, VersionConfig
+from deepspeed_gear.config.types import defaults_of
 from deepspeed_gear.context import Context
 from deepspeed_gear.distributed import config_resolution
 from deepspeed_gear.distributed.batch_barrier import BatchBarrier
@@ -25,9 +28,7 @@ from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.distributed.node_channel import NodeChannel
 from deepspeed_gear.distributed.quota_agreement import agree_on_quotas
 from deepspeed_gear.distributed.replay_plan import ReplayPlan
-from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import LostNodeError, PeerError
-from deepspeed_gear.replay.attach_stores import attach_tables
 from deepspeed_gear.replay.batch_assembler import BatchAssembler
 from deepspeed_gear.replay.node_exchange import NodeExchange, SpreadTables
 from deepspeed_gear.replay.priority_updates import AsyncPriorityUpdates
@@ -41,128 +42,131 @@ from deepspeed_gear.sampling.stream_spec import (
     stream_specs,
     weight_total,
 )
-from deepspeed_gear.sampling.stream_state import StreamState
+from deepspeed_gear.sampling.stream_state import StreamState, stream_regions
+from deepspeed_gear.store.live_stores import new_run_name
+from deepspeed_gear.store.memory_layout import Region, RunIdentity
 from deepspeed_gear.store.records import Peer
+from deepspeed_gear.store.shared_memory import remove_garbage
 from deepspeed_gear.store.table import Table
-from deepspeed_gear.store.table_spec import TableSpec
+from deepspeed_gear.store.table_spec import TableSpec, table_layout
+from deepspeed_gear.store.writer_options import digest, options_of, with_schema
 
-Streams = dict[str, dict[str, BatchStream]]  # by table and name
-
-
-@dataclass
-class Resources:
-    """Resources that a replay must release at its end, filled in while it is built.
-
-    Args:
-        plan: The plan that all ranks have agreed on.
-        late_updates: Priority updates that a device has yet to compute.
-        prefetchers: The prefetch thread, if it is running.
-        detector: The failure detector over all nodes; None for one node.
-        barrier: The batch barrier of ranks that train together; None without one.
-        exchange: The exchanges with other nodes.
-    """
-
-    plan: ReplayPlan
-    tables: dict[str, Table]
-    states: list[StreamState]
-    late_updates: AsyncPriorityUpdates
-    prefetchers: list[Prefetcher[Any]] = field(default_factory=list)
-    detector: FailureDetector | None = None
-    barrier: BatchBarrier | None = None
-    exchange: NodeExchange | None = None
-    assembler: BatchAssembler | None = None
-
-    def release(self) -> None:
-        """Stop threads and channels, and detach from the stores."""
-        if self.exchange is not None:
-            self.exchange.part()
-        if self.detector is not None:
-            self.detector.part()
-        try:
-            if self.barrier is not None:
-                self.barrier.end()
-            self.late_updates.close()
-            for state in self.states:
-                state.stop.set()
-            for prefetcher in self.prefetchers:
-                prefetcher.stop()
-            self.prefetchers.clear()
-            if self.exchange is not None:
-                self.exchange.leave()
-        finally:  # an interrupt may end these waits
-            if self.detector is not None:
-                self.detector.end()
-        if self.assembler is not None:
-            self.assembler.close()
-        for table in self.tables.values():
-            table.close()
-        self.plan.exchange.close()
+NUM_ANSWERS = 64  # of can_sample() in the ring: the most that a rank may be ahead of the slowest
+_DEFAULTS = {
+    "table": defaults_of(TableConfig),
+    "rate_limiter": defaults_of(RateLimiterConfig),
+    "version": defaults_of(VersionConfig),
+    "group": defaults_of(GroupConfig),
+}
+Specs = Mapping[str, list[StreamSpec]]  # of the streams of each sampled table
 
 
-@dataclass(frozen=True)
 class ReplayParts:
-    """The stores that this rank is attached to, and the parts that read them.
+    """The stores that this rank is attached to, and the parts that read them, until `release`. Collective.
 
     Args:
         plan: The plan that all ranks have agreed on.
-        context: Of this rank; its check raises if a rank of any node is lost.
-        mixture: Numbers of samples from each table; None with one table.
-        streams: Of each sampled table, by name.
-        exchange: The exchanges with other nodes.
-        releases: Deferred releases of selections that the device still reads.
-        resources: Released at the end.
+        turns: When ranks wait for each other; None: never.
+        engine_dtype: The dtype of `"as": "engine"`.
+        device: The device of the batches.
+    Raises:
+        ConfigError, StoreError: On every rank; all resources are released.
     """
 
-    plan: ReplayPlan
-    context: Context
-    mixture: Mixture | None
-    streams: Streams
-    exchange: NodeExchange
-    releases: DeferredRelease
-    assembler: BatchAssembler
-    resources: Resources
+    assembler: BatchAssembler  # the last part; absent where the building of one before it has failed
 
-    @property
-    def tables(self) -> dict[str, Table]:
-        """The stores, by name of the table."""
-        return self.resources.tables
-
-    @property
-    def barrier(self) -> BatchBarrier | None:
-        """The batch barrier of ranks that train together; None without one."""
-        return self.resources.barrier
-
-    def explain(self, error: BaseException) -> None:
-        """Send the error that ends this rank to the others, and add to it which of them is lost."""
-        if self.resources.detector is not None:
-            self.resources.detector.explain(error)
-        elif self.barrier is not None:
-            self.barrier.explain(error)
-
-    @property
-    def train(self) -> list[BatchStream]:
-        """The training stream of each sampled table."""
-        return [self.streams[table][TRAIN] for table in self.plan.config.sampled_tables]
+    def __init__(
+        self, plan: ReplayPlan, turns: Turns | None, engine_dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.plan, config, agree = plan, plan.config, plan.exchange.agree
+        #: Numbers of samples from each table; None with one table.
+        self.mixture = mixture_of(config, plan.info)
+        specs = _agree_on_streams(plan, self.mixture)
+        spread = agree("the fields", lambda: SpreadTables(plan))
+        sizes = agree("the sizes of the tables", lambda: _table_specs(plan, specs, spread))
+        self.tables, states = _open_stores(plan, sizes, specs)
+        self._states = [state for of_table in states.values() for state in of_table.values()]
+        self.late_updates = AsyncPriorityUpdates(config.timeout_s)
+        self.releases = DeferredRelease()  # of selections that the device still reads
+        self.prefetchers: list[Prefetcher[Any]] = []  # the thread that is running, if there is one
+        self.exchange = NodeExchange(plan, device)
+        self.detector: FailureDetector | None = None  # over all nodes; None for one node
+        self.barrier: BatchBarrier | None = None  # of ranks that train together
+        #: Of each sampled table, by name.
+        self.streams: dict[str, dict[str, BatchStream]] = {name: {} for name in states}
+        try:
+            first = self.tables[config.sampled_tables[0]]
+            self.detector = _start_detector(plan, first)
+            if turns is not None:
+                self.barrier = _barrier(plan, first, turns, self.detector)
+            #: Its check raises if a rank of any node is lost.
+            self.context = self._context(self.detector)
+            plan.exchange.watch(partial(_lost_rank, plan, first, self.detector))
+            relabelling = agree(
+                "the fields", lambda: HindsightRelabelling(config, plan.ops, plan.fields, plan.needs.fields)
+            )
+            selectors = self.exchange.selectors(states, spread, relabelling.draw, self.detector)
+            spread_states = [s for s in self._states if s.table.spec.name in plan.placement.spread]
+            own_totals = [state.masses.total for state in spread_states] if plan.leads_shard else None
+            of_nodes = [totals for totals in plan.exchange.gather(own_totals) if totals is not None]
+            num_items = {state: sum(node[at] for node in of_nodes) for at, state in enumerate(spread_states)}
+            training = self.context if self.barrier is None else self._context(self.barrier)
+            for state in self._states:
+                spec, selector = state.spec, selectors.get(state)
+                check = (training if spec.name == TRAIN else self.context).check
+                follows = spec.together and plan.holds_shard and selector is None
+                stream = BatchStream(state, selector, check, follows, num_items.get(state))
+                self.streams[state.table.spec.name][spec.name] = stream
+            #: The training stream of each sampled table.
+            self.train = [self.streams[table][TRAIN] for table in config.sampled_tables]
+            self.assembler = agree(
+                "the fields",
+                lambda: BatchAssembler(plan, self.train, relabelling, engine_dtype, device, self.releases),
+            )
+            agree_on_quotas(plan.exchange, plan.leads_shard, self.all_streams)
+        except BaseException:
+            self.release()
+            raise
+        self.leave_inner_stage()
 
     @property
     def all_streams(self) -> list[BatchStream]:
         return [stream for streams in self.streams.values() for stream in streams.values()]
 
+    def _context(self, failures: FailureDetector | BatchBarrier | None) -> Context:
+        """Return the context of this rank; its check also releases selections that the device has read."""
+
+        def check() -> None:
+            self.releases.settle()
+            if failures is not None:
+                failures.check()
+
+        topology = self.plan.topology
+        where = topology.rank, topology.world_size, topology.node, topology.num_nodes
+        return Context(*where, timeout_s=self.plan.config.timeout_s, check=check)
+
+    def explain(self, error: BaseException) -> None:
+        """Send the error that ends this rank to the others, and add to it which of them is lost."""
+        if self.detector is not None:
+            self.detector.explain(error)
+        elif self.barrier is not None:
+            self.barrier.explain(error)
+
     @property
     def prepares(self) -> bool:
         """Whether a prefetch thread is running."""
-        return any(prefetcher.is_alive for prefetcher in self.resources.prefetchers)
+        return any(prefetcher.is_alive for prefetcher in self.prefetchers)
 
     def stop_prefetching(self) -> None:
         """Stop the prefetch thread; the next batch starts another."""
-        for prefetcher in self.resources.prefetchers:
+        for prefetcher in self.prefetchers:
             for stream in self.train:
                 stream.state.stop.set()  # it may wait for a rank that has stopped already
             prefetcher.stop()
             for stream in self.train:
                 stream.state.stop.clear()
-        self.resources.prefetchers.clear()
-        self.assembler.drain()  # a release after a seek would count for a later selection
+        self.prefetchers.clear()
+        self.releases.drain()  # a release after a seek would count for a later selection
 
     def leave_nodes(self) -> None:
         """Announce that this node selects no further batch until one is requested."""
@@ -174,110 +178,62 @@ class ReplayParts:
             for stream in self.all_streams:
                 stream.leave()
 
-
-def build(
-    plan: ReplayPlan, turns: Turns | None, engine_dtype: torch.dtype, device: torch.device
-) -> ReplayParts:
-    """Create or attach the node's stores, and build the parts that read them. Collective.
-
-    Args:
-        plan: The plan that all ranks have agreed on.
-        turns: When ranks wait for each other; None: never.
-        engine_dtype: The dtype of `"as": "engine"`.
-        device: The device of the batches.
-    Raises:
-        ConfigError, StoreError: On every rank; all resources are released.
-    """
-    config, topology, control_plane = plan.config, plan.topology, plan.exchange
-    mixture = mixture_of(config, plan.info)
-    specs = _agree_on_streams(plan, mixture)
-    spread = control_plane.agree("the fields", lambda: SpreadTables(plan))
-    sizes = control_plane.agree("the sizes of the tables", lambda: _table_specs(plan, specs, spread))
-    tables, states = attach_tables(control_plane, topology, config, plan.ops, sizes, specs)
-    every = [state for of_table in states.values() for state in of_table.values()]
-    made = Resources(plan, tables, every, AsyncPriorityUpdates(config.timeout_s))
-    try:
-        first = tables[config.sampled_tables[0]]
-        detector = made.detector = _start_detector(plan, first)
-        barrier = made.barrier = None if turns is None else _barrier(plan, first, turns, detector)
-        releases = DeferredRelease()
-        context = _context(plan, detector, releases)
-        control_plane.watch(partial(_lost_rank, first, topology, detector))
-        relabelling = control_plane.agree(
-            "the fields", lambda: HindsightRelabelling(config, plan.ops, plan.fields, plan.needs.fields)
-        )
-        exchange = made.exchange = NodeExchange(plan, detector, device)
-        selectors = exchange.selectors(states, spread, relabelling.draw)
-        totals = _totals_of_all(plan, states)
-        training = context if barrier is None else _context(plan, barrier, releases)
-        streams: Streams = {name: {} for name in states}
-        for state in every:
-            table, spec, selector = state.table.spec.name, state.spec, selectors.get(state)
-            check = (training if spec.name == TRAIN else context).check
-            follows = spec.together and plan.holds_shard and selector is None
-            num_items = totals.get((table, spec.name))
-            streams[table][spec.name] = BatchStream(state, selector, check, follows, num_items)
-        train = [streams[table][TRAIN] for table in config.sampled_tables]
-        assembler = made.assembler = control_plane.agree(
-            "the fields",
-            lambda: BatchAssembler(plan, train, relabelling, engine_dtype, device, releases),
-        )
-        agree_on_quotas(control_plane, plan.leads_shard, list(_flat(streams)))
-    except BaseException:
-        made.release()
-        raise
-    parts = ReplayParts(plan, context, mixture, streams, exchange, releases, assembler, made)
-    parts.leave_inner_stage()
-    return parts
+    def release(self) -> None:
+        """Stop threads and channels, and detach from the stores."""
+        self.exchange.part()
+        if self.detector is not None:
+            self.detector.part()
+        try:
+            if self.barrier is not None:
+                self.barrier.end()
+            self.late_updates.close()
+            for state in self._states:
+                state.stop.set()
+            for prefetcher in self.prefetchers:
+                prefetcher.stop()
+            self.prefetchers.clear()
+            self.exchange.leave()
+        finally:  # an interrupt may end these waits
+            if self.detector is not None:
+                self.detector.end()
+        if hasattr(self, "assembler"):
+            self.assembler.close()
+        for table in self.tables.values():
+            table.close()
+        self.plan.exchange.close()
 
 
-def _flat(streams: Streams) -> list[BatchStream]:
-    return [stream for of_table in streams.values() for stream in of_table.values()]
-
-
-def _agree_on_streams(plan: ReplayPlan, mixture: Mixture | None) -> dict[str, list[StreamSpec]]:
+def _agree_on_streams(plan: ReplayPlan, mixture: Mixture | None) -> Specs:
     """Return the specs of each sampled table's streams. Collective."""
-    weights, num_holders = _weight_totals(plan), len(plan.placement.order)
+    config, splits, num_holders = plan.config, plan.splits, len(plan.placement.order)
+
+    def own_weights() -> dict[str, float]:
+        parts = {name: data for name, data in plan.datasets.items() if data.part is not None}
+        sampled = {name: data for name, data in parts.items() if name in splits}
+        return {name: weight_total(config, plan.fields, splits[name], data) for name, data in sampled.items()}
 
     def streams(name: str) -> list[StreamSpec]:
         dataset = plan.datasets.get(name)
         num_shards = num_holders if name in plan.placement.spread else 1
         table = SampledTable(
             name=name,
-            split=plan.splits[name],
+            split=splits[name],
             dataset=dataset,
-            num_items=config_resolution.num_items_of(plan.config, name, plan.schemas[name], dataset),
+            num_items=config_resolution.num_items_of(config, name, plan.schemas[name], dataset),
             num_shards=num_shards,
             weight_total=weights.get(name),
             replicated=num_holders > 1 and num_shards == 1,
         )
-        return stream_specs(plan.config, table, plan.fields, plan.info, mixture)
+        return stream_specs(config, table, plan.fields, plan.info, mixture)
 
-    sampled = plan.config.sampled_tables
-    return plan.exchange.agree("the sampler", lambda: {name: streams(name) for name in sampled})
-
-
-def _weight_totals(plan: ReplayPlan) -> dict[str, float]:
-    """Return the sum of the weights of each table that is spread over nodes. Collective."""
-    splits = plan.splits
-
-    def mine() -> dict[str, float]:
-        parts = {name: data for name, data in plan.datasets.items() if data.part is not None}
-        sampled = {name: data for name, data in parts.items() if name in splits}
-        return {
-            name: weight_total(plan.config, plan.fields, splits[name], data) for name, data in sampled.items()
-        }
-
-    found = plan.exchange.agree("the weights", mine)
-    of_nodes = [
-        known for known in plan.exchange.gather(found if plan.leads_shard else None) if known is not None
-    ]
-    return {name: sum(known[name] for known in of_nodes) for name in found}
+    own = plan.exchange.agree("the weights", own_weights)
+    of_nodes = plan.exchange.gather(own if plan.leads_shard else None)
+    weights = {name: sum(known[name] for known in of_nodes if known is not None) for name in own}
+    return plan.exchange.agree("the sampler", lambda: {name: streams(name) for name in config.sampled_tables})
 
 
-def _table_specs(
-    plan: ReplayPlan, specs: Mapping[str, list[StreamSpec]], spread: SpreadTables
-) -> list[TableSpec]:
+def _table_specs(plan: ReplayPlan, specs: Specs, spread: SpreadTables) -> list[TableSpec]:
+    """Return the sizes of this node's stores."""
     batches = {table: max(spec.batch for spec in of_table) for table, of_table in specs.items()}
     found = config_resolution.table_specs(
         plan.config,
@@ -301,32 +257,92 @@ def _table_specs(
     ]
 
 
-def _totals_of_all(
-    plan: ReplayPlan, states: Mapping[str, Mapping[str, StreamState]]
-) -> dict[tuple[str, str], int]:
-    """Return the number of items of spread streams over all nodes, by table and stream. Collective."""
-    mine = {
-        (name, state.spec.name): state.masses.total
-        for name in plan.placement.spread & set(states)
-        for state in states[name].values()
+def _open_stores(
+    plan: ReplayPlan, specs: list[TableSpec], streams: Specs
+) -> tuple[dict[str, Table], dict[str, dict[str, StreamState]]]:
+    """Create the node's stores on one rank and attach the others. Collective.
+
+    The names are removed as soon as all ranks are attached: no failure after that leaves a file. A table that
+    admits writers keeps its name, and has a reaper to remove it.
+    """
+    config, topology, ops = plan.config, plan.topology, plan.ops
+    memory, timeout_s = config.shared_memory, config.timeout_s
+    named = plan.exchange.agree("naming the run", lambda: new_run_name(memory.run))
+    run_id, named = plan.exchange.broadcast((secrets.token_hex(16), named))
+    if topology.leads_node:
+        remove_garbage(memory.prefix)
+    tables: dict[str, Table] = {}
+    states: dict[str, dict[str, StreamState]] = {}
+
+    def open_store(spec: TableSpec) -> None:
+        of_table = streams.get(spec.name, [])
+        regions = [region for stream in of_table for region in stream_regions(stream, spec)]
+        if spec.name == config.sampled_tables[0]:
+            regions += [
+                *BatchBarrier.regions(topology.num_peers),
+                Region("questions/asked", "int64", (topology.num_peers,)),
+                Region("questions/answers", "int64", (NUM_ANSWERS, 2)),
+                *(FailureDetector.regions(topology.num_peers) if topology.num_nodes > 1 else []),
+            ]
+        writing = _writing_of(config, spec)
+        meaning = {
+            "seed": config.seed,
+            "fingerprint": getattr(spec.dataset, "fingerprint", ""),
+            "timeout_s": timeout_s,
+            "backend": ops.name,
+            "library": ops.native.__file__,
+            **{stream.name: stream.describe() for stream in of_table if stream.name == TRAIN},
+            "writing": writing,
+        }
+        file = f"{memory.prefix}-{run_id}-{spec.name}"
+        run = RunIdentity(run_id, named, digest(writing["options"]) if writing else "")
+
+        def keep(table: Table) -> list[StreamState]:
+            tables[spec.name] = table
+            made = [StreamState(stream, table) for stream in of_table]
+            states[spec.name] = {state.spec.name: state for state in made}
+            return made
+
+        def create() -> None:
+            if topology.leads_node:
+                table = Table.create(spec, regions, meaning, run, ops, timeout_s, memory.huge_pages)
+                for state in keep(table):
+                    state.initialise()
+                table.memory.link(file, reaped=spec.num_writers > 0)
+
+        def attach() -> None:
+            if not topology.leads_node:
+                layout = table_layout(spec, regions, meaning)
+                keep(Table.attach(spec, file, layout, run_id, topology.peer, ops, timeout_s))
+
+        plan.exchange.agree(f"creating the store of table {spec.name}", create)
+        plan.exchange.agree(f"attaching to the store of table {spec.name}", attach)
+        if topology.leads_node and not spec.num_writers:
+            tables[spec.name].memory.unlink()
+
+    try:
+        for spec in specs:
+            open_store(spec)
+    except BaseException:
+        for table in tables.values():
+            table.close()
+        raise
+    return tables, states
+
+
+def _writing_of(config: GearConfig, spec: TableSpec) -> dict[str, Any]:
+    """Return the description of a table for processes that only write; empty for a data set."""
+    if spec.dataset is not None:
+        return {}
+    table = config.resolved_tables[spec.name]
+    given = with_schema(table.model_dump(mode="json", by_alias=True), spec.schema)
+    return {
+        "max_length": table.max_length,
+        "weight": config.item_sampler.weight_column,
+        "timeout_s": config.timeout_s if table.rate_limiter is None else table.rate_limiter.timeout_s,
+        "options": options_of(config.seed, spec.name, given),
+        "defaults": {"seed": defaults_of(GearConfig)["seed"], **_DEFAULTS},
     }
-    found = plan.exchange.gather(mine if plan.leads_shard else None)
-    return {key: sum(known[key] for known in found if known is not None) for key in mine}
-
-
-def _context(
-    plan: ReplayPlan, failures: FailureDetector | BatchBarrier | None, releases: DeferredRelease
-) -> Context:
-    """Return the context of this rank; its check also releases selections that the device has read."""
-
-    def check() -> None:
-        releases.settle()
-        if failures is not None:
-            failures.check()
-
-    topology = plan.topology
-    where = topology.rank, topology.world_size, topology.node, topology.num_nodes
-    return Context(*where, timeout_s=plan.config.timeout_s, check=check)
 
 
 def _start_detector(plan: ReplayPlan, table: Table) -> FailureDetector | None:
@@ -347,7 +363,7 @@ def _start_detector(plan: ReplayPlan, table: Table) -> FailureDetector | None:
     return detector
 
 
-def _lost_rank(table: Table, topology: Topology, detector: FailureDetector | None) -> PeerError | None:
+def _lost_rank(plan: ReplayPlan, table: Table, detector: FailureDetector | None) -> PeerError | None:
     """Return the error of a rank that takes part in no collective any more; None: there is none."""
     if detector is not None:
         try:
@@ -355,7 +371,7 @@ def _lost_rank(table: Table, topology: Topology, detector: FailureDetector | Non
         except LostNodeError as error:
             return error
         return None
-    ranks, peers = topology.peers, table.peers
+    ranks, peers = plan.topology.peers, table.peers
     dead = [peer for peer in range(len(ranks)) if not table.memory.is_alive(peer)]
     if not dead:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -15,6 +16,7 @@ from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.rate_limiting import ItemsHeld
 
 _POLL_S = 100e-6
+_CALLS = "can_sample() or missing_groups()"
 
 
 class Readiness:
@@ -30,11 +32,7 @@ class Readiness:
         self._peer = self._table.memory.peer
 
     def ask(self, key: int) -> bool:
-        """Return whether a global batch could be selected at the first rank's call. Collective.
-
-        Raises:
-            PeerError: A rank does not call in time.
-        """
+        """Return whether a global batch could be selected at the first rank's call. Collective."""
         number = int(self._asked[self._peer])
         self._wait_for_slowest(number)
         if any(stream.state.joint_limiter is not None for stream in self._streams):
@@ -44,7 +42,7 @@ class Readiness:
             answer = self._answer_of_nodes(key)
             self._share_answer(number, answer)
             return answer
-        answer = self._answer(number, key)
+        answer = bool(self._first(number, lambda: all(self._can_select(s, key) for s in self._streams)))
         self._asked[self._peer] = number + 1
         if self._parts.plan.topology.num_nodes == 1:
             return answer
@@ -57,9 +55,6 @@ class Readiness:
 
         All ranks of the node have called when the items are counted. The first ranks have one item more where
         it does not divide.
-
-        Raises:
-            PeerError: A rank does not call in time.
         """
         number, place = int(self._asked[self._peer]), self._parts.plan.topology.place
         self._wait_for_slowest(number)
@@ -68,19 +63,11 @@ class Readiness:
         if stream.spec.num_shards > 1:
             missing = self._missing_of_nodes(stream, key)
         else:
-            missing = self._missing_here(stream, key, number)
+            with stream.table.lock:
+                here = stream.missing_items(key, [stream.held_items(key)])
+            missing = self._first(number, lambda: here)
         share, rest = divmod(missing, place.data_world)
         return share + int(place.data_rank < rest)
-
-    def _missing_here(self, stream: BatchStream, key: int, number: int) -> int:
-        """Return how many items this node's store lacks; the same on all of its ranks."""
-        with stream.table.lock:
-            missing = stream.missing_items(key, [stream.held_items(key)])
-        with self._table.lock:
-            entry = self._answers[number % len(self._answers)]
-            if entry[0] != number + 1:
-                entry[:] = number + 1, missing
-            return int(entry[1])
 
     def _missing_of_nodes(self, stream: BatchStream, key: int) -> int:
         """Return how many items the stores of all nodes lack together; the same on all ranks."""
@@ -122,40 +109,40 @@ class Readiness:
                 raise PeerError("the first rank of this node", f"must answer within {self._timeout_s} s")
             time.sleep(_POLL_S)
 
-    def _answer(self, number: int, key: int) -> bool:
+    def _first(self, number: int, answer: Callable[[], int]) -> int:
+        """Return the answer to a call that the first rank of this node has given."""
+        entry = self._answers[number % len(self._answers)]
         with self._table.lock:
-            entry = self._answers[number % len(self._answers)]
             if entry[0] == number + 1:
-                return bool(entry[1])
-        answer = all(self._can_select(stream, key) for stream in self._streams)
+                return int(entry[1])
+        own = answer()
         with self._table.lock:
             if entry[0] != number + 1:
-                entry[:] = number + 1, answer
-            return bool(entry[1])
+                entry[:] = number + 1, own
+            return int(entry[1])
 
     def _can_select(self, stream: BatchStream, key: int) -> bool:
         with stream.table.lock:
             return stream.can_select(key)
 
     def _wait_for_slowest(self, number: int) -> None:
-        log, ranks = WaitLog("can_sample() or missing_groups()"), self._parts.plan.topology.peers
-        while lagging := self._lagging(number):
+        """Wait until all living readers have read the answer that would be overwritten."""
+        topology, memory, log = self._parts.plan.topology, self._table.memory, WaitLog(_CALLS)
+
+        def lagging() -> list[int]:
+            late = np.nonzero(self._asked <= number - len(self._answers))[0].tolist()
+            reads = [topology.places[topology.peers[peer]].reads for peer in late]
+            return [peer for peer, does in zip(late, reads, strict=True) if does and memory.is_alive(peer)]
+
+        def named() -> str:  # by the first rank of the node that waits for them
+            is_first = self._peer == min(set(range(len(topology.peers))) - set(late))
+            return ", ".join(f"rank {topology.peers[peer]}" for peer in late) if is_first else ""
+
+        while late := lagging():
             self._check()
-            if log.note(partial(self._named, lagging)) > self._timeout_s:
+            if log.note(named) > self._timeout_s:
                 rule = f"must call can_sample() as often as this rank, within {self._timeout_s} s"
                 remedy = "every rank must call it in turn; one that generates for longer needs a larger "
                 remedy += "timeout_s of the table's rate_limiter"
-                raise PeerError(f"rank {ranks[lagging[0]]}", rule, None, remedy)
+                raise PeerError(f"rank {topology.peers[late[0]]}", rule, None, remedy)
             time.sleep(_POLL_S)
-
-    def _named(self, lagging: list[int]) -> str:
-        """Name ranks for the log, on the first rank of the node that waits for them; else return ""."""
-        ranks = self._parts.plan.topology.peers
-        is_first = self._peer == min(set(range(len(ranks))) - set(lagging))
-        return ", ".join(f"rank {ranks[peer]}" for peer in lagging) if is_first else ""
-
-    def _lagging(self, number: int) -> list[int]:
-        """Return the living readers that have not read the answer that would be overwritten."""
-        places = [self._parts.plan.topology.places[rank] for rank in self._parts.plan.topology.peers]
-        late = np.nonzero(self._asked <= number - len(self._answers))[0].tolist()
-        return [peer for peer in late if places[peer].reads and self._table.memory.is_alive(peer)]

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,21 +49,16 @@ LOG = logging.getLogger("deepspeed_gear")
 MakeCollector = Callable[[Table, FieldTransfer, Reach, int], DeviceGatherer]
 
 
-@dataclass(frozen=True)
-class _Arrival:
+class _Arrival(NamedTuple):
     """The event after which a batch is on its device, and its ring entry."""
 
     event: Event
     gatherer: DeviceGatherer
-    index: int
+    entry: int
 
 
 def is_wanted(config: GearConfig, device: torch.device) -> bool:
-    """Return whether batches are transferred to a device: to CUDA always, to the CPU if a method is set.
-
-    Raises:
-        ConfigError: A method is set for a device of another kind.
-    """
+    """Return whether batches are transferred to a device: to CUDA always, to the CPU if a method is set."""
     if device.type not in ("cpu", "cuda") and config.transfer.way != "auto":
         rule = "must be auto where batches are on neither CUDA nor the CPU"
         raise ConfigError("gear.transfer.way", rule, config.transfer.way, f"they are on {device}")
@@ -74,13 +69,8 @@ class DeviceTransfer:
     """Transfers batches to a device. One thread per stream gathers batches, the main thread uses them.
 
     Args:
-        needs: The parts of a batch that this rank reads.
-        device: The device of the batches.
         keep: Latest batches that their user may use.
         make: Creates a gatherer of a table, with a ring of some depth.
-    Raises:
-        ConfigError: The configured transfer method is impossible here.
-        BuildError: Kernels are required and cannot be built.
     """
 
     def __init__(
@@ -94,15 +84,19 @@ class DeviceTransfer:
         make: MakeCollector,
     ) -> None:
         self.lane = lane_of(device)
-        self._options, self._needs, self._keep = config.transfer, needs, keep
-        self._registrations: list[Registration] = []
-        self._registered: dict[str, int] = {}
-        self._left_out: dict[str, dict[str, str]] = {}
+        self._options, self._keep = config.transfer, keep
+        self._registrations: dict[str, Registration] = {}  # by table
         self._refused: dict[str, str] = {}
         self._figures: dict[str, TransferTimings] = {}
         self._measured: dict[str, int] = {}
         self._tables = list(tables)
-        self._names = {table.spec.name: self._names_of(table) for table in self._tables}
+        self._fields = [field for field in needs.fields if not is_computed(field) and not field.mask_only]
+        stored = [column_name(field) for field in self._fields]
+        #: The columns that batches read, by table, in the order of the fields.
+        self._names: dict[str, list[str]] = {}
+        for table in self._tables:
+            n_step = [name for name in n_step_columns(table) if name is not None] if needs.n_step else []
+            self._names[table.spec.name] = list(dict.fromkeys([*stored, *n_step]))
         self._ops: Ops | None = self._tables[0].ops
         self._reaches: dict[str, Reach] = {}
         try:
@@ -122,6 +116,16 @@ class DeviceTransfer:
         ops = self._ops or self._tables[0].ops  # unused by staged fields
         reached = self._is_reached, self._reaches_n_step
         return FieldTransfer(self.lane, ops, way, *reached, self._keep, self._least_copy_bytes)
+
+    @property
+    def _num_registered(self) -> int:
+        """Registered bytes of all tables."""
+        return sum(registration.num_bytes for registration in self._registrations.values())
+
+    @property
+    def _left_out(self) -> dict[str, dict[str, str]]:
+        """Why columns are not registered, by table and column."""
+        return {name: registration.left_out for name, registration in self._registrations.items()}
 
     @property
     def _least_copy_bytes(self) -> int:
@@ -151,28 +155,18 @@ class DeviceTransfer:
             self._refused |= {DIRECT: str(error), COPIES: str(error)}
             return None
 
-    def _names_of(self, table: Table) -> list[str]:
-        """Return the columns of a table that batches read, in the order of the fields."""
-        stored = [field for field in self._needs.fields if not is_computed(field) and not field.mask_only]
-        names = [column_name(field) for field in stored]
-        if self._needs.n_step:
-            names += [name for name in n_step_columns(table) if name is not None]
-        return list(dict.fromkeys(names))
-
     def _reach(self, table: Table) -> Reach:
         columns = {name: table.gather_source(name) for name in self._names[table.spec.name]}
         if self.lane.device.type == "cpu":
             return Reach(columns)
         if self._ops is None:
             return Reach({})
-        used = sum(registration.num_bytes for registration in self._registrations)
         most = self._options.register_bytes
         spans = {name: span_of(column) for name, column in columns.items()}
-        wanted = plan(spans, memory_span(table.memory), None if most is None else max(most - used, 0))
+        room = None if most is None else max(most - self._num_registered, 0)
+        wanted = plan(spans, memory_span(table.memory), room)
         registration = Registration(table.memory, wanted, CudaRuntime(self.lane.device))
-        self._registrations.append(registration)
-        self._registered[table.spec.name] = registration.num_bytes
-        self._left_out[table.spec.name] = registration.left_out
+        self._registrations[table.spec.name] = registration
         there: dict[str, torch.Tensor] = {}
         for name in registration.columns:
             try:
@@ -195,8 +189,7 @@ class DeviceTransfer:
 
     def _possible(self) -> list[str]:
         """Return the possible transfer methods; record why others are impossible."""
-        fields = [field for field in self._needs.fields if not field.mask_only and not is_computed(field)]
-        reached = [field for field in fields if self._is_reached(column_name(field))]
+        reached = [field for field in self._fields if self._is_reached(column_name(field))]
         if self._ops is not None and not reached:
             why = [f"{name}: {rule}" for known in self._left_out.values() for name, rule in known.items()]
             text = "; ".join(["the device reads no column in place", *why[:3]])
@@ -252,11 +245,12 @@ class DeviceTransfer:
     def _note(self) -> None:
         """Record the transfer for `gear doctor`."""
         for table in self._tables:
-            why = dict(self._left_out.get(table.spec.name, {}))
+            registration = self._registrations.get(table.spec.name)
+            why = {} if registration is None else registration.left_out
             if self._ops is None:
                 why = {"no kernels": next(iter(self._refused.values()), "staged is configured")}
             text = "; ".join([self.way, *(f"{name}: {rule}" for name, rule in why.items())])
-            note_transfer(table, self._registered.get(table.spec.name, 0), text)
+            note_transfer(table, 0 if registration is None else registration.num_bytes, text)
 
     # ---- batches ---------------------------------------------------------------------------------
 
@@ -272,11 +266,7 @@ class DeviceTransfer:
         return batch
 
     def refuse_capture(self) -> None:
-        """Raise if a CUDA graph is captured: its next replay would read the same batch.
-
-        Raises:
-            StoreError: The current stream is being captured.
-        """
+        """Raise StoreError if a CUDA graph is captured: its next replay would read the same batch."""
         if self.lane.device.type == "cuda":
             rule = "cannot be captured where the table is in host memory"
             refuse_capture("sample", rule, 'sample before the graph, or set "placement": "device"')
@@ -285,7 +275,7 @@ class DeviceTransfer:
         """Make this thread's stream, which uses the batch, wait for it. The host does not wait."""
         arrival = batch.arrival
         if isinstance(arrival, _Arrival):
-            arrival.gatherer.hand_over(arrival.index)
+            arrival.gatherer.hand_over(arrival.entry)
             self.lane.hand_over(arrival.event, batch.every_tensor)
             batch.arrives(None)
         return batch
@@ -299,13 +289,13 @@ class DeviceTransfer:
             "seconds": {way: asdict(figures) for way, figures in self._figures.items()},
             "measured": dict(self._measured),
             "refused": dict(self._refused),
-            "registered_bytes": sum(registration.num_bytes for registration in self._registrations),
-            "not_registered": dict(self._left_out),
+            "registered_bytes": self._num_registered,
+            "not_registered": self._left_out,
         }
 
     def close(self) -> None:
         """Wait for the device and unregister memory; safe to call twice."""
         with contextlib.suppress(RuntimeError):  # a failed device reads nothing
             self.lane.record().synchronize()
-        for registration in self._registrations:
+        for registration in self._registrations.values():
             registration.close()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from deepspeed_gear.config.pack_options import room
+from deepspeed_gear.config.pack_options import room as pack_room
 from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.distributed.node_channel import NodeChannel
 from deepspeed_gear.distributed.replay_plan import ReplayPlan
@@ -30,13 +30,7 @@ States = Mapping[str, Mapping[str, StreamState]]  # by table and stream
 
 @dataclass(frozen=True)
 class ArrivalRoom:
-    """Rows and slots of a store for the rows that a stream receives from other nodes.
-
-    Args:
-        first_row: First row, in the table's store.
-        num_rows: For the samples of one selection.
-        first_slot: First slot, as `first_row`.
-    """
+    """Rows and slots of a store for the rows that a stream receives from other nodes, for one selection."""
 
     first_row: int
     num_rows: int
@@ -60,11 +54,7 @@ class SpreadTrajectories:
 
 
 class SpreadTables:
-    """Exchange plans of spread tables, and the rows and slots for arrivals on this node.
-
-    Args:
-        plan: The plan that all ranks have agreed on.
-    """
+    """Exchange plans of spread tables, and the rows and slots for arrivals on this node."""
 
     def __init__(self, plan: ReplayPlan) -> None:
         self._plan = plan
@@ -76,7 +66,8 @@ class SpreadTables:
         }
         #: Exchange plan of each table of which this node holds a shard.
         self.exchange_plans: dict[str, ExchangePlan] = {n: one for n, one in found.items() if one.index >= 0}
-        self._packed: dict[str, ArrivalRoom] = {}  # of packed batches, by table
+        #: Of each stream of these tables, by table and name; filled in by `arrivals`.
+        self.rooms: dict[str, dict[str, ArrivalRoom]] = {}
 
     def arrivals(
         self, specs: Mapping[str, list[StreamSpec]], held: Mapping[str, tuple[int, int]]
@@ -91,43 +82,31 @@ class SpreadTables:
         """
         found = {}
         for name, exchange_plan in self.exchange_plans.items():
+            rooms = self.rooms[name] = {}
             if self._plan.config.pack is not None:
                 rows, slots = self._most_arrivals(name, max(spec.most_records for spec in specs[name]), held)
-                self._packed[name] = ArrivalRoom(EDGE, rows, 0, slots)
+                rooms.update((spec.name, ArrivalRoom(EDGE, rows, 0, slots)) for spec in specs[name])
                 found[name] = rows + 2 * EDGE, slots
                 continue
-            most, rows, slots = self._max_rows(name), 0, 0
+            most = self._max_rows(name)
+            # For depth 2 and 3 samples of at most 5 rows, a stream has 30 rows and 6 slots.
+            row, slot = most + EDGE, 0
             for spec in specs[name]:
-                more = arrivals_of(exchange_plan.most_wanted(spec.batch), spec.depth, most)
-                rows, slots = rows + more[0], slots + more[1]
-            found[name] = rows + 2 * (most + EDGE), slots
+                wanted = exchange_plan.most_wanted(spec.batch)
+                rooms[spec.name] = ArrivalRoom(row, wanted * most, slot, wanted)
+                rows, slots = arrivals_of(wanted, spec.depth, most)
+                row, slot = row + rows, slot + slots
+            found[name] = row + most + EDGE, slot
         return found
-
-    def rooms(
-        self, name: str, states: Mapping[str, StreamState]
-    ) -> Iterator[tuple[StreamState, ArrivalRoom]]:
-        """Yield the arrival rows and slots of each stream of a table."""
-        if name in self._packed:
-            yield from ((state, self._packed[name]) for state in states.values())
-            return
-        most = self._max_rows(name)
-        row, slot = most + EDGE, 0
-        for state in states.values():
-            spec, wanted = state.spec, self.exchange_plans[name].most_wanted(state.spec.batch)
-            yield state, ArrivalRoom(row, wanted * most, slot, wanted)
-            row, slot = row + spec.depth * wanted * most, slot + spec.depth * wanted
 
     def _most_arrivals(
         self, name: str, most_records: int, held: Mapping[str, tuple[int, int]]
     ) -> tuple[int, int]:
-        """Return the most rows and slots that arrive for a rollout batch.
-
-        Args:
-            most_records: Trajectories of a batch.
-        """
+        """Return the most rows and slots that arrive for a rollout batch of so many trajectories."""
         exchange_plan, pack = self.exchange_plans[name], self._plan.config.pack
         assert pack is not None
-        longest, slots = min(self._longest(name) or room(pack), room(pack)), most_records
+        most_steps = pack_room(pack)
+        longest, slots = min(self._longest(name) or most_steps, most_steps), most_records
         if name in self._plan.datasets:  # a mapped one copies its own rows, too
             slots = min(slots, self._plan.datasets[name].num_trajectories_of_whole)
             return slots * (longest + exchange_plan.final_row), slots
@@ -137,10 +116,8 @@ class SpreadTables:
 
     def _longest(self, name: str) -> int | None:
         """Return the steps of a table's longest trajectory; None: not known."""
-        datasets = self._plan.datasets
-        return (
-            datasets[name].longest if name in datasets else self._plan.config.resolved_tables[name].max_length
-        )
+        dataset = self._plan.datasets.get(name)
+        return self._plan.config.resolved_tables[name].max_length if dataset is None else dataset.longest
 
     def _max_rows(self, name: str) -> int:
         """Return the most rows that a sample of a table may need."""
@@ -159,40 +136,42 @@ class NodeExchange:
     """The exchanges of this rank with other nodes; empty with one node, and on ranks that exchange nothing.
 
     Args:
-        plan: The plan that all ranks have agreed on.
-        detector: The failure detector over all ranks.
         device: Of this rank; its transport exchanges rows if the config selects it.
     """
 
-    def __init__(self, plan: ReplayPlan, detector: FailureDetector | None, device: torch.device) -> None:
-        self._plan, self._prepares = plan, plan.config.prefetch > 0
+    def __init__(self, plan: ReplayPlan, device: torch.device) -> None:
+        self._plan, self._device = plan, device
         self._channels: dict[bool, NodeChannel] = {}  # key: whether for training streams
         self._transports: dict[bool, DeviceTransport] = {}
         self._training: list[SelectionAgreement] = []  # selectors of the training streams
         self._taken: tuple[np.ndarray, int, int, int] | None = None
-        self._detector, self._device = detector, device
         #: Of the tables of packed batches that several nodes hold, by name.
         self.trajectories: dict[str, SpreadTrajectories] = {}
 
     def selectors(
-        self, states: States, tables: SpreadTables, goals: Goals
+        self, states: States, tables: SpreadTables, goals: Goals, detector: FailureDetector | None
     ) -> dict[StreamState, SelectionAgreement]:
         """Open the channels and return the selectors of streams that nodes select together. Collective.
 
         Args:
             goals: Draws the achieved goals of samples.
+            detector: The failure detector over all ranks.
         Returns:
             On the leaders of nodes that hold such tables; empty elsewhere.
         """
         every = [state for of_table in states.values() for state in of_table.values()]
         if self._plan.leads_shard and any(state.spec.together for state in every):
-            self._open(True, "train")
-            self._open(False, "passes")
+            self._open(True, "train", detector)
+            self._open(False, "passes", detector)
         self._plan.exchange.barrier()
         if self._plan.config.pack is not None:
             for name, exchange_plan in tables.exchange_plans.items():
-                for state, room in tables.rooms(name, states[name]):
-                    self.trajectories[name] = self._trajectories(state, exchange_plan, room)
+                for state in states[name].values():
+                    room, sends = tables.rooms[name][state.spec.name], None
+                    if self._channels:
+                        messages = self._messages(state, exchange_plan, room)
+                        sends = TrajectoryExchange(self._channels[True], messages, self._transports.get(True))
+                    self.trajectories[name] = SpreadTrajectories(exchange_plan, room, sends)
         if not self._channels:
             return {}
         found: dict[StreamState, SelectionAgreement] = {}
@@ -201,18 +180,10 @@ class NodeExchange:
                 found[state] = ReplicatedSelector(state, self._channels[True])
                 self._training.append(found[state])
         for name, exchange_plan in tables.exchange_plans.items():
-            for state, room in tables.rooms(name, states[name]):
+            for state in states[name].values():
+                room = tables.rooms[name][state.spec.name]
                 found[state] = self._sharded(state, exchange_plan, room, goals)
         return found
-
-    def _trajectories(
-        self, state: StreamState, exchange_plan: ExchangePlan, room: ArrivalRoom
-    ) -> SpreadTrajectories:
-        if not self._channels:
-            return SpreadTrajectories(exchange_plan, room, None)
-        messages = self._messages(state, exchange_plan, room)
-        exchange = TrajectoryExchange(self._channels[True], messages, self._transports.get(True))
-        return SpreadTrajectories(exchange_plan, room, exchange)
 
     def _messages(self, state: StreamState, exchange_plan: ExchangePlan, room: ArrivalRoom) -> RowMessages:
         rows, slots = (room.first_row, room.num_rows), (room.first_slot, room.num_slots)
@@ -235,10 +206,10 @@ class NodeExchange:
             self._training.append(selector)
         return selector
 
-    def _open(self, trains: bool, purpose: str) -> None:
+    def _open(self, trains: bool, purpose: str, detector: FailureDetector | None) -> None:
         plan, config = self._plan, self._plan.config
         order, timeout_s = plan.placement.order, config.timeout_s
-        channel = NodeChannel(plan.topology, order, purpose, timeout_s, plan.group, self._detector)
+        channel = NodeChannel(plan.topology, order, purpose, timeout_s, plan.group, detector)
         channel.open()
         self._channels[trains] = channel
         if config.exchange != "host":
@@ -274,5 +245,5 @@ class NodeExchange:
 
     def leave(self) -> None:
         """Announce that this node selects no further batch; its thread has stopped."""
-        if self._training and self._prepares:
+        if self._training and self._plan.config.prefetch > 0:
             self._training[0].leave()

@@ -37,8 +37,6 @@ class RankPreview:
     """The first micro batch of one rank.
 
     Args:
-        rank, node: Indices of the rank and its node.
-        place: Its place in the grid.
         num_bytes: Of a micro batch, with padding.
         padding: Fraction of its rows that is padding.
         ids: Trajectories of its first samples.
@@ -76,8 +74,6 @@ def preview(
 
     Args:
         config: The gear section; its sampled tables hold data sets.
-        micro: Samples of a micro batch.
-        accumulation: Micro batches of a rank in a global batch.
         worlds: Ranks of each axis of the grid.
         num_nodes: Nodes, with equally many ranks each, in their order.
         batches: Global batches to draw.

@@ -6,7 +6,6 @@ rest of a selection and the next one: what is left begins the next batch, so not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,11 +13,11 @@ import torch
 
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config.pack_options import RolloutConfig, room
-from deepspeed_gear.errors import EmptyTableError, NotReadyError, StoreError
+from deepspeed_gear.errors import StoreError
 from deepspeed_gear.ops.records import Resolution
+from deepspeed_gear.replay.batch_loader import give_up
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.rollout_data import RolloutSession, item_numbers
-from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import Selection
 from deepspeed_gear.store.records import Head
 
@@ -91,12 +90,7 @@ class RecordStream:
         self.seek(position.start(self._tables), 0, 0)
 
     def seek(self, at: position.Position, number: int, first_item: int) -> None:
-        """Continue at a position to which the streams are already set.
-
-        Args:
-            number: Of the next rollout batch.
-            first_item: Items of the next selection that batches have consumed.
-        """
+        """Continue at a position to which the streams are already set; `number` of the next rollout batch."""
         self.where = at  # after the last selection of which no item is left
         self.next_key, self.number, self.first_item = position.batches(at), number, first_item
         self._held: list[SelectedItems] = []  # from the first one with an item that is not consumed
@@ -110,10 +104,7 @@ class RecordStream:
     def take(self) -> list[Records]:
         """Return the trajectories of the next rollout batch, by table. Collective.
 
-        An item of more steps than a batch may have is a batch of its own.
-
-        Raises:
-            PeerError, StoreError, NotReadyError: As `Replay.rollout`; nothing is taken.
+        An item of more steps than a batch may have is a batch of its own. After an error nothing is taken.
         """
         while not self.holds_batch:
             self._held.append(self._select())
@@ -183,11 +174,3 @@ class RecordStream:
             weights = stream.weights(head, records)
             parts.append(Records(records, weights, origins[: len(records)].clone()))
         return SelectedItems(key, heads, parts)
-
-
-def give_up(streams: Sequence[BatchStream], error: Exception) -> None:
-    """Give up a selection that an error of the store has ended: new priorities can correct the old ones."""
-    is_early = isinstance(error, NotReadyError) and not isinstance(error, EmptyTableError)
-    for stream in streams if isinstance(error, StoreError) and not is_early else ():
-        if not stream.state.stop.is_set():
-            stream.give_up()

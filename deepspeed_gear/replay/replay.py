@@ -21,26 +21,25 @@ from deepspeed_gear.config.cross_checks import SPLITS
 from deepspeed_gear.distributed.gradient_divisor import gradient_divisor
 from deepspeed_gear.distributed.replay_plan import make_plan, refuse_device
 from deepspeed_gear.distributed.topology import RankCoordinates
-from deepspeed_gear.errors import ConfigError, StoreError
+from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError
 from deepspeed_gear.replay import metrics, priority_updates, replay_checkpoint, table_access
 from deepspeed_gear.replay.batch_assembler import Transform
-from deepspeed_gear.replay.batch_loader import BatchLoader
-from deepspeed_gear.replay.builder import build
+from deepspeed_gear.replay.batch_loader import BatchLoader, Evaluation
+from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.can_sample import Readiness
-from deepspeed_gear.replay.evaluation import Evaluation
 from deepspeed_gear.replay.metrics import Metrics, Totals
 from deepspeed_gear.replay.packing_check import check_packing
 from deepspeed_gear.replay.replay_base import ReplayBase
 from deepspeed_gear.replay.rollout import Rollout, TrainStep
 from deepspeed_gear.replay.rollout_loader import RolloutLoader
-from deepspeed_gear.replay.table_access import TableAccess
 from deepspeed_gear.replay.table_warnings import ClampWarning, GroupWarning, warnings_of
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo, Turns
+from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
-from deepspeed_gear.writer.inserter import refuse_read_only
+from deepspeed_gear.writer.inserter import Inserter, refuse_read_only
 from deepspeed_gear.writer.late_columns import fill
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 from deepspeed_gear.writer.vector_writer import VectorWriter
@@ -99,13 +98,13 @@ class Replay(ReplayBase):
         refuse_device(plan)
         super().__init__(plan, to, engine_dtype)
         self.schemas, self.fields = plan.schemas, plan.fields
-        parts = self._parts = build(plan, None if info is None else turns, engine_dtype, to)
+        parts = self._parts = ReplayParts(plan, None if info is None else turns, engine_dtype, to)
         self.tables, self._place = parts.tables, plan.topology.place
+        self._inserters: dict[str, Inserter] = {}
         self._around = id(sys.exc_info()[1])  # an error that is handled around this replay does not end it
-        self._access = TableAccess(parts)
         self._dependents: weakref.WeakSet[Closes] = weakref.WeakSet()
         self._writers: weakref.WeakSet[TrajectoryWriter] = weakref.WeakSet()
-        self.metrics, self._late_updates = Metrics(), parts.resources.late_updates
+        self.metrics, self._late_updates = Metrics(), parts.late_updates
         self._passes = Evaluation(parts)
         #: What the framework divides the sum of all ranks' gradients by: packed losses are multiplied by it.
         self.gradient_divisor = float(plan.topology.data_world)
@@ -121,16 +120,35 @@ class Replay(ReplayBase):
         if plan.topology.leads_node:  # each for its own store
             self._warnings = warnings_of(parts.train)
         self._questions = Readiness(parts)
-        self._finalizer = weakref.finalize(self, parts.resources.release)
+        self._finalizer = weakref.finalize(self, parts.release)
 
     def _table(self, name: str | None) -> Table:
         self._check_open()
-        return self._access.find(name)
+        known, sampled = ", ".join(self.tables), self.config.sampled_tables
+        if name is None and len(sampled) > 1:
+            raise ConfigError("table", "must be given where there are several", None, f"one of {known}")
+        name = sampled[0] if name is None else name
+        if not isinstance(name, str) or name not in self.tables:
+            raise ConfigError("table", f"must be one of {known}", name)
+        return self.tables[name]
 
     @property
     def _sampled(self) -> list[Table]:
         self._check_open()
-        return self._access.sampled
+        return [self.tables[name] for name in self.config.sampled_tables]
+
+    def _streams(self, table: Table) -> list[BatchStream]:
+        """Return the streams that sample from a table."""
+        return list(self._parts.streams[table.spec.name].values())
+
+    def _inserter(self, table: str | None) -> Inserter:
+        target = self._table(table)
+        name = target.spec.name
+        if name not in self._inserters:
+            max_length = self.config.resolved_tables[name].max_length
+            context, streams = self._parts.context, self._streams(target)
+            self._inserters[name] = table_access.inserter_of(target, streams, max_length, context)
+        return self._inserters[name]
 
     @property
     def transform(self) -> Transform | None:
@@ -197,11 +215,20 @@ class Replay(ReplayBase):
                 changed.
             StoreFullError: Too few rows are free; earlier parts of a trajectory that is split stay.
         """
-        self._check_open()
+        inserter, releases = self._inserter(table), self._parts.releases
+
+        def insert(one: Mapping[str, Any]) -> int:
+            releases.settle()
+            try:
+                return inserter.add(one)
+            except StoreFullError:
+                if not releases.drain():  # of selections that the device was reading
+                    raise
+                return inserter.add(one)
+
         if split_by_flags:
-            parts = self._access.inserter(table).split(trajectory, final)
-            return [self._access.add(part, table) for part in parts]
-        return self._access.add(trajectory, table)
+            return [insert(part) for part in inserter.split(trajectory, final)]
+        return insert(trajectory)
 
     def set_policy_version(self, version: int, table: str | None = None) -> None:
         """Set the version of the learner's policy; stale trajectories are evicted by the next selection.
@@ -228,7 +255,6 @@ class Replay(ReplayBase):
             DataError: A column is not late, was written already, or does not fit; nothing has changed.
             StoreError: The trajectory is not stored on this node.
         """
-        self._check_open()
         fill(self._table(table), trajectory_id, columns, self.config.timeout_s)
 
     def writer(self, table: str | None = None) -> TrajectoryWriter:
@@ -242,10 +268,10 @@ class Replay(ReplayBase):
         Raises:
             StoreError: The table holds a data set.
         """
-        self._check_open()
         target = self._table(table)
-        self._access.note_writer(target)
-        writer = TrajectoryWriter(target, self._access.inserter(table))
+        for stream in self._streams(target):
+            stream.note_writer()  # a selection must not wait for items that this process would add
+        writer = TrajectoryWriter(target, self._inserter(table))
         self._writers.add(writer)
         return writer
 
@@ -262,7 +288,6 @@ class Replay(ReplayBase):
             DataError: No autoreset mode is given, or it is not the environment's.
             StoreError: The table holds a data set.
         """
-        self._check_open()
         self._table(table)
         resolve(num_envs, autoreset)  # raises before this process counts as a writer
         return self.writer(table).vector_writer(num_envs, autoreset)
@@ -290,7 +315,6 @@ class Replay(ReplayBase):
         Raises:
             StoreError: An id is not stored, or its rows were freed.
         """
-        self._check_open()
         return table_access.read(self._table(table), ids)
 
     def remove(self, ids: Sequence[int] | torch.Tensor, table: str | None = None) -> int:
@@ -303,9 +327,7 @@ class Replay(ReplayBase):
         Raises:
             StoreError: The table holds a data set.
         """
-        self._check_open()
-        target = self._table(table)
-        return table_access.remove(target, ids)
+        return table_access.remove(self._table(table), ids)
 
     def clear(self, table: str | None = None) -> None:
         """Evict all trajectories of a table; the current epoch ends.
@@ -313,9 +335,8 @@ class Replay(ReplayBase):
         Raises:
             StoreError: The table holds a data set.
         """
-        self._check_open()
         target = self._table(table)
-        table_access.clear(target, self._access.streams(target))
+        table_access.clear(target, self._streams(target))
 
     @property
     def run(self) -> str:
@@ -448,10 +469,14 @@ class Replay(ReplayBase):
         For simulators in the training ranks: step them while it is False, and sample once it is True.
         """
         self._check_reads()
-        held = self._rollouts is not None and self._rollouts.holds_batch  # the same on every rank
-        answer = held or self._questions.ask(self._loader.next_key)
+        answer = self._holds_batch or self._questions.ask(self._loader.next_key)
         self._warn()
         return answer
+
+    @property
+    def _holds_batch(self) -> bool:
+        """Whether the next batch needs no further selection; the same on every rank."""
+        return self._rollouts is not None and self._rollouts.holds_batch
 
     def missing_groups(self, table: str | None = None) -> int:
         """Return how many groups this rank should generate before the next batch is selected. Collective.
@@ -478,8 +503,7 @@ class Replay(ReplayBase):
             raise ConfigError(f"table {target.spec.name}", rule, None, remedy)
         refuse_read_only(target)
         stream = self._parts.streams[target.spec.name][TRAIN]
-        held = self._rollouts is not None and self._rollouts.holds_batch
-        missing = 0 if held else self._questions.missing(stream, self._loader.next_key)
+        missing = 0 if self._holds_batch else self._questions.missing(stream, self._loader.next_key)
         self._warn()
         return missing
 
@@ -494,12 +518,12 @@ class Replay(ReplayBase):
         """
         self._check_open()
         arguments.function("action", action)
-        status = self._parts.barrier
-        if status is None:
+        barrier = self._parts.barrier
+        if barrier is None:
             return action()
         if self._windows is None:
-            return status.agree(action)
-        return status.agree(action, self._windows.take_digest)
+            return barrier.agree(action)
+        return barrier.agree(action, self._windows.take_digest)
 
     def _begin_pass(self, split: str) -> Iterator[Batch]:
         self._refuse_splits()
@@ -680,6 +704,7 @@ class Replay(ReplayBase):
         docs/how-to/statistics.md explains each entry. Cost: one pass over priorities and counters.
         """
         self._check_open()
+        transfer = self._parts.assembler.transfer
         return {
             **metrics.of_store(self._sampled),
             "batches": self.metrics.num_batches,
@@ -687,7 +712,7 @@ class Replay(ReplayBase):
             **metrics.of_streams(self._parts.train),
             **self.take_metrics(),
             **metrics.of_selection(self._parts.train),
-            **self._parts.assembler.describe(),
+            **({} if transfer is None else {"transfer": transfer.describe()}),
         }
 
     # ---- end -------------------------------------------------------------------------------------
@@ -723,6 +748,6 @@ class Replay(ReplayBase):
     def _drop(self) -> None:
         """Drop references to the stores: their memory is freed unless the program holds a part of it."""
         self.__dict__.pop("_all_priorities", None)
-        self.tables, self._warnings = {}, []
+        self.tables, self._warnings, self._inserters = {}, [], {}
         self._windows = self._rollouts = None
-        del self._parts, self._access, self._passes, self._loader, self._questions
+        del self._parts, self._passes, self._loader, self._questions

@@ -260,11 +260,7 @@ class RolloutData:
 
     @cached_property
     def mask(self) -> np.ndarray:
-        """Which steps count in the loss, at predicting places, one trajectory after the other. [tokens].
-
-        Raises:
-            DataError: A late column of tokens or of the loss mask is absent in a trajectory.
-        """
+        """Which steps count in the loss, at predicting places, one trajectory after the other. [tokens]."""
         predicts, schema = self.settings.predicts, self.settings.schema
         tokens, flags = schema.role("token"), schema.role("loss_mask")
         for name in [column.name for column in (tokens, flags) if column is not None]:
@@ -300,11 +296,7 @@ class RolloutData:
         return np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
 
     def check_values(self, name: str) -> None:
-        """Raise unless every table has a per-trajectory column.
-
-        Raises:
-            ConfigError: A table has no such column, or it has a row per step.
-        """
+        """Raise ConfigError unless every table has a per-trajectory column."""
         for part in self.parts:
             schema = part.table.schema
             if name not in schema or schema[name].rows != "1":
@@ -313,12 +305,7 @@ class RolloutData:
                 raise ConfigError(f"column {name!r}", rule, None, f"there are: {known}")
 
     def values(self, name: str) -> np.ndarray:
-        """Return a per-trajectory column's stored values. [n, *shape]. Collective over nodes.
-
-        Raises:
-            ConfigError: As `check_values`.
-            DataError: It is late, and a trajectory does not have it yet.
-        """
+        """Return a per-trajectory column's stored values. [n, *shape]. Collective over nodes."""
         self.check_values(name)
         for part in self.parts:
             part.check_filled(name)
@@ -328,9 +315,6 @@ class RolloutData:
         """Bring the rows of packs to the nodes whose ranks gather them. Collective over all ranks.
 
         Every rank has passed a batch barrier since it gathered from the rollout batch before.
-
-        Raises:
-            PeerError: A node does not answer, or an exchange failed.
         """
         moving: list[tuple[int, NodePart, Moves]] = []
         for number, part in enumerate(self.parts):
@@ -383,10 +367,9 @@ class RolloutData:
 
         Args:
             index: Its trajectories. [S], int64.
+            rows: N, of all ranks that share the sequence.
             weights: The loss weight of the tokens of every trajectory of the batch. [n], float64.
             loss_tokens: Of the whole optimizer step.
-            divisor: What the framework divides by.
-            fill: Takes columns that are filled.
         """
         begin, settings, place = time.perf_counter(), self.settings, self.settings.place
         part = rows // place.sequence_world
@@ -472,14 +455,7 @@ class RolloutData:
     # ---- columns of this rollout batch -------------------------------------------------------------
 
     def set_column(self, name: str, values: np.ndarray) -> None:
-        """Set a column of this rollout batch: a value for each trajectory, or for each place.
-
-        Args:
-            name: Its name in micro batches.
-            values: [n], or [num_tokens].
-        Raises:
-            FieldError: Another field has the name.
-        """
+        """Set a column of this rollout batch: a value of each trajectory, [n], or place, [num_tokens]."""
         self.check_name(name)
         per_place = np.repeat(values, self.lengths) if len(values) == len(self.lengths) else values
         self.columns[name] = torch.from_numpy(np.ascontiguousarray(per_place, np.float32))
@@ -520,13 +496,6 @@ def item_numbers(sample_numbers: np.ndarray, tables: np.ndarray | None = None) -
     return np.cumsum(is_first) - 1
 
 
-def budget_of(pack: PackConfig, tokens: int | None = None) -> PackBudget:
-    """Return the budget of a pack; `tokens`: of another size."""
-    sized = pack if tokens is None else pack.model_copy(update={"tokens": tokens})
-    linear, quadratic = pack.cost
-    return PackBudget(room(sized), linear, quadratic, pack.pad.multiple, pack.max_trajectories)
-
-
 class PlannedPacks:
     """The packs of all replicas: rows and costs of each. Pure.
 
@@ -539,7 +508,10 @@ class PlannedPacks:
     def __init__(
         self, lengths: np.ndarray, pack: PackConfig, replicas: int, ops: Ops, tokens: int | None = None
     ) -> None:
-        budget, lengths = budget_of(pack, tokens), np.ascontiguousarray(lengths)
+        sized = pack if tokens is None else pack.model_copy(update={"tokens": tokens})
+        (linear, quadratic), most = pack.cost, pack.max_trajectories
+        budget = PackBudget(room(sized), linear, quadratic, pack.pad.multiple, most)
+        lengths = np.ascontiguousarray(lengths)
         width = pack.plan_width or replicas
         self.plan = plan = plan_packs(torch.from_numpy(lengths), budget, width, ops)
         #: Packs of a replica in each micro step: with a plan for more ranks it trains several in turn.
@@ -548,7 +520,7 @@ class PlannedPacks:
         # For a width of 2, micro steps [0, 1] and ranks [1, 0] are the packs [1, 2].
         bins = (plan.micro * width + plan.rank).numpy()
         steps = lengths.astype(np.float64)
-        costs = np.bincount(bins, budget.linear * steps + budget.quadratic * steps * steps, size)
+        costs = np.bincount(bins, linear * steps + quadratic * steps * steps, size)
         #: [K, replicas, per_rank], float64.
         self.costs = costs.reshape(plan.num_micro, replicas, self.per_rank)
         tokens_of = np.bincount(bins, lengths, size).astype(np.int64)  # exact: below 2^53
@@ -586,8 +558,9 @@ class PackSequence:
         #: The trajectories of each of this rank's packs, and N of each.
         self.packs = [index[own[micro].numpy()] for micro in range(planned.plan.num_micro) for own in packs]
         self.rows: list[int] = planned.rows[:, first : first + planned.per_rank].reshape(-1).tolist()
+        num_tokens = sum(int(data.lengths[pack].sum()) for pack in self.packs)
         #: Part of this rank's places that hold a trajectory's step.
-        self.fill_fraction = sum(data.lengths[pack].sum() for pack in self.packs) / max(sum(self.rows), 1)
+        self.fill_fraction = num_tokens / max(sum(self.rows), 1)
 
     def __len__(self) -> int:
         return len(self.packs)

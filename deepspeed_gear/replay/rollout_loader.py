@@ -78,11 +78,7 @@ class RolloutLoader:
         self._current: Rollout | None = None
 
     def next(self) -> Rollout:
-        """Select and return the next rollout batch; the one before it is consumed.
-
-        Raises:
-            PeerError, StoreError, NotReadyError, CheckpointError: As `Replay.rollout`.
-        """
+        """Select and return the next rollout batch; the one before it is consumed."""
         if self._current is not None:
             self._current.close()
         begin, resumed = time.perf_counter(), self._resumed
@@ -133,11 +129,7 @@ class RolloutLoader:
         return self.session.sum(flat).numpy().view(values.dtype).reshape(values.shape)
 
     def step(self) -> TrainStep:
-        """Return the one step of the next batch, whose size is `gear.batch`.
-
-        Raises:
-            ConfigError: The size is that of a rollout batch.
-        """
+        """Return the one step of the next batch, whose size is `gear.batch`."""
         if self._is_rollout:
             remedy = 'give "batch" instead of "rollout", or iterate over rollout()'
             raise ConfigError("gear.batch", "must be given for steps without a rollout batch", None, remedy)
@@ -177,11 +169,7 @@ class RolloutLoader:
         return LoaderPosition(at, rollout, {} if current is None else current.columns)
 
     def check(self, rollout: Mapping[str, Any] | None) -> None:
-        """Raise unless a rollout batch whose training is under way has the size of this config.
-
-        Raises:
-            CheckpointError: It has another.
-        """
+        """Raise CheckpointError unless a rollout batch that is being trained has the size of this config."""
         if rollout is not None and rollout["size"] != self._size.model_dump():
             raise CheckpointError(
                 "the rollout batch of the gear state",

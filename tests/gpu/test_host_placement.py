@@ -272,7 +272,7 @@ def test_a_ring_entry_is_not_written_before_its_user_has_read_it(
 def test_a_cut_is_kept_until_the_lane_has_read_it(way: str) -> None:
     skip_without(way)
     with replay_of("cuda", {"way": way}) as replay:
-        placing = replay._parts.assembler._placing
+        placing = replay._parts.assembler.transfer
         assert placing is not None
         consumed = streams_of(replay)["train"].state.consumed
         replay.sample()
