@@ -30,9 +30,8 @@ from deepspeed_gear.data.dataset_files import (
     write_json,
 )
 from deepspeed_gear.data.dataset_statistics import check_split, compute_statistics
-from deepspeed_gear.data.episode_ends import split_episodes
 from deepspeed_gear.data.nested_columns import flatten
-from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory
+from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory, split_episodes
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.liveness import hold, release
 from deepspeed_gear.schema import Schema

@@ -14,9 +14,8 @@ from typing import Any, Literal, overload
 import numpy as np
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.data.episode_ends import split_episodes
 from deepspeed_gear.data.nested_columns import flatten
-from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory
+from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory, split_episodes
 from deepspeed_gear.errors import ConfigError, DataError, GearError, StoreError, show_bytes
 from deepspeed_gear.remote.connection import Connection, ConnectionLost, raise_error
 from deepspeed_gear.remote.gateway_messages import MOST_MAX_MESSAGE_BYTES, VERSION, trajectory_bytes

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from deepspeed_gear.context import Context
-from deepspeed_gear.data.episode_ends import split_episodes
 from deepspeed_gear.data.nested_columns import flatten
-from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory
+from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory, split_episodes
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.store.eviction import Evictor
 from deepspeed_gear.store.pins import SelectionPins

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_gear import Column, Dataset, DatasetWriter, DeviceReplay, Replay, Schema
-from deepspeed_gear.data.episode_ends import split_episodes
 from deepspeed_gear.data.ingest import ingest
 from deepspeed_gear.data.ingest.reader import Reader
+from deepspeed_gear.data.trajectory_checks import split_episodes
 from deepspeed_gear.errors import DataError
 
 SCHEMA = Schema(
