@@ -44,7 +44,13 @@ def run(args: argparse.Namespace) -> int:
 
 def buffers() -> list[Path]:
     """Return this user's buffers, in use or not."""
-    return [path for path in sorted(SHM.glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*")) if _is_own(path)]
+    found = []
+    for path in sorted(SHM.glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*")):
+        with contextlib.suppress(OSError):  # removed meanwhile
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
+                found.append(path)
+    return found
 
 
 def remove_unused_buffers() -> list[Path]:
@@ -65,14 +71,6 @@ def remove_unused_buffers() -> list[Path]:
                 path.unlink()
                 removed.append(path)
     return removed
-
-
-def _is_own(path: Path) -> bool:
-    try:
-        status = path.lstat()
-    except OSError:  # removed meanwhile
-        return False
-    return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
 
 
 def _files_in_use() -> Iterator[int]:

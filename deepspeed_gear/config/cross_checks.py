@@ -86,10 +86,8 @@ class Part:
 
     def _value_and_default(self, name: str) -> tuple[Any, Any]:
         fields = type(self.options).model_fields
-        known = {
-            info.alias or key: (getattr(self.options, key), info.default) for key, info in fields.items()
-        }
-        return known[name]
+        key = next(key for key, info in fields.items() if (info.alias or key) == name)
+        return getattr(self.options, key), fields[key].default
 
 
 def check_options(config: GearOptions) -> None:
