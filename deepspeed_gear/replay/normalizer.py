@@ -51,11 +51,6 @@ class FieldConversion:
     shift: torch.Tensor | None = None
     gain: torch.Tensor | None = None
 
-    @property
-    def arithmetic(self) -> torch.dtype:
-        """Dtype by way of which the dtype changes: float32, or float64 where float32 would lose bits."""
-        return arithmetic_dtype(self.stored, self.dtype)
-
     def to(self, device: torch.device) -> FieldConversion:
         """Return the conversion on a device; itself if it is already there."""
         if self.shift is None or self.gain is None or self.gain.device == device:
@@ -77,12 +72,14 @@ class FieldConversion:
             values = widen(values, torch.float64) / self.gain + self.shift
         elif not self.dtype.is_floating_point:
             return self._cast(name, values, self.stored)
-        return _rounded(values, self.stored if self.stored.is_floating_point else self.arithmetic)
+        is_floating = self.stored.is_floating_point
+        return _rounded(values, self.stored if is_floating else arithmetic_dtype(self.stored, self.dtype))
 
     def _cast(self, name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Change the dtype only."""
-        if dtype.is_floating_point:
-            return values if values.dtype == dtype else _rounded(widen(values, self.arithmetic), dtype)
+        if dtype.is_floating_point:  # by way of float32, or float64 where float32 would lose bits
+            by_way = arithmetic_dtype(self.stored, self.dtype)
+            return values if values.dtype == dtype else _rounded(widen(values, by_way), dtype)
         if values.is_floating_point():
             raise DataError(name, f"must be integers, as the field is {_NAMES[dtype]}", str(values.dtype))
         cast = values.to(dtype)
@@ -106,6 +103,9 @@ class FieldConversion:
             return found
         shift, gain = (torch.tensor(entry[name], dtype=torch.float64) for name in ("shift", "gain"))
         return replace(found, shift=shift, gain=gain)
+
+
+Convert = Callable[[FieldConversion, str, torch.Tensor], torch.Tensor]
 
 
 class Normalizer:
@@ -216,10 +216,7 @@ class Normalizer:
             DataError: They are no real numbers, or a field of integers cannot hold them.
         Cost: no wait for a device, except to check integers of another dtype in a field of integers.
         """
-        if self._are_nested(name, values):
-            return self._of_parts(name, values, self.normalize)
-        given, conversion = self._prepare(name, values)
-        return self._as_given(values, conversion.apply(name, given))
+        return self._converted(name, values, FieldConversion.apply)
 
     def denormalize(self, name: str, values: Any) -> Any:
         """Convert values in the units of a batch's field to those of its column; reverses `normalize`.
@@ -233,34 +230,22 @@ class Normalizer:
         Raises:
             FieldError, ShapeError, DataError: As `normalize`.
         """
-        if self._are_nested(name, values):
-            return self._of_parts(name, values, self.denormalize)
-        given, conversion = self._prepare(name, values)
-        return self._as_given(values, conversion.revert(name, given))
+        return self._converted(name, values, FieldConversion.revert)
 
-    def _are_nested(self, name: str, values: Any) -> bool:
-        """Return whether values are those of several fields, whose names begin with `name`."""
-        return isinstance(values, (Mapping, tuple)) and name not in self.fields and bool(self._parts(name))
-
-    def _parts(self, name: str) -> list[str]:
-        """Return the fields whose names begin with `name` and a dot."""
-        return [field for field in self.fields if isinstance(name, str) and field.startswith(f"{name}.")]
-
-    def _of_parts(self, name: str, values: Any, convert: Callable[[str, Any], Any]) -> dict[str, Any]:
-        """Convert each part of nested values; return them in nested dictionaries."""
-        root: dict[str, Any] = {}
-        for field, part in flatten("values", {name: values}, self.fields.keys()).items():
-            *path, leaf = field.removeprefix(f"{name}.").split(".")
-            node = root
-            for key in path:
-                node = node.setdefault(key, {})
-            node[leaf] = convert(field, part)
-        return root
-
-    def _prepare(self, name: str, values: Any) -> tuple[torch.Tensor, FieldConversion]:
-        """Return values as a tensor, and the field's conversion on its device, after checks."""
+    def _converted(self, name: str, values: Any, convert: Convert) -> Any:
+        """Convert a field's values, or nested ones of the fields whose names begin with `name` and a dot."""
         if not isinstance(name, str) or name not in self.fields:
-            parts, has = self._parts(name), f"it has {', '.join(self.fields)}"
+            parts = [field for field in self.fields if isinstance(name, str) and field.startswith(f"{name}.")]
+            if parts and isinstance(values, (Mapping, tuple)):
+                root: dict[str, Any] = {}
+                for field, part in flatten("values", {name: values}, self.fields.keys()).items():
+                    *path, leaf = field.removeprefix(f"{name}.").split(".")
+                    node = root
+                    for key in path:
+                        node = node.setdefault(key, {})
+                    node[leaf] = self._converted(field, part, convert)
+                return root
+            has = f"it has {', '.join(self.fields)}"
             if parts:
                 has = f"give its parts as a mapping, or name one: {', '.join(parts)}"
             raise FieldError(f"field {name!r}", "must be a field of the batch", None, has)
@@ -274,10 +259,7 @@ class Normalizer:
         placed = self._placed.get((name, given.device))
         if placed is None:
             placed = self._placed[name, given.device] = conversion.to(given.device)
-        return given, placed
-
-    @staticmethod
-    def _as_given(values: Any, found: torch.Tensor) -> Any:
+        found = convert(placed, name, given)
         if isinstance(values, torch.Tensor):
             return found
         return (found.float() if found.dtype == torch.bfloat16 else found).numpy()
@@ -358,11 +340,7 @@ def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _as_tensor(name: str, values: Any, stored: torch.dtype) -> torch.Tensor:
-    """Return real numbers as a tensor where they are, with its history.
-
-    Raises:
-        DataError: They are none.
-    """
+    """Return real numbers as a tensor where they are, with its history."""
     if isinstance(values, torch.Tensor):
         arguments.tensor(name, values)
         return values
@@ -378,11 +356,7 @@ def _as_tensor(name: str, values: Any, stored: torch.dtype) -> torch.Tensor:
 
 
 def _find(folder: Path) -> Path:
-    """Return the path of the file in a save's folder, a tag's folder, or the folder of the tags.
-
-    Raises:
-        CheckpointError: There is none.
-    """
+    """Return the path of the file in a save's folder, a tag's folder, or the folder of the tags."""
     places = [folder / FILE, folder / _GEAR / FILE]
     latest = folder / "latest"
     if latest.is_file():

@@ -26,7 +26,6 @@ class ClampWarning:
     """Logs that many priority updates of a table were clamped, at most once in `PAUSE_S` seconds.
 
     Args:
-        table: Name of the table.
         most_bits: log2 of the largest mass.
         num_clamped: Returns the number of updates ever clamped.
         recent: Returns the number of updates applied recently, and how many of them were clamped.
@@ -70,11 +69,7 @@ class ClampWarning:
 
 
 class GroupWarning:
-    """Logs what a table of groups leaves out, each kind at most once in `PAUSE_S` seconds.
-
-    Args:
-        stream: The training stream of the table.
-    """
+    """Logs what a table of groups leaves out, each kind at most once in `PAUSE_S` seconds."""
 
     def __init__(self, stream: BatchStream, groups: TableGroups) -> None:
         self._stream, self._groups, self._table = stream, groups, stream.table.spec.name

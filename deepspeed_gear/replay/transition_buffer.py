@@ -69,12 +69,12 @@ class _Rows(NamedTuple):
         return cls(argument, column, column.numpy_dtype, (num_envs, *column.shape), tuple(others))
 
     def read(self, value: Any) -> np.ndarray:
-        """Return a value as rows of the stored dtype. [N, *shape].
-
-        Raises:
-            DataError: It has another shape, or cannot be converted.
-        """
-        rows = value if isinstance(value, np.ndarray) else self._array(value)
+        """Return a value as rows of the stored dtype. [N, *shape]."""
+        flags = value if isinstance(value, list) else [value]
+        if self.argument == "truncated" and any(isinstance(flag, Mapping) for flag in flags):
+            remedy = "give the environment's truncations, in the place of infos"
+            raise DataError(self.argument, "must be a flag of each environment", type(value).__name__, remedy)
+        rows = value if isinstance(value, np.ndarray) else arguments.array(self.argument, value)
         if rows.shape != self.shape:
             if rows.shape not in self.others:
                 remedy = "give the spaces of one environment: single_observation_space, single_action_space"
@@ -87,16 +87,6 @@ class _Rows(NamedTuple):
         if rows.dtype.kind == "f" and self.column.is_floating:
             return rows.astype(self.dtype)  # the writer refuses what overflows
         return as_stored(rows, self.column, "the transition", len(rows))
-
-    def _array(self, value: Any) -> np.ndarray:
-        if self.argument == "truncated" and isinstance(value, (Mapping, list)) and not _are_flags(value):
-            remedy = "give the environment's truncations, in the place of infos"
-            raise DataError(self.argument, "must be a flag of each environment", type(value).__name__, remedy)
-        return arguments.array(self.argument, value)
-
-
-def _are_flags(value: Any) -> bool:
-    return isinstance(value, list) and not any(isinstance(flag, Mapping) for flag in value)
 
 
 class TransitionBuffer:
@@ -303,12 +293,7 @@ def _with_shape(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _column(role: str, space: Any, rows: Any) -> Column:
-    """Return the column of a space.
-
-    Raises:
-        ConfigError: A value of the space is more than one array.
-        SchemaError: It has a dtype that no column has.
-    """
+    """Return the column of a space."""
     shape, dtype = getattr(space, "shape", None), getattr(space, "dtype", None)
     if shape is None or dtype is None:
         remedy = "give a Replay a column for each part, and write with its vector_writer"
@@ -335,14 +320,7 @@ def _section(
     options: dict[str, Any],
     most_steps: int | None,
 ) -> dict[str, Any]:
-    """Return the `gear` section of a buffer.
-
-    Args:
-        buffer_size: As `TransitionBuffer`; likewise the next three.
-        num_envs: N.
-        table: Options of the table.
-        options: The others.
-        most_steps: Of an episode; None: not known.
+    """Return the `gear` section of a buffer; `most_steps` of an episode, None where they are not known.
 
     Rows for the longest trajectory of each environment are reserved while it grows. These come on top of
     `buffer_size`, and those that an eviction may free in excess.
@@ -352,9 +330,8 @@ def _section(
     """
     for name in ("tables", "data"):
         if name in options:
-            raise ConfigError(
-                name, "must be left out", None, "the buffer has one table: give its options in table"
-            )
+            remedy = "the buffer has one table: give its options in table"
+            raise ConfigError(name, "must be left out", None, remedy)
     fields = arguments.mapping("fields", options.get("fields", {}))
     longest = most_steps if any(map(_reads_other_steps, fields.items())) else LONGEST
     default = max(1, min(longest or buffer_size, buffer_size // (num_envs + 1)))
