@@ -119,32 +119,16 @@ def test_neither_a_report_nor_the_batch_that_is_prepared_waits(data: Path, devic
         assert masses.reports.asked[0] == 2
 
 
-def test_closing_waits_for_the_device(data: Path, device: Device) -> None:
-    replay = made(data, device)
-    batch = replay.sample()
-    replay.update_priorities(batch, there(priorities(batch)))
-    begin = time.monotonic()
-    device.later(0.2, device.finish)
-    replay.close()
-    assert time.monotonic() - begin >= 0.19
-
-
-def test_the_selection_that_needs_a_report_waits_for_it(data: Path, device: Device) -> None:
-    with made(data, device) as replay:
-        batch = replay.sample()
-        replay.update_priorities(batch, there(priorities(batch)))
-        begin = time.monotonic()
-        device.later(0.2, device.finish)
-        replay.sample()
-        assert time.monotonic() - begin >= 0.19
-
-
-def test_a_device_may_take_longer_than_the_timeout(data: Path, device: Device) -> None:
+@pytest.mark.parametrize(("call", "delay_s"), [("close", 0.2), ("sample", 1.2)])
+def test_what_needs_a_report_waits_for_it(data: Path, device: Device, call: str, delay_s: float) -> None:
+    """Closing, and the selection, also where a device takes longer than the timeout."""
     with made(data, device, timeout_s=0.5) as replay:
         batch = replay.sample()
         replay.update_priorities(batch, there(priorities(batch)))
-        device.later(1.2, device.finish)
-        replay.sample()
+        begin = time.monotonic()
+        device.later(delay_s, device.finish)
+        getattr(replay, call)()
+        assert time.monotonic() - begin >= delay_s - 0.01
 
 
 def test_what_is_wrong_is_raised_later_and_holds_nobody_up(data: Path, device: Device) -> None:

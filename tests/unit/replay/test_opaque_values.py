@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gear_support import prefix, shared_files
+from gear_support import prefix
 from torch.utils import _pytree as pytree
 
 from deepspeed_gear import Batch, Column, DatasetWriter, DeviceReplay, Normalizer, Replay, Schema
@@ -61,18 +59,18 @@ def made(fields: dict[str, Any] | None = None, **options: Any) -> Replay:
     return Replay(section(fields, **options), schemas={"main": SCHEMA})
 
 
+def filled(fields: dict[str, Any] | None = None, count: int = 8, **options: Any) -> Replay:
+    replay = made(fields, **options)
+    for number in range(count):
+        replay.add(trajectory(number))
+    return replay
+
+
 def check(batch: Batch) -> None:
     """Check that the values are those of the samples."""
     numbers = batch["which"].tolist()
     assert batch.opaque("raw") == [b"\x00%d\x00" % number for number in numbers]
     assert batch.opaque("text") == [note_of(number) for number in numbers]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    yield
-    gc.collect()
-    assert shared_files(prefix()) == []
 
 
 # ---- batches -------------------------------------------------------------------------------------
@@ -81,9 +79,7 @@ def _nothing_is_left() -> Iterator[None]:
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("transfer", [{}, {"way": "staged"}])
 def test_batches_have_the_values_of_their_samples(prefetch: int, transfer: dict[str, Any]) -> None:
-    with made(prefetch=prefetch, transfer=transfer) as replay:
-        for number in range(8):
-            replay.add(trajectory(number))
+    with filled(prefetch=prefetch, transfer=transfer) as replay:
         for _ in range(4):
             batch = replay.sample()
             check(batch)
@@ -109,9 +105,7 @@ def test_values_are_read_before_rows_are_freed() -> None:
 
 
 def test_parts_and_copies_keep_the_values() -> None:
-    with made() as replay:
-        for number in range(8):
-            replay.add(trajectory(number))
+    with filled() as replay:
         batch = replay.sample()
         parts = [batch[3:9], batch[::5], batch[batch["which"] > 3], batch[[7, -1, 0]], *batch.minibatches(5)]
         for part in parts:
@@ -141,19 +135,14 @@ def test_compiled_code_takes_such_batches() -> None:
 
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch._dynamo.reset()
-    with made() as replay:
-        for number in range(8):
-            replay.add(trajectory(number))
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            for _ in range(4):
-                batch = replay.sample()
-                assert compiled(batch).tolist() == [2 * number for number in batch["which"].tolist()]
+    with filled() as replay, torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(4):
+            batch = replay.sample()
+            assert compiled(batch).tolist() == [2 * number for number in batch["which"].tolist()]
 
 
 def test_fields_that_are_not_named_leave_them_out() -> None:
-    with made({}) as replay:
-        for number in range(3):
-            replay.add(trajectory(number))
+    with filled({}) as replay:
         batch = replay.sample()
         assert set(batch) == {"observation", "terminated", "which"}
         with pytest.raises(FieldError, match=r"it has none; name the column in gear\.fields"):
@@ -241,10 +230,7 @@ def test_what_does_not_fit_changes_nothing() -> None:
             with pytest.raises(DataError, match=f"table main: column {next(iter(wrong))} must"):
                 replay.add({**trajectory(0), **wrong})
         assert len(replay) == 0
-
-
-def test_an_array_of_the_shape_of_a_row_is_checked() -> None:
-    schema = Schema([SCHEMA["which"], SCHEMA["raw"]])
+    schema = Schema([SCHEMA["which"], SCHEMA["raw"]])  # an array of the shape of a row is checked, too
     with Replay(section({"which": {}, "raw": {}}), schemas={"main": schema}) as replay:
         with pytest.raises(DataError, match="raw must hold a value of at most max_bytes = 12"):
             replay.add({"which": np.arange(3), "raw": np.full(16, 255, np.uint8)})
@@ -252,9 +238,7 @@ def test_an_array_of_the_shape_of_a_row_is_checked() -> None:
 
 
 def test_saves_hold_them(tmp_path: Path) -> None:
-    with made() as replay:
-        for number in range(5):
-            replay.add(trajectory(number))
+    with filled() as replay:
         replay.fill(3, judge=["late"])
         replay.sample()
         state = replay.save(tmp_path / "saved")

@@ -176,22 +176,15 @@ def test_steps_are_reduced_over_the_mask(replays: Any, how: str, given: bool) ->
     torch.testing.assert_close(of(replay, batch), last_of(batch, wanted, True), rtol=1e-6, atol=0)
 
 
-def test_without_a_mask_of_this_shape_every_step_counts(replays: Any) -> None:
-    replay = replays(sampler={"reduce": "mean"})
+@pytest.mark.parametrize("eta", [None, 0.25])
+def test_without_a_mask_of_this_shape_every_step_counts(replays: Any, eta: float | None) -> None:
+    replay = replays(sampler={"reduce": "mean"} if eta is None else {"eta": eta})
     batch = replay.sample().clone()
     values = torch.arange(16.0).view(8, 2)
     replay.update_priorities(batch, values)
     replay.sample()
-    assert torch.equal(of(replay, batch), last_of(batch, values.mean(1), True))
-
-
-def test_the_part_of_the_maximum_is_an_option(replays: Any) -> None:
-    replay = replays(sampler={"eta": 0.25})
-    batch = replay.sample().clone()
-    values = torch.arange(16.0).view(8, 2)
-    replay.update_priorities(batch, values)
-    replay.sample()
-    wanted = 0.25 * values[:, 1] + 0.75 * values.mean(1)
+    part = eta or 0.0  # of the maximum
+    wanted = part * values[:, 1] + (1 - part) * values.mean(1)
     assert torch.equal(of(replay, batch), last_of(batch, wanted, True))
 
 
@@ -278,33 +271,21 @@ def test_a_trajectory_has_no_steps(replays: Any) -> None:
             call()
 
 
-@pytest.mark.parametrize("kind", ["uniform", "epoch", "recent"])
-def test_a_sampler_without_priorities_refuses_them(replays: Any, kind: str) -> None:
-    options = {"newest": 5} if kind == "recent" else {}
-    with Replay(
-        config_of(batch_size=4, sampler={"kind": kind, **options}), schemas={"main": SCHEMA}
-    ) as replay:
+@pytest.mark.parametrize("sampler", [{"kind": "uniform"}, {"kind": "epoch"}, {"kind": "recent", "newest": 5}])
+def test_a_sampler_without_priorities_and_a_closed_replay_refuse_them(sampler: dict[str, Any]) -> None:
+    with Replay(config_of(batch_size=4, sampler=sampler), schemas={"main": SCHEMA}) as replay:
         replay.add(trajectory(0, 3))
-        batch = replay.sample()
-        text = 'gear.sampler.kind must be "prioritized" or "top_k" for priorities to be reported'
-        for call in (
+        batch = replay.sample().clone()
+        calls: list[Callable[[], Any]] = [
             lambda: replay.update_priorities(batch, torch.ones(4)),
             lambda: replay.set_priorities([0], [1.0]),
             lambda: replay.priorities([0]),
-        ):
+        ]
+        text = 'gear.sampler.kind must be "prioritized" or "top_k" for priorities to be reported'
+        for call in calls:
             with pytest.raises(ConfigError, match=text):
                 call()
-
-
-def test_after_close(replays: Any) -> None:
-    replay = replays("trajectory")
-    batch = replay.sample().clone()
-    replay.close()
-    for call in (
-        lambda: replay.update_priorities(batch, torch.ones(8)),
-        lambda: replay.set_priorities([0], [1.0]),
-        lambda: replay.priorities([0]),
-    ):
+    for call in calls:
         with pytest.raises(StoreError, match="the Replay must be open"):
             call()
 

@@ -185,6 +185,9 @@ def test_after_close(data: Path) -> None:
     replay.close()
     uses: list[Callable[[], Any]] = [
         replay.sample,
+        lambda: replay.transform,
+        lambda: replay.fingerprint,
+        lambda: len(replay),
         lambda: replay.read([0]),
         replay.state_dict,
         replay.statistics,

@@ -69,6 +69,13 @@ def sampled(buffer: TransitionBuffer, batches: int) -> set[Key]:
     return found
 
 
+def count(held: TransitionBuffer, steps: int, reward: float = 0.0, ends: bool = False) -> None:
+    """Add the transitions of one environment whose observations are the numbers of the steps."""
+    for step in range(steps):
+        row = np.full(3, step, np.float32)
+        held.add(row, row + 1, 0, reward, ends and step == steps - 1, False)
+
+
 def act_in_one(buffer: TransitionBuffer, env: Recorder, steps: int, resets: int = 0) -> None:
     """Act without an axis of environments; the program also resets every `resets` steps."""
     observation, _ = env.reset()
@@ -170,9 +177,7 @@ def test_observations_take_about_half_of_the_bytes_of_two_rings() -> None:
 
 def test_a_long_episode_is_stored_in_parts_that_are_not_marked() -> None:
     with buffer(autoreset="disabled", table={"max_length": 10}) as held:
-        for step in range(95):
-            row = np.full(3, step, np.float32)
-            held.add(row, row + 1, 0, 0.0, False, False)
+        count(held, 95)
         assert len(held) == 95
         assert len(held.replay) == 10
         found = sampled(held, 4)
@@ -183,9 +188,7 @@ def test_a_long_episode_is_stored_in_parts_that_are_not_marked() -> None:
 def test_n_step_returns_have_discounts() -> None:
     options = {"n_step": {"n": 3, "gamma": 0.5}, "batch_size": 64}
     with buffer(autoreset="disabled", **options) as held:
-        for step in range(5):
-            row = np.full(3, step, np.float32)
-            held.add(row, row + 1, 0, 1.0, step == 4, False)
+        count(held, 5, reward=1.0, ends=True)
         data = held.sample()
     first = data.observations[:, 0]
     after = (first + 3).clamp(max=5)
@@ -199,9 +202,7 @@ def test_n_step_returns_have_discounts() -> None:
 def test_priorities_are_reported_by_the_batch() -> None:
     sampler = {"kind": "prioritized", "alpha": 1.0, "beta": 0.0}
     with buffer(autoreset="disabled", sampler=sampler) as held:
-        for step in range(10):
-            row = np.full(3, step, np.float32)
-            held.add(row, row + 1, 0, 0.0, False, False)
+        count(held, 10)
         data = held.sample()
         held.replay.update_priorities(data.batch, (data.observations[:, 0] == 4).float())
         assert {one[0] for one in sampled(held, 1)} == {4}
@@ -277,17 +278,14 @@ def test_a_refused_transition_changes_nothing() -> None:
         assert {(one[0], one[3], one[7]) for one in sampled(held, 1)} == {(0, 1, 1), (1, 2, 2), (2, 3, 3)}
 
 
-def test_infos_in_the_place_of_truncations_are_refused() -> None:
+def test_infos_in_the_place_of_truncations_and_another_batch_size_are_refused() -> None:
     row = np.zeros(3, np.float32)
     with buffer(autoreset="disabled") as held:
         for infos in ({}, [{}]):
             with pytest.raises(DataError, match="truncations, in the place of infos"):
                 held.add(row, row, 0, 1.0, False, infos)
-
-
-def test_another_batch_size_is_refused() -> None:
-    with buffer(autoreset="disabled") as held, pytest.raises(ConfigError, match=r"must be 512.*got 256"):
-        held.sample(256)
+        with pytest.raises(ConfigError, match=r"must be 512.*got 256"):
+            held.sample(256)
 
 
 def test_wrong_options_are_named() -> None:
@@ -356,14 +354,7 @@ RESETS = {
     "next_step as same_step": ("next_step", "same_step", False, anywhere, True, "last observations of all"),
     "next_step as disabled": ("next_step", "disabled", False, anywhere, True, "last observations of all"),
     "same_step as next_step": ("same_step", "next_step", False, anywhere, True, "rewards that vary"),
-    "final, as next_step": (
-        "same_step",
-        "next_step",
-        True,
-        anywhere,
-        True,
-        "obs after the end of an episode",
-    ),
+    "final, as next_step": ("same_step", "next_step", True, anywhere, True, "obs after the end of an epi"),
     "ends where it begins": ("same_step", "same_step", False, at_zero, True, None),
     "stands still": ("same_step", "same_step", False, at_zero, False, None),
 }

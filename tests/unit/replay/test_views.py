@@ -81,16 +81,3 @@ def test_a_view_keeps_the_memory_until_it_is_dropped() -> None:
     assert len(maps()) == len(before) + 1
     del codes
     assert maps() == before
-
-
-def test_a_closed_replay_says_so() -> None:
-    replay = replay_of()
-    replay.close()
-    replay.close()
-    for ask in (
-        lambda: replay.transform,
-        lambda: replay.fingerprint,
-        lambda: len(replay),
-    ):
-        with pytest.raises(StoreError, match="it was closed"):
-            ask()
