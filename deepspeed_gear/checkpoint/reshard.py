@@ -25,6 +25,21 @@ SELECTION_NAMES = ("heads", "ring", "epochs")
 
 
 @dataclass(frozen=True)
+class SavedGroups:
+    """The groups of a saved shard.
+
+    Args:
+        records: What `TableGroups.export` returned. [n, 3], int64.
+        counts: The words of `GroupCount`. [16], int64.
+        consumed: Numbers of the groups that have left the table, the oldest first. [m], int64.
+    """
+
+    records: np.ndarray
+    counts: np.ndarray
+    consumed: np.ndarray
+
+
+@dataclass(frozen=True)
 class SavedShard:
     """A saved shard of a table, or a merged table.
 
@@ -35,10 +50,7 @@ class SavedShard:
         streams: Content of its streams by name.
         retention: Retention words of the trajectories; None: a data set's. [n, 4], int64.
         inserted: Trajectories and steps ever added.
-        groups: What `TableGroups.export` returned; None: there are none. [n, 3], int64.
-        group_counts: The words of `GroupCount`; None: there are none. [16], int64.
-        consumed: Numbers of the groups that have left the table, the oldest first; None: there are none, or
-            the save is of an earlier version. [m], int64.
+        groups: None: there are none.
     """
 
     slots: np.ndarray | None
@@ -47,9 +59,7 @@ class SavedShard:
     streams: dict[str, Content]
     retention: np.ndarray | None = None
     inserted: tuple[int, int] = (0, 0)
-    groups: np.ndarray | None = None
-    group_counts: np.ndarray | None = None
-    consumed: np.ndarray | None = None
+    groups: SavedGroups | None = None
 
     @property
     def num_slots(self) -> int:
@@ -118,12 +128,7 @@ def merge(shards: Sequence[SavedShard]) -> SavedShard:
     slots, next_id = _merge_slots(shards), max(given, default=0)
     if slots is not None and len(slots):  # an id is never assigned again, even if the counter is damaged
         next_id = max(next_id, int(slots[:, Slot.ID].max()) + 1)
-    # The newest consumed groups of each shard come last, so that a ring of any size keeps those.
-    known = [shard.consumed for shard in shards if shard.consumed is not None]
-    ages = np.concatenate([np.arange(len(one))[::-1] for one in known]) if known else np.empty(0)
-    consumed = np.concatenate(known)[np.argsort(-ages, kind="stable")] if known else None
-    groups = _merge_groups(shards, before)
-    return SavedShard(slots, None, next_id, streams, retention, inserted, *groups, consumed)
+    return SavedShard(slots, None, next_id, streams, retention, inserted, _merge_groups(shards, before))
 
 
 def packed(records: np.ndarray) -> np.ndarray:
@@ -151,19 +156,18 @@ def _merge_slots(shards: Sequence[SavedShard]) -> np.ndarray | None:
     return np.concatenate(found)
 
 
-def _merge_groups(
-    shards: Sequence[SavedShard], before: np.ndarray
-) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Return the groups of all shards, each of which lies in one, and their counts."""
-    found, counts = [], []
-    for shard, start in zip(shards, before.tolist(), strict=False):
-        if shard.groups is None or shard.group_counts is None:
-            return None, None
-        groups = shard.groups.copy()
-        groups[groups[:, 0] > 0, 0] += start
-        found.append(groups)
-        counts.append(shard.group_counts)
-    return np.concatenate(found), np.sum(counts, axis=0)
+def _merge_groups(shards: Sequence[SavedShard], before: np.ndarray) -> SavedGroups | None:
+    """Return the groups of all shards, each of which lies in one."""
+    every = [shard.groups for shard in shards if shard.groups is not None]
+    if len(every) < len(shards):
+        return None
+    records = np.concatenate([groups.records for groups in every])
+    starts = np.repeat(before[:-1], [len(groups.records) for groups in every])
+    records[:, 0] += np.where(records[:, 0] > 0, starts, 0)
+    # The newest numbers of each shard come last, so that a ring of any size keeps those.
+    ages = np.concatenate([np.arange(len(groups.consumed))[::-1] for groups in every])
+    consumed = np.concatenate([groups.consumed for groups in every])[np.argsort(-ages, kind="stable")]
+    return SavedGroups(records, np.sum([groups.counts for groups in every], axis=0), consumed)
 
 
 def _merge_stream(contents: Sequence[Content], shards: Sequence[SavedShard], before: np.ndarray) -> Content:
@@ -252,11 +256,8 @@ def divide_rows(
     Raises:
         StoreFullError: They do not fit.
     """
-    order = in_rows(records) if by_rows else np.arange(len(records))
-    bounds = _bounds(name, "trajectories", np.ones(len(order), np.int64), records[order, Slot.NUM_ROWS], room)
-    owner = np.empty(len(order), np.int64)
-    owner[order] = np.repeat(np.arange(len(room)), np.diff(bounds))
-    return ShardDivision.of(owner)
+    units = np.argsort(in_rows(records)) if by_rows else np.arange(len(records))
+    return _divide(name, "trajectories", units, records[:, Slot.NUM_ROWS], room)
 
 
 def divide_groups(
@@ -271,57 +272,59 @@ def divide_groups(
         name: Of the table, for error texts.
         records: Of its trajectories. [n, 8], int64.
         numbers: The number of each one's group. [n], int64.
-        groups: As of `SavedShard`. [n, 3], int64.
+        groups: Their records, as of `SavedGroups`. [n, 3], int64.
         room: Slots and rows of each shard.
     Raises:
         StoreFullError: They do not fit.
     """
     leaders, incomplete = groups[:, 0] - 1, np.unique(numbers, return_inverse=True)[1].reshape(-1)
-    units = np.where(leaders >= 0, leaders, len(records) + incomplete)  # in their order
-    known, unit = np.unique(units, return_inverse=True)
-    slots, rows = np.bincount(unit, minlength=len(known)), np.zeros(len(known), np.int64)
-    np.add.at(rows, unit, records[:, Slot.NUM_ROWS])
-    bounds = _bounds(name, "groups", slots, rows, room)
-    return ShardDivision.of(np.repeat(np.arange(len(room)), np.diff(bounds))[unit])
+    units = np.where(leaders >= 0, leaders, len(records) + incomplete)
+    return _divide(name, "groups", units, records[:, Slot.NUM_ROWS], room)
 
 
-def _bounds(
-    name: str, unit: str, slots: np.ndarray, rows: np.ndarray, room: Sequence[tuple[int, int]]
-) -> list[int]:
-    """Return the bounds of contiguous parts of units that stay whole: the first unit of each, and n.
+def _divide(
+    name: str, what: str, units: np.ndarray, rows: np.ndarray, room: Sequence[tuple[int, int]]
+) -> ShardDivision:
+    """Divide trajectories into contiguous parts of whole units.
 
     Args:
-        slots: Of each unit, as `rows`. [n], int64.
+        what: The units, for error texts.
+        units: The unit of each trajectory: of the units 7, 3, 7 unit 3 comes first. [n], int64.
+        rows: Of each trajectory. [n], int64.
+    Raises:
+        StoreFullError: They do not fit.
     """
-    ends = _before(slots.tolist()), _before(rows.tolist())
-    wanted = shards_of(rows, len(room))
-    starts = [len(rows)]  # where a part must begin at the latest so that it and those after it hold the rest
+    unit = np.unique(units, return_inverse=True)[1].reshape(-1)
+    count = int(unit.max()) + 1 if len(unit) else 0
+    slots_of, rows_of = np.bincount(unit, minlength=count), np.zeros(count, np.int64)
+    np.add.at(rows_of, unit, rows)
+    ends, wanted = (_before(slots_of.tolist()), _before(rows_of.tolist())), shards_of(rows_of, len(room))
+    starts = [count]  # where a part must begin at the latest so that it and those after it hold the rest
     for sizes in reversed(room):
-        first = (
+        least = [
             int(np.searchsorted(end, end[starts[0]] - size)) for end, size in zip(ends, sizes, strict=True)
-        )
-        starts.insert(0, max(0, *first))
-    bounds = [0]
+        ]
+        starts.insert(0, max(0, *least))
+    bounds = [0]  # the first unit of each part
     for index, sizes in enumerate(room):
-        after = (
-            np.searchsorted(end, end[bounds[-1]] + size, "right")
+        most = [
+            int(np.searchsorted(end, end[bounds[-1]] + size, side="right")) - 1
             for end, size in zip(ends, sizes, strict=True)
-        )
-        furthest = int(min(after)) - 1
-        if furthest < starts[index + 1]:
+        ]
+        if min(most) < starts[index + 1]:
             raise StoreFullError(
                 f"table {name}",
                 f"must hold the {ends[0][-1]} trajectories and {ends[1][-1]} rows of the checkpoint "
-                f"in {len(room)} parts of whole {unit}",
+                f"in {len(room)} parts of whole {what}",
                 f"{[one for one, _ in room]} slots and {[one for _, one in room]} rows",
                 "raise its capacity",
             )
-        bounds.append(min(furthest, max(int(wanted[index + 1]), starts[index + 1])))
-    return bounds
+        bounds.append(min(*most, max(int(wanted[index + 1]), starts[index + 1])))
+    return ShardDivision.of(np.repeat(np.arange(len(room)), np.diff(bounds))[unit])
 
 
-def groups_of(whole: SavedShard, division: ShardDivision, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the groups of a shard and their counts, as in a saved shard.
+def groups_of(whole: SavedShard, division: ShardDivision, index: int) -> SavedGroups:
+    """Return the groups of a shard, as in a saved shard.
 
     The groups that were ever complete and are not held any more count in the first shard.
 
@@ -330,17 +333,17 @@ def groups_of(whole: SavedShard, division: ShardDivision, index: int) -> tuple[n
         division: Of the table, from `divide_groups`.
     """
     assert whole.groups is not None
-    assert whole.group_counts is not None
-    chosen, leads = division.chosen(index), whole.groups[:, 0] - 1 == np.arange(len(whole.groups))
-    groups, held = whole.groups[chosen].copy(), int(leads[chosen].sum())
-    is_formed = groups[:, 0] > 0
-    groups[is_formed, 0] = division.local[groups[is_formed, 0] - 1] + 1
-    counts = whole.group_counts.copy() if index == 0 else np.zeros_like(whole.group_counts)
-    gone = int(whole.group_counts[GroupCount.INSERTED]) - int(leads.sum())
+    records, every = whole.groups.records, whole.groups.counts
+    chosen, leads = division.chosen(index), records[:, 0] - 1 == np.arange(len(records))
+    own, held = records[chosen].copy(), int(leads[chosen].sum())
+    is_formed = own[:, 0] > 0
+    own[is_formed, 0] = division.local[own[is_formed, 0] - 1] + 1
+    counts = every.copy() if index == 0 else np.zeros_like(every)
+    gone = int(every[GroupCount.INSERTED]) - int(leads.sum())
     counts[GroupCount.INSERTED] = held + (max(gone, 0) if index == 0 else 0)
-    numbers = groups[leads[chosen], 1]
-    groups[leads[chosen], 1] = counts[GroupCount.INSERTED] - held + 1 + np.argsort(np.argsort(numbers))
-    return groups, counts
+    numbers = own[leads[chosen], 1]
+    own[leads[chosen], 1] = counts[GroupCount.INSERTED] - held + 1 + np.argsort(np.argsort(numbers))
+    return SavedGroups(own, counts, whole.groups.consumed)
 
 
 def items_of(records: np.ndarray, chosen: np.ndarray) -> np.ndarray:

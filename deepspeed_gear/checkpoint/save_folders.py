@@ -203,8 +203,12 @@ def publish(folder: Path, tables: Sequence[str]) -> None:
 
 def write_position(folder: Path, state: State) -> None:
     """Write the state of a published save; atomic."""
-    content = {"format": _POSITION_FORMAT, "sha256": digest_of(state), "state": state}
-    write_json(folder / POSITION, content)
+    write_checked(folder / POSITION, _POSITION_FORMAT, "state", state)
+
+
+def write_checked(path: Path, version: int, name: str, content: Mapping[str, Any]) -> None:
+    """Write a mapping under a name, with its checksum and the version of its format; atomic."""
+    write_json(path, {"format": version, "sha256": digest_of(content), name: content})
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -303,16 +307,7 @@ def read_position(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: There is none, or it was changed.
     """
-    path = folder / POSITION
-    content = read_json(path)
-    if content.get("format") != _POSITION_FORMAT:
-        raise CheckpointError(
-            str(path), f"must have format {_POSITION_FORMAT}", content.get("format"), ANOTHER
-        )
-    state: dict[str, Any] = entry(content, "state", dict, str(path))
-    if content.get("sha256") != digest_of(state):
-        raise CheckpointError(str(path), "must be as it was saved", None, ANOTHER)
-    return state
+    return read_checked(folder / POSITION, _POSITION_FORMAT, "state")
 
 
 def is_replaced(folder: Path, state: State) -> bool:
@@ -348,16 +343,28 @@ def find(folder: Path, table: str, save: Mapping[str, Any]) -> Path:
 
 
 def _find(folder: Path, table: str, save_id: str, files: Mapping[str, str]) -> Path:
-    problems, found = [], {}
+    problems: list[CheckpointError] = []
+    found = {}
     for path in _versions(folder, table):
-        ids = {_id_in(manifest) for manifest in manifests_in(path)} - {None}
+        ids: list[str] = []
+        for manifest in manifests_in(path):
+            with contextlib.suppress(CheckpointError):
+                one = read_json(manifest).get("save")
+                ids += [one] if isinstance(one, str) else []
         if ids:
-            found[path.name] = sorted(map(str, ids))[0]
-        if save_id in ids:
-            problem = _problem(path, files)
-            if problem is None:
-                return path
-            problems.append(problem)
+            found[path.name] = min(ids)
+        if save_id not in ids:
+            continue
+        try:
+            for name, digest in files.items():
+                at = path / name
+                if sha256(at) != digest:
+                    raise CheckpointError(str(at), "must be as it was saved", None, ANOTHER)
+            return path
+        except OSError as error:
+            problems.append(_unreadable(at, error))
+        except CheckpointError as error:
+            problems.append(error)
     if problems:
         raise problems[0]
     if not found:
@@ -377,17 +384,6 @@ def _changed_at(folder: Path) -> int:
         return folder.stat().st_mtime_ns
     except OSError:
         return 0
-
-
-def _problem(path: Path, files: Mapping[str, str]) -> CheckpointError | None:
-    for name, digest in files.items():
-        try:
-            found = sha256(path / name)
-        except OSError as error:
-            return _unreadable(path / name, error)
-        if found != digest:
-            return CheckpointError(str(path / name), "must be as it was saved", None, ANOTHER)
-    return None
 
 
 def newest_tables(folder: Path) -> list[Path]:
@@ -415,13 +411,14 @@ def open_checked(path: Path, digest: str | None) -> BinaryIO:
     Raises:
         CheckpointError: It is missing or changed.
     """
+    changed = CheckpointError(str(path), "must be as it was saved", None, ANOTHER)
     try:
         file = path.open("rb")
     except OSError as error:
-        raise CheckpointError(str(path), "must be as it was saved", None, ANOTHER) from error
+        raise changed from error
     if _sha256(file) != digest:
         file.close()
-        raise CheckpointError(str(path), "must be as it was saved", None, ANOTHER)
+        raise changed
     file.seek(0)
     return file
 
@@ -444,6 +441,31 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(str(path), "must hold a mapping", type(content).__name__, ANOTHER)
     return content
+
+
+def read_versioned(path: Path, version: int) -> dict[str, Any]:
+    """Return the mapping in a file of this version of its format.
+
+    Raises:
+        CheckpointError: It cannot be read, or is of another version.
+    """
+    content = read_json(path)
+    if content.get("format") != version:
+        raise CheckpointError(str(path), f"must have format {version}", content.get("format"), ANOTHER)
+    return content
+
+
+def read_checked(path: Path, version: int, name: str) -> dict[str, Any]:
+    """Return what `write_checked` has written.
+
+    Raises:
+        CheckpointError: There is no such file, or it was changed.
+    """
+    content = read_versioned(path, version)
+    found: dict[str, Any] = entry(content, name, dict, str(path))
+    if content.get("sha256") != digest_of(found):
+        raise CheckpointError(str(path), "must be as it was saved", None, ANOTHER)
+    return found
 
 
 def sha256(path: Path) -> str:
@@ -476,25 +498,13 @@ def _versions(folder: Path, table: str) -> tuple[Path, ...]:
     return tuple(folder / (table + name) for name in _NAMES)
 
 
-def manifests_in(path: Path) -> list[Path]:
-    own = path / MANIFEST
-    return [own] if own.is_file() else shardmanifests_in(path)
-
-
-def shardmanifests_in(folder: Path) -> list[Path]:
-    """Return the manifests of the shards in a table's folder; [] also if it is removed meanwhile."""
+def manifests_in(folder: Path) -> list[Path]:
+    """Return the manifest of a table's folder, or those of its shards; [] if it holds no table any more."""
+    own = folder / MANIFEST
     try:
-        return sorted(folder.glob(f"shard-*/{MANIFEST}"))
+        return [own] if own.is_file() else sorted(folder.glob(f"shard-*/{MANIFEST}"))
     except OSError:
         return []
-
-
-def _id_in(manifest: Path) -> str | None:
-    try:
-        found = read_json(manifest).get("save")
-    except CheckpointError:
-        return None
-    return found if isinstance(found, str) else None
 
 
 def digest_of(state: State) -> str:

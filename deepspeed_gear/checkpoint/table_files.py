@@ -24,6 +24,7 @@ import torch
 from deepspeed_gear.checkpoint import reshard, save_folders
 from deepspeed_gear.checkpoint.reshard import (
     Content,
+    SavedGroups,
     SavedShard,
     ShardDivision,
     groups_of,
@@ -44,7 +45,7 @@ from deepspeed_gear.store.records import Control, Head
 from deepspeed_gear.store.table import Table
 
 T = TypeVar("T")
-FORMAT = 2
+FORMAT = 3
 
 
 # ---- saving --------------------------------------------------------------------------------------
@@ -160,6 +161,8 @@ def read_table(folder: Path, schema: Schema | None = None, save_id: str | None =
                 streams.setdefault(".".join(rest[:-1]), {})[rest[-1]] = _loaded(one / name, digest)
             elif kind != "column":
                 others[kind] = _loaded(one / name, digest)
+        groups = [others.get(name) for name in ("groups", "group_counts", "consumed_groups")]
+        known = [array for array in groups if array is not None]
         shard = SavedShard(
             others.get("slots"),
             others.get("numbers"),
@@ -167,9 +170,7 @@ def read_table(folder: Path, schema: Schema | None = None, save_id: str | None =
             streams,
             others.get("retention"),
             tuple(manifest["inserted"][:2]),
-            others.get("groups"),
-            others.get("group_counts"),
-            others.get("consumed_groups"),
+            SavedGroups(*known) if len(known) == len(groups) else None,
         )
         shards.append(shard)
     return SavedTable(folders, manifests, shards, merge(shards))
@@ -201,11 +202,7 @@ def find_shards(folder: Path, save_id: str | None = None) -> tuple[list[Path], l
 def _manifest_of(folder: Path, save_id: str | None, of_shard: bool) -> dict[str, Any]:
     """Read and check the manifest of a table, or of a shard."""
     path = folder / save_folders.MANIFEST
-    manifest = save_folders.read_json(path)
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(
-            str(folder), f"must have format {FORMAT}", manifest.get("format"), save_folders.ANOTHER
-        )
+    manifest = save_folders.read_versioned(path, FORMAT)
     kinds = {"save": str, "schema": dict, "next_id": int, "inserted": list, "files": dict}
     for name, kind in kinds.items():
         save_folders.entry(manifest, name, kind, str(path))
@@ -294,13 +291,11 @@ def load_rows(
     table.control[Control.QUOTA] = 0
     table.restored(next_id)
     if table.groups is not None:
-        saved, group_counts = found.whole.groups, found.whole.group_counts
-        assert saved is not None
-        assert group_counts is not None
+        groups = found.whole.groups
+        assert groups is not None
         if division is not None and table.spec.shard is not None:
-            saved, group_counts = groups_of(found.whole, division, table.spec.shard.index)
-        consumed = np.empty(0, np.int64) if found.whole.consumed is None else found.whole.consumed
-        table.groups.restore(saved, group_counts, consumed)
+            groups = groups_of(found.whole, division, table.spec.shard.index)
+        table.groups.restore(groups.records, groups.counts, groups.consumed)
 
 
 def _copy_rows(to: np.ndarray, files: Sequence[np.ndarray], extents: np.ndarray) -> None:
@@ -421,7 +416,7 @@ class TableLoader:
             both = zip(found.folders, found.manifests, strict=True)
             numbers = [_loaded(folder / file, manifest["files"].get(file)) for folder, manifest in both]
             of_groups = np.concatenate(numbers).astype(np.int64)
-            return reshard.divide_groups(name, whole.slots, of_groups, whole.groups, room)
+            return reshard.divide_groups(name, whole.slots, of_groups, whole.groups.records, room)
         train = self._streams.get(name, {}).get(TRAIN)
         by_rows = train is not None and train.spec.priorities is not None and train.spec.rule.unit == "step"
         return reshard.divide_rows(table.spec.name, whole.slots, by_rows, room)

@@ -282,10 +282,10 @@ def _is_held(slots: np.ndarray, by_steps: bool) -> np.ndarray:
 
 def _saved_groups(found: SavedTable, committed: np.ndarray) -> dict[str, int | None] | None:
     """Count the groups of a saved table, as `TableGroups.statistics`; None without groups."""
-    words, counts = found.whole.groups, found.whole.group_counts
-    if words is None or counts is None:
+    groups = found.whole.groups
+    if groups is None:
         return None
-    leaders, incomplete = words[committed, 0], None
+    leaders, incomplete = groups.records[committed, 0], None
     spec = found.manifests[0].get("group")  # missing in saves of earlier versions
     if spec is not None:
         numbers = found.columns[0][file_of(spec["column"])]
@@ -293,5 +293,5 @@ def _saved_groups(found: SavedTable, committed: np.ndarray) -> dict[str, int | N
     return {
         "complete": len(np.unique(leaders[leaders > 0])),
         "incomplete": incomplete,
-        **{name: int(counts[word]) for name, word in COUNTED.items()},
+        **{name: int(groups.counts[word]) for name, word in COUNTED.items()},
     }

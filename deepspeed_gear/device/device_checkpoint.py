@@ -154,11 +154,8 @@ def load(plan: ReplayPlan, tables: Tables, folder: Path, state: save_folders.Sta
 
 def _read(part: Path) -> dict[str, Tensor]:
     """Return the saved content of a replica's table, mapped."""
-    manifest, at = save_folders.read_json(part / save_folders.MANIFEST), str(part / save_folders.MANIFEST)
-    if manifest.get("format") != FORMAT:
-        rule = f"must have format {FORMAT}"
-        raise CheckpointError(at, rule, manifest.get("format"), save_folders.ANOTHER)
-    files = save_folders.entry(manifest, "files", dict, at)
+    path = part / save_folders.MANIFEST
+    files = save_folders.entry(save_folders.read_versioned(path, FORMAT), "files", dict, str(path))
     with save_folders.open_checked(part / CONTENT, files.get(CONTENT)) as file:
         content: dict[str, Tensor] = torch.load(save_folders.link_of(file), weights_only=True, mmap=True)
     return content

@@ -276,8 +276,7 @@ class Normalizer:
         fields = {name: conversion.to_json() for name, conversion in self.fields.items()}
         with save_folders.writing(into):
             into.mkdir(parents=True, exist_ok=True)
-            content = {"format": _FORMAT, "sha256": save_folders.digest_of(fields), "fields": fields}
-            save_folders.write_json(into / FILE, content)
+            save_folders.write_checked(into / FILE, _FORMAT, "fields", fields)
 
     @classmethod
     def load(cls, folder: str | Path) -> Normalizer:
@@ -290,14 +289,7 @@ class Normalizer:
             CheckpointError: There is none, or it was changed.
         """
         path = _find(arguments.folder("folder", folder))
-        content = save_folders.read_json(path)
-        if content.get("format") != _FORMAT:
-            raise CheckpointError(
-                str(path), f"must have format {_FORMAT}", content.get("format"), save_folders.ANOTHER
-            )
-        fields: dict[str, Any] = save_folders.entry(content, "fields", dict, str(path))
-        if content.get("sha256") != save_folders.digest_of(fields):
-            raise CheckpointError(str(path), "must be as it was saved", None, save_folders.ANOTHER)
+        fields = save_folders.read_checked(path, _FORMAT, "fields")
         try:
             return cls({name: FieldConversion.from_json(entry) for name, entry in fields.items()})
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:

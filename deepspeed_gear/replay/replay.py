@@ -645,11 +645,7 @@ class Replay(ReplayBase):
         return replay_checkpoint.save(self._parts, self._loader, self._passes.begun, folder, kept)
 
     def _load(self, folder: Path, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        self._drain_and_check(state)
-        loading = replay_checkpoint.read(self._parts, folder, state)
-        columns = replay_checkpoint.columns_of(self._parts, folder, state)
-        self._passes.continue_from(replay_checkpoint.go_on(self._parts, self._loader, state, columns))
-        replay_checkpoint.replace(self._parts, loading)
+        self._continue_at(state, folder)
         return None if state["save"] is None else dict(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -660,13 +656,11 @@ class Replay(ReplayBase):
         """
         self._check_open()
         arguments.mapping("state", state, "pass a state from state_dict or save")
-        self._drain_and_check(state)
-        columns = replay_checkpoint.columns_of(self._parts, None, state)
-        self._passes.continue_from(replay_checkpoint.go_on(self._parts, self._loader, state, columns))
+        self._continue_at(state, None)
 
-    def _drain_and_check(self, state: Mapping[str, Any]) -> None:
+    def _continue_at(self, state: Mapping[str, Any], folder: Path | None) -> None:
         self._parts.plan.exchange.agree("the priority updates", self._late_updates.drain)
-        replay_checkpoint.check(self._parts, self._loader, state)
+        self._passes.continue_from(replay_checkpoint.load(self._parts, self._loader, folder, state))
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics for DeepSpeed's monitor.

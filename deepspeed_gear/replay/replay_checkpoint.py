@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.selection import PASS_SHIFT
 from deepspeed_gear.store.table import Table
 
-Columns = Mapping[str, torch.Tensor]
 Loader = BatchLoader | RolloutLoader
 Passes = dict[str, int]  # passes over each split that have begun
 
@@ -120,45 +120,23 @@ def _pause(parts: ReplayParts) -> None:
 # ---- loading -------------------------------------------------------------------------------------
 
 
-def check(parts: ReplayParts, loader: Loader, state: State) -> None:
-    """Check a state on all ranks, and that it is the same on all. Collective.
-
-    Raises:
-        CheckpointError: It has another format, other data or options that select other samples; or ranks
-            have states of different saves.
-    """
-    exchange = parts.plan.exchange
-
-    def check_state() -> None:
-        position.check(state, parts.plan)
-        loader.check(state.get("rollout"))
-
-    exchange.agree("loading the state", check_state)
-    save_folders.compare(exchange.gather(state))
-
-
-def read(parts: ReplayParts, folder: Path, state: State) -> TableLoader:
-    """Read the tables of the save that a state names; nothing changes. Collective.
-
-    Raises:
-        CheckpointError: A file is missing, changed or of another save.
-        StoreFullError: A table is too small.
-    """
-    loading = TableLoader(parts.plan, _changing(parts), parts.streams)
-    parts.plan.exchange.agree("loading the tables", lambda: loading.read(folder, state))
-    return loading
-
-
-def columns_of(parts: ReplayParts, folder: Path | None, state: State) -> Columns:
-    """Return the columns of the rollout batch that a state was saved in. Collective.
+def load(parts: ReplayParts, loader: Loader, folder: Path | None, state: State) -> Passes:
+    """Continue at a state; return the passes over splits that have begun. Collective.
 
     Args:
-        folder: Of the save; None: only the state is known.
+        folder: Of the save that the state names, whose tables replace those of this run; None: they stay.
     Raises:
-        CheckpointError: The file is missing or changed, or there is no folder.
+        CheckpointError: The state has another format, other data or options that select other samples; ranks
+            have states of different saves; or a file is missing, changed or of another save. Nothing changes.
+        StoreFullError: A table is too small; nothing changes.
     """
+    plan, exchange = parts.plan, parts.plan.exchange
 
-    def read() -> Columns:
+    def check() -> None:
+        position.check(state, plan)
+        loader.check(state.get("rollout"))
+
+    def read_columns() -> Mapping[str, torch.Tensor]:
         rollout = state.get("rollout")
         if not rollout or not rollout.get("names"):
             return {}
@@ -171,27 +149,14 @@ def columns_of(parts: ReplayParts, folder: Path | None, state: State) -> Columns
             )
         return table_files.read_rollout(folder, state)
 
-    return parts.plan.exchange.agree("loading the rollout batch", read)
+    exchange.agree("loading the state", check)
+    save_folders.compare(exchange.gather(state))
+    loading = None
+    if folder is not None:
+        loading = TableLoader(plan, _changing(parts), parts.streams)
+        exchange.agree("loading the tables", partial(loading.read, folder, state))
+    columns = exchange.agree("loading the rollout batch", read_columns)
 
-
-def replace(parts: ReplayParts, loading: TableLoader) -> None:
-    """Replace the content of the tables by the loaded one, after `go_on`. Collective."""
-    exchange = parts.plan.exchange
-    exchange.agree("loading the tables", loading.replace)
-    if parts.plan.placement.spread:
-        exchange.agree("loading the unused selections", loading.deliver)
-        loading.announce()
-    agree_on_quotas(exchange, parts.plan.leads_shard, parts.train)
-    parts.leave_inner_stage()
-
-
-def go_on(parts: ReplayParts, loader: Loader, state: State, columns: Columns) -> Passes:
-    """Continue at a checked state; return the passes over splits that have begun. Collective.
-
-    Args:
-        columns: Of the rollout batch whose training is under way.
-    """
-    plan, exchange = parts.plan, parts.plan.exchange
     if parts.barrier is not None:
         parts.barrier.drain()
     _pause(parts)
@@ -206,7 +171,14 @@ def go_on(parts: ReplayParts, loader: Loader, state: State, columns: Columns) ->
             with table.lock:
                 stream.state.seek(*(at[table.spec.name].values() if name == TRAIN else start))
     exchange.barrier()
-    agree_on_quotas(exchange, parts.plan.leads_shard, parts.train)
+    agree_on_quotas(exchange, plan.leads_shard, parts.train)
     parts.leave_inner_stage()
     loader.seek(position.LoaderPosition(at, state.get("rollout"), columns))
+    if loading is not None:
+        exchange.agree("loading the tables", loading.replace)
+        if plan.placement.spread:
+            exchange.agree("loading the unused selections", loading.deliver)
+            loading.announce()
+        agree_on_quotas(exchange, plan.leads_shard, parts.train)
+        parts.leave_inner_stage()
     return passes

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_gear.checkpoint import reshard
-from deepspeed_gear.checkpoint.reshard import SavedShard, ShardDivision
+from deepspeed_gear.checkpoint.reshard import SavedGroups, SavedShard, ShardDivision
 from deepspeed_gear.errors import StoreFullError
 from deepspeed_gear.ops.constants import ANY_SLOT, SHARD_BITS, UNKNOWN
 from deepspeed_gear.ops.records import LogEntry, PriorityUpdate, Resolution, Slot, SlotState, UpdateCount
@@ -281,35 +281,38 @@ def test_groups_stay_whole_and_in_order(size: int, before: int, count: int, seed
     held = int((groups[:, 0] - 1 == np.arange(size)).sum())
     counts = np.zeros(GroupCount.NUM_WORDS, np.int64)
     counts[[GroupCount.HELD, GroupCount.INSERTED, GroupCount.LATE]] = held, held + 5, 3
-    whole = SavedShard(records, None, 0, {}, groups=groups, group_counts=counts)
+    whole = SavedShard(records, None, 0, {}, groups=SavedGroups(groups, counts, np.empty(0, np.int64)))
     order = leaders_of(whole)
     for parts in (before, count):
         assert whole.slots is not None
         assert whole.groups is not None
-        division = reshard.divide_groups("main", whole.slots, numbers, whole.groups, [(size, 1000)] * parts)
+        division = reshard.divide_groups(
+            "main", whole.slots, numbers, whole.groups.records, [(size, 1000)] * parts
+        )
         for number in range(8):
             assert len(set(division.owner[numbers == number].tolist())) <= 1
         shards = []
         for index in range(parts):
-            chosen, (own, own_counts) = division.chosen(index), reshard.groups_of(whole, division, index)
+            chosen, groups_of = division.chosen(index), reshard.groups_of(whole, division, index)
             slots = reshard.packed(whole.slots[chosen])
-            shards.append(SavedShard(slots, None, 0, {}, groups=own, group_counts=own_counts))
+            shards.append(SavedShard(slots, None, 0, {}, groups=groups_of))
+            own = groups_of.records
             leads = own[:, 0] - 1 == np.arange(len(own))
-            assert own_counts[GroupCount.INSERTED] >= own[leads, 1].max(initial=0)
+            assert groups_of.counts[GroupCount.INSERTED] >= own[leads, 1].max(initial=0)
             assert len(set(own[leads, 1].tolist())) == leads.sum()
         numbers = numbers[np.argsort(division.owner, kind="stable")]
         whole = reshard.merge(shards)
         assert leaders_of(whole) == order
-        assert whole.group_counts is not None
+        assert whole.groups is not None
         words = [GroupCount.INSERTED, GroupCount.LATE]
-        assert whole.group_counts[words].tolist() == [held + 5, 3]
+        assert whole.groups.counts[words].tolist() == [held + 5, 3]
 
 
 def leaders_of(shard: SavedShard) -> list[int]:
     """Return the ids of the leaders of complete groups, in stored order; check their trajectories."""
     assert shard.slots is not None
     assert shard.groups is not None
-    leaders = shard.groups[:, 0] - 1
+    leaders = shard.groups.records[:, 0] - 1
     formed = np.nonzero(leaders >= 0)[0]
     assert (leaders[leaders[formed]] == leaders[formed]).all()
     return [int(shard.slots[at, Slot.ID]) for at in np.unique(leaders[formed])]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 
 from deepspeed_gear.checkpoint import save_folders
+from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.errors import CheckpointError
 
 PARTS = {"one": [""], "two": ["shard-0", "shard-1"]}
@@ -87,19 +87,21 @@ def folder() -> Iterator[Path]:
 
 def save(folder: Path, kept: State | None) -> State:
     """Save as a Replay does; the program then keeps the state."""
-    save_id = secrets.token_hex(16)
-    save_folders.begin(folder, list(PARTS), kept)
-    tables: dict[str, dict[str, str]] = {}
-    for table, parts in PARTS.items():
-        for name in parts:
-            part = save_folders.partial_of(folder, table) / name
-            part.mkdir(exist_ok=True)
-            (part / "rows").write_text(save_id + table + name)
-            path = str(Path(name) / save_folders.MANIFEST)
-            tables.setdefault(table, {})[path] = save_folders.complete(part, {"save": save_id})
-    save_folders.publish(folder, list(PARTS))
-    state = {"save": {"id": save_id, "tables": tables}}
-    save_folders.write_position(folder, state)
+
+    def write(save_id: str) -> dict[str, dict[str, str]]:
+        tables: dict[str, dict[str, str]] = {}
+        for table, parts in PARTS.items():
+            for name in parts:
+                part = save_folders.partial_of(folder, table) / name
+                part.mkdir(exist_ok=True)
+                (part / "rows").write_text(save_id + table + name)
+                path = str(Path(name) / save_folders.MANIFEST)
+                tables.setdefault(table, {})[path] = save_folders.complete(part, {"save": save_id})
+        return tables
+
+    state = save_folders.write_save(
+        ControlPlane(), folder, list(PARTS), kept, True, write, lambda save: {"save": save}
+    )
     partial = folder / "kept.new"
     partial.write_text(json.dumps(state))
     os.replace(partial, folder / KEPT)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -159,15 +161,37 @@ def saved(tmp_path: Path) -> tuple[Path, dict]:
         return tmp_path, replay.save(tmp_path)
 
 
-def test_a_changed_file_is_refused_by_name_and_nothing_changes(saved: tuple[Path, dict]) -> None:
-    folder, state = saved
-    path = folder / "main" / "column.reward.npy"
+def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with make("uniform", "step", 0) as replay:
-        with pytest.raises(CheckpointError, match=r"column\.reward\.npy must be as it was saved"):
-            replay.load(folder, state)
+
+
+def edit(path: Path) -> None:
+    """Set the counter of ids to what a flipped digit would give."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), "next_id": 0}, indent=1))
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+@pytest.mark.parametrize(
+    ("damage", "options", "text"),
+    [
+        (lambda main: flip(main / "column.reward.npy"), {}, r"column\.reward\.npy must be as it was saved"),
+        (lambda main: edit(main / "manifest.json"), {}, r"main/manifest\.json must be as it was saved"),
+        (shutil.rmtree, {}, r"manifest\.json must be readable"),
+        (None, {"capacity": 100}, "must hold the 20"),
+        (None, {"seed": 1}, "same seed"),
+    ],
+)
+def test_a_save_that_does_not_fit_is_refused_and_nothing_changes(
+    damage: Any, options: dict[str, int], text: str, is_given: bool, saved: tuple[Path, dict]
+) -> None:
+    folder, state = saved
+    if damage is not None:
+        damage(folder / "main")
+    with make("uniform", "step", 0, **options) as replay:
+        with pytest.raises((CheckpointError, StoreFullError), match=text):
+            replay.load(folder, state if is_given else None)
         assert len(replay) == 0
 
 
@@ -201,27 +225,11 @@ def test_a_state_loads_the_tables_of_its_own_save(tmp_path: Path) -> None:
         assert replay.state_dict() == at, "what is refused changes nothing"
 
 
-def edited(manifest: dict) -> dict:
-    """The manifest with the counter of ids that a flipped digit would give."""
-    return {**manifest, "next_id": 0}
-
-
-def test_an_edited_manifest_is_refused(saved: tuple[Path, dict]) -> None:
-    folder, state = saved
-    path = folder / "main" / "manifest.json"
-    path.write_text(json.dumps(edited(json.loads(path.read_text())), indent=1))
-    with make("uniform", "step", 0) as replay:
-        for given in (state, None):
-            with pytest.raises(CheckpointError, match=r"main/manifest\.json must be as it was saved"):
-                replay.load(folder, given)
-        assert len(replay) == 0
-
-
 def test_an_id_that_is_stored_is_never_given_again(saved: tuple[Path, dict]) -> None:
     """Also where a manifest with a wrong counter has the checksum that the state names."""
     folder, state = saved
     path = folder / "main" / "manifest.json"
-    path.write_text(json.dumps(edited(json.loads(path.read_text()))))
+    edit(path)
     state["save"]["tables"]["main"]["manifest.json"] = hashlib.sha256(path.read_bytes()).hexdigest()
     with make("uniform", "step", 0) as replay:
         replay.load(folder, state)
@@ -263,23 +271,3 @@ def test_what_a_manifest_lacks_is_named(key: str, saved: tuple[Path, dict]) -> N
     path.write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=rf"main/manifest\.json must have the entry '{key}'"):
         read_table(path.parent)
-
-
-def test_a_missing_folder_and_a_small_table_are_refused(saved: tuple[Path, dict], tmp_path: Path) -> None:
-    folder, state = saved
-    with (
-        make("uniform", "step", 0) as replay,
-        pytest.raises(CheckpointError, match=r"manifest\.json must be readable"),
-    ):
-        replay.load(tmp_path / "nowhere", state)
-    with (
-        make("uniform", "step", 0, capacity=100) as replay,
-        pytest.raises(StoreFullError, match="must hold the 20"),
-    ):
-        replay.load(folder, state)
-
-
-def test_a_state_of_another_seed_is_refused(saved: tuple[Path, dict]) -> None:
-    folder, state = saved
-    with make("uniform", "step", 0, seed=1) as replay, pytest.raises(CheckpointError, match="same seed"):
-        replay.load(folder, state)
