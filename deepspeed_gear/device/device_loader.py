@@ -1,9 +1,9 @@
-"""Training batches from a table on a device: selected, gathered into fixed tensors, and their reports."""
+"""Batches from a table on a device, of training and of passes, gathered into fixed tensors; their reports."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -15,60 +15,65 @@ from deepspeed_gear.batching.gather import Buffers, note_overwritten
 from deepspeed_gear.batching.priority_reduction import float32_on_device, mask_of, reduce_steps
 from deepspeed_gear.batching.transfer.cuda_streams import refuse_capture
 from deepspeed_gear.config import PriorityOptions
-from deepspeed_gear.device.device_table import TableMixture
-from deepspeed_gear.distributed.device_collectives import DeviceCollectives
-from deepspeed_gear.errors import ShapeError
+from deepspeed_gear.device.device_table import DeviceTable, TableMixture, masses_of
+from deepspeed_gear.device.replica_collectives import ReplicaCollectives
+from deepspeed_gear.distributed.replay_plan import ReplayPlan
+from deepspeed_gear.errors import ConfigError, ShapeError
+from deepspeed_gear.ops.constants import tree_size
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.public_names import public_names
-from deepspeed_gear.sampling.batch_info import BatchInfo
+from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
+from deepspeed_gear.sampling.mass_rules import UNIT_CODES
+from deepspeed_gear.sampling.stream_spec import StreamSpec
 
 
 class DeviceLoader:
-    """Fills batches of fixed tensors. Waits for nothing.
+    """Fills batches of fixed tensors, and takes their priority updates. Waits for nothing.
 
     Args:
         mixture: The tables of this rank.
-        reports: Priority updates, which take effect before each selection.
+        inner: Collectives of this replica's ranks; None: it is one rank.
+        data_rank: Index of this replica.
         burn_in: Which steps only warm up.
+        owner: The replay of the batches.
     """
 
     def __init__(
         self,
         mixture: TableMixture,
-        reports: DevicePriorityLog,
+        inner: ReplicaCollectives | None,
         data_rank: int,
         burn_in: BurnIn | None,
         info: BatchInfo,
         owner: object,
     ) -> None:
-        self.reports, self._mixture, self._data_rank = reports, mixture, data_rank
+        self._mixture, self._inner, self._data_rank = mixture, inner, data_rank
         self._burn_in, self._owner, self._info = burn_in, owner, info
-        self._all = self._records(info.micro * info.accumulation)
-        self._all_weights = self._weights(info.micro * info.accumulation)
+        count = info.micro * info.accumulation
+        self._all = torch.zeros(count, Resolution.NUM_WORDS, dtype=torch.int64, device=mixture.device)
+        self._all_weights = torch.ones(count if mixture.is_prioritized else 0, device=mixture.device)
         self._later = [mixture.buffers(info.micro) for _ in range(info.accumulation - 1)]
         self._ring: list[DeviceBatch] = []
         self.next_micro, self._turn = 0, 0
+        # Priority updates of some micro batches of a global batch: records and values.
+        self._waiting: dict[int, tuple[Tensor, Tensor]] = {}
         later = [tensor for buffers in self._later for tensor in buffers.all]
         counters = [each.gatherer.counters for each in mixture.tables]
         for tensor in (self._all, self._all_weights, *counters, *later):
             torch._dynamo.mark_static_address(tensor)  # as in RingTable
 
-    def _records(self, count: int) -> Tensor:
-        return torch.zeros(count, Resolution.NUM_WORDS, dtype=torch.int64, device=self._mixture.device)
-
-    def _weights(self, count: int) -> Tensor:
-        has_any = self._mixture.is_prioritized
-        return torch.ones(count if has_any else 0, device=self._mixture.device)
+    # ---- batches ---------------------------------------------------------------------------------
 
     def new_batch(self) -> DeviceBatch:
         """Return a batch of fixed tensors for `fill_`."""
         micro, mixture = self._info.micro, self._mixture
-        weight = self._weights(micro) if mixture.is_prioritized else None
+        records, weight = torch.zeros_like(self._all[:micro]), None
+        if mixture.is_prioritized:
+            weight = torch.ones(micro, device=mixture.device)
         facts = mixture.has_step_items, mixture.totals()[0], self._burn_in
-        batch = DeviceBatch(mixture.buffers(micro), self._records(micro), weight, *facts, self._owner)
-        if len(mixture.tables) > 1:
-            batch.of_mixture(mixture)
-        for tensor in (*batch.buffers.all, batch.records, *([] if weight is None else [weight])):
+        of = mixture if len(mixture.tables) > 1 else None
+        batch = DeviceBatch(mixture.buffers(micro), records, weight, *facts, self._owner, of)
+        for tensor in batch.written:
             torch._dynamo.mark_static_address(tensor)
         return batch
 
@@ -76,28 +81,28 @@ class DeviceLoader:
         """Fill a batch with this rank's next micro batch; see `DeviceReplay.sample_`."""
         if not torch.compiler.is_compiling():
             note_overwritten(out.written)
-        if self._info.accumulation == 1:
-            self.reports.apply()
-            weights = self._all_weights if out.importance is None else out.importance
-            self._mixture.select_(out.records, weights)
-            self._mixture.fill(out.buffers, out.records, 0)
-            self._place(out, 0)
-            return
-        if self.next_micro == 0:
-            self.reports.apply()
-            self._mixture.select_(self._all, self._all_weights)
-            for micro, buffers in enumerate(self._later, 1):
-                self._mixture.fill(buffers, self._records_of(micro), micro)
-        micro = self.next_micro
-        self._place(out, micro)
-        out.records.copy_(self._records_of(micro))
-        if out.importance is not None:
-            out.importance.copy_(self._all_weights[self._part(micro)])
+        mixture, info, micro = self._mixture, self._info, self.next_micro
         if micro == 0:
-            self._mixture.fill(out.buffers, out.records, 0)
+            self.apply_updates()
+        first, source = self._data_rank + micro * info.data_world, mixture.sources[micro]
+        if info.accumulation == 1:
+            mixture.select_(out.records, self._all_weights if out.importance is None else out.importance)
+            mixture.fill(out.buffers, out.records, 0)
+            out.place(0, first, info.num_micro, source)
+            return
+        if micro == 0:
+            mixture.select_(self._all, self._all_weights)
+            for later, buffers in enumerate(self._later, 1):
+                mixture.fill(buffers, self._all[later :: info.accumulation].contiguous(), later)
+        out.place(micro, first, info.num_micro, source)
+        out.records.copy_(self._all[micro :: info.accumulation])
+        if out.importance is not None:
+            out.importance.copy_(self._all_weights[micro :: info.accumulation])
+        if micro == 0:
+            mixture.fill(out.buffers, out.records, 0)
         else:
             torch._foreach_copy_(out.buffers.all, self._later[micro - 1].all)
-        self.next_micro = (micro + 1) % self._info.accumulation
+        self.next_micro = (micro + 1) % info.accumulation
 
     def next(self) -> DeviceBatch:
         """Fill the next batch of a ring of max(2, accumulation) batches."""
@@ -111,26 +116,39 @@ class DeviceLoader:
     def begin_anew(self) -> None:
         """Continue from another state of the table: drop pending micro batches and priority updates."""
         self.next_micro = 0
-        self.reports.forget()
+        self._waiting.clear()
 
-    def _part(self, micro: int) -> slice:
-        """Return the slice of the selected samples that is a micro batch."""
-        return slice(micro, None, self._info.accumulation)
+    # ---- priority updates ------------------------------------------------------------------------
 
-    def _records_of(self, micro: int) -> Tensor:
-        return self._all[self._part(micro)].contiguous()
+    def update_(self, batch: DeviceBatch, values: Tensor) -> None:
+        """Set the priorities of a micro batch; those of a global batch after its last one. [B], float32."""
+        if self._inner is not None:  # those of other ranks may differ in the last bits, or be of other steps
+            values = values.clone()
+            self._inner.broadcast(values)
+        if self._info.accumulation == 1:
+            self._mixture.update_(batch.records, values, [0])
+            return
+        self._waiting[batch.micro] = (batch.records.clone(), values.clone())
+        if batch.micro == self._info.accumulation - 1:
+            self._apply()
 
-    def _place(self, out: DeviceBatch, micro: int) -> None:
-        first = self._data_rank + micro * self._info.data_world
-        out.place(micro, first, self._info.num_micro, self._mixture.source(micro))
+    def apply_updates(self) -> None:
+        """Apply the pending updates, in the order of sample numbers."""
+        if self._waiting:
+            refuse_capture("reports of some micro batches", "must be complete before sampling is captured")
+            self._apply()
+
+    def _apply(self) -> None:
+        parts = sorted(self._waiting)
+        waiting = [self._waiting[micro] for micro in parts]
+        self._waiting.clear()
+        records = torch.stack([records for records, _ in waiting], 1).reshape(-1, Resolution.NUM_WORDS)
+        self._mixture.update_(records, torch.stack([values for _, values in waiting], 1).reshape(-1), parts)
 
 
 # Names that other modules of this package use, and no program.
 INTERNAL = frozenset(
-    (
-        *("again", "buffers", "importance", "micro", "of_mixture", "of_pass"),
-        *("owner", "place", "records", "written"),
-    )
+    ("again", "buffers", "importance", "micro", "of_pass", "owner", "place", "records", "written")
 )
 
 
@@ -145,6 +163,7 @@ class DeviceBatch(Batch):
         total: Total mass of the latest selection. [], int64.
         burn_in: Which steps only warm up.
         owner: The replay whose training stream fills it; None: it is of a pass.
+        mixture: The tables that it is drawn from; None: there is one.
     """
 
     def __init__(
@@ -156,9 +175,10 @@ class DeviceBatch(Batch):
         total: Tensor,
         burn_in: BurnIn | None,
         owner: object = None,
+        mixture: TableMixture | None = None,
     ) -> None:
         self.buffers, self.micro, self.owner = buffers, 0, owner
-        self._mixture: TableMixture | None = None
+        self._mixture = mixture
         self.written = [*buffers.all, records, *([] if weight is None else [weight])]
         epoch = torch.zeros(len(records), dtype=torch.int64, device=records.device)
         valid = records[:, Resolution.ID] >= 0
@@ -170,10 +190,6 @@ class DeviceBatch(Batch):
         """Set the micro batch that it holds, the sample indices in its global batch, and their tables."""
         self.micro = micro
         self._samples.place(first_index, index_step, source)
-
-    def of_mixture(self, mixture: TableMixture) -> None:
-        """Set the tables that it is drawn from, where there are several."""
-        self._mixture = mixture
 
     def of_pass(self, number: int, size: int) -> None:
         """Set the number of its pass, and the items of the pass: samples after them are fillers."""
@@ -224,54 +240,6 @@ class DeviceBatch(Batch):
         return public_names(super().__dir__(), INTERNAL)
 
 
-class DevicePriorityLog:
-    """Priority updates of the micro batches of one global batch, applied together. Waits for nothing.
-
-    Args:
-        mixture: The tables that batches are drawn from.
-        accumulation: Micro batches of a global batch.
-        inner: Collectives of this replica's ranks, and its reporting rank; None: it is one rank.
-    """
-
-    def __init__(
-        self, mixture: TableMixture, accumulation: int, inner: tuple[DeviceCollectives, int] | None = None
-    ) -> None:
-        self._mixture, self._accumulation, self._inner = mixture, accumulation, inner
-        self._waiting: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def take(self, batch: DeviceBatch, values: Tensor) -> None:
-        """Add the priorities of a micro batch; after those of the last one, apply all. [B], float32."""
-        if self._inner is not None:  # those of other ranks may differ in the last bits, or be of other steps
-            transport, reporter = self._inner
-            values = values.clone()
-            transport.broadcast(values, reporter)
-        if self._accumulation == 1:
-            self._mixture.update_(batch.records, values, [0])
-            return
-        self._waiting[batch.micro] = (batch.records.clone(), values.clone())
-        if batch.micro == self._accumulation - 1:
-            self._apply()
-
-    def apply(self) -> None:
-        """Apply the pending updates, in the order of sample numbers."""
-        if not self._waiting:
-            return
-        refuse_capture("reports of some micro batches", "must be complete before sampling is captured")
-        self._apply()
-
-    def _apply(self) -> None:
-        reported = sorted(self._waiting)
-        parts = [self._waiting[micro] for micro in reported]
-        self._waiting.clear()
-        records = torch.stack([records for records, _ in parts], 1).reshape(-1, Resolution.NUM_WORDS)
-        values = torch.stack([values for _, values in parts], 1).reshape(-1)
-        self._mixture.update_(records, values, reported)
-
-    def forget(self) -> None:
-        """Drop the pending updates."""
-        self._waiting.clear()
-
-
 def reported(batch: DeviceBatch, priorities: Tensor, mask: Tensor | None, sampler: PriorityOptions) -> Tensor:
     """Return reported priorities in their stored form: [B], float32, on the batch's device.
 
@@ -290,3 +258,86 @@ def reported(batch: DeviceBatch, priorities: Tensor, mask: Tensor | None, sample
         rule = f"must have shape [{batch.num_samples}], or [{batch.num_samples}, T]"
         raise ShapeError("priorities", rule, list(priorities.shape))
     return float32_on_device(values.to(batch.records.device))
+
+
+_RING = 2  # batches of a pass whose tensors are used in turn
+
+
+class DeviceEvaluation:
+    """The passes of a DeviceReplay, in stored order and the same on all ranks.
+
+    Resolutions of the items do not change: they are computed once, on the host, and kept on the device.
+
+    Args:
+        table: Holds the data set.
+        splits: The stream of each split.
+        burn_in: Which steps only warm up.
+    Cost: 64 bytes an item of each split that is used.
+    """
+
+    def __init__(
+        self,
+        plan: ReplayPlan,
+        table: DeviceTable,
+        splits: Mapping[str, StreamSpec],
+        burn_in: BurnIn | None,
+    ) -> None:
+        self._plan, self._table, self._splits, self._burn_in = plan, table, splits, burn_in
+        self._items: dict[str, tuple[Tensor, int]] = {}
+        self._begun: dict[str, int] = {}
+
+    def num_batches(self, split: str) -> int:
+        """Return the batches of a rank in a pass.
+
+        Raises:
+            ConfigError: There is no such split.
+        """
+        return len(self._resolved(split)[0]) // self._splits[split].batch
+
+    def batches(self, split: str) -> Iterator[DeviceBatch]:
+        """Begin a pass; return its batches. The last one may hold samples that only fill it: not `valid`.
+
+        Raises:
+            ConfigError: There is no such split.
+        """
+        records, size = self._resolved(split)
+        number = self._begun.get(split, 0)
+        self._begun[split] = number + 1
+        return self._pass(self._splits[split], records, size, number)
+
+    def _pass(self, spec: StreamSpec, records: Tensor, size: int, number: int) -> Iterator[DeviceBatch]:
+        micro, place, gatherer = self._plan.info.micro, self._plan.topology.place, self._table.gatherer
+        total = torch.tensor(size, device=records.device)
+        facts = spec.rule.unit == "step", total, self._burn_in
+        ring = [
+            DeviceBatch(gatherer.buffers(micro), torch.zeros_like(records[:micro]), None, *facts)
+            for _ in range(_RING)
+        ]
+        for index in range(len(records) // spec.batch):
+            batch, first = ring[index % _RING], index * spec.batch
+            batch.records.copy_(records[first : first + spec.batch][place.data_rank :: place.data_world])
+            batch.of_pass(number, size)
+            batch.place(0, place.data_rank, place.data_world)
+            gatherer.fill(batch.buffers, batch.records)
+            yield batch
+
+    def _resolved(self, split: str) -> tuple[Tensor, int]:
+        """Return the resolutions of a split's items, with fillers of its last batch; and the item count."""
+        if split not in self._splits:
+            known = ", ".join((TRAIN, *self._splits))
+            raise ConfigError("stream", f"must be one of {known}", split, "give the data set a split")
+        if split not in self._items:
+            spec, table, ops = self._splits[split], self._table.table, self._plan.ops
+            masses = torch.from_numpy(masses_of(self._plan, self._table.name, spec))
+            sums = torch.zeros(tree_size(len(masses)), dtype=torch.int64)
+            sums[: len(masses)] = masses
+            ops.tree_build_(sums, len(masses))
+            size = int(masses.sum())
+            count = -(-size // spec.batch) * spec.batch
+            records = torch.zeros(count, Resolution.NUM_WORDS, dtype=torch.int64)
+            if count:
+                rule, unit = spec.rule.anchors.as_list(), UNIT_CODES[spec.rule.unit]
+                known_items = (table.slots.cpu(), torch.arange(count) % size)
+                ops.resolve_(records, sums, *known_items, rule, unit, spec.seed, spec.key, 0)
+            self._items[split] = records.to(table.device), size
+        return self._items[split]

@@ -1,55 +1,104 @@
-"""A table on a device with all that samples it, and several of them in one batch."""
+"""A table on a device with all that samples it, several of them in one batch, and how they are made."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
+import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.gather import Buffers, Gatherer
-from deepspeed_gear.device.host_rows import AddFilter
-from deepspeed_gear.device.open_steps import OpenSteps
-from deepspeed_gear.device.ring_selection import RingSelection
-from deepspeed_gear.device.ring_table import RingTable
+from deepspeed_gear.config import GearConfig
+from deepspeed_gear.data.trajectory_checks import as_numbers
+from deepspeed_gear.device.added_columns import AddFilter
+from deepspeed_gear.device.ring_table import ItemRule, RingTable, RingTableSpec
+from deepspeed_gear.device.weight_exponents import WeightExponents
+from deepspeed_gear.distributed import config_resolution
+from deepspeed_gear.distributed.replay_plan import ReplayPlan
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.ops.records import RingState
+from deepspeed_gear.ops import Ops, load_backend
+from deepspeed_gear.ops.records import MassUnit, Normalize, Resolution, RingState, Slot
+from deepspeed_gear.sampling.mass_rules import NORMALIZE_CODES
 from deepspeed_gear.sampling.mixture import TOLERANCE, Mixture
+from deepspeed_gear.sampling.stream_spec import SampledTable, StreamSpec, stream_specs
 
 
-@dataclass
 class DeviceTable:
-    """A table that is sampled.
+    """A table that is sampled. Its methods mutate fixed tensors and wait for nothing.
 
     Args:
-        selection: Its masses and draws.
-        steps: Its open trajectories; None: whole trajectories are added.
-        has_data: Whether it holds a data set, which does not change.
-        filter: Which added trajectories are stored.
+        table: Where the items lie.
+        spec: The stream that samples from it.
+        engine_dtype: The dtype of `as: engine`.
     """
 
-    name: str
-    selection: RingSelection
-    gatherer: Gatherer
-    steps: OpenSteps | None
-    has_data: bool
-    filter: AddFilter
-    _is_filled: bool = False  # a plain attribute: a trace that sets it has no guard on what it was
-
-    @property
-    def is_filled(self) -> bool:
-        """Whether anything was ever added since it was empty, or it holds a data set."""
-        return self.has_data or self._is_filled
+    def __init__(
+        self, plan: ReplayPlan, name: str, table: RingTable, spec: StreamSpec, engine_dtype: torch.dtype
+    ) -> None:
+        config, needs, options = plan.config, plan.needs, plan.config.resolved_tables[name]
+        self.name, self.table, self.betas = name, table, WeightExponents(config, table.device)
+        self.seed, self.key = spec.seed, spec.key
+        #: Whether it holds a data set, which does not change.
+        self.has_data = options.data is not None
+        # Whether it has ever held anything: a plain attribute, on which a trace that sets it has no guard.
+        self.is_filled = self.has_data
+        #: Which added trajectories are stored.
+        self.filter = AddFilter(() if self.has_data else spec.rule.where, table.schema, table.device)
+        self.gatherer = Gatherer(
+            needs.fields,
+            table,
+            plan.statistics(needs.fields),
+            config.n_step if needs.n_step else None,
+            plan.info.micro,
+            0,
+            engine_dtype,
+            config.threads if table.device.type == "cpu" else 1,  # for a kernel it would be its blocks
+        )
+        self.has_step_items = spec.rule.unit == "step" and spec.priorities is None
+        self._most = options.max_times_sampled  # draws after which a trajectory is removed; 0: never
+        self._takes_highest = spec.sampler.each_once  # of the samplers for devices, top-k alone
+        by_slot = table.items.has_priorities and not table.items.by_row
+        self._unit = MassUnit.TRAJECTORY if by_slot else table.items.unit
+        normalize = Normalize.NONE if spec.priorities is None else NORMALIZE_CODES[spec.priorities.normalize]
+        # The i-th sample since the beginning has the number i * data_world + data_rank.
+        numbers = plan.info.data_world, plan.topology.data_rank
+        self._draw = [spec.seed, spec.key, *numbers, int(spec.is_stratified), normalize]
 
     def mark_filled(self, is_filled: bool = True) -> None:
-        """Note that something was added, or that all was removed."""
-        self._is_filled = is_filled
+        """Note that something was added, or whether anything is left."""
+        self.is_filled = self.has_data or is_filled
 
-    @property
-    def table(self) -> RingTable:
-        return self.selection.table
+    def select_(self, records: Tensor, weights: Tensor) -> None:
+        """Draw the next global batch.
+
+        Args:
+            records: Gets the resolutions. [B, 8], int64.
+            weights: Gets the importance weights; empty: there are none. [B], float32.
+        """
+        table, ops, most = self.table, self.table.ops, self._most
+        how = (table.items.anchors, table.shape, self._draw, self._unit)
+        given = (table.state, records, weights, table.slots, table.sums)
+        if self._takes_highest:
+            ops.ring_top_k_(*given, table.priorities, table.row_slots, *how, most > 0)
+        elif most:
+            ops.ring_select_limited_(*given, table.minima, self.betas.next_(table.state), *how, most)
+        else:
+            ops.ring_select_(*given, table.minima, table.row_slots, self.betas.next_(table.state), *how)
+        if most:
+            slots, ids = records[:, Resolution.SLOT], records[:, Resolution.ID]
+            times = table.slots[:, Slot.TIMES_SAMPLED][slots.clamp(min=0)]
+            table.remove_(torch.where(times >= most, ids, Resolution.NO_SAMPLE))
+
+    def update_(self, records: Tensor, values: Tensor) -> None:
+        """Set the priorities of samples; of equal items the last wins. [B, 8], int64; [B], float32."""
+        table, items = self.table, self.table.items
+        known = (table.state, table.sums, table.minima, table.priorities, table.slots)
+        unit = MassUnit.STEP if items.by_row else MassUnit.TRAJECTORY
+        rest = (items.anchors, table.shape, unit, items.alpha, items.most_bits)
+        table.ops.ring_update_(*known, records, values, *rest)
 
 
 class TableMixture:
@@ -69,10 +118,10 @@ class TableMixture:
     def __init__(
         self, tables: Sequence[DeviceTable], mixture: Mixture | None, num_samples: int, num_parts: int
     ) -> None:
-        self.tables, self._num_parts = tuple(tables), num_parts
+        self.tables = tuple(tables)
         self.shares = [1.0] if mixture is None else mixture.shares(0)
-        counts = [round(share * num_samples) for share in self.shares]
-        for each, share, count in zip(tables, self.shares, counts, strict=True):
+        self._counts = [round(share * num_samples) for share in self.shares]
+        for each, share, count in zip(tables, self.shares, self._counts, strict=True):
             if count == 0 or abs(share - count / num_samples) > TOLERANCE:
                 rule = f"must be a whole number of {num_samples} samples where tables lie on devices"
                 least = max(count, 1)
@@ -81,32 +130,36 @@ class TableMixture:
                     "another batch size, or leave the table out"
                 )
                 raise ConfigError(f"gear.sampler.shares.{each.name}", rule, share, remedy)
-        ends = torch.tensor([0, *counts]).cumsum(0).tolist()
-        self._slices = [slice(*pair) for pair in pairwise(ends)]
-        first = tables[0].selection
-        self.is_prioritized, self.has_step_items = first.is_prioritized, first.has_step_items
-        self.device = first.table.device
-        self._sources = [
-            torch.repeat_interleave(torch.tensor(self.sizes(part))).to(self.device)
+        # Samples of each table in each micro batch: of tables with 3 and 5 samples in 2 parts, micro batch 0
+        # has the samples 0, 2 | 4, 6 and micro batch 1 has 1 | 3, 5, 7.
+        ends = [0, *accumulate(self._counts)]
+        self.sizes = [
+            [len([i for i in range(*pair) if i % num_parts == part]) for pair in pairwise(ends)]
             for part in range(num_parts)
         ]
+        self.is_prioritized = tables[0].table.items.has_priorities
+        self.has_step_items, self.device = tables[0].has_step_items, tables[0].table.device
+        #: Table of each sample of each micro batch; None: there is one. [B], int64.
+        self.sources: list[Tensor | None] = [
+            torch.repeat_interleave(torch.tensor(sizes)).to(self.device) if len(tables) > 1 else None
+            for sizes in self.sizes
+        ]
 
-    def sizes(self, part: int) -> list[int]:
-        """Return the samples of each table in a micro batch."""
-        parts = range(part, self._slices[-1].stop, self._num_parts)
-        return [sum(s.start <= i < s.stop for i in parts) for s in self._slices]
-
-    def source(self, part: int) -> Tensor | None:
-        """Return the table of each sample of a micro batch; None: there is one. [B], int64."""
-        return self._sources[part] if len(self.tables) > 1 else None
+    def _split(self, values: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """Return the samples of each table; those of one are the tensor itself, also in a trace."""
+        if len(self.tables) == 1:
+            return [values]
+        parts, first = [], 0
+        for size in sizes:
+            parts.append(values[first : first + size])
+            first += size
+        return parts
 
     def select_(self, records: Tensor, weights: Tensor) -> None:
-        """Draw the next global batch, table by table; arguments as `RingSelection.select_`."""
-        if len(self.tables) == 1:
-            self.tables[0].selection.select_(records, weights)
-            return
-        for each, part in zip(self.tables, self._slices, strict=True):
-            each.selection.select_(records[part], weights[part] if len(weights) else weights)
+        """Draw the next global batch, table by table; arguments as `DeviceTable.select_`."""
+        parts = self._split(records, self._counts), self._split(weights, self._counts)
+        for each, of_table, own_weights in zip(self.tables, *parts, strict=True):
+            each.select_(of_table, own_weights)
 
     def update_(self, records: Tensor, values: Tensor, parts: Sequence[int]) -> None:
         """Set the priorities of samples of a global batch.
@@ -115,16 +168,11 @@ class TableMixture:
             records: Those of some micro batches, in the order of their sample numbers. [n, 8], int64.
             values: Their priorities. [n], float32.
         """
-        if len(self.tables) == 1:
-            self.tables[0].selection.update_(records, values)
-            return
-        of_parts = [self.sizes(part) for part in parts]
-        first = 0
-        for each, sizes in zip(self.tables, zip(*of_parts, strict=True), strict=True):
-            end = first + sum(sizes)
-            if end > first:
-                each.selection.update_(records[first:end], values[first:end])
-            first = end
+        sizes = [sum([self.sizes[part][i] for part in parts]) for i in range(len(self.tables))]
+        of_tables = self._split(records, sizes), self._split(values, sizes)
+        for each, of_table, own in zip(self.tables, *of_tables, strict=True):
+            if len(own):
+                each.update_(of_table, own)
 
     def buffers(self, num_samples: int) -> Buffers:
         """Allocate the tensors of a batch."""
@@ -132,14 +180,13 @@ class TableMixture:
 
     def fill(self, buffers: Buffers, records: Tensor, part: int) -> None:
         """Gather the samples of a micro batch into a batch of `buffers`."""
-        if len(self.tables) == 1:
-            self.tables[0].gatherer.fill(buffers, records)
-            return
         first = 0
-        for each, size in zip(self.tables, self.sizes(part), strict=True):
-            if size:
-                each.gatherer.fill(buffers.part(first, first + size), records[first : first + size])
-            first += size
+        for each, own in zip(self.tables, self._split(records, self.sizes[part]), strict=True):
+            if len(self.tables) == 1:
+                each.gatherer.fill(buffers, own)
+            elif len(own):
+                each.gatherer.fill(buffers.part(first, first + len(own)), own)
+            first += len(own)
 
     def totals(self) -> list[Tensor]:
         """Return the total mass of each table's latest selection. [] each, int64."""
@@ -157,3 +204,89 @@ class TableMixture:
         totals = torch.stack(self.totals()).clamp(min=1).double()[source]
         shares = torch.stack([torch.full_like(totals[0], share) for share in self.shares])[source]
         return masses / totals * shares
+
+
+def masses_of(plan: ReplayPlan, name: str, spec: StreamSpec) -> np.ndarray:
+    """Return the masses that a stream gives the trajectories of a table's data set. [n], int64."""
+    dataset = plan.datasets[name]
+
+    def column(of: str) -> np.ndarray:
+        return as_numbers(dataset.columns[of], dataset.schema[of])
+
+    return spec.rule.masses(np.arange(len(dataset)) + dataset.first_id, dataset.lengths, column)
+
+
+def specs_of(plan: ReplayPlan, name: str) -> dict[str, StreamSpec]:
+    """Return the training stream, and one for each split of a data set."""
+    dataset = plan.datasets.get(name)
+    num_items = config_resolution.num_items_of(plan.config, name, plan.schemas[name], dataset)
+    table = SampledTable(name, plan.splits[name], dataset, num_items)
+    specs = stream_specs(plan.config, table, plan.fields, plan.info)
+    return {spec.name: spec for spec in specs}
+
+
+def device_of(given: torch.device | str) -> torch.device:
+    """Return a torch device with its index.
+
+    Raises:
+        ConfigError: There is none of this name, or torch does not list it.
+    """
+    device = arguments.device("device", given)
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
+        remedy = 'DeviceReplay(config, "cpu") runs the same program on the host'
+        raise ConfigError(
+            "device",
+            f"must be one of the {torch.cuda.device_count()} GPUs that torch lists",
+            str(given),
+            remedy,
+        )
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+
+def ops_of(config: GearConfig, ops: Ops, device: torch.device) -> Ops:
+    """Return the ops of a device."""
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError("device", "must be a CPU or CUDA device", str(device))
+    if device.type == "cuda" and config.backend not in ("auto", "cuda"):
+        rule = 'must be "auto" or "cuda" for a table in the memory of a GPU'
+        raise ConfigError("gear.backend", rule, config.backend)
+    return ops if device.type == "cpu" else load_backend("cuda")
+
+
+def table_of(plan: ReplayPlan, name: str, spec: StreamSpec, ops: Ops, device: torch.device) -> RingTable:
+    """Return this rank's table: with the whole data set, or empty and with the whole capacity."""
+    options, schema, dataset = plan.config.resolved_tables[name], plan.schemas[name], plan.datasets.get(name)
+    items, final, envs = ItemRule.of(spec), int(schema.has_final_row), options.num_envs
+    longest = options.max_length or 0
+    if dataset is not None:
+        if len(dataset) != dataset.num_trajectories_of_whole:
+            at = f"gear.tables.{name}.data"
+            raise ConfigError(at, "must be whole on every node for a table on devices")
+        rows, slots, longest = dataset.num_rows, len(dataset), int(dataset.lengths.max())
+    elif envs is not None:
+        partial = [str(field.derived) for field in plan.fields if field.needs_episode]
+        if partial:
+            why = (
+                f'must not be "{partial[0]}" where steps are added one by one: an episode longer than '
+                "max_length is stored as several trajectories"
+            )
+            raise ConfigError("gear.fields.*.derived", why, None, "leave num_envs out, and use add_")
+        rows, slots = (size * envs for size in config_resolution.environment_sizes(name, options, schema))
+    else:
+        steps, slots = config_resolution.capacity_of(name, options, schema, 1)
+        if options.capacity_trajectories is None:
+            slots = max(slots, -(-steps // longest))
+        rows = steps + slots * final + longest + final  # rows that a wrap of the ring may skip
+    needs_returns = any(field.derived == "return_to_go" for field in plan.fields)
+    on_host = f"gear.tables.{name}" if options.rows == "host" else None
+    ring = RingTableSpec(schema, rows, slots, longest, items, needs_returns, envs or 0, on_host)
+    if dataset is None:
+        return RingTable(ring, ops, device)
+    admitted = None
+    if items.by_row:
+        owners = np.repeat(np.arange(len(dataset)), dataset.lengths + final)
+        steps_of = np.arange(dataset.num_rows) - dataset.first_rows[owners]
+        admitted = spec.rule.anchors.admits(steps_of, dataset.lengths[owners])
+    return RingTable.of_dataset(dataset, ring, masses_of(plan, name, spec), admitted, ops, device)

@@ -74,7 +74,7 @@ def deal(
     by_slot = {f"column/{column.name}" for column in table.schema if column.rows == "1"}
     by_item = {"sums", "priorities"}
     rows_alone = {name for name in ("owners", "row_slots") if name in new}
-    copied = [*(f"column/{name}" for name in table.columns), "returns_to_go", *by_item]
+    copied = [*(name for name in new if name.startswith("column/")), *by_item]
     for number, source in enumerate(saved):
         to = np.flatnonzero(shard == number)
         rows = slots[to, Slot.NUM_ROWS]
@@ -87,7 +87,7 @@ def deal(
         )
         slot_to, slot_from = torch.from_numpy(to), torch.from_numpy(places[to])
         for name in copied:
-            if name in by_slot or (name in by_item and not table.items_are_rows):
+            if name in by_slot or (name in by_item and not table.items.by_row):
                 there, here = slot_to, slot_from
             else:
                 there, here = row_to, row_from

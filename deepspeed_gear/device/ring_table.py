@@ -13,29 +13,68 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.gather import SOURCES
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.trajectory_checks import ENDS_LAST
-from deepspeed_gear.device.host_rows import HostRows, RowSize
-from deepspeed_gear.errors import DataError, SchemaError, ShapeError
+from deepspeed_gear.device.host_rows import HostRows
+from deepspeed_gear.errors import SchemaError
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.constants import MOST_MASS_BITS, minima_size, tree_size
+from deepspeed_gear.ops.constants import HIGHEST_SO_FAR, MOST_MASS_BITS, ONE_Q62, minima_size, tree_size
 from deepspeed_gear.ops.records import (
     MassUnit,
     OpenTrajectory,
+    PlacedStep,
     PlacedTrajectory,
     RingState,
     Slot,
     SlotState,
+    Source,
     UpdateCount,
 )
+from deepspeed_gear.sampling.mass_rules import UNIT_CODES
+from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.schema import DTYPES, Schema
 from deepspeed_gear.store.column_arrays import as_tensor
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 _ONE = 0x3F800000  # bits of 1.0
-_PRIORITY_COUNTS = slice(RingState.COUNTS, RingState.COUNTS + 5)
+
+
+@dataclass(frozen=True)
+class ItemRule:
+    """Masses of the items of a RingTable.
+
+    Args:
+        by_row: Whether each row is an item with a priority of its own.
+        has_priorities: Whether items have priorities.
+        has_minima: Whether the least mass of the table is kept.
+        anchors: Which steps are anchors, as `AnchorRule.as_list`.
+        unit: Unit of a mass (MassUnit).
+        alpha: Exponent of the priorities, Q62.
+        initial: Bits of the first priority, float32; or HIGHEST_SO_FAR, which is 1 at first.
+        most_bits: log2 of the largest mass.
+    """
+
+    by_row: bool
+    has_priorities: bool
+    has_minima: bool
+    anchors: list[int]
+    unit: int
+    alpha: int = 0
+    initial: int = HIGHEST_SO_FAR
+    most_bits: int = MOST_MASS_BITS
+
+    @classmethod
+    def of(cls, spec: StreamSpec) -> ItemRule:
+        """Return the rule of a stream that samples from the table."""
+        rule, priorities = spec.rule, spec.priorities
+        unit, anchors = MassUnit.LENGTH if rule.by_length else UNIT_CODES[rule.unit], rule.anchors.as_list()
+        if priorities is None:
+            return cls(False, False, False, anchors, unit)
+        initial = HIGHEST_SO_FAR
+        if priorities.initial is not None:
+            initial = int(np.float32(priorities.initial).view(np.int32))
+        facts = rule.unit == "step", True, priorities.normalize == "table", anchors, unit
+        return cls(*facts, int(priorities.alpha(0) * ONE_Q62), initial, priorities.most_bits)
 
 
 @dataclass(frozen=True)
@@ -45,9 +84,6 @@ class RingTableSpec:
     Args:
         num_rows: Rows of the ring.
         most_steps: Of the longest trajectory.
-        items_are_rows: Whether each row has a priority of its own.
-        has_priorities: Whether items have priorities.
-        has_minima: Whether the least mass of the table is kept.
         return_to_go: Whether the derived column is kept.
         num_envs: Environments whose steps are added one by one, each with a part of the rows; 0: whole
             trajectories are added.
@@ -58,50 +94,10 @@ class RingTableSpec:
     num_rows: int
     num_slots: int
     most_steps: int
-    items_are_rows: bool
-    has_priorities: bool
-    has_minima: bool
+    items: ItemRule
     return_to_go: bool
     num_envs: int = 0
     rows_on_host: str | None = None
-
-
-@dataclass(frozen=True)
-class DatasetItems:
-    """The items of a data set on a device, and their masses.
-
-    Args:
-        masses: Of its trajectories. [n], int64.
-        admitted: Which rows are anchors, where items are rows. [rows], bool; None: items are slots.
-        initial: Priority of the items; None: they have none.
-        alpha: Exponent of the priorities, Q62.
-        most_bits: log2 of the largest mass.
-    """
-
-    masses: np.ndarray
-    admitted: np.ndarray | None
-    initial: float | None
-    alpha: int = 0
-    most_bits: int = MOST_MASS_BITS
-
-
-@dataclass(frozen=True)
-class NewItems:
-    """Mass rule of the items of added trajectories.
-
-    Args:
-        anchors: Which steps are anchors, as `AnchorRule.as_list`.
-        unit: Unit of a mass (MassUnit).
-        alpha: Exponent of the priorities, Q62.
-        initial: Bits of the first priority, float32; or HIGHEST_SO_FAR.
-        most_bits: log2 of the largest mass.
-    """
-
-    anchors: list[int]
-    unit: int
-    alpha: int
-    initial: int
-    most_bits: int
 
 
 class RingTable:
@@ -109,35 +105,44 @@ class RingTable:
 
     Cost: `num_bytes`; beside the columns 72 bytes a slot, 8.3 an item for the sums and 0.3 for the minima,
         4 for a priority, 4 a row where items are rows or environments add steps.
+    Raises:
+        SchemaError: Steps are added one by one, and a column of ends is not of the dtype bool.
     """
 
     def __init__(self, spec: RingTableSpec, ops: Ops, device: torch.device) -> None:
-        self.schema, self.ops, self.device = spec.schema, ops, device
-        schema, num_rows, num_slots, most_steps = spec.schema, spec.num_rows, spec.num_slots, spec.most_steps
-        items_are_rows = spec.items_are_rows
-        self.num_rows, self.num_slots, self.most_steps = num_rows, num_slots, most_steps
-        self.items_are_rows = items_are_rows
-        self.shape = [num_rows, num_slots, int(schema.has_final_row), most_steps]
-        self.num_items = num_rows if items_are_rows else num_slots
-        self.num_envs = spec.num_envs
+        self.schema, self.items, self.ops, self.device = spec.schema, spec.items, ops, device
+        schema, items, num_rows, num_slots = spec.schema, spec.items, spec.num_rows, spec.num_slots
+        self.num_rows, self.num_slots, self.num_envs = num_rows, num_slots, spec.num_envs
+        self.most_steps = spec.most_steps
+        self.shape = [num_rows, num_slots, int(schema.has_final_row), spec.most_steps]
+        self.num_items = num_rows if items.by_row else num_slots
+
+        # Names of the columns of ends, or of what is given instead of them where steps are added.
+        self._ends = {"terminated": "terminated", "truncated": "truncated"}
+        for role in self._ends if self.num_envs else ():
+            column = schema.role(role)
+            if column is not None and column.dtype != "bool":
+                rule = f"has role {role} and must be bool where steps are added one by one"
+                raise SchemaError(f"column {column.name}", rule, column.dtype)
+            self._ends[role] = role if column is None else column.name
 
         def zeros(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
-        sizes = {
-            column.name: RowSize(
-                (num_slots if column.rows == "1" else num_rows, *column.shape), DTYPES[column.dtype]
+        sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            column.name: (
+                (num_slots if column.rows == "1" else num_rows, *column.shape),
+                DTYPES[column.dtype],
             )
             for column in schema
         }
-        sizes[RETURN_TO_GO] = RowSize((num_rows if spec.return_to_go else 0,), torch.float32)
+        sizes[RETURN_TO_GO] = (num_rows if spec.return_to_go else 0,), torch.float32
         #: Memory of the rows; None: it is the device's.
         self.host_rows = None if spec.rows_on_host is None else HostRows(sizes, device, spec.rows_on_host)
-        held = (
-            {name: zeros(*size.shape, dtype=size.dtype) for name, size in sizes.items()}
-            if self.host_rows is None
-            else dict(self.host_rows.columns)
-        )
+        if self.host_rows is None:
+            held = {name: zeros(*shape, dtype=dtype) for name, (shape, dtype) in sizes.items()}
+        else:
+            held = dict(self.host_rows.columns)
         self.columns = {column.name: held[column.name] for column in schema}
         self.returns_to_go = held[RETURN_TO_GO]
         reward = schema.role("reward")
@@ -145,24 +150,19 @@ class RingTable:
         self.state = zeros(RingState.NUM_WORDS)
         self.slots, self.begins = zeros(num_slots, Slot.NUM_WORDS), zeros(num_slots)
         self.sums = zeros(tree_size(self.num_items))
-        self.minima = zeros(minima_size(self.num_items) if spec.has_minima else 0)
-        self.priorities = zeros(self.num_items if spec.has_priorities else 0, dtype=torch.float32)
-        self.row_slots = zeros(num_rows if items_are_rows else 0, dtype=torch.int32)
+        self.minima = zeros(minima_size(self.num_items) if items.has_minima else 0)
+        self.priorities = zeros(self.num_items if items.has_priorities else 0, dtype=torch.float32)
+        self.row_slots = zeros(num_rows if items.by_row else 0, dtype=torch.int32)
         #: Open trajectory of each environment (`OpenTrajectory`), and slot of each row.
         self.opened = zeros(spec.num_envs, OpenTrajectory.NUM_WORDS)
-        has_owners = spec.num_envs > 0 and not items_are_rows
+        has_owners = spec.num_envs > 0 and not items.by_row
         self.owners = zeros(num_rows, dtype=torch.int32) if has_owners else self.row_slots
         self.state[RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY] = self.state[RingState.INITIAL] = _ONE
-        self._sources = [SOURCES[column.rows] for column in schema]
-        for tensor in self.content.values():
-            torch._dynamo.mark_static_address(tensor)  # "reduce-overhead" then mutates it in place
-
-    @property
-    def content(self) -> dict[str, Tensor]:
-        """All tensors that change, by name."""
-        return {
-            **{f"column/{name}": column for name, column in self.columns.items()},
-            "returns_to_go": self.returns_to_go,
+        truncated = schema.role("truncated") if self.num_envs else None
+        self._truncations = zeros(0, dtype=torch.bool) if truncated is None else self.columns[truncated.name]
+        #: All tensors that change, by name.
+        self.content = {
+            **{f"column/{name}": rows for name, rows in held.items()},
             "state": self.state,
             "slots": self.slots,
             "begins": self.begins,
@@ -173,33 +173,27 @@ class RingTable:
             **({"opened": self.opened} if self.num_envs else {}),
             **({} if self.owners is self.row_slots else {"owners": self.owners}),
         }
+        on_host = {} if self.host_rows is None else self.host_rows.on_host
+        self._on_host = {f"column/{name}": rows for name, rows in on_host.items()}
+        for tensor in self.content.values():
+            torch._dynamo.mark_static_address(tensor)  # "reduce-overhead" then mutates it in place
 
     @property
     def num_bytes(self) -> int:
         """Memory of the table on its device; without rows that lie in host memory."""
-        tensors = [*self.content.values()]
-        if self.host_rows is not None:
-            rows = {*(f"column/{name}" for name in self.columns), "returns_to_go"}
-            tensors = [tensor for name, tensor in self.content.items() if name not in rows]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.nbytes for name, tensor in self.content.items() if name not in self._on_host)
 
     def copied(self, names: Collection[str]) -> dict[str, Tensor]:
         """Return copies of some tensors of `content` in host memory, by name. Waits for the device."""
-        content = self._with_host_rows(self.content)
-        return {name: content[name].to("cpu", copy=True) for name in names}
+        if self.host_rows is not None:
+            self.host_rows.wait()
+        return {name: self._on_host.get(name, self.content[name]).to("cpu", copy=True) for name in names}
 
     def overwrite(self, name: str, values: Tensor) -> None:
         """Copy values of the host into a tensor that changes; with rows on the host wait for the device."""
-        self._with_host_rows({name: self.content[name]})[name].copy_(values)
-
-    def _with_host_rows(self, content: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors, rows in host memory as tensors of the host."""
-        if self.host_rows is None:
-            return content
-        self.host_rows.wait()
-        on_host = {f"column/{name}": rows for name, rows in self.host_rows.on_host.items()}
-        on_host["returns_to_go"] = self.host_rows.on_host[RETURN_TO_GO]
-        return {name: on_host.get(name, tensor) for name, tensor in content.items()}
+        if self.host_rows is not None:
+            self.host_rows.wait()
+        self._on_host.get(name, self.content[name]).copy_(values)
 
     def gather_source(self, name: str) -> Tensor:
         """Return the rows of a column, or of RETURN_TO_GO. [rows or slots, *shape]."""
@@ -209,25 +203,30 @@ class RingTable:
 
     @classmethod
     def of_dataset(
-        cls, dataset: Dataset, spec: RingTableSpec, items: DatasetItems, ops: Ops, device: torch.device
+        cls,
+        dataset: Dataset,
+        spec: RingTableSpec,
+        masses: np.ndarray,
+        admitted: np.ndarray | None,
+        ops: Ops,
+        device: torch.device,
     ) -> RingTable:
         """Copy a data set to a device.
 
         Args:
             dataset: All of it, or this node's part.
-            spec: As in the constructor.
-            ops: As in the constructor.
+            masses: Of its trajectories. [n], int64.
+            admitted: Which rows are anchors, where items are rows. [rows], bool; None: items are slots.
         Raises:
             DataError: A file has changed since the data set was opened.
         """
         dataset.files.guard(ops.native)
-        schema, lengths = dataset.schema, dataset.lengths
-        final = int(schema.has_final_row)
-        count, table = len(lengths), cls(spec, ops, device)
+        schema, lengths, count = dataset.schema, dataset.lengths, len(dataset.lengths)
+        table, items = cls(spec, ops, device), spec.items
         records = np.zeros((count, Slot.NUM_WORDS), np.int64)
         records[:, Slot.STATE], records[:, Slot.ID] = SlotState.COMMITTED, np.arange(count) + dataset.first_id
         records[:, Slot.FIRST_ROW], records[:, Slot.NUM_STEPS] = dataset.first_rows, lengths
-        records[:, Slot.NUM_ROWS] = lengths + final
+        records[:, Slot.NUM_ROWS] = lengths + int(schema.has_final_row)
         table.slots.copy_(torch.from_numpy(records))
         for column in schema:
             table.overwrite(f"column/{column.name}", as_tensor(dataset.columns[column.name], column.dtype))
@@ -237,131 +236,29 @@ class RingTable:
             assert reward is not None
             extents = table.slots[:, [Slot.FIRST_ROW, Slot.NUM_STEPS]].contiguous()
             ops.suffix_sum_(table.returns_to_go, table.columns[reward.name], extents)
-        table._weigh(items)
+        leaves = table.sums[: table.num_items]
+        if not items.has_priorities:
+            leaves.copy_(torch.from_numpy(masses))
+        else:
+            has_mass = masses > 0
+            if admitted is not None:
+                owners = np.repeat(np.arange(count), records[:, Slot.NUM_ROWS])
+                table.row_slots.copy_(torch.from_numpy(owners.astype(np.int32)))
+                has_mass = admitted & has_mass[owners]
+            bits = _ONE if items.initial == HIGHEST_SO_FAR else items.initial
+            initial = np.where(has_mass, np.int32(bits).view(np.float32), np.float32(0))
+            table.priorities.copy_(torch.from_numpy(initial))
+            ops.mass_(leaves, table.priorities, items.alpha, items.most_bits)
+        ops.tree_build_(table.sums, table.num_items)
+        if items.has_minima:
+            ops.minima_build_(table.minima, table.sums, table.num_items)
+        table.state[RingState.COUNTS + UpdateCount.DRAWABLE] = torch.count_nonzero(leaves)
         table.state[RingState.NEXT], table.state[RingState.HEAD] = count, spec.num_rows
         table.state[RingState.STEPS] = int(lengths.sum())
         return table
 
-    def _weigh(self, items: DatasetItems) -> None:
-        """Set the masses of a data set's items."""
-        leaves, masses = self.sums[: self.num_items], items.masses
-        if items.initial is None:
-            leaves.copy_(torch.from_numpy(masses))
-        else:
-            has_mass = masses > 0
-            if items.admitted is not None:
-                owners = np.repeat(np.arange(self.num_slots), self.slots[:, Slot.NUM_ROWS].cpu().numpy())
-                self.row_slots.copy_(torch.from_numpy(owners.astype(np.int32)))
-                has_mass = items.admitted & has_mass[owners]
-            initial = np.where(has_mass, np.float32(items.initial), np.float32(0))
-            self.priorities.copy_(torch.from_numpy(initial))
-            self.ops.mass_(leaves, self.priorities, items.alpha, items.most_bits)
-        self.ops.tree_build_(self.sums, self.num_items)
-        if len(self.minima):
-            self.ops.minima_build_(self.minima, self.sums, self.num_items)
-        self.state[RingState.COUNTS + UpdateCount.DRAWABLE] = torch.count_nonzero(leaves)
-
-    def check(self, columns: Mapping[str, Tensor], lengths: Tensor | None) -> tuple[int, int]:
-        """Raise if columns cannot be added, from shapes and dtypes alone.
-
-        Returns:
-            Trajectories, and steps of each.
-        Raises:
-            SchemaError, ShapeError, DataError: A column is missing, unknown, or of another shape, dtype or
-                device.
-        """
-        arguments.tensors("columns", columns)
-        missing = [column.name for column in self.schema if column.name not in columns]
-        unknown = [name for name in columns if name not in self.columns]
-        if missing or unknown:
-            name = (missing or unknown)[0]
-            rule = "must be given" if missing else f"must be one of {', '.join(self.columns)}"
-            raise SchemaError(f"column {name}", rule)
-        count, steps = -1, -1
-        for column in self.schema:
-            given = columns[column.name]
-            if given.device != self.state.device:
-                raise DataError(f"column {column.name}", f"must be on {self.device}", str(given.device))
-            if given.dtype != DTYPES[column.dtype]:
-                raise SchemaError(f"column {column.name}", f"must be {column.dtype}", str(given.dtype))
-            axes = 1 if column.rows == "1" else 2
-            own = given.shape[1] - int(column.rows == "T+1") if axes == 2 and given.dim() > 1 else steps
-            count, steps = given.shape[0] if count < 0 else count, own if steps < 0 else steps
-            wrong = own != steps or given.dim() < axes or given.shape[axes:] != torch.Size(column.shape)
-            if wrong or given.shape[0] != count:
-                wanted = [count, steps + int(column.rows == "T+1")][:axes] + list(column.shape)
-                raise ShapeError(f"column {column.name}", f"must be {wanted}", list(given.shape))
-        if steps < 0:
-            steps = self.most_steps
-        if not 1 <= steps <= self.most_steps:
-            raise ShapeError("steps", f"must be in [1, {self.most_steps}], the table's max_length", steps)
-        most = min(self.num_slots, self.num_rows // (self.most_steps + self.shape[2]) - 1)
-        if not 1 <= count <= most:
-            raise ShapeError("trajectories", f"must be in [1, {most}], so that they fit at once", count)
-        if lengths is not None:
-            if not isinstance(lengths, torch.Tensor):
-                raise DataError("lengths", "must be a tensor", type(lengths).__name__)
-            arguments.dense("lengths", lengths)
-        if lengths is not None and (lengths.shape != (count,) or lengths.dtype != torch.int64):
-            raise ShapeError(
-                "lengths", f"must be [{count}], int64", f"{list(lengths.shape)}, {lengths.dtype}"
-            )
-        return count, steps
-
-    def without_inner_ends(
-        self, columns: Mapping[str, Tensor], lengths: Tensor | None, steps: int
-    ) -> Tensor | None:
-        """Return the lengths of checked trajectories, -1 (refused) where an end flag precedes the last step.
-
-        Args:
-            columns: Of the trajectories. [E, T, *shape].
-            lengths: Steps of each; None: all `steps`. [E], int64.
-        Raises:
-            DataError: There is such a flag, in host memory: a device is not waited for.
-        """
-        flags = [columns[column.name][:, :-1].bool() for column in self.schema.end_columns]
-        if not flags or steps == 1:
-            return lengths
-        inner = flags[0] if len(flags) == 1 else flags[0] | flags[1]
-        if lengths is not None:
-            inner = inner & (torch.arange(1, steps, device=self.device) < lengths[:, None])
-        has_inner = inner.any(1)
-        if self.device.type == "cpu" and not torch.compiler.is_compiling() and bool(has_inner.any()):
-            number, step = inner.nonzero()[0].tolist()
-            names = " or ".join(column.name for column in self.schema.end_columns)
-            remedy = "add each episode as a trajectory, or steps with num_envs and add_steps_"
-            raise DataError(
-                f"column {names}", ENDS_LAST, f"a flag at step {step} of trajectory {number}", remedy
-            )
-        kept = torch.full_like(has_inner, steps, dtype=torch.int64) if lengths is None else lengths
-        return torch.where(has_inner, -1, kept)
-
-    def as_trajectories(
-        self, columns: Mapping[str, Tensor], following: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Return transitions as trajectories of one step. [E, *shape] -> [E, 1 or 2, *shape]."""
-        named: dict[str, Tensor] = {}
-        arguments.tensors("following", following)
-        for name, values in arguments.tensors("columns", columns).items():
-            rows = self.schema[name].rows if name in self.columns else "1"
-            if rows == "T+1" and name in following:
-                if following[name].shape != values.shape:
-                    given = list(following[name].shape)
-                    raise ShapeError(f"following: column {name}", f"must be {list(values.shape)}", given)
-                named[name] = torch.stack([values, following[name]], 1)
-            else:
-                named[name] = values if rows == "1" else values.unsqueeze(1)
-        return named
-
-    def add_(
-        self,
-        columns: Mapping[str, Tensor],
-        lengths: Tensor | None,
-        count: int,
-        steps: int,
-        items: NewItems,
-    ) -> None:
-        """Add trajectories that `check` has checked. Mutates fixed tensors only."""
+    def add_(self, columns: Mapping[str, Tensor], lengths: Tensor | None, count: int, steps: int) -> None:
+        """Add trajectories that `added_columns` has checked. Mutates fixed tensors only."""
         # Made anew: a tensor that was made in a trace or a capture cannot be used outside of it.
         placed = torch.empty(count, PlacedTrajectory.NUM_WORDS, dtype=torch.int64, device=self.device)
         if lengths is None:
@@ -376,52 +273,37 @@ class RingTable:
             self.row_slots,
             placed,
             lengths,
-            items.anchors,
+            self.items.anchors,
             self.shape,
-            items.unit,
-            items.alpha,
-            items.initial,
-            items.most_bits,
+            self.items.unit,
+            self.items.alpha,
+            self.items.initial,
+            self.items.most_bits,
         )
-        values = [columns[column.name].contiguous() for column in self.schema]
-        self.ops.scatter_(list(self.columns.values()), values, placed, self._sources)
+        self._scatter({name: columns[name] for name in self.columns}, placed)
         if len(self.returns_to_go) and self._rewards is not None:
             extents = placed[:, 1:3].contiguous()  # 0 steps where nothing was added
             self.ops.suffix_sum_(self.returns_to_go, self._rewards, extents)
-
-    def check_fill(self, ids: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Raise if late columns do not fit.
-
-        Raises:
-            SchemaError, ShapeError, DataError: A column is unknown, others follow from it, or it has another
-                dtype, shape or device.
-        """
-        for name, values in arguments.tensors("columns", columns).items():
-            if name not in self.columns or values.dtype != self.columns[name].dtype:
-                rule = "must be of the table, and of its dtype"
-                raise SchemaError(f"column {name}", rule, str(values.dtype))
-            column = self.schema[name]
-            if column.role in ("reward", "terminated", "truncated"):
-                raise SchemaError(f"column {name}", "must not come late", column.role)
-            rows = [] if column.rows == "1" else [self.most_steps + int(column.rows == "T+1")]
-            wanted = [len(ids), *rows, *column.shape]
-            if list(values.shape) != wanted:
-                raise ShapeError(f"column {name}", f"must be {wanted}", list(values.shape))
-            if values.device != self.state.device:
-                raise DataError(f"column {name}", f"must be on {self.device}", str(values.device))
 
     def fill_(self, ids: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Write late columns of stored trajectories; ids of evicted ones are left out.
 
         Args:
             ids: [n], int64.
-            columns: As checked by `check_fill`.
+            columns: As checked by `added_columns.check_late`.
         """
+        slot, records = self._stored(ids)
+        placed = torch.stack([slot, records[:, Slot.FIRST_ROW], records[:, Slot.NUM_STEPS]], 1)
+        self._scatter(columns, placed)
+
+    def _stored(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the slots of trajectories, -1 if they are not stored, and their records. [n], [n, 8]."""
         slots = torch.remainder(ids, self.num_slots)
         records = self.slots[slots]
-        is_there = (records[:, Slot.ID] == ids) & (records[:, Slot.STATE] == SlotState.COMMITTED)
-        slot = torch.where(is_there, slots, -1)
-        placed = torch.stack([slot, records[:, Slot.FIRST_ROW], records[:, Slot.NUM_STEPS]], 1)
+        is_stored = (records[:, Slot.ID] == ids) & (records[:, Slot.STATE] == SlotState.COMMITTED)
+        return torch.where(is_stored, slots, -1), records
+
+    def _scatter(self, columns: Mapping[str, Tensor], placed: Tensor) -> None:
         targets = [self.columns[name] for name in columns]
         sources = [SOURCES[self.schema[name].rows] for name in columns]
         self.ops.scatter_(targets, [values.contiguous() for values in columns.values()], placed, sources)
@@ -433,9 +315,75 @@ class RingTable:
             ids: Those that are not stored are ignored. [n], int64.
         """
         removed = torch.empty_like(ids)
-        unit = MassUnit.STEP if self.items_are_rows else MassUnit.TRAJECTORY
+        unit = MassUnit.STEP if self.items.by_row else MassUnit.TRAJECTORY
         known = (self.state, self.slots, self.sums, self.minima, self.priorities)
         self.ops.ring_remove_(*known, removed, ids.contiguous(), self.shape, unit)
+
+    # ---- steps of environments -------------------------------------------------------------------
+
+    def add_steps_(
+        self, columns: Mapping[str, Tensor], following: Mapping[str, Tensor], mask: Tensor | None, mode: str
+    ) -> None:
+        """Add a step that `added_columns` has checked to the open trajectory of every environment."""
+        # Made anew: a tensor that was made in a trace or a capture cannot be used outside of it.
+        placed, begun = (
+            torch.empty(self.num_envs, words, dtype=torch.int64, device=self.device)
+            for words in (PlacedStep.NUM_WORDS, 3)
+        )
+        truncated = self._ends["truncated"]
+        self.ops.ring_extend_(
+            self.state,
+            self.slots,
+            self.opened,
+            self.owners,
+            self.sums,
+            self.minima,
+            self.priorities,
+            placed,
+            begun,
+            self._truncations,
+            columns[self._ends["terminated"]].contiguous(),
+            columns[truncated].contiguous() if truncated in columns else None,
+            None if mask is None else mask.contiguous(),
+            self.items.anchors,
+            self.shape,
+            self.items.unit,
+            self.items.alpha,
+            self.items.initial,
+            self.items.most_bits,
+            mode == "next_step",
+        )
+        rows, once = {}, {}
+        for column in self.schema:
+            values = columns[column.name]
+            if column.rows == "1":
+                once[column.name] = values
+            elif column.rows == "T+1":
+                rows[column.name] = torch.stack([values, following[column.name]], 1)
+            else:
+                rows[column.name] = values[:, None]
+        self._scatter(rows, placed)
+        if once:
+            self._scatter(once, begun)
+
+    def end_steps_(self, mask: Tensor | None = None) -> None:
+        """End open trajectories: their last steps are marked as truncated.
+
+        Args:
+            mask: Of which environments; None: of all. [num_envs], bool.
+        """
+        steps = self.opened[:, OpenTrajectory.NUM_STEPS]
+        which = torch.ones_like(steps, dtype=torch.bool) if mask is None else mask
+        if len(self._truncations):
+            slots, records = self._stored(self.opened[:, OpenTrajectory.ID])
+            slot = torch.where(which & (steps > 0), slots, -1)
+            last = torch.stack([slot, records[:, Slot.FIRST_ROW] + steps - 1, torch.ones_like(slot)], 1)
+            marks = torch.ones(len(slot), 1, dtype=torch.bool, device=self.device)
+            self.ops.scatter_([self._truncations], [marks], last, [Source.STEPS])
+        for word in (OpenTrajectory.NUM_STEPS, OpenTrajectory.ENDED):
+            self.opened[:, word].masked_fill_(which, 0)
+
+    # ---- state -----------------------------------------------------------------------------------
 
     def num_trajectories(self) -> int:
         """Return the number of stored trajectories. Waits for the device."""
@@ -456,7 +404,7 @@ class RingTable:
             "bytes": self.num_bytes,
             **({} if self.host_rows is None else {"host_bytes": self.host_rows.num_bytes}),
         }
-        if len(self.priorities):
+        if self.items.has_priorities:
             found |= {
                 "priorities_applied": counts[UpdateCount.APPLIED],
                 "priorities_ignored": counts[UpdateCount.STALE],
@@ -477,16 +425,8 @@ class RingTable:
 
     def clear(self) -> None:
         """Remove all trajectories; ids continue."""
-        counts, following = self.state[_PRIORITY_COUNTS].clone(), self.state[RingState.NEXT].clone()
-        head = self.state[RingState.HEAD].clone()
-        for name in ("slots", "sums", "minima", "priorities", "row_slots", "begins"):
-            self.content[name].zero_()
-        self.opened.zero_()
-        counts[UpdateCount.DRAWABLE] = 0
-        self.state[_PRIORITY_COUNTS] = counts
-        self.state[RingState.NEXT], self.state[RingState.TAIL], self.state[RingState.HEAD] = (
-            following,
-            following,
-            head,
-        )
-        self.state[RingState.STEPS] = 0
+        for name, tensor in self.content.items():
+            if name != "state" and not name.startswith("column/"):
+                tensor.zero_()
+        self.state[RingState.TAIL] = self.state[RingState.NEXT]
+        self.state[RingState.STEPS] = self.state[RingState.COUNTS + UpdateCount.DRAWABLE] = 0

@@ -12,18 +12,19 @@ from torch import Tensor
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.burn_in import BurnIn
-from deepspeed_gear.batching.gather import Gatherer
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig, PriorityOptions
-from deepspeed_gear.device import device_checkpoint
-from deepspeed_gear.device.device_builder import device_of, ops_of, specs_of, table_of
-from deepspeed_gear.device.device_evaluation import DeviceEvaluation
-from deepspeed_gear.device.device_loader import DeviceBatch, DeviceLoader, DevicePriorityLog, reported
-from deepspeed_gear.device.device_table import DeviceTable, TableMixture
-from deepspeed_gear.device.host_rows import AddFilter
-from deepspeed_gear.device.open_steps import OpenSteps
+from deepspeed_gear.device import added_columns, device_checkpoint
+from deepspeed_gear.device.device_loader import DeviceBatch, DeviceEvaluation, DeviceLoader, reported
+from deepspeed_gear.device.device_table import (
+    DeviceTable,
+    TableMixture,
+    device_of,
+    ops_of,
+    specs_of,
+    table_of,
+)
 from deepspeed_gear.device.replica_collectives import inside_replica, shares_gpus
-from deepspeed_gear.device.ring_selection import RingSelection, WeightExponents
 from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.distributed.replay_plan import ReplayPlan, make_plan
 from deepspeed_gear.distributed.topology import RankCoordinates
@@ -34,14 +35,13 @@ from deepspeed_gear.errors import (
     ShapeError,
     StoreError,
 )
-from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import RingState
 from deepspeed_gear.replay.batch_assembler import Transform
 from deepspeed_gear.replay.metrics import Totals
 from deepspeed_gear.replay.replay_base import ReplayBase
 from deepspeed_gear.replay.table_warnings import ClampWarning
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
-from deepspeed_gear.sampling.stream_spec import StreamSpec, mixture_of
+from deepspeed_gear.sampling.stream_spec import mixture_of
 from deepspeed_gear.schema import Schema
 
 
@@ -102,12 +102,7 @@ class DeviceReplay(ReplayBase):
             plan.exchange.close()
             raise
         self._loader = DeviceLoader(
-            self._mixture,
-            DevicePriorityLog(self._mixture, plan.info.accumulation, inner),
-            plan.topology.data_rank,
-            burn_in=self._burn_in,
-            info=plan.info,
-            owner=self,
+            self._mixture, inner, plan.topology.data_rank, self._burn_in, plan.info, owner=self
         )
         self._clamp_warnings = self._new_clamp_warnings()
         self._num_before_load = 0  # global batches selected here, less the position of the latest load
@@ -129,46 +124,16 @@ class DeviceReplay(ReplayBase):
                 raise ConfigError("gear.sampler.kind", rule, config.item_sampler.kind, remedy)
         self._burn_in = BurnIn.of(config, plan.fields, plan.needs.fields)
         ops, specs = ops_of(config, plan.ops, self.device), [specs_of(plan, name) for name in names]
-        tables = [
-            self._build_table(plan, name, streams[TRAIN], ops, engine_dtype)
-            for name, streams in zip(names, specs, strict=True)
-        ]
+        tables = []
+        for name, streams in zip(names, specs, strict=True):
+            self.tables[name] = table_of(plan, name, streams[TRAIN], ops, self.device)
+            tables.append(DeviceTable(plan, name, self.tables[name], streams[TRAIN], engine_dtype))
         num_samples = info.micro * info.accumulation
         self._mixture = TableMixture(tables, mixture_of(config, info), num_samples, info.accumulation)
-        self.table = tables[0].table
-        self.schema = self.table.schema
+        self.table, self.schema = tables[0].table, tables[0].table.schema
         splits = {name: spec for name, spec in specs[0].items() if name != TRAIN}
-        self._passes = DeviceEvaluation(
-            plan, self.table, splits if tables[0].has_data else {}, tables[0].gatherer, self._burn_in
-        )
-
-    def _build_table(
-        self, plan: ReplayPlan, name: str, spec: StreamSpec, ops: Ops, engine_dtype: torch.dtype
-    ) -> DeviceTable:
-        config, needs, options = plan.config, plan.needs, plan.config.resolved_tables[name]
-        table = self.tables[name] = table_of(plan, name, spec, ops, self.device)
-        selection = RingSelection(
-            table,
-            spec,
-            WeightExponents(config, self.device),
-            stride=plan.info.data_world,
-            offset=plan.topology.data_rank,
-            max_times_sampled=options.max_times_sampled,
-        )
-        gatherer = Gatherer(
-            needs.fields,
-            table,
-            plan.statistics(needs.fields),
-            config.n_step if needs.n_step else None,
-            plan.info.micro,
-            0,
-            engine_dtype,
-            config.threads if self.device.type == "cpu" else 1,  # for a kernel it would be its blocks
-        )
-        steps = OpenSteps(table, selection.new_items) if table.num_envs else None
-        has_data = options.data is not None
-        added = AddFilter(() if has_data else spec.rule.where, table.schema, self.device)
-        return DeviceTable(name, selection, gatherer, steps, has_data, added)
+        has_splits = tables[0].has_data
+        self._passes = DeviceEvaluation(plan, tables[0], splits if has_splits else {}, self._burn_in)
 
     def _changing(self, name: str | None) -> DeviceTable:
         """Return a table that is added to: of this name, or the only one.
@@ -228,13 +193,12 @@ class DeviceReplay(ReplayBase):
         batch = self._loader.next()
         if self.transform is None:
             return batch
-        sizes = self._mixture.sizes(batch.micro)
-        numbers = torch.split(batch.sample_number, sizes)
+        numbers = torch.split(batch.sample_number, self._mixture.sizes[batch.micro])
         keys = [
-            position.transform_keys(each.selection.seed, each.selection.key, part)
+            position.transform_keys(each.seed, each.key, part)
             for each, part in zip(self._mixture.tables, numbers, strict=True)
         ]
-        return self.transform(batch.again(), keys[0] if len(keys) == 1 else torch.cat(keys))
+        return self.transform(batch.again(), torch.cat(keys))
 
     def _begin_pass(self, split: str) -> Iterator[Batch]:
         return self._passes.batches(split)
@@ -263,15 +227,15 @@ class DeviceReplay(ReplayBase):
             StoreError: The table holds a data set, or takes steps of environments.
         """
         into = self._changing(table)
-        if into.steps is not None:
+        if into.table.num_envs:
             rule = "must get single steps: its rows are divided among the environments of num_envs"
             raise StoreError("the table on the device", rule, None, "use add_steps_, or leave num_envs out")
-        count, steps = into.table.check(columns, lengths)
+        count, steps = added_columns.check_trajectories(into.table, columns, lengths)
         if lengths is not None and steps < into.table.most_steps:
             lengths = torch.where(lengths <= steps, lengths, -1)
-        lengths = into.table.without_inner_ends(columns, lengths, steps)
+        lengths = added_columns.without_inner_ends(into.table, columns, lengths, steps)
         lengths = into.filter.lengths(columns, lengths, steps)
-        into.selection.add_(columns, lengths, count, steps)
+        into.table.add_(columns, lengths, count, steps)
         into.mark_filled()
 
     def add_transitions_(
@@ -291,7 +255,7 @@ class DeviceReplay(ReplayBase):
             SchemaError, ShapeError, DataError: As `add_`.
             ConfigError: N-step returns are of more than a step, which no trajectory of one step has.
         """
-        trajectories = self._changing(table).table.as_trajectories(columns, following)
+        trajectories = added_columns.as_trajectories(self._changing(table).table, columns, following)
         n = 1 if self.config.n_step is None else self.config.n_step.n
         if n > 1:
             rule = "must be 1 where transitions are added one by one: a return ends with its trajectory"
@@ -331,10 +295,9 @@ class DeviceReplay(ReplayBase):
             ConfigError: There is no such autoreset mode.
             StoreError: The table has no `num_envs`, or holds a data set.
         """
-        into, following = self._changing(table), {} if following is None else following
-        steps = self._open_steps(into)
-        steps.check(columns, following, mask, autoreset)
-        steps.add_(columns, following, mask, autoreset)
+        into, following = self._open_steps(table), {} if following is None else following
+        added_columns.check_step(into.table, columns, following, mask, autoreset)
+        into.table.add_steps_(columns, following, mask, autoreset)
         into.mark_filled()
 
     def end_steps_(self, mask: Tensor | None = None, *, table: str | None = None) -> None:
@@ -345,23 +308,20 @@ class DeviceReplay(ReplayBase):
             table: As `add_`.
         Raises:
             StoreError: The table has no `num_envs`, or holds a data set.
-            DataError: `mask` is no tensor of bools on the device.
+            SchemaError, ShapeError, DataError: `mask` is no tensor of bools on the device.
         """
-        into = self._changing(table)
-        steps = self._open_steps(into)
+        into = self._open_steps(table)
         if mask is not None:
-            is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.device == self.device
-            if not is_mask or mask.shape != (into.table.num_envs,):
-                rule = f"must be [{into.table.num_envs}], bool, on {self.device}"
-                raise DataError("mask", rule, type(mask).__name__)
-        steps.end_(mask)
+            added_columns.check_mask(into.table, mask)
+        into.table.end_steps_(mask)
 
-    @staticmethod
-    def _open_steps(into: DeviceTable) -> OpenSteps:
-        if into.steps is None:
+    def _open_steps(self, name: str | None) -> DeviceTable:
+        """Return a table to which steps of environments are added."""
+        into = self._changing(name)
+        if not into.table.num_envs:
             rule = "must have num_envs, so that steps of environments can be added"
             raise StoreError("the table on the device", rule, None, f"set gear.tables.{into.name}.num_envs")
-        return into.steps
+        return into
 
     def fill_(self, ids: Tensor, columns: Mapping[str, Tensor], *, table: str | None = None) -> None:
         """Write columns of trajectories; those that are not stored any more are left out.
@@ -378,7 +338,7 @@ class DeviceReplay(ReplayBase):
         changing = self._changing(table)
         into = changing.table
         self._check_ids(ids)
-        into.check_fill(ids, columns)
+        added_columns.check_late(into, ids, columns)
         for name in changing.filter.columns & columns.keys():
             raise SchemaError(f"column {name}", "must not be filled: gear.sampler.where reads it when added")
         into.fill_(ids, columns)
@@ -446,7 +406,7 @@ class DeviceReplay(ReplayBase):
         if batch.owner is not self:
             rule = "must be of this replay's training stream"
             raise DataError("batch", rule, None, "nothing was changed")
-        self._loader.reports.take(batch, reported(batch, priorities, mask, sampler))
+        self._loader.update_(batch, reported(batch, priorities, mask, sampler))
 
     update_priorities = update_priorities_
 
@@ -607,7 +567,7 @@ class DeviceReplay(ReplayBase):
             return each.table.priority_counts()[1]
 
         when = "since the last check()"
-        return ClampWarning(each.name, each.selection.most_bits, num_clamped, recent, when)
+        return ClampWarning(each.name, each.table.items.most_bits, num_clamped, recent, when)
 
     def _settle(self) -> None:
         """Apply all waiting updates; only between two global batches."""
@@ -616,7 +576,7 @@ class DeviceReplay(ReplayBase):
             rule = "must be taken between two global batches"
             at = f"micro batch {self._loader.next_micro} of {self.batch_info.accumulation}"
             raise StoreError("the state", rule, at, "use the other micro batches first")
-        self._loader.reports.apply()
+        self._loader.apply_updates()
 
     def clear(self, *, table: str | None = None) -> None:
         """Remove all trajectories of this replica's table.

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from deepspeed_gear import DeviceReplay, Replay
 
 WINDOWS = {
     "observation": {"offset": -3, "length": 5, "normalize": "mean_std"},
@@ -41,6 +46,15 @@ def on_device(section: dict[str, Any], **table: Any) -> dict[str, Any]:
     return {**rest, "tables": {name: {**options, "placement": "device", **table}}}
 
 
+def on_host(section: dict[str, Any]) -> dict[str, Any]:
+    """Put the tables of a section into host memory."""
+    made = copy.deepcopy(section)
+    for table in made["tables"].values():
+        for option in ("placement", "num_envs", "rows"):
+            table.pop(option, None)
+    return made
+
+
 def online(sampler: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
     table = {"capacity_steps": 60, "max_length": 6, "remove": "fifo", "placement": "device"}
     table |= {"schema": {"columns": COLUMNS}, **options.pop("table", {})}
@@ -71,6 +85,45 @@ def trajectories(count: int, steps: int, first: int = 0) -> dict[str, Tensor]:
         "truncated": flags,
         "task": number,
     }
+
+
+def step_of(columns: dict[str, Tensor], step: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A step of each trajectory, and the states after it."""
+    rows = {name: values if name == "task" else values[:, step] for name, values in columns.items()}
+    return rows, {"observation": columns["observation"][:, step + 1]}
+
+
+class Pair:
+    """A table on a device and the same one in host memory, whose batches must be equal."""
+
+    def __init__(self, device: DeviceReplay, host: Replay) -> None:
+        self.device, self.host = device, host
+
+    def add(self, columns: dict[str, Any], table: str | None = None) -> None:
+        """Add a trajectory to both."""
+        rows = {name: torch.as_tensor(values)[None] for name, values in columns.items()}
+        self.device.add_(rows, table=table)
+        self.host.add(columns, *([] if table is None else [table]))
+
+    def sample(self) -> Any:
+        """Sample from both, and compare."""
+        self.batches = self.device.sample(), self.host.sample()
+        assert_same(*self.batches)
+        return self.batches[0]
+
+    def report(self, values: Tensor) -> None:
+        """Report priorities of the batches that were sampled last."""
+        for replay, batch in zip((self.device, self.host), self.batches, strict=True):
+            replay.update_priorities(batch, values)
+
+
+@contextlib.contextmanager
+def device_and_host(section: dict[str, Any], schemas: Any = None) -> Iterator[Pair]:
+    with (
+        DeviceReplay(section, "cpu", schemas=schemas) as device,
+        Replay(on_host(section), schemas=schemas) as host,
+    ):
+        yield Pair(device, host)
 
 
 def assert_same(got: Any, expected: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ring_cases import SAMPLERS, online, trajectories
+from ring_cases import SAMPLERS, online, step_of, trajectories
 from torch import Tensor
 
 from deepspeed_gear import DeviceReplay
@@ -16,6 +16,7 @@ from deepspeed_gear.device.reshard_rings import deal
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.constants import tree_size
 from deepspeed_gear.ops.records import OpenTrajectory, RingState, Slot, SlotState, UpdateCount
+from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 ENVS = 6
 Content = dict[str, Tensor]
@@ -35,10 +36,9 @@ def fill(replay: DeviceReplay, first: int, turns: int) -> None:
         number = first + 3 * turn
         if replay.table.num_envs:
             for step in range(2 + turn % 3):
-                rows = trajectories(replay.table.num_envs, 5, number * 10)
-                row = {name: rows[name][:, step] if name != "task" else rows[name] for name in rows}
+                row, following = step_of(trajectories(replay.table.num_envs, 5, number * 10), step)
                 row["terminated"] = torch.arange(replay.table.num_envs) % 4 == turn % 4
-                replay.add_steps_(row, {"observation": rows["observation"][:, step + 1]})
+                replay.add_steps_(row, following)
         else:
             replay.add_(trajectories(3, 1 + turn % 6, number))
         batch = replay.sample()
@@ -65,7 +65,7 @@ def items(content: dict[str, Tensor], by_row: bool) -> list[tuple[Any, ...]]:
                 int(content["column/task"][at]),
                 str(content["column/observation"][first : first + rows].tolist()),
                 str(content["column/reward"][first : first + steps].tolist()),
-                str(content["returns_to_go"][first : first + steps].tolist()),
+                str(content[f"column/{RETURN_TO_GO}"][first : first + steps].tolist()),
                 str(content["sums"][place].tolist()),
                 str(content["priorities"][place].tolist()) if len(content["priorities"]) else "",
             )
@@ -99,7 +99,7 @@ def test_every_trajectory_is_held_once_with_its_priorities(
     ):
         for number, replay in enumerate(old):
             fill(replay, 100 * number, 7 + number)
-        saved, by_row = [content_of(replay) for replay in old], old[0].table.items_are_rows
+        saved, by_row = [content_of(replay) for replay in old], old[0].table.items.by_row
         found = dealt_to(new, saved)
         assert [num_left_out for _, num_left_out in found] == [0] * after
         wanted = sorted(item for content in saved for item in items(content, by_row))

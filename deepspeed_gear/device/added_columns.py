@@ -1,0 +1,232 @@
+"""Columns that a program adds to a table on a device: checks of shapes and dtypes, and filters of values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+import deepspeed_gear.arguments as arguments
+from deepspeed_gear.data.trajectory_checks import ENDS_LAST
+from deepspeed_gear.device.ring_table import RingTable
+from deepspeed_gear.errors import ConfigError, DataError, SchemaError, ShapeError
+from deepspeed_gear.sampling.mass_rules import Condition
+from deepspeed_gear.schema import DTYPES, Column, Schema
+
+Columns = Mapping[str, Tensor]
+_PER_ENVIRONMENT = ", a row per environment"
+AUTORESET = ("same_step", "next_step", "disabled")
+
+
+def _check_names(what: str, given: Columns, known: Collection[str], needed: Collection[str]) -> None:
+    arguments.tensors(what, given)
+    for name in sorted({*needed} - given.keys()):
+        raise SchemaError(f"{what}: column {name}", "must be given")
+    for name in sorted(given.keys() - {*known}):
+        raise SchemaError(f"{what}: column {name}", f"must be one of {', '.join(sorted(known))}")
+
+
+def _check_values(
+    at: str, values: Tensor, column: Column, device: torch.device, sizes: list[int], note: str = ""
+) -> None:
+    """Raise unless a column has its device, dtype and shape: [*sizes, *shape of a row]."""
+    if values.device != device:
+        raise DataError(at, f"must be on {device}", str(values.device))
+    if values.dtype != DTYPES[column.dtype]:
+        raise SchemaError(at, f"must be {column.dtype}", str(values.dtype))
+    if list(values.shape) != [*sizes, *column.shape]:
+        raise ShapeError(at, f"must be {[*sizes, *column.shape]}{note}", list(values.shape))
+
+
+def check_trajectories(table: RingTable, columns: Columns, lengths: Tensor | None) -> tuple[int, int]:
+    """Raise if trajectories cannot be added, from shapes and dtypes alone.
+
+    Returns:
+        Trajectories, and steps of each.
+    Raises:
+        SchemaError, ShapeError, DataError: A column is missing, unknown, or of another shape, dtype or
+            device.
+    """
+    schema, device = table.schema, table.state.device
+    _check_names("columns", columns, schema.names, schema.names)
+    count, steps = -1, -1  # of the first column that has them: those of all
+    for column in schema:
+        given = columns[column.name]
+        if count < 0 and given.dim() > 0:
+            count = given.shape[0]
+        if steps < 0 and given.dim() > 1 and column.rows != "1":
+            steps = given.shape[1] - int(column.rows == "T+1")
+    if steps < 0:
+        steps = table.most_steps
+    for column in schema:
+        sizes = [count] if column.rows == "1" else [count, steps + int(column.rows == "T+1")]
+        _check_values(f"column {column.name}", columns[column.name], column, device, sizes)
+    if not 1 <= steps <= table.most_steps:
+        raise ShapeError("steps", f"must be in [1, {table.most_steps}], the table's max_length", steps)
+    most = min(table.num_slots, table.num_rows // (table.most_steps + int(schema.has_final_row)) - 1)
+    if not 1 <= count <= most:
+        raise ShapeError("trajectories", f"must be in [1, {most}], so that they fit at once", count)
+    if lengths is not None:
+        if not isinstance(lengths, Tensor):
+            raise DataError("lengths", "must be a tensor", type(lengths).__name__)
+        arguments.dense("lengths", lengths)
+        if lengths.shape != (count,) or lengths.dtype != torch.int64:
+            form = f"{list(lengths.shape)}, {lengths.dtype}"
+            raise ShapeError("lengths", f"must be [{count}], int64", form)
+    return count, steps
+
+
+def without_inner_ends(
+    table: RingTable, columns: Columns, lengths: Tensor | None, steps: int
+) -> Tensor | None:
+    """Return the lengths of checked trajectories, -1 (refused) where an end flag precedes the last step.
+
+    Args:
+        columns: Of the trajectories. [E, T, *shape].
+        lengths: Steps of each; None: all `steps`. [E], int64.
+    Raises:
+        DataError: There is such a flag, in host memory: a device is not waited for.
+    """
+    flags = [columns[column.name][:, :-1].bool() for column in table.schema.end_columns]
+    if not flags or steps == 1:
+        return lengths
+    inner = flags[0] if len(flags) == 1 else flags[0] | flags[1]
+    if lengths is not None:
+        inner = inner & (torch.arange(1, steps, device=table.device) < lengths[:, None])
+    has_inner = inner.any(1)
+    if table.device.type == "cpu" and not torch.compiler.is_compiling() and bool(has_inner.any()):
+        number, step = inner.nonzero()[0].tolist()
+        names = " or ".join(column.name for column in table.schema.end_columns)
+        remedy = "add each episode as a trajectory, or steps with num_envs and add_steps_"
+        raise DataError(f"column {names}", ENDS_LAST, f"a flag at step {step} of trajectory {number}", remedy)
+    kept = torch.full_like(has_inner, steps, dtype=torch.int64) if lengths is None else lengths
+    return torch.where(has_inner, -1, kept)
+
+
+def as_trajectories(table: RingTable, columns: Columns, following: Columns) -> dict[str, Tensor]:
+    """Return transitions as trajectories of one step. [E, *shape] -> [E, 1 or 2, *shape]."""
+    named: dict[str, Tensor] = {}
+    arguments.tensors("following", following)
+    for name, values in arguments.tensors("columns", columns).items():
+        rows = table.schema[name].rows if name in table.columns else "1"
+        if rows == "T+1" and name in following:
+            if following[name].shape != values.shape:
+                given = list(following[name].shape)
+                raise ShapeError(f"following: column {name}", f"must be {list(values.shape)}", given)
+            named[name] = torch.stack([values, following[name]], 1)
+        else:
+            named[name] = values if rows == "1" else values.unsqueeze(1)
+    return named
+
+
+def check_step(
+    table: RingTable, columns: Columns, following: Columns, mask: Tensor | None, mode: str
+) -> None:
+    """Raise if a step of every environment cannot be added, from shapes and dtypes alone.
+
+    Raises:
+        SchemaError, ShapeError, DataError: A column is missing, unknown, or of another shape, dtype or
+            device.
+        ConfigError: There is no such autoreset mode.
+    """
+    if mode not in AUTORESET:
+        raise ConfigError("autoreset", f"must be one of {', '.join(AUTORESET)}", mode)
+    schema, of_step = table.schema, (table.state.device, [table.num_envs], _PER_ENVIRONMENT)
+    known, needed = {column.name: column for column in schema}, [*schema.names]
+    for role in ("terminated", "truncated"):
+        if schema.role(role) is None and role not in known:
+            known[role] = Column(role, "bool")
+    if schema.role("terminated") is None:
+        needed.append("terminated")
+    _check_names("columns", columns, known, needed)
+    states = [column.name for column in schema if column.rows == "T+1"]
+    _check_names("following", following, states, states)
+    for name, values in columns.items():
+        _check_values(f"column {name}", values, known[name], *of_step)
+    for name, values in following.items():
+        _check_values(f"following: column {name}", values, schema[name], *of_step)
+    if mask is not None:
+        check_mask(table, mask)
+
+
+def check_mask(table: RingTable, mask: object) -> None:
+    """Raise unless a mask is a bool of each environment, on the device."""
+    if not isinstance(mask, Tensor):
+        raise DataError("mask", "must be a tensor", type(mask).__name__)
+    of_step = table.state.device, [table.num_envs], _PER_ENVIRONMENT
+    _check_values("mask", arguments.dense("mask", mask), Column("mask", "bool"), *of_step)
+
+
+def check_late(table: RingTable, ids: Tensor, columns: Columns) -> None:
+    """Raise if late columns do not fit.
+
+    Raises:
+        SchemaError, ShapeError, DataError: A column is unknown, others follow from it, or it has another
+            dtype, shape or device.
+    """
+    _check_names("columns", columns, table.schema.names, ())
+    for name, values in columns.items():
+        column = table.schema[name]
+        if column.role in ("reward", "terminated", "truncated"):
+            raise SchemaError(f"column {name}", "must not come late", column.role)
+        rows = [] if column.rows == "1" else [table.most_steps + int(column.rows == "T+1")]
+        _check_values(f"column {name}", values, column, table.state.device, [len(ids), *rows])
+
+
+class AddFilter:
+    """Which trajectories may be drawn; the others are not stored. Waits for nothing.
+
+    Args:
+        conditions: Of the sampler, on columns of a value per trajectory; all must hold.
+    Raises:
+        SchemaError: A column is late: its values are not there when the trajectory is added.
+    """
+
+    def __init__(self, conditions: Sequence[Condition], schema: Schema, device: torch.device) -> None:
+        self._conditions, self._among = tuple(conditions), dict[str, Tensor]()
+        #: The columns that are read.
+        self.columns = frozenset(condition.column for condition in conditions)
+        limits = torch.iinfo(torch.int64)
+        for condition in conditions:
+            name, dtype = condition.column, DTYPES[schema[condition.column].dtype]
+            if schema[name].late:
+                rule = "must not be late where gear.sampler.where names it, in a table on devices"
+                raise SchemaError(f"column {name}", rule)
+            if condition.among is not None and dtype.is_floating_point:
+                self._among[name] = torch.tensor([float(n) for n in condition.among], dtype=dtype).to(device)
+            elif condition.among is not None:  # no integer is equal to the others
+                held = [int(n) for n in condition.among if limits.min <= n <= limits.max and n == int(n)]
+                self._among[name] = torch.tensor(held, dtype=torch.int64).to(device)
+
+    def lengths(self, columns: Columns, lengths: Tensor | None, steps: int) -> Tensor | None:
+        """Return the lengths of trajectories, 0 for those that fail a condition; None: all are `steps`.
+
+        Args:
+            columns: Of the trajectories. [E, *shape].
+            lengths: Steps of each; None: all `steps`. [E], int64.
+        """
+        for condition in self._conditions:
+            holds = self._holds(condition, columns[condition.column])
+            kept = torch.full_like(holds, steps, dtype=torch.int64) if lengths is None else lengths
+            lengths = torch.where(holds, kept, torch.zeros_like(kept))
+        return lengths
+
+    def _holds(self, condition: Condition, values: Tensor) -> Tensor:
+        least, most = condition.minimum, condition.maximum
+        if not values.dtype.is_floating_point:
+            # A float bound would round large integers: compared are integers, with bounds that int64 holds.
+            values, limits = values.long(), torch.iinfo(torch.int64)
+            if (least or 0) > limits.max or (most or 0) < limits.min:
+                return torch.zeros_like(values, dtype=torch.bool)
+            least = None if least is None else max(math.ceil(least), limits.min)
+            most = None if most is None else min(math.floor(most), limits.max)
+        holds = torch.ones_like(values, dtype=torch.bool)
+        if least is not None:
+            holds &= values >= least
+        if most is not None:
+            holds &= values <= most
+        if condition.among is not None:
+            holds &= (values[:, None] == self._among[condition.column]).any(1)
+        return holds
