@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from gear_support import ROOT
 from process_support import environment, launch
+from warm_python import run_warm
 
 from deepspeed_gear import Dataset
 
@@ -20,7 +19,8 @@ STEPS = 100
 @pytest.fixture(scope="module")
 def cartpole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "cartpole"
-    subprocess.run([sys.executable, EXAMPLES / "cartpole_data.py", path], env=environment(), check=True)
+    done = run_warm(str(EXAMPLES / "cartpole_data.py"), str(path), env=environment())
+    assert done.returncode == 0, done.stderr
     return path
 
 

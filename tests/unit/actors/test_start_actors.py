@@ -202,9 +202,7 @@ time.sleep(60)
 
 def test_actors_end_with_the_process_that_started_them() -> None:
     program = PARENT.format(tests=str(ROOT / "tests" / "unit" / "actors"))
-    command = [sys.executable, "-c", program]
-    env = environment(GEAR_TEST_PREFIX=prefix())
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as parent:
+    with WarmProcess(["-c", program], environment(), subprocess.PIPE) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2
