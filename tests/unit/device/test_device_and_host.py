@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from gear_support import config_of
+from ring_cases import assert_same, device_and_host
 
-from deepspeed_gear import DeviceReplay, Replay
 from deepspeed_gear.errors import StoreError
 
 STEPS = 5
@@ -25,8 +25,8 @@ KINDS = [
 
 
 def section(sampler: dict[str, Any], seed: int, **options: Any) -> dict[str, Any]:
-    table = {"capacity_steps": 2000, "max_length": STEPS, "remove": "fifo", **options}
-    table["schema"] = {"columns": {"x": {"dtype": "int64"}}}
+    table = {"capacity_steps": 2000, "max_length": STEPS, "remove": "fifo", "placement": "device"}
+    table |= {"schema": {"columns": {"x": {"dtype": "int64"}}}, **options}
     return config_of(seed=seed, batch_size=3, sampler=sampler, fields={"x": {}}, tables={"main": table})
 
 
@@ -36,42 +36,35 @@ def test_batches_are_equal_in_every_order_of_calls(sampler: dict[str, Any], most
     """Also after draws for which no item has a mass, which the host refuses and the device marks."""
     room = {} if most is None else {"capacity_trajectories": most}
     has_priorities, num_compared, num_empty = sampler["kind"] in ("prioritized", "top_k"), 0, 0
+    calls = ["add", "add", "sample", "sample"] + has_priorities * ["report", "report", "zero"]
     for seed in range(8):
         choose = random.Random(seed)
-        made, on_device = section(sampler, seed, **room), section(sampler, seed, placement="device", **room)
-        calls = ["add", "add", "sample", "sample"] + has_priorities * ["report", "report", "zero"]
-        with DeviceReplay(on_device, "cpu") as device, Replay(made) as host:
-            batches, number = None, 0
+        with device_and_host(section(sampler, seed, **room)) as both:
+            has_batch, number = False, 0
             for _ in range(60):
                 call = choose.choice(calls + (["remove"] if most is None else []))
                 if call == "add" or number == 0:
                     steps = choose.randint(1, STEPS)
-                    device.add_({"x": torch.full((1, STEPS), number)}, torch.tensor([steps]))
-                    host.add({"x": np.full(steps, number)})
+                    both.device.add_({"x": torch.full((1, STEPS), number)}, torch.tensor([steps]))
+                    both.host.add({"x": np.full(steps, number)})
                     number += 1
                 elif call == "remove":
                     which = choose.randrange(number)
-                    device.remove_(torch.tensor([which]))
-                    host.remove([which])
+                    both.device.remove_(torch.tensor([which]))
+                    both.host.remove([which])
                 elif call == "sample":
-                    got = device.sample()
-                    batches = None
+                    has_batch, got = False, both.device.sample()
                     try:
-                        expected = host.sample()
+                        both.batches = got, both.host.sample()
                     except StoreError:
                         assert not got.valid.any()
                         num_empty += 1
                         continue
-                    batches = got, expected
-                    for name in ("trajectory_id", "anchor", "sample_number", "probability", "is_weight"):
-                        assert torch.equal(getattr(got, name), getattr(expected, name)), (seed, name)
-                    assert torch.equal(got["x"], expected["x"])
-                    num_compared += 1
-                elif batches is not None:
+                    assert_same(*both.batches)
+                    has_batch, num_compared = True, num_compared + 1
+                elif has_batch:
                     values = torch.tensor([choose.choice([0.5, 1, 2, 7, 50]) for _ in range(3)])
-                    values *= call == "report"
-                    device.update_priorities(batches[0], values)
-                    host.update_priorities(batches[1], values)
-                    batches = None
+                    both.report(values * (call == "report"))
+                    has_batch = False
     assert num_compared > 50
     assert num_empty > 0 or most is not None or not has_priorities

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from gear_support import STEP, config_of, lengths_of, write_dataset
-from ring_cases import PRIORITIZED, SAMPLERS, WINDOWS, assert_same, on_device
+from ring_cases import PRIORITIZED, SAMPLERS, WINDOWS, assert_same, device_and_host, on_device
 from torch import Tensor
 
-from deepspeed_gear import DeviceReplay, Replay
+from deepspeed_gear import DeviceReplay
 from deepspeed_gear.errors import ConfigError, DataError, StoreError
 
 
@@ -20,23 +20,24 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_dataset(tmp_path_factory.mktemp("data") / "set", lengths_of(40), {"eval": 0.2})
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_data_set_gives_the_batches_of_shared_memory(data: Path, sampler: str, accumulation: int) -> None:
-    section = config_of(data, sampler=SAMPLERS[sampler], fields=WINDOWS, batch_size=24, seed=5)
+@pytest.mark.parametrize(("accumulation", "rows"), [(1, "host"), (2, "device")])
+@pytest.mark.parametrize("sampler", [*SAMPLERS, "top-k"])
+def test_a_data_set_gives_the_batches_of_shared_memory(
+    data: Path, sampler: str, accumulation: int, rows: str
+) -> None:
+    options = SAMPLERS.get(sampler) or {"kind": "top_k", "unit": "step"}
+    section = config_of(data, sampler=options, fields=WINDOWS, batch_size=24, seed=5)
     section["gradient_accumulation_steps"] = accumulation
     torch.manual_seed(0)
-    with Replay(section) as host, DeviceReplay(on_device(section), "cpu") as device:
-        for _ in range(20):
-            for _ in range(accumulation):
-                expected, got = host.sample(), device.sample()
-                assert_same(got, expected)
-                if "prioritized" in sampler or "table" in sampler or "normalized" in sampler:
-                    values = torch.rand(got.num_samples) * 3
-                    host.update_priorities(expected, values)
-                    device.update_priorities_(got, values)
-        assert len(device) == len(host)
-        assert device.num_steps == host.num_steps
+    with device_and_host(on_device(section, rows=rows)) as both:
+        for _ in range(20 * accumulation):
+            batch = both.sample()
+            if sampler == "top-k":
+                both.report(torch.randint(0, 3, (batch.num_samples,)).float() + 0.5)
+            elif both.device.config.item_sampler.has_priorities:
+                both.report(torch.rand(batch.num_samples) * 3)
+        assert len(both.device) == len(both.host)
+        assert both.device.num_steps == both.host.num_steps
 
 
 def test_a_transform_gets_the_keys_of_shared_memory(data: Path) -> None:
@@ -46,28 +47,27 @@ def test_a_transform_gets_the_keys_of_shared_memory(data: Path) -> None:
         batch["noisy"] = batch["observation"] + (key % 7).float()[:, None, None]
         return batch
 
-    with Replay(section) as host, DeviceReplay(on_device(section), "cpu") as device:
-        plain = set(device.sample())
-        host.sample()
-        host.transform = device.transform = transform
+    with device_and_host(on_device(section)) as both:
+        plain = set(both.sample())
+        both.host.transform = both.device.transform = transform
         for _ in range(5):
-            assert_same(device.sample(), host.sample())
-        device.transform = None
-        assert set(device.sample()) == plain
+            both.sample()
+        both.device.transform = None
+        assert set(both.device.sample()) == plain
 
 
 @pytest.mark.parametrize("sampler", ["uniform steps", "trajectories", "by the table"])
 def test_a_pass_over_a_split_is_that_of_shared_memory(data: Path, sampler: str) -> None:
     section = config_of(data, sampler=SAMPLERS[sampler], fields=WINDOWS, batch_size=7, seed=5)
-    with Replay(section) as host, DeviceReplay(on_device(section), "cpu") as device:
+    with device_and_host(on_device(section)) as both:
+        device, host = both.device, both.host
         assert device.num_batches("eval") == host.num_batches("eval")
         for _ in range(2):
-            passes = zip(device.iterator("eval"), host.iterator("eval"), strict=True)
-            for got, expected in passes:
+            for got, expected in zip(device.iterator("eval"), host.iterator("eval"), strict=True):
                 assert_same(got, expected)
                 assert torch.equal(got.valid, expected.valid)
                 assert torch.equal(got.epoch, expected.epoch)
-        assert_same(device.sample(), host.sample())
+        both.sample()
         with pytest.raises(ConfigError, match="must be one of train, eval"):
             device.iterator("test")
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gear_support import SCHEMA, lengths_of, trajectory, write_dataset
-from ring_cases import SAMPLERS, assert_same, online, trajectories
+from gear_support import SCHEMA, trajectory
+from ring_cases import Pair, assert_same, device_and_host, online, trajectories
 
-from deepspeed_gear import DeviceReplay, Replay
-from deepspeed_gear.errors import ConfigError, DataError
+from deepspeed_gear import DeviceReplay
+from deepspeed_gear.errors import DataError
 from deepspeed_gear.ops.records import Slot, SlotState
 
 BATCH = 24
@@ -39,19 +38,10 @@ def section(kind: str, **options: Any) -> dict[str, Any]:
     return {**made, **options}
 
 
-def on_host(made: dict[str, Any]) -> dict[str, Any]:
-    made = copy.deepcopy(made)
-    for table in made["tables"].values():
-        del table["placement"]
-    return made
-
-
-def add(replays: tuple[DeviceReplay, Replay], numbers: range) -> None:
-    device, host = replays
+def add(both: Pair, numbers: range, *tables: str) -> None:
     for number in numbers:
-        columns = trajectory(number, 1 + number * 5 % 12)
-        device.add_({name: torch.as_tensor(values)[None] for name, values in columns.items()})
-        host.add(columns)
+        for table in tables or (None,):
+            both.add(trajectory(number, 1 + number * 5 % 12), table)
 
 
 def without_samples(device: DeviceReplay, accumulation: int) -> None:
@@ -72,27 +62,22 @@ def test_batches_are_those_of_a_table_in_host_memory(kind: str, accumulation: in
     """Until too few items or draws are left, and after more were added; some were removed meanwhile."""
     made = section(kind, gradient_accumulation_steps=accumulation)
     torch.manual_seed(0)
-    schemas, most, num_empty = {"main": SCHEMA}, KINDS[kind][1], 0
+    most, num_empty = KINDS[kind][1], 0
     removed, lowest = torch.tensor([1, 2, 299]), int(kind.startswith("top-k"))  # 0: is not drawn again
-    with (
-        DeviceReplay(made, "cpu", schemas=schemas) as device,
-        Replay(on_host(made), schemas=schemas) as host,
-    ):
-        add((device, host), range(30))
+    with device_and_host(made, {"main": SCHEMA}) as both:
+        device, host = both.device, both.host
+        add(both, range(30))
         device.remove_(removed)
         host.remove(removed)
         for turn in range(12):
             if not host.can_sample():
                 num_empty += 1
                 without_samples(device, accumulation)
-                add((device, host), range(30 * num_empty, 30 * num_empty + 30))
+                add(both, range(30 * num_empty, 30 * num_empty + 30))
             for _ in range(accumulation):
-                got, expected = device.sample(), host.sample()
-                assert_same(got, expected)
+                batch = both.sample()
                 if device.config.item_sampler.has_priorities and turn < 11:
-                    values = torch.randint(lowest, 9, (got.num_samples,)).float()
-                    device.update_priorities(got, values)
-                    host.update_priorities(expected, values)
+                    both.report(torch.randint(lowest, 9, (batch.num_samples,)).float())
             found, counts = device.statistics(), host.statistics()
             assert (found["trajectories"], found["steps"]) == (len(host), host.num_steps)
         if most:
@@ -108,53 +93,30 @@ def test_batches_are_those_of_a_table_in_host_memory(kind: str, accumulation: in
                 device.check()
 
 
-def test_the_highest_of_a_data_set(tmp_path: Path) -> None:
-    data = write_dataset(tmp_path / "set", lengths_of(15, most=9))
-    made = {"tables": {"main": {"data": str(data), "placement": "device"}}, "batch_size": 12, "seed": 1}
-    made |= {"sampler": {"kind": "top_k", "unit": "step"}, "fields": FIELDS}
-    torch.manual_seed(0)
-    with DeviceReplay(made, "cpu") as device, Replay(on_host(made)) as host:
-        for _ in range(8):
-            got, expected = device.sample(), host.sample()
-            assert_same(got, expected)
-            values = torch.randint(0, 3, (12, 1)).float().expand(-1, 4)
-            device.update_priorities(got, values)
-            host.update_priorities(expected, values)
-
-
-def test_a_mixture_of_limited_tables(tmp_path: Path) -> None:
+def test_a_mixture_of_limited_tables() -> None:
     """Each table counts its own draws."""
     made = section("by the batch")
-    made["tables"] = {"once": {**ROOM, "placement": "device", "max_times_sampled": 1}, "main": ROOM}
-    made["tables"]["main"] = {**ROOM, "placement": "device", "max_times_sampled": 5}
+    table = made["tables"]["main"]
+    made["tables"] = {"once": {**table, "max_times_sampled": 1}, "main": {**table, "max_times_sampled": 5}}
     made["sampler"] = {"kind": "mixture", "shares": {"once": 0.25, "main": 0.75}, "of": TRAJECTORIES}
-    with (
-        DeviceReplay(made, "cpu", schemas=dict.fromkeys(("once", "main"), SCHEMA)) as device,
-        Replay(on_host(made), schemas=dict.fromkeys(("once", "main"), SCHEMA)) as host,
-    ):
-        for number in range(40):
-            columns = trajectory(number, 1 + number * 5 % 12)
-            for name in ("once", "main"):
-                device.add_(
-                    {key: torch.as_tensor(values)[None] for key, values in columns.items()}, table=name
-                )
-                host.add(columns, name)
+    with device_and_host(made, dict.fromkeys(("once", "main"), SCHEMA)) as both:
+        add(both, range(40), "once", "main")
         for _ in range(6):
-            assert_same(device.sample(), host.sample())
-        assert device.statistics()["tables"]["once"]["trajectories"] == 40 - 6 * BATCH // 4
+            both.sample()
+        assert both.device.statistics()["tables"]["once"]["trajectories"] == 40 - 6 * BATCH // 4
 
 
 @pytest.mark.parametrize("kind", ["top-k, twice", "by the table"])
 def test_counts_go_on_from_a_checkpoint(kind: str, tmp_path: Path) -> None:
     made, schemas = section(kind), {"main": SCHEMA}
-    with DeviceReplay(made, "cpu", schemas=schemas) as device, Replay(on_host(made), schemas=schemas) as host:
-        add((device, host), range(60))
+    with device_and_host(made, schemas) as both:
+        add(both, range(60))
         for _ in range(2):
-            assert_same(device.sample(), host.sample())
-        state = device.save(tmp_path)
+            both.sample()
+        state = both.device.save(tmp_path)
         with DeviceReplay(made, "cpu", schemas=schemas) as other:
             other.load(tmp_path, state)
-            assert_same(other.sample(), host.sample())
+            assert_same(other.sample(), both.host.sample())
 
 
 def test_a_slot_that_is_used_again_begins_with_no_draws() -> None:
@@ -173,29 +135,3 @@ def test_a_slot_that_is_used_again_begins_with_no_draws() -> None:
         replay.check()
         assert int(replay.table.state[0]) > 5 * replay.table.num_rows
     assert set(times.values()) == {1, 2}
-
-
-@pytest.mark.parametrize(
-    ("sampler", "table", "message"),
-    [
-        (
-            {"kind": "uniform"},
-            {"num_envs": 2, "max_times_sampled": 2},
-            r"max_times_sampled must not be given",
-        ),
-        ({"kind": "top_k", "unit": "step"}, {"num_envs": 2}, r"unit must be .trajectory. where steps"),
-        (
-            {"kind": "top_k", "unit": "step"},
-            {"max_times_sampled": 2},
-            r"max_times_sampled needs sampler\.unit",
-        ),
-        (
-            SAMPLERS["trajectories"],
-            {"max_times_sampled": 2},
-            r"must not be given together with sampler\.strat",
-        ),
-    ],
-)
-def test_what_cannot_be_had_is_refused(sampler: dict[str, Any], table: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        DeviceReplay(online(sampler, table=table), "cpu")

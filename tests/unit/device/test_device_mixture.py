@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from gear_support import SCHEMA, lengths_of, trajectory, write_dataset
-from ring_cases import assert_same, online, trajectories
+from ring_cases import assert_same, device_and_host, online, step_of, trajectories
 from torch import Tensor
 
-from deepspeed_gear import DeviceReplay, Replay
+from deepspeed_gear import DeviceReplay
 from deepspeed_gear.errors import CheckpointError, ConfigError, StoreError
 
 ROOM = {"capacity_steps": 400, "max_length": 12, "capacity_trajectories": 60, "remove": "fifo"}
@@ -42,74 +42,52 @@ def section(
     return {**made, "batch_size": 24, "seed": 5, **options}
 
 
-def on_host(made: dict[str, Any]) -> dict[str, Any]:
-    made = copy.deepcopy(made)
-    for table in made["tables"].values():
-        del table["placement"]
-    return made
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_dataset(tmp_path_factory.mktemp("mixture") / "set", lengths_of(15, most=9))
 
 
-def add(device: DeviceReplay, host: Replay | None, number: int, steps: int) -> None:
-    columns = trajectory(number, steps, terminated=number % 2 == 0)
-    device.add_({name: torch.as_tensor(values)[None] for name, values in columns.items()})
-    if host is not None:
-        host.add(columns, "online")
+def added(number: int, steps: int) -> dict[str, Any]:
+    return trajectory(number, steps, terminated=number % 2 == 0)
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("sampler", list(SAMPLERS))
 def test_batches_are_those_of_tables_in_host_memory(sampler: str, accumulation: int, data: Path) -> None:
     made = section(data, SAMPLERS[sampler], gradient_accumulation_steps=accumulation)
-    schemas = {"online": SCHEMA}
-    with (
-        DeviceReplay(made, "cpu", schemas=schemas) as device,
-        Replay(on_host(made), schemas=schemas) as host,
-    ):
+    with device_and_host(made, {"online": SCHEMA}) as both:
+        device, host = both.device, both.host
         with pytest.raises(StoreError, match="the table online on the device must hold a trajectory"):
             device.sample()
         for number in range(7):
-            add(device, host, number, 2 + number)
+            both.add(added(number, 2 + number), "online")
         for turn in range(5 * accumulation):
-            got, expected = device.sample(), host.sample()
-            assert_same(got, expected)
-            assert torch.equal(got.source, expected.source)
-            assert torch.equal(got.sample_index, expected.sample_index)
-            assert torch.equal(got.epoch, expected.epoch)
+            both.sample()
+            got, expected = both.batches
+            for name in ("source", "sample_index", "epoch"):
+                assert torch.equal(getattr(got, name), getattr(expected, name))
             if device.config.item_sampler.has_priorities and (accumulation == 1 or turn % 4):  # of some parts
-                values = torch.rand(got.num_samples) * 3
-                device.update_priorities(got, values)
-                host.update_priorities(expected, values)
+                both.report(torch.rand(got.num_samples) * 3)
         assert len(device) == len(host) == 22
-        found, sums = device.statistics(), host.statistics()
+        found = device.statistics()
         assert found["steps"] == host.num_steps == sum(of["steps"] for of in found["tables"].values())
         if device.config.item_sampler.has_priorities and accumulation == 1:
             host.sample()  # reports are applied by the next selection
             assert found["priorities_applied"] == host.statistics()["priorities_applied"]
-        assert sums is not None
         device.check()
 
 
 def test_a_transform_gets_the_keys_of_each_table(data: Path) -> None:
-    made, schemas = section(data, {"unit": "step"}), {"online": SCHEMA}
     keys: list[Tensor] = []
 
     def transform(batch: Any, of: Tensor) -> Any:
         keys.append(of)
         return batch
 
-    with (
-        DeviceReplay(made, "cpu", schemas=schemas) as device,
-        Replay(on_host(made), schemas=schemas) as host,
-    ):
-        add(device, host, 1, 5)
-        for replay in (device, host):
-            replay.transform = transform
-            replay.sample()
+    with device_and_host(section(data, {"unit": "step"}), {"online": SCHEMA}) as both:
+        both.add(added(1, 5), "online")
+        both.device.transform = both.host.transform = transform
+        both.sample()
         assert torch.equal(*keys)
 
 
@@ -120,7 +98,8 @@ def test_a_save_has_all_tables_and_goes_on(data: Path, tmp_path: Path) -> None:
         DeviceReplay(made, "cpu", schemas=schemas) as other,
     ):
         for number in range(5):
-            add(replay, None, number, 3 + number)
+            columns = added(number, 3 + number)
+            replay.add_({name: torch.as_tensor(values)[None] for name, values in columns.items()})
             batch = replay.sample()
             replay.update_priorities(batch, torch.rand(24))
         state = replay.save(tmp_path)
@@ -156,11 +135,10 @@ def test_a_table_that_is_added_to_is_named_where_there_are_several() -> None:
         with pytest.raises(ConfigError, match="table must be one of a, b"):
             replay.add_(columns, table="c")
         replay.add_(columns, table="a")
-        row = {name: values if name == "task" else values[:, 0] for name, values in columns.items()}
-        following = {"observation": columns["observation"][:, 1]}
-        replay.add_steps_(row, following, table="b")
+        step = step_of(columns)
+        replay.add_steps_(*step, table="b")
         with pytest.raises(StoreError, match=r"set gear.tables.a.num_envs"):
-            replay.add_steps_(row, following, table="a")
+            replay.add_steps_(*step, table="a")
         assert {name: int(table.state[6]) for name, table in replay.tables.items()} == {"a": 8, "b": 2}
         assert replay.sample().source.tolist() == [0] * 16 + [1] * 16
         replay.fill_(torch.tensor([0]), {"task": torch.tensor([77])}, table="b")
@@ -180,9 +158,7 @@ def test_a_step_of_a_mixture_is_traced_without_a_break() -> None:
     found = []
     for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
         with DeviceReplay(two_tables(), "cpu") as replay:
-            columns = trajectories(2, 4)
-            row = {name: values if name == "task" else values[:, 0] for name, values in columns.items()}
-            replay.add_steps_(row, {"observation": columns["observation"][:, 1]}, table="b")
+            replay.add_steps_(*step_of(trajectories(2, 4)), table="b")
             batch = replay.new_batch()
             losses = [run(replay, batch, trajectories(3, 4, 3 * turn)) for turn in range(6)]
             found.append((torch.stack(losses), batch.trajectory_id.clone()))
@@ -204,10 +180,3 @@ def test_a_mixture_that_cannot_be_is_refused(change: dict[str, Any], match: str)
     made["sampler"] |= change
     with pytest.raises(ConfigError, match=match):
         DeviceReplay(made, "cpu")
-
-
-def test_tables_on_devices_and_on_the_host_are_not_mixed(data: Path) -> None:
-    made = section(data, {"unit": "step"})
-    made["tables"]["online"]["placement"] = "host"
-    with pytest.raises(ConfigError, match=r"online\.placement must be \"device\", as that of the other"):
-        DeviceReplay(made, "cpu", schemas={"online": SCHEMA})

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from ring_cases import PRIORITIZED, SAMPLERS, assert_same, online, trajectories
+from ring_cases import PRIORITIZED, SAMPLERS, assert_same, device_and_host, online, step_of, trajectories
 
-from deepspeed_gear import DeviceReplay, Replay
-from deepspeed_gear.errors import ConfigError, DataError, SchemaError, ShapeError, StoreError
+from deepspeed_gear import DeviceReplay
+from deepspeed_gear.errors import DataError, SchemaError, ShapeError, StoreError
 from deepspeed_gear.ops.records import RingState
 
 
@@ -62,17 +61,15 @@ def test_transitions_are_those_of_a_table_in_shared_memory() -> None:
         "fields": {"following": {"column": "observation", "offset": 1}, "task": {}},
     }
     section = online(table={"capacity_steps": 16, "max_length": 1, "capacity_trajectories": 16}, **options)
-    table = {name: value for name, value in section["tables"]["main"].items() if name != "placement"}
     torch.manual_seed(0)
-    with DeviceReplay(section, "cpu") as device, Replay({**section, "tables": {"main": table}}) as host:
+    with device_and_host(section) as both:
         for turn in range(30):
             columns = trajectories(3, 1, 3 * turn)
-            rows = {name: values[:, 0] if name != "task" else values for name, values in columns.items()}
-            device.add_transitions_(rows, {"observation": columns["observation"][:, 1]})
+            both.device.add_transitions_(*step_of(columns))
             for i in range(3):
-                host.add({name: values[i].numpy() for name, values in columns.items()})
-            expected, got = host.sample(), device.sample()
-            assert len(device) == len(host)
+                both.host.add({name: values[i].numpy() for name, values in columns.items()})
+            expected, got = both.host.sample(), both.device.sample()
+            assert len(both.device) == len(both.host)
             assert set(got["task"].tolist()) <= set(range(3 * turn - 13, 3 * turn + 3))
             assert torch.equal(got["following"][:, 0], (got["task"] * 100 + 1).float())
             assert torch.equal(expected["following"][:, 0], (expected["task"] * 100 + 1).float())
@@ -210,18 +207,6 @@ def test_trajectories_that_fail_a_condition_are_not_stored(
             replay.fill_(torch.tensor([0]), {name: columns[name][:1]})
 
 
-def test_conditions_that_cannot_be_checked_when_added_are_refused() -> None:
-    sampler = {"kind": "uniform", "unit": "step", "where": {"task": {"min": 1}}}
-    late = online(sampler)
-    late["tables"]["main"]["schema"] = copy.deepcopy(late["tables"]["main"]["schema"])
-    late["tables"]["main"]["schema"]["columns"]["task"]["late"] = True
-    with pytest.raises(SchemaError, match=r"column task must not be late where gear\.sampler\.where"):
-        DeviceReplay(late, "cpu")
-    steps = online(sampler, table={"num_envs": 2})
-    with pytest.raises(ConfigError, match=r"sampler\.where must not be given where steps are added"):
-        DeviceReplay(steps, "cpu")
-
-
 @pytest.mark.parametrize("sampler", ["uniform steps", "prioritized", "by the table", "by length"])
 def test_removed_trajectories_are_not_drawn_and_others_stay(sampler: str) -> None:
     with DeviceReplay(online(SAMPLERS[sampler]), "cpu") as replay:
@@ -247,9 +232,8 @@ def test_steps_that_follow_a_removed_open_trajectory_are_another() -> None:
     rows = trajectories(2, 4)
     with DeviceReplay(made, "cpu") as replay:
         for turn in range(4):
-            row = {name: values if name == "task" else values[:, turn] for name, values in rows.items()}
-            row["terminated"] = torch.zeros(2, dtype=torch.bool)
-            replay.add_steps_(row, {"observation": rows["observation"][:, turn + 1]})
+            row, following = step_of(rows, turn)
+            replay.add_steps_({**row, "terminated": torch.zeros(2, dtype=torch.bool)}, following)
             if turn == 1:
                 replay.remove_(torch.tensor([0]))
                 assert (len(replay), replay.num_steps) == (1, 2)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from ring_cases import PRIORITIZED, SAMPLERS, assert_same, online, trajectories
+from ring_cases import PRIORITIZED, SAMPLERS, assert_same, online, step_of, trajectories
 
-from deepspeed_gear import DeviceReplay, Replay
+from deepspeed_gear import DeviceReplay
 from deepspeed_gear.errors import (
     CheckpointError,
     ConfigError,
@@ -102,60 +102,21 @@ def test_a_save_does_not_destroy_the_one_before(tmp_path: Path) -> None:
         assert len(replay) == 2
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"table": {"max_length": None}}, "max_length must be given"),
-        (
-            {"table": {"max_length": 1}},
-            r"max_length must be at least 2 with gear.n_step.n 3: .*, got 1; set it",
-        ),
-        ({"table": {"remove": "uniform"}}, 'remove must be "fifo"'),
-        ({"table": {"writers": 2}}, "writers must not be given"),
-        ({"table": {"max_age": 2}}, "max_age must not be given"),
-        ({"prefetch": 2}, "prefetch must not be given"),
-        ({"sampler": {"kind": "epoch"}}, "kind must be one of"),
-        ({"sampler": {**PRIORITIZED, "alpha": {"linear": [0, 1, 5]}}}, "alpha must be a number"),
-        ({"sampler": {**PRIORITIZED, "beta": {"callable": "math:sqrt"}}}, r"beta must take a tensor \[\]"),
-        ({"table": {"scope": "shard"}}, r"gear\.tables\.main\.scope is not an option; known are data, "),
-        ({"table": {"placement": "host"}}, 'placement must be "device"'),
-    ],
-)
-def test_a_config_that_needs_the_host_is_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        DeviceReplay(online(**change), "cpu")
-
-
 def test_transitions_are_refused_where_returns_are_of_several_steps() -> None:
     """Each is a trajectory of its own, so all returns would be of one step."""
-    rows = trajectories(3, 1)
-    following = {"observation": rows["observation"][:, 1]}
-    now = {name: values if name == "task" else values[:, 0] for name, values in rows.items()}
+    step = step_of(trajectories(3, 1))
     with DeviceReplay(online(), "cpu") as replay:
         with pytest.raises(ConfigError, match=r"gear.n_step.n must be 1 where .*, got 3; add pieces"):
-            replay.add_transitions_(now, following)
+            replay.add_transitions_(*step)
         assert len(replay) == 0
     for n_step, length in (({"n": 1, "gamma": 0.9}, 1), ({"n": 3, "gamma": 0.9}, 2)):
         table = {"max_length": length, "capacity_trajectories": 60}
         with DeviceReplay(online(table=table, n_step=n_step), "cpu") as replay:
             if length == 1:
-                replay.add_transitions_(now, following)
+                replay.add_transitions_(*step)
             else:
                 replay.add_(trajectories(3, 2))
             assert int(replay.sample()["steps_n"].max()) == length
-
-
-@pytest.mark.parametrize(
-    "device", ["cuda:99", "cudaa", "meta", *([] if torch.cuda.is_available() else ["cuda"])]
-)
-def test_a_device_that_is_not_there_is_refused(device: str) -> None:
-    with pytest.raises(ConfigError, match="device must be"):
-        DeviceReplay(online(), device)
-
-
-def test_a_replay_in_shared_memory_refuses_a_table_on_devices() -> None:
-    with pytest.raises(ConfigError, match="use DeviceReplay"):
-        Replay(online())
 
 
 def test_what_does_not_fit_is_refused_before_anything_changes() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ring_cases import PRIORITIZED, SAMPLERS, online, trajectories
+from ring_cases import PRIORITIZED, SAMPLERS, online, step_of, trajectories
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
@@ -90,8 +90,7 @@ def test_a_traced_step_writes_to_fixed_tensors_only(
             if num_envs is None:
                 replay.add_(columns)
             else:
-                row = {name: rows[:, 0] if rows.dim() > 1 else rows for name, rows in columns.items()}
-                replay.add_steps_(row, {"observation": columns["observation"][:, 1]})
+                replay.add_steps_(*step_of(columns))
             for batch in batches:
                 replay.sample_(batch)
                 if sampler != "uniform steps":

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,40 +23,25 @@ from deepspeed_gear.sampling.batch_info import BatchInfo
 REPLICAS, STEPS = 2, 4
 
 
-class Replicas:
-    """Replicas that are threads, each with a device of its own."""
-
-    def __init__(self) -> None:
-        self._here = threading.local()
-
-    @property
-    def here(self) -> int:
-        return int(self._here.replica)
-
-    def run(self, body: Callable[[], None]) -> None:
-        """Run in every replica."""
-
-        def one(replica: int) -> None:
-            self._here.replica = replica
-            body()
-
-        with ThreadPoolExecutor(REPLICAS) as pool:
-            list(pool.map(one, range(REPLICAS)))
+Replicate = Callable[[int], None]
 
 
 @pytest.fixture
-def replicas(monkeypatch: pytest.MonkeyPatch) -> Replicas:
-    made, make_plan = Replicas(), device_replay.make_plan
+def replicate(monkeypatch: pytest.MonkeyPatch) -> Replicate:
+    """A function that makes the next replays those of one of several replicas."""
+    make_plan = device_replay.make_plan
 
-    def plan_of(*arguments: Any) -> Any:
-        plan = make_plan(*arguments)
-        places = tuple(RankCoordinates(replica, REPLICAS) for replica in range(REPLICAS))
-        topology = Topology(made.here, places, (0,) * REPLICAS)
-        info = BatchInfo(plan.info.micro // REPLICAS, plan.info.accumulation, REPLICAS)
-        return dataclasses.replace(plan, topology=topology, info=info)
+    def become(replica: int) -> None:
+        def plan_of(*arguments: Any) -> Any:
+            plan = make_plan(*arguments)
+            places = tuple(RankCoordinates(number, REPLICAS) for number in range(REPLICAS))
+            topology = Topology(replica, places, (0,) * REPLICAS)
+            info = BatchInfo(plan.info.micro // REPLICAS, plan.info.accumulation, REPLICAS)
+            return dataclasses.replace(plan, topology=topology, info=info)
 
-    monkeypatch.setattr(device_replay, "make_plan", plan_of)
-    return made
+        monkeypatch.setattr(device_replay, "make_plan", plan_of)
+
+    return become
 
 
 @pytest.fixture(autouse=True)
@@ -131,10 +114,14 @@ def test_the_stub_refuses_a_list_as_an_index() -> None:
         on_device(torch.zeros(2, 3))[:, [0, 2]].sum()
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("replica", "accumulation"), [(None, 1), (None, 2), (0, 1), (1, 1)])
 @pytest.mark.parametrize("sampler", [*device_support.SAMPLERS, *device_support.LIMITED])
-def test_a_step_of_one_replica(sampler: str, accumulation: int) -> None:
-    assert waits_of({**section_of(sampler), "gradient_accumulation_steps": accumulation}) == []
+def test_a_step(sampler: str, replica: int | None, accumulation: int, replicate: Replicate) -> None:
+    """Also of a replica among several, each with a table of its own."""
+    if replica is not None:
+        replicate(replica)
+    section = {**section_of(sampler), "gradient_accumulation_steps": accumulation}
+    assert waits_of(section, (replica or 0) * STEPS) == []
 
 
 @pytest.mark.parametrize("sampler", device_support.SAMPLERS)
@@ -156,22 +143,14 @@ def test_a_step_of_environments(sampler: str) -> None:
         assert stub.waits == []
 
 
-@pytest.mark.parametrize("sampler", [*device_support.SAMPLERS, *device_support.LIMITED])
-def test_a_step_of_replicas_with_tables_of_their_own(sampler: str, replicas: Replicas) -> None:
-    def step() -> None:
-        assert waits_of(section_of(sampler), replicas.here * STEPS) == []
-
-    replicas.run(step)
-
-
-def test_steps_of_environments_of_several_replicas(replicas: Replicas) -> None:
+def test_steps_of_environments_of_several_replicas(replicate: Replicate) -> None:
     """Each replica has `num_envs` environments, and draws their steps alone."""
     section = section_of("prioritized")
     section["tables"]["main"] |= {"num_envs": device_support.ENVS}
-    drawn: list[list[int]] = [[] for _ in range(REPLICAS)]
-
-    def step() -> None:
-        added = columns(replicas.here)
+    drawn: list[int] = []
+    for replica in range(REPLICAS):
+        replicate(replica)
+        added = columns(replica)
         with DeviceStub() as stub, DeviceReplay(section, DEVICE) as replay:
             assert replay.table.num_envs == device_support.ENVS
             stub.waits.clear()
@@ -181,22 +160,20 @@ def test_steps_of_environments_of_several_replicas(replicas: Replicas) -> None:
                 batch = replay.sample()
                 replay.update_priorities_(batch, batch["reward"].abs() + 1)
             assert stub.waits == []
-            drawn[replicas.here] = held(batch.sample_number).tolist()
-
-    replicas.run(step)
-    assert set(drawn[0]).isdisjoint(drawn[1]), "no two share a random word"
+            drawn += held(batch.sample_number).tolist()
+    assert len(set(drawn)) == len(drawn), "no two share a random word"
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_mixture_of_replicas_with_tables_of_their_own(replicas: Replicas, accumulation: int) -> None:
+def test_a_mixture_of_replicas_with_tables_of_their_own(replicate: Replicate, accumulation: int) -> None:
     section = section_of("prioritized")
     of, table = section["sampler"], section["tables"]["main"]
     section["sampler"] = {"kind": "mixture", "shares": {"a": 0.25, "b": 0.75}, "of": of}
     section |= {"tables": {"a": table, "b": table}, "gradient_accumulation_steps": accumulation}
-    drawn: list[dict[int, list[int]]] = [{} for _ in range(REPLICAS)]
-
-    def step() -> None:
-        added = columns(replicas.here)
+    drawn: tuple[list[int], list[int]] = [], []
+    for replica in range(REPLICAS):
+        replicate(replica)
+        added = columns(replica)
         with DeviceStub() as stub, DeviceReplay(section, DEVICE) as replay:
             batches = [replay.new_batch() for _ in range(accumulation)]
             stub.waits.clear()
@@ -209,37 +186,28 @@ def test_a_mixture_of_replicas_with_tables_of_their_own(replicas: Replicas, accu
             assert stub.waits == []
             for batch in batches:
                 source, number = held(batch.source), held(batch.sample_number)
-                for table in (0, 1):
-                    drawn[replicas.here].setdefault(table, []).extend(number[source == table].tolist())
-
-    replicas.run(step)
-    own = device_support.BATCH // REPLICAS
+                for of_table, found in enumerate(drawn):
+                    found += number[source == of_table].tolist()
+    assert [len(found) for found in drawn] == [device_support.BATCH // 4, device_support.BATCH * 3 // 4]
     for found in drawn:
-        assert (len(found[0]), len(found[1])) == (own // 4, own - own // 4)
-    for table in (0, 1):
-        assert set(drawn[0][table]).isdisjoint(drawn[1][table]), "no two share a random word"
+        assert len(set(found)) == len(found), "no two share a random word"
+
+
+def of_data(tmp_path: Path, sampler: dict[str, Any]) -> dict[str, Any]:
+    data = write_dataset(tmp_path / "data", lengths_of(20))
+    section = config_of(sampler=sampler, fields={"observation": {"length": 4}, "reward": {}}, batch_size=32)
+    return {**section, "tables": {"main": {"data": str(data), "placement": "device"}}}
 
 
 @pytest.mark.parametrize("sampler", ["prioritized", "table"])
-def test_a_step_of_replicas_with_the_same_data_set(sampler: str, replicas: Replicas, tmp_path: Path) -> None:
-    data = write_dataset(tmp_path / "data", lengths_of(20))
-    fields = {"observation": {"length": 4}, "reward": {}}
-    section = config_of(sampler=device_support.SAMPLERS[sampler], fields=fields, batch_size=32)
-    section["tables"] = {"main": {"data": str(data), "placement": "device"}}
-
-    def step() -> None:
-        assert waits_of(section) == []
-
-    replicas.run(step)
+def test_a_step_of_replicas_with_the_same_data_set(
+    sampler: str, replicate: Replicate, tmp_path: Path
+) -> None:
+    replicate(1)
+    assert waits_of(of_data(tmp_path, device_support.SAMPLERS[sampler])) == []
 
 
-def test_top_k_of_copies_of_a_data_set_is_refused(replicas: Replicas, tmp_path: Path) -> None:
-    data = write_dataset(tmp_path / "data", lengths_of(20))
-    section = config_of(sampler={"kind": "top_k", "unit": "step"}, fields={"reward": {}}, batch_size=32)
-    section["tables"] = {"main": {"data": str(data), "placement": "device"}}
-
-    def step() -> None:
-        with pytest.raises(ConfigError, match=r'must not be "top_k" .* on the devices of 2 replicas.*"host"'):
-            DeviceReplay(section, DEVICE)
-
-    replicas.run(step)
+def test_top_k_of_copies_of_a_data_set_is_refused(replicate: Replicate, tmp_path: Path) -> None:
+    replicate(1)
+    with pytest.raises(ConfigError, match=r'must not be "top_k" .* on the devices of 2 replicas.*"host"'):
+        DeviceReplay(of_data(tmp_path, {"kind": "top_k", "unit": "step"}), DEVICE)
