@@ -32,19 +32,17 @@ class Compactor:
         self._end = table.spec.capacity_rows  # where the spare rows begin
         self.rows_copied = 0  # by this process
 
-    def pays(self, num_rows: int) -> bool:
-        """Return whether to move extents rather than to evict."""
-        control, spec = self._table.control, self._table.spec
-        if spec.spare_rows == 0 or control[Control.SELECTING]:
-            return False
-        return bool(control[Control.FREE_ROWS] - num_rows >= spec.least_free_rows)
-
     def make_run(self, num_rows: int) -> bool:
         """Move extents until a run of `num_rows` rows is free, where the next search begins.
 
         Returns:
-            Whether there is such a run now; if not, extents that cannot move separate the free rows.
+            Whether there is such a run now; if not, eviction is cheaper, or extents that cannot move separate
+            the free rows.
         """
+        control, spec = self._table.control, self._table.spec
+        free = int(control[Control.FREE_ROWS]) - num_rows
+        if spec.spare_rows == 0 or control[Control.SELECTING] or free < spec.least_free_rows:
+            return False
         near = self._near()
         at = np.array(near)
         is_end = at == self._extents.ends

@@ -86,7 +86,7 @@ class Evictor:
                 self.free_retired()
                 is_clear = True
                 continue
-            if found == Refusal.SCATTERED and self.mover.pays(num_rows) and self.mover.make_run(num_rows):
+            if found == Refusal.SCATTERED and self.mover.make_run(num_rows):
                 continue
             waiting = self._being_read()
             if self.policy.evicts:

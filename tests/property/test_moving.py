@@ -203,7 +203,7 @@ def test_what_must_stay_stays(why: str) -> None:
     with table.lock:
         room = Inserter(table, SelectionPins(table), Context(timeout_s=0.0)).evictor
         assert table.extents.reserve(11, 10) == Refusal.SCATTERED
-        assert not (room.mover.pays(11) and room.mover.make_run(11))
+        assert not room.mover.make_run(11)
     assert (table.slots == before).all()
     scene.close()
 
@@ -215,7 +215,7 @@ def test_a_table_that_lets_nobody_go_has_no_spare_rows() -> None:
     with scene.table.lock:
         assert not Inserter(
             scene.table, SelectionPins(scene.table), Context(timeout_s=0.0)
-        ).evictor.mover.pays(11)
+        ).evictor.mover.make_run(11)
     scene.close()
 
 
