@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sysconfig
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from gear_support import ROOT
 from op_cases import HOST_ONLY
 from reference_ops import reference_ops
 from torch import Tensor
@@ -45,10 +48,24 @@ def careful(request: pytest.FixtureRequest) -> Ops:
 
 @pytest.fixture(scope="session")
 def host_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The CUDA kernels and their binding, built for the CPU (`tests/host/cuda_runtime.h`)."""
+    """The CUDA kernels and their binding, built for the CPU (`tests/host/cuda_runtime.h`).
+
+    It is kept as long as the sources and what builds them are the same.
+    """
     if toolchain.missing_tools():
         pytest.skip(", ".join(toolchain.missing_tools()))
-    return build_kernels_for_host(tmp_path_factory.mktemp("kernels_on_host"))
+    sources = [file for folder in (CSRC, HOST) for file in sorted(folder.rglob("*")) if file.is_file()]
+    parts = [repr((toolchain.compiler_version(), torch.__version__)).encode()]
+    parts += [file.read_bytes() for file in (*sources, Path(__file__))]
+    name = f"kernels_on_host-{hashlib.sha256(b''.join(parts)).hexdigest()[:16]}.so"
+    kept = ROOT / "build" / name
+    if not kept.exists():
+        made = build_kernels_for_host(tmp_path_factory.mktemp("kernels_on_host"))
+        kept.parent.mkdir(exist_ok=True)
+        part = kept.with_suffix(f".{os.getpid()}")
+        shutil.copyfile(made, part)
+        part.replace(kept)
+    return kept
 
 
 @pytest.fixture(scope="session")
