@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 from typing import Any
 
@@ -14,8 +15,8 @@ from process_support import environment
 from warm_python import run_warm
 
 pytest.importorskip("gymnasium", reason="the examples act in its environments")
+LONG = pytest.mark.skipif(os.environ.get("GEAR_LONG_TESTS") != "1", reason="long: GEAR_LONG_TESTS=1")
 SHORT = ("--device", "cpu", "--steps", "240", "--random-steps", "205", "--envs", "2", "--seed", "3")
-PRIORITIZED, UNIFORM = ("--buffer", "prioritized"), ("--buffer", "uniform")
 
 
 def started(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -24,11 +25,13 @@ def started(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("program", "options"),
-    [("td3", PRIORITIZED), ("dqn", (*UNIFORM, "--compile"))],
+    [("td3", ()), pytest.param("dqn", ("--compile",), marks=LONG)],
     ids=["td3", "dqn compiled"],
 )
 def test_it_acts_and_learns(program: str, options: tuple[str, ...]) -> None:
-    run = started(f"{program}_device.py", *SHORT, *options)
+    """tests/unit/test_device_examples.py compares compiled and plain steps of all, without inductor."""
+    buffer = "prioritized" if program == "td3" else "uniform"
+    run = started(f"{program}_device.py", *SHORT, "--buffer", buffer, *options)
     assert run.returncode == 0, run.stderr
     result: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
     low, high = (0, 501) if program == "dqn" else (-2000, 0)
@@ -36,7 +39,7 @@ def test_it_acts_and_learns(program: str, options: tuple[str, ...]) -> None:
     assert low < result.pop("test") < high
     assert math.isfinite(result.pop("loss"))
     assert result.pop("turns_per_s") > 0
-    flags = {"compile": "--compile" in options, "cudagraphs": False, "buffer": options[1]}
+    flags = {"compile": "--compile" in options, "cudagraphs": False, "buffer": buffer}
     sizes = {"steps": 240, "random_steps": 205, "envs": 2, "held": 2 * 239}
     assert result == {"device": "cpu", "seed": 3, **flags, **sizes}
 

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 from gear_support import ROOT, prefix, shared_files
-from process_support import environment
-from warm_python import run_warm
+from process_support import run_ranks
 
 
-def result_of(program: str, *arguments: str) -> dict[str, Any]:
-    """Run an example; its last line is its result."""
-    done = run_warm(str(ROOT / "examples" / program), *arguments, env=environment(), cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+def result_of(program: str, ranks: int, *arguments: str) -> dict[str, Any]:
+    """Run an example's ranks; the last line of the first one is the result."""
+    output = run_ranks(ROOT / "examples" / program, ranks, *arguments)[0]
+    result: dict[str, Any] = json.loads(output.splitlines()[-1])
     return result
 
 
@@ -26,9 +24,8 @@ def test_grpo_trains_whole_groups_on_two_ranks(tmp_path: Path) -> None:
     config["gear"]["rollout"]["groups"] = 16  # so few right answers as here make few groups that teach
     (tmp_path / "grpo.json").write_text(json.dumps(config))
     options = ["--iterations", "2", "--evaluate-every", "2", "--out", str(tmp_path), "--seed", "3"]
-    found = result_of(
-        "grpo.py", "--config", str(tmp_path / "grpo.json"), "--warm-accuracy", "0.005", *options
-    )
+    options += ["--config", str(tmp_path / "grpo.json"), "--warm-accuracy", "0.005"]
+    found = result_of("grpo.py", 2, *options)
     assert (found["ranks"], found["iterations"], found["seed"]) == (2, 2, 3)
     assert found["fill"] > 0.9
     assert len(json.loads((tmp_path / "result.json").read_text())["curve"]) == 2
@@ -36,7 +33,7 @@ def test_grpo_trains_whole_groups_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_packed_and_padded_episodes_train_the_same_model() -> None:
-    found = result_of("packed_sequences.py", "--steps", "3")
+    found = result_of("packed_sequences.py", 1, "--steps", "3")
     assert found["packed"]["losses"] == pytest.approx(found["padded"]["losses"], rel=1e-5)
     assert found["packed"]["losses"][-1] < found["packed"]["losses"][0]
     assert found["padded"]["fill"] < 0.5 < 0.9 < found["packed"]["fill"]

@@ -161,7 +161,11 @@ def every_end(
     return found
 
 
-@pytest.mark.parametrize("source", ["kept", "position", None])
+# By renames a save has all states on the disk that an exchange has, and more.
+ENDS = [("renames", "kept"), ("renames", "position"), ("renames", None), ("exchange", "kept")]
+
+
+@pytest.mark.parametrize(("_way", "source"), ENDS, indirect=["_way"])
 def test_what_a_state_names_survives_every_end(source: str | None, folder: Path) -> None:
     first = save(folder, None)
     own = folder / "one.txt"
