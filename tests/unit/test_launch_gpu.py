@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import re
@@ -13,11 +12,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+from gear_support import load_script
 
 from deepspeed_gear.ops import toolchain
 
@@ -27,13 +29,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.fixture(scope="module")
 def stages(checkout: Path) -> ModuleType:
     """The module of the stages, which is a script."""
-    spec = importlib.util.spec_from_file_location("gpu_stages", checkout / "launch" / "gpu_stages.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_stages"] = module  # dataclasses look it up
-    spec.loader.exec_module(module)
-    return module
+    return load_script(checkout / "launch" / "gpu_stages.py")
 
 
 # ---- packages --------------------------------------------------------------------------------------
@@ -244,15 +240,20 @@ def test_a_stage_on_a_gpu_has_no_step_that_is_left_out(
             assert (stages.ROOT / file).exists(), file
 
 
-def test_shards_are_all_tests_once(run_python: Run) -> None:
-    def collected(shard: str | None) -> list[str]:
-        command = ("-m", "pytest", "--collect-only", "-q", "tests/unit/test_layering.py")
-        lines = run_python(*command, env={"GEAR_TEST_SHARD": shard}).stdout.splitlines()
-        return [line for line in lines if "::" in line]
-
-    parts = [collected(f"{number}/3") for number in (1, 2, 3)]
-    assert all(parts)
-    assert sorted(name for part in parts for name in part) == sorted(collected(None))
+def test_shards_are_all_tests_once(
+    checkout: Path, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(checkout / "tests" / "conftest.py")
+    (conftest,) = [p for p in pytestconfig.pluginmanager.get_plugins() if getattr(p, "__file__", "") == path]
+    tests = [MagicMock() for _ in range(10)]
+    parts = []
+    for number in (1, 2, 3):
+        monkeypatch.setenv("GEAR_TEST_SHARD", f"{number}/3")
+        kept = list(tests)
+        conftest.pytest_collection_modifyitems(MagicMock(), kept)
+        parts.append([tests.index(test) for test in kept])
+    assert [len(part) for part in parts] == [4, 3, 3]
+    assert sorted(chain(*parts)) == list(range(10))
 
 
 @pytest.mark.timeout(700)  # the first one compiles all kernels
