@@ -114,9 +114,13 @@ def attach(
     if owns:
         _log_sizes(engine, replay)
         _carry_state(engine, replay)
-        _report_metrics(engine, replay)
-        _report_progress(engine, replay)
-        _close_with(engine, replay)
+        _report_steps(engine, replay)
+
+        def destroy(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+            replay.close()
+            return original(*arguments, **options)
+
+        deepspeed_compat.wrap(engine, "destroy", destroy)
     return engine
 
 
@@ -183,7 +187,7 @@ def _section_in(config: Mapping[str, Any]) -> Any:
 def _make_replay(
     engine: Any, config: Any, schemas: Mapping[str, Schema] | None, checkpoint: engine_checkpoint.Checkpoint
 ) -> ReplayBase:
-    given = deepspeed_compat.gear_section(engine) if config is None else ds_config.read(config)[0]
+    given = engine.config.get("gear") if config is None else ds_config.read(config)[0]
     section = _section_in({"gear": given})
     exchange = ControlPlane()
 
@@ -201,19 +205,12 @@ def _make_replay(
         place, info, on_device = exchange.agree("the engine", sizes)
     finally:
         exchange.close()
+    dtype, device = deepspeed_compat.compute_dtype(engine), engine.device
     if on_device:
-        dtype = deepspeed_compat.compute_dtype(engine)
-        return DeviceReplay(
-            section, engine.device, schemas=schemas, info=info, place=place, engine_dtype=dtype
-        )
+        return DeviceReplay(section, device, schemas=schemas, info=info, place=place, engine_dtype=dtype)
+    turns = deepspeed_compat.turns_of(engine)
     replay = Replay(
-        section,
-        schemas=schemas,
-        info=info,
-        place=place,
-        turns=deepspeed_compat.turns_of(engine),
-        engine_dtype=deepspeed_compat.compute_dtype(engine),
-        device=engine.device,
+        section, schemas=schemas, info=info, place=place, turns=turns, engine_dtype=dtype, device=device
     )
     if replay.config.pack is not None:
         replay.set_model(engine)
@@ -270,101 +267,68 @@ def _log_sizes(engine: Any, replay: ReplayBase) -> None:
             LOG.info("gear: %s", note)
 
 
-def _wrap(engine: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a method of this one engine; its class, whose name DeepSpeed tests, stays as it is."""
-    original = getattr(engine, name)
-    setattr(engine, name, functools.wraps(original)(make(original)))
-
-
 def _carry_state(engine: Any, replay: ReplayBase) -> None:
     """Make the engine save and load the replay's position in its checkpoints."""
 
-    def saving(original: Callable[..., Any]) -> Callable[..., Any]:
-        def save_checkpoint(
-            save_dir: Any, tag: Any = None, client_state: Any = None, *rest: Any, **options: Any
-        ) -> Any:
-            tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-            # Complete on every rank before DeepSpeed moves `latest`.
-            kept = engine_checkpoint.save(replay, Path(save_dir) / tag)
-            state = {**(client_state or {}), engine_checkpoint.CLIENT_STATE: kept}
-            return original(save_dir, tag, state, *rest, **options)
+    def save_checkpoint(
+        original: Callable[..., Any],
+        save_dir: Any,
+        tag: Any = None,
+        client_state: Any = None,
+        *rest: Any,
+        **options: Any,
+    ) -> Any:
+        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        # Complete on every rank before DeepSpeed moves `latest`.
+        kept = engine_checkpoint.save(replay, Path(save_dir) / tag)
+        state = {**(client_state or {}), engine_checkpoint.CLIENT_STATE: kept}
+        return original(save_dir, tag, state, *rest, **options)
 
-        return save_checkpoint
+    signature = inspect.signature(engine.load_checkpoint)
 
-    def loading(original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
-
-        def load_checkpoint(*arguments: Any, **options: Any) -> Any:
-            path, client_state = original(*arguments, **options)
-            if path is None:
-                return path, client_state
-            state = client_state.pop(engine_checkpoint.CLIENT_STATE, None)
-            if signature.bind(*arguments, **options).arguments.get("load_module_only"):
-                return path, client_state
-            if not engine_checkpoint.load(replay, Path(path).parent, state):
-                logger.warning("gear: %s holds no replay state; sampling starts at the first batch", path)
+    def load_checkpoint(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        path, client_state = original(*arguments, **options)
+        if path is None:
             return path, client_state
+        state = client_state.pop(engine_checkpoint.CLIENT_STATE, None)
+        if signature.bind(*arguments, **options).arguments.get("load_module_only"):
+            return path, client_state
+        if not engine_checkpoint.load(replay, Path(path).parent, state):
+            logger.warning("gear: %s holds no replay state; sampling starts at the first batch", path)
+        return path, client_state
 
-        return load_checkpoint
-
-    _wrap(engine, "save_checkpoint", saving)
-    _wrap(engine, "load_checkpoint", loading)
-
-
-def _report_metrics(engine: Any, replay: ReplayBase) -> None:
-    """Write metrics to DeepSpeed's monitor after each optimizer step, where one is enabled."""
-    if not replay.config.metrics or not getattr(getattr(engine, "monitor", None), "enabled", False):
-        return
-
-    def report() -> None:
-        taken = replay.take_metrics()
-        events = [(f"Train/Gear/{name}", value, engine.global_samples) for name, value in taken.items()]
-        deepspeed_compat.write_events(engine, events)
-
-    _after_each_step(engine, report)
+    deepspeed_compat.wrap(engine, "save_checkpoint", save_checkpoint)
+    deepspeed_compat.wrap(engine, "load_checkpoint", load_checkpoint)
 
 
-def _report_progress(engine: Any, replay: ReplayBase) -> None:
-    """Log the progress on the first rank after every `steps_per_print` optimizer steps, where it is given.
+def _report_steps(engine: Any, replay: ReplayBase) -> None:
+    """After each optimizer step, write metrics to DeepSpeed's monitor, where one is enabled.
 
-    The first period begins after the first step.
+    On the first rank, log the progress after every `steps_per_print` ones, where that is given; the first
+    period begins after the first step.
     """
-    every, meter = engine.steps_per_print(), None
-    if not every or replay._topology.rank != 0:
+    writes = replay.config.metrics and getattr(getattr(engine, "monitor", None), "enabled", False)
+    every = engine.steps_per_print() if replay._topology.rank == 0 else None
+    if not writes and not every:
         return
+    meter: ProgressMeter | None = None
 
-    def report() -> None:
+    def step(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         nonlocal meter
-        if meter is None:
-            meter = ProgressMeter(replay._totals())
-        elif engine.global_steps % every == 0:
-            LOG.info("gear: step %d: %s", engine.global_steps, meter.read(replay._totals()))
-
-    _after_each_step(engine, report)
-
-
-def _after_each_step(engine: Any, report: Callable[[], None]) -> None:
-    """Make an engine call a function after each optimizer step."""
-
-    def stepping(original: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*arguments: Any, **options: Any) -> Any:
-            before = engine.global_steps
-            result = original(*arguments, **options)
-            if engine.global_steps != before:
-                report()
+        before = engine.global_steps
+        result = original(*arguments, **options)
+        if engine.global_steps == before:
             return result
+        if writes:
+            taken = replay.take_metrics()
+            events = [(f"Train/Gear/{name}", value, engine.global_samples) for name, value in taken.items()]
+            if engine.global_rank == 0:
+                engine.monitor.write_events(events)
+        if every and meter is None:
+            meter = ProgressMeter(replay._totals())
+        elif every and meter is not None and engine.global_steps % every == 0:
+            LOG.info("gear: step %d: %s", engine.global_steps, meter.read(replay._totals()))
+        return result
 
-        return step
-
-    _wrap(engine, "train_batch" if deepspeed_compat.is_pipeline(engine) else "step", stepping)
-
-
-def _close_with(engine: Any, replay: ReplayBase) -> None:
-    def destroying(original: Callable[..., Any]) -> Callable[..., Any]:
-        def destroy(*arguments: Any, **options: Any) -> Any:
-            replay.close()
-            return original(*arguments, **options)
-
-        return destroy
-
-    _wrap(engine, "destroy", destroying)
+    name = "train_batch" if deepspeed_compat.is_pipeline(engine) else "step"
+    deepspeed_compat.wrap(engine, name, step)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -62,35 +62,22 @@ def load(replay: ReplayBase, folder: Path, saved: Mapping[str, Any] | None) -> b
         if not {_POSITION, _FOLDER, _HAS_TABLES} <= saved.keys():
             rule, remedy = "must hold a position and the folder of its tables", "save it with this version"
             raise CheckpointError(f"client state of {folder}", rule, sorted(saved), remedy)
-        # One rank searches, so that all load the same folder.
-        tables, is_missing = exchange.broadcast(_find_tables(folder, Path(saved[_FOLDER])))
+        # In the tag; beside it in the tag that it was converted from; where they were saved.
+        saved_in = Path(saved[_FOLDER])
+        places = [folder / TABLES, folder.parent / saved_in.name / TABLES, saved_in / TABLES]
+        tables = next((place for place in places if place.is_dir()), None)
+        tables = exchange.broadcast(tables)  # of one rank, so that all load the same folder
     finally:
         exchange.close()
-    if is_missing and saved[_HAS_TABLES]:
-        source = Path(saved[_FOLDER]) / TABLES
-        rule = f"must hold the replay's tables, which were saved in {source} and are not there any more"
-        remedy = f"copy them from where that tag lies now: cp -r .../{source.parent.name}/{TABLES} {tables}"
-        raise CheckpointError(str(tables), rule, None, remedy)
-    replay.load(tables, saved[_POSITION])
+    if tables is None and saved[_HAS_TABLES]:
+        rule = f"must hold the replay's tables, which were saved in {places[2]} and are not there any more"
+        remedy = f"copy them from where that tag lies now: cp -r .../{saved_in.name}/{TABLES} {places[0]}"
+        raise CheckpointError(str(places[0]), rule, None, remedy)
+    replay.load(tables or places[0], saved[_POSITION])
     return True
 
 
-def _find_tables(folder: Path, saved_in: Path) -> tuple[Path, bool]:
-    """Return the folder of a tag's tables, and whether it is missing.
-
-    In order: in the tag; beside it in the tag that it was converted from; where they were saved.
-    """
-    places = [folder / TABLES, folder.parent / saved_in.name / TABLES, saved_in / TABLES]
-    found = [place for place in places if place.is_dir()]
-    return (found[0], False) if found else (places[0], True)
-
-
 # ---- engines that have loaded before they were attached ------------------------------------------
-
-
-class _Saved(NamedTuple):
-    folder: Path  # of the tag
-    state: Mapping[str, Any] | None
 
 
 def check_start(engine: Any, checkpoint: Checkpoint) -> None:
@@ -140,11 +127,18 @@ def load_late(engine: Any, replay: ReplayBase, checkpoint: Checkpoint) -> None:
         raise CheckpointError(str(folder), "must hold the part of a replay", None, remedy)
 
 
-def _read(engine: Any, given: Path) -> _Saved:
-    folder = given if deepspeed_compat.model_states(given) else _latest(engine, given)
+def _read(engine: Any, given: Path) -> tuple[Path, Mapping[str, Any] | None]:
+    """Return the folder of the tag, and the replay's part of its client state."""
+    folder, remedy = given, "give attach the folder that load_checkpoint got, or that of the tag"
+    if not deepspeed_compat.model_states(given):  # then the tag that `load_checkpoint` takes by default
+        name = given / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
+        try:
+            folder = given / name.read_text().strip()
+        except OSError as error:
+            rule = "must name the checkpoint's tag"
+            raise CheckpointError(str(name), rule, str(error), remedy) from error
     files = deepspeed_compat.model_states(folder)
     if not files:
-        remedy = "give attach the folder that load_checkpoint got, or that of the tag"
         raise CheckpointError(str(folder), "must hold *_model_states.pt of DeepSpeed", None, remedy)
     try:  # weights stay in the file; it is trusted, as by DeepSpeed
         state = torch.load(files[0], map_location="cpu", mmap=True, weights_only=False)
@@ -154,14 +148,4 @@ def _read(engine: Any, given: Path) -> _Saved:
     if state.get("global_steps") != engine.global_steps:
         rule = f"must be the checkpoint that the engine has loaded, of global step {engine.global_steps}"
         raise CheckpointError(str(folder), rule, state.get("global_steps"), "give attach that one")
-    return _Saved(folder, state.get(CLIENT_STATE))
-
-
-def _latest(engine: Any, folder: Path) -> Path:
-    """Return the folder of the tag that `load_checkpoint` takes by default."""
-    name = folder / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
-    try:
-        return folder / name.read_text().strip()
-    except OSError as error:
-        remedy = "give attach the folder that load_checkpoint got, or that of the tag"
-        raise CheckpointError(str(name), "must name the checkpoint's tag", str(error), remedy) from error
+    return folder, state.get(CLIENT_STATE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -58,11 +57,11 @@ class PackedSteps:
             )
         self._step = step
 
-    def check_complete(self) -> None:
-        """Raise if gradients of the train step are missing.
+    def step(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call the engine's `step`.
 
         Raises:
-            StoreError: `backward` was called for some of its micro batches only.
+            StoreError: `backward` was called for some of the train step's micro batches only.
         """
         step, done = self._step, deepspeed_compat.pending_backwards(self._engine)
         if step is not None and done < len(step):
@@ -72,20 +71,22 @@ class PackedSteps:
                 done,
                 "a micro batch without loss tokens has the loss micro.sum(...) of 0",
             )
+        return original(*arguments, **options)
 
-    def end(self, samples_before: int) -> None:
-        """Count what was trained.
+    def update(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Update the weights, and count what was trained.
 
-        Args:
-            samples_before: The engine's `global_samples` before its optimizer step.
+        Called inside the engine's `step`, before it reports `global_samples` to monitors.
         """
+        before = self._engine.global_samples
+        result = original(*arguments, **options)
         step, self._step = self._step, None
-        if step is None:  # gradients of other data: DeepSpeed's count stays
-            return
-        is_applied = bool(self._engine.was_step_applied())
-        self._engine.global_samples = samples_before + (step.num_trajectories if is_applied else 0)
-        if not is_applied:
-            self._skipped()
+        if step is not None:  # else gradients of other data: DeepSpeed's count stays
+            is_applied = bool(self._engine.was_step_applied())
+            self._engine.global_samples = before + (step.num_trajectories if is_applied else 0)
+            if not is_applied:
+                self._skipped()
+        return result
 
 
 def attach_packed(engine: Any, replay: Replay, owns: bool) -> None:
@@ -97,28 +98,13 @@ def attach_packed(engine: Any, replay: Replay, owns: bool) -> None:
         owns: Whether the engine is the one that the replay was made for, which counts skipped steps.
     """
     steps = PackedSteps(engine, replay.count_skipped_step if owns else lambda: None)
-    original_step, original_update = engine.step, getattr(engine, deepspeed_compat.STEPPING)
-
-    @functools.wraps(original_step)
-    def step(*arguments: Any, **options: Any) -> Any:
-        steps.check_complete()
-        return original_step(*arguments, **options)
-
-    @functools.wraps(original_update)
-    def update(*arguments: Any, **options: Any) -> Any:
-        # Inside `step`, before it reports `global_samples` to monitors.
-        before = engine.global_samples
-        result = original_update(*arguments, **options)
-        steps.end(before)
-        return result
-
-    def iterator(stream: str = TRAIN) -> Iterator[Any]:
-        return _endless(replay) if stream == TRAIN else replay.iterator(stream)
-
-    engine.step = step
-    setattr(engine, deepspeed_compat.STEPPING, update)
+    deepspeed_compat.wrap(engine, "step", steps.step)
+    deepspeed_compat.wrap(engine, deepspeed_compat.STEPPING, steps.update)
     engine.gear_step, engine.gear_rollout = replay.step, replay.rollout
-    engine.gear_sample, engine.gear_iterator = _refuse_sample, iterator
+    engine.gear_sample = _refuse_sample
+    engine.gear_iterator = lambda stream=TRAIN: (
+        _endless(replay) if stream == TRAIN else replay.iterator(stream)
+    )
     replay.observe_steps(steps.begin)
 
 
@@ -128,10 +114,6 @@ def _endless(replay: Replay) -> Iterator[Any]:
 
 
 def _refuse_sample() -> None:
-    """Stand-in for `gear_sample`.
-
-    Raises:
-        ConfigError: Always.
-    """
+    """Stand-in for `gear_sample`."""
     remedy = "call engine.gear_step(), or engine.gear_rollout() for several optimizer steps"
     raise ConfigError("engine.gear_sample", "must not be called with gear.pack", None, remedy)

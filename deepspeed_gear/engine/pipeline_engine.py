@@ -17,6 +17,7 @@ import torch
 
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.config import GearConfig, PipelineConfig
+from deepspeed_gear.distributed.deepspeed_compat import wrap
 from deepspeed_gear.distributed.row_exchange.exchange_plan import EXAMPLE
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.replay import TRAIN, Replay
@@ -75,14 +76,14 @@ class PipelineIterator(Iterator[tuple[Part, Part]]):
         batch = self._ready.popleft()
         if batch is None:
             return None, None
-        return _picked(batch, self._inputs), _picked(batch, self._labels)
+        inputs, labels = (tuple(map(batch.part, names)) for names in (self._inputs, self._labels))
+        return _one_or_all(inputs), _one_or_all(labels)
 
     def _fetched(self) -> Batch | None:
         if not self._place.reads:
             return None
-        return self._replay.sample() if self._stream == TRAIN else self._next_of_pass()
-
-    def _next_of_pass(self) -> Batch:
+        if self._stream == TRAIN:
+            return self._replay.sample()
         batch = next(self._pass, None)
         if batch is None:
             self._pass = self._replay.iterator(self._stream)
@@ -91,61 +92,45 @@ class PipelineIterator(Iterator[tuple[Part, Part]]):
 
 
 def check_section(config: GearConfig) -> PipelineConfig:
-    """Return the config section with the inputs and labels of a pipeline.
-
-    Raises:
-        ConfigError: The config has none.
-    """
+    """Return the config section with the inputs and labels of a pipeline; raise ConfigError without one."""
     if config.pipeline is None:
         raise ConfigError("gear.pipeline", "must be given where the model is a pipeline", None, EXAMPLE)
     return config.pipeline
 
 
-def _picked(batch: Batch, names: Sequence[str]) -> Part:
-    """Return the named parts of a batch: one tensor, or a tuple of them; None for no names."""
-    if not names:
-        return None
-    parts = tuple(batch.part(name) for name in names)
-    return parts[0] if len(parts) == 1 else parts
+def _one_or_all(parts: tuple[torch.Tensor, ...]) -> Part:
+    """Return the only part, or all; None for none."""
+    return parts[0] if len(parts) == 1 else parts or None
 
 
 def attach_pipeline(engine: Any, replay: Replay) -> None:
     """Make an engine's `train_batch` and `eval_batch` fetch before they start. Binds to the instance only."""
-    train = PipelineIterator(replay, TRAIN)
+    train, signature = PipelineIterator(replay, TRAIN), inspect.signature(engine.eval_batch)
 
-    def iterator(stream: str = TRAIN) -> PipelineIterator:
-        return train if stream == TRAIN else PipelineIterator(replay, stream)
-
-    def train_batch(data_iter: Any = None) -> Any:
+    def train_batch(original: Callable[..., Any], data_iter: Any = None) -> Any:
         data_iter = train if data_iter is None else data_iter
         if isinstance(data_iter, PipelineIterator):
             data_iter.fetch(engine.micro_batches)
-        return original_train(data_iter)
+        return original(data_iter)
 
-    @functools.wraps(type(engine).eval_batch)
-    def eval_batch(data_iter: Any, *rest: Any, **options: Any) -> Any:
+    def eval_batch(original: Callable[..., Any], data_iter: Any, *rest: Any, **options: Any) -> Any:
         if isinstance(data_iter, PipelineIterator):
             given = signature.bind(data_iter, *rest, **options).arguments.get("num_micro_batches")
             data_iter.fetch(engine.micro_batches if given is None else given)
-        return original_eval(data_iter, *rest, **options)
+        return original(data_iter, *rest, **options)
 
-    original_train, original_eval = engine.train_batch, engine.eval_batch
-    signature = inspect.signature(original_eval)
-    engine.gear_iterator = iterator
-    engine.train_batch = functools.wraps(original_train)(train_batch)
-    engine.eval_batch = eval_batch
+    wrap(engine, "train_batch", train_batch)
+    wrap(engine, "eval_batch", eval_batch)
+    engine.gear_iterator = lambda stream=TRAIN: train if stream == TRAIN else PipelineIterator(replay, stream)
     engine.gear_batches = lambda: list(train.batches)
 
 
 def keep_sizes(engine: Any) -> None:
     """Make the engine's setters of batch sizes raise: selections are made for these sizes."""
 
-    def refusing(name: str) -> Callable[..., Any]:
-        def refuse(*_: Any, **__: Any) -> Any:
-            raise ConfigError(f"engine.{name}", "must not be called with a gear section", None, "start again")
-
-        return refuse
+    def refuse(name: str, *_: Any, **__: Any) -> None:
+        raise ConfigError(f"engine.{name}", "must not be called with a gear section", None, "start again")
 
     for name in ("set_train_batch_size", "set_train_micro_batch_size"):
         if hasattr(type(engine), name):
-            setattr(engine, name, refusing(name))
+            setattr(engine, name, functools.partial(refuse, name))
