@@ -60,7 +60,7 @@ class Shared:
     def watch(self) -> Watch:
         """Measure the exchange of rows from now on."""
         selector = self.replay._parts.exchange._training[0]
-        return Watch(selector._exchange._row_messages, self.link)
+        return Watch(selector._exchange._rows.messages, self.link)
 
 
 class Watch:

@@ -25,8 +25,8 @@ from support.report import Disturbance, document, print_table, write_json
 from fixed_cost import Timers
 from scale_planning import Batch, Node, Wire, routes_at
 
-from deepspeed_gear.distributed.sharded.resolution_exchange import ResolutionExchange
-from deepspeed_gear.distributed.sharded.sharded_selector import ShardedSelector
+from deepspeed_gear.distributed.row_exchange.resolution_exchange import ResolutionExchange
+from deepspeed_gear.distributed.sharded_selection import ShardedSelector
 from deepspeed_gear.sampling.sum_tree import ItemMasses
 
 NODES = [2**i for i in range(11)]
@@ -39,10 +39,9 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (ShardedSelector, "resolve", "own samples, owners"),
     (ItemMasses, "resolve_numbered", "resolve own samples: resolve_"),
     (ShardedSelector, "finish", "own records together"),
-    (ResolutionExchange, "_pack", "messages"),
-    (ResolutionExchange, "_sent", "resolutions by node"),
-    (ResolutionExchange, "_receive", "what is received"),
-    (ResolutionExchange, "_decode", "ring, origins, samples whose rows are received"),
+    (ResolutionExchange, "_send", "messages"),
+    (ResolutionExchange, "_encode", "resolutions by node"),
+    (ResolutionExchange, "_receive", "ring, origins, samples whose rows are received"),
 )
 Row = dict[str, Any]
 

@@ -18,10 +18,9 @@ from fixed_cost import Timers
 
 from deepspeed_gear.config import UniformSampler, check_against, parse
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan, grid, routes_of
-from deepspeed_gear.distributed.row_exchange.row_reads import layout_of
-from deepspeed_gear.distributed.sharded.resolution_exchange import HEAD_WORDS, ResolutionExchange
-from deepspeed_gear.distributed.sharded.selection_agreement import StatusMessage
-from deepspeed_gear.distributed.sharded.sharded_selector import ShardedSelector
+from deepspeed_gear.distributed.row_exchange.resolution_exchange import ResolutionExchange
+from deepspeed_gear.distributed.row_exchange.row_messages import RowExchange, layout_of
+from deepspeed_gear.distributed.sharded_selection import ShardedSelector, StatusMessage
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.constants import FAN_OUT, tree_size
@@ -92,8 +91,7 @@ class Wire:
         said[StatusMessage.TOTAL] = TRAJECTORIES * STEPS
         return lambda: [said] * self.count
 
-    def abandon(self, error: Exception) -> None:
-        """No other node waits."""
+    abandoned_on_error = contextlib.nullcontext  # no other node waits
 
 
 class Planner:
@@ -128,6 +126,7 @@ class Planner:
         incoming: torch.Tensor,
         heads: torch.Tensor,
         messages: Sequence[np.ndarray],
+        used: tuple[int, int] = (0, 0),
     ) -> None:
         """Plan what would be received, and where it would lie."""
         said = [torch.from_numpy(message) for message in messages]
@@ -184,7 +183,7 @@ class Node:
         )
         link: Any = self.link
         planner: Any = self.planner
-        exchange = ResolutionExchange(state, link, routes, planner, lambda *_: None)
+        exchange = ResolutionExchange(state, routes, RowExchange(link, planner), lambda *_: None)
         self.selector = ShardedSelector(state, link, routes, exchange, 0)
         self._coordinates = torch.empty(batch, dtype=torch.int64)
         self._draw = timers.wrap("draw all coordinates: draw_", load_backend().draw_)
@@ -209,7 +208,7 @@ class Node:
         packed = resolutions.numpy()
         ends = np.cumsum(np.bincount(owner, minlength=routes.num_nodes))[:-1]
         parts = [part.reshape(-1) for part in np.split(packed, ends)]
-        self.link.received = [np.concatenate([np.ones(HEAD_WORDS - 1, np.int64), part]) for part in parts]
+        self.link.received = [np.concatenate([np.ones(1, np.int64), part]) for part in parts]
 
     def plan(self, key: int) -> None:
         """Make the selection of a global batch up to what is sent."""

@@ -33,7 +33,7 @@ from deepspeed_gear.checkpoint.reshard import (
     packed,
 )
 from deepspeed_gear.distributed.replay_plan import ReplayPlan
-from deepspeed_gear.distributed.sharded.sharded_selector import ShardedSelector
+from deepspeed_gear.distributed.sharded_selection import ShardedSelector
 from deepspeed_gear.errors import CheckpointError, StoreFullError
 from deepspeed_gear.ops.constants import UNKNOWN
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState

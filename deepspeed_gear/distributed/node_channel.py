@@ -16,9 +16,11 @@ import torch.distributed as dist
 from deepspeed_gear.distributed.control_plane import lane
 from deepspeed_gear.distributed.failure_detector import SOME_NODE, FailureDetector
 from deepspeed_gear.distributed.topology import Topology
-from deepspeed_gear.errors import LostNodeError, PeerError, StoreError
+from deepspeed_gear.errors import GearError, LostNodeError, PeerError, StoreError
+from deepspeed_gear.outcome import Outcome
 
 GRACE_S = 5.0  # beyond our own wait, so that gloo's wait ends after it
+OUTCOME_WORDS = 256  # of a failure
 FIRST_WORDS = 1024  # words of a receive buffer before any message has come
 MUST_TAKE_ALL = "must take as many batches as this rank"  # the rule of ranks and nodes that end early
 _LEAST_WAIT_S = 1e-3
@@ -62,13 +64,14 @@ class NodeChannel:
         self.nodes = list(order)
         self.count, self.index = len(self.nodes), self.nodes.index(topology.node)
         members = [topology.ranks_of(node)[0] for node in self.nodes]
-        self._ranks = members if group is None else [dist.get_global_rank(group, rank) for rank in members]
+        #: Global rank of each node that sends and receives.
+        self.ranks = members if group is None else [dist.get_global_rank(group, rank) for rank in members]
         self._purpose = purpose
         self._up: Any = None  # the group of messages to nodes after their sender
         self._down: Any = None  # the group of messages to nodes before it
         self._tag = 0  # of this channel's messages among those of the groups
         self._others = [(self.index + i) % self.count for i in range(1, self.count)]
-        self._members = np.argsort(np.argsort(self._ranks)).tolist()  # of the group, whose ranks ascend
+        self._members = np.argsort(np.argsort(self.ranks)).tolist()  # of the group, whose ranks ascend
         self._peer_words = [FIRST_WORDS] * self.count  # words of the receive buffer that each node has for us
         self._spare = [np.empty(FIRST_WORDS, np.int64) for _ in self.nodes]  # the last message of each node
         self._buffers: dict[int, tuple[np.ndarray, Any]] = {}  # for the next message of each node
@@ -76,7 +79,7 @@ class NodeChannel:
         self._detector = detector
         self.bytes_sent = self.bytes_received = 0
         self.num_exchanges, self.last_wait_s = 0, 0.0
-        self._left = False
+        self.left = False  # whether a node has announced that it makes no further selection
 
     def open(self) -> None:
         """Make the groups. Collective over the ranks that exchange.
@@ -84,7 +87,7 @@ class NodeChannel:
         Each direction has a group of its own: while a thread sends, gloo's thread that is notified of a
         message between the same two ranks of the same group spins, maybe on the core that the sender needs.
         """
-        ranks, timeout_s = tuple(sorted(self._ranks)), self.timeout_s + GRACE_S
+        ranks, timeout_s = tuple(sorted(self.ranks)), self.timeout_s + GRACE_S
         self._up, self._down = (lane(ranks, f"{self._purpose}, {way}", timeout_s) for way in ("up", "down"))
         self._tag = _tags[self._up] = _tags.get(self._up, 0) + 1
         for node in self._others:
@@ -111,6 +114,19 @@ class NodeChannel:
         """Return the rows of every node. [n, words], int64 -> [n_s, words] each."""
         found = self.begin([message_of(rows.reshape(-1))] * self.count)()
         return [words.copy().reshape(-1, rows.shape[1]) for words in found]
+
+    def first_failure(self, failed: np.ndarray, own: Outcome | None) -> GearError | None:
+        """Return the error of the first node that has failed; None: none has. Collective if one has.
+
+        Args:
+            failed: Of each node whether it has; the same on all. [S].
+            own: Of this node, if it has.
+        """
+        if not failed.any():
+            return None
+        every = self.gather((own or Outcome(0, "")).words(OUTCOME_WORDS))
+        node = int(np.nonzero(failed)[0][0])
+        return Outcome.read(every[node]).error(self.name(node))
 
     def begin(self, messages: Sequence[np.ndarray]) -> Callable[[], list[np.ndarray]]:
         """Begin to send each node a message; return the function that waits for the message of each.
@@ -191,11 +207,6 @@ class NodeChannel:
         except RuntimeError as error:
             self._fail(error, node)
 
-    @property
-    def ranks(self) -> list[int]:
-        """Global rank of each node that sends and receives."""
-        return self._ranks
-
     @contextlib.contextmanager
     def naming_lost_ranks(self) -> Iterator[None]:
         """Raise a LostNodeError with the node's name where a collective of the same ranks fails."""
@@ -227,12 +238,7 @@ class NodeChannel:
 
     def note_left(self, left: bool = True) -> None:
         """Record that a node has announced its last selection, so that this one need not announce its own."""
-        self._left = left
-
-    @property
-    def left(self) -> bool:
-        """Whether a node has announced that it makes no further selection."""
-        return self._left
+        self.left = left
 
     def count_bytes(self, sent: int, received: int) -> None:
         """Count bytes of these nodes' rows that another transport has moved."""
@@ -250,14 +256,17 @@ class NodeChannel:
             self._detector.check_ended()
         raise PeerError(self.name(index), MUST_TAKE_ALL, None, had)
 
-    def abandon(self, error: Exception) -> None:
-        """Break the channel: an error keeps this node from an exchange that the others wait in."""
-        if self._broken is None:
-            remedy = "start all ranks again"
-            self._broken = LostNodeError(
-                "this node", "must make the selections that it has begun", str(error), remedy
-            )
-            self._broken.__cause__ = error
+    @contextlib.contextmanager
+    def abandoned_on_error(self) -> Iterator[None]:
+        """Break the channel if an error keeps this node from an exchange that the others wait in."""
+        try:
+            yield
+        except Exception as error:
+            if self._broken is None:
+                rule = "must make the selections that it has begun"
+                self._broken = LostNodeError("this node", rule, str(error), "start all ranks again")
+                self._broken.__cause__ = error
+            raise
 
     def _fail(self, error: RuntimeError, node: int | None = None) -> NoReturn:
         """Raise the detector's error, or else that of the transport."""

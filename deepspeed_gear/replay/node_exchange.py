@@ -14,11 +14,18 @@ from deepspeed_gear.distributed.node_channel import NodeChannel
 from deepspeed_gear.distributed.replay_plan import ReplayPlan
 from deepspeed_gear.distributed.row_exchange.device_transport import DeviceTransport
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan, routes_of
-from deepspeed_gear.distributed.row_exchange.row_messages import RowMessages, arrivals_of, most_rows
+from deepspeed_gear.distributed.row_exchange.resolution_exchange import (
+    Goals,
+    RecordExchange,
+    ResolutionExchange,
+)
+from deepspeed_gear.distributed.row_exchange.row_messages import RowExchange, RowMessages, most_rows
 from deepspeed_gear.distributed.row_exchange.trajectory_places import TrajectoryExchange
-from deepspeed_gear.distributed.sharded.resolution_exchange import Goals, RecordExchange, ResolutionExchange
-from deepspeed_gear.distributed.sharded.selection_agreement import ReplicatedSelector, SelectionAgreement
-from deepspeed_gear.distributed.sharded.sharded_selector import ShardedSelector
+from deepspeed_gear.distributed.sharded_selection import (
+    ReplicatedSelector,
+    SelectionAgreement,
+    ShardedSelector,
+)
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.stream_spec import StreamSpec
@@ -94,8 +101,7 @@ class SpreadTables:
             for spec in specs[name]:
                 wanted = exchange_plan.most_wanted(spec.batch)
                 rooms[spec.name] = ArrivalRoom(row, wanted * most, slot, wanted)
-                rows, slots = arrivals_of(wanted, spec.depth, most)
-                row, slot = row + rows, slot + slots
+                row, slot = row + spec.depth * wanted * most, slot + spec.depth * wanted
             found[name] = row + most + EDGE, slot
         return found
 
@@ -167,11 +173,10 @@ class NodeExchange:
         if self._plan.config.pack is not None:
             for name, exchange_plan in tables.exchange_plans.items():
                 for state in states[name].values():
-                    room, sends = tables.rooms[name][state.spec.name], None
-                    if self._channels:
-                        messages = self._messages(state, exchange_plan, room)
-                        sends = TrajectoryExchange(self._channels[True], messages, self._transports.get(True))
-                    self.trajectories[name] = SpreadTrajectories(exchange_plan, room, sends)
+                    room = tables.rooms[name][state.spec.name]
+                    rows = self._rows(state, exchange_plan, room, True) if self._channels else None
+                    exchange = None if rows is None else TrajectoryExchange(rows)
+                    self.trajectories[name] = SpreadTrajectories(exchange_plan, room, exchange)
         if not self._channels:
             return {}
         found: dict[StreamState, SelectionAgreement] = {}
@@ -185,10 +190,13 @@ class NodeExchange:
                 found[state] = self._sharded(state, exchange_plan, room, goals)
         return found
 
-    def _messages(self, state: StreamState, exchange_plan: ExchangePlan, room: ArrivalRoom) -> RowMessages:
+    def _rows(
+        self, state: StreamState, exchange_plan: ExchangePlan, room: ArrivalRoom, trains: bool
+    ) -> RowExchange:
         rows, slots = (room.first_row, room.num_rows), (room.first_slot, room.num_slots)
         needs, n_step = exchange_plan.needs, self._plan.config.n_step
-        return RowMessages(state.table, exchange_plan.num_nodes, needs, n_step, rows, slots)
+        messages = RowMessages(state.table, exchange_plan.num_nodes, needs, n_step, rows, slots)
+        return RowExchange(self._channels[trains], messages, self._transports.get(trains))
 
     def _sharded(
         self, state: StreamState, exchange_plan: ExchangePlan, room: ArrivalRoom, goals: Goals
@@ -199,8 +207,8 @@ class NodeExchange:
         if config.pack is not None:
             exchange = RecordExchange(state, channel)
         else:
-            messages, transport = self._messages(state, exchange_plan, room), self._transports.get(trains)
-            exchange = ResolutionExchange(state, channel, exchange_plan, messages, goals, transport)
+            rows = self._rows(state, exchange_plan, room, trains)
+            exchange = ResolutionExchange(state, exchange_plan, rows, goals)
         selector = ShardedSelector(state, channel, exchange_plan, exchange, config.verify_every)
         if trains:
             self._training.append(selector)

@@ -36,7 +36,8 @@ _WORDS_AFTER_KEY = struct.Struct(f"={Head.NUM_SET - 1}q")
 class LocalSelector:
     """Makes the selections of a batch stream among the items of one store, whose lock is held meanwhile.
 
-    `select` calls the phases, of which distributed/sharded/ has those of tables that several nodes hold.
+    `select` calls the phases; those of tables that several nodes hold are in
+    distributed/sharded_selection.py.
 
     Args:
         state: Of the batch stream.

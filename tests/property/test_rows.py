@@ -14,8 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_ops import ops_named
 
-from deepspeed_gear.distributed.row_exchange.row_messages import most_rows
-from deepspeed_gear.distributed.row_exchange.row_reads import RowLayout, RowReads, WindowRead, layout_of
+from deepspeed_gear.distributed.row_exchange.row_messages import (
+    RowLayout,
+    RowReads,
+    WindowRead,
+    layout_of,
+    most_rows,
+)
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Resolution, Slot
 

@@ -11,8 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_gear.distributed.row_exchange.exchange_plan import WHOLE
-from deepspeed_gear.distributed.row_exchange.row_messages import WORD_BYTES, RowMessages
-from deepspeed_gear.distributed.row_exchange.row_reads import RowReads, WindowRead
+from deepspeed_gear.distributed.row_exchange.row_messages import (
+    WORD_BYTES,
+    RowMessages,
+    RowReads,
+    WindowRead,
+)
 from deepspeed_gear.distributed.row_exchange.trajectory_places import Moves, TrajectoryPlaces
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.constants import SHARD_BITS
@@ -48,8 +52,8 @@ class Node:
         self.arrivals = {name: whole[name][len(held[name]) :] for name in held}
         table: Any = SimpleNamespace(
             ops=load_backend().on_host(),
-            held=held.__getitem__,
-            arrivals=self.arrivals.__getitem__,
+            columns=held,
+            arrivals=self.arrivals,
             slots=slots,
             gathers_own_rows=not mapped,
             first_arrival=(0, 0) if mapped else (rows, SLOTS),

@@ -55,11 +55,21 @@ class DeviceTransport:
         """
         order = np.argsort(self._channel.ranks).tolist()  # of the group, whose ranks ascend
         out, coming = [len(messages[node]) for node in order], [sizes[node] for node in order]
-        sent, found = self._host_buffer("sent", sum(out)), self._host_buffer("found", sum(coming))
+        host = torch.device("cpu")
+        sent, found = self._buffer("sent", sum(out), host), self._buffer("found", sum(coming), host)
+        there, back = sent, found
+        if self._stream is not None:
+            there = self._buffer("sent there", len(sent), self._device)
+            back = self._buffer("found there", len(found), self._device)
         if sum(out):
             torch.cat([torch.from_numpy(messages[node]) for node in order], out=sent)
         with self._channel.naming_lost_ranks(), torch.cuda.stream(self._stream):  # None: nothing is changed
-            self._all_to_all(sent, found, coming, out)
+            if self._stream is not None:
+                there.copy_(sent, non_blocking=True)
+            dist.all_to_all_single(back, there, coming, out, group=self._group)
+            if self._stream is not None:
+                found.copy_(back, non_blocking=True)
+                self._stream.synchronize()
         ends = np.cumsum(coming)
         parts = np.split(found.numpy(), ends[:-1])
         received: list[np.ndarray] = [parts[0]] * len(order)
@@ -68,31 +78,10 @@ class DeviceTransport:
         self._channel.count_bytes(sent.nbytes, found.nbytes)
         return received
 
-    def _all_to_all(
-        self, sent: torch.Tensor, found: torch.Tensor, coming: Sequence[int], out: Sequence[int]
-    ) -> None:
-        """Send words, and wait for the words from the other ranks."""
-        there, back = self._device_buffer("sent", sent), self._device_buffer("found", found)
-        if self._stream is not None:
-            there.copy_(sent, non_blocking=True)
-        dist.all_to_all_single(back, there, list(coming), list(out), group=self._group)
-        if self._stream is not None:
-            found.copy_(back, non_blocking=True)
-            self._stream.synchronize()
-
-    def _host_buffer(self, name: str, words: int) -> torch.Tensor:
-        """Return a host buffer, pinned where there is a GPU, that later exchanges use again."""
-        return self._kept(name, words, torch.device("cpu"))[:words]
-
-    def _device_buffer(self, name: str, words: torch.Tensor) -> torch.Tensor:
-        """Return a device buffer of the size of `words`; `words` itself where the device is the host."""
-        if self._device.type == "cpu":
-            return words
-        return self._kept(f"{name} there", len(words), self._device)[: len(words)]
-
-    def _kept(self, name: str, words: int, device: torch.device) -> torch.Tensor:
+    def _buffer(self, name: str, words: int, device: torch.device) -> torch.Tensor:
+        """Return a buffer that later exchanges use again; on the host it is pinned where there is a GPU."""
         if name not in self._buffers or len(self._buffers[name]) < words:
             size = 1 << max(words - 1, _LEAST_WORDS - 1).bit_length()
             pinned = device.type == "cpu" and self._device.type == "cuda"
             self._buffers[name] = torch.empty(size, dtype=torch.int64, device=device, pin_memory=pinned)
-        return self._buffers[name]
+        return self._buffers[name][:words]

@@ -12,7 +12,7 @@ from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES
 from deepspeed_gear.config.field_checks import LEARNS, MASK
 from deepspeed_gear.config.types import dotted
-from deepspeed_gear.distributed.row_exchange.row_reads import RowReads, WindowRead
+from deepspeed_gear.distributed.row_exchange.row_messages import RowReads, WindowRead
 from deepspeed_gear.distributed.topology import AXES, RankCoordinates, Topology
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.schema import Schema
@@ -123,7 +123,18 @@ def row_needs(needs: Sequence[ReadNeeds], config: GearConfig, schema: Schema) ->
     goals: dict[tuple[str, int], None] = {}
     for need in needs:
         for field in (*need.fields, *need.opaque):
-            _add_field(field, reads, single, goals)
+            column = field.column
+            if field.mask_only or (column is None and field.derived != "return_to_go"):
+                continue
+            if column is not None and column.rows == "1":
+                single[column.name] = None
+                continue
+            name = RETURN_TO_GO if column is None else column.name
+            final_row = int(column is not None and column.rows == "T+1")
+            first, end = _window(field)
+            reads[WindowRead(name, first, end, field.follows, field.pad_kind == "edge", final_row)] = None
+            if field.hindsight is not None:
+                goals[field.hindsight.name, int(field.hindsight.rows == "T+1")] = None
         if need.n_step and config.n_step is not None:
             for role in ("reward", "terminated", "truncated"):
                 column = schema.role(role)
@@ -141,31 +152,9 @@ def _whole_trajectories(needs: Sequence[ReadNeeds], schema: Schema) -> RowReads:
             found[field.column.name] = field.column.rows
         elif field.derived == "return_to_go":
             found[RETURN_TO_GO] = "T"
-    reads = [
-        WindowRead(name, 0, WHOLE, final_row=int(rows == "T+1"))
-        for name, rows in found.items()
-        if rows != "1"
-    ]
+    windows = [name for name, rows in found.items() if rows != "1"]
+    reads = [WindowRead(name, 0, WHOLE, final_row=int(found[name] == "T+1")) for name in windows]
     return RowReads(tuple(reads), tuple(name for name, rows in found.items() if rows == "1"))
-
-
-def _add_field(
-    field: ResolvedField,
-    reads: dict[WindowRead, None],
-    single: dict[str, None],
-    goals: dict[tuple[str, int], None],
-) -> None:
-    if field.mask_only or (field.column is None and field.derived != "return_to_go"):
-        return
-    if field.column is not None and field.column.rows == "1":
-        single[field.column.name] = None
-        return
-    name = RETURN_TO_GO if field.column is None else field.column.name
-    final_row = int(field.column is not None and field.column.rows == "T+1")
-    first, end = _window(field)
-    reads[WindowRead(name, first, end, field.follows, field.pad_kind == "edge", final_row)] = None
-    if field.hindsight is not None:
-        goals[field.hindsight.name, int(field.hindsight.rows == "T+1")] = None
 
 
 def _window(field: ResolvedField) -> tuple[int, int]:
@@ -205,33 +194,23 @@ def needs_of(place: RankCoordinates, config: GearConfig, fields: Sequence[Resolv
         ConfigError: The config does not name what the ends of a pipeline read, or a window does not divide
             by the sequence ranks.
     """
-    wanted = _names_at(place, config)
+    wanted: set[str] | None = None  # all
+    if place.pipe_world > 1:
+        if config.pipeline is None:
+            raise ConfigError("gear.pipeline", "must be given where the model is a pipeline", None, EXAMPLE)
+        inputs = config.pipeline.inputs if place.is_first_stage else []
+        wanted = {*inputs, *(config.pipeline.labels if place.is_last_stage else [])}
     opaque = tuple(field for field in fields if field.is_opaque and wanted is None)
     fields = [field for field in fields if not field.is_opaque]
     chosen = [field for field in fields if wanted is None or field.name in wanted]
     if wanted is not None:
         masks = {f.name: f for f in fields if {MASK + f.name, LEARNS + f.name} & wanted}
-        chosen += [_mask_of(field) for name, field in masks.items() if name not in wanted]
+        others = [field for name, field in masks.items() if name not in wanted]
+        chosen += [replace(field, mask_only=True, normalize=None, scale=1.0) for field in others]
     follows = any(field.offset == "n_step" for field in chosen)
     n_step = wanted is None or follows or bool(wanted.intersection(N_STEP_NAMES))
     parts = tuple(_part(field, place) for field in chosen)
     return ReadNeeds(parts, n_step and config.n_step is not None, opaque)
-
-
-def _mask_of(field: ResolvedField) -> ResolvedField:
-    """Return the field reduced to its mask."""
-    return replace(field, mask_only=True, normalize=None, scale=1.0)
-
-
-def _names_at(place: RankCoordinates, config: GearConfig) -> set[str] | None:
-    """Return the names of the fields that a stage reads; None for all."""
-    if place.pipe_world == 1:
-        return None
-    if config.pipeline is None:
-        raise ConfigError("gear.pipeline", "must be given where the model is a pipeline", None, EXAMPLE)
-    inputs = config.pipeline.inputs if place.is_first_stage else []
-    labels = config.pipeline.labels if place.is_last_stage else []
-    return {*inputs, *labels}
 
 
 def _part(field: ResolvedField, place: RankCoordinates) -> ResolvedField:

@@ -1,23 +1,122 @@
-"""Messages of rows between nodes: encoded from this node's store, decoded into its arrivals."""
+"""Rows between nodes: those that samples read, encoded from this node's store, decoded into its arrivals.
+
+Sender and receiver compute the same layout from the samples' resolutions, so messages need not describe it.
+Windows of samples that overlap, or whose item was drawn twice, are merged: a row is sent once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from deepspeed_gear.config import NStepConfig
-from deepspeed_gear.distributed.row_exchange.row_reads import RowReads, layout_of
+from deepspeed_gear.distributed.node_channel import NodeChannel, message_of
+from deepspeed_gear.distributed.row_exchange.device_transport import DeviceTransport
 from deepspeed_gear.errors import StoreError
-from deepspeed_gear.schema import Schema
+from deepspeed_gear.ops.records import RowColumn, RowWindow
 from deepspeed_gear.store.column_arrays import as_tensor
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 WORD_BYTES = 8
 FIRST_WORDS = 1024  # of the message buffer, before any message has been encoded
+
+
+@dataclass(frozen=True)
+class WindowRead:
+    """The rows of a column that one window of a sample reads.
+
+    Args:
+        first, end: From the anchor on: rows [anchor + first, anchor + end) that the trajectory has.
+        follows: They lie after the sample's n-step steps.
+        edge: The nearest row is read where the trajectory has none of them.
+        final_row: 1 if the column has T+1 rows.
+    """
+
+    column: str
+    first: int
+    end: int
+    follows: bool = False
+    edge: bool = False
+    final_row: int = 0
+
+
+@dataclass(frozen=True)
+class RowReads:
+    """All rows that a replica's ranks on one node read of a sample.
+
+    Args:
+        reads: Rows of steps, at least one of each column that is read.
+        per_trajectory: Columns of one row per trajectory.
+        goals: Columns of achieved goals, of which relabelled samples read the row that was drawn, with their
+            `final_row`.
+    """
+
+    reads: tuple[WindowRead, ...]
+    per_trajectory: tuple[str, ...] = ()
+    goals: tuple[tuple[str, int], ...] = ()
+
+
+class RowLayout(NamedTuple):
+    """The row reads as arguments of the ops.
+
+    Args:
+        names: Columns, those of steps first. [C].
+        windows, members, columns: Defined in `ops/reference/encode_rows.py`.
+    """
+
+    names: tuple[str, ...]
+    windows: torch.Tensor
+    members: torch.Tensor
+    columns: torch.Tensor
+
+
+Window = tuple[int, int, int, int, int, int]  # is_goal, first, end, follows, edge, final_row
+
+
+def layout_of(needs: Sequence[RowReads], row_bytes: Mapping[str, int]) -> RowLayout:
+    """Return the layout of row reads for the ops.
+
+    Args:
+        needs: The rows that are read of a sample, by index.
+        row_bytes: Bytes of a row of each column.
+    """
+    of_steps: dict[str, dict[Window, dict[int, None]]] = {}  # windows of each column, and who has them
+    single: dict[str, list[int]] = {}
+    for index, need in enumerate(needs):
+        its_reads: list[tuple[str, Window]] = [
+            (read.column, (0, read.first, read.end, int(read.follows), int(read.edge), read.final_row))
+            for read in need.reads
+        ]
+        its_reads += [(column, (1, 0, 1, 0, 0, final_row)) for column, final_row in need.goals]
+        for column, window in its_reads:
+            of_steps.setdefault(column, {}).setdefault(window, {})[index] = None
+        for column in need.per_trajectory:
+            single.setdefault(column, []).append(index)
+    alike: dict[tuple[tuple[Window, tuple[int, ...]], ...], int] = {}  # columns that are read alike: a group
+    columns = []
+    for name, reads in of_steps.items():
+        key = tuple((window, tuple(which)) for window, which in reads.items())
+        columns.append((alike.setdefault(key, len(alike)), 0, row_bytes[name]))
+    windows = [(group, *window) for key, group in alike.items() for window, _ in key]
+    which: list[tuple[int, ...]] = [indices for key in alike for _, indices in key]
+    for name, indices in single.items():
+        columns.append((-1, len(which), row_bytes[name]))
+        which.append(tuple(indices))
+    members = torch.zeros(len(which), len(needs), dtype=torch.bool)
+    for row, having in enumerate(which):
+        members[row, list(having)] = True
+    return RowLayout(
+        (*of_steps, *single),
+        torch.tensor(windows, dtype=torch.int64).reshape(-1, RowWindow.NUM_WORDS),
+        members,
+        torch.tensor(columns, dtype=torch.int64).reshape(-1, RowColumn.NUM_WORDS),
+    )
 
 
 def most_rows(needs: Sequence[RowReads], longest: int, n: int) -> int:
@@ -36,17 +135,6 @@ def most_rows(needs: Sequence[RowReads], longest: int, n: int) -> int:
     # After the end the nearest rows of columns of T and of T+1 rows are two.
     differ = len({read.final_row for read in reads}) > 1
     return longest + 1 if goals else min(max(end - first, 1 + differ), longest + 1)
-
-
-def arrivals_of(num_samples: int, depth: int, most: int) -> tuple[int, int]:
-    """Return the rows and slots of a stream's arrivals, where rows of other nodes are stored.
-
-    Args:
-        num_samples: Of a global batch, those that this node needs.
-        depth: Selections that are kept.
-        most: Rows that a sample reads.
-    """
-    return depth * num_samples * most, depth * num_samples
 
 
 class RowMessages:
@@ -76,7 +164,9 @@ class RowMessages:
         names = {read.column for need in needs for read in need.reads}
         names.update(name for need in needs for name in need.per_trajectory)
         names.update(goal for need in needs for goal, _ in need.goals)
-        row_bytes = {name: table.columns[name][:1].nbytes or _row_bytes(table, name) for name in names}
+        row_bytes = {name: table.columns[name][:1].nbytes for name in names}
+        for name in (name for name, num_bytes in row_bytes.items() if not num_bytes):  # it holds no row yet
+            row_bytes[name] = 4 if name == RETURN_TO_GO else table.spec.schema[name].row_bytes
         layout = layout_of(needs, row_bytes)
         self._layout = layout.windows, layout.members, layout.columns
         self._held = [_flat(table.columns[name]) for name in layout.names]
@@ -164,9 +254,69 @@ def _flat(rows: np.ndarray) -> torch.Tensor:
     return as_tensor(rows.reshape(-1).view(np.uint8))
 
 
-def _row_bytes(table: Table, name: str) -> int:
-    schema: Schema = table.spec.schema
-    if name == RETURN_TO_GO:
-        return 4
-    column = schema[name]
-    return int(np.prod(column.shape, dtype=np.int64)) * column.numpy_dtype.itemsize
+class RowExchange:
+    """Exchanges rows of one stream, after other words: in the messages of a channel, or by the devices.
+
+    One thread at a time.
+
+    Args:
+        channel: To the other nodes.
+        messages: Encodes the rows that other nodes read, and decodes theirs.
+        transport: Sends the rows, after messages with their sizes; None: the messages contain them.
+    """
+
+    def __init__(
+        self, channel: NodeChannel, messages: RowMessages, transport: DeviceTransport | None = None
+    ) -> None:
+        self.channel, self.messages, self._transport = channel, messages, transport
+        words = np.zeros(channel.count, np.int64)  # written word by word, as in `ResolutionExchange`
+        self._heads, self._head_words = torch.from_numpy(words), words.data
+        self._outgoing: list[np.ndarray] = []  # for the transport
+        self._sizes: list[int] = []  # of what it gets from each node
+
+    def send(self, head: np.ndarray, parts: Sequence[np.ndarray], outgoing: torch.Tensor) -> list[np.ndarray]:
+        """Send each node words and rows; return the words of each, maybe with its rows after them.
+
+        Args:
+            head: Words for all nodes. [n], int64.
+            parts: More words for each node. [m] each, int64.
+            outgoing: Samples of this node that others need, by receiver: `RowSample`. [k, 7], int64.
+        """
+        if self._transport is None:
+            for node, part in enumerate(parts):
+                self._head_words[node] = WORD_BYTES * (1 + len(head) + part.size)
+            messages = self.messages.encode(outgoing, self._heads)
+            for message, part in zip(messages, parts, strict=True):
+                end = 1 + len(head)
+                message[1:end] = head
+                message[end : end + part.size] = part
+            return self.channel.begin(messages)()
+        for node in range(len(parts)):
+            self._head_words[node] = 0
+        self._outgoing = self.messages.encode(outgoing, self._heads)
+        sized = [np.concatenate([[len(rows)], head]) for rows in self._outgoing]
+        received = self.channel.begin([message_of(*both) for both in zip(sized, parts, strict=True)])()
+        self._sizes = [int(words[0]) for words in received]
+        return [words[1:] for words in received]
+
+    def fill(
+        self,
+        entry: int,
+        ring: torch.Tensor,
+        which: torch.Tensor,
+        incoming: torch.Tensor,
+        received: Sequence[np.ndarray],
+        sizes: Sequence[int],
+        used: tuple[int, int] = (0, 0),
+    ) -> None:
+        """Receive the rows into the arrivals, as `RowMessages.decode`.
+
+        Args:
+            received: What `send` has returned.
+            sizes: Words before the rows of each node in it. [S].
+        """
+        if self._transport is not None:
+            received = self._transport.exchange(self._outgoing, self._sizes)
+        for node, size in enumerate(sizes):
+            self._head_words[node] = 0 if self._transport is not None else WORD_BYTES * size
+        self.messages.decode(entry, ring, which, incoming, self._heads, received, used)

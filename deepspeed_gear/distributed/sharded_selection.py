@@ -2,33 +2,239 @@
 
 Every node computes all coordinates, and resolves those that fall into its own part of the total mass. Then
 each node gets the resolutions of the samples that its ranks train on, and the rows that their windows read
-(`ResolutionExchange`). Each selection begins with an agreement (`SelectionAgreement`).
+(`ResolutionExchange`). Each selection begins with an agreement: all nodes make it, or none does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Final
+from typing import Final, NoReturn
 
 import numpy as np
 import torch
 
-from deepspeed_gear.distributed.node_channel import NO_WORDS, NodeChannel
+from deepspeed_gear.distributed.node_channel import NO_WORDS, NodeChannel, message_of
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan
-from deepspeed_gear.distributed.sharded.resolution_exchange import (
+from deepspeed_gear.distributed.row_exchange.resolution_exchange import (
     NodeSelection,
     RecordExchange,
     ResolutionExchange,
 )
-from deepspeed_gear.distributed.sharded.selection_agreement import SelectionAgreement, StatusMessage
+from deepspeed_gear.errors import PeerError, StoreError
 from deepspeed_gear.ops.records import LogEntry, Resolution, UpdateCount
+from deepspeed_gear.outcome import Outcome
 from deepspeed_gear.sampling.mass_rules import NO_ID, AgeWindow, WindowEdge, newest_of
 from deepspeed_gear.sampling.priority_masses import merge_highest
-from deepspeed_gear.sampling.rate_limiting import JointSelectionLimiter, NodeRate, SelectionLimiter
+from deepspeed_gear.sampling.rate_limiting import NodeRate, SelectionLimiter
+from deepspeed_gear.sampling.selector import LocalSelector
 from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.sampling.sum_tree import items_of
 
 PACKED_REPORT_WORDS = 3
+_WAITS = 64  # exchanges whose waits are added up at once
+MOST_LEAVE_S = 10.0  # longest wait of a node that ends until the others have received its last status
+
+
+class StatusMessage:
+    """The status message of a node, the first of a joint selection."""
+
+    KEY: Final = 0
+    STATUS: Final = 1
+    STOP: Final = 2
+    WAITED_US: Final = 3
+    WAITING: Final = 4
+    TOTAL: Final = 5
+    ITEMS: Final = 6
+    LEAST: Final = 7
+    HIGHEST: Final = 8
+    NUM_WORDS: Final = 9
+    FINE: Final = 0  # of StatusMessage.STATUS
+    FAILED: Final = 1  # of StatusMessage.STATUS: an error's text follows
+
+
+class SelectionAgreement(LocalSelector):
+    """A selector whose selections begin with a status message of every node, failures included.
+
+    Args:
+        state: Of the stream, in this node's part of the table.
+        channel: To the other nodes; shared by the streams of one thread.
+    """
+
+    def __init__(self, state: StreamState, channel: NodeChannel) -> None:
+        super().__init__(state, state.table.lock)
+        self.channel, self._table = channel, state.table
+        self._num_nodes, self._index = channel.count, channel.index
+        self._records = np.zeros((self._num_nodes, StatusMessage.NUM_WORDS), np.int64)
+        self._totals = np.zeros(self._num_nodes, np.int64)
+        self._waiting = False
+        self._key: int | None = None  # of the selection that is being made
+        self.num_selections = 0
+        self._late_us = np.zeros(self._num_nodes, np.int64)  # wait of the others for each node
+        self._waited_us: list[np.ndarray] = []  # not in `_late_us` yet
+
+    def _exchange_status(
+        self,
+        error: Exception | None,
+        stop: bool,
+        more: Sequence[np.ndarray] | None = None,
+        limiter: np.ndarray = NO_WORDS,
+    ) -> list[np.ndarray]:
+        """Exchange status messages, with more words for each node after them.
+
+        Args:
+            error: Why this node cannot make the selection; None: it can.
+            stop: Whether it makes no further one.
+            more: Words for each node.
+            limiter: State of the rate limiter, for all nodes.
+        Returns:
+            The words of each node after its status; valid until the next exchange ends.
+        """
+        record = self._record()
+        words = np.concatenate([record, limiter]) if len(limiter) else record
+        words[StatusMessage.KEY] = -1 if self._key is None else self._key
+        words[StatusMessage.STATUS] = StatusMessage.FINE if error is None else StatusMessage.FAILED
+        words[StatusMessage.STOP] = stop
+        after = [NO_WORDS] * self._num_nodes if more is None else more
+        messages = self.channel.begin([message_of(words, part.reshape(-1)) for part in after])()
+        records = self._records = np.stack([part[: StatusMessage.NUM_WORDS] for part in messages])
+        self._waited_us.append(records[:, StatusMessage.WAITED_US])
+        if len(self._waited_us) == _WAITS:
+            self._add_waits()
+        agreed = words[StatusMessage.KEY], StatusMessage.FINE, False
+        if (records[:, : StatusMessage.STOP + 1] != agreed).any():
+            self._raise_refusal(records, error)
+        self._waiting = bool(records[:, StatusMessage.WAITING].any())
+        self._totals = records[:, StatusMessage.TOTAL].copy()
+        return [part[StatusMessage.NUM_WORDS :] for part in messages]
+
+    def _raise_refusal(self, records: np.ndarray, error: Exception | None) -> NoReturn:
+        """Raise the reason why a node does not make the selection that this one makes."""
+        if records[:, StatusMessage.STOP].any():
+            self.channel.note_left()
+            if self.state.stop.is_set() or self._key is None:
+                name = f"stream {self.spec.name}"
+                raise StoreError(name, "must be open", None, "it was closed while it waited")
+            node = int(np.nonzero(records[:, StatusMessage.STOP])[0][0])
+            self.channel.raise_ended(node, f"it ended before global batch {self._key}")
+        self._raise_failure(records, error)
+        asked = {self.channel.name(i): key for i, key in enumerate(records[:, StatusMessage.KEY].tolist())}
+        raise PeerError(
+            f"stream {self.spec.name}: the nodes",
+            "must ask for the same global batch",
+            asked,
+            "all ranks must take the same batches in the same order",
+        )
+
+    def leave(self) -> None:
+        """Send the other nodes that this one makes no further selection, unless one of them has sent that."""
+        if not self.channel.left:
+            self._key = None
+            with self.channel.parting(MOST_LEAVE_S):
+                self._exchange_status(None, True)
+        self.channel.note_left(False)
+
+    def _record(self) -> np.ndarray:
+        """Return the status of this node's shard."""
+        words = np.zeros(StatusMessage.NUM_WORDS, np.int64)
+        masses, priorities = self.masses, self.state.priorities
+        with self._table.lock:
+            words[StatusMessage.TOTAL] = masses.total
+            if priorities is None:
+                words[StatusMessage.WAITING] = masses.waiting
+            else:
+                words[StatusMessage.ITEMS] = priorities.num_drawable
+                words[StatusMessage.HIGHEST] = priorities.counts[UpdateCount.HIGHEST_PRIORITY]
+                if priorities.rule.normalize == "table":
+                    words[StatusMessage.LEAST] = priorities.least
+        words[StatusMessage.WAITED_US] = int(self.channel.last_wait_s * 1e6)
+        return words
+
+    def _add_waits(self) -> None:
+        """Sum the waits: the node that has waited least was the last to arrive."""
+        if self._waited_us:
+            waited_us = np.stack(self._waited_us)
+            self._late_us += (waited_us.max(1, keepdims=True) - waited_us).sum(0)
+            self._waited_us.clear()
+
+    @property
+    def late_s(self) -> np.ndarray:
+        """How long the others have waited for each node. [S], float64, seconds."""
+        self._add_waits()
+        return self._late_us * 1e-6
+
+    def _raise_failure(self, records: np.ndarray, error: Exception | None) -> None:
+        """Raise if a node has failed: its own error there, an error with its text elsewhere."""
+        own = None if error is None else Outcome.of(error)
+        there = self.channel.first_failure(records[:, StatusMessage.STATUS], own)
+        if there is not None:
+            raise there if error is None else error
+
+    def _apply_together(self, action: Callable[[], None]) -> None:
+        """Change this node's masses, and exchange the new totals."""
+        error: Exception | None = None
+        try:
+            with self._table.lock:
+                action()
+        except Exception as caught:
+            error = caught
+        words = self._record()
+        words[StatusMessage.STATUS] = StatusMessage.FINE if error is None else StatusMessage.FAILED
+        records = self.channel.gather(words)
+        self._raise_failure(records, error)
+        self._records, self._totals = records, records[:, StatusMessage.TOTAL].copy()
+
+
+class ReplicatedSelector(SelectionAgreement):
+    """Selects from a store that stays equal to those of all other nodes. One thread at a time.
+
+    Args:
+        state: Of the stream in this node's store, with priorities.
+        channel: To the other nodes.
+    """
+
+    def __init__(self, state: StreamState, channel: NodeChannel) -> None:
+        super().__init__(state, channel)
+        self._here = LocalSelector(state)
+        self._reports = np.empty((0, LogEntry.NUM_WORDS), np.int64)
+        self._received: list[np.ndarray] = []  # reports of all nodes
+
+    def begin(self, key: int, entry: int, count: int) -> bool:
+        self._key = key
+        error: Exception | None = None
+        try:
+            with self._table.lock:
+                self._due = self.state.with_priorities.reports.due(key)
+                self._reports = np.concatenate([self._reports[:0], *(rows for _, rows in self._due)])
+        except Exception as caught:
+            error = caught
+        received = self._exchange_status(error, self.state.stop.is_set(), [self._reports] * self._num_nodes)
+        self.num_selections += 1
+        self._received = [words.reshape(-1, LogEntry.NUM_WORDS) for words in received]
+        return True
+
+    def apply(self, key: int) -> int:
+        priorities = self.state.with_priorities
+
+        def change() -> None:
+            priorities.apply_reports(key, [rows for rows in self._received if len(rows)])
+            if self._due:
+                priorities.reports.take(self._due)
+
+        self._apply_together(change)
+        return self.total
+
+    def resolve(self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int) -> None:
+        with self._table.lock:
+            self._here.resolve(rows, done, coordinates, first)
+
+    def finish(self, key: int, entry: int, count: int) -> int:
+        with self._table.lock:
+            return self._here.finish(key, entry, count)
+
+    def highest(self, count: int) -> torch.Tensor:
+        with self._table.lock:
+            return self._here.highest(count)
 
 
 class ShardedSelector(SelectionAgreement):
@@ -55,7 +261,6 @@ class ShardedSelector(SelectionAgreement):
         self._plan, self._exchange, self._verify_every = plan, exchange, verify_every
         self._wanted: dict[tuple[int, int], np.ndarray] = {}  # of the latest selection
         self._is_first = True
-        self._selection: NodeSelection | None = None
         self._received: list[np.ndarray] = []  # reports from each node, packed
         #: Resolutions of the latest selection's samples that this node holds.
         self._drawn = np.empty((0, Resolution.NUM_WORDS), np.int64)
@@ -74,7 +279,7 @@ class ShardedSelector(SelectionAgreement):
             StoreError: The stream is being closed.
             PeerError: A node has failed, ended, or asks for another global batch.
         """
-        self._selection, self._key = self._new_selection(key, entry, count), key
+        self._begin_selection(key, entry, count)
         reports: list[np.ndarray] | None = None
         error: Exception | None = None
         joint, records = self.state.joint_limiter, NO_WORDS
@@ -82,46 +287,37 @@ class ShardedSelector(SelectionAgreement):
             if self.state.priorities is not None:
                 reports = self._take_reports(key)
             with self._table.lock:
-                if self._applies_first:
+                # Else changes take effect after the exchange of status messages.
+                if self.state.priorities is None and not self._has_window and not self.spec.sampler.walks:
                     self.masses.apply(key)
                 if joint is not None:  # after the changes were applied, so that it counts what can be drawn
                     records = joint.record(count)
         except Exception as caught:
             error = caught
         self._received = self._exchange_status(error, self.state.stop.is_set(), reports, records)
-        if joint is not None and not self._admits(joint, key, count):
-            return False
+        if joint is not None:
+            rates = np.stack([words[: NodeRate.NUM_WORDS] for words in self._received])
+            self._received = [words[NodeRate.NUM_WORDS :] for words in self._received]
+            with self._table.lock:
+                is_open = joint.apply(rates, count)
+                error = None if is_open else joint.given_up(rates, key, count)
+            if error is not None:
+                raise error
+            if not is_open:
+                return False
         self.num_selections += 1
         return True
 
-    @property
-    def _applies_first(self) -> bool:
-        """Whether changes take effect before the exchange of status messages."""
-        later = self.state.priorities is not None or self._has_window
-        return not later and not self.spec.sampler.walks
-
-    def _admits(self, joint: JointSelectionLimiter, key: int, count: int) -> bool:
-        """Return whether the rate limiter admits a draw of all nodes together; raise as `begin`."""
-        records = np.stack([words[: NodeRate.NUM_WORDS] for words in self._received])
-        self._received = [words[NodeRate.NUM_WORDS :] for words in self._received]
-        with self._table.lock:
-            is_open = joint.apply(records, count)
-            error = None if is_open else joint.given_up(records, key, count)
-        if error is not None:
-            raise error
-        return is_open
-
-    def _new_selection(self, key: int, entry: int, count: int) -> NodeSelection:
+    def _begin_selection(self, key: int, entry: int, count: int) -> None:
         offset = 0 if self.spec.offset is None else self.spec.offset(key)
         case = count, offset % self._plan.data_world
         if case not in self._wanted:
             self._wanted = {case: self._plan.wanted(*case)}
-        wanted = self._wanted[case]
-        verifies = (
-            not self.spec.sampler.is_pass and bool(self._verify_every) and key % self._verify_every == 0
-        )
-        asked = np.arange(count) if verifies else wanted
-        return NodeSelection(key, entry, count, offset, wanted, verifies, asked, np.zeros_like(asked))
+        every = 0 if self.spec.sampler.is_pass else self._verify_every
+        verifies = every > 0 and key % every == 0
+        asked = np.arange(count) if verifies else self._wanted[case]
+        self._key = key
+        self._selection = NodeSelection(key, entry, count, offset, verifies, asked, np.zeros_like(asked))
 
     @property
     def _has_window(self) -> bool:
@@ -204,10 +400,8 @@ class ShardedSelector(SelectionAgreement):
         return len(owner)
 
     def drop(self) -> None:
-        selection = self._selection
-        assert selection is not None
-        selection.own.clear()
-        selection.records.clear()
+        self._selection.own.clear()
+        self._selection.records.clear()
 
     def _found(self, coordinates: torch.Tensor, first: int) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
         """Return the node of each coordinate, the indices of this node's, and their resolutions."""
@@ -224,12 +418,10 @@ class ShardedSelector(SelectionAgreement):
 
     def _keep(self, done: int, first: int, owner: np.ndarray, own: np.ndarray, records: torch.Tensor) -> None:
         """Add draws to the selection, after the `done` ones in it."""
-        selection = self._selection
-        assert selection is not None
         if len(own):
             with self._table.lock:
-                self.state.pin(selection.key, records)
-        selection.draw(first, own, records, owner, done)
+                self.state.pin(self._selection.key, records)
+        self._selection.draw(first, own, records, owner, done)
 
     def resolve_until(
         self,
@@ -316,14 +508,7 @@ class ShardedSelector(SelectionAgreement):
 
     def finish(self, key: int, entry: int, count: int) -> int:
         """Exchange the resolutions and the rows of the selection; see `LocalSelector.finish`."""
-        selection = self._selection
-        assert selection is not None
-        if len(selection.own) == 1:
-            own, records = selection.own[0], selection.records[0]
-        else:
-            own = np.concatenate([np.empty(0, np.int64), *selection.own])
-            records = torch.cat([torch.empty(0, Resolution.NUM_WORDS, dtype=torch.int64), *selection.records])
-        self._drawn = self._exchange.fill(selection, own, records)
+        self._drawn = self._exchange.fill(self._selection)
         return self._exchange.num_records
 
     def deliver(
@@ -338,11 +523,10 @@ class ShardedSelector(SelectionAgreement):
             own: Records that this node holds, ascending. [n], int64.
             records: They. [n, 8], int64.
         """
-        selection = self._selection = self._new_selection(key, entry, len(owner))
-        self._key = key
-        selection.place(first, owner)
+        self._begin_selection(key, entry, len(owner))
+        self._selection.draw(first, own, records, owner, 0)
         self.state.pin(key, records)
-        self._exchange.restore(selection, own, records)
+        self._exchange.fill(self._selection, is_saved=True)
 
     def restart(self) -> None:
         """Compute the window's edge anew at the next selection: the table's content was replaced."""

@@ -1,1 +1,0 @@
-"""Selection over nodes that hold shards of one table."""
