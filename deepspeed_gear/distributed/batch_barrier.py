@@ -21,7 +21,7 @@ import numpy as np
 
 from deepspeed_gear.context import WaitLog
 from deepspeed_gear.distributed.failure_detector import MOST_BEAT_S, SPREAD_BEATS, FailureDetector
-from deepspeed_gear.distributed.node_channel import MUST_TAKE_ALL, NodeChannel
+from deepspeed_gear.distributed.node_channel import MUST_TAKE_ALL, OUTCOME_WORDS, NodeChannel
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import LostNodeError, NotReadyError, PeerError
 from deepspeed_gear.outcome import Outcome
@@ -46,7 +46,6 @@ class BarrierWord:
     RELEASED: Final = 3
     DIGESTS: Final = 4  # of even and of odd barriers: two words
     NUM_WORDS: Final = 8
-    NUM_OUTCOME_WORDS: Final = 256
 
 
 class BarrierMessage:
@@ -91,27 +90,26 @@ class BatchBarrier:
         detector: FailureDetector | None = None,
     ) -> None:
         self._table, self._timeout_s, self._topology = table, timeout_s, topology
-        self._channel, self._detector = channel, detector
+        self._channel, self._detector, self._peer = channel, detector, table.memory.peer
         self.is_early = early and over_nodes
         self._pending: Callable[[], np.ndarray] | None = None  # waits for messages of the barrier under way
         self._ranks = topology.peers
-        self._places = [topology.places[rank] for rank in self._ranks]
-        members = [p for p, place in enumerate(self._places) if place.reads or not only_readers]
-        self._members = members
+        places = [topology.places[rank] for rank in self._ranks]
+        self._replicas = [place.data_rank for place in places]
+        self._members = [p for p, place in enumerate(places) if place.reads or not only_readers]
         self._words: np.ndarray = table.views["status/words"]
         self._outcomes: np.ndarray = table.views["status/outcomes"]
-        self._mine: np.ndarray = self._words[table.memory.peer]
-        everyone = len(members) == len(self._ranks)
-        self._reached: np.ndarray = self._words[:, BarrierWord.REACHED]
-        self._lagging = self._lagging_of_all if everyone else self._lagging_of_members
-        self._follows = over_nodes and channel is None  # its leader publishes the outcome of barriers
-        if self._follows:
-            self._lagging = self._lagging_of_leader
+        self._mine: np.ndarray = self._words[self._peer]
+        # It waits for all ranks of its node; or for the leader, which publishes the outcome of all nodes.
+        self._follows = over_nodes and channel is None
+        self._awaited = [0] if self._follows else self._members
+        word = BarrierWord.RELEASED if self._follows else BarrierWord.REACHED
+        self._progress: np.ndarray = self._words[:, word]
         self._leader_ended: float | None = None  # when the leader was first found to have ended
         self._end, self._next_look = EndCode.WELL, 0.0
         self._count = 0  # barriers that this rank has reached
         self._is_open = False  # this rank has reached the last one, but not passed it yet
-        self._takes_part = table.memory.peer in members
+        self._takes_part = self._peer in self._members
         self._publish_passed()
 
     @staticmethod
@@ -119,7 +117,7 @@ class BatchBarrier:
         """Return its regions of the store."""
         return [
             Region("status/words", "int64", (num_peers, BarrierWord.NUM_WORDS)),
-            Region("status/outcomes", "int64", (num_peers, BarrierWord.NUM_OUTCOME_WORDS)),
+            Region("status/outcomes", "int64", (num_peers, OUTCOME_WORDS)),
         ]
 
     def agree(self, action: Callable[[], T], digest: Callable[[], int] = lambda: NO_DIGEST) -> T:
@@ -157,15 +155,9 @@ class BatchBarrier:
 
     def fail(self, error: Exception) -> None:
         """Publish that this rank cannot do its part: the barrier is over, and the others raise this error."""
-        outcome = Outcome.of(error)
-        with self._table.lock:
-            self._write(outcome)
-            self._mine[BarrierWord.FAILED] = self._count + 1
+        self._publish(error, self._count + 1)
         self.reach()
-        if self._channel is not None and not isinstance(error, LostNodeError):
-            with contextlib.suppress(PeerError, NotReadyError):
-                self._exchange(self._channel, outcome)
-        self._is_open = False
+        self._relay(error)
 
     def begin(self) -> None:
         """Send this node's status to the other nodes, if all its ranks have reached the barrier."""
@@ -177,7 +169,7 @@ class BatchBarrier:
     def explain(self, error: BaseException) -> None:
         """Publish the error that ends this rank, for ranks that wait for it at a barrier."""
         if isinstance(error, Exception) and self._end == EndCode.WELL:
-            self._write(Outcome.of(error))
+            self._write(error)
             self._end = EndCode.ERROR
 
     def end(self) -> None:
@@ -217,7 +209,9 @@ class BatchBarrier:
                 try:
                     self._check(waited)
                 except PeerError as error:
-                    self._give_up(error)
+                    if self._channel is not None:
+                        self._publish(error, self._count)
+                        self._relay(error)
                     raise
                 time.sleep(_POLL_S)
         if self._channel is not None:
@@ -232,20 +226,30 @@ class BatchBarrier:
         if self._detector is not None and self._takes_part:
             self._detector.take(self._count)
 
-    def _lagging_of_leader(self) -> bool:
-        return bool(
-            self._words[0, BarrierWord.RELEASED] < self._count
-            and self._words[0, BarrierWord.FAILED] < self._count
-        )
+    def _lagging(self) -> list[int]:
+        """Return the peers that this rank still waits for."""
+        progress = self._progress.tolist()
+        return [peer for peer in self._awaited if progress[peer] < self._count]
+
+    def _publish(self, error: Exception, number: int) -> None:
+        """Publish to the ranks of the node why a barrier is over."""
+        with self._table.lock:
+            self._write(error)
+            self._mine[BarrierWord.FAILED] = number
+            self._mine[BarrierWord.RELEASED] = number
+
+    def _write(self, error: Exception) -> None:
+        self._outcomes[self._peer] = Outcome.of(error).words(OUTCOME_WORDS)
+
+    def _outcome_of(self, peer: int) -> Outcome:
+        with self._table.lock:
+            return Outcome.read(self._outcomes[peer])
 
     # ---- over nodes ------------------------------------------------------------------------------
 
-    def _give_up(self, error: PeerError) -> None:
-        """Publish to the ranks of the node and to the other nodes that a barrier cannot be completed."""
-        if self._channel is None:
-            return
-        self._publish(Outcome.of(error))
-        if not isinstance(error, LostNodeError):
+    def _relay(self, error: Exception) -> None:
+        """End the barrier that has failed; on a leader, send the other nodes the error."""
+        if self._channel is not None and not isinstance(error, LostNodeError):
             with contextlib.suppress(PeerError, NotReadyError):
                 self._exchange(self._channel, Outcome.of(error))
         self._is_open = False
@@ -257,7 +261,7 @@ class BatchBarrier:
             self._exchange(channel, self._outcome_of(failed[0]) if failed else None)
         except (PeerError, NotReadyError) as error:
             if not failed:
-                self._publish(Outcome.of(error))
+                self._publish(error, self._count)
                 self._is_open = False
                 raise
         self._mine[BarrierWord.RELEASED] = self._count
@@ -273,18 +277,15 @@ class BatchBarrier:
         if (received[:, BarrierMessage.NUMBER] != self._count).any():
             node = int(np.nonzero(received[:, BarrierMessage.NUMBER] != self._count)[0][0])
             channel.raise_ended(node, f"it ended before batch barrier {self._count}")
-        failures = None
-        if received[:, BarrierMessage.STATUS].any():
-            failures = channel.gather((failure or Outcome(0, "")).words(BarrierWord.NUM_OUTCOME_WORDS))
+        error = channel.first_failure(received[:, BarrierMessage.STATUS], failure)
         every = (
             channel.gather_ragged(np.array(digests).reshape(-1, 3))
             if received[:, BarrierMessage.VERIFIES].any()
             else []
         )
-        if failures is not None and failure is None:
-            node = int(np.nonzero(received[:, BarrierMessage.STATUS])[0][0])
-            raise Outcome.read(failures[node]).error(channel.name(node))
-        if every and failures is None:
+        if error is not None and failure is None:
+            raise error
+        if every and error is None:
             self._compare_digests([(int(a), int(b), int(c)) for rows in every for a, b, c in rows])
 
     def _begin_status(self, channel: NodeChannel, failed: bool) -> Callable[[], np.ndarray]:
@@ -292,36 +293,11 @@ class BatchBarrier:
         verifies = any(digest for _, _, digest in self._digests())
         return channel.begin_gather(np.array([self._count, failed, verifies]))
 
-    def _publish(self, outcome: Outcome) -> None:
-        """Publish to the ranks of the node why the barrier is over."""
-        with self._table.lock:
-            self._write(outcome)
-            self._mine[BarrierWord.FAILED] = self._count
-            self._mine[BarrierWord.RELEASED] = self._count
-
-    def _write(self, outcome: Outcome) -> None:
-        self._outcomes[self._table.memory.peer] = outcome.words(BarrierWord.NUM_OUTCOME_WORDS)
-
-    def _outcome_of(self, peer: int) -> Outcome:
-        with self._table.lock:
-            return Outcome.read(self._outcomes[peer])
-
     def _digests(self) -> list[tuple[int, int, int]]:
         """Return rank, replica and digest of this node's ranks at this barrier."""
         with self._table.lock:
             digests: list[int] = self._words[:, BarrierWord.DIGESTS + self._count % 2].tolist()
-        replicas = [self._places[peer].data_rank for peer in self._members]
-        return [
-            (self._ranks[peer], replica, digests[peer])
-            for peer, replica in zip(self._members, replicas, strict=True)
-            if digests[peer]
-        ]
-
-    def _lagging_of_all(self) -> bool:
-        return bool(min(self._reached.tolist()) < self._count)
-
-    def _lagging_of_members(self) -> bool:
-        return bool(self._reached[self._members].min() < self._count)
+        return [(self._ranks[p], self._replicas[p], digests[p]) for p in self._members if digests[p]]
 
     def check(self) -> None:
         """Raise if another rank has failed at the barrier that this one prepares. Any thread.
@@ -346,68 +322,57 @@ class BatchBarrier:
         if max(self._words[:, BarrierWord.FAILED].tolist()) < number:
             return
         for peer in self._members:
-            if self._words[peer, BarrierWord.FAILED] >= number and peer != self._table.memory.peer:
+            if self._words[peer, BarrierWord.FAILED] >= number and peer != self._peer:
                 raise self._outcome_of(peer).error(f"rank {self._ranks[peer]}")
 
     def _check(self, waited_s: float) -> None:
         """Raise if a rank that has not reached the barrier never will."""
         if self._detector is not None:
             self._detector.check()
-        if self._follows:
-            self._check_leader(waited_s)
-            return
-        for peer in self._members:
-            if self._reached[peer] >= self._count:
+        for peer in self._lagging():
+            lives, has_ended = self._table.memory.is_alive(peer), self._words[peer, BarrierWord.ENDED]
+            if self._progress[peer] >= self._count:  # meanwhile
                 continue
-            lives = self._table.memory.is_alive(peer)
-            if self._words[peer, BarrierWord.ENDED] and self._reached[peer] < self._count:
+            if has_ended:
                 self._raise_ended(peer)
-            if not lives and self._reached[peer] < self._count:
+            if not lives:
                 raise self._died(peer)
-            if waited_s > self._timeout_s:
+            if waited_s > self._timeout_s + (GRACE_S if self._follows else 0.0):
+                part = "publish the outcome of the other nodes" if self._follows else "have its batch"
                 raise PeerError(
                     f"rank {self._ranks[peer]}",
-                    f"must have its batch within {self._timeout_s} s",
-                    f"{int(self._reached[peer])} of {self._count} batch barriers",
+                    f"must {part} within {self._timeout_s} s",
+                    self._passed(peer),
                     "look at what it does; if it evaluates or saves for so long, raise gear.timeout_s; with "
                     "gear.pack, where it may generate, the timeout_s of the table's rate_limiter",
                 )
 
     def _died(self, peer: int) -> PeerError:
-        had = f"{int(self._reached[peer])} of {self._count} batch barriers"
         name, rule = f"rank {self._ranks[peer]}", "must live as long as the others train"
-        return PeerError(name, rule, None, f"it died after {had}")
+        return PeerError(name, rule, None, f"it died after {self._passed(peer)}")
+
+    def _passed(self, peer: int) -> str:
+        return f"{int(self._words[peer, BarrierWord.REACHED])} of {self._count} batch barriers"
 
     def _named_lagging(self) -> str:
         """Name the ranks that this one waits for, for the log, on the first that waits; else return ""."""
         if self._follows:
             return ""
-        late = [peer for peer in self._members if self._reached[peer] < self._count]
+        late = self._lagging()
         first = next(peer for peer in self._members if peer not in late)
         named = ", ".join(f"rank {self._ranks[peer]}" for peer in late)
-        return named if self._table.memory.peer == first else ""
+        return named if self._peer == first else ""
 
     def _raise_ended(self, peer: int) -> NoReturn:
         """Raise that a rank of this node has ended while this one still samples."""
         if self._detector is not None:
             self._detector.check_ended()
         name = f"rank {self._ranks[peer]}"
-        had = f"after {int(self._reached[peer])} of {self._count} batch barriers"
+        had = f"after {self._passed(peer)}"
         if self._words[peer, BarrierWord.ENDED] == EndCode.ERROR:
             rule = "must train as long as the others"
             raise PeerError(name, rule, None, f"it failed {had}: {self._outcome_of(peer).text}")
         raise PeerError(name, MUST_TAKE_ALL, None, f"it ended {had}")
-
-    def _check_leader(self, waited_s: float) -> None:
-        name = f"rank {self._ranks[0]}"
-        lives = self._table.memory.is_alive(0)
-        if self._words[0, BarrierWord.ENDED] and self._lagging():
-            self._raise_ended(0)
-        if not lives and self._lagging():
-            raise PeerError(name, "must live as long as the others train", None, "it died")
-        if waited_s > self._timeout_s + GRACE_S:
-            rule = f"must publish the outcome of the other nodes within {self._timeout_s} s"
-            raise PeerError(name, rule, None, "look at what it does, and at its log")
 
     def _compare_digests(self, known: Sequence[tuple[int, int, int]]) -> None:
         """Raise unless the ranks of a replica have equal digests. Each of `known`: rank, replica, digest."""

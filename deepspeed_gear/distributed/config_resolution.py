@@ -116,21 +116,6 @@ def schemas_of(
     return schemas
 
 
-def _held_of(name: str, dataset: Dataset, shard: Shard | None) -> tuple[int, int]:
-    """Return the numbers of trajectories and rows of a shard of a data set."""
-    mine = dataset.first_id, dataset.first_id + len(dataset)
-    first, end = (0, dataset.num_trajectories_of_whole) if shard is None else (shard.first, shard.end)
-    if not (mine[0] <= first <= end <= mine[1]):
-        raise DataError(
-            f"table {name}: {dataset.path}",
-            f"must hold the trajectories {first} to {end - 1}",
-            str(dataset.part or f"{len(dataset)} trajectories"),
-            "give this node the whole data set, or its own part and every other node another one",
-        )
-    rows = dataset.row_of(end - mine[0]) - dataset.row_of(first - mine[0])
-    return end - first, rows
-
-
 def capacity_of(name: str, table: TableConfig, schema: Schema, count: int) -> tuple[int, int]:
     """Return the steps and trajectories that fit into one of `count` equal shards of a table with a capacity.
 
@@ -264,7 +249,16 @@ def table_specs(
         if name in datasets:
             assert table.data is not None
             held, in_memory = datasets[name], table.data.load == "memory"
-            slots, rows = _held_of(name, held, shard)
+            own = held.first_id, held.first_id + len(held)
+            first, end = (0, held.num_trajectories_of_whole) if shard is None else (shard.first, shard.end)
+            if not (own[0] <= first <= end <= own[1]):
+                raise DataError(
+                    f"table {name}: {held.path}",
+                    f"must hold the trajectories {first} to {end - 1}",
+                    str(held.part or f"{len(held)} trajectories"),
+                    "give this node the whole data set, or its own part and every other node another one",
+                )
+            slots, rows = end - first, held.row_of(end - own[0]) - held.row_of(first - own[0])
             sizes = (slots, rows, held, in_memory, name in returns, num_peers)
             group = None if table.group is None else group_spec_of(table.group, schema, read)
             return TableSpec(name, schema, *sizes, *part, group=group)
@@ -284,13 +278,13 @@ def fields_of(
     config: GearConfig, schemas: Mapping[str, Schema], data: Mapping[str, Dataset]
 ) -> list[ResolvedField]:
     """Check the config against the schemas and return the fields of a batch."""
-    dataset = statistics_source(config, data)
-    return check_against(config, schemas, False if dataset is None else set(dataset.statistics))
+    table = _statistics_table(config, data)
+    return check_against(config, schemas, False if table is None else set(data[table].statistics))
 
 
-def statistics_source(config: GearConfig, data: Mapping[str, Dataset]) -> Dataset | None:
-    """Return the data set whose statistics normalise fields: that of the first sampled table with one."""
-    return next((data[table] for table in config.sampled_tables if table in data), None)
+def _statistics_table(config: GearConfig, data: Mapping[str, Dataset]) -> str | None:
+    """Return the table whose data set's statistics normalise fields: the first sampled one with one."""
+    return next((table for table in config.sampled_tables if table in data), None)
 
 
 def statistics_of(config: GearConfig, data: Mapping[str, Dataset]) -> Mapping[str, ColumnStatistics]:
@@ -298,10 +292,10 @@ def statistics_of(config: GearConfig, data: Mapping[str, Dataset]) -> Mapping[st
 
     Cost: of another split than the data set's own, one pass over the data.
     """
-    dataset = statistics_source(config, data)
-    if dataset is None:
+    table = _statistics_table(config, data)
+    if table is None:
         return {}
-    split = next(split_of(config, table, data) for table in config.sampled_tables if table in data)
+    dataset, split = data[table], split_of(config, table, data)
     return dataset.statistics if dict(dataset.split) == split else dataset.statistics_for(split)
 
 

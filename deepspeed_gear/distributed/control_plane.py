@@ -56,7 +56,7 @@ class ControlPlane:
     def allow(self, timeout_s: float) -> None:
         """Let later calls wait for other ranks for so long, at least for `SETUP_TIMEOUT_S`. Collective."""
         if self.world_size > 1:
-            self._group = _control_group(self._ranks, max(timeout_s, SETUP_TIMEOUT_S))
+            self._group = lane(self._ranks, "control", max(timeout_s, SETUP_TIMEOUT_S))
 
     def watch(self, lost: Callable[[], GearError | None]) -> None:
         """Look for lost ranks while this one waits for others, until `close`.
@@ -184,49 +184,36 @@ class ControlPlane:
 _groups: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
 
-def _control_group(ranks: tuple[int, ...], timeout_s: float) -> Any:
-    return lane(ranks, "control", timeout_s)
-
-
-def lane(ranks: tuple[int, ...], purpose: str, timeout_s: float, backend: str = "gloo") -> Any:
-    """Return the process group over some ranks for one purpose. Collective over them the first time.
+def lane(
+    ranks: tuple[int, ...],
+    purpose: str,
+    timeout_s: float,
+    backend: str = "gloo",
+    parts: Sequence[tuple[int, ...]] = (),
+) -> Any:
+    """Return the process group over some ranks for one purpose. Collective the first time, over these ranks.
 
     Args:
         purpose: Groups of different purposes never wait for each other.
         timeout_s: Of its operations, in seconds.
+        parts: Disjoint sets of ranks, with `ranks` among them, of which each makes its group; where they are
+            the whole world, together.
     """
-    known = ranks, purpose, timeout_s, backend
+    parts = parts or (ranks,)
+    known = ranks, tuple(parts), purpose, timeout_s, backend
     world, group = _groups.get(known, (None, None))
     if not _groups:
         atexit.register(time.sleep, EXIT_PAUSE_S)
     if group is None or world is not dist.group.WORLD:
-        # Only the members of a part of the world call this, so they must not wait for the others. Otherwise
-        # the usual way: its names are never used twice and do not depend on what groups a rank is in.
-        local = len(ranks) < dist.get_world_size()
         timeout = timedelta(seconds=timeout_s)
-        group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=local)
-        _groups[known] = dist.group.WORLD, group
-    return group
-
-
-def lanes(parts: Sequence[tuple[int, ...]], rank: int, purpose: str, timeout_s: float, backend: str) -> Any:
-    """Return the process group of this rank's part of the ranks. Collective over all of them the first time.
-
-    Args:
-        parts: Global ranks of each part; no rank is in two of them.
-        rank: The global rank of this process.
-        purpose: As of `lane`, like the others.
-    """
-    own = next(part for part in parts if rank in part)
-    if sum(map(len, parts)) < dist.get_world_size():  # ranks outside of the parts do not call this
-        return lane(own, purpose, timeout_s, backend)
-    known = (*parts, own), purpose, timeout_s, backend  # all parts: every rank makes the groups of each
-    world, group = _groups.get(known, (None, None))
-    if group is None or world is not dist.group.WORLD:
-        # By all ranks, since a group that only its members make is named by how many groups each of them is
-        # in, and the leader of a node is in more than its other ranks.
-        made = [dist.new_group(list(part), timedelta(seconds=timeout_s), backend) for part in parts]
-        group = made[list(parts).index(own)]
+        if sum(map(len, parts)) < dist.get_world_size():
+            # Only the members of a part of the world call this, so they must not wait for the others.
+            group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
+        else:
+            # By all ranks, since a group that only its members make is named by how many groups each of them
+            # is in, and the leader of a node is in more than its other ranks.
+            made = [dist.new_group(list(part), timeout, backend) for part in parts]
+            group = made[list(parts).index(ranks)]
         _groups[known] = dist.group.WORLD, group
     return group
 

@@ -1,7 +1,7 @@
 """All use of DeepSpeed's private names and of what differs between its versions.
 
-`CONTRACT` lists them; a test compares it with the installed version, so that a version in which a name is
-missing fails with that name.
+tests/unit/distributed/test_deepspeed_compat.py compares them with the installed version, so that a version in
+which a name is missing fails with that name.
 """
 
 from __future__ import annotations
@@ -37,60 +37,6 @@ REQUIRED = (
 )
 PIPELINE = "PipelineEngine"  # engines of a subclass have schedules of their own
 STEPPING = "_take_model_step"  # of an engine: updates the weights and counts samples, inside `step`
-ON_GRADIENTS = (
-    *("managed_gradient_accumulation", "was_step_applied", "get_data_types", "gradient_clipping"),
-    *("postscale_gradients", "gradient_predivide_factor", "zero_quantized_gradients", "zenflow_config"),
-    *("zero_reduce_scatter", "zero_contiguous_gradients", "zero_reduce_bucket_size", "fp16_enabled"),
-    *("communication_data_type", "is_deepcompile_enabled", "backward", "step", STEPPING),
-)
-CONTRACT = {
-    "deepspeed.runtime.engine:DeepSpeedEngine": (*REQUIRED, *ON_GRADIENTS),
-    "deepspeed.runtime.pipe.engine:PipelineEngine": (
-        "train_batch",
-        "eval_batch",
-        "set_train_batch_size",
-        "set_dataiterator",
-    ),
-    "deepspeed.runtime.pipe.topology:PipelineParallelGrid": (
-        "get_data_parallel_rank",
-        "get_data_parallel_world_size",
-        "get_slice_parallel_rank",
-        "get_slice_parallel_world_size",
-        "get_pipe_parallel_rank",
-        "get_pipe_parallel_world_size",
-    ),
-    "deepspeed.utils.groups:": (
-        "mpu",
-        "mesh_device",
-        "get_data_parallel_rank",
-        "get_data_parallel_world_size",
-        "get_tensor_model_parallel_rank",
-        "get_tensor_model_parallel_world_size",
-        "get_tensor_model_parallel_group",
-        "_get_sequence_data_parallel_group",
-    ),
-    "deepspeed.runtime.zero.stage_1_and_2:": ("DeepSpeedZeroOptimizer",),
-    "deepspeed.runtime.zero.stage3:": ("DeepSpeedZeroOptimizer_Stage3",),
-    "deepspeed.runtime.bf16_optimizer:": ("BF16_Optimizer",),
-    "deepspeed.runtime.sequence_parallel.parallel_state_sp:": (
-        "initialize_sequence_parallel",
-        "get_sequence_parallel_rank",
-        "get_sequence_parallel_world_size",
-    ),
-}
-# Attributes that exist on instances only: set in the engine's constructor.
-ATTRIBUTES = {
-    "DeepSpeedEngine": (
-        *("mpu", "mesh_device", "dp_world_size", "monitor", "global_rank", "config"),
-        *("global_steps", "global_samples", "loaded_checkpoint_mp_world_size", "optimizer"),
-        *("gradient_average", "sequence_parallel_size", "enable_backward_allreduce", "has_moe_layers"),
-        "_unmanaged_backward_count",
-    ),
-    "DeepSpeedZeroOptimizer": ("dp_process_group",),
-    "DeepSpeedZeroOptimizer_Stage3": ("dp_process_group",),
-    "BF16_Optimizer": ("dp_process_group",),
-    "PipelineEngine": ("grid", "micro_batches"),
-}
 
 
 def check_engine(engine: Any) -> None:
@@ -138,7 +84,12 @@ def place_of(engine: Any) -> RankCoordinates:
     mesh = groups.mesh_device if engine.mesh_device is None else engine.mesh_device
     place = _place_in(mpu, mesh, inherited=engine.mpu is None)
     if engine.autotp_size() > 1:
-        _check_tensor_group(engine)
+        given = engine.tensor_parallel_config().tensor_parallel.tp_group
+        known = groups.get_tensor_model_parallel_group()
+        ranks = None if given is None or given is known else dist.get_process_group_ranks(given)
+        if ranks not in (None, wanted := dist.get_process_group_ranks(known)):
+            rule = f"must be the tensor group of DeepSpeed's own groups ({wanted})"
+            raise ConfigError("tp_group", rule, ranks, "leave it out")
     if engine.dp_world_size not in (None, place.data_world):
         raise ConfigError(
             "engine",
@@ -151,7 +102,13 @@ def place_of(engine: Any) -> RankCoordinates:
 
 def _place_in(mpu: Any, mesh: Any, inherited: bool) -> RankCoordinates:
     rank, world = dist.get_rank(), dist.get_world_size()
-    sequence_rank, sequence_world = _sequence(mpu, mesh)
+    sequence_rank, sequence_world = 0, 1
+    if mesh is not None:
+        group = mesh.get_group("sequence_parallel")
+        sequence_rank, sequence_world = dist.get_rank(group), dist.get_world_size(group)
+    elif mpu is not None and hasattr(mpu, "get_sequence_parallel_world_size"):
+        sequence_rank = mpu.get_sequence_parallel_rank()
+        sequence_world = mpu.get_sequence_parallel_world_size()
     if mesh is not None:
         group = mesh.get_group("data_parallel")
         rank, world = dist.get_rank(group), dist.get_world_size(group)
@@ -163,46 +120,16 @@ def _place_in(mpu: Any, mesh: Any, inherited: bool) -> RankCoordinates:
     if mpu is not None and not hasattr(mpu, "initialize_sequence_parallel"):
         tensor_rank = bwc_tensor_model_parallel_rank(mpu)
         tensor_world = bwc_tensor_model_parallel_world_size(mpu)
-        pipe_rank, pipe_world = _stage(mpu)
+        pipe_world = bwc_pipeline_parallel_world_size(mpu)
+        for name in ("get_pipe_parallel_rank", "get_pipeline_model_parallel_rank"):
+            if pipe_world > 1 and hasattr(mpu, name):
+                pipe_rank = getattr(mpu, name)()
         if inherited:  # a whole model beside another engine's stages
             tensor_rank, tensor_world = pipe_rank * tensor_world + tensor_rank, pipe_world * tensor_world
             pipe_rank, pipe_world = 0, 1
     return RankCoordinates(
         rank, world, tensor_rank, tensor_world, pipe_rank, pipe_world, sequence_rank, sequence_world
     )
-
-
-def _sequence(mpu: Any, mesh: Any) -> tuple[int, int]:
-    if mesh is not None:
-        group = mesh.get_group("sequence_parallel")
-        return dist.get_rank(group), dist.get_world_size(group)
-    if mpu is not None and hasattr(mpu, "get_sequence_parallel_world_size"):
-        return mpu.get_sequence_parallel_rank(), mpu.get_sequence_parallel_world_size()
-    return 0, 1
-
-
-def _stage(mpu: Any) -> tuple[int, int]:
-    world = bwc_pipeline_parallel_world_size(mpu)
-    for name in ("get_pipeline_model_parallel_rank", "get_pipe_parallel_rank"):
-        if world > 1 and hasattr(mpu, name):
-            return getattr(mpu, name)(), world
-    return 0, world
-
-
-def _check_tensor_group(engine: Any) -> None:
-    """Refuse a user's tensor group that is not DeepSpeed's own."""
-    given = engine.tensor_parallel_config().tensor_parallel.tp_group
-    known = groups.get_tensor_model_parallel_group()
-    if given is None or given is known:
-        return
-    ranks, wanted = dist.get_process_group_ranks(given), dist.get_process_group_ranks(known)
-    if ranks != wanted:
-        raise ConfigError(
-            "tp_group",
-            f"must be the tensor group of DeepSpeed's own groups ({wanted})",
-            ranks,
-            "leave it out",
-        )
 
 
 def wrap(engine: Any, name: str, around: Callable[..., Any]) -> None:
@@ -364,7 +291,7 @@ def gradient_settings(engine: Any) -> GradientSettings:
         stage=int(engine.zero_optimization_stage()),
         losses=place.data_world * place.sequence_world,
         sequence=int(engine.sequence_parallel_size),
-        group_sizes=() if is_pipeline(engine) else _group_sizes(engine, trained),
+        group_sizes=_group_sizes(engine, trained),
         averages=bool(engine.gradient_average),
         postscales=bool(engine.postscale_gradients()),
         predivide=float(engine.gradient_predivide_factor()),
@@ -390,6 +317,8 @@ def gradient_settings(engine: Any) -> GradientSettings:
 
 
 def _group_sizes(engine: Any, trained: list[torch.nn.Parameter]) -> tuple[int, ...]:
+    if is_pipeline(engine):
+        return ()
     if engine.zero_optimization_stage() < 3:
         own = getattr(engine.optimizer, "dp_process_group", None)
         # ZeRO 0 asks for its group at each reduction.

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, Final
 
@@ -98,13 +99,12 @@ class FailureDetector:
     def start(self) -> None:
         """Start the threads that watch for failures, after `prepare` on all ranks."""
         self._hook, sys.excepthook = sys.excepthook, self._explain
-        targets = [self._watch]
+        targets: list[Callable[[], None]] = [self._watch]
         if self._heartbeats is not None:
-            targets.append(lambda beats=self._heartbeats: beats.run(self._stop))  # type: ignore[misc]
-        for target in targets:
-            thread = threading.Thread(target=target, name="gear-watch", daemon=True)
+            targets.append(partial(self._heartbeats.run, self._stop))
+        self._threads = [threading.Thread(target=one, name="gear-watch", daemon=True) for one in targets]
+        for thread in self._threads:
             thread.start()
-            self._threads.append(thread)
 
     def take(self, num_barriers: int) -> None:
         """Publish how many batch barriers this rank has passed; not called on ranks that take no part.
@@ -166,7 +166,9 @@ class FailureDetector:
         while not self._stop.wait(self._beat_s):
             self._beat()
             if self._failure is None:
-                found = self._reported_problem() or self._lost_rank() or self._lost_node()
+                found = self._reported_problem() or self._lost_rank()
+                if not found and self._heartbeats is not None:
+                    found = self._heartbeats.lost(int(self._words[:, RankWord.BATCHES].max()) - 1)
                 if found:
                     self._set_failure(found)
                 stuck_since, place = time.monotonic(), None
@@ -221,9 +223,8 @@ class FailureDetector:
         return self._failure is not None
 
     def _log(self, text: str) -> None:
-        line = f"gear: error on rank {self._topology.rank}: {text}"
         with contextlib.suppress(Exception):
-            print(line, file=sys.stderr, flush=True)
+            print(f"gear: error on rank {self._topology.rank}: {text}", file=sys.stderr, flush=True)
 
     def _exit(self) -> None:
         """End the process: its main thread waits for a rank that is lost."""
@@ -283,20 +284,13 @@ class FailureDetector:
         first = min(ended)[::-1] if ended else None
         return first, self._reported_problem()  # read last: a rank that fails reports it before it ends
 
-    def _lost_node(self) -> str:
-        """Describe another node, or a rank of it, that is lost; "" if there is none."""
-        most = int(self._words[:, RankWord.BATCHES].max()) - 1
-        return "" if self._heartbeats is None else self._heartbeats.lost(most)
-
     def _report(self, text: str) -> None:
         """Publish a problem to the ranks of this node and, on a node leader, to the other nodes."""
         with self._report_lock:
             if self._heartbeats is not None:
                 self._heartbeats.report(text)
-            encoded, row = (
-                np.frombuffer(text.encode()[: RankWord.NUM_TEXT_BYTES], np.uint8),
-                self._texts[self._peer],
-            )
+            encoded = np.frombuffer(text.encode()[: RankWord.NUM_TEXT_BYTES], np.uint8)
+            row = self._texts[self._peer]
             if not row[0]:
                 row[1 : len(encoded)] = encoded[1:]
                 row[0] = encoded[0]  # last: a reader that sees it sees the whole text
@@ -319,7 +313,6 @@ def _is_of_transport(error: BaseException | None) -> bool:
 
 LOG = logging.getLogger("deepspeed_gear")
 SOME_NODE = "another node"  # name in the error of a failure whose node is not known
-_ENDED = float("inf")  # in place of the time of the last heartbeat: the node has ended
 _FIRST = 0  # the node of rank 0
 
 
@@ -345,11 +338,12 @@ class Heartbeats:
         beat_s: float,
         local_state: Callable[[], tuple[tuple[int, int] | None, str]],
     ) -> None:
-        self._topology, self._store, self._name = topology, store, name
+        self._topology, self._store, self._keys = topology, store, f"gear/{name}"
         self._timeout_s, self._beat_s, self._local_state = timeout_s, beat_s, local_state
         self._others = [node for node in range(topology.num_nodes) if node != topology.node]
         self._answered = time.monotonic()  # when the store last answered
         self._nodes: dict[int, tuple[int, float]] = {}  # number and time of each node's latest heartbeat
+        self._ended: set[int] = set()  # nodes that have published their end
         self._ended_first: dict[int, tuple[int, int]] = {}  # rank of `local_state` on the other nodes
         self._is_disconnected = False  # reads no more heartbeats
         self._beat = 0  # number of this node's next heartbeat
@@ -364,7 +358,7 @@ class Heartbeats:
         ended_first, found = self._local_state()
         self.problem = self.problem or found
         record = {"beat": self._beat, "ended": ended, "problem": self.problem, "left_first": ended_first}
-        self._store.set(self._key(self._topology.node), json.dumps(record))
+        self._store.set(f"{self._keys}/{self._topology.node}", json.dumps(record))
         self._beat += 1
 
     def run(self, stop: threading.Event) -> None:
@@ -374,37 +368,30 @@ class Heartbeats:
         that the others need not wait for it, and stops, since the store may end at any time.
         """
         try:
-            while not self._first_has_ended and not stop.wait(self._beat_s):
+            while _FIRST not in self._ended and not stop.wait(self._beat_s):
                 self.send()
                 self._receive()
                 self._answered = time.monotonic()
-            self._is_disconnected = self._first_has_ended
+            self._is_disconnected = _FIRST in self._ended
             self.send(ended=True)
         except Exception as error:
             self._is_disconnected = True
-            if not stop.is_set() and not self._first_has_ended:
+            if not stop.is_set() and _FIRST not in self._ended:
                 LOG.warning("gear: the rendezvous store does not answer: %s", str(error).splitlines()[0])
 
     def linger(self) -> None:
         """Keep rank 0's store for two more intervals, so that the other nodes can read how this one ended."""
         if self._topology.rank != 0 or self._is_disconnected:
             return
+        others = set(self._others)
         try:
-            wait_until(self._have_others_ended, 2 * self._beat_s, self._beat_s / 8, self._receive)
+            wait_until(lambda: others <= self._ended, 2 * self._beat_s, self._beat_s / 8, self._receive)
         except Exception as error:
             LOG.debug("gear: the rendezvous store has ended: %s", error)
 
-    def _have_others_ended(self) -> bool:
-        return all(self._received_at(node) == _ENDED for node in self._others)
-
-    def _received_at(self, node: int) -> float | None:
-        """Return when a node's last heartbeat was received; None: there was none; infinite: it has ended."""
-        return self._nodes[node][1] if node in self._nodes else None
-
     def has_ended(self, name: str) -> bool:
         """Return whether a node has published its end; for SOME_NODE, whether any node has."""
-        ended = [node for node in self._others if self._received_at(node) == _ENDED]
-        return bool(ended) if name == SOME_NODE else name in map(self._topology.describe, ended)
+        return bool(self._ended) if name == SOME_NODE else name in map(self._topology.describe, self._ended)
 
     def lost(self, num_barriers: int) -> str:
         """Describe a rank or node that is lost on another node; "" if there is none.
@@ -419,7 +406,7 @@ class Heartbeats:
             if passed < num_barriers:
                 had = f"{passed} of {num_barriers} batch barriers"
                 return f"rank {rank} ({self._topology.describe(node)}), which has ended after {had},"
-        if self._is_disconnected and self._first_has_ended:
+        if self._is_disconnected and _FIRST in self._ended:
             return ""
         silent = now - self._answered
         if silent > self._timeout_s:
@@ -428,31 +415,21 @@ class Heartbeats:
                 return f"{first}, whose rendezvous store {here} cannot reach for {silent:.0f} s,"
             return f"the rendezvous store, which {here} cannot reach for {silent:.0f} s,"
         for node, (_, since) in list(self._nodes.items()):
-            if now - since > self._timeout_s:
+            if node not in self._ended and now - since > self._timeout_s:
                 return f"{self._topology.describe(node)}, whose last heartbeat is {now - since:.0f} s old,"
         return ""
 
-    @property
-    def _first_has_ended(self) -> bool:
-        return self._received_at(_FIRST) == _ENDED
-
     def _receive(self) -> None:
-        texts = self._store.multi_get([self._key(node) for node in self._others])
+        texts = self._store.multi_get([f"{self._keys}/{node}" for node in self._others])
         for node, text in zip(self._others, texts, strict=True):
-            self._note(node, json.loads(text))
-
-    def _note(self, node: int, record: dict[str, Any]) -> None:
-        now = time.monotonic()
-        beat, _ = self._nodes.get(node, (-1, now))
-        if record["left_first"] is not None:
-            rank, passed = record["left_first"]
-            self._ended_first[node] = int(rank), int(passed)
-        if record["problem"] and not self.problem:
-            self.problem = str(record["problem"])
-        if record["ended"]:  # last: a thread that reads it also reads the problem
-            self._nodes[node] = beat, _ENDED
-        elif record["beat"] != beat:
-            self._nodes[node] = int(record["beat"]), now
-
-    def _key(self, node: int) -> str:
-        return f"gear/{self._name}/{node}"
+            record, now = json.loads(text), time.monotonic()
+            beat, _ = self._nodes.get(node, (-1, now))
+            if record["left_first"] is not None:
+                rank, passed = record["left_first"]
+                self._ended_first[node] = int(rank), int(passed)
+            if record["problem"] and not self.problem:
+                self.problem = str(record["problem"])
+            if record["ended"]:  # last: a thread that reads it also reads the problem
+                self._ended.add(node)
+            elif record["beat"] != beat:
+                self._nodes[node] = int(record["beat"]), now

@@ -100,11 +100,7 @@ def _scattered(settings: GradientSettings, size: int) -> float:
 
 
 def _check_exact(settings: GradientSettings) -> None:
-    """Raise where gradients have no divisor, or are not reduced over all ranks.
-
-    Raises:
-        ConfigError: Likewise.
-    """
+    """Raise where gradients have no divisor, or are not reduced over all ranks."""
     if settings.is_pipeline:
         rule = "must not be a pipeline: its schedule has a fixed number of micro batches"
         raise ConfigError("engine", rule, "PipelineEngine", "use tensor, sequence or data parallelism")
@@ -201,18 +197,15 @@ def _module_divisor(module: nn.Module) -> float:
         return _fsdp_divisor(module, fsdp.FullyShardedDataParallel.fsdp_modules(module))
     if fsdp is not None and isinstance(module, getattr(fsdp, "FSDPModule", ())):
         return _fully_shard_divisor(module)
-    wrapped = [name for name, part in module.named_modules() if _is_wrapped(part, fsdp)]
+    replicated = sys.modules.get("torch.distributed._composable.replicate")
+    kinds = [(fsdp, "FullyShardedDataParallel"), (fsdp, "FSDPModule"), (replicated, "DDP")]
+    known = tuple(getattr(source, name) for source, name in kinds if hasattr(source, name))
+    parts = module.named_modules()
+    wrapped = [name for name, part in parts if isinstance(part, (DistributedDataParallel, *known))]
     if wrapped:
         remedy = "wrap the whole module, or give the part that is trained"
         raise ConfigError("model", "must be wrapped as a whole", f"only {', '.join(wrapped)}", remedy)
     return 1.0
-
-
-def _is_wrapped(module: nn.Module, fsdp: Any) -> bool:
-    replicated = sys.modules.get("torch.distributed._composable.replicate")
-    kinds = [(fsdp, "FullyShardedDataParallel"), (fsdp, "FSDPModule"), (replicated, "DDP")]
-    known = tuple(getattr(source, name) for source, name in kinds if hasattr(source, name))
-    return isinstance(module, (DistributedDataParallel, *known))
 
 
 def _ddp_divisor(module: DistributedDataParallel) -> float:
@@ -243,6 +236,8 @@ def _fsdp_divisor(module: Any, parts: list[Any]) -> float:
 
 def _fully_shard_divisor(module: nn.Module) -> float:
     """FSDP 2 divides by `set_gradient_divide_factor`, or the ranks of its mesh."""
+    from torch.distributed.tensor import DTensor
+
     found: set[float] = set()
     for part in module.modules():
         state_of: Any = getattr(part, "_get_fsdp_state", lambda: None)
@@ -251,28 +246,18 @@ def _fully_shard_divisor(module: nn.Module) -> float:
         if groups is None:  # older versions have one
             group = getattr(state, "_fsdp_param_group", None)
             groups = [] if group is None else [group]
-        found.update(_group_divisor(group) for group in groups)
-    own = [name for name, one in module.named_parameters() if one.requires_grad and not _is_sharded(one)]
-    _check_reduced(own)
+        for group in groups:
+            if not hasattr(group, "gradient_divide_factor"):
+                rule = "must have set_gradient_divide_factor for FSDP 2"
+                raise ConfigError("torch", rule, torch.__version__, "update it")
+            if group._all_reduce_hook is not None:
+                _refuse_hook("FSDP", "set_all_reduce_hook")
+            factor, mesh = group.gradient_divide_factor, group.mesh_info
+            ranks = getattr(mesh, "shard_mesh_size", 1) * getattr(mesh, "replicate_mesh_size", 1)
+            found.add(float(ranks if factor is None else factor))
+    trained = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
+    _check_reduced([name for name, one in trained if not isinstance(one, DTensor)])
     return _only(found)
-
-
-def _group_divisor(group: Any) -> float:
-    if not hasattr(group, "gradient_divide_factor"):
-        rule = "must have set_gradient_divide_factor for FSDP 2"
-        raise ConfigError("torch", rule, torch.__version__, "update it")
-    if group._all_reduce_hook is not None:
-        _refuse_hook("FSDP", "set_all_reduce_hook")
-    if group.gradient_divide_factor is not None:
-        return float(group.gradient_divide_factor)
-    mesh = group.mesh_info
-    return float(getattr(mesh, "shard_mesh_size", 1) * getattr(mesh, "replicate_mesh_size", 1))
-
-
-def _is_sharded(parameter: nn.Parameter) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(parameter, DTensor)
 
 
 def _refuse_hook(framework: str, name: str) -> None:

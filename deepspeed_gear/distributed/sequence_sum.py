@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed_gear.distributed.control_plane import ControlPlane, lanes
+from deepspeed_gear.distributed.control_plane import ControlPlane, lane
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import ConfigError
 
@@ -53,17 +53,15 @@ def sequence_sum(
         key = other.data_rank, other.tensor_rank, other.pipe_rank
         parts.setdefault(key, []).append(known[rank])
     backend, own = "nccl" if device.type == "cuda" else "gloo", known[topology.rank]
-    made = lanes([tuple(part) for part in parts.values()], own, "sequence", timeout_s, backend)
-    return _sum_over(made, exchange if backend == "gloo" else None)
+    groups = [tuple(part) for part in parts.values()]
+    made = lane(next(part for part in groups if own in part), "sequence", timeout_s, backend, groups)
 
-
-def _sum_over(group: Any, exchange: ControlPlane | None) -> Callable[[torch.Tensor], torch.Tensor]:
     def total(values: torch.Tensor) -> torch.Tensor:
         found = values.clone()
-        if exchange is None:  # NCCL's work is waited for on the device
-            dist.all_reduce(found, group=group)
+        if backend == "nccl":  # its work is waited for on the device
+            dist.all_reduce(found, group=made)
         else:
-            exchange.run(lambda: dist.all_reduce(found, group=group, async_op=True))
+            exchange.run(lambda: dist.all_reduce(found, group=made, async_op=True))
         return found
 
     class Sum(torch.autograd.Function):
@@ -79,8 +77,4 @@ def _sum_over(group: Any, exchange: ControlPlane | None) -> Callable[[torch.Tens
             del context
             return total(gradients[0])
 
-    def apply(values: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = Sum.apply(values)  # type: ignore[no-untyped-call]
-        return found
-
-    return apply
+    return Sum.apply

@@ -65,14 +65,10 @@ def place_tables(
     Raises:
         ConfigError, DataError: On every rank, with the table of all nodes.
     """
-    leader = topology.ranks_of(topology.node)[0] == topology.rank
-    parts = exchange.gather({name: data.part for name, data in datasets.items()} if leader else None)
+    own = {name: data.part for name, data in datasets.items()} if topology.leads_node else None
+    parts = exchange.gather(own)
     by_node = {topology.nodes[rank]: found for rank, found in enumerate(parts) if found is not None}
-
-    def place() -> ShardPlacement:
-        return _place(topology, config, datasets, by_node)
-
-    return exchange.agree("the parts of the tables", place)
+    return exchange.agree("the parts of the tables", lambda: _place(topology, config, datasets, by_node))
 
 
 def _place(
@@ -117,13 +113,11 @@ def _place(
             mine[name] = found[name][topology.node]
         elif name in spread:
             mine[name] = Shard(order.index(topology.node), len(order), 0, 0)
-    firsts = {name: _bounds_of(shards) for name, shards in found.items() if name in spread}
+    firsts: dict[str, np.ndarray] = {}
+    for name in spread & set(found):
+        ordered = sorted(found[name].values(), key=lambda shard: shard.index)
+        firsts[name] = np.array([shard.first for shard in ordered] + [ordered[-1].end], np.int64)
     return ShardPlacement(order, mine, frozenset(spread), firsts)
-
-
-def _bounds_of(shards: Mapping[int, Shard]) -> np.ndarray:
-    ordered = sorted(shards.values(), key=lambda shard: shard.index)
-    return np.array([shard.first for shard in ordered] + [ordered[-1].end], np.int64)
 
 
 def _bounds(name: str, dataset: Dataset, num_nodes: int, replicate: bool) -> np.ndarray:
@@ -154,9 +148,6 @@ def _order(holders: list[int], found: Mapping[str, Mapping[int, Shard]], parted:
             "copy part i of every data set to the same node",
         )
     return next(iter(known), tuple(holders))
-
-
-_SHARED = "or give every node the whole data set"
 
 
 def non_empty(bounds: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -197,28 +188,31 @@ def shard_of_node(
         DataError: Some nodes have parts and others the whole, parts are not of one whole or are not all of
             them, or there are parts where every node must hold the whole.
     """
-    if all(part is None for part in dataset_parts):
-        return _shards_of_wholes(len(dataset_parts), bounds, replicate)
-    rule = _broken_rule(dataset_parts, replicate)
+    parts, num_nodes = [part for part in dataset_parts if part is not None], len(dataset_parts)
+    if not parts and replicate:
+        return [Shard(0, 1, 0, int(bounds[-1]))] * num_nodes
+    if not parts:
+        assert len(bounds) == num_nodes + 1, (bounds, num_nodes)
+        pairs = enumerate(itertools.pairwise(bounds.tolist()))
+        return [Shard(i, num_nodes, first, end) for i, (first, end) in pairs]
+    rule = _broken_rule(parts, num_nodes, replicate)
     if rule:
-        raise DataError(name, rule, None, _remedy(dataset_parts, nodes, replicate))
-    parts = [part for part in dataset_parts if part is not None]
+        names = list(nodes) or [f"node {index}" for index in range(num_nodes)]
+        held = zip(names, dataset_parts, strict=True)
+        lines = [f"  {node}: {'the whole' if part is None else part}" for node, part in held]
+        remedy = "give every node the whole data set, or set replicate to false"
+        if not replicate:
+            remedy = f"`gear split DATASET OUT --nodes {num_nodes}` and copy OUT/part-i to node i"
+            remedy += ", or give every node the whole data set"
+        raise DataError(name, rule, None, "\n".join([remedy, *lines]))
     return [Shard(part.index, part.count, part.first, part.end) for part in parts]
 
 
-def _shards_of_wholes(num_nodes: int, bounds: NDArray[np.int64], replicate: bool) -> list[Shard]:
-    if replicate:
-        return [Shard(0, 1, 0, int(bounds[-1]))] * num_nodes
-    assert len(bounds) == num_nodes + 1, (bounds, num_nodes)
-    return [Shard(i, num_nodes, int(bounds[i]), int(bounds[i + 1])) for i in range(num_nodes)]
-
-
-def _broken_rule(dataset_parts: Sequence[DatasetPart | None], replicate: bool) -> str:
-    """Return the first rule that parts break, or nothing."""
-    parts = [part for part in dataset_parts if part is not None]
+def _broken_rule(parts: Sequence[DatasetPart], num_nodes: int, replicate: bool) -> str:
+    """Return the first rule that the parts of nodes break, or nothing."""
     if replicate:
         return "must be whole on every node where it is replicated"
-    if len(parts) < len(dataset_parts):
+    if len(parts) < num_nodes:
         return "must be the whole on every node, or a part on every node"
     if len({part.whole for part in parts}) > 1:
         return "must be of one whole on all nodes"
@@ -231,14 +225,3 @@ def _broken_rule(dataset_parts: Sequence[DatasetPart | None], replicate: bool) -
     if any(a.end != b.first for a, b in itertools.pairwise(ordered)):
         return "must be parts of one split, without gaps or overlaps"
     return ""
-
-
-def _remedy(dataset_parts: Sequence[DatasetPart | None], nodes: Sequence[str], replicate: bool) -> str:
-    names = list(nodes) or [f"node {index}" for index in range(len(dataset_parts))]
-    lines = [
-        f"  {node}: {'the whole' if part is None else part}"
-        for node, part in zip(names, dataset_parts, strict=True)
-    ]
-    split = f"`gear split DATASET OUT --nodes {len(names)}` and copy OUT/part-i to node i, {_SHARED}"
-    advice = "give every node the whole data set, or set replicate to false" if replicate else split
-    return "\n".join([advice, *lines])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import socket
 from dataclasses import dataclass, field
@@ -172,16 +174,8 @@ def check_grid(places: tuple[RankCoordinates, ...]) -> None:
         ConfigError: Sizes differ, or a place is empty or taken twice; the text holds the table of all ranks.
     """
     worlds = places[0].worlds
-    size = 1
-    for world in worlds:
-        size *= world
-    same = all(place.worlds == worlds for place in places)
-    inside = all(
-        0 <= rank < world
-        for place in places
-        for rank, world in zip(place.coordinates, place.worlds, strict=True)
-    )
-    if same and inside and size == len(places) == len({place.coordinates for place in places}):
+    is_whole = math.prod(worlds) == len(places) and all(place.worlds == worlds for place in places)
+    if is_whole and set(itertools.product(*map(range, worlds))) == {place.coordinates for place in places}:
         return
     table = "; ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
     raise ConfigError(

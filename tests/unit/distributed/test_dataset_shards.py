@@ -34,20 +34,6 @@ def part(index: int, bounds: np.ndarray = BOUNDS, whole: str = WHOLE) -> Dataset
 # ---- shards of nodes -----------------------------------------------------------------------------
 
 
-def test_wholes_are_divided_in_node_order() -> None:
-    assert shard_of_node([None] * 3, BOUNDS) == [Shard(0, 3, 0, 2), Shard(1, 3, 2, 3), Shard(2, 3, 3, 9)]
-    assert shard_of_node([None], np.array([0, 9])) == [Shard(0, 1, 0, 9)]
-
-
-def test_a_shard_may_be_empty() -> None:
-    assert shard_of_node([None, None], np.array([0, 0, 9])) == [Shard(0, 2, 0, 0), Shard(1, 2, 0, 9)]
-
-
-def test_parts_are_held_by_whoever_has_them() -> None:
-    found = shard_of_node([part(2), part(0), part(1)], np.array([0, 5, 6, 9]))
-    assert found == [Shard(2, 3, 3, 9), Shard(0, 3, 0, 2), Shard(1, 3, 2, 3)]
-
-
 def test_replicas_are_one_shard() -> None:
     assert shard_of_node([None] * 3, BOUNDS, replicate=True) == [Shard(0, 1, 0, 9)] * 3
 

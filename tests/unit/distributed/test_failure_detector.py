@@ -51,6 +51,12 @@ def views_of(watch: FailureDetector) -> dict[str, np.ndarray]:
     return {"watch/words": watch._words, "watch/texts": watch._texts}
 
 
+def loses(watch: FailureDetector, text: str) -> None:
+    """Wait until a rank or node is found to be lost, and check what its error says."""
+    with pytest.raises(LostNodeError, match=text):
+        wait_until(lambda: watch.check(), "the failure", 20.0)  # type: ignore[func-returns-value]
+
+
 def lost(node: int) -> LostNodeError:
     return LostNodeError(f"node {node}", "must answer", "Connection closed by peer")
 
@@ -64,16 +70,13 @@ def test_a_node_that_has_ended_is_not_lost(watches: list[FailureDetector]) -> No
 def test_a_node_that_does_not_answer_is_lost_on_all(watches: list[FailureDetector]) -> None:
     assert watches[0].note(lost(1))
     for watch in watches:
-        with pytest.raises(LostNodeError, match="node 1"):
-            wait_until(lambda at=watch: at.check(), "the failure", 20.0)  # type: ignore[misc]
+        loses(watch, "node 1")
 
 
 def test_all_hear_of_the_error_of_a_rank(watches: list[FailureDetector]) -> None:
     watches[1].explain(ValueError("of this test\nand more"))
     watches[1].end()
-    named = r"rank 1 \(node 1\), which has failed with ValueError: of this test, must live"
-    with pytest.raises(LostNodeError, match=named):
-        wait_until(lambda: watches[0].check(), "the failure", 20.0)  # type: ignore[func-returns-value]
+    loses(watches[0], r"rank 1 \(node 1\), which has failed with ValueError: of this test, must live")
 
 
 def test_a_node_may_go_on_when_the_store_has_ended(
@@ -89,8 +92,7 @@ def test_a_node_that_has_lost_the_store_knows_it(
     watches: list[FailureDetector], server: list[TCPStore]
 ) -> None:
     del server[:]
-    with pytest.raises(LostNodeError, match="node 0, whose rendezvous store node 1 cannot reach"):
-        wait_until(lambda: watches[1].check(), "the failure")  # type: ignore[func-returns-value]
+    loses(watches[1], "node 0, whose rendezvous store node 1 cannot reach")
 
 
 @pytest.mark.parametrize(("turns", "is_early"), [(9, True), (10, False), (11, False)])
@@ -99,9 +101,7 @@ def test_who_ends_early_is_missed(turns: int, is_early: bool, watches: list[Fail
     watches[1].take(turns)
     watches[1].end()
     if is_early:
-        named = r"rank 1 \(node 1\), which has ended after 9 of 10 batch barriers"
-        with pytest.raises(LostNodeError, match=named):
-            wait_until(lambda: watches[0].check(), "the failure")  # type: ignore[func-returns-value]
+        loses(watches[0], r"rank 1 \(node 1\), which has ended after 9 of 10 batch barriers")
     else:
         watches[0].check_ended()
 
@@ -111,8 +111,7 @@ def test_who_fails_is_named_though_it_ends_early(watches: list[FailureDetector])
     watches[1].take(9)
     watches[1].explain(ValueError("of this test"))
     watches[1].end()
-    with pytest.raises(LostNodeError, match="which has failed with ValueError: of this test"):
-        wait_until(lambda: watches[0].check(), "the failure")  # type: ignore[func-returns-value]
+    loses(watches[0], "which has failed with ValueError: of this test")
 
 
 def test_a_rank_of_the_same_node_knows_at_once(watches: list[FailureDetector]) -> None:
