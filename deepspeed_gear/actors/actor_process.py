@@ -103,6 +103,14 @@ class ActorColumns:
             return {self._nested: observation}
         return {self.observations[0]: observation}
 
+    def final_states(self, final: Any, ended: np.ndarray) -> dict[str, Any]:
+        """Return the columns of the last observations of episodes, as "same_step" environments give them."""
+        if isinstance(final, (Mapping, tuple)):
+            return self.state(final)
+        rows = [self.state(one) if ends else None for one, ends in zip(final, ended, strict=True)]
+        columns = next(row for row in rows if row is not None)
+        return {name: [None if row is None else row[name] for row in rows] for name in columns}
+
     def ends(self, reward: Any, terminated: Any, truncated: Any) -> dict[str, Any]:
         """Return the columns of a step's reward and end flags."""
         given = {"reward": reward, "truncated": truncated}
@@ -148,14 +156,6 @@ def _function(given: Any, name: str) -> Any:
     return imported(given, name) if isinstance(given, str) else given
 
 
-def make_envs(job: ActorJob) -> Any:
-    """Make the vector environment of an actor."""
-    gymnasium = gymnasium_module()
-    if isinstance(job.env, str) and ":" not in job.env:
-        return gymnasium.make_vec(job.env, num_envs=job.num_envs)
-    return _function(job.env, "env")(job.num_envs)
-
-
 def act_in(job: ActorJob, stop: threading.Event) -> dict[str, Any]:
     """Act until `stop` is set or the run has ended; return the actor's statistics."""
 
@@ -164,7 +164,10 @@ def act_in(job: ActorJob, stop: threading.Event) -> dict[str, Any]:
             raise Stopped
 
     begin = time.monotonic()
-    envs = make_envs(job)
+    if isinstance(job.env, str) and ":" not in job.env:
+        envs = gymnasium_module().make_vec(job.env, num_envs=job.num_envs)
+    else:
+        envs = _function(job.env, "env")(job.num_envs)
     seed = job.seed + job.index * job.num_envs  # gymnasium gives the next ones to the other environments
     returns, writer, board, num_steps = EpisodeReturns(job.num_envs), None, None, 0
     try:
@@ -176,8 +179,9 @@ def act_in(job: ActorJob, stop: threading.Event) -> dict[str, Any]:
     except Stopped:
         pass
     except StoreError as error:
-        if not _run_has_ended(job, writer, error):
-            raise
+        gone = isinstance(error, StoreGoneError) and job.attach.get("name") is not None
+        if writer.run_goes_on if writer is not None else not gone:
+            raise  # the run has not ended
     finally:
         envs.close()
         for attached in (writer, board):  # the last process to detach removes what they are attached to
@@ -192,13 +196,6 @@ def act_in(job: ActorJob, stop: threading.Event) -> dict[str, Any]:
     }
 
 
-def _run_has_ended(job: ActorJob, writer: TrajectoryWriter | None, error: StoreError) -> bool:
-    """Return whether an error means that the run has ended."""
-    if writer is not None:
-        return not writer.run_goes_on
-    return isinstance(error, StoreGoneError) and job.attach.get("name") is not None
-
-
 def _steps(writer: TrajectoryWriter, envs: Any, act: Act, returns: EpisodeReturns, seed: int) -> Any:
     """Take steps without end; yield the number of steps so far, of all environments."""
     names, vector = ActorColumns(writer.schema), writer.vector_writer(envs)
@@ -210,7 +207,7 @@ def _steps(writer: TrajectoryWriter, envs: Any, act: Act, returns: EpisodeReturn
         done = dict(done) if isinstance(done, Mapping) else {names.action: done}
         observation, reward, terminated, truncated, info = envs.step(done[names.action])
         ended = terminated | truncated
-        final = _final_of(names, info, ended) if mode == "same_step" and ended.any() else None
+        final = names.final_states(info["final_obs"], ended) if mode == "same_step" and ended.any() else None
         returns.take(reward, ended)
         came = names.ends(reward, terminated, truncated)
         vector.step(final=final, **done, **names.state(observation), **came)
@@ -218,16 +215,6 @@ def _steps(writer: TrajectoryWriter, envs: Any, act: Act, returns: EpisodeReturn
             observation, _ = envs.reset(options={"reset_mask": ended})
             vector.reset(ended, **names.state(observation))
         yield vector.num_steps
-
-
-def _final_of(names: ActorColumns, info: Mapping[str, Any], ended: np.ndarray) -> dict[str, Any]:
-    """Return the last observations of episodes as "same_step" environments give them."""
-    final = info["final_obs"]
-    if isinstance(final, (Mapping, tuple)):
-        return names.state(final)
-    rows = [names.state(one) if ends else None for one, ends in zip(final, ended, strict=True)]
-    columns = next(row for row in rows if row is not None)
-    return {name: [None if row is None else row[name] for row in rows] for name in columns}
 
 
 # ---- the process -------------------------------------------------------------------------------------

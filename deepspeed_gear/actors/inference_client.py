@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.actors.inference_mailbox import InferenceMailbox, PlaceState, request_files
+from deepspeed_gear.actors.inference_mailbox import SUFFIX, InferenceMailbox, PlaceState
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.schema import Column
+from deepspeed_gear.store.shared_memory import living
 from deepspeed_gear.timeouts import check_timeout, wait_until
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
 from deepspeed_gear.writer.partial_publish import CompletedTrajectory
@@ -65,11 +65,10 @@ class InferenceClient(VectorWriter):
         answered = [schema[name] for name in slots.places.answers]
         self._done_by = [column for column in self._done_by if column not in answered]
         self._done_rows, self._answer_rows = staging.rows(self._done_by), staging.rows(answered)
-        self._no_answers = {c.name: np.zeros(c.shape, c.numpy_dtype) for c in answered}
         self._timesteps = np.zeros(len(places), np.int64)  # within the episode
         self._aside: dict[int, list[dict[str, np.ndarray]]] = {}  # steps that do not fit into a place's rows
         self._aside_steps = np.zeros(len(places), np.int64)
-        self._finalizer = weakref.finalize(self, _leave, slots, places, os.getpid())
+        self._finalizer = weakref.finalize(self, _leave, slots, places)
         writer.close_with(self)
 
     # ---- requests --------------------------------------------------------------------------------
@@ -104,21 +103,16 @@ class InferenceClient(VectorWriter):
         asking = self._all if envs is None else np.asarray(envs, np.int64)
         asking = asking[self._slots.states[self._places[asking]] == PlaceState.IDLE]
         if self._waits.any():
-            waits = self._waits[asking]
-            self._rest(asking[waits])
-            asking = asking[~waits]
+            # Those whose next step ignores the action are ready without the policy.
+            resting, asking = asking[self._waits[asking]], asking[~self._waits[asking]]
+            if (self._next[resting] == self._staging.first[resting]).any():
+                raise DataError("reset", "must come first", None)
+            zeros = [np.zeros((len(resting), *c.shape), c.numpy_dtype) for c in self._answer_rows.columns]
+            self._answer_rows.put(zeros, self._next[resting] - 1)
+            self._slots.states[self._places[resting]] = PlaceState.RESTING
         if len(asking):
             self._reserve_rows(asking)
             self._slots.post(self._places[asking], self._next[asking] - 1, self._timesteps[asking])
-
-    def _rest(self, envs: np.ndarray) -> None:
-        """Mark environments as ready without the policy: their next step ignores the action."""
-        if (self._next[envs] == self._staging.first[envs]).any():
-            raise DataError("reset", "must come first", None)
-        rows = self._next[envs] - 1
-        zeros = [np.broadcast_to(zero, (len(envs), *zero.shape)) for zero in self._no_answers.values()]
-        self._answer_rows.put([np.ascontiguousarray(zero) for zero in zeros], rows)
-        self._slots.states[self._places[envs]] = PlaceState.RESTING
 
     def ready(self, least: int = 1, timeout_s: float = 60.0) -> np.ndarray:
         """Wait until `least` environments have answers, or need none; return the numbers of all. [n], int64.
@@ -145,7 +139,7 @@ class InferenceClient(VectorWriter):
         mask = None if mask is None else np.asarray(mask, bool)
         which = self._places[slice(None) if mask is None else mask]
         states = self._slots.states[which]
-        if not ((states == PlaceState.IDLE) | self._slots.are_ready(which)).all():
+        if (states < PlaceState.IDLE).any():
             raise StoreError("reset", "must not come while an answer is waited for", None, "call act again")
         completed = super().reset(mask, **columns)
         self._timesteps[slice(None) if mask is None else mask] = 0
@@ -203,17 +197,13 @@ class InferenceClient(VectorWriter):
             if too_long.any():
                 self._truncate(envs[too_long])
                 used[too_long] = 0
-        for env in envs[used >= self._staging.length].tolist():
-            self._put_aside(env)
-
-    def _put_aside(self, env: int) -> None:
-        """Move the full rows of a place into private memory, and continue from the last state."""
         steps = self._staging.length
-        names = self._staging.arrays
-        rows = {name: self._staging.of(name, env)[:steps].copy() for name in names}
-        self._aside.setdefault(env, []).append(rows)
-        self._aside_steps[env] += steps
-        self._go_on(env, steps)
+        for env in envs[used >= steps].tolist():
+            # Move the full rows of a place into private memory, and continue from the last state.
+            rows = {name: self._staging.of(name, env)[:steps].copy() for name in self._staging.arrays}
+            self._aside.setdefault(env, []).append(rows)
+            self._aside_steps[env] += steps
+            self._go_on(env, steps)
 
     def _steps_of(self, column: Column, env: int, num_steps: int) -> np.ndarray:
         rows = super()._steps_of(column, env, num_steps)
@@ -250,9 +240,8 @@ class InferenceClient(VectorWriter):
         self.close()
 
 
-def _leave(slots: InferenceMailbox, places: np.ndarray, process: int) -> None:
-    if os.getpid() == process:  # a forked child must not release its parent's places
-        slots.release(places)
+def _leave(slots: InferenceMailbox, places: np.ndarray) -> None:
+    slots.release(places)
     slots.close()
 
 
@@ -271,9 +260,14 @@ def attach_places(store: str, num_envs: int, wait_s: float) -> tuple[InferenceMa
 
     def claim() -> tuple[InferenceMailbox, np.ndarray] | None:
         nonlocal most
-        found = _by_free_places(store)
+        found = []
+        for path in living(store.rpartition("-")[0]):
+            if path.name.startswith(store + SUFFIX):
+                with contextlib.suppress(StoreError):  # it has just ended, or is full
+                    found.append(InferenceMailbox.attach(path.name))
         if not found:
             return None
+        found.sort(key=lambda slots: slots.num_taken - slots.places.count)  # most free places first
         places = found[0].claim(num_envs)
         for slots in found[len(places) == num_envs :]:
             slots.close()
@@ -288,12 +282,3 @@ def attach_places(store: str, num_envs: int, wait_s: float) -> tuple[InferenceMa
         rule, remedy = f"must be open within {wait_s:g} s", "make an InferenceLoader in a rank"
         raise StoreError(what, rule, None, remedy)
     raise StoreError(what, f"must have {num_envs} free places", most, "raise num_simulators")
-
-
-def _by_free_places(store: str) -> list[InferenceMailbox]:
-    found = []
-    for name in request_files(store):
-        with contextlib.suppress(StoreError):  # it has just ended, or is full
-            found.append(InferenceMailbox.attach(name))
-    found.sort(key=lambda slots: int(np.count_nonzero(slots.states == PlaceState.FREE)), reverse=True)
-    return found

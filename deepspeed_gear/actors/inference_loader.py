@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.actors.inference_mailbox import InferenceMailbox, MailboxPlaces
+from deepspeed_gear.actors.inference_mailbox import InferenceMailbox, MailboxPlaces, PlaceState
 from deepspeed_gear.errors import ConfigError, DataError, StoreError
 from deepspeed_gear.replay.replay import Replay
-from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.column_arrays import as_tensor
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.timeouts import check_timeout
@@ -126,15 +124,19 @@ class InferenceLoader(ProcessBound):
         library = str(store.ops.native.__file__)
         steps = steps if limit is None else min(steps, limit)
         places = MailboxPlaces(name, schema, count, steps, *columns, config.timeout_s, library)
-        memory, huge_pages = store.memory, config.shared_memory.huge_pages
         slots = self._slots = InferenceMailbox.create(
-            places, memory.path.name, memory.peer, store.run, store.ops, huge_pages
+            places, store, store.memory.peer, config.shared_memory.huge_pages
         )
         self.device = replay.device
-        self._asked = {column: _asked(slots, schema[column]) for column in places.asks}
+        # Values of the columns that are asked for: by place if a column has one per trajectory, else by row.
+        self._asked: dict[str, tuple[torch.Tensor, bool]] = {}
+        for column in (schema[name] for name in places.asks):
+            single = column.rows == "1"
+            values = (slots.values if single else slots.columns)[column.name].reshape(-1, *column.shape)
+            self._asked[column.name] = as_tensor(values, column.dtype), single
         given = [schema[column] for column in places.answers]
         self._answers = StagedRows(given, slots.columns, slots.native)
-        self._finalizer = weakref.finalize(self, _end, slots, os.getpid())
+        self._finalizer = weakref.finalize(self, _end, slots)
         replay.close_with(self)
 
     @property
@@ -158,7 +160,8 @@ class InferenceLoader(ProcessBound):
         if wrong:
             rule = f"must be one of the answers, all of which must be given: {[c.name for c in columns]}"
             raise DataError(f"{what}: column {wrong[0]}", rule)
-        valid = self._slots.are_asked(places, stamps)
+        # Places of processes that have ended meanwhile may be used again.
+        valid = (self._slots.states[places] == PlaceState.TAKEN) & (self._slots.stamps[places] == stamps)
         self._answers.put([_host(given[c.name]) for c in columns], np.where(valid, rows, -1))
         self._slots.answered(places[valid])
 
@@ -173,22 +176,12 @@ class InferenceLoader(ProcessBound):
     def __enter__(self) -> InferenceLoader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _asked(slots: InferenceMailbox, column: Column) -> tuple[torch.Tensor, bool]:
-    """Return the values of a column: by place if it has one per trajectory, else by row."""
-    single = column.rows == "1"
-    values = slots.values[column.name] if single else slots.columns[column.name]
-    return as_tensor(values.reshape(-1, *column.shape), column.dtype), single
-
-
-def _end(slots: InferenceMailbox, process: int) -> None:
-    if os.getpid() == process:  # a forked child must not end its parent's file
-        slots.end()
+def _end(slots: InferenceMailbox) -> None:
+    slots.end()
     slots.close()
 
 

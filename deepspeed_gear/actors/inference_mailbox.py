@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -23,7 +22,6 @@ from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.memory_layout import (
     Layout,
     Region,
-    RunIdentity,
     read_header,
     read_meaning,
     write_header,
@@ -34,27 +32,27 @@ from deepspeed_gear.store.shared_memory import (
     PeerTakenError,
     SharedMemory,
     file_path,
-    living,
     opened_file,
 )
 from deepspeed_gear.store.store_lock import BELL_WORDS, FutexEvents, StoreLock
+from deepspeed_gear.store.table import Table
 from deepspeed_gear.timeouts import check_timeout
 from deepspeed_gear.writer.staged_rows import Staging
 
 LOADER = 0  # index of the loader's process
 CLOSED = 0  # word of `control`
-_SUFFIX = ".inference-"
+SUFFIX = ".inference-"  # of its file, after the name of the store
 _LOOK_S = 0.1  # interval in which a waiting process checks that the others live
 
 
 class PlaceState:
-    """State of a mailbox: which process may write its rows."""
+    """State of a place: who may write its rows. From IDLE on its simulator, from RESTING on ready."""
 
     FREE: Final = 0
-    IDLE: Final = 1
-    RESTING: Final = 2
-    POSTED: Final = 3
-    TAKEN: Final = 4
+    POSTED: Final = 1
+    TAKEN: Final = 2
+    IDLE: Final = 3
+    RESTING: Final = 4
     ANSWERED: Final = 5
 
 
@@ -105,18 +103,6 @@ class MailboxPlaces:
             {"inference": meaning},
         )
 
-    @classmethod
-    def of(cls, layout: Layout) -> MailboxPlaces:
-        """Return the description of a file with this layout."""
-        meaning = layout.meaning["inference"]
-        tuples = {name: tuple(meaning[name]) for name in ("asks", "answers")}
-        return cls(**{**meaning, **tuples, "schema": Schema.from_json(meaning["schema"])})
-
-
-def request_files(store: str) -> list[str]:
-    """Return the names of the mailbox files of a table's store whose loaders live."""
-    return [path.name for path in living(store.rpartition("-")[0]) if path.name.startswith(store + _SUFFIX)]
-
 
 class InferenceMailbox:
     """A mailbox file in this process: `create` by a loader, `attach` by processes of simulators.
@@ -142,16 +128,12 @@ class InferenceMailbox:
         self._looked = 0.0
 
     @classmethod
-    def create(
-        cls, places: MailboxPlaces, store: str, peer: int, run: RunIdentity, ops: Ops, huge_pages: bool
-    ) -> InferenceMailbox:
+    def create(cls, places: MailboxPlaces, table: Table, peer: int, huge_pages: bool) -> InferenceMailbox:
         """Create the mailbox file of a rank, with every place free.
 
         Args:
-            store: Name of the table's file.
+            table: Beside whose store it lies.
             peer: Index of the rank on its node.
-            run: Of the table's store.
-            huge_pages: Whether to request huge pages.
         Raises:
             StoreFullError: Shared memory is full.
             StoreError: The rank has one of this table.
@@ -159,10 +141,10 @@ class InferenceMailbox:
         layout = places.layout()
         memory = SharedMemory.create(layout.total_bytes, LOADER, huge_pages)
         try:
-            slots = cls(places, memory, ops, layout)
+            slots = cls(places, memory, table.ops, layout)
             slots.lock.initialise()
-            write_header(memory.buffer, layout, run)
-            memory.link(f"{store}{_SUFFIX}{peer}", reaped=True)
+            write_header(memory.buffer, layout, table.run)
+            memory.link(f"{table.memory.path.name}{SUFFIX}{peer}", reaped=True)
             return slots
         except FileExistsError:
             memory.close()
@@ -180,13 +162,22 @@ class InferenceMailbox:
         Raises:
             StoreError: It is not there, foreign, or as many processes as it has places are attached.
         """
-        for peer in range(1, _num_places(file_path(name)) + 1):
+        path = file_path(name)
+        with opened_file(path) as fd:
+            meaning, _ = read_meaning(fd, str(path))
+        for peer in range(1, int(meaning["inference"]["count"]) + 1):
             try:
                 memory = SharedMemory.attach(name, peer)
             except PeerTakenError:
                 continue
             try:
-                slots = cls._of(memory)
+                layout, _ = read_header(memory.buffer, memory.num_bytes, str(memory.path))
+                known = layout.meaning["inference"]
+                known |= {name: tuple(known[name]) for name in ("asks", "answers")}
+                places = MailboxPlaces(**{**known, "schema": Schema.from_json(known["schema"])})
+                slots = cls(places, memory, load_library(places.library), layout)
+                if not memory.is_alive(LOADER):
+                    raise StoreError(slots.name, "must be alive", None, "start it again")
                 # Otherwise places of a dead process are still to be freed.
                 if peer not in slots.owners[slots.states != PlaceState.FREE]:
                     return slots
@@ -196,15 +187,6 @@ class InferenceMailbox:
             memory.close()
         rule = "must have a place for another process"
         raise StoreError(str(SHM / name), rule, None, "raise num_simulators")
-
-    @classmethod
-    def _of(cls, memory: SharedMemory) -> InferenceMailbox:
-        layout, _ = read_header(memory.buffer, memory.num_bytes, str(memory.path))
-        places = MailboxPlaces.of(layout)
-        slots = cls(places, memory, load_library(places.library), layout)
-        if not memory.is_alive(LOADER):
-            raise StoreError(slots.name, "must be alive", None, "start it again")
-        return slots
 
     def staging(self, places: np.ndarray) -> Staging:
         """Return the rows of some places. [N], int64."""
@@ -229,8 +211,7 @@ class InferenceMailbox:
 
     def release(self, places: np.ndarray) -> None:
         """Release places; the loader frees those that it owns once this process has ended."""
-        states = self.states[places]
-        self.states[places[(states != PlaceState.POSTED) & (states != PlaceState.TAKEN)]] = PlaceState.FREE
+        self.states[places[self.states[places] >= PlaceState.IDLE]] = PlaceState.FREE
         self.bells.ring(LOADER)
 
     def post(self, places: np.ndarray, rows: np.ndarray, timesteps: np.ndarray) -> None:
@@ -244,8 +225,7 @@ class InferenceMailbox:
 
     def are_ready(self, places: np.ndarray) -> np.ndarray:
         """Return which places have an answer or need none. [n], bool."""
-        states = self.states[places]
-        return np.asarray((states == PlaceState.ANSWERED) | (states == PlaceState.RESTING))
+        return np.asarray(self.states[places] >= PlaceState.RESTING)
 
     def wait(self, places: np.ndarray, least: int, timeout_s: float) -> np.ndarray:
         """Wait until at least so many of some places are ready; return which are. [n], bool.
@@ -262,21 +242,23 @@ class InferenceMailbox:
             if np.count_nonzero(ready) >= least:
                 self.bells.fence()  # pairs with that of `answered`
                 return ready
-            self._check_loader()
+            if self.control[CLOSED]:
+                raise PeerError(self.name, "must be open", "it was closed", "attach to another one")
+            if self._looks() and not self.memory.is_alive(LOADER):
+                raise PeerError(self.name, "must be alive", "its process has died", "start the run again")
             left = until - time.monotonic()
             if left <= 0:
                 remedy = "check that it iterates, raise timeout_s, or call again: the requests stay posted"
                 raise NotReadyError(self.name, f"must answer within {timeout_s:g} s", None, remedy)
             self.bells.wait(peer, seen, min(left, _LOOK_S))
 
-    def _check_loader(self) -> None:
-        if self.control[CLOSED]:
-            raise PeerError(self.name, "must be open", "it was closed", "attach to another one")
+    def _looks(self) -> bool:
+        """Return whether it is time to check that the other processes live."""
         now = time.monotonic()
-        if now - self._looked > _LOOK_S:
-            self._looked = now
-            if not self.memory.is_alive(LOADER):
-                raise PeerError(self.name, "must be alive", "its process has died", "start the run again")
+        if now - self._looked <= _LOOK_S:
+            return False
+        self._looked = now
+        return True
 
     # ---- loader ----------------------------------------------------------------------------------
 
@@ -284,13 +266,17 @@ class InferenceMailbox:
         """Take the oldest requests, waiting as `InferenceLoader` defines. Returns their places. [n]."""
         begun = time.monotonic()
         while True:
-            self._free_dead_at_times()
+            if self._looks():
+                self.free_dead()
             seen = self.bells.count(LOADER)
             posted = np.flatnonzero(self.states == PlaceState.POSTED)
-            if len(posted) >= most or (len(posted) and not self._more_may_come()):
+            more_may_come = (self.states >= PlaceState.IDLE).any()
+            if len(posted) >= most or (len(posted) and not more_may_come):
                 break
-            now = time.monotonic()
-            left = _LOOK_S if timeout_s is None else self._since(begun, posted) + timeout_s - now
+            left = _LOOK_S
+            if timeout_s is not None:  # since when the loader waits, or the oldest request if that is earlier
+                since = min(begun, int(self.stamps[posted].min()) * 1e-9) if len(posted) else begun
+                left = since + timeout_s - time.monotonic()
             if left <= 0 or self.control[CLOSED]:
                 break
             self.bells.wait(LOADER, seen, min(left, _LOOK_S))
@@ -299,35 +285,12 @@ class InferenceMailbox:
         self.states[taken] = PlaceState.TAKEN
         return taken
 
-    def _more_may_come(self) -> bool:
-        """Return whether a simulator may still post a request: it neither waits nor is being answered."""
-        states = self.states
-        return bool(
-            (
-                (states == PlaceState.IDLE) | (states == PlaceState.ANSWERED) | (states == PlaceState.RESTING)
-            ).any()
-        )
-
-    def _since(self, begun: float, posted: np.ndarray) -> float:
-        """Return since when the loader waits, or the oldest request if that is earlier."""
-        return min(begun, int(self.stamps[posted].min()) * 1e-9) if len(posted) else begun
-
-    def are_asked(self, places: np.ndarray, stamps: np.ndarray) -> np.ndarray:
-        """Return which requests are still valid: places of ended processes may be reused. [n], bool."""
-        return np.asarray((self.states[places] == PlaceState.TAKEN) & (self.stamps[places] == stamps))
-
     def answered(self, places: np.ndarray) -> None:
         """Return places with written answers to their simulators."""
         self.bells.fence()  # pairs with that of `wait`
         self.states[places] = PlaceState.ANSWERED
         for owner in set(self.owners[places].tolist()):
             self.bells.ring(owner)
-
-    def _free_dead_at_times(self) -> None:
-        now = time.monotonic()
-        if now - self._looked > _LOOK_S:
-            self._looked = now
-            self.free_dead()
 
     def free_dead(self) -> None:
         """Free the places of processes that have ended; their open trajectories are dropped.
@@ -353,9 +316,3 @@ class InferenceMailbox:
     def close(self) -> None:
         """Detach. Safe to call twice."""
         self.memory.close()
-
-
-def _num_places(path: Path) -> int:
-    with opened_file(path) as fd:
-        meaning, _ = read_meaning(fd, str(path))
-    return int(meaning["inference"]["count"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 import zlib
-from types import TracebackType
 from typing import Any, Final
 
 import numpy as np
@@ -212,9 +211,7 @@ class PolicyBoard(ProcessBound):
     def __enter__(self) -> PolicyBoard:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

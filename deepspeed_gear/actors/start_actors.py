@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed_gear.liveness as liveness
 from deepspeed_gear.actors.actor_process import ActorJob, gymnasium_module
@@ -76,7 +76,7 @@ class Actors(ProcessBound):
         """
         for index, process in enumerate(self._processes):
             if process.poll() is not None and (failure := self._failure(index)):
-                self._end()
+                self._finalizer()
                 raise failure
 
     def stop(self) -> list[dict[str, Any]]:
@@ -97,7 +97,7 @@ class Actors(ProcessBound):
             except subprocess.TimeoutExpired:
                 process.kill()
         failures = [self._failure(index) for index in range(len(self._processes))]
-        self._end()
+        self._finalizer()
         for failure in filter(None, failures):
             raise failure
         return self.results
@@ -109,15 +109,16 @@ class Actors(ProcessBound):
         process = self._processes[index]
         status = process.wait()
         assert process.stdout is not None
-        report = _report_in(process.stdout)
+        try:
+            lines = process.stdout.read().splitlines()
+            report = dict(json.loads(lines[-1])) if lines else {}
+        except ValueError:
+            report = {}
         if status == 0 and "error" not in report:
             self.results.append({"actor": index, **report})
             return None
         text = report.get("error", f"exit status {status}; its output, if any, is in this program's stderr")
         return PeerError(f"actor {index}", f"must go on until it is stopped, but:\n{text}")
-
-    def _end(self) -> None:
-        self._finalizer()
 
     def __enter__(self) -> Actors:
         return self
@@ -128,7 +129,7 @@ class Actors(ProcessBound):
         if error is None:
             self.stop()
         else:
-            self._end()  # the error of the block is raised, not one of an actor
+            self._finalizer()  # the error of the block is raised, not one of an actor
 
 
 def start_actors(
@@ -168,19 +169,14 @@ def start_actors(
     run = None
     attach: dict[str, Any] = {"config": replay, "table": table}
     if not isinstance(replay, str | Path | Mapping):
-        attach, run = {"name": _store_of(replay, table, num_actors)}, replay.run
+        store, run = replay.store(table), replay.run
+        if store.spec.num_writers < num_actors:
+            option = f"gear.tables.{store.spec.name}.writers"
+            raise ConfigError(option, f"must admit {num_actors} actors", store.spec.num_writers)
+        attach = {"name": store.memory.path.name}
     name = None if board is None else board.name
     jobs = [ActorJob(i, num_actors, env, num_envs, policy, attach, name, seed) for i in range(num_actors)]
     return Actors(jobs, run)
-
-
-def _store_of(replay: Replay, table: str | None, num_actors: int) -> str:
-    """Return the name of the store of a table in /dev/shm."""
-    found = replay.store(table)
-    if found.spec.num_writers < num_actors:
-        option = f"gear.tables.{found.spec.name}.writers"
-        raise ConfigError(option, f"must admit {num_actors} actors", found.spec.num_writers)
-    return found.memory.path.name
 
 
 def _pickled(job: ActorJob) -> bytes:
@@ -207,15 +203,6 @@ def _send(process: subprocess.Popen[bytes], words: bytes, last: bool = False) ->
                 process.stdin.close()
     except OSError:  # it has ended: `_failure` finds why
         pass
-
-
-def _report_in(source: IO[bytes]) -> dict[str, Any]:
-    """Return the report of an actor that has ended."""
-    try:
-        lines = source.read().splitlines()
-        return dict(json.loads(lines[-1])) if lines else {}
-    except ValueError:
-        return {}
 
 
 def _kill(processes: list[subprocess.Popen[bytes]]) -> None:

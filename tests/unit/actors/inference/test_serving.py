@@ -136,8 +136,7 @@ def test_simulators_go_where_there_is_room(replay: Replay) -> None:
     table = replay.tables["main"]
     with loader_of(replay, num_simulators=4) as loader:
         slots = loader._slots
-        name = table.memory.path.name
-        other = InferenceMailbox.create(slots.places, name, 1, table.run, table.ops, False)  # of another rank
+        other = InferenceMailbox.create(slots.places, table, 1, False)  # of another rank
         try:
             with (
                 InferenceClient(replay.writer(), 3, "next_step"),
