@@ -31,8 +31,7 @@ class CudaOp(NativeOp):
 
     def bindings(self) -> list[str]:
         """List the bindings, which the C++ compiler compiles."""
-        folder = self.csrc / "bindings"
-        return existing([folder / "library_cuda.cpp", *sorted(folder.glob("library_cuda_*.cpp"))])
+        return existing([self.csrc / "bindings" / "library_cuda.cpp"])
 
     def kernels(self) -> list[str]:
         """List the kernels, which nvcc compiles; they include nothing of torch."""

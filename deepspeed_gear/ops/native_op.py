@@ -155,9 +155,8 @@ class CpuOp(NativeOp):
     def sources(self) -> list[str]:
         """List the bindings, and the C++ sources of every op and of the store."""
         folder = self.csrc / "bindings"
-        more = sorted(set(folder.glob("library_*.cpp")) - set(folder.glob("library_cuda*.cpp")))
-        bindings = [folder / "library.cpp", *more, folder / "module.cpp"]
-        return existing([*bindings, *sorted(set(self.csrc.glob("*/*.cpp")) - set(folder.glob("*.cpp")))])
+        rest = sorted(set(self.csrc.glob("*/*.cpp")) - set(folder.glob("*.cpp")))
+        return existing([folder / "library.cpp", folder / "module.cpp", *rest])
 
     def registered_op(self) -> str | None:
         """Return an op of the namespace `gear`, whose schemas this library defines."""

@@ -125,7 +125,7 @@ def test_report_refuses(careful: Ops, cpu: Ops) -> None:
     log, samples, priorities = torch.zeros(3, LogEntry.NUM_WORDS).long(), samples_of(4), torch.ones(4)
     with pytest.raises(REFUSED, match="the log must hold 4 reports, got 3"):
         careful.append_reports_(log, samples, priorities, 0, 0)
-    with pytest.raises(RuntimeError, match="resolutions must have a row per priority"):
+    with pytest.raises(RuntimeError, match="resolutions must have 3 rows, got 4"):
         cpu.append_reports_(log, samples, priorities[:3].clone(), 0, 0)
     with pytest.raises(RuntimeError, match=r"log must be \[n, 6\], got \[3, 5\]"):
         cpu.append_reports_(log[:, :5].contiguous(), samples[:3], priorities[:3], 0, 0)
@@ -223,7 +223,7 @@ def test_prioritize_refuses_other_shapes(cpu: Ops) -> None:
     kept, updates = Kept(40, True, cpu), updates_of(slots, 3)
     sums, minima, priorities, counts = kept.copies()
     rest = (slots, updates, ALL, 1, 0, 40)
-    with pytest.raises(RuntimeError, match="counts must have 5 elements, got 4"):
+    with pytest.raises(RuntimeError, match="counts must have 5 values, got 4"):
         cpu.prioritize_(sums, minima, priorities, counts[:4].clone(), *rest)
     with pytest.raises(RuntimeError, match="minima of 40 items must have 32 words, got 5"):
         cpu.prioritize_(sums, minima[:5].clone(), priorities, counts, *rest)

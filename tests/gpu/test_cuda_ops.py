@@ -206,5 +206,5 @@ def test_column_beyond_4_gib(cuda: Ops) -> None:
 
 def test_tensors_of_two_devices_are_refused(cuda: Ops) -> None:
     out, reward, extents = arguments("suffix_sum_")
-    with pytest.raises(RuntimeError, match="reward must be on cuda"):
+    with pytest.raises(RuntimeError, match="reward and extents must be on cuda"):
         cuda.suffix_sum_(out.to(DEVICE), reward, extents.to(DEVICE))

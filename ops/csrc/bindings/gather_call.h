@@ -7,8 +7,17 @@
 #include <vector>
 
 #include "bindings/direct.h"
-#include "bindings/ops.h"
 #include "bindings/store.h"
+
+namespace gear {
+
+void Gather(at::TensorList outs, at::TensorList masks, at::Tensor& counters, at::TensorList columns,
+            at::TensorList shifts, at::TensorList gains, const at::Tensor& resolutions,
+            const std::optional<at::Tensor>& n_steps, at::IntArrayRef spec,
+            at::ArrayRef<double> pad_values, int64_t threads,
+            const std::optional<at::Tensor>& order);  // of library.cpp
+
+}  // namespace gear
 
 namespace gear::python {
 

@@ -1,16 +1,20 @@
-// The module itself: the mutex of the stores, by address, and the ops as plain functions; classes,
-// and functions that are called seldom, are defined in store.h.
+// The module itself: the mutex of the stores, by address, and direct calls; classes, and functions
+// that are called seldom, are defined in store.h, and the ops as plain functions in library.cpp.
 #include <Python.h>
 
 #include "bindings/bell.h"
 #include "bindings/direct.h"
 #include "bindings/gather_call.h"
-#include "bindings/op_table.h"
-#include "bindings/ops.h"
 #include "bindings/store.h"
 #include "bindings/stream.h"
 #include "bindings/vector_steps.h"
 #include "store/mutex.h"
+
+namespace gear::direct {
+
+extern PyMethodDef kOps[];  // of library.cpp
+
+}  // namespace gear::direct
 
 namespace {
 
@@ -37,15 +41,11 @@ PyObject* PyMutexUnlock(PyObject*, PyObject* address) {
 }
 
 using gear::direct::Function;
-using gear::direct::Method;
 
 PyMethodDef kMethods[] = {
-#define GEAR_METHOD(name, function, arguments) \
-  Method<gear::function>(#name, #name "(" arguments ") -> ()"),
-    GEAR_OPS(GEAR_METHOD) GEAR_HOST_OPS(GEAR_METHOD){
-        "mutex_lock", PyMutexLock, METH_VARARGS,
-        "mutex_lock(address, timeout_s) -> 0 locked, 1 locked after its owner died, 2 timed out, 3 "
-        "broken"},
+    {"mutex_lock", PyMutexLock, METH_VARARGS,
+     "mutex_lock(address, timeout_s) -> 0 locked, 1 locked after its owner died, 2 timed out, 3 "
+     "broken"},
     {"mutex_unlock", PyMutexUnlock, METH_O, "mutex_unlock(address) -> None"},
     Function<gear::python::AddTrajectory>(
         "store_add", "store_add(store, columns, num_steps, timeout_s) -> (id, slot)"),
@@ -73,7 +73,10 @@ PyMODINIT_FUNC GEAR_INIT(TORCH_EXTENSION_NAME)() {
   static PyModuleDef module = {
       PyModuleDef_HEAD_INIT, "gear", nullptr, -1, kMethods, nullptr, nullptr, nullptr, nullptr};
   PyObject* made = PyModule_Create(&module);
-  if (made == nullptr) return nullptr;
+  if (made == nullptr || PyModule_AddFunctions(made, gear::direct::kOps) != 0) {
+    Py_XDECREF(made);
+    return nullptr;
+  }
   try {
     auto classes = pybind11::reinterpret_borrow<pybind11::module_>(made);
     gear::python::Bind(classes);

@@ -3,6 +3,7 @@
 // as time stamps; a gain in float overflows for values below 2^-128.
 #pragma once
 #include <cstring>
+#include <type_traits>
 
 #include "common/host_device.h"
 
@@ -166,5 +167,59 @@ template <typename C>
 struct Store<Bfloat, C> {
   GEAR_HOST_DEVICE static Bfloat From(C x) { return ToBfloat(static_cast<float>(x)); }
 };
+
+// Calls `visit(one)` with an element of a dtype's type; those of bool are uint8.
+#if defined(__CUDACC__)
+#pragma nv_exec_check_disable
+#endif
+template <typename Visit>
+GEAR_HOST_DEVICE auto WithType(int64_t dtype, const Visit& visit) {
+  switch (dtype) {
+    case kBool:
+    case kUint8:
+      return visit(uint8_t{});
+    case kInt8:
+      return visit(int8_t{});
+    case kInt16:
+      return visit(int16_t{});
+    case kInt32:
+      return visit(int32_t{});
+    case kInt64:
+      return visit(int64_t{});
+    case kFloat16:
+      return visit(Half{});
+    case kBfloat16:
+      return visit(Bfloat{});
+    case kFloat32:
+      return visit(float{});
+    default:
+      return visit(double{});
+  }
+}
+
+// Calls `visit(to)` with an element of the type that elements of From are converted to: the pair is
+// one that IsConversion admits.
+#if defined(__CUDACC__)
+#pragma nv_exec_check_disable
+#endif
+template <typename From, typename Visit>
+GEAR_HOST_DEVICE auto WithTarget(int64_t dtype, const Visit& visit) {
+  if constexpr (std::is_integral_v<From> && sizeof(From) <= 4) {
+    if (dtype == kInt64) return visit(int64_t{});
+  }
+  if constexpr (std::is_integral_v<From> && sizeof(From) <= 2) {
+    if (dtype == kInt32) return visit(int32_t{});
+  }
+  switch (dtype) {
+    case kFloat16:
+      return visit(Half{});
+    case kBfloat16:
+      return visit(Bfloat{});
+    case kFloat32:
+      return visit(float{});
+    default:
+      return visit(double{});
+  }
+}
 
 }  // namespace gear

@@ -1,6 +1,6 @@
 // Open trajectories in the memory of one device: each environment owns a part of the rows, in which
 // its trajectories lie one after the other, and every call adds a step to each.
-// deepspeed_gear/ops/reference/open_steps.py defines it; ops/records.py has these records too.
+// deepspeed_gear/ops/reference/ring_table.py defines it; ops/records.py has these records too.
 #pragma once
 #include "common/ring.h"
 

@@ -76,51 +76,13 @@ __device__ uint64_t Compute(const Batch& batch, const Task& task, int64_t thread
   return real;
 }
 
-// Calls `body` with the types of a conversion: the pairs that IsConversion admits; callers reject
-// others.
-template <typename From, typename Body>
-__device__ void WithTarget(const Field& field, const Body& body) {
-  if constexpr (std::is_integral_v<From> && sizeof(From) <= 4) {
-    if (field.to == kInt64) return body(ConvertedElements<From, int64_t>{});
-  }
-  if constexpr (std::is_integral_v<From> && sizeof(From) <= 2) {
-    if (field.to == kInt32) return body(ConvertedElements<From, int32_t>{});
-  }
-  switch (field.to) {
-    case kFloat16:
-      return body(ConvertedElements<From, Half>{});
-    case kBfloat16:
-      return body(ConvertedElements<From, Bfloat>{});
-    case kFloat32:
-      return body(ConvertedElements<From, float>{});
-    case kFloat64:
-      return body(ConvertedElements<From, double>{});
-  }
-}
-
+// Calls `body` with the types of a conversion.
 template <typename Body>
 __device__ void WithTypes(const Field& field, const Body& body) {
-  switch (field.from) {
-    case kBool:
-    case kUint8:
-      return WithTarget<uint8_t>(field, body);
-    case kInt8:
-      return WithTarget<int8_t>(field, body);
-    case kInt16:
-      return WithTarget<int16_t>(field, body);
-    case kInt32:
-      return WithTarget<int32_t>(field, body);
-    case kInt64:
-      return WithTarget<int64_t>(field, body);
-    case kFloat16:
-      return WithTarget<Half>(field, body);
-    case kBfloat16:
-      return WithTarget<Bfloat>(field, body);
-    case kFloat32:
-      return WithTarget<float>(field, body);
-    case kFloat64:
-      return WithTarget<double>(field, body);
-  }
+  WithType(field.from, [&](auto from) {
+    using From = decltype(from);
+    WithTarget<From>(field.to, [&](auto to) { body(ConvertedElements<From, decltype(to)>{}); });
+  });
 }
 
 // Pads first: the registers of padding need not be kept while the run is converted. The switch over
@@ -247,36 +209,15 @@ __global__ void __launch_bounds__(kThreads, BlocksOf(kHasConversions))
   }
 }
 
-template <typename T>
-uint64_t PadBits(const Field& field) {
-  const T value = Store<T, double>::From(field.pad_value == 0 ? 0.0 : field.pad_value);
-  uint64_t bits = 0;
-  memcpy(&bits, &value, sizeof value);
-  return bits;
-}
-
+// The bits of the value that pads a field.
 uint64_t PadOf(const Field& field) {
-  switch (field.to) {
-    case kBool:
-    case kUint8:
-      return PadBits<uint8_t>(field);
-    case kInt8:
-      return PadBits<int8_t>(field);
-    case kInt16:
-      return PadBits<int16_t>(field);
-    case kInt32:
-      return PadBits<int32_t>(field);
-    case kInt64:
-      return PadBits<int64_t>(field);
-    case kFloat16:
-      return PadBits<Half>(field);
-    case kBfloat16:
-      return PadBits<Bfloat>(field);
-    case kFloat32:
-      return PadBits<float>(field);
-    default:
-      return PadBits<double>(field);
-  }
+  return WithType(field.to, [&](auto one) {
+    const auto value =
+        Store<decltype(one), double>::From(field.pad_value == 0 ? 0.0 : field.pad_value);
+    uint64_t bits = 0;
+    memcpy(&bits, &value, sizeof value);
+    return bits;
+  });
 }
 
 int KindOf(const Field& field) {

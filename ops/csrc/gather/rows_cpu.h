@@ -72,77 +72,23 @@ inline bool IsCopy(const Field& field) {
 // The function of a field whose elements are copied: `Of<To, CopyRows<To>>::kFunction`.
 template <template <typename, typename> class Of, typename Function>
 Function CopyFunctionFor(const Field& field) {
-  switch (field.from) {
-    case kBool:
-    case kUint8:
-      return Of<uint8_t, CopyRows<uint8_t>>::kFunction;
-    case kInt8:
-      return Of<int8_t, CopyRows<int8_t>>::kFunction;
-    case kInt16:
-      return Of<int16_t, CopyRows<int16_t>>::kFunction;
-    case kInt32:
-      return Of<int32_t, CopyRows<int32_t>>::kFunction;
-    case kInt64:
-      return Of<int64_t, CopyRows<int64_t>>::kFunction;
-    case kFloat16:
-      return Of<Half, CopyRows<Half>>::kFunction;
-    case kBfloat16:
-      return Of<Bfloat, CopyRows<Bfloat>>::kFunction;
-    case kFloat32:
-      return Of<float, CopyRows<float>>::kFunction;
-    case kFloat64:
-      return Of<double, CopyRows<double>>::kFunction;
-  }
-  return nullptr;
-}
-
-template <template <typename, typename> class Of, typename Function, typename From>
-Function ConvertFunctionFrom(int64_t to) {
-  switch (to) {
-    case kFloat16:
-      return Of<Half, ConvertRows<From, Half>>::kFunction;
-    case kBfloat16:
-      return Of<Bfloat, ConvertRows<From, Bfloat>>::kFunction;
-    case kFloat32:
-      return Of<float, ConvertRows<From, float>>::kFunction;
-    case kFloat64:
-      return Of<double, ConvertRows<From, double>>::kFunction;
-  }
-  if constexpr (std::is_integral_v<From> && sizeof(From) <= 4) {
-    if (to == kInt64) return Of<int64_t, ConvertRows<From, int64_t>>::kFunction;
-    if (to == kInt32 && sizeof(From) <= 2)
-      return Of<int32_t, ConvertRows<From, int32_t>>::kFunction;
-  }
-  return nullptr;
+  return WithType(field.from, [](auto one) -> Function {
+    using To = decltype(one);
+    return Of<To, CopyRows<To>>::kFunction;
+  });
 }
 
 // The function of a field by the types of its elements: copied, or converted
-// (`Of<To, ConvertRows<From, To>>::kFunction`). Null: there is no conversion.
+// (`Of<To, ConvertRows<From, To>>::kFunction`).
 template <template <typename, typename> class Of, typename Function>
 Function FunctionForTypes(const Field& field) {
   if (IsCopy(field)) return CopyFunctionFor<Of, Function>(field);
-  switch (field.from) {
-    case kBool:
-    case kUint8:
-      return ConvertFunctionFrom<Of, Function, uint8_t>(field.to);
-    case kInt8:
-      return ConvertFunctionFrom<Of, Function, int8_t>(field.to);
-    case kInt16:
-      return ConvertFunctionFrom<Of, Function, int16_t>(field.to);
-    case kInt32:
-      return ConvertFunctionFrom<Of, Function, int32_t>(field.to);
-    case kInt64:
-      return ConvertFunctionFrom<Of, Function, int64_t>(field.to);
-    case kFloat16:
-      return ConvertFunctionFrom<Of, Function, Half>(field.to);
-    case kBfloat16:
-      return ConvertFunctionFrom<Of, Function, Bfloat>(field.to);
-    case kFloat32:
-      return ConvertFunctionFrom<Of, Function, float>(field.to);
-    case kFloat64:
-      return ConvertFunctionFrom<Of, Function, double>(field.to);
-  }
-  return nullptr;
+  return WithType(field.from, [&](auto from) {
+    using From = decltype(from);
+    return WithTarget<From>(field.to, [](auto to) -> Function {
+      return Of<decltype(to), ConvertRows<From, decltype(to)>>::kFunction;
+    });
+  });
 }
 
 }  // namespace gear::cpu

@@ -40,16 +40,17 @@ __device__ double SumInOrder(double* sum, double value) {
 // A warp for each trajectory: 32 rewards at a time, the last one first, and those of the next turn
 // under way while they are added.
 template <typename T>
-__global__ void SuffixSumKernel(const T* __restrict__ reward, const int64_t* __restrict__ extents,
+__global__ void SuffixSumKernel(const T* __restrict__ reward, const Extent* __restrict__ extents,
                                 int64_t num_extents, int64_t num_rows, float* __restrict__ out) {
   const int lane = LaneOfWarp();
   for (int64_t i = GlobalThread() / kWarp; i < num_extents; i += GlobalThreads() / kWarp) {
-    const int64_t first = extents[2 * i], steps = extents[2 * i + 1];
-    Require(first >= 0 && steps >= 0 && steps <= num_rows - first);
-    int64_t row = first + steps - 1 - lane;
+    const Extent extent = extents[i];
+    Require(IsIn(extent, num_rows));
+    const int64_t first = extent.first;
+    int64_t row = first + extent.steps - 1 - lane;
     // After the first row nothing is added to what counts: the sums of lanes there are not kept.
     double sum = 0, value = row >= first ? Load<double>(reward[row]) : 0;
-    for (int64_t left = steps; left > 0; left -= kWarp) {
+    for (int64_t left = extent.steps; left > 0; left -= kWarp) {
       const int64_t next = row - kWarp;
       const double following = next >= first ? Load<double>(reward[next]) : 0;
       const double own = SumInOrder(&sum, value);
@@ -62,7 +63,7 @@ __global__ void SuffixSumKernel(const T* __restrict__ reward, const int64_t* __r
 // A warp for each sample, a lane for each step of its window: all are loaded at once, also those
 // after its end.
 template <typename T>
-__global__ void NStepKernel(const T* __restrict__ reward, const NStep n_step, int64_t num_rows,
+__global__ void NStepKernel(const T* __restrict__ reward, const NStep n_step,
                             const Resolution* __restrict__ resolutions, int64_t count,
                             float* __restrict__ returns, float* __restrict__ discount,
                             int64_t* __restrict__ steps) {
@@ -75,7 +76,7 @@ __global__ void NStepKernel(const T* __restrict__ reward, const NStep n_step, in
     if (!IsNoSample(r)) {
       Require(IsAnchored(r));
       const int64_t most = Min(n_step.n, r.num_steps - r.anchor), first = r.first_row + r.anchor;
-      Require(IsInside(r.first_row, r.anchor, r.anchor + most, num_rows));
+      Require(IsInside(r.first_row, r.anchor, r.anchor + most, n_step.num_rows));
       for (bool is_end = false; k < most && !is_end;) {
         const bool is_step = k + lane < most;
         const int64_t row = first + k + lane;
@@ -102,50 +103,26 @@ __global__ void NStepKernel(const T* __restrict__ reward, const NStep n_step, in
   }
 }
 
-// Calls `visit` (on the host) with the reward's elements by their type.
-template <typename Visit>
-void WithReward(const void* data, int64_t dtype, const Visit& visit) {
-  switch (dtype) {
-    case kBool:
-    case kUint8:
-      return visit(static_cast<const uint8_t*>(data));
-    case kInt8:
-      return visit(static_cast<const int8_t*>(data));
-    case kInt16:
-      return visit(static_cast<const int16_t*>(data));
-    case kInt32:
-      return visit(static_cast<const int32_t*>(data));
-    case kInt64:
-      return visit(static_cast<const int64_t*>(data));
-    case kFloat16:
-      return visit(static_cast<const Half*>(data));
-    case kBfloat16:
-      return visit(static_cast<const Bfloat*>(data));
-    case kFloat32:
-      return visit(static_cast<const float*>(data));
-    default:
-      return visit(static_cast<const double*>(data));
-  }
-}
-
 }  // namespace
 
-void SuffixSum(const void* reward, int64_t dtype, const int64_t* extents, int64_t num_extents,
+void SuffixSum(const void* reward, int64_t dtype, const Extent* extents, int64_t num_extents,
                int64_t num_rows, float* out, void* stream) {
   if (num_extents == 0) return;
-  WithReward(reward, dtype, [&](const auto* rewards) {
+  WithType(dtype, [&](auto one) {
+    const auto* rewards = static_cast<const decltype(one)*>(reward);
     SuffixSumKernel<<<Blocks(num_extents * kWarp), kThreads, 0, AsStream(stream)>>>(
         rewards, extents, num_extents, num_rows, out);
   });
   CheckLaunch("SuffixSum");
 }
 
-void NStepReturn(const NStep& n_step, int64_t num_rows, const Resolution* resolutions,
-                 int64_t count, float* returns, float* discount, int64_t* steps, void* stream) {
+void NStepReturn(const NStep& n_step, const Resolution* resolutions, int64_t count, float* returns,
+                 float* discount, int64_t* steps, void* stream) {
   if (count == 0) return;
-  WithReward(n_step.reward, n_step.dtype, [&](const auto* rewards) {
+  WithType(n_step.dtype, [&](auto one) {
+    const auto* rewards = static_cast<const decltype(one)*>(n_step.reward);
     NStepKernel<<<Blocks(count * kWarp), kThreads, 0, AsStream(stream)>>>(
-        rewards, n_step, num_rows, resolutions, count, returns, discount, steps);
+        rewards, n_step, resolutions, count, returns, discount, steps);
   });
   CheckLaunch("NStepReturn");
 }

@@ -3,42 +3,14 @@
 #include "returns/returns.h"
 
 namespace gear::cpu {
-namespace {
-
-template <typename Visit>
-void WithReward(const void* data, int64_t dtype, const Visit& visit) {
-  switch (dtype) {
-    case kBool:
-    case kUint8:
-      return visit(static_cast<const uint8_t*>(data));
-    case kInt8:
-      return visit(static_cast<const int8_t*>(data));
-    case kInt16:
-      return visit(static_cast<const int16_t*>(data));
-    case kInt32:
-      return visit(static_cast<const int32_t*>(data));
-    case kInt64:
-      return visit(static_cast<const int64_t*>(data));
-    case kFloat16:
-      return visit(static_cast<const Half*>(data));
-    case kBfloat16:
-      return visit(static_cast<const Bfloat*>(data));
-    case kFloat32:
-      return visit(static_cast<const float*>(data));
-    default:
-      return visit(static_cast<const double*>(data));
-  }
-}
-
-}  // namespace
-
-void SuffixSum(const void* reward, int64_t dtype, const int64_t* extents, int64_t num_extents,
-               float* out) {
-  WithReward(reward, dtype, [&](const auto* rewards) {
+void SuffixSum(const void* reward, int64_t dtype, const Extent* extents, int64_t num_extents,
+               int64_t, float* out) {
+  WithType(dtype, [&](auto one) {
+    const auto* rewards = static_cast<const decltype(one)*>(reward);
     for (int64_t i = 0; i < num_extents; ++i) {
-      const int64_t first = extents[2 * i];
+      const auto [first, steps] = extents[i];
       double sum = 0;
-      for (int64_t row = first + extents[2 * i + 1] - 1; row >= first; --row) {
+      for (int64_t row = first + steps - 1; row >= first; --row) {
         sum += Load<double>(rewards[row]);
         out[row] = Store<float, double>::From(sum);
       }
@@ -48,7 +20,8 @@ void SuffixSum(const void* reward, int64_t dtype, const int64_t* extents, int64_
 
 void NStepReturn(const NStep& n_step, const Resolution* resolutions, int64_t count, float* returns,
                  float* discount, int64_t* steps) {
-  WithReward(n_step.reward, n_step.dtype, [&](const auto* rewards) {
+  WithType(n_step.dtype, [&](auto one) {
+    const auto* rewards = static_cast<const decltype(one)*>(n_step.reward);
     for (int64_t i = 0; i < count; ++i) {
       const Resolution& r = resolutions[i];
       if (IsNoSample(r)) {

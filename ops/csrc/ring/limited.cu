@@ -1,6 +1,6 @@
 // Draws that are limited by trajectory: one block draws as many samples at once as it has warps,
 // and keeps those up to the first that uses up a trajectory. The others are drawn again without it.
-#include "ring/limited.h"
+#include "ring/ring.h"
 
 #include "common/launch_cuda.h"
 #include "priorities/priorities.h"
@@ -16,7 +16,7 @@ constexpr int kDrawers = 16;  // warps: samples that are drawn at once
 
 // Whether `count` draws are left. Each trajectory with a mass has one at least, so that most often
 // none is looked at. By the block, in all of its threads.
-__device__ bool HasDraws(const Ring& ring, const RingShape& shape, int64_t count, int64_t most) {
+__device__ bool HasDraws(const Ring& ring, int64_t count, int64_t most) {
   __shared__ uint64_t left;
   if (ring.state[kRingCounts + cpu::kDrawable] >= count) return true;
   if (threadIdx.x == 0) left = 0;
@@ -24,7 +24,7 @@ __device__ bool HasDraws(const Ring& ring, const RingShape& shape, int64_t count
   const int64_t tail = ring.state[kRingTail], stored = ring.state[kRingNext] - tail;
   uint64_t own = 0;
   for (int64_t k = threadIdx.x; k < stored; k += blockDim.x) {
-    const int64_t slot = (tail + k) % shape.num_slots;
+    const int64_t slot = (tail + k) % ring.shape.num_slots;
     if (ring.sums[slot] > 0) own += static_cast<uint64_t>(most - TimesSampled(ring.slots[slot]));
   }
   own = SumOfWarp(own);
@@ -47,16 +47,15 @@ __device__ void TakeOut(const Ring& ring, const TreeShape& tree, int64_t item, i
 
 // One block.
 __global__ void __launch_bounds__(kDrawers* kWarp)
-    LimitedKernel(const Ring ring, const RingShape shape, const RingRule rule, const RingDraw draw,
-                  const TreeShape tree, int64_t count, int64_t most, Resolution* resolutions,
-                  float* weights) {
+    LimitedKernel(const Ring ring, const RingDraw draw, const TreeShape tree, int64_t count,
+                  int64_t most, Resolution* resolutions, float* weights) {
   // Of the samples that are drawn at once: slot and mass of each, and its draws before this batch
   // and in earlier rounds.
   __shared__ int64_t slots[kDrawers], times[kDrawers];
   __shared__ uint64_t masses[kDrawers];
   const int lane = LaneOfWarp(), warp = static_cast<int>(threadIdx.x) / kWarp;
   const int warps = static_cast<int>(blockDim.x) / kWarp;
-  const bool has_draws = HasDraws(ring, shape, count, most);
+  const bool has_draws = HasDraws(ring, count, most);
   const uint64_t first_total = has_draws ? TotalOfWarp(ring.sums, tree, lane) : 0;
   if (first_total == 0) {
     for (int64_t i = threadIdx.x; i < count; i += blockDim.x) {
@@ -78,7 +77,7 @@ __global__ void __launch_bounds__(kDrawers* kWarp)
           Philox(draw.seed, static_cast<uint64_t>(number), draw.stream, kForCoordinate);
       const Hit hit = DescendWarp(ring.sums, tree, Coordinate(word, total), lane);
       if (lane == 0) {
-        Require(ResolveItem(ring, shape, rule, draw, hit, number, &found));
+        Require(ResolveItem(ring, draw, hit, number, &found));
         slots[warp] = found.slot;
         times[warp] = TimesSampled(ring.slots[found.slot]);
         masses[warp] = static_cast<uint64_t>(found.mass);
@@ -115,14 +114,12 @@ __global__ void __launch_bounds__(kDrawers* kWarp)
 
 }  // namespace
 
-void RingSelectLimited(const Ring& ring, const RingShape& shape, const RingRule& rule,
-                       const RingDraw& draw, int64_t count, int64_t most, Resolution* resolutions,
-                       float* weights, void* stream) {
+void RingSelectLimited(const Ring& ring, const RingDraw& draw, int64_t count, int64_t most,
+                       Resolution* resolutions, float* weights, void* stream) {
   if (count == 0) return;
   const int threads = ThreadsOf(count * kWarp, kDrawers * kWarp);
-  LimitedKernel<<<1, threads, 0, AsStream(stream)>>>(ring, shape, rule, draw,
-                                                     ShapeOfTree(ItemsOfRing(shape, rule)), count,
-                                                     most, resolutions, weights);
+  LimitedKernel<<<1, threads, 0, AsStream(stream)>>>(ring, draw, ShapeOfTree(ring.NumItems()),
+                                                     count, most, resolutions, weights);
   CheckLaunch("RingSelectLimited");
 }
 

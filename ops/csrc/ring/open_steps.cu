@@ -1,6 +1,6 @@
 // A step of every environment, added to its open trajectory: one block plans the steps and what
 // they evict, the whole grid does the rest. Kernels pass values on in the state and in `placed`.
-#include "ring/open_steps.h"
+#include "ring/ring.h"
 
 #include "common/convert.h"
 #include "common/counts_cuda.h"
@@ -12,9 +12,6 @@
 namespace gear::cuda {
 namespace {
 
-using cpu::Ring;
-
-constexpr unsigned kAll = 0xFFFFFFFFu;
 constexpr int64_t kMostThreads =
     1 << 16;                         // of kernels whose amount of work is known only on the device
 constexpr int kMostPlanners = 1024;  // threads of the block that plans
@@ -22,11 +19,12 @@ constexpr int kMostPlanners = 1024;  // threads of the block that plans
 // One block: the place of each step, and the first id that is not evicted. Ids follow the order of
 // the environments, so a round counts the beginning trajectories of its warps before it assigns.
 __global__ void __launch_bounds__(kMostPlanners)
-    PlanKernel(const Ring ring, const OpenRing open, const RingShape shape, const EnvSteps steps,
+    PlanKernel(const Ring ring, const OpenRing open, const EnvSteps steps,
                PlacedStep* __restrict__ placed) {
+  const RingShape& shape = ring.shape;
   __shared__ int64_t beginning[kWarp];  // in each warp
   __shared__ int64_t needed[kWarp];     // first id that stays, of each warp
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int lane = LaneOfWarp();
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const int num_warps = static_cast<int>(blockDim.x) / kWarp;
   int64_t* state = ring.state;
@@ -61,7 +59,7 @@ __global__ void __launch_bounds__(kMostPlanners)
         stays = Max(stays, AfterOwner(ring.slots[open.owners[last]], last));
       }
     }
-    const unsigned in_warp = __ballot_sync(kAll, begins);
+    const unsigned in_warp = __ballot_sync(kAllLanes, begins);
     if (lane == 0) beginning[warp] = __popc(in_warp);
     __syncthreads();
     int64_t before = 0, all = 0;
@@ -79,7 +77,7 @@ __global__ void __launch_bounds__(kMostPlanners)
   }
 #pragma unroll
   for (int step = kWarp / 2; step > 0; step /= 2)
-    stays = Max(stays, __shfl_down_sync(kAll, stays, step));
+    stays = Max(stays, __shfl_down_sync(kAllLanes, stays, step));
   if (lane == 0) needed[warp] = stays;
   __syncthreads();
   if (threadIdx.x != 0) return;
@@ -90,24 +88,21 @@ __global__ void __launch_bounds__(kMostPlanners)
 }
 
 // A warp for each evicted trajectory: its items lose their masses. The slot's extent stays.
-__global__ void EvictKernel(const Ring ring, const RingShape shape, const bool by_row) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+__global__ void EvictKernel(const Ring ring) {
+  const int lane = LaneOfWarp();
+  const bool by_row = ring.rule.by_row;
   int64_t* state = ring.state;
   const int64_t from = state[kRingEvictedFrom], to = state[kRingEvictedTo];
   uint64_t steps = 0, drawable = 0;  // modulo 2^64
   for (int64_t id = from + GlobalThread() / kWarp; id < to; id += GlobalThreads() / kWarp) {
-    const int64_t at = id % shape.num_slots;
+    const int64_t at = id % ring.shape.num_slots;
     Slot& slot = ring.slots[at];
     if (lane == 0) {
       slot.state = 0;
       steps -= static_cast<uint64_t>(slot.num_steps);
     }
-    const int64_t first = by_row ? slot.first_row : at, count = by_row ? slot.num_steps : 1;
-    for (int64_t i = lane; i < count; i += kWarp) {
-      drawable -= uint64_t{ring.sums[first + i] > 0};
-      ring.sums[first + i] = 0;
-      if (ring.priorities != nullptr) ring.priorities[first + i] = 0;
-    }
+    drawable -= by_row ? ClearItems(ring, slot.first_row, slot.num_steps, lane, kWarp)
+                       : ClearItems(ring, at, 1, lane, kWarp);
   }
   AddToCount(state, kRingSteps, steps);
   AddToCount(state + kRingCounts, cpu::kDrawable, drawable);
@@ -122,10 +117,12 @@ __device__ uint64_t SetItem(const Ring& ring, int64_t item, uint64_t mass, uint3
 }
 
 // A warp for each environment: its slot, its open trajectory, and the items that its step changes.
-__global__ void ExtendKernel(const Ring ring, const OpenRing open, const RingShape shape,
-                             const RingRule rule, const EnvSteps steps, int64_t initial,
-                             PlacedStep* __restrict__ placed, int64_t* __restrict__ begun) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+__global__ void ExtendKernel(const Ring ring, const OpenRing open, const EnvSteps steps,
+                             int64_t initial, PlacedStep* __restrict__ placed,
+                             int64_t* __restrict__ begun) {
+  const RingShape& shape = ring.shape;
+  const RingRule& rule = ring.rule;
+  const int lane = LaneOfWarp();
   int64_t* state = ring.state;
   const int64_t part = shape.num_rows / steps.num_envs, stays = state[kRingTail];
   const auto priority = static_cast<uint32_t>(initial < 0 ? state[kRingInitial] : initial);
@@ -185,10 +182,9 @@ __global__ void ExtendKernel(const Ring ring, const OpenRing open, const RingSha
 
 // A warp for each trajectory that was evicted, or has a step more: the nodes of one level above its
 // items. Some nodes are above several of them, and get the same values several times.
-__global__ void MendAboveKernel(const Ring ring, const RingShape shape, const RingRule rule,
-                                const TreeShape tree, int level, int64_t num_envs,
+__global__ void MendAboveKernel(const Ring ring, const TreeShape tree, int level, int64_t num_envs,
                                 const PlacedStep* __restrict__ placed) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int lane = LaneOfWarp();
   const int64_t from = ring.state[kRingEvictedFrom];
   const int64_t count = ring.state[kRingEvictedTo] - from + num_envs;
   for (int64_t i = GlobalThread() / kWarp; i < count; i += GlobalThreads() / kWarp) {
@@ -197,14 +193,14 @@ __global__ void MendAboveKernel(const Ring ring, const RingShape shape, const Ri
       const PlacedStep place = placed[i];
       if (place.slot < 0) continue;
       first = place.slot;
-      if (rule.by_row) {
-        const StepRun run = ChangedAnchors(rule.anchors, place.step + 1);
+      if (ring.rule.by_row) {
+        const StepRun run = ChangedAnchors(ring.rule.anchors, place.step + 1);
         first = place.first_row + run.first, items = run.count;
       }
     } else {
-      const int64_t at = (from + i - num_envs) % shape.num_slots;
-      first = rule.by_row ? ring.slots[at].first_row : at;
-      items = rule.by_row ? ring.slots[at].num_steps : 1;
+      const int64_t at = (from + i - num_envs) % ring.shape.num_slots;
+      first = ring.rule.by_row ? ring.slots[at].first_row : at;
+      items = ring.rule.by_row ? ring.slots[at].num_steps : 1;
     }
     MendRun(ring, tree, level, first, items, lane);
   }
@@ -212,25 +208,22 @@ __global__ void MendAboveKernel(const Ring ring, const RingShape shape, const Ri
 
 }  // namespace
 
-void RingExtend(const Ring& ring, const OpenRing& open, const RingShape& shape,
-                const RingRule& rule, const EnvSteps& steps, int64_t initial, PlacedStep* placed,
-                int64_t* begun, void* stream) {
-  const int64_t num_items = ItemsOfRing(shape, rule);
-  const TreeShape tree = ShapeOfTree(num_items);
-  const int planners =
-      static_cast<int>(Min<int64_t>((steps.num_envs + kWarp - 1) / kWarp * kWarp, kMostPlanners));
-  PlanKernel<<<1, planners, 0, AsStream(stream)>>>(ring, open, shape, steps, placed);
+void RingExtend(const Ring& ring, const OpenRing& open, const EnvSteps& steps, int64_t initial,
+                PlacedStep* placed, int64_t* begun, void* stream) {
+  const TreeShape tree = ShapeOfTree(ring.NumItems());
+  const int planners = ThreadsOf(steps.num_envs, kMostPlanners);
+  PlanKernel<<<1, planners, 0, AsStream(stream)>>>(ring, open, steps, placed);
   CheckLaunch("RingExtend");
-  const int64_t evictors = Min(shape.num_slots * kWarp, kMostThreads);
-  EvictKernel<<<Blocks(evictors), kThreads, 0, AsStream(stream)>>>(ring, shape, rule.by_row);
+  const int64_t evictors = Min(ring.shape.num_slots * kWarp, kMostThreads);
+  EvictKernel<<<Blocks(evictors), kThreads, 0, AsStream(stream)>>>(ring);
   CheckLaunch("RingExtend");
   ExtendKernel<<<Blocks(steps.num_envs * kWarp), kThreads, 0, AsStream(stream)>>>(
-      ring, open, shape, rule, steps, initial, placed, begun);
+      ring, open, steps, initial, placed, begun);
   CheckLaunch("RingExtend");
-  const int64_t menders = Min((steps.num_envs + shape.num_slots) * kWarp, kMostThreads);
+  const int64_t menders = Min((steps.num_envs + ring.shape.num_slots) * kWarp, kMostThreads);
   for (int level = 1; level < tree.levels; ++level) {
-    MendAboveKernel<<<Blocks(menders), kThreads, 0, AsStream(stream)>>>(
-        ring, shape, rule, tree, level, steps.num_envs, placed);
+    MendAboveKernel<<<Blocks(menders), kThreads, 0, AsStream(stream)>>>(ring, tree, level,
+                                                                        steps.num_envs, placed);
     CheckLaunch("RingExtend");
   }
 }

@@ -9,7 +9,7 @@
 #include "gather/gather.h"
 #include "priorities/priorities.h"
 #include "returns/returns.h"
-#include "ring/ring_cuda.h"
+#include "ring/ring.h"
 #include "ring/weigh_cuda.h"
 #include "select/descend_cuda.h"
 #include "select/select.h"
@@ -27,9 +27,9 @@ constexpr int64_t kMostWords = TableWords(kMostUpdaters);  // of its hash table
 // A warp for each sample. `finishes`: the last block advances the state, after it has weighed the
 // samples unless `weights` are null. Else WeighKernel follows, and gets the least mass by the
 // state.
-__global__ void SelectKernel(const Ring ring, const RingShape shape, const RingRule rule,
-                             const RingDraw draw, const TreeShape tree, int64_t count,
-                             Resolution* resolutions, bool finishes, float* weights) {
+__global__ void SelectKernel(const Ring ring, const RingDraw draw, const TreeShape tree,
+                             int64_t count, Resolution* resolutions, bool finishes,
+                             float* weights) {
   const int lane = LaneOfWarp();
   const uint64_t total = TotalOfWarp(ring.sums, tree, lane);
   uint64_t greatest = 0;  // complement of a mass, which is that of the least mass
@@ -47,7 +47,7 @@ __global__ void SelectKernel(const Ring ring, const RingShape shape, const RingR
     const Hit hit = DescendWarp(ring.sums, tree, point, lane);
     if (lane != 0) continue;
     Resolution found;
-    Require(ResolveItem(ring, shape, rule, draw, hit, number, &found));
+    Require(ResolveItem(ring, draw, hit, number, &found));
     resolutions[i] = found;
     greatest = Max(greatest, ~static_cast<uint64_t>(found.mass));
   }
@@ -92,10 +92,9 @@ struct Values {
 
 // Sets the item of each sample, -1 where its value is invalid or does not apply, and finds the last
 // one of each item.
-__device__ void FindItems(const Table& table, const Ring& ring, const RingShape& shape,
-                          const RingRule& rule, const Values& values, int64_t* items,
-                          int64_t thread, int64_t threads) {
-  const int64_t unit = rule.by_row ? kStep : kTrajectory;
+__device__ void FindItems(const Table& table, const Ring& ring, const Values& values,
+                          int64_t* items, int64_t thread, int64_t threads) {
+  const int64_t unit = ring.rule.by_row ? kStep : kTrajectory;
   const auto follows = [](int64_t a, int64_t b) { return a > b; };
   uint64_t refused = 0, stale = 0;
   int64_t highest = -1;
@@ -106,7 +105,7 @@ __device__ void FindItems(const Table& table, const Ring& ring, const RingShape&
     int64_t item = -1;
     if (!IsPriority(bits)) {
       ++refused;
-    } else if (!IsCurrent(ring.slots, shape.num_slots, rule.anchors, unit, update)) {
+    } else if (!IsCurrent(ring.slots, ring.shape.num_slots, ring.rule.anchors, unit, update)) {
       ++stale;
       if (r.slot >= 0) highest = Max(highest, int64_t{OrderOf(bits)});
     } else {
@@ -121,9 +120,9 @@ __device__ void FindItems(const Table& table, const Ring& ring, const RingShape&
 }
 
 // Sets the leaves and priorities of the items, and adds their changes to the sums above.
-__device__ void SetItems(const Table& table, const Ring& ring, MassScale scale,
-                         const TreeShape& tree, const Values& values, const int64_t* items,
-                         int64_t thread, int64_t threads) {
+__device__ void SetItems(const Table& table, const Ring& ring, const TreeShape& tree,
+                         const Values& values, const int64_t* items, int64_t thread,
+                         int64_t threads) {
   int64_t* counts = ring.state + kRingCounts;
   uint64_t applied = 0, clamped = 0, drawable = 0;  // drawable modulo 2^64
   int64_t highest = -1;
@@ -133,7 +132,7 @@ __device__ void SetItems(const Table& table, const Ring& ring, MassScale scale,
     const bool is_last = table.IsLast(item, i);             // one thread an item
     const uint64_t before = is_last ? ring.sums[item] : 0;  // under way while the mass is computed
     const uint32_t priority = OrderOf(BitCast<uint32_t>(values.priorities[i]));
-    const Mass mass = MassOfPriority(priority, scale);
+    const Mass mass = MassOfPriority(priority, ring.rule.scale);
     ++applied;
     clamped += mass.clamped;
     highest = Max(highest, int64_t{priority});
@@ -149,14 +148,14 @@ __device__ void SetItems(const Table& table, const Ring& ring, MassScale scale,
   RaiseCount(counts, cpu::kHighestPriority, highest);
 }
 
-__global__ void FindKernel(const Table table, const Ring ring, const RingShape shape,
-                           const RingRule rule, const Values values, int64_t* __restrict__ items) {
-  FindItems(table, ring, shape, rule, values, items, GlobalThread(), GlobalThreads());
+__global__ void FindKernel(const Table table, const Ring ring, const Values values,
+                           int64_t* __restrict__ items) {
+  FindItems(table, ring, values, items, GlobalThread(), GlobalThreads());
 }
 
-__global__ void SetKernel(const Table table, const Ring ring, MassScale scale, const TreeShape tree,
+__global__ void SetKernel(const Table table, const Ring ring, const TreeShape tree,
                           const Values values, const int64_t* __restrict__ items) {
-  SetItems(table, ring, scale, tree, values, items, GlobalThread(), GlobalThreads());
+  SetItems(table, ring, tree, values, items, GlobalThread(), GlobalThreads());
 }
 
 // By one block: the minima above items whose leaves have changed, level by level. Items that share
@@ -181,29 +180,27 @@ __device__ void MendMinima(const Ring& ring, const TreeShape& tree, const int64_
 
 // One block: all of an update of few samples. `size`: of the hash table.
 __global__ void __launch_bounds__(kMostUpdaters)
-    UpdateKernel(const Ring ring, const RingShape shape, const RingRule rule, const TreeShape tree,
-                 const Values values, int64_t size) {
+    UpdateKernel(const Ring ring, const TreeShape tree, const Values values, int64_t size) {
   __shared__ unsigned long long words[kMostWords];
   __shared__ int64_t items[kMostUpdaters];
   const Table table{words, words + size, static_cast<uint64_t>(size) - 1};
   for (int64_t i = threadIdx.x; i < 2 * size; i += blockDim.x) words[i] = 0;
   __syncthreads();
-  FindItems(table, ring, shape, rule, values, items, threadIdx.x, blockDim.x);
+  FindItems(table, ring, values, items, threadIdx.x, blockDim.x);
   __syncthreads();
-  SetItems(table, ring, rule.scale, tree, values, items, threadIdx.x, blockDim.x);
+  SetItems(table, ring, tree, values, items, threadIdx.x, blockDim.x);
   if (ring.minima != nullptr) MendMinima(ring, tree, items, values.count);
 }
 
 }  // namespace
 
-void RingSelect(const Ring& ring, const RingShape& shape, const RingRule& rule,
-                const RingDraw& draw, int64_t count, Resolution* resolutions, float* weights,
-                void* stream) {
+void RingSelect(const Ring& ring, const RingDraw& draw, int64_t count, Resolution* resolutions,
+                float* weights, void* stream) {
   if (count == 0) return;
-  const TreeShape tree = ShapeOfTree(ItemsOfRing(shape, rule));
+  const TreeShape tree = ShapeOfTree(ring.NumItems());
   const bool finishes = weights == nullptr || count <= kMostFinished;
   SelectKernel<<<Blocks(count * kWarp), kThreads, 0, AsStream(stream)>>>(
-      ring, shape, rule, draw, tree, count, resolutions, finishes, weights);
+      ring, draw, tree, count, resolutions, finishes, weights);
   CheckLaunch("RingSelect");
   if (finishes) return;
   WeighKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(ring, draw, tree, resolutions,
@@ -213,29 +210,25 @@ void RingSelect(const Ring& ring, const RingShape& shape, const RingRule& rule,
 
 int64_t RingUpdateScratch(int64_t count) { return count + TableWords(count); }
 
-void RingUpdate(const Ring& ring, const RingShape& shape, const RingRule& rule,
-                const Resolution* resolutions, const float* values, int64_t count, int64_t* scratch,
-                void* stream) {
+void RingUpdate(const Ring& ring, const Resolution* resolutions, const float* values, int64_t count,
+                int64_t* scratch, void* stream) {
   if (count == 0) return;
-  const int64_t num_items = ItemsOfRing(shape, rule);
+  const int64_t num_items = ring.NumItems();
   const TreeShape tree = ShapeOfTree(num_items);
   const Values given{resolutions, values, count};
   if (count <= kMostUpdaters) {
     // A thread for each sample, and where minima are repaired a team for its node.
     const int threads =
         ThreadsOf(ring.minima == nullptr ? count : count * kNodeTeam, kMostUpdaters);
-    UpdateKernel<<<1, threads, 0, AsStream(stream)>>>(ring, shape, rule, tree, given,
-                                                      TableSize(count));
+    UpdateKernel<<<1, threads, 0, AsStream(stream)>>>(ring, tree, given, TableSize(count));
     CheckLaunch("RingUpdate");
     return;
   }
   int64_t* items = scratch;
   const Table table = MakeTable(scratch + count, count, stream);
-  FindKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(table, ring, shape, rule, given,
-                                                               items);
+  FindKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(table, ring, given, items);
   CheckLaunch("RingUpdate");
-  SetKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(table, ring, rule.scale, tree, given,
-                                                              items);
+  SetKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(table, ring, tree, given, items);
   CheckLaunch("RingUpdate");
   if (ring.minima != nullptr) MinimaAbove(ring.sums, num_items, items, count, ring.minima, stream);
 }

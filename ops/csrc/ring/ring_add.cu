@@ -8,7 +8,7 @@
 #include "gather/gather.h"
 #include "priorities/priorities.h"
 #include "returns/returns.h"
-#include "ring/ring_cuda.h"
+#include "ring/ring.h"
 #include "select/select.h"
 #include "select/tree_cuda.h"
 
@@ -23,14 +23,14 @@ constexpr int64_t kMostAdded = 1 << 14;
 
 // The first of the ids [tail, next) that is not evicted. Their begins ascend, so a warp probes 32
 // at a time.
-__device__ int64_t FirstThatStays(const Ring& ring, const RingShape& shape, int64_t tail,
-                                  int64_t next, int64_t head, int64_t new_next, int lane) {
+__device__ int64_t FirstThatStays(const Ring& ring, int64_t tail, int64_t next, int64_t head,
+                                  int64_t new_next, int lane) {
   int64_t low = tail, high = next;  // the result lies in [low, high]
   while (low < high) {
     const int64_t step = (high - low + kWarp - 1) / kWarp, probe = low + (lane + 1) * step - 1;
     const bool evicted =
         probe < high &&
-        IsEvicted(shape, probe, ring.begins[probe % shape.num_slots], head, new_next);
+        IsEvicted(ring.shape, probe, ring.begins[probe % ring.shape.num_slots], head, new_next);
     const int num_evicted = __popc(__ballot_sync(kAllLanes, evicted));
     low += num_evicted * step;
     if (num_evicted < kWarp) high = Min(high, low + step - 1);
@@ -84,10 +84,10 @@ struct Advanced {
       next;  // oldest: number of the first row of `tail`
 };
 
-__device__ Changes ChangesOf(const Ring& ring, const RingShape& shape, bool by_row,
-                             const Advanced& to, int64_t stays) {
-  if (!by_row) return {to.tail, stays, to.old_next, to.next};
-  const int64_t begin = stays < to.old_next ? ring.begins[stays % shape.num_slots] : to.old_head;
+__device__ Changes ChangesOf(const Ring& ring, const Advanced& to, int64_t stays) {
+  if (!ring.rule.by_row) return {to.tail, stays, to.old_next, to.next};
+  const int64_t begin =
+      stays < to.old_next ? ring.begins[stays % ring.shape.num_slots] : to.old_head;
   return {to.oldest, begin, to.old_head, to.head};
 }
 
@@ -97,8 +97,9 @@ __device__ void SetPlaced(int64_t* state, const Advanced& to, int64_t stays) {
 }
 
 // By one block: the place of each trajectory.
-__device__ Advanced Place(const Ring& ring, const RingShape& shape, const int64_t* lengths,
-                          int64_t count, Placed* placed, WarpSums* sums) {
+__device__ Advanced Place(const Ring& ring, const int64_t* lengths, int64_t count, Placed* placed,
+                          WarpSums* sums) {
+  const RingShape& shape = ring.shape;
   const int lane = LaneOfWarp(), warp = static_cast<int>(threadIdx.x) / kWarp;
   const int64_t* state = ring.state;
   Advanced to{state[kRingHead], state[kRingNext], state[kRingTail], 0, 0, 0};
@@ -145,16 +146,15 @@ __device__ Advanced Place(const Ring& ring, const RingShape& shape, const int64_
 
 // One block: the place of each trajectory, the evicted ones, and the items that change.
 __global__ void __launch_bounds__(kMostPlacers)
-    PlaceKernel(const Ring ring, const RingShape shape, const bool by_row,
-                const int64_t* __restrict__ lengths, int64_t count, Placed* __restrict__ placed) {
+    PlaceKernel(const Ring ring, const int64_t* __restrict__ lengths, int64_t count,
+                Placed* __restrict__ placed) {
   __shared__ WarpSums sums;
-  const Advanced to = Place(ring, shape, lengths, count, placed, &sums);
+  const Advanced to = Place(ring, lengths, count, placed, &sums);
   if (threadIdx.x >= kWarp) return;
-  const int64_t stays =
-      FirstThatStays(ring, shape, to.tail, to.old_next, to.head, to.next, LaneOfWarp());
+  const int64_t stays = FirstThatStays(ring, to.tail, to.old_next, to.head, to.next, LaneOfWarp());
   if (threadIdx.x != 0) return;
   int64_t* state = ring.state;
-  const Changes changes = ChangesOf(ring, shape, by_row, to, stays);
+  const Changes changes = ChangesOf(ring, to, stays);
   state[kRingEvictedFrom] = to.tail, state[kRingEvictedTo] = stays;
   state[kRingFreedFrom] = changes.freed_from, state[kRingFreedTo] = changes.freed_to;
   state[kRingAddedFrom] = changes.added_from, state[kRingAddedTo] = changes.added_to;
@@ -166,8 +166,8 @@ __device__ Changes ChangesOf(const int64_t* state) {
 }
 
 // Clears a trajectory that is evicted. Returns its steps.
-__device__ uint64_t ClearSlot(const Ring& ring, const RingShape& shape, int64_t id) {
-  Slot& slot = ring.slots[id % shape.num_slots];
+__device__ uint64_t ClearSlot(const Ring& ring, int64_t id) {
+  Slot& slot = ring.slots[id % ring.shape.num_slots];
   slot.state = 0;
   return static_cast<uint64_t>(slot.num_steps);
 }
@@ -186,11 +186,11 @@ __device__ void ClearItems(const Ring& ring, const Changes& changes, int64_t num
 }
 
 // Clears the evicted trajectories and the masses of their items.
-__global__ void ClearKernel(const Ring ring, const RingShape shape, int64_t num_items) {
+__global__ void ClearKernel(const Ring ring, int64_t num_items) {
   const int64_t from = ring.state[kRingEvictedFrom], to = ring.state[kRingEvictedTo];
   uint64_t steps = 0;  // modulo 2^64
   for (int64_t id = from + GlobalThread(); id < to; id += GlobalThreads())
-    steps -= ClearSlot(ring, shape, id);
+    steps -= ClearSlot(ring, id);
   AddToCount(ring.state, kRingSteps, steps);
   ClearItems(ring, ChangesOf(ring.state), num_items, GlobalThread(), GlobalThreads());
 }
@@ -204,9 +204,9 @@ __device__ uint64_t SetNew(const Ring& ring, int64_t item, uint64_t mass, uint32
 
 // Sets slots and items of the added trajectories: a team of lanes for each. `team`: a power of two,
 // at most a warp.
-__device__ void Fill(const Ring& ring, const RingShape& shape, const RingRule& rule,
-                     const Placed* placed, int64_t count, int64_t initial, int team, int64_t thread,
-                     int64_t threads) {
+__device__ void Fill(const Ring& ring, const Placed* placed, int64_t count, int64_t initial,
+                     int team, int64_t thread, int64_t threads) {
+  const RingRule& rule = ring.rule;
   const int64_t lane = thread % team;
   int64_t* state = ring.state;
   const auto priority = static_cast<uint32_t>(initial < 0 ? state[kRingInitial] : initial);
@@ -216,7 +216,7 @@ __device__ void Fill(const Ring& ring, const RingShape& shape, const RingRule& r
     const Placed place = placed[i];
     if (place.slot < 0) continue;
     if (lane == 0) {
-      ring.slots[place.slot] = SlotOfPlaced(shape, place, state[kRingBatch]);
+      ring.slots[place.slot] = SlotOfPlaced(ring.shape, place, state[kRingBatch]);
       ring.begins[place.slot] = place.begin;
       steps += static_cast<uint64_t>(place.num_steps);
       if (!rule.by_row) {
@@ -237,10 +237,9 @@ __device__ void Fill(const Ring& ring, const RingShape& shape, const RingRule& r
   AddToCount(state + kRingCounts, cpu::kDrawable, drawable);
 }
 
-__global__ void FillKernel(const Ring ring, const RingShape shape, const RingRule rule,
-                           const Placed* __restrict__ placed, int64_t count, int64_t initial,
-                           int team) {
-  Fill(ring, shape, rule, placed, count, initial, team, GlobalThread(), GlobalThreads());
+__global__ void FillKernel(const Ring ring, const Placed* __restrict__ placed, int64_t count,
+                           int64_t initial, int team) {
+  Fill(ring, placed, count, initial, team, GlobalThread(), GlobalThreads());
 }
 
 // The nodes of a level above a run of items, which may go on at item 0 after the last one.
@@ -291,17 +290,16 @@ __global__ void MendKernel(const Ring ring, const TreeShape tree, int level, int
 
 // By one block: clears the trajectories that are evicted, a thread for each. Returns the first one
 // that stays. `sums`: their use before is separated by a barrier.
-__device__ int64_t Evict(const Ring& ring, const RingShape& shape, const Advanced& to,
-                         WarpSums* sums) {
+__device__ int64_t Evict(const Ring& ring, const Advanced& to, WarpSums* sums) {
   // Each has a row at least, so begins ascend by one or more: no later one can be evicted.
-  const int64_t by_rows = to.head - shape.num_rows - to.oldest;
+  const int64_t by_rows = to.head - ring.shape.num_rows - to.oldest;
   const int64_t end =
-      Min(to.old_next, Max(to.tail + Max<int64_t>(by_rows, 0), to.next - shape.num_slots));
+      Min(to.old_next, Max(to.tail + Max<int64_t>(by_rows, 0), to.next - ring.shape.num_slots));
   uint64_t steps = 0;  // modulo 2^64
   int64_t evicted = 0;
   for (int64_t id = to.tail + threadIdx.x; id < end; id += blockDim.x) {
-    if (!IsEvicted(shape, id, ring.begins[id % shape.num_slots], to.head, to.next)) break;
-    steps -= ClearSlot(ring, shape, id);
+    if (!IsEvicted(ring.shape, id, ring.begins[id % ring.shape.num_slots], to.head, to.next)) break;
+    steps -= ClearSlot(ring, id);
     ++evicted;
   }
   AddToCount(ring.state, kRingSteps, steps);
@@ -313,22 +311,21 @@ __device__ int64_t Evict(const Ring& ring, const RingShape& shape, const Advance
 
 // One block: all of an add of few rows.
 __global__ void __launch_bounds__(kMostPlacers)
-    AddKernel(const Ring ring, const RingShape shape, const RingRule rule, const TreeShape tree,
-              const int64_t* __restrict__ lengths, int64_t count, int64_t initial, int team,
-              int64_t num_items, Placed* placed) {
+    AddKernel(const Ring ring, const TreeShape tree, const int64_t* __restrict__ lengths,
+              int64_t count, int64_t initial, int team, int64_t num_items, Placed* placed) {
   __shared__ WarpSums sums;
   __shared__ Changes changes;  // not in registers, of which the tree needs all
-  const Advanced to = Place(ring, shape, lengths, count, placed, &sums);
+  const Advanced to = Place(ring, lengths, count, placed, &sums);
   __syncthreads();  // the sums are read above
-  const int64_t stays = Evict(ring, shape, to, &sums);
-  const Changes own = ChangesOf(ring, shape, rule.by_row, to, stays);
+  const int64_t stays = Evict(ring, to, &sums);
+  const Changes own = ChangesOf(ring, to, stays);
   if (threadIdx.x == 0) {
     changes = own;
     SetPlaced(ring.state, to, stays);  // barriers ago all have read it
   }
   ClearItems(ring, own, num_items, threadIdx.x, blockDim.x);
   __syncthreads();  // what is cleared may be added again; begins are read above
-  Fill(ring, shape, rule, placed, count, initial, team, threadIdx.x, blockDim.x);
+  Fill(ring, placed, count, initial, team, threadIdx.x, blockDim.x);
   for (int level = 1; level < tree.levels; ++level) {
     __syncthreads();  // the level below is complete
     Mend(ring, tree, level, num_items, changes, threadIdx.x, blockDim.x);
@@ -337,29 +334,29 @@ __global__ void __launch_bounds__(kMostPlacers)
 
 }  // namespace
 
-void RingAdd(const Ring& ring, const RingShape& shape, const RingRule& rule, const int64_t* lengths,
-             int64_t count, int64_t initial, Placed* placed, void* stream) {
+void RingAdd(const Ring& ring, const int64_t* lengths, int64_t count, int64_t initial,
+             Placed* placed, void* stream) {
   if (count == 0) return;
-  const int64_t num_items = ItemsOfRing(shape, rule);
+  const int64_t num_items = ring.NumItems();
   const TreeShape tree = ShapeOfTree(num_items);
   // Lanes of a trajectory: one for each of its items, at most a warp.
   int team = 1;
-  while (rule.by_row && team < kWarp && team < shape.most_steps) team *= 2;
-  if (count <= kMostPlacers && count * (shape.most_steps + shape.final_row) <= kMostAdded) {
-    AddKernel<<<1, kMostPlacers, 0, AsStream(stream)>>>(ring, shape, rule, tree, lengths, count,
-                                                        initial, team, num_items, placed);
+  while (ring.rule.by_row && team < kWarp && team < ring.shape.most_steps) team *= 2;
+  if (count <= kMostPlacers &&
+      count * (ring.shape.most_steps + ring.shape.final_row) <= kMostAdded) {
+    AddKernel<<<1, kMostPlacers, 0, AsStream(stream)>>>(ring, tree, lengths, count, initial, team,
+                                                        num_items, placed);
     CheckLaunch("RingAdd");
     return;
   }
   const int placers = ThreadsOf(count, kMostPlacers);
-  PlaceKernel<<<1, placers, 0, AsStream(stream)>>>(ring, shape, rule.by_row, lengths, count,
-                                                   placed);
+  PlaceKernel<<<1, placers, 0, AsStream(stream)>>>(ring, lengths, count, placed);
   CheckLaunch("RingAdd");
-  const int64_t most = Min(Max(num_items, shape.num_slots), kMostThreads);
-  ClearKernel<<<Blocks(most), kThreads, 0, AsStream(stream)>>>(ring, shape, num_items);
+  const int64_t most = Min(Max(num_items, ring.shape.num_slots), kMostThreads);
+  ClearKernel<<<Blocks(most), kThreads, 0, AsStream(stream)>>>(ring, num_items);
   CheckLaunch("RingAdd");
-  FillKernel<<<Blocks(count * team), kThreads, 0, AsStream(stream)>>>(ring, shape, rule, placed,
-                                                                      count, initial, team);
+  FillKernel<<<Blocks(count * team), kThreads, 0, AsStream(stream)>>>(ring, placed, count, initial,
+                                                                      team);
   CheckLaunch("RingAdd");
   for (int level = 1; level < tree.levels; ++level) {
     const int64_t nodes = Min(tree.width[level] * kNodeTeam, kMostThreads);

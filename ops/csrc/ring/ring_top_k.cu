@@ -1,6 +1,6 @@
 // The items of highest priority of a ring: those that TopK finds from the oldest item on, a thread
 // for each.
-#include "ring/ring_top_k.h"
+#include "ring/ring.h"
 
 #include "common/launch_cuda.h"
 #include "priorities/priorities.h"
@@ -10,15 +10,13 @@
 namespace gear::cuda {
 namespace {
 
-__global__ void OldestKernel(const Ring ring, const RingShape shape, const RingRule rule,
-                             int64_t* oldest) {
-  *oldest = OldestItem(ring.state, ring.slots, shape, rule);
-  Require(*oldest >= 0 && *oldest < ItemsOfRing(shape, rule));
+__global__ void OldestKernel(const Ring ring, int64_t* oldest) {
+  *oldest = OldestItem(ring.state, ring.slots, ring.shape, ring.rule);
+  Require(*oldest >= 0 && *oldest < ring.NumItems());
 }
 
 // The last block advances the state.
-__global__ void RecordKernel(const Ring ring, const RingShape shape, const RingRule rule,
-                             const RingDraw draw, const TreeShape tree,
+__global__ void RecordKernel(const Ring ring, const RingDraw draw, const TreeShape tree,
                              const int64_t* __restrict__ items, int64_t count, bool counts,
                              Resolution* resolutions, float* weights) {
   const bool is_whole = items[count - 1] >= 0;
@@ -26,7 +24,7 @@ __global__ void RecordKernel(const Ring ring, const RingShape shape, const RingR
   for (int64_t i = GlobalThread(); i < count; i += GlobalThreads()) {
     const int64_t number = NumberOf(draw, ring.state, i);
     Resolution found = NoSample(number);
-    if (is_whole) Require(ResolveItem(ring, shape, rule, draw, {items[i], 0}, number, &found));
+    if (is_whole) Require(ResolveItem(ring, draw, {items[i], 0}, number, &found));
     resolutions[i] = found;
     if (weights != nullptr) weights[i] = is_whole ? 1.0f : 0.0f;
     if (counts && is_whole) TimesSampled(ring.slots[found.slot]) += 1;  // each once
@@ -36,21 +34,20 @@ __global__ void RecordKernel(const Ring ring, const RingShape shape, const RingR
 
 }  // namespace
 
-int64_t RingTopKScratch(const RingShape& shape, const RingRule& rule, int64_t count) {
-  return 1 + count + TopKScratch(ItemsOfRing(shape, rule), count);
+int64_t RingTopKScratch(const Ring& ring, int64_t count) {
+  return 1 + count + TopKScratch(ring.NumItems(), count);
 }
 
-void RingTopK(const Ring& ring, const RingShape& shape, const RingRule& rule, const RingDraw& draw,
-              int64_t count, bool counts, Resolution* resolutions, float* weights, int64_t* scratch,
-              void* stream) {
+void RingTopK(const Ring& ring, const RingDraw& draw, int64_t count, bool counts,
+              Resolution* resolutions, float* weights, int64_t* scratch, void* stream) {
   if (count == 0) return;
-  const int64_t num_items = ItemsOfRing(shape, rule);
+  const int64_t num_items = ring.NumItems();
   int64_t *oldest = scratch, *items = scratch + 1;
-  OldestKernel<<<1, 1, 0, AsStream(stream)>>>(ring, shape, rule, oldest);
+  OldestKernel<<<1, 1, 0, AsStream(stream)>>>(ring, oldest);
   CheckLaunch("RingTopK");
   TopK(ring.priorities, ring.sums, num_items, count, oldest, items, items + count, stream);
   RecordKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(
-      ring, shape, rule, draw, ShapeOfTree(num_items), items, count, counts, resolutions, weights);
+      ring, draw, ShapeOfTree(num_items), items, count, counts, resolutions, weights);
   CheckLaunch("RingTopK");
 }
 

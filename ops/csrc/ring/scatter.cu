@@ -4,7 +4,7 @@
 #include "gather/gather.h"
 #include "priorities/priorities.h"
 #include "returns/returns.h"
-#include "ring/ring_cuda.h"
+#include "ring/ring.h"
 #include "select/select.h"
 
 namespace gear::cuda {

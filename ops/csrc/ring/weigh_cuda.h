@@ -4,7 +4,7 @@
 #include "common/launch_cuda.h"
 #include "common/power.h"
 #include "priorities/priorities.h"
-#include "ring/ring_cuda.h"
+#include "ring/ring.h"
 
 namespace gear::cuda {
 

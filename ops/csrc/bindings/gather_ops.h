@@ -1,0 +1,332 @@
+// The ops that read columns, on the host and on devices: windows, returns, and pieces.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <thread>
+#include <vector>
+
+#include "bindings/device.h"
+#include "bindings/tensors.h"
+#include "copies/copies.h"
+#include "gather/gather.h"
+#include "returns/returns.h"
+
+namespace gear {
+
+// Whether an integer dtype holds `value` exactly.
+inline bool IsInteger(double value, int64_t dtype) {
+  const int64_t bits = 8 * SizeOf(dtype) - (dtype == kBool || dtype == kUint8 ? 0 : 1);
+  const double end = dtype == kBool ? 2.0 : std::ldexp(1.0, static_cast<int>(bits));
+  const double low = dtype == kBool || dtype == kUint8 ? 0.0 : -end;
+  return value >= low && value < end && value == std::floor(value);
+}
+
+// The error of a field, or null.
+inline const char* CheckField(const cpu::Field& field) {
+  if (field.source < cpu::kStepRows || field.source > cpu::kPosition) return "unknown source";
+  if (field.from < 0 || field.from > kFloat64 || field.to < 0 || field.to > kFloat64)
+    return "unknown dtype code";
+  if (field.window.length < 1 || field.window.length > kMostSteps)
+    return "length must be in [1, 2^40]";
+  if (field.window.offset < -kMostSteps || field.window.offset > kMostSteps)
+    return "offset must be in [-2^40, 2^40]";
+  if (field.part.first < 0 || field.part.count < 1 ||
+      field.part.first > field.window.length - field.part.count)
+    return "first and count must be a part of the window: 0 <= first < first + count <= length";
+  if (field.source == cpu::kTrajectoryRow && field.window.length != 1)
+    return "a column of one row per trajectory has no window";
+  if ((field.shift == nullptr) != (field.gain == nullptr)) return "shift and gain go together";
+  if (field.to < kFloat16 && field.gain != nullptr) return "shift and gain need a floating dtype";
+  if (field.to < kFloat16 && field.pad == kPadValue && !IsInteger(field.pad_value, field.to))
+    return "the pad value must be a whole number that its dtype can hold";
+  const bool same = field.from == field.to && field.gain == nullptr;
+  return cpu::IsComputed(field.source) || same || IsConversion(field.from, field.to)
+             ? nullptr
+             : "no conversion between these dtypes";
+}
+
+// Words of a field's spec: source, offset, length, align, after_n_step, pad, elements, index of the
+// mask, first and count of the part.
+inline constexpr int64_t kFieldInts = 10;
+
+inline cpu::Field FieldOf(const int64_t* spec, double pad_value, const at::Tensor& column,
+                          const at::Tensor& shift, const at::Tensor& gain, const at::Tensor& out,
+                          const at::Tensor* mask, int64_t count) {
+  cpu::Field field{};
+  field.source = spec[0];
+  field.window = {spec[1], spec[2], spec[3]};
+  field.after_n_step = spec[4];
+  field.pad = spec[5];
+  field.elements = spec[6];
+  field.part = {spec[8], spec[9]};
+  field.to = CodeOf(out);
+  const bool is_computed = cpu::IsComputed(field.source);
+  field.from = is_computed ? field.to : CodeOf(column);
+  field.to_bytes = out.element_size();
+  field.pad_value = field.pad == kPadEdge ? 0 : pad_value;
+  TORCH_CHECK(field.elements > 0, "gear: a row must have elements");
+  TORCH_CHECK(out.is_contiguous() && column.is_contiguous(),
+              "gear: out and columns must be contiguous");
+  TORCH_CHECK(out.numel() == count * field.part.count * field.elements, "gear: out must hold ",
+              count, " x ", field.part.count, " x ", field.elements, " elements, got ",
+              out.sizes());
+  TORCH_CHECK(!is_computed || field.to == kInt64, "gear: time steps and positions must be int64");
+  TORCH_CHECK(is_computed || column.numel() % field.elements == 0,
+              "gear: column must hold whole rows of ", field.elements, " elements");
+  if (gain.numel() > 0) {
+    field.period = gain.numel();
+    field.shift = Values<double>(shift, "shift and gain", field.period);
+    field.gain = Values<double>(gain, "shift and gain");
+    TORCH_CHECK(field.period == 1 || field.period % field.elements == 0,
+                "gear: shift and gain must have 1 value or a multiple of ", field.elements);
+  }
+  if (!is_computed) field.column = column.const_data_ptr();
+  field.out = out.mutable_data_ptr();
+  if (mask != nullptr) {
+    CheckTensor(*mask, "mask", at::kBool);
+    TORCH_CHECK(mask->numel() == count * field.part.count, "gear: mask must be [", count, ", ",
+                field.part.count, "], got ", mask->sizes());
+    field.mask = mask->mutable_data_ptr<bool>();
+  }
+  const char* wrong = CheckField(field);
+  TORCH_CHECK(wrong == nullptr, "gear: ", wrong);
+  return field;
+}
+
+using FieldList = c10::SmallVector<cpu::Field, 16>;
+
+// The fields of a gather, each checked against its tensors. `masks` are null for a pack, which has
+// none.
+inline FieldList FieldsOf(at::TensorList outs, const at::TensorList* masks, at::TensorList columns,
+                          at::TensorList shifts, at::TensorList gains, at::IntArrayRef spec,
+                          at::ArrayRef<double> pad_values, int64_t count) {
+  const size_t num_fields = outs.size();
+  TORCH_CHECK(
+      columns.size() == num_fields && shifts.size() == num_fields && gains.size() == num_fields &&
+          pad_values.size() == num_fields && spec.size() == num_fields * kFieldInts,
+      "gear: out, columns, shifts, gains, pad values and spec must describe the same fields");
+  FieldList fields;
+  for (size_t f = 0; f < num_fields; ++f) {
+    const int64_t* ints = spec.data() + f * kFieldInts;
+    const int64_t mask = masks == nullptr ? -1 : ints[7];
+    TORCH_CHECK(mask < 0 || mask < static_cast<int64_t>(masks->size()),
+                "gear: the index of a mask must lie in masks");
+    cpu::Field field = FieldOf(ints, pad_values[f], columns[f], shifts[f], gains[f], outs[f],
+                               mask < 0 ? nullptr : &(*masks)[mask], count);
+    // Fields with equal windows share a mask; the first one writes it.
+    for (const cpu::Field& earlier : fields)
+      if (earlier.mask == field.mask) field.mask = nullptr;
+    fields.push_back(field);
+  }
+  return fields;
+}
+
+// One pass over the resolutions protects every column. `is_inside(i)`: whether the rows that are
+// read of resolution i, which has an anchor, lie in them. Of one that is no sample nothing is read.
+template <typename IsInsideAt>
+void CheckRows(const Resolution* resolutions, int64_t count, int64_t rows, int64_t slots,
+               const IsInsideAt& is_inside) {
+  for (int64_t i = 0; i < count; ++i) {
+    const Resolution& r = resolutions[i];
+    const bool is_good =
+        IsNoSample(r) || (IsAnchored(r) && r.slot >= 0 && r.slot < slots && is_inside(i));
+    TORCH_CHECK(is_good, "gear: resolution ", i, " must lie in the columns: rows [", r.first_row,
+                ", +", r.num_steps, ") anchor ", r.anchor, " slot ", r.slot, " of ", rows,
+                " rows and ", slots, " slots");
+  }
+}
+
+// Whether the rows that a window of steps reads lie in its column. A wrong offset is an error
+// before its sum overflows.
+inline bool ReadsInside(const cpu::Field& field, int64_t rows, const Resolution& r,
+                        const int64_t* n_step) {
+  Window window = field.window;
+  if (field.after_n_step) {
+    if (*n_step < -kMostSteps || *n_step > kMostSteps) return false;
+    window.offset += *n_step;
+  }
+  const int64_t held = r.num_steps + (field.source == cpu::kStepRowsPlusOne ? 1 : 0);
+  const Span span = Cut(Bounds(window, r.anchor, held), field.part);
+  return IsInside(r.first_row, span, field.part.count, field.pad, rows);
+}
+
+// A trajectory that lies in the shortest column as a whole needs no check of the windows.
+inline void CheckWindows(const FieldList& fields, const int64_t* held, const Resolution* records,
+                         int64_t count, const int64_t* n_steps) {
+  int64_t rows = std::numeric_limits<int64_t>::max(), slots = rows, final_row = 0;
+  for (size_t f = 0; f < fields.size(); ++f) {
+    if (cpu::IsComputed(fields[f].source)) continue;
+    int64_t& least = fields[f].source == cpu::kTrajectoryRow ? slots : rows;
+    least = std::min(least, held[f]);
+    if (fields[f].source == cpu::kStepRowsPlusOne) final_row = 1;
+  }
+  CheckRows(records, count, rows, slots, [&](int64_t i) {
+    const Resolution& r = records[i];
+    if (r.first_row >= 0 && r.first_row <= rows - final_row - r.num_steps) return true;
+    for (size_t f = 0; f < fields.size(); ++f)
+      if (cpu::IsStepRow(fields[f].source) &&
+          !ReadsInside(fields[f], held[f], r, n_steps ? n_steps + i : nullptr))
+        return false;
+    return true;
+  });
+}
+
+// Here samples are gathered in their own order: their rows are in the caches anyway.
+inline void CheckOrder(const int64_t* samples, int64_t count) {
+  std::vector<bool> is_there(static_cast<size_t>(count));
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t sample = samples[i];
+    TORCH_CHECK(sample >= 0 && sample < count && !is_there[static_cast<size_t>(sample)],
+                "gear: order must have every index of [0, ", count, ") once");
+    is_there[static_cast<size_t>(sample)] = true;
+  }
+}
+
+// Gathers by threads of its own: torch's pool would need OpenMP's runtime of the same torch build.
+inline void GatherInThreads(const FieldList& fields, const Resolution* records,
+                            const int64_t* n_steps, int64_t count, int64_t threads,
+                            int64_t* counters) {
+  std::atomic<int64_t> real{0};
+  const auto work = [&](int64_t begin, int64_t end) {
+    const int64_t mine = cpu::Gather(fields.data(), static_cast<int64_t>(fields.size()), records,
+                                     n_steps, begin, end);
+    real.fetch_add(mine, std::memory_order_relaxed);
+  };
+  const int64_t part = threads <= 1 ? count : (count + threads - 1) / threads;
+  std::vector<std::thread> others;
+  for (int64_t begin = part; begin < count; begin += part)
+    others.emplace_back(work, begin, std::min(begin + part, count));
+  work(0, std::min(part, count));
+  for (std::thread& other : others) other.join();
+  counters[0] += real.load(std::memory_order_relaxed);
+  for (const cpu::Field& field : fields) {
+    counters[1] += count * field.part.count;
+    counters[2] += count * field.part.count * field.elements * field.to_bytes;
+  }
+}
+
+inline void Gather(at::TensorList outs, at::TensorList masks, at::Tensor& counters,
+                   at::TensorList columns, at::TensorList shifts, at::TensorList gains,
+                   const at::Tensor& resolutions, const std::optional<at::Tensor>& n_steps,
+                   at::IntArrayRef spec, at::ArrayRef<double> pad_values, int64_t threads,
+                   const std::optional<at::Tensor>& order) {
+  const Resolution* records = Rows<Resolution>(resolutions, "resolutions");
+  const int64_t count = resolutions.size(0);
+  const int64_t* samples = order ? Values<int64_t>(*order, "order", count) : nullptr;
+  const int64_t* offsets = n_steps ? Values<int64_t>(*n_steps, "n_steps", count) : nullptr;
+  int64_t* counter = Values<int64_t>(counters, "counters");
+  TORCH_CHECK(counters.numel() >= 3, "gear: counters must have 3 elements");
+  const Device device(counters, "every tensor", outs, masks, resolutions, n_steps, order);
+  const FieldList fields = FieldsOf(outs, &masks, columns, shifts, gains, spec, pad_values, count);
+  c10::SmallVector<int64_t, 16> held;  // rows of each column
+  for (size_t f = 0; f < fields.size(); ++f) {
+    TORCH_CHECK(!fields[f].after_n_step || n_steps.has_value(),
+                "gear: n_steps must be given for a field that follows it");
+    if (fields[f].column != nullptr) device.Check("every column", columns[f]);
+    if (fields[f].gain != nullptr) device.Check("shift and gain", shifts[f]);
+    if (fields[f].gain != nullptr) device.Check("shift and gain", gains[f]);
+    held.push_back(columns[f].numel() / fields[f].elements);
+  }
+  if constexpr (Device::kIsHost) {
+    if (samples != nullptr) CheckOrder(samples, count);
+    CheckWindows(fields, held.data(), records, count, offsets);
+    if (count > 0) GatherInThreads(fields, records, offsets, count, threads, counter);
+  } else {
+    cuda::Gather(fields.data(), held.data(), static_cast<int64_t>(fields.size()), records, offsets,
+                 samples, count, threads > 1 ? threads : 0, counter, device.stream());
+  }
+}
+
+inline void CheckReward(const at::Tensor& reward, int64_t rows) {
+  TORCH_CHECK(reward.is_contiguous() && reward.dim() == 1 && reward.numel() == rows,
+              "gear: reward must be contiguous and have ", rows, " rows, got ", reward.sizes());
+}
+
+inline void SuffixSum(at::Tensor& out, const at::Tensor& reward, const at::Tensor& extents) {
+  const int64_t num_rows = out.numel();
+  float* sums = Values<float>(out, "out");
+  const auto* extent = Rows<Extent>(extents, "extents");
+  CheckReward(reward, num_rows);
+  for (int64_t i = 0; Device::kIsHost && i < extents.size(0); ++i)
+    TORCH_CHECK(IsIn(extent[i], num_rows), "gear: extent ", i, " must lie in the reward's rows");
+  const Device device(out, "reward and extents", reward, extents);
+  device.Run(on::SuffixSum, reward.const_data_ptr(), CodeOf(reward), extent, extents.size(0),
+             num_rows, sums);
+}
+
+inline void NStepReturn(at::Tensor& returns, at::Tensor& discount, at::Tensor& steps,
+                        const at::Tensor& reward, const at::Tensor& terminated,
+                        const std::optional<at::Tensor>& truncated, const at::Tensor& powers,
+                        const at::Tensor& resolutions, int64_t n) {
+  const Resolution* records = Rows<Resolution>(resolutions, "resolutions");
+  const int64_t count = resolutions.size(0);
+  CheckReward(reward, reward.numel());
+  TORCH_CHECK(n >= 1 && powers.numel() == n + 1, "gear: powers must hold gamma^0 .. gamma^n");
+  cpu::NStep n_step{reward.const_data_ptr(), CodeOf(reward)};
+  n_step.terminated = Values<bool>(terminated, "terminated");
+  n_step.truncated = truncated ? Values<bool>(*truncated, "truncated") : nullptr;
+  n_step.powers = Values<double>(powers, "powers");
+  n_step.n = n;
+  n_step.num_rows = Min(reward.numel(), terminated.numel());
+  if (truncated) n_step.num_rows = Min(n_step.num_rows, truncated->numel());
+  float* sums = Values<float>(returns, "returns", count);
+  float* discounts = Values<float>(discount, "discount", count);
+  int64_t* counts = Values<int64_t>(steps, "steps", count);
+  if constexpr (Device::kIsHost) {
+    const int64_t rows = n_step.num_rows;
+    CheckRows(records, count, rows, std::numeric_limits<int64_t>::max(), [&](int64_t i) {
+      const Resolution& r = records[i];
+      const int64_t most = Min(n, r.num_steps - r.anchor);
+      return IsInside(r.first_row, r.anchor, r.anchor + most, rows);
+    });
+  }
+  const Device device(returns, "every tensor", discount, steps, reward, terminated, truncated,
+                      powers, resolutions);
+  device.Run(on::NStepReturn, n_step, records, count, sums, discounts, counts);
+}
+
+// A row of `pieces`.
+struct Piece {
+  int64_t column, from, to, bytes;  // from, to: first byte in the column, and in `out`
+};
+
+// Copies as the copy engines of a GPU make them. The pieces lie on the host for every device, and
+// are not used after the call; the columns of a device are host memory that is registered with
+// CUDA.
+inline void CopyPieces(at::Tensor& out, at::TensorList columns, const at::Tensor& pieces) {
+  const auto* piece = Rows<Piece>(pieces, "pieces");
+  TORCH_CHECK(pieces.device().is_cpu(), "gear: pieces must be in memory of the host");
+  for (const at::Tensor& column : columns)
+    TORCH_CHECK(column.is_contiguous(), "gear: columns must be contiguous");
+  char* begin = Values<char>(out, "out");
+  const auto count = static_cast<size_t>(pieces.size(0));
+  const auto is_inside = [](int64_t first, int64_t bytes, int64_t size) {
+    return first >= 0 && bytes > 0 && bytes <= size && first <= size - bytes;
+  };
+  std::vector<const void*> from(count);
+  std::vector<void*> to(count);
+  std::vector<int64_t> bytes(count);
+  for (size_t i = 0; i < count; ++i) {
+    const auto [column, first, target, size] = piece[i];
+    const bool is_column = column >= 0 && column < static_cast<int64_t>(columns.size());
+    const at::Tensor* source = is_column ? &columns[static_cast<size_t>(column)] : nullptr;
+    TORCH_CHECK(source != nullptr && is_inside(first, size, source->nbytes()) &&
+                    is_inside(target, size, out.numel()),
+                "gear: piece ", i, " must lie in its column and in out: column ", column, " from ",
+                first, " to ", target, " bytes ", size);
+    from[i] = static_cast<const char*>(source->const_data_ptr()) + first;
+    to[i] = begin + target;
+    bytes[i] = size;
+  }
+  if constexpr (Device::kIsHost) {
+    for (size_t i = 0; i < count; ++i) std::memcpy(to[i], from[i], static_cast<size_t>(bytes[i]));
+  } else {
+    const Device device(out, "");
+    cuda::CopyPieces(from.data(), to.data(), bytes.data(), pieces.size(0), device.stream());
+  }
+}
+
+}  // namespace gear
