@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-# common/slot.h: a row of the slot table, and the record that a draw resolves to.
-
 # draws/draws.h: messages between nodes.
 SHARD_BITS = 32  # where several nodes hold a table, the slot of a report has its shard above these
 ANY_SLOT = (1 << SHARD_BITS) - 1  # in place of the slot in a report by id: only its shard can look it up
@@ -27,9 +25,7 @@ def most_mass_bits(num_items: int) -> int:
     return max(1, min(MOST_MASS_BITS, MOST_TOTAL_BITS - 1 - num_items.bit_length()))
 
 
-# common/philox.h: purposes of random words.
-
-# common/slot.h, common/window.h and gather/gather.h: a field of a gather.
+# common/slot.h
 MOST_STEPS = 1 << 40  # of trajectories, offsets and lengths
 
 # pack/plan.h

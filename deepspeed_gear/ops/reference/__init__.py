@@ -1,25 +1,19 @@
 """The definition of every op, in plain PyTorch: slow, readable, and equal to the native ops bit for bit.
 
-Read it in this order: `select` (draws, tree, resolutions), `permutation` (epochs), `priorities` (masses,
-weights, the least mass, updates; their powers in `power`), `gather` (windows and padding), `packing` (which
-trajectory goes into which pack), `pack` (whole trajectories in a row), `convert` (dtypes), `returns` (sums of
-rewards), `hindsight` (achieved goals), `encode_rows` (rows between nodes), `sharded_draws` (draws and
-priorities between nodes), `ring_table` (a table in the memory of one device), `open_steps` (a step of every
-environment, added to it).
+Read it in this order: `select` (draws, epochs, tree, resolutions, achieved goals), `priorities` (masses,
+weights, the least mass, updates; their powers in `integers`), `gather` (windows, padding, packs), `packing`
+(which trajectory goes into which pack), `convert` (dtypes), `returns` (sums of rewards), `encode_rows` (rows
+between nodes), `sharded_draws` (draws and priorities between nodes), `ring_table` (a table in the memory of
+one device, and a step of every environment, added to it).
 Tensors live on the CPU.
 """
 
 from __future__ import annotations
 
 from .convert import arithmetic_dtype, convert, is_allowed
-from .copies import copy_pieces_
 from .encode_rows import decode_rows_, encode_rows_
-from .gather import gather_
-from .hindsight import draw_goals_
-from .open_steps import ring_extend_
-from .pack import pack_
+from .gather import copy_pieces_, gather_, pack_
 from .packing import plan_packs_
-from .permutation import permute_
 from .priorities import (
     append_reports_,
     importance_,
@@ -35,6 +29,7 @@ from .priorities import (
 from .returns import n_step_, suffix_sum_
 from .ring_table import (
     ring_add_,
+    ring_extend_,
     ring_remove_,
     ring_select_,
     ring_select_limited_,
@@ -45,6 +40,8 @@ from .ring_table import (
 from .select import (
     coordinate,
     draw_,
+    draw_goals_,
+    permute_,
     philox,
     resolve_,
     slot_masses_,

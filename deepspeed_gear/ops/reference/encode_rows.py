@@ -133,11 +133,7 @@ def decode_rows_(
         needed: Gets the rows and slots that arrive. [2], int64.
         messages: Of each peer; of any length where it sends no rows. [words] each, int64.
         which: Places of samples in the ring. [n], int64.
-        samples: As of `encode_rows_`.
-        windows: Likewise.
-        members: Likewise.
-        columns: Likewise.
-        heads: Likewise.
+        samples, windows, members, columns, heads: As of `encode_rows_`.
         room: First free row of the arrivals and how many are free, slots likewise; row and slot that the
             first of all arrivals has for the ring.
     Raises:

@@ -1,8 +1,8 @@
-"""Reference op `gather_`: windows of columns into the tensors of a batch."""
+"""Reference ops that read columns: windows into the tensors of a batch, packs, and pieces."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,8 +12,53 @@ from deepspeed_gear.errors import ShapeError
 from deepspeed_gear.ops.constants import MOST_STEPS
 from deepspeed_gear.ops.gather_spec import GatherSpec, raised
 from deepspeed_gear.ops.records import Align, Pad, Resolution, Source
-from deepspeed_gear.ops.reference.checks import Reads, check_order, check_rows, is_no_sample
 from deepspeed_gear.ops.reference.convert import convert, narrow
+
+
+class Reads(NamedTuple):
+    """Steps that an op reads of each trajectory, and the number of rows of the column that holds them."""
+
+    step: Tensor  # [B, n], int64
+    is_read: Tensor  # [B, n], bool
+    num_rows: int
+
+
+def is_no_sample(resolutions: Tensor) -> Tensor:
+    """Return which records are no samples, as a draw from a table without masses gives. [B], bool."""
+    is_named = (resolutions[:, [Resolution.ID, Resolution.SLOT]] == Resolution.NO_SAMPLE).all(dim=1)
+    return is_named & (resolutions[:, Resolution.GENERATION : Resolution.SAMPLE_NUMBER] == 0).all(dim=1)
+
+
+def check_rows(resolutions: Tensor, reads: Iterable[Reads], num_slots: int | None = None) -> None:
+    """Check that every resolution has an anchor and that the rows that are read lie in the columns.
+
+    Step t of a trajectory is row first_row + t. A trajectory with only some of its steps present may begin
+    before its column, at a negative row, and end after it. A record that is no sample reads nothing.
+
+    Args:
+        resolutions: [B, 8], int64.
+        reads: Those of every step column.
+        num_slots: Of the shortest per-trajectory column; None if there is none.
+    Raises:
+        ShapeError: A resolution has no anchor, or a row lies outside.
+    """
+    first, steps, anchor, slot = (
+        resolutions[:, i]
+        for i in (Resolution.FIRST_ROW, Resolution.NUM_STEPS, Resolution.ANCHOR, Resolution.SLOT)
+    )
+    good = (steps >= 1) & (steps <= MOST_STEPS) & (anchor >= 0) & (anchor < steps) & (slot >= 0)
+    if num_slots is not None:
+        good &= slot < num_slots
+    columns = list(reads)
+    for step, is_read, num_rows in columns:
+        is_inside = (first[:, None] >= -step) & (first[:, None] < num_rows - step)
+        good &= (is_inside | ~is_read).all(dim=1)
+    good |= is_no_sample(resolutions)
+    if not good.all():
+        i = int(torch.nonzero(~good)[0])
+        rows = min((column.num_rows for column in columns), default=None)
+        rule = f"must lie in the columns' {rows} rows and {num_slots} slots"
+        raise ShapeError(f"resolution {i}", rule, resolutions[i].tolist(), "resolve against the same table")
 
 
 class Span(NamedTuple):
@@ -106,12 +151,19 @@ def gather_(
         ShapeError: A row that is read lies outside its column, a part outside its window, there is no
             conversion between two dtypes, or an index is missing in the order.
     """
-    fields = raised(spec)
-    for field in fields:
+    fields, reads, slots = raised(spec), [], []
+    for field, column in zip(fields, columns, strict=True):
         _check_field(field, n_steps)
-    check_windows(fields, columns, resolutions, n_steps)
-    if order is not None:
-        check_order(order, len(resolutions))
+        held = column.numel() // field.elements
+        if field.source == Source.TRAJECTORY:
+            slots.append(held)
+        elif field.source in (Source.STEPS, Source.STEPS_PLUS_ONE):
+            step, real = _rows_of(field, resolutions, n_steps)
+            reads.append(Reads(step, real | (field.pad == Pad.EDGE), held))
+    check_rows(resolutions, reads, min(slots, default=None))
+    if order is not None and not torch.equal(order.sort().values, torch.arange(len(resolutions))):
+        rule = f"must have every index of [0, {len(resolutions)}) once"
+        raise ShapeError("order", rule, order.tolist())
     written, none = {-1}, is_no_sample(resolutions)
     for each in zip(fields, outs, columns, shifts, gains, pad_values, strict=True):
         field, out, column, shift, gain, pad = each
@@ -143,30 +195,6 @@ def _check_field(field: GatherSpec, n_steps: Tensor | None) -> None:
         raise ShapeError("length", "must be 1 for a column of one row per trajectory", field.length)
     if field.after_n_step and n_steps is None:
         raise ShapeError("n_steps", "must be given for a field that follows it")
-
-
-def check_windows(
-    fields: Sequence[GatherSpec], columns: Sequence[Tensor], resolutions: Tensor, n_steps: Tensor | None
-) -> None:
-    """Check that the rows that fill every part lie in the columns: the real ones, and the edges that pad.
-
-    Args:
-        fields: As `gather_`, like the others.
-        columns: [rows, elements] in any shape.
-        resolutions: [B, 8], int64.
-        n_steps: [B], int64.
-    Raises:
-        ShapeError: One does not, or a resolution has no anchor.
-    """
-    reads, slots = [], []
-    for field, column in zip(fields, columns, strict=True):
-        held = column.numel() // field.elements
-        if field.source == Source.TRAJECTORY:
-            slots.append(held)
-        elif field.source in (Source.STEPS, Source.STEPS_PLUS_ONE):
-            step, real = _rows_of(field, resolutions, n_steps)
-            reads.append(Reads(step, real | (field.pad == Pad.EDGE), held))
-    check_rows(resolutions, reads, min(slots, default=None))
 
 
 def _rows_of(field: GatherSpec, resolutions: Tensor, n_steps: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -208,9 +236,14 @@ def _values(
         row = row + resolutions[:, Resolution.FIRST_ROW, None]
     values = column.new_zeros(*row.shape, field.elements)
     values[is_read] = column.reshape(-1, field.elements)[row[is_read]]
+    return _converted(values, dtype, shift, gain)
+
+
+def _converted(values: Tensor, dtype: torch.dtype, shift: Tensor, gain: Tensor) -> Tensor:
     if not len(gain):
         return convert(values, dtype)
-    return convert(values, dtype, shift[: field.elements], gain[: field.elements])
+    elements = values.size(-1)
+    return convert(values, dtype, shift[:elements], gain[:elements])
 
 
 def rounded_pad(value: float, dtype: torch.dtype) -> Tensor:
@@ -222,3 +255,103 @@ def rounded_pad(value: float, dtype: torch.dtype) -> Tensor:
     if not (low <= value < end and value == int(value)):
         raise ShapeError("pad value", f"must be a whole number that {dtype} can hold", value)
     return exact.to(dtype)
+
+
+def pack_(
+    outs: Sequence[Tensor],
+    columns: Sequence[Tensor],
+    shifts: Sequence[Tensor],
+    gains: Sequence[Tensor],
+    resolutions: Tensor,
+    places: Tensor,
+    spec: Sequence[int],
+    pad_values: Sequence[float],
+    first: int,
+    rows: int,
+) -> None:
+    """Write a part of a pack: the rows of whole trajectories, each at its place.
+
+    A trajectory of T steps takes T places. A place holds the field's row of the step that is `offset` later
+    in the same trajectory, or padding where there is none. Places of no trajectory are not written.
+
+    Args:
+        outs: Every field's tensor: places [first, first + rows) of the pack. [rows, elements] in any shape.
+        columns: Every field's column; ignored for a timestep. [rows, elements] in any shape.
+        shifts: As `gather_`, like the others below.
+        gains: [k * elements] or [1], or empty.
+        resolutions: Of the trajectories; read are slot, first row and number of steps. [S, 8], int64.
+        places: Where each begins in the pack. [S], int64.
+        spec: Every field's GatherSpec, lowered: single steps, padded by a value.
+        pad_values: Every field's padding, in units of its output.
+        first: The first place that is written.
+        rows: Places that are written.
+    Raises:
+        ShapeError: A row that is read lies outside its column, or there is no conversion between two dtypes.
+    """
+    fields = raised(spec)
+    for field, column in zip(fields, columns, strict=True):
+        _check_packed(field, column, resolutions, places)
+    for field, out, column, shift, gain, pad in zip(
+        fields, outs, columns, shifts, gains, pad_values, strict=True
+    ):
+        target = out.view(rows, field.elements)
+        for record, place in zip(resolutions, places.tolist(), strict=True):
+            begin, end = max(place, first), min(place + int(record[Resolution.NUM_STEPS]), first + rows)
+            if begin >= end:
+                continue
+            steps = torch.arange(begin, end) - place + field.offset
+            held = record[Resolution.NUM_STEPS] + (field.source == Source.STEPS_PLUS_ONE)
+            real = (steps >= 0) & (steps < held)
+            part = target[begin - first : end - first]
+            if field.source == Source.TRAJECTORY:
+                row = column.reshape(-1, field.elements)[record[Resolution.SLOT]]
+                part.copy_(_converted(row.expand(end - begin, -1), out.dtype, shift, gain))
+                continue
+            part.copy_(rounded_pad(pad, out.dtype).expand_as(part))
+            if field.source == Source.TIMESTEP:
+                part[real] = steps[real, None]
+            else:
+                found = column.reshape(-1, field.elements)[steps[real] + record[Resolution.FIRST_ROW]]
+                part[real] = _converted(found, out.dtype, shift, gain)
+
+
+def _check_packed(field: GatherSpec, column: Tensor, resolutions: Tensor, places: Tensor) -> None:
+    single = field.length == 1 and field.pad == Pad.VALUE and not field.after_n_step
+    if not single or field.source == Source.POSITION:
+        raise ShapeError("a packed field", "must be of single steps, padded by a value", field)
+    first, steps = resolutions[:, Resolution.FIRST_ROW], resolutions[:, Resolution.NUM_STEPS]
+    good = (steps >= 1) & (steps <= MOST_STEPS) & (places >= 0) & (places <= MOST_STEPS)
+    held = 0 if field.source == Source.TIMESTEP else column.numel() // field.elements
+    if field.source == Source.TRAJECTORY:
+        slot = resolutions[:, Resolution.SLOT]
+        good &= (slot >= 0) & (slot < held)
+    elif field.source != Source.TIMESTEP:
+        end = steps + (field.source == Source.STEPS_PLUS_ONE)
+        low = torch.minimum(torch.full_like(end, field.offset).clamp(min=0), end)
+        high = torch.minimum((steps + field.offset).clamp(min=0), end)
+        good &= (low >= high) | ((first + low >= 0) & (first + high <= held))
+    if not good.all():
+        i = int(torch.nonzero(~good)[0])
+        rule = f"must lie in the columns' {held} rows"
+        raise ShapeError(f"resolution {i}", rule, resolutions[i].tolist(), "resolve against the same table")
+
+
+def copy_pieces_(out: Tensor, columns: Sequence[Tensor], pieces: Tensor) -> None:
+    """Copy pieces of columns, as the copy engines of a GPU do.
+
+    Args:
+        out: Gets the bytes; others stay as they are. [n], uint8.
+        columns: Of any shape and dtype, contiguous.
+        pieces: Column, first byte in it, first byte in `out` and bytes, at least 1; no two overlap in `out`.
+            In memory of the host also where the others are a device's. [k, 4], int64.
+    Raises:
+        ShapeError: A piece lies outside its column or `out`; nothing is copied.
+    """
+    stored = [column.reshape(-1).view(torch.uint8) for column in columns]
+    words = pieces.tolist()
+    for i, (column, begin, to, size) in enumerate(words):
+        is_known = 0 <= column < len(stored) and begin >= 0 and to >= 0 and size > 0
+        if not is_known or begin + size > len(stored[column]) or to + size > len(out):
+            raise ShapeError(f"piece {i}", "must lie in its column and in out", words[i])
+    for column, begin, to, size in words:
+        out[to : to + size] = stored[column][begin : begin + size]

@@ -1,12 +1,41 @@
-"""Unsigned 64-bit integers as the bits of int64 tensors: PyTorch adds and multiplies them modulo 2^64."""
+"""Integer arithmetic by int64 tensors: unsigned words, and powers by the same steps as common/power.h.
+
+PyTorch adds and multiplies int64 modulo 2^64, so its bits are those of unsigned integers too. Logarithms are
+Q54 (2^54 is 1), factors and significands Q62. No floating-point operation takes part, because the last bit of
+a `pow` depends on the machine, the library and the size of the tensor.
+"""
 
 from __future__ import annotations
+
+from math import isqrt
 
 import torch
 from torch import Tensor
 
+from ..constants import ONE_Q62
+
 LOW_32 = 0xFFFFFFFF
 _SIGN = -(1 << 63)
+_LOG_BITS = 54
+_TABLE_BITS = 6
+# log2(1 + x) / x with alternating signs, and (2^x - 1) / x, Q62, highest term first: see common/power.h.
+_LOG2 = (
+    906295301149760215,
+    1107936214076780330,
+    1330641342918730110,
+    1663314082862784279,
+    2217752182832675559,
+    3326628274460942658,
+    6653256548922161223,
+)
+_EXP2 = (
+    713668068253643,
+    6148960213822094,
+    44355792000417296,
+    255967521893105676,
+    1107849223398936668,
+    3196577161300663914,
+)
 
 
 def signed(value: int) -> int:
@@ -34,6 +63,107 @@ def multiply_high(a: Tensor, b: Tensor) -> Tensor:
     return a_high * b_high + shift_right(cross_ab, 32) + shift_right(cross_ba, 32) + shift_right(middle, 32)
 
 
-def as_tensor(value: int | Tensor, like: Tensor) -> Tensor:
-    """Put an unsigned Python integer beside a tensor of them."""
-    return value if isinstance(value, Tensor) else torch.tensor(signed(value), device=like.device)
+def _inverse(entry: int) -> int:
+    """Return 1 / (1 + entry / 64), Q63, rounded up."""
+    return -(-(1 << 63 + _TABLE_BITS) // ((1 << _TABLE_BITS) + entry))
+
+
+def _log_of_inverse(entry: int) -> int:
+    """Return -log2 of an inverse, Q62, bit by bit: the square of a number has twice its logarithm."""
+    precision, log = 192, 0
+    value = (1 << precision + 63) // _inverse(entry)
+    for _ in range(63):
+        value = value * value >> precision
+        is_two = value >> precision + 1
+        value, log = value >> is_two, 2 * log + is_two
+    return (log + 1) >> 1
+
+
+def _power(entry: int) -> int:
+    """Return 2^(entry / 64), Q62, rounded down."""
+    value = 1 << (62 << _TABLE_BITS) + entry
+    for _ in range(_TABLE_BITS):
+        value = isqrt(value)
+    return value
+
+
+_INVERSES, _LOGS, _POWERS = (
+    torch.tensor([signed(of(entry)) for entry in range(1 << _TABLE_BITS)])
+    for of in (_inverse, _log_of_inverse, _power)
+)
+
+
+def _horner(coefficients: tuple[int, ...], x: Tensor, sign: int) -> Tensor:
+    value = torch.full_like(x, coefficients[0])
+    for coefficient in coefficients[1:]:
+        value = coefficient + sign * multiply_high(x, value)
+    return value
+
+
+def _multiply_q62(a: Tensor, b: Tensor) -> Tensor:
+    """Return floor(a * b / 2^62) modulo 2^64. [...], int64."""
+    return (multiply_high(a, b) << 2) | shift_right(a * b, 62)
+
+
+def highest_bit(x: Tensor) -> Tensor:
+    """Return the position of the highest set bit. Rule: x > 0. [...], int64."""
+    top = torch.zeros_like(x)
+    for bits in (32, 16, 8, 4, 2, 1):
+        is_above = (x >> bits) > 0
+        top, x = top + bits * is_above, torch.where(is_above, x >> bits, x)
+    return top
+
+
+def log2(x: Tensor) -> Tensor:
+    """Return binary logarithms, Q54; exact for powers of two. Rule: x > 0. [...], int64."""
+    top = highest_bit(x)
+    significand = x << (63 - top)
+    entry = shift_right(significand << 1, 64 - _TABLE_BITS)
+    rest = _multiply_q62(significand, _INVERSES[entry])
+    fraction = _LOGS[entry] + multiply_high(rest, _horner(_LOG2, rest, -1))
+    return (top << _LOG_BITS) + shift_right(fraction + 128, 62 - _LOG_BITS)
+
+
+def scale(log: Tensor, factor: int) -> Tensor:
+    """Multiply a logarithm by a factor in [0, 1], Q62, rounding towards zero. [...], int64."""
+    product = _multiply_q62(log.abs(), torch.full_like(log, factor))
+    return torch.where(log < 0, -product, product)
+
+
+def exp2(log: Tensor) -> tuple[Tensor, Tensor]:
+    """Return 2^log as significand / 2^62 * 2^exponent, the significand in [1, 2). [...], int64 each."""
+    fraction = log << (64 - _LOG_BITS)
+    power = _POWERS[shift_right(fraction, 64 - _TABLE_BITS)]
+    rest = shift_right(fraction << _TABLE_BITS, _TABLE_BITS)
+    significand = power + _multiply_q62(power, multiply_high(rest, _horner(_EXP2, rest, 1)))
+    return significand, log >> _LOG_BITS
+
+
+def power_of_priority(bits: Tensor, alpha: int) -> tuple[Tensor, Tensor]:
+    """Raise priorities to alpha, Q62; exact for alpha 1.
+
+    Args:
+        bits: Of float32 that are finite and above 0. [...], int64.
+        alpha: In [0, 2^62].
+    Returns:
+        Significand and exponent, as those of `exp2`.
+    """
+    biased, low = bits >> 23, bits & 0x7FFFFF
+    mantissa, exponent = torch.where(biased > 0, low | 0x800000, low), biased.clamp(min=1) - 150
+    if alpha == ONE_Q62:
+        top = highest_bit(mantissa)
+        return mantissa << (62 - top), top + exponent
+    return exp2(scale(log2(mantissa) + (exponent << _LOG_BITS), alpha))
+
+
+def float_bits(significand: Tensor, exponent: Tensor) -> Tensor:
+    """Round powers to float32, ties to even; the largest one beyond the range, 0 below the normal ones.
+
+    Returns:
+        The bits. [...], int64.
+    """
+    drop, largest = 62 - 23, 0x7F7FFFFF
+    is_odd, below_half = (significand >> drop) & 1, (1 << (drop - 1)) - 1
+    kept = shift_right(significand + below_half + is_odd, drop)
+    bits = (((exponent + 126) << 23) + kept).clamp(max=largest)
+    return torch.where(exponent < -126, 0, torch.where(exponent > 127, largest, bits))

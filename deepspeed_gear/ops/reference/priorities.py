@@ -19,9 +19,16 @@ from deepspeed_gear.ops.records import (
 
 from ...errors import ShapeError
 from ..constants import EXACT_MASS_BITS, FAN_OUT, MASS_BITS, MOST_MASS_BITS, ONE_Q62, minima_levels
-from .integers import LOW_32
-from .power import exp2, float_bits, log2, power_of_priority, scale
-from .select import check_coordinates, check_items, descend, num_anchors, tree_update_
+from .integers import LOW_32, exp2, float_bits, log2, power_of_priority, scale
+from .select import (
+    check_coordinates,
+    check_items,
+    descend,
+    entries_of,
+    masses_by_rule,
+    num_anchors,
+    tree_update_,
+)
 
 _INFINITY, _MINUS_ZERO = 0x7F800000, 0x80000000
 _NOTHING = (1 << 63) - 1  # "no mass", in the search for the least one
@@ -34,8 +41,6 @@ def mass_(masses: Tensor, priorities: Tensor, alpha: int, most_bits: int) -> Non
 
     Source: Schaul et al., "Prioritized Experience Replay", ICLR 2016, equation 1.
     """
-    _check_exponent("alpha", alpha)
-    _check_most_bits(most_bits)
     masses.copy_(mass_of(order_of(priorities.view(torch.int32).long() & LOW_32), alpha, most_bits)[0])
 
 
@@ -45,12 +50,17 @@ def order_of(bits: Tensor) -> Tensor:
     Raises:
         ShapeError: One is NaN, infinite or negative.
     """
-    bad = torch.nonzero((bits >= _INFINITY) & (bits != _MINUS_ZERO))
+    bad = torch.nonzero(~is_priority(bits))
     if len(bad):
         i = int(bad[0])
         value = float(bits[i].to(torch.int32).view(torch.float32))
         raise ShapeError(f"priority {i}", "must be finite and at least 0", value)
     return bits & (_MINUS_ZERO - 1)
+
+
+def is_priority(bits: Tensor) -> Tensor:
+    """Return which float32 bits are of a priority: finite and at least 0, or -0.0. [n], bool."""
+    return (bits < _INFINITY) | (bits == _MINUS_ZERO)
 
 
 def mass_of(bits: Tensor, alpha: int, most_bits: int) -> tuple[Tensor, Tensor]:
@@ -61,6 +71,9 @@ def mass_of(bits: Tensor, alpha: int, most_bits: int) -> tuple[Tensor, Tensor]:
         alpha: Q62.
         most_bits: log2 of the largest mass, in [1, MOST_MASS_BITS].
     """
+    _check_exponent("alpha", alpha)
+    if not 1 <= most_bits <= MOST_MASS_BITS:
+        raise ShapeError("most_bits", f"must be in [1, {MOST_MASS_BITS}]", most_bits)
     is_zero = bits == 0
     significand, exponent = power_of_priority(torch.where(is_zero, 1, bits), alpha)
     shift, least_shift = 62 - MASS_BITS - exponent, 62 - most_bits
@@ -161,15 +174,15 @@ def append_reports_(log: Tensor, resolutions: Tensor, priorities: Tensor, tail: 
     order_of(bits)
     if len(bits) > len(log):
         raise ShapeError("the log", f"must hold {len(bits)} reports", len(log))
-    item = (
-        resolutions[:, Resolution.SLOT],
-        resolutions[:, Resolution.GENERATION],
-        resolutions[:, Resolution.ANCHOR],
-    )
-    reports = torch.stack(
-        (*item, bits, torch.full_like(bits, batch), resolutions[:, Resolution.SAMPLE_NUMBER]), dim=1
-    )
+    batches, numbers = torch.full_like(bits, batch), resolutions[:, Resolution.SAMPLE_NUMBER, None]
+    reports = torch.cat((updates_of(resolutions, bits), batches[:, None], numbers), dim=1)
     log[(tail + torch.arange(len(bits))) % max(len(log), 1)] = reports
+
+
+def updates_of(resolutions: Tensor, bits: Tensor) -> Tensor:
+    """Return a `PriorityUpdate` of each sample, of the float32 bits of its new priority. [B, 4], int64."""
+    words = [Resolution.SLOT, Resolution.GENERATION, Resolution.ANCHOR]
+    return torch.cat((resolutions[:, words], bits[:, None]), dim=1)
 
 
 def prioritize_(
@@ -192,28 +205,28 @@ def prioritize_(
     are steps do those of a step that is no anchor (`rule`) of its trajectory as it is. `counts` has the words
     of `UpdateCount`; empty `minima` are not maintained.
     """
-    _check_exponent("alpha", alpha)
-    _check_most_bits(most_bits)
     order_of(updates[:, PriorityUpdate.PRIORITY] & LOW_32)
     if updates.shape[1] == LogEntry.NUM_WORDS:
         updates = updates[updates[:, LogEntry.SAMPLE_NUMBER].argsort(stable=True)]
         updates = updates[updates[:, LogEntry.BATCH].argsort(stable=True)]
     bits = order_of(updates[:, PriorityUpdate.PRIORITY] & LOW_32)
+    masses, is_clamped = mass_of(bits, alpha, most_bits)
     counts[UpdateCount.HIGHEST_PRIORITY] = max([int(counts[UpdateCount.HIGHEST_PRIORITY]), *bits.tolist()])
     current = _is_current(slots, updates, rule, unit)
-    item, bits = _items_of(slots, updates[current], unit), bits[current]
+    item, bits = updates[current, PriorityUpdate.SLOT], bits[current]
+    if unit == MassUnit.STEP:
+        item = slots[item, Slot.FIRST_ROW] + updates[current, PriorityUpdate.ANCHOR]
     check_items(item, len(priorities))
-    masses, is_clamped = mass_of(bits, alpha, most_bits)
     changed = torch.unique(item)
     num_before = (sums[changed] > 0).sum()
-    tree_update_(sums, len(priorities), item, masses)
+    tree_update_(sums, len(priorities), item, masses[current])
     if len(minima):
         minima_update_(minima, sums, len(priorities), item)
     for i, value in zip(item.tolist(), bits.to(torch.int32).view(torch.float32), strict=True):
         priorities[i] = value
     counts[UpdateCount.APPLIED] += len(item)
     counts[UpdateCount.STALE] += len(updates) - len(item)
-    counts[UpdateCount.CLAMPED] += is_clamped.sum()
+    counts[UpdateCount.CLAMPED] += is_clamped[current].sum()
     counts[UpdateCount.DRAWABLE] += (sums[changed] > 0).sum() - num_before
 
 
@@ -244,10 +257,7 @@ def slot_priorities_(
     the rule, its trajectory, and its steps with a priority; rows of free slots are left alone. Empty `steps`
     and `row_slots`: items are trajectories. Of `counts` only `DRAWABLE` changes.
     """
-    if not 0 <= first <= last <= first + len(log):
-        raise ShapeError("entries", f"must be in a log of {len(log)}", (first, last))
-    changed = log[torch.arange(first, last) % max(len(log), 1)]
-    check_items(changed, len(slots))
+    changed = entries_of(log, first, last, len(slots))
     masses = mass_of(order_of(torch.tensor([initial])), alpha, most_bits)[0]
     value = torch.tensor([initial], dtype=torch.int32).view(torch.float32)
     for slot in changed.tolist():
@@ -256,11 +266,8 @@ def slot_priorities_(
         if by_step and state not in (SlotState.COMMITTED, SlotState.EVICTED):
             bases[slot] = 0
             continue
-        base = 0
-        if state == SlotState.COMMITTED:
-            base = int(num_anchors(rule, torch.tensor(num_steps)))
-            if unit != MassUnit.STEP:
-                base = (base > 0) * (num_steps if unit == MassUnit.LENGTH else 1)
+        own = int(masses_by_rule(rule, unit, torch.tensor(num_steps)))
+        base = own if state == SlotState.COMMITTED else 0
         differs = bool(generations[slot] != record[Slot.GENERATION] or (bases[slot] > 0) != (base > 0))
         if by_step:
             row, every = record[Slot.FIRST_ROW], torch.arange(record[Slot.NUM_ROWS])
@@ -310,18 +317,6 @@ def _is_current(slots: Tensor, updates: Tensor, rule: Sequence[int], unit: int) 
     num_steps = slot[:, Slot.NUM_STEPS]
     is_item = anchors_among(rule, anchor, num_steps) if unit == MassUnit.STEP else anchor < num_steps
     return is_slot & is_same & (anchor >= 0) & is_item
-
-
-def _items_of(slots: Tensor, updates: Tensor, unit: int) -> Tensor:
-    index = updates[:, PriorityUpdate.SLOT]
-    return (
-        slots[index, Slot.FIRST_ROW] + updates[:, PriorityUpdate.ANCHOR] if unit == MassUnit.STEP else index
-    )
-
-
-def _check_most_bits(value: int) -> None:
-    if not 1 <= value <= MOST_MASS_BITS:
-        raise ShapeError("most_bits", f"must be in [1, {MOST_MASS_BITS}]", value)
 
 
 def _check_exponent(name: str, value: int) -> None:

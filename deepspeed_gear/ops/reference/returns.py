@@ -7,8 +7,9 @@ from torch import Tensor
 
 from deepspeed_gear.ops.records import Resolution
 
-from .checks import Reads, check_extents, check_rows, is_no_sample
+from ...errors import ShapeError
 from .convert import narrow, widen
+from .gather import Reads, check_rows, is_no_sample
 
 
 def suffix_sum_(out: Tensor, reward: Tensor, extents: Tensor) -> None:
@@ -19,19 +20,18 @@ def suffix_sum_(out: Tensor, reward: Tensor, extents: Tensor) -> None:
         reward: Any stored dtype. [rows].
         extents: First row and number of steps of each trajectory. [n, 2], int64.
     """
-    check_extents(extents, len(out))
-    rewards = widen(reward, torch.float64)
+    rewards, num_rows = widen(reward, torch.float64), len(out)
     first, length = extents.unbind(1)
+    good = (first >= 0) & (length >= 0) & (length <= num_rows) & (first <= num_rows - length)
+    if not good.all():
+        i = int(torch.nonzero(~good)[0])
+        raise ShapeError(f"extent {i}", f"must lie in {num_rows} rows", extents[i].tolist())
     total = torch.zeros(len(extents), dtype=torch.float64)
-    for distance in range(1, _longest(length) + 1):
+    for distance in range(1, max(length.tolist(), default=0) + 1):
         live = length >= distance
         rows = (first + length - distance)[live]
         total[live] += rewards[rows]
         out[rows] = narrow(total[live], torch.float32)
-
-
-def _longest(length: Tensor) -> int:
-    return int(length.max()) if len(length) else 0
 
 
 def n_step_(
@@ -65,10 +65,11 @@ def n_step_(
         ShapeError: A step of [anchor, min(anchor + n, num_steps)) lies outside the rows.
     """
     num_rows = min(len(x) for x in (reward, terminated, truncated) if x is not None)
-    check_rows(resolutions, [n_step_reads(resolutions, n, num_rows)])
-    rewards = widen(reward, torch.float64)
-    first = resolutions[:, Resolution.FIRST_ROW] + resolutions[:, Resolution.ANCHOR]
-    left = resolutions[:, Resolution.NUM_STEPS] - resolutions[:, Resolution.ANCHOR]
+    anchor = resolutions[:, Resolution.ANCHOR]
+    left = resolutions[:, Resolution.NUM_STEPS] - anchor
+    ends = torch.stack((anchor, anchor + left.clamp(max=n) - 1), dim=1)  # the first and the last step
+    check_rows(resolutions, [Reads(ends, torch.ones_like(ends, dtype=torch.bool), num_rows)])
+    rewards, first = widen(reward, torch.float64), resolutions[:, Resolution.FIRST_ROW] + anchor
     total = torch.zeros(len(resolutions), dtype=torch.float64)
     ended = is_no_sample(resolutions)
     running = ~ended
@@ -85,11 +86,3 @@ def n_step_(
     returns.copy_(narrow(total, torch.float32))
     discount.copy_(torch.where(ended, 0.0, powers[taken]).to(torch.float32))
     steps.copy_(taken)
-
-
-def n_step_reads(resolutions: Tensor, n: int, num_rows: int) -> Reads:
-    """Return the first and the last step that an n-step return may read."""
-    anchor = resolutions[:, Resolution.ANCHOR]
-    last = anchor + (resolutions[:, Resolution.NUM_STEPS] - anchor).clamp(max=n) - 1
-    step = torch.stack((anchor, last), dim=1)
-    return Reads(step, torch.ones_like(step, dtype=torch.bool), num_rows)

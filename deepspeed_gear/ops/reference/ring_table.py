@@ -16,6 +16,8 @@ from deepspeed_gear.errors import ShapeError
 from deepspeed_gear.ops.records import (
     MassUnit,
     Normalize,
+    OpenTrajectory,
+    PlacedStep,
     PlacedTrajectory,
     RandomPurpose,
     Resolution,
@@ -26,42 +28,69 @@ from deepspeed_gear.ops.records import (
     UpdateCount,
 )
 from deepspeed_gear.ops.reference.integers import LOW_32
-from deepspeed_gear.ops.reference.power import exp2, float_bits, log2, scale
-from deepspeed_gear.ops.reference.priorities import anchors_among, mass_of, minima_update_, resolve_rows_
+from deepspeed_gear.ops.reference.priorities import (
+    importance_,
+    is_priority,
+    mass_of,
+    minima_update_,
+    prioritize_,
+    resolve_rows_,
+    updates_of,
+)
 from deepspeed_gear.ops.reference.select import (
     anchor_at,
     coordinate,
+    masses_by_rule,
     num_anchors,
     philox,
     resolve_,
     tree_update_,
 )
 
-_INFINITY, _MINUS_ZERO = 0x7F800000, 0x80000000
+_NO_STEP = [-1, 0, 0, -1, 0, 0]
 
 
-class MassChanges:
-    """Items whose masses change, applied together; the last of equal ones wins."""
+class _Changes:
+    """Items whose masses change, applied together; the last of equal ones wins.
 
-    def __init__(self, sums: Tensor, minima: Tensor, priorities: Tensor, num_items: int) -> None:
-        self.sums, self.minima, self.priorities, self.num_items = sums, minima, priorities, num_items
-        self.items: list[int] = []
-        self.masses: list[int] = []
+    Args:
+        by_row: An item is a row; else a slot.
+    """
+
+    def __init__(self, state: Tensor, sums: Tensor, minima: Tensor, priorities: Tensor, by_row: bool) -> None:
+        self.state, self.sums, self.minima, self.priorities = state, sums, minima, priorities
+        self.by_row = by_row
+        self.masses: list[tuple[int, int]] = []  # item and mass
 
     def set(self, item: int, mass: int, bits: int) -> None:
-        self.items.append(item)
-        self.masses.append(mass)
+        self.masses.append((item, mass))
         if len(self.priorities):
-            self.priorities[item] = _float(bits)
+            self.priorities[item] = torch.tensor([bits]).to(torch.int32).view(torch.float32)[0]
 
-    def apply(self, state: Tensor) -> None:
-        items, masses = torch.tensor(self.items, dtype=torch.int64), torch.tensor(self.masses)
+    def clear(self, slots: Tensor, slot: int, num_steps: int) -> None:
+        """Remove the trajectory of a slot from the table."""
+        first = int(slots[slot, Slot.FIRST_ROW])
+        for item in range(first, first + num_steps) if self.by_row else [slot]:
+            self.set(item, 0, 0)
+        self.state[RingState.STEPS] -= num_steps
+        slots[slot, Slot.STATE] = SlotState.FREE
+
+    def apply(self, num_items: int) -> None:
+        items, masses = torch.tensor(self.masses, dtype=torch.int64).reshape(-1, 2).unbind(1)
         distinct = torch.unique(items)
         before = (self.sums[distinct] > 0).sum()
-        tree_update_(self.sums, self.num_items, items, masses)
+        tree_update_(self.sums, num_items, items, masses)
         if len(self.minima) and len(items):
-            minima_update_(self.minima, self.sums, self.num_items, items)
-        state[RingState.COUNTS + UpdateCount.DRAWABLE] += (self.sums[distinct] > 0).sum() - before
+            minima_update_(self.minima, self.sums, num_items, items)
+        self.state[RingState.COUNTS + UpdateCount.DRAWABLE] += (self.sums[distinct] > 0).sum() - before
+
+
+def _first_priority(
+    state: Tensor, priorities: Tensor, initial: int, alpha: int, most_bits: int
+) -> tuple[int, int]:
+    """Return the float32 bits of the priority of new items, and their mass; 0 without priorities."""
+    bits = initial if initial >= 0 else int(state[RingState.INITIAL])
+    return bits, int(mass_of(torch.tensor([bits]), alpha, most_bits)[0]) if len(priorities) else 0
 
 
 def ring_add_(
@@ -93,9 +122,7 @@ def ring_add_(
     num_rows, num_slots, final_row, most_steps = shape
     if len(lengths) > num_slots or len(lengths) >= num_rows // (most_steps + final_row):
         raise ShapeError("lengths", "must fit, and one more, into the rows and slots", len(lengths))
-    by_row = len(priorities) > 0 and unit == MassUnit.STEP
-    bits = initial if initial >= 0 else int(state[RingState.INITIAL])
-    mass = int(mass_of(torch.tensor([bits]), alpha, most_bits)[0]) if len(priorities) else 0
+    bits, mass = _first_priority(state, priorities, initial, alpha, most_bits)
     head, following, tail = (int(state[word]) for word in (RingState.HEAD, RingState.NEXT, RingState.TAIL))
     old_next = following
     for i, steps in enumerate(lengths.tolist()):
@@ -108,53 +135,148 @@ def ring_add_(
         begin = head if at + rows <= num_rows else head - at + num_rows
         placed[i] = torch.tensor([following % num_slots, begin % num_rows, steps, following, begin])
         head, following = begin + rows, following + 1
-    changes = MassChanges(sums, minima, priorities, num_rows if by_row else num_slots)
+    by_row = len(priorities) > 0 and unit == MassUnit.STEP
+    changes = _Changes(state, sums, minima, priorities, by_row)
     while tail < old_next:
         slot = tail % num_slots
         if int(begins[slot]) + num_rows >= head and tail >= following - num_slots:
             break
-        first, steps = int(slots[slot, Slot.FIRST_ROW]), int(slots[slot, Slot.NUM_STEPS])
-        for item in range(first, first + steps) if by_row else [slot]:
-            changes.set(item, 0, 0)
-        state[RingState.STEPS] -= steps
-        slots[slot, Slot.STATE] = 0
+        changes.clear(slots, slot, int(slots[slot, Slot.NUM_STEPS]))
         tail += 1
-    for place in placed[placed[:, PlacedTrajectory.SLOT] >= 0].tolist():
-        slot, first, steps = (
-            place[PlacedTrajectory.SLOT],
-            place[PlacedTrajectory.FIRST_ROW],
-            place[PlacedTrajectory.NUM_STEPS],
-        )
-        born = int(state[RingState.BATCH])
-        record = [
-            SlotState.COMMITTED,
-            place[PlacedTrajectory.ID] // num_slots,
-            place[PlacedTrajectory.ID],
-            first,
-            steps,
-            steps + final_row,
-            0,
-            born,
-        ]
-        slots[slot] = torch.tensor(record)
-        begins[slot] = place[PlacedTrajectory.BEGIN]
+    for slot, first, steps, number, begin in placed[placed[:, PlacedTrajectory.SLOT] >= 0].tolist():
+        record = [SlotState.COMMITTED, number // num_slots, number, first, steps, steps + final_row, 0]
+        slots[slot] = torch.tensor([*record, int(state[RingState.BATCH])])
+        begins[slot] = begin
         state[RingState.STEPS] += steps
-        anchors = int(num_anchors(rule, torch.tensor(steps)))
         if by_row:
-            admitted = set(anchor_at(rule, torch.tensor(steps), torch.arange(anchors)).tolist())
+            admitted = _anchors(rule, steps)
             row_slots[first : first + steps] = slot
             for step in range(steps):
-                is_anchor = step in admitted
-                changes.set(first + step, mass if is_anchor else 0, bits if is_anchor else 0)
+                changes.set(first + step, mass * (step in admitted), bits * (step in admitted))
         else:
-            own = (
-                anchors
-                if unit == MassUnit.STEP
-                else (anchors > 0) * (steps if unit == MassUnit.LENGTH else 1)
-            )
+            own = int(masses_by_rule(rule, unit, torch.tensor(steps)))
             changes.set(slot, mass if own and len(priorities) else own, bits if own else 0)
-    changes.apply(state)
+    changes.apply(num_rows if by_row else num_slots)
     state[RingState.HEAD], state[RingState.NEXT], state[RingState.TAIL] = head, following, tail
+
+
+def _anchors(rule: Sequence[int], num_steps: int) -> set[int]:
+    steps = torch.tensor(num_steps)
+    return set(anchor_at(rule, steps, torch.arange(int(num_anchors(rule, steps)))).tolist())
+
+
+def ring_extend_(
+    state: Tensor,
+    slots: Tensor,
+    opened: Tensor,
+    owners: Tensor,
+    sums: Tensor,
+    minima: Tensor,
+    priorities: Tensor,
+    placed: Tensor,
+    begun: Tensor,
+    truncations: Tensor,
+    terminated: Tensor,
+    truncated: Tensor | None,
+    mask: Tensor | None,
+    rule: Sequence[int],
+    shape: Sequence[int],
+    unit: int,
+    alpha: int,
+    initial: int,
+    most_bits: int,
+    next_step: bool,
+) -> None:
+    """Reserve rows for a step of every environment, and set the masses that follow from it.
+
+    Environment e owns the rows [e * part, (e + 1) * part), with part = rows / environments; its trajectories
+    lie one after the other in them, and one that might not fit before the end begins at the first of them.
+    Ids follow the order in which trajectories begin, and the oldest ones, by id, are evicted: those up to the
+    newest one whose rows are needed, and those beyond the slots, less one for each environment.
+
+    A step continues the open trajectory of its environment (`opened`, see `OpenTrajectory`), or begins one:
+    after an end (`terminated`, `truncated`), after the longest length (the last step is marked in
+    `truncations`, a column or empty), or where the open one was evicted. Environments where `mask` is False
+    have no step; with `next_step` nor has the one after an end, in which the environment resets itself. If
+    the same call evicts the open trajectory of an environment, its step is dropped and counted.
+
+    `placed` has the place of each step (see `PlacedStep`), `begun` the first three words of those that begin
+    a trajectory, slot -1 elsewhere. `owners` has the slot of each row. Masses are those of `ring_add_` for
+    the steps so far; steps that were anchors before keep their priority.
+    """
+    num_rows, num_slots, final_row, most_steps = shape
+    num_envs = len(opened)
+    part = num_rows // num_envs
+    if num_rows % num_envs or part < 2 * (most_steps + final_row) or num_slots < 2 * num_envs:
+        rule_ = "must have rows for two longest trajectories, and two slots, of each environment"
+        raise ShapeError("shape", rule_, list(shape))
+    by_row = len(priorities) > 0 and unit == MassUnit.STEP
+    bits, mass = _first_priority(state, priorities, initial, alpha, most_bits)
+    following, tail = int(state[RingState.NEXT]), int(state[RingState.TAIL])
+    stays = tail  # the first id that is not evicted
+    for env in range(num_envs):
+        placed[env], begun[env] = torch.tensor(_NO_STEP), torch.tensor([-1, 0, 0])
+        if mask is not None and not mask[env]:
+            continue
+        steps, number, next_row, ended = opened[env].tolist()
+        if next_step and ended:
+            opened[env, OpenTrajectory.ENDED] = 0
+            continue
+        known = slots[number % num_slots].tolist()
+        begin = known[Slot.FIRST_ROW]
+        is_open = steps > 0 and known[Slot.STATE] == SlotState.COMMITTED and known[Slot.ID] == number
+        if is_open and steps < most_steps:
+            place = [number % num_slots, begin + steps, 1, number, begin, steps]
+            needed = [place[PlacedStep.ROW] + final_row]
+        else:
+            if is_open and len(truncations):
+                truncations[begin + steps - 1] = True
+            first = env * part + (next_row if next_row + most_steps + final_row <= part else 0)
+            place = [following % num_slots, first, 1, following, first, 0]
+            needed = [first, first + final_row]
+            following += 1
+        placed[env] = torch.tensor(place)
+        for row in needed:
+            owner = slots[int(owners[row])].tolist()
+            ahead = row - owner[Slot.FIRST_ROW]
+            if owner[Slot.STATE] == SlotState.COMMITTED and 0 <= ahead < owner[Slot.NUM_ROWS]:
+                stays = max(stays, owner[Slot.ID] + 1)
+    stays = max(stays, following - (num_slots - num_envs))
+    changes = _Changes(state, sums, minima, priorities, by_row)
+    for slot in (number % num_slots for number in range(tail, stays)):
+        changes.clear(slots, slot, int(slots[slot, Slot.NUM_STEPS]))
+    for env in range(num_envs):
+        slot, row, _, number, first, step = placed[env].tolist()
+        if slot < 0:
+            continue
+        ended = bool(terminated[env]) or (truncated is not None and bool(truncated[env]))
+        if number < stays:
+            placed[env] = torch.tensor(_NO_STEP)
+            opened[env, OpenTrajectory.NUM_STEPS], opened[env, OpenTrajectory.ENDED] = 0, int(ended)
+            state[RingState.DROPPED] += 1
+            continue
+        steps = step + 1
+        if step == 0:
+            begun[env] = placed[env, : PlacedStep.ID]
+            record = [SlotState.COMMITTED, number // num_slots, number, first, 0, 0, 0]
+            slots[slot] = torch.tensor([*record, int(state[RingState.BATCH])])
+            owners[row] = slot
+        owners[row + final_row] = slot
+        slots[slot, Slot.NUM_STEPS], slots[slot, Slot.NUM_ROWS] = steps, steps + final_row
+        state[RingState.STEPS] += 1
+        before, after = (int(masses_by_rule(rule, unit, torch.tensor(n))) for n in (step, steps))
+        if by_row:
+            old, new = _anchors(rule, step), _anchors(rule, steps)
+            for anchor in sorted(old ^ new):
+                changes.set(first + anchor, mass * (anchor in new), bits * (anchor in new))
+        elif not len(priorities):
+            changes.set(slot, after, 0)
+        elif before == 0 or after == 0:
+            changes.set(slot, mass * (after > 0), bits * (after > 0))
+        next_row = first - env * part + steps + final_row
+        opened[env] = torch.tensor([0 if ended else steps, number, next_row, int(ended)])
+    changes.apply(num_rows if by_row else num_slots)
+    state[RingState.NEXT], state[RingState.TAIL] = following, stays
 
 
 def ring_remove_(
@@ -175,20 +297,17 @@ def ring_remove_(
     """
     num_rows, num_slots, final_row, _ = shape
     by_row = len(priorities) > 0 and unit == MassUnit.STEP
-    changes = MassChanges(sums, minima, priorities, num_rows if by_row else num_slots)
+    changes = _Changes(state, sums, minima, priorities, by_row)
     removed.fill_(-1)
     for i, number in enumerate(ids.tolist()):
         slot = number % num_slots
         record = slots[slot].tolist()
         if number < 0 or record[Slot.STATE] != SlotState.COMMITTED or record[Slot.ID] != number:
             continue
-        first, steps = record[Slot.FIRST_ROW], record[Slot.NUM_ROWS] - final_row
-        for item in range(first, first + steps) if by_row else [slot]:
-            changes.set(item, 0, 0)
-        state[RingState.STEPS] -= steps
-        slots[slot, Slot.STATE] = slots[slot, Slot.NUM_STEPS] = 0
+        changes.clear(slots, slot, record[Slot.NUM_ROWS] - final_row)
+        slots[slot, Slot.NUM_STEPS] = 0
         removed[i] = slot
-    changes.apply(state)
+    changes.apply(num_rows if by_row else num_slots)
 
 
 def ring_select_(
@@ -225,16 +344,13 @@ def ring_select_(
         j = torch.arange(count)
         points = j * whole + (j * rest + points) // count
     for i, number in enumerate(numbers.tolist()):
-        point, one = points[i : i + 1], resolutions[i : i + 1]
+        one, point = resolutions[i : i + 1], points[i : i + 1]
         if len(row_slots):
             resolve_rows_(one, sums, slots, row_slots, point, number)
         else:
             resolve_(one, sums, slots, point, rule, unit, seed, stream, number)
     if len(weights):
-        num_items = len(row_slots) or shape[1]
-        _weigh(
-            state, resolutions, weights, minima[-32:] if len(minima) else sums[:num_items], betas, draw, total
-        )
+        _weigh(state, resolutions, weights, sums, minima, betas, draw, total)
     _advance(state, total, count)
 
 
@@ -269,7 +385,6 @@ def ring_select_limited_(
     if first_total == 0 or left < count:
         _no_samples(state, resolutions, weights, numbers)
         return
-    changes = MassChanges(sums, minima, torch.zeros(0), num_items)
     for i, number in enumerate(numbers.tolist()):
         one, total = resolutions[i : i + 1], int(sums[-32:].sum())
         words = philox(seed, numbers[i : i + 1], stream, RandomPurpose.COORDINATE)
@@ -277,12 +392,11 @@ def ring_select_limited_(
         slot = int(one[0, Resolution.SLOT])
         slots[slot, Slot.TIMES_SAMPLED] += 1
         if slots[slot, Slot.TIMES_SAMPLED] >= most and i + 1 < count:
-            changes.set(slot, 0, 0)
-            changes.apply(state)
-            changes = MassChanges(sums, minima, torch.zeros(0), num_items)
+            used_up = _Changes(state, sums, minima, torch.zeros(0), by_row=False)
+            used_up.set(slot, 0, 0)
+            used_up.apply(num_items)
     if len(weights):
-        top = minima[-32:] if len(minima) else sums[:num_items]
-        _weigh(state, resolutions, weights, top, betas, draw, first_total)
+        _weigh(state, resolutions, weights, sums, minima, betas, draw, first_total)
     _advance(state, first_total, count)
 
 
@@ -357,21 +471,21 @@ def _weigh(
     state: Tensor,
     resolutions: Tensor,
     weights: Tensor,
-    top: Tensor,
+    sums: Tensor,
+    minima: Tensor,
     betas: Tensor,
     draw: Sequence[int],
     total: int,
 ) -> None:
-    """Compute the weights of samples; `top`: values of which the least above 0 is the table's least mass."""
+    """Compute the weights of samples."""
     beta = int(betas[min(int(state[RingState.BATCH]), len(betas) - 1)])
     numerator, divisor, normalize = total, int(state[RingState.COUNTS + UpdateCount.DRAWABLE]), draw[5]
     if normalize == Normalize.BATCH:
         numerator, divisor = int(resolutions[:, Resolution.MASS].min()), 1
     elif normalize == Normalize.TABLE:
+        top = minima[-32:] if len(minima) else sums[:32]  # of a tree of one level: its leaves
         numerator, divisor = int(top[top > 0].min()), 1
-    log_ratio = log2(torch.tensor(numerator)) - log2(torch.tensor(divisor))
-    bits = float_bits(*exp2(scale(log_ratio - log2(resolutions[:, Resolution.MASS]), beta)))
-    weights.copy_(bits.to(torch.int32).view(torch.float32))
+    importance_(weights, resolutions, numerator, divisor, beta)
 
 
 def ring_update_(
@@ -388,45 +502,19 @@ def ring_update_(
     alpha: int,
     most_bits: int,
 ) -> None:
-    """Set the priorities of samples; of equal items the last wins.
+    """Set the priorities of samples as `prioritize_`; of equal items the last wins.
 
     Values that are no priorities are counted and change nothing; nor do those of records that are no samples.
     Those of evicted trajectories, and of steps that are no anchors of theirs as it is, count for the highest
-    priority alone. The state's counts are
-    those of `prioritize_`.
+    priority alone.
     """
-    counts = state[RingState.COUNTS :]
-    changes = MassChanges(sums, minima, priorities, len(priorities))
-    for record, bits in zip(
-        resolutions.tolist(), (values.view(torch.int32).long() & LOW_32).tolist(), strict=True
-    ):
-        if bits >= _INFINITY and bits != _MINUS_ZERO:
-            state[RingState.REFUSED] += 1
-            continue
-        slot, anchor = record[Resolution.SLOT], record[Resolution.ANCHOR]
-        if slot >= 0:
-            highest = max(int(counts[UpdateCount.HIGHEST_PRIORITY]), bits & (_MINUS_ZERO - 1))
-            counts[UpdateCount.HIGHEST_PRIORITY] = highest
-        known = slots[slot].tolist() if 0 <= slot < len(slots) else None
-        is_current = (
-            known is not None
-            and known[Slot.STATE] == SlotState.COMMITTED
-            and known[Slot.GENERATION] == record[Resolution.GENERATION]
-            and 0 <= anchor < known[Slot.NUM_STEPS]
-            and (
-                unit != MassUnit.STEP
-                or bool(anchors_among(rule, torch.tensor(anchor), known[Slot.NUM_STEPS]))
-            )
-        )
-        if not is_current or known is None:
-            counts[UpdateCount.STALE] += 1
-            continue
-        bits &= _MINUS_ZERO - 1
-        mass, is_clamped = mass_of(torch.tensor([bits]), alpha, most_bits)
-        changes.set(known[Slot.FIRST_ROW] + anchor if unit == MassUnit.STEP else slot, int(mass), bits)
-        counts[UpdateCount.APPLIED] += 1
-        counts[UpdateCount.CLAMPED] += int(is_clamped)
-    changes.apply(state)
+    bits = values.view(torch.int32).long() & LOW_32
+    valid = is_priority(bits)
+    state[RingState.REFUSED] += (~valid).sum()
+    updates = updates_of(resolutions, torch.where(resolutions[:, Resolution.SLOT] < 0, 0, bits))[valid]
+    counts = state[RingState.COUNTS : RingState.COUNTS + UpdateCount.NUM_WORDS]
+    item = MassUnit.STEP if unit == MassUnit.STEP else MassUnit.TRAJECTORY
+    prioritize_(sums, minima, priorities, counts, slots, updates, rule, alpha, item, most_bits)
 
 
 def scatter_(
@@ -447,7 +535,3 @@ def scatter_(
             if steps < 0 or num_rows > len(own) or not 0 <= begin <= len(column) - num_rows:
                 raise ShapeError(f"place {i}", "must lie in the columns", [slot, first, steps])
             column[begin : begin + num_rows] = own[:num_rows]
-
-
-def _float(bits: int) -> Tensor:
-    return torch.tensor([bits], dtype=torch.int64).to(torch.int32).view(torch.float32)[0]

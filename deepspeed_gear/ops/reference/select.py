@@ -1,4 +1,4 @@
-"""Reference ops of selection: draws, the tree of masses, resolutions."""
+"""Reference ops of selection: draws, the order of an epoch, the tree of masses, resolutions, goals."""
 
 from __future__ import annotations
 
@@ -8,13 +8,21 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from deepspeed_gear.ops.records import MassUnit, RandomPurpose, Resolution, Slot, SlotState
+from deepspeed_gear.ops.records import (
+    GoalStrategy,
+    MassUnit,
+    RandomPurpose,
+    Resolution,
+    Slot,
+    SlotState,
+)
 
 from ...errors import ShapeError
 from ..constants import FAN_OUT, tree_levels
-from .integers import LOW_32, as_tensor, less, multiply_high, shift_right
+from .integers import LOW_32, less, multiply_high, shift_right, signed
 
 _PHILOX_ROUNDS = 10
+_FEISTEL_ROUNDS, _LEAST_BITS = 8, 8
 
 
 def philox(seed: int, numbers: Tensor, stream: int, purpose: int) -> tuple[Tensor, Tensor]:
@@ -44,7 +52,7 @@ def philox(seed: int, numbers: Tensor, stream: int, purpose: int) -> tuple[Tenso
 
 def coordinate(high: Tensor, low: Tensor, total: int | Tensor) -> Tensor:
     """Return floor(word * total / 2^128): uniform over [0, total) up to 2^-64 relative. [...], int64."""
-    total = as_tensor(total, high)
+    total = total if isinstance(total, Tensor) else torch.tensor(signed(total))
     middle = high * total
     carry = less(middle + multiply_high(low, total), middle)
     return multiply_high(high, total) + carry
@@ -54,8 +62,49 @@ def draw_(coordinates: Tensor, seed: int, stream: int, first: int, total: int) -
     """Set coordinates[i] to a point in [0, total) for sample number first + i."""
     if total <= 0:
         raise ShapeError("total", "must be positive", total)
-    numbers = torch.arange(len(coordinates), device=coordinates.device) + first
+    numbers = torch.arange(len(coordinates)) + first
     coordinates.copy_(coordinate(*philox(seed, numbers, stream, RandomPurpose.COORDINATE), total))
+
+
+def permute_(coordinates: Tensor, seed: int, stream: int, epoch: int, first: int, size: int) -> None:
+    """Set coordinates[i] to the place of index first + i in the epoch's permutation of [0, size).
+
+    A Feistel network over the next power of two (at least 2^8: fewer bits mix badly), walked along its cycles
+    until it lands inside.
+
+    Source: Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002.
+    """
+    if not 0 <= first <= size - len(coordinates):
+        raise ShapeError("first", f"must keep {len(coordinates)} indices in [0, {size})", first)
+    bits = max(_LEAST_BITS, (size - 1).bit_length())
+    right_bits = bits - bits // 2
+    words = [
+        philox(seed, torch.tensor(epoch), stream, RandomPurpose.PERMUTATION + (pair << 8))
+        for pair in range(1, _FEISTEL_ROUNDS // 2 + 1)
+    ]
+    keys = [int(half) for word in words for half in word]
+    index = torch.arange(len(coordinates)) + first
+    outside = torch.ones_like(index, dtype=torch.bool)
+    while outside.any():
+        index[outside] = _feistel(index[outside], bits // 2, right_bits, keys)
+        outside = index >= size
+    coordinates.copy_(index)
+
+
+def _feistel(index: Tensor, left_bits: int, right_bits: int, keys: Sequence[int]) -> Tensor:
+    left_mask, right_mask = (1 << left_bits) - 1, (1 << right_bits) - 1
+    left, right = index >> right_bits, index & right_mask
+    for key_left, key_right in zip(keys[::2], keys[1::2], strict=True):
+        left = left ^ (_mix(right + key_left) & left_mask)
+        right = right ^ (_mix(left + key_right) & right_mask)
+    return (left << right_bits) | right
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Apply SplitMix64's finalizer. Source: Steele, Lea, Flood, "Fast splittable ...", OOPSLA 2014."""
+    x = (x ^ shift_right(x, 30)) * signed(0xBF58476D1CE4E5B9)
+    x = (x ^ shift_right(x, 27)) * signed(0x94D049BB133111EB)
+    return x ^ shift_right(x, 31)
 
 
 def tree_build_(sums: Tensor, num_items: int) -> None:
@@ -83,23 +132,24 @@ def tree_update_(sums: Tensor, num_items: int, items: Tensor, masses: Tensor) ->
 def slot_masses_(
     sums: Tensor, slots: Tensor, log: Tensor, first: int, last: int, rule: Sequence[int], unit: int
 ) -> None:
-    """Set the masses of the slots in entries [first, last) of a ring to what a rule gives them now.
+    """Set the masses of the slots in entries [first, last) of a ring: by the rule if committed, else 0."""
+    changed = entries_of(log, first, last, len(slots))
+    records = slots[changed]
+    masses = masses_by_rule(rule, unit, records[:, Slot.NUM_STEPS])
+    tree_update_(sums, len(slots), changed, masses * (records[:, Slot.STATE] == SlotState.COMMITTED))
 
-    A committed trajectory has one unit of mass for each anchor (unit step), or one unit or one for each step
-    (unit trajectory, by length) if it has an anchor at all.
+
+def entries_of(log: Tensor, first: int, last: int, num_slots: int) -> Tensor:
+    """Return entries [first, last) of a ring of slots. [last - first], int64.
+
+    Raises:
+        ShapeError: They are not in the ring, or name no slots.
     """
     if not 0 <= first <= last <= first + len(log):
         raise ShapeError("entries", f"must be in a log of {len(log)}", (first, last))
-    if first == last:
-        return
-    changed = log[torch.arange(first, last) % len(log)]
-    check_items(changed, len(slots))
-    records = slots[changed]
-    num_steps = records[:, Slot.NUM_STEPS]
-    anchors = num_anchors(rule, num_steps)
-    if unit != MassUnit.STEP:
-        anchors = (anchors > 0) * (num_steps if unit == MassUnit.LENGTH else 1)
-    tree_update_(sums, len(slots), changed, anchors * (records[:, Slot.STATE] == SlotState.COMMITTED))
+    entries = log[torch.arange(first, last) % max(len(log), 1)]
+    check_items(entries, num_slots)
+    return entries
 
 
 def check_items(items: Tensor, num_items: int) -> None:
@@ -176,8 +226,55 @@ def num_anchors(rule: Sequence[int], num_steps: Tensor) -> Tensor:
     return ((room + stride - 1) // stride).clamp(min=0, max=most)
 
 
+def masses_by_rule(rule: Sequence[int], unit: int, num_steps: Tensor) -> Tensor:
+    """Return the masses of trajectories without priorities. [B], int64.
+
+    One unit for each anchor (unit step), or one unit or one for each step (unit trajectory, by length) if
+    there is an anchor at all.
+    """
+    anchors = num_anchors(rule, num_steps)
+    if unit == MassUnit.STEP:
+        return anchors
+    return (anchors > 0) * (num_steps if unit == MassUnit.LENGTH else 1)
+
+
 def anchor_at(rule: Sequence[int], num_steps: Tensor, index: Tensor) -> Tensor:
     """Return the index-th anchor of trajectories. [B], int64."""
     first, _, stride, _, from_end = rule
     distance = first + index * stride
     return num_steps - 1 - distance if from_end else distance
+
+
+def draw_goals_(
+    goal_step: Tensor,
+    resolutions: Tensor,
+    seed: int,
+    stream: int,
+    strategy: int,
+    fraction: int,
+    final_row: int,
+) -> None:
+    """Set the row of the achieved goal that each sample gets; -1 for its own goal.
+
+    Args:
+        goal_step: Receives the rows. [B], int64.
+        resolutions: Of the samples. [B, 8], int64.
+        seed: Of the run.
+        stream: Key of the batch stream.
+        strategy: `GoalStrategy`: a row after the anchor, the last one, or any.
+        fraction: Share of the samples that get such a goal, Q62.
+        final_row: 1 where trajectories have T+1 goals, 0 where they have T.
+
+    Source: Andrychowicz et al., "Hindsight Experience Replay", NeurIPS 2017, section 4.5.
+    """
+    numbers, anchors = resolutions[:, Resolution.SAMPLE_NUMBER], resolutions[:, Resolution.ANCHOR]
+    rows = resolutions[:, Resolution.NUM_STEPS] + final_row
+    first = {
+        GoalStrategy.FUTURE: anchors + 1,
+        GoalStrategy.FINAL: rows - 1,
+        GoalStrategy.EPISODE: torch.zeros_like(rows),
+    }[strategy]
+    chosen = shift_right(philox(seed, numbers, stream, RandomPurpose.RELABELLING)[0], 2) < fraction
+    room = (rows - first).clamp(min=1)
+    goals = first + coordinate(*philox(seed, numbers, stream, RandomPurpose.GOAL), room)
+    goal_step.copy_(torch.where(chosen & (first < rows), goals, -1))

@@ -118,16 +118,11 @@ def decode_draws_(
         which: Gets their indices in the selection. [n + a or more], int64.
         found: Gets how many these are. [1], int64.
         received: Encoded resolutions from each node, one after the other, and more. [words] each.
-        records: As of `encode_draws_`.
-        own: Likewise.
-        steps: Likewise.
+        records, own, steps: As of `encode_draws_`.
         owner: Node that holds each sample that was asked for. [a], int64.
         asked: Their indices in the selection, ascending. [a], int64.
-        need_of: As `encode_draws_`.
         first: Sample number of the selection's first sample.
-        offset: As of `encode_draws_`.
-        index: Likewise.
-        takes_own: Likewise.
+        need_of, offset, index, takes_own: As of `encode_draws_`.
     """
     ring.zero_()
     ring[:, Resolution.ID] = UNKNOWN
@@ -178,11 +173,8 @@ def _encode(record: Tensor, steps: Tensor | None) -> Tensor:
 
 def _decode(words: Tensor, number: int) -> Tensor:
     record = torch.zeros(Resolution.NUM_WORDS, dtype=torch.int64)
-    record[Resolution.ID], record[Resolution.MASS], record[Resolution.SAMPLE_NUMBER] = (
-        words[0],
-        words[1],
-        number,
-    )
+    record[[Resolution.ID, Resolution.MASS]] = words[:2]
+    record[Resolution.SAMPLE_NUMBER] = number
     record[Resolution.GENERATION], record[Resolution.SLOT] = _split(words[2])
     record[Resolution.NUM_STEPS], record[Resolution.ANCHOR] = _split(words[3])
     return record

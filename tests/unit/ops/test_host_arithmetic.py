@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from deepspeed_gear.ops import constants, records, reference
-from deepspeed_gear.ops.reference import power
-from deepspeed_gear.ops.reference.integers import multiply_high, signed
+from deepspeed_gear.ops.reference.integers import float_bits, log2, multiply_high, signed
 from deepspeed_gear.schema import DTYPE_CODES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -272,7 +271,7 @@ def test_powers_as_floats(ask: Ask) -> None:
             value = Fraction(kept, 1 << 23) * Fraction(2) ** exponent
             largest = Fraction((1 << 24) - 1, 1 << 23) * 2**127
             assert struct.unpack("<f", struct.pack("<I", bits))[0] == min(value, largest)
-    both = power.float_bits(*torch.tensor(cases).unbind(1))
+    both = float_bits(*torch.tensor(cases).unbind(1))
     assert both.tolist() == answers
 
 
@@ -280,7 +279,7 @@ def test_logarithms_and_powers_at_their_ends(ask: Ask) -> None:
     numbers = [1 << i for i in range(64)]
     assert ask(f"log2 {n}" for n in numbers) == [[i << 54] for i in range(64)]
     some = [w or 1 for w in words(11, 300)]
-    assert [x for (x,) in ask(f"log2 {n}" for n in some if n < 1 << 63)] == power.log2(
+    assert [x for (x,) in ask(f"log2 {n}" for n in some if n < 1 << 63)] == log2(
         torch.tensor([n for n in some if n < 1 << 63])
     ).tolist()
     fractions = [0, 1, MASK - 1, MASK, *words(12, 300)]
