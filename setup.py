@@ -84,15 +84,14 @@ def cuda_extension() -> Any:
     from torch.utils.cpp_extension import CppExtension
 
     from deepspeed_gear.errors import GearError
-    from deepspeed_gear.ops import cross_compile
-    from deepspeed_gear.ops.builder import GearCudaBuilder
+    from deepspeed_gear.ops import builder as builders
     from deepspeed_gear.ops.native_op import CXX_FLAGS
 
     try:
-        runtime = cross_compile.static_runtime()
+        runtime = builders.static_runtime()
     except GearError as error:
         sys.exit(f"DS_BUILD_GEAR_CUDA=1: {error}")
-    builder = GearCudaBuilder()
+    builder = builders.GearCudaBuilder()
     return CppExtension(
         builder.absolute_name(),
         builder.bindings(),
@@ -117,8 +116,8 @@ def native_ops(wanted: dict[str, Callable[[], Any]]) -> dict[str, Any]:
     environment_of(next(iter(wanted)))
     from torch.utils.cpp_extension import BuildExtension
 
-    from deepspeed_gear.ops import cross_compile, toolchain
-    from deepspeed_gear.ops.builder import GearBuilder, GearCudaBuilder
+    from deepspeed_gear.ops import toolchain
+    from deepspeed_gear.ops.builder import GearBuilder, GearCudaBuilder, compile_kernels, nvcc_flags
 
     builders = {op.absolute_name(): op for op in (GearBuilder(), GearCudaBuilder())}
     extensions = [describe() for describe in wanted.values()]
@@ -150,11 +149,9 @@ def native_ops(wanted: dict[str, Callable[[], Any]]) -> dict[str, Any]:
             return [*super().get_outputs(), *records]
 
         def _kernels(self) -> list[str]:
-            flags = cross_compile.nvcc_flags()
+            flags = nvcc_flags()
             parts = {"flags": flags, "sources": GearCudaBuilder().source_digest()}
-            return cross_compile.compile_kernels(
-                Path(self.build_temp, f"kernels-{toolchain.short_key(parts)}"), flags
-            )
+            return compile_kernels(Path(self.build_temp, f"kernels-{toolchain.short_key(parts)}"), flags)
 
         def _record(self, folder: Path) -> None:
             folder.mkdir(parents=True, exist_ok=True)

@@ -125,10 +125,10 @@ def builds(here: Machine) -> list[Wave]:
     """Both builds at once; the stages after the first one find them in the cache."""
     load = "from deepspeed_gear.ops.builder import {0}; print({0}().load().__file__)"
     cross = (
-        "import pathlib, sys; from deepspeed_gear.ops import cross_compile, toolchain; "
-        "from deepspeed_gear.ops.cuda_op import CudaOp; flags = cross_compile.nvcc_flags(); "
+        "import pathlib, sys; from deepspeed_gear.ops import builder, toolchain; "
+        "from deepspeed_gear.ops.native_op import CudaOp; flags = builder.nvcc_flags(); "
         "key = toolchain.short_key({'flags': flags, 'sources': CudaOp().source_digest()}); "
-        "print(*cross_compile.compile_kernels(pathlib.Path(sys.argv[1], f'kernels-{key}'), flags), sep='\\n')"
+        "print(*builder.compile_kernels(pathlib.Path(sys.argv[1], f'kernels-{key}'), flags), sep='\\n')"
     )
     cpu = Step("build of the CPU op", (PYTHON, "-c", load.format("GearBuilder")), 300, needs=())
     cuda = Step(

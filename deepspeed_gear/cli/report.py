@@ -12,11 +12,9 @@ import torch
 from deepspeed import env_report
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_gear.ops.register_builders import register
-
 from ..errors import GearError
 from ..ops import jit, toolchain
-from ..ops.builder import GearBuilder, GearCudaBuilder
+from ..ops.builder import GearBuilder, GearCudaBuilder, register
 from ..ops.load import load_native, load_native_cuda
 
 _WIDTH = 26

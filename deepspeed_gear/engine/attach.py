@@ -23,7 +23,7 @@ from deepspeed_gear.engine.launch_environment import be_single_rank_unless_launc
 from deepspeed_gear.engine.pipeline_engine import attach_pipeline, check_section, keep_sizes
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import stale_locks
-from deepspeed_gear.ops.register_builders import register
+from deepspeed_gear.ops.builder import register
 from deepspeed_gear.replay import BatchInfo, DeviceReplay, Replay
 from deepspeed_gear.replay.metrics import ProgressMeter
 from deepspeed_gear.replay.replay_base import ReplayBase

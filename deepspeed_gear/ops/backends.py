@@ -10,7 +10,7 @@ from types import ModuleType
 
 import torch
 
-from deepspeed_gear.ops import cuda_op, jit
+from deepspeed_gear.ops import jit, native_op
 
 from ..errors import ConfigError
 
@@ -134,8 +134,8 @@ def _mutate_only(*_: object) -> None:
 def _load_cuda() -> ModuleType:
     from .load import load_native, load_native_cuda
 
-    if cuda_op.CudaOp().fitting()[0] is not None:  # first: the error is then of the driver
+    if native_op.CudaOp().fitting()[0] is not None:  # first: the error is then of the driver
         load_native_cuda()
-    cuda_op.require_device()
+    native_op.require_device()
     load_native_cuda()
     return load_native()

@@ -10,7 +10,9 @@ from __future__ import annotations
 import functools
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -22,8 +24,7 @@ from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 
 from ..errors import BuildError
 from . import jit, toolchain
-from .cuda_op import CudaOp
-from .native_op import CXX_FLAGS, CpuOp, NativeOp
+from .native_op import CXX_FLAGS, CpuOp, CudaOp, NativeOp
 
 _CUDA_ARCHITECTURES = "8.0;9.0;10.0+PTX"
 #: Flags of DeepSpeed that begin so are left out: fast-math, and switches of half types.
@@ -194,3 +195,112 @@ class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
             cross_compile_archs = cross_compile_archs or _CUDA_ARCHITECTURES
         args: list[str] = super().compute_capability_args(cross_compile_archs)
         return args
+
+
+BUILDERS: dict[str, type[GearBuilder] | type[GearCudaBuilder]] = {
+    "GearBuilder": GearBuilder,
+    "GearCudaBuilder": GearCudaBuilder,
+}
+
+
+def register() -> None:
+    """Register the builders with the live accelerator, `deepspeed.ops.op_builder` and `ALL_OPS`.
+
+    DeepSpeed has no entry point for external ops, so the accelerator's two lookups are wrapped. Idempotent;
+    call it again after `set_accelerator`.
+    """
+    import deepspeed.ops.op_builder as op_builder
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.git_version_info import installed_ops
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+    accelerator = get_accelerator()
+    if not hasattr(accelerator.get_op_builder, "_gear_wrapped"):
+        accelerator.get_op_builder = _known_first(accelerator.get_op_builder, lambda builder: builder)
+        accelerator.create_op_builder = _known_first(accelerator.create_op_builder, lambda builder: builder())
+    for name, builder in BUILDERS.items():
+        setattr(op_builder, name, builder)
+        if builder.NAME not in ALL_OPS:
+            ALL_OPS[builder.NAME] = builder()
+        installed_ops[builder.NAME] = ALL_OPS[builder.NAME].prebuilt()[0] is not None
+
+
+def _known_first(lookup: Callable[[str], Any], give: Callable[[Any], Any]) -> Callable[[str], Any]:
+    @functools.wraps(lookup)
+    def wrapped(name: str) -> Any:
+        builder = BUILDERS.get(name)
+        return lookup(name) if builder is None else give(builder)
+
+    wrapped._gear_wrapped = True  # type: ignore[attr-defined]
+    return wrapped
+
+
+def require_nvcc() -> Path:
+    """Find the CUDA toolkit, and make torch and DeepSpeed use it.
+
+    Raises:
+        BuildError: There is none.
+    """
+    home = toolchain.hook_cuda_home()
+    if home is None:
+        raise BuildError(
+            "the CUDA kernels of gear",
+            "cannot be compiled: no CUDA toolkit (nvcc)",
+            remedy="install a CUDA toolkit of torch's major version, and set CUDA_HOME to it",
+        )
+    return home
+
+
+def nvcc_flags() -> list[str]:
+    """Return the builder's flags for the architectures of TORCH_CUDA_ARCH_LIST, else for all supported ones.
+
+    Sets TORCH_CUDA_ARCH_LIST to the architectures.
+    """
+    require_nvcc()
+    builder = GearCudaBuilder()
+    flags = [flag for flag in builder.nvcc_args() if not flag.startswith("--threads")]
+    return [*flags, "-Xcompiler=-fPIC,-Wall,-fvisibility=hidden", f"-I{builder.csrc}"]
+
+
+def compile_kernels(folder: Path, flags: Sequence[str]) -> list[str]:
+    """Compile every kernel into a folder; objects that are there stay.
+
+    Args:
+        folder: Of the objects; one folder belongs to one version of sources, flags and toolkit.
+        flags: From `nvcc_flags`.
+    Returns:
+        The objects.
+    Raises:
+        BuildError: A kernel does not compile.
+    """
+    nvcc = require_nvcc() / "bin" / "nvcc"
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def compile_one(source: str) -> str:
+        target = folder / f"{Path(source).stem}.cuda.o"
+        if not target.is_file():
+            part = target.with_suffix(f".{os.getpid()}.part")
+            command = [str(nvcc), *flags, "-c", source, "-o", str(part)]
+            run = subprocess.run(command, capture_output=True, text=True)
+            if run.returncode != 0:
+                raise BuildError(source, f"does not compile:\n{(run.stdout + run.stderr)[-4000:]}")
+            part.replace(target)
+        return str(target)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(compile_one, GearCudaBuilder().kernels()))
+
+
+def static_runtime() -> Path:
+    """Find the static CUDA runtime of the toolkit, which needs no library where the kernels are loaded.
+
+    Raises:
+        BuildError: The toolkit lacks it.
+    """
+    home = require_nvcc()
+    for pattern in ("lib64", "lib", "targets/*/lib"):
+        for found in sorted(home.glob(f"{pattern}/libcudart_static.a")):
+            return found
+    raise BuildError(
+        str(home), "must have libcudart_static.a", remedy="install the toolkit's runtime (cudart)"
+    )

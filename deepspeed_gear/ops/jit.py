@@ -3,26 +3,31 @@
 Ranks that start together are serialised by a lock on a file beside the build folder. The kernel releases it
 when its process ends, so a killed build never blocks the next one; torch's own `lock` file, which would, is
 removed together with the folder of a build that never finished.
+
+Loading a library runs its code. A user who can write in its folder can therefore run code as this user: owner
+and mode of the library and its folders are checked before.
 """
 
 from __future__ import annotations
 
 import fcntl
+import grp
 import importlib.util
 import json
 import os
+import pwd
 import re
 import shutil
 import socket
+import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 
-from deepspeed_gear.ops import library_trust
 from deepspeed_gear.timeouts import wait_until
 
 from ..errors import BuildError
@@ -30,6 +35,7 @@ from ..errors import BuildError
 BUILD_TIMEOUT_S = 600.0
 _FINISHED = "gear_finished.json"
 _POLL_S = 0.05
+_PACKAGE = Path(__file__).resolve().parent
 _loaded: dict[str, ModuleType] = {}
 _threads = threading.RLock()
 
@@ -130,7 +136,7 @@ def build_or_import(name: str, build: Callable[[], ModuleType], timeout_s: float
         BuildError: The build failed, here or in the process that was waited for; the wait was too long; or
             another user can write where the library lies.
     """
-    library_trust.check_folders(build_folder(name))
+    check_folders(build_folder(name))
     if (module := import_built(name)) is not None:
         return module
     folder, failure = build_folder(name), build_folder(name).with_suffix(".failed")
@@ -152,7 +158,7 @@ def build_or_import(name: str, build: Callable[[], ModuleType], timeout_s: float
             raise
         failure.unlink(missing_ok=True)
         library = folder / f"{name}.so"
-        library.chmod(library.stat().st_mode & 0o755)  # with any umask: see `library_trust`
+        library.chmod(library.stat().st_mode & 0o755)  # with any umask: see `check_owner`
         (folder / _FINISHED).write_text(json.dumps({"bytes": library.stat().st_size}))
         _say(f"built {name} in {time.monotonic() - started:.0f} s")
         return module
@@ -181,7 +187,7 @@ def import_file(name: str, path: Path) -> ModuleType:
     Raises:
         BuildError: It cannot be loaded into this process, or another user may have written it.
     """
-    library_trust.check_library(path)
+    check_library(path)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -211,3 +217,72 @@ def compile_error(what: str, output: str, folder: Path) -> BuildError:
 
 def _say(text: str) -> None:
     print(f"gear: {text}", file=sys.stderr, flush=True)
+
+
+def check_library(path: Path) -> None:
+    """Check a library before it is loaded, and the folders from which it could be replaced.
+
+    Args:
+        path: Of a build, in its folder in torch's extensions folder; or of the package's prebuilt library,
+            whose folder holds the package's own code.
+    Raises:
+        BuildError: Another user than root may have written it.
+    """
+    if path.resolve().parent == _PACKAGE:
+        check_owner(path, {os.stat(__file__).st_uid})  # the owner of the package could have put code there
+        return
+    check_owner(path)
+    check_folders(path.parent)
+
+
+def check_folders(folder: Path) -> None:
+    """Check a build folder, where it exists, and the extensions folder that it lies in.
+
+    Raises:
+        BuildError: Another user than root may have put something there.
+    """
+    check_owner(folder.parent)
+    if folder.exists() or folder.is_symlink():
+        check_owner(folder)
+
+
+def check_owner(path: Path, owners: Collection[int] = ()) -> None:
+    """Check that no other user may write a file or folder.
+
+    A folder with the sticky bit, as /tmp, may be writable by all: nothing of this user can be replaced there.
+    So may be what the user's private group can write (its name is the user's, and it has no other members),
+    which is what a umask of 0002 is for.
+
+    Args:
+        path: Of the file or folder.
+        owners: User ids that may own it, besides root and this user.
+    Raises:
+        BuildError: Another user may write it, or it is missing.
+    """
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise BuildError(
+            str(path), "must be readable", error.strerror, "remove it, and build again"
+        ) from error
+    mine = "set TORCH_EXTENSIONS_DIR to a folder that only this user can write"
+    if status.st_uid not in {0, os.geteuid(), *owners}:
+        rule = f"must belong to user {os.geteuid()} or root: its code would run in this process"
+        raise BuildError(str(path), rule, f"user {status.st_uid}", f"remove it, or {mine}")
+    writers = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if writers & stat.S_IWGRP and _is_private(status.st_gid, status.st_uid):
+        writers &= ~stat.S_IWGRP
+    if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX:
+        writers = 0
+    if writers:
+        rule = "must not be writable by group or others: its code would run in this process"
+        raise BuildError(str(path), rule, oct(stat.S_IMODE(status.st_mode)), f"chmod go-w {path}, or {mine}")
+
+
+def _is_private(group: int, user: int) -> bool:
+    """Return whether a group is the private one of a user."""
+    try:
+        owner, found = pwd.getpwuid(user), grp.getgrgid(group)
+    except KeyError:
+        return False
+    return owner.pw_gid == group and found.gr_name == owner.pw_name and set(found.gr_mem) <= {owner.pw_name}

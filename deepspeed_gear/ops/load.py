@@ -12,9 +12,8 @@ from functools import partial
 from types import ModuleType
 
 from ..errors import BuildError
-from .cuda_op import CudaOp
 from .jit import BUILD_TIMEOUT_S, load_once, loaded
-from .native_op import CpuOp
+from .native_op import CpuOp, CudaOp
 
 #: Builds the kernels in a process of its own: two builds in one would share torch's and DeepSpeed's globals.
 _BUILD_KERNELS = [sys.executable, "-c", "from deepspeed_gear.ops.load import build_kernels; build_kernels()"]

@@ -1,14 +1,19 @@
 """The native ops without DeepSpeed: dependencies of a build, the build that fits this process, its import.
 
+`CpuOp` is the store, selection and gather in C++, `CudaOp` the kernels.
+
 `builder` adds the DeepSpeed op builders that compile them. A process that finds a build that fits need not
 import DeepSpeed, which warns where it finds no GPU.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.machinery
 import json
+import os
 import platform
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,6 +27,7 @@ from . import jit, toolchain
 
 # No -ffast-math and no contraction: every backend gives the same bits. No -std: torch's headers decide it.
 CXX_FLAGS = ["-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread", "-Wno-reorder"]
+DRIVER = "libcuda.so.1"
 
 
 class NativeOp(ABC):
@@ -163,6 +169,61 @@ class CpuOp(NativeOp):
         return next((n for n in torch._C._dispatch_get_all_op_names() if n.startswith("gear::")), None)
 
 
+class CudaOp(NativeOp):
+    """The CUDA kernels of those ops that run on the device, and their bindings."""
+
+    NAME = "gear_cuda"
+
+    def sources(self) -> list[str]:
+        """List the bindings for CUDA, and the kernels of every op."""
+        return [*self.bindings(), *self.kernels()]
+
+    def bindings(self) -> list[str]:
+        """List the bindings, which the C++ compiler compiles."""
+        return existing([self.csrc / "bindings" / "library_cuda.cpp"])
+
+    def kernels(self) -> list[str]:
+        """List the kernels, which nvcc compiles; they include nothing of torch."""
+        return existing(sorted(self.csrc.glob("*/*.cu")))
+
+    def fitting(self) -> tuple[Path | None, str]:
+        """Find the kernels that were built with the wheel, if they are compiled for the devices here.
+
+        Not part of `prebuilt`, because it initialises CUDA: a process that has done so must not fork, and
+        `register` asks for what is prebuilt where DeepSpeed is imported.
+
+        Returns:
+            As `prebuilt`.
+        """
+        found, why = self.prebuilt()
+        if found is None:
+            return None, why
+        architectures = json.loads(found.with_name(f"{self.NAME}_op.json").read_text())["architectures"]
+        devices = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+        for major, minor in sorted(devices):
+            if not covers(architectures, (major, minor)):
+                return None, f"prebuilt for the architectures {architectures}, not for {major}.{minor}"
+        return found, why
+
+    def load_finished(self) -> ModuleType | None:
+        """Import the prebuilt kernels, else a finished build; None where there is neither.
+
+        The prebuilt ones load without a driver and with a torch that is built without CUDA, so that an image
+        can be checked where it is made.
+        """
+        found, _ = self.fitting()
+        if found is None:
+            name = self.finished()
+            return None if name is None else jit.import_built(name)
+        # Functions resolve at their first call: a torch without CUDA lacks its CUDA stream.
+        before = sys.getdlopenflags()
+        sys.setdlopenflags(os.RTLD_LAZY | os.RTLD_LOCAL)
+        try:
+            return jit.import_file(self.absolute_name(), found)
+        finally:
+            sys.setdlopenflags(before)
+
+
 def existing(files: Iterable[Path]) -> list[str]:
     """Check that the sources lie where they are expected.
 
@@ -174,3 +235,53 @@ def existing(files: Iterable[Path]) -> list[str]:
         if not file.is_file():
             raise BuildError(str(file), "must exist", remedy="install deepspeed_gear again")
     return [str(file) for file in listed]
+
+
+def covers(architectures: str, device: tuple[int, int]) -> bool:
+    """Return whether kernels run on a device.
+
+    Args:
+        architectures: For which they are compiled, as in TORCH_CUDA_ARCH_LIST: "8.0;9.0+PTX".
+        device: Compute capability: major, minor.
+    """
+    for architecture in architectures.split(";"):
+        number, _, ptx = architecture.partition("+")
+        major, minor = (int(part) for part in number.split("."))
+        # Machine code runs on later devices of its major version, PTX is compiled for all later ones.
+        if (major == device[0] and minor <= device[1]) or (ptx and (major, minor) <= device):
+            return True
+    return False
+
+
+def missing_device() -> dict[str, str]:
+    """List what kernels lack to run here: what is missing -> how to get it."""
+    missing = {}
+    try:
+        ctypes.CDLL(DRIVER)
+    except OSError as error:
+        remedy = "install NVIDIA's driver, or start the container with its GPUs (docker run --gpus all)"
+        missing[f"there is no driver ({error})"] = remedy
+    if torch.version.cuda is None:
+        missing[f"torch {torch.__version__} is built without CUDA"] = "install a CUDA build of torch"
+    if not missing and not torch.cuda.is_available():
+        missing["torch sees no CUDA device"] = "check nvidia-smi and CUDA_VISIBLE_DEVICES"
+    return missing
+
+
+def require_device() -> None:
+    """Check that the kernels can run.
+
+    Raises:
+        BuildError: There is no driver, no CUDA in torch, or no device; names whether kernels are loaded.
+    """
+    missing = missing_device()
+    if missing:
+        module = jit.loaded(CudaOp.NAME)
+        kernels = "no kernels are loaded" if module is None else f"kernels loaded from {module.__file__}"
+        raise BuildError(
+            "gear.backend",
+            f"is cuda, which needs a driver, a CUDA build of torch and a GPU: {', '.join(missing)}",
+            f"torch {torch.__version__}, CUDA {torch.version.cuda}, {kernels}",
+            f'{" and ".join(missing.values())}, or set gear.backend to "cpu": the store, selection and '
+            "collection run in host memory",
+        )

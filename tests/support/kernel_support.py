@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from gear_support import ROOT
 
-from deepspeed_gear.ops import cross_compile, toolchain
-from deepspeed_gear.ops.builder import GearCudaBuilder
+from deepspeed_gear.ops import toolchain
+from deepspeed_gear.ops.builder import GearCudaBuilder, nvcc_flags
 
 HOME = toolchain.cuda_home()
 CSRC = toolchain.csrc_root()
@@ -39,7 +39,7 @@ def flags_for(architectures: str) -> list[str]:
     """Return the flags of a compilation by nvcc alone, for TORCH_CUDA_ARCH_LIST."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_CUDA_ARCH_LIST", architectures)
-        return cross_compile.nvcc_flags()
+        return nvcc_flags()
 
 
 def folder_of(flags: Sequence[str]) -> str:

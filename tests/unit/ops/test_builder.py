@@ -16,9 +16,8 @@ from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
 from deepspeed_gear.errors import BuildError
 from deepspeed_gear.ops import toolchain
-from deepspeed_gear.ops.builder import GearBuilder, GearCudaBuilder
+from deepspeed_gear.ops.builder import GearBuilder, GearCudaBuilder, register
 from deepspeed_gear.ops.load import load_native, load_native_cuda
-from deepspeed_gear.ops.register_builders import register
 
 # What DeepSpeed sees
 

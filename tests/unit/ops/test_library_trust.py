@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_gear.errors import BuildError
-from deepspeed_gear.ops import jit, library_trust
+from deepspeed_gear.ops import jit
 
 OTHER = 54_321  # a user and a group that no machine has
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -26,10 +26,10 @@ def chain(folder: Path) -> Path:
 
 def test_what_only_this_user_and_root_can_write_is_loaded(tmp_path: Path) -> None:
     library = chain(tmp_path)
-    library_trust.check_library(library)
+    jit.check_library(library)
     library.parent.parent.chmod(0o1777)  # as /tmp: nothing of this user can be replaced in it
-    library_trust.check_library(library)
-    library_trust.check_folders(library.parent.parent / "not_there")
+    jit.check_library(library)
+    jit.check_folders(library.parent.parent / "not_there")
 
 
 @pytest.mark.parametrize("mode", [0o757, 0o777, 0o722])
@@ -59,26 +59,26 @@ def test_what_belongs_to_another_user_is_refused(tmp_path: Path, up: int) -> Non
 def test_only_a_private_group_may_write(tmp_path: Path) -> None:
     library = chain(tmp_path)
     library.chmod(0o775)
-    library_trust.check_library(library)  # the group root of user root
+    jit.check_library(library)  # the group root of user root
     os.chown(library, -1, OTHER)
     with pytest.raises(BuildError, match=r"must not be writable by group or others"):
-        library_trust.check_library(library)
+        jit.check_library(library)
 
 
 @AS_ROOT
 def test_a_prebuilt_library_belongs_to_who_installed_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library_trust, "_PACKAGE", tmp_path)
-    monkeypatch.setattr(library_trust, "__file__", str(tmp_path / "trust.py"))
+    monkeypatch.setattr(jit, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(jit, "__file__", str(tmp_path / "trust.py"))
     for name in ("trust.py", "gear_op.so"):
         (tmp_path / name).touch(0o644)
         os.chown(tmp_path / name, OTHER, OTHER)
-    library_trust.check_library(tmp_path / "gear_op.so")
+    jit.check_library(tmp_path / "gear_op.so")
     os.chown(tmp_path / "trust.py", 0, 0)
     with pytest.raises(BuildError, match="must belong to user 0 or root"):
-        library_trust.check_library(tmp_path / "gear_op.so")
+        jit.check_library(tmp_path / "gear_op.so")
     os.chown(tmp_path / "gear_op.so", 0, 0)
     (tmp_path / "gear_op.so").chmod(0o666)
     with pytest.raises(BuildError, match="must not be writable by group or others"):
-        library_trust.check_library(tmp_path / "gear_op.so")
+        jit.check_library(tmp_path / "gear_op.so")

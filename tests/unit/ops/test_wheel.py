@@ -17,8 +17,8 @@ from kernel_support import compiled_kernels, flags_for, folder_of
 
 from deepspeed_gear.ops import jit, toolchain
 from deepspeed_gear.ops.builder import GearBuilder, GearCudaBuilder
-from deepspeed_gear.ops.cuda_op import CudaOp, covers
 from deepspeed_gear.ops.load import load_native
+from deepspeed_gear.ops.native_op import CudaOp, covers
 
 SHOW = (
     "import deepspeed_gear, torch\nfrom deepspeed_gear.ops.load import load_native\n"
