@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import op_cases
 import pytest
 import torch
+from op_cases import tensors_of
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
@@ -21,6 +23,8 @@ COMPILED = [name for name in OP_NAMES if not name.startswith("ring_") and name !
 
 def arguments(name: str) -> tuple[Any, ...]:
     """Fresh arguments of an op, outputs first."""
+    if name in op_cases.ON_DEVICE:
+        return op_cases.arguments(name)
     torch.manual_seed(0)
     out = torch.zeros(COUNT, dtype=torch.int64)
     slots = torch.arange(NUM_SLOTS)[:, None] * torch.tensor([0, 0, 1, 5, 0, 0, 0, 0])
@@ -28,14 +32,9 @@ def arguments(name: str) -> tuple[Any, ...]:
     sums = torch.zeros(tree_size(NUM_SLOTS), dtype=torch.int64)
     sums[:NUM_SLOTS], sums[64:66] = 3, torch.tensor([96, 24])
     rows = torch.randn(NUM_SLOTS * 5, 3)
-    ends = torch.rand(len(rows)) < 0.1
     slot, zero = torch.randint(0, NUM_SLOTS, (COUNT,)), torch.zeros(COUNT, dtype=torch.int64)
     resolutions = torch.stack((slot, slot, zero, slot * 5, zero + 5, zero + 2, zero, zero), dim=1)
-    none, powers = torch.empty(0), torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)
-    extents = torch.stack((torch.arange(NUM_SLOTS) * 5, torch.full((NUM_SLOTS,), 5)), dim=1)
-    fields = [0, -2, 4, 0, 0, 1, 3, 0, 0, 4, 0, 0, 1, 0, 1, 0, 3, -1, 0, 1]
-    windows = [torch.zeros(COUNT, 4, 3), torch.zeros(COUNT, 1, 3, dtype=torch.float16)]
-    mask, counters = torch.zeros(COUNT, 4, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
+    none = torch.empty(0)
     two, pads = [none, none], [0.0, 1.0]
     masses = torch.full((COUNT,), 9)
     weighed = torch.cat((resolutions[:, :6], masses[:, None], masses[:, None]), dim=1)
@@ -60,14 +59,11 @@ def arguments(name: str) -> tuple[Any, ...]:
     return {
         "draw_": (out, 5, 1, 100, 1 << 40),
         "permute_": (out, 5, 1, 2, 3, 100),
-        "tree_build_": (torch.cat((sums[:64], slot.new_full((32,), 9))), NUM_SLOTS),
         "tree_update_": (sums, NUM_SLOTS, torch.tensor([1, 1, 39]), torch.tensor([7, 9, 0])),
         "slot_masses_": (sums, slots, nodes, 0, 2, [0, 0, 1, 9, 0], 1),
         "resolve_": (resolutions * 0, sums, slots, out + 11, [0, 0, 1, 9, 0], 0, 5, 1, 100),
         "resolve_rows_": (resolutions * 0, sums.clone(), slots, row_slots, out + 11, 100),
-        "mass_": (out, torch.rand(COUNT), 1 << 61, 40),
         "importance_": (torch.zeros(COUNT), weighed, 3, 1, 1 << 61),
-        "minima_build_": (minima, sums, NUM_SLOTS),
         "minima_update_": (minima, sums, NUM_SLOTS, torch.tensor([1, 1, 39])),
         "top_k_": (out, priorities, sums),
         "append_reports_": (torch.zeros(COUNT + 2, 6, dtype=torch.int64), weighed, torch.rand(COUNT), 5, 1),
@@ -107,22 +103,6 @@ def arguments(name: str) -> tuple[Any, ...]:
             9,
         ),
         "plan_packs_": (out + 0, out + 0, out[:1] + 0, torch.arange(1, COUNT + 1), 9, 1, 1, 2, 9),
-        "suffix_sum_": (rows[:, 0] * 0, rows[:, 0].contiguous(), extents),
-        "n_step_": (*torch.zeros(2, COUNT), out, rows[:, 0].contiguous(), ends, ends, powers, resolutions, 2),
-        "gather_": (
-            windows,
-            [mask],
-            counters,
-            [rows] * 2,
-            two,
-            two,
-            resolutions,
-            out + 1,
-            fields,
-            pads,
-            1,
-            torch.arange(COUNT).flip(0),
-        ),
         "encode_rows_": (out + 0, nodes + 0, [rows.view(-1).view(torch.uint8)], *rows_wanted, table),
         "decode_rows_": (
             [rows_bytes],
@@ -141,12 +121,6 @@ def arguments(name: str) -> tuple[Any, ...]:
         "copy_pieces_": (rows_bytes + 0, [slot, rows], torch.tensor([[0, 3, 5, 9], [1, 8, 20, 40]])),
         "decode_reports_": (reported * 0, torch.arange(9).view(3, 3), 9),
     }[name]
-
-
-def tensors_of(values: object) -> list[Tensor]:
-    if isinstance(values, Tensor):
-        return [values]
-    return [t for v in values for t in tensors_of(v)] if isinstance(values, (list, tuple)) else []
 
 
 def skip_lists_of_old_torch(name: str) -> None:

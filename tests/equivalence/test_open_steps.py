@@ -5,30 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_ops import reference_ops
+from ring_op_cases import Environments, assert_alike
 from torch import Tensor
 
 from deepspeed_gear.errors import ShapeError
 from deepspeed_gear.ops import Ops, load_backend
-from deepspeed_gear.ops.constants import HIGHEST_SO_FAR, ONE_Q62, minima_size, tree_size
+from deepspeed_gear.ops.constants import ONE_Q62
 from deepspeed_gear.ops.records import (
     MassUnit,
+    Normalize,
     OpenTrajectory,
     PlacedStep,
     RingState,
     Slot,
-    SlotState,
-    UpdateCount,
 )
-from deepspeed_gear.sampling.anchors import AnchorRule
 
 ALL_ANCHORS, SOME_ANCHORS, FROM_THE_END = [0, 0, 1, 1 << 40, 0], [1, 1, 2, 3, 0], [1, 0, 2, 2, 1]
-SCRATCH = slice(16, 22)  # of the state: what kernels pass to each other
 KINDS = [
     (MassUnit.TRAJECTORY, ALL_ANCHORS, False, False, 0),
     (MassUnit.STEP, SOME_ANCHORS, False, False, 1),
@@ -38,98 +35,6 @@ KINDS = [
     (MassUnit.STEP, FROM_THE_END, True, True, 0),
     (MassUnit.STEP, SOME_ANCHORS, True, False, 1),
 ]
-
-
-class Environments:
-    """The tensors of a ring to which environments add steps."""
-
-    def __init__(
-        self, ops: Ops, num_envs: int, kind: tuple[Any, ...], most: int = 4, part: int = 0, own_slots: int = 0
-    ) -> None:
-        self.unit, self.rule, self.prioritized, with_minima, final = kind
-        part = part or most + final + (1 + final) * (most + 1) + 3
-        num_rows, num_slots = num_envs * part, num_envs * (own_slots or most + 2)
-        self.ops, self.num_envs, self.shape = ops, num_envs, [num_rows, num_slots, final, most]
-        self.by_row = self.prioritized and self.unit == MassUnit.STEP
-        items = num_rows if self.by_row else num_slots
-        owners = torch.zeros(num_rows, dtype=torch.int32)
-        self.tensors = {
-            "state": torch.zeros(RingState.NUM_WORDS, dtype=torch.int64),
-            "slots": torch.zeros(num_slots, 8, dtype=torch.int64),
-            "opened": torch.zeros(num_envs, OpenTrajectory.NUM_WORDS, dtype=torch.int64),
-            "owners": owners,
-            "sums": torch.zeros(tree_size(items), dtype=torch.int64),
-            "minima": torch.zeros(minima_size(items) if with_minima else 0, dtype=torch.int64),
-            "priorities": torch.zeros(items if self.prioritized else 0),
-        }
-        self.truncations = torch.zeros(num_rows, dtype=torch.bool)
-        self.state, self.slots = self.tensors["state"], self.tensors["slots"]
-        self.state[[RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY, RingState.INITIAL]] = 0x3F800000
-
-    def step(
-        self, terminated: Tensor, truncated: Tensor | None, mask: Tensor | None, next_step: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        placed, begun = (torch.full((self.num_envs, n), 77) for n in (PlacedStep.NUM_WORDS, 3))
-        rest = (self.rule, self.shape, self.unit, round(0.6 * ONE_Q62), HIGHEST_SO_FAR, 25, next_step)
-        flags = terminated, truncated, mask
-        self.ops.ring_extend_(*self.tensors.values(), placed, begun, self.truncations, *flags, *rest)
-        return placed, begun
-
-    def select(self, seed: int) -> Tensor:
-        unit = MassUnit.TRAJECTORY if self.prioritized and not self.by_row else self.unit
-        row_slots = self.tensors["owners"] if self.by_row else torch.zeros(0, dtype=torch.int32)
-        records, weights = torch.zeros(20, 8, dtype=torch.int64), torch.zeros(20 * self.prioritized)
-        known = self.slots, self.tensors["sums"], self.tensors["minima"], row_slots, torch.tensor([ONE_Q62])
-        draw = [seed, 1, 1, 0, 0, 1]
-        self.ops.ring_select_(self.state, records, weights, *known, self.rule, self.shape, draw, unit)
-        return records
-
-    def update(self, records: Tensor, seed: int) -> None:
-        if not self.prioritized:
-            return
-        known = (self.tensors[name] for name in ("state", "sums", "minima", "priorities", "slots"))
-        values = torch.rand(20, generator=torch.Generator().manual_seed(seed)) * 4
-        unit = MassUnit.STEP if self.by_row else MassUnit.TRAJECTORY
-        how = self.rule, self.shape, unit, round(0.6 * ONE_Q62), 25
-        self.ops.ring_update_(*known, records, values, *how)
-
-    @property
-    def content(self) -> dict[str, Tensor]:
-        found = {name: tensor.clone() for name, tensor in self.tensors.items()}
-        found["state"][SCRATCH] = 0
-        return found | {"truncations": self.truncations}
-
-    def check(self) -> None:
-        """Stored trajectories lie apart from each other, in their environments' parts; the tree is right."""
-        num_rows, num_slots, final, most = self.shape
-        part, stored = num_rows // self.num_envs, self.slots[self.slots[:, Slot.STATE] == SlotState.COMMITTED]
-        tail, following = int(self.state[RingState.TAIL]), int(self.state[RingState.NEXT])
-        assert sorted(stored[:, Slot.ID].tolist()) == list(range(tail, following))
-        assert int(stored[:, Slot.NUM_STEPS].sum()) == self.state[RingState.STEPS]
-        used = torch.zeros(num_rows, dtype=torch.int64)
-        for slot in stored.tolist():
-            first, rows = slot[Slot.FIRST_ROW], slot[Slot.NUM_ROWS]
-            assert first // part == (first + rows - 1) // part
-            assert 1 <= slot[Slot.NUM_STEPS] == rows - final <= most
-            used[first : first + rows] += 1
-        assert int(used.max()) <= 1
-        items = num_rows if self.by_row else num_slots
-        sums, minima = self.tensors["sums"].clone(), self.tensors["minima"].clone()
-        reference = reference_ops()
-        reference.tree_build_(sums, items)
-        assert torch.equal(sums, self.tensors["sums"])
-        if len(minima):
-            reference.minima_build_(minima, sums, items)
-            assert torch.equal(minima, self.tensors["minima"])
-        if self.by_row:
-            anchors = AnchorRule(*self.rule)
-            for slot in stored.tolist():
-                first, steps = slot[Slot.FIRST_ROW], slot[Slot.NUM_STEPS]
-                are = anchors.admits(np.arange(steps), np.array(steps))
-                assert not sums[first : first + steps][~torch.from_numpy(are)].any(), "of no anchor"
-        assert int((sums[:items] > 0).sum()) == self.state[RingState.COUNTS + UpdateCount.DRAWABLE] or (
-            not self.prioritized
-        )
 
 
 def flags(num_envs: int, share: float, generator: torch.Generator) -> Tensor:
@@ -164,15 +69,16 @@ def test_equals_the_reference(
         found = [each.step(*given_) for each in both]
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
         if turn % 4 == 3:
-            drawn, other = (each.select(seed + turn) for each in both)
+            draw = [seed + turn, 1, 1, 0, 0, Normalize.BATCH]
+            (drawn, _), (other, _) = (each.select(20, draw, [ONE_Q62]) for each in both)
             assert torch.equal(drawn, other)
-        if turn > 3 and turn % 4 < 2:  # late: a step that was an anchor may be none
+        if kind[2] and turn > 3 and turn % 4 < 2:  # late: a step that was an anchor may be none
+            values = torch.rand(20, generator=torch.Generator().manual_seed(seed + turn)) * 4
             for each in both:
-                each.update(drawn, seed + turn)
+                each.update(drawn, values)
         if turn % 6 == 5:
             both[0].check()
-        for name, tensor in both[0].content.items():
-            assert same_bits(tensor, both[1].content[name]), (turn, name)
+        assert_alike(both)
 
 
 @pytest.mark.parametrize("num_envs", [1024, 1025, 2100])
@@ -184,8 +90,7 @@ def test_more_environments_than_threads_of_a_block(native: Ops, num_envs: int) -
         terminated, mask = flags(num_envs, 0.4, generator), flags(num_envs, 0.8, generator)
         for a, b in zip(*[each.step(terminated, None, mask) for each in both], strict=True):
             assert torch.equal(a, b)
-    for name, tensor in both[0].content.items():
-        assert torch.equal(tensor, both[1].content[name]), name
+    assert_alike(both)
 
 
 def test_nodes_of_a_graph(kernels_on_host: Ops, launched: Callable[[], list[int]]) -> None:

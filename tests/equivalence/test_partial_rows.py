@@ -63,20 +63,16 @@ def test_a_column_of_the_steps_that_are_read(
                 assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("name", ["reference", "cpu"])
 @pytest.mark.parametrize("pad", [0.0, "edge"])
 @pytest.mark.parametrize("source", [Source.STEPS, Source.STEPS_PLUS_ONE])
-def test_one_row_too_few_is_refused(
-    request: pytest.FixtureRequest, name: str, source: int, pad: float | str
-) -> None:
-    ops: Ops = request.getfixturevalue(name)
+def test_one_row_too_few_is_refused(careful: Ops, source: int, pad: float | str) -> None:
     for (offset, length), anchor, follows in itertools.product(WINDOWS, (0, 3, STEPS - 1), (0, 1)):
         field = Field(COLUMN, source, offset, length, after_n_step=follows, pad=pad, mask=0)
         steps, n_steps = steps_of(field, anchor, 2), torch.tensor([2])
         if steps:
             field.column = COLUMN[steps[0] : steps[-1] + 1]
             for first_row in (-steps[0] - 1, -steps[0] + 1, -(1 << 63), (1 << 63) - 1):
-                refuses(ops, [field], record(anchor, first_row), n_steps)
+                refuses(careful, [field], record(anchor, first_row), n_steps)
 
 
 def test_only_the_part_is_read(
@@ -125,22 +121,20 @@ def test_batch_of_whole_and_partial_trajectories(native: Ops, reference: Ops, sa
         assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("name", ["reference", "cpu"])
-def test_every_column_is_looked_at(request: pytest.FixtureRequest, name: str) -> None:
+def test_every_column_is_looked_at(careful: Ops) -> None:
     """Each alone is inside; a column of T rows may read a step that one of T+1 rows does not, and reverse."""
-    ops: Ops = request.getfixturevalue(name)
     last = Field(COLUMN[:1], offset=1, pad="edge")  # reads step T - 1
     final = Field(COLUMN[:1], Source.STEPS_PLUS_ONE, offset=1, pad="edge")  # reads step T
     anchor = STEPS - 1
-    gather(ops, [last], record(anchor, -anchor))
-    gather(ops, [final], record(anchor, -STEPS))
+    gather(careful, [last], record(anchor, -anchor))
+    gather(careful, [final], record(anchor, -STEPS))
     for fields in ([last, final], [final, last]):
         for first_row in (-anchor, -STEPS):
-            refuses(ops, fields, record(anchor, first_row))
+            refuses(careful, fields, record(anchor, first_row))
         two = [Field(COLUMN[:2], f.source, f.offset, pad="edge") for f in fields]
-        gather(ops, two, record(anchor, -anchor))
+        gather(careful, two, record(anchor, -anchor))
     unread = Field(COLUMN[:1], offset=1)
-    gather(ops, [unread, final], record(anchor, -STEPS))
+    gather(careful, [unread, final], record(anchor, -STEPS))
 
 
 @pytest.mark.parametrize("n", [1, 2, 9])
@@ -161,14 +155,12 @@ def test_n_step(native: Ops, reference: Ops, same_bits: SameBits, anchor: int, n
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
-@pytest.mark.parametrize("name", ["reference", "cpu"])
-def test_n_step_of_one_row_too_few_is_refused(request: pytest.FixtureRequest, name: str, shift: int) -> None:
-    ops: Ops = request.getfixturevalue(name)
+def test_n_step_of_one_row_too_few_is_refused(careful: Ops, shift: int) -> None:
     for anchor, n in itertools.product((0, 3, STEPS - 1), (1, 2, 9)):
         reward = torch.zeros(min(anchor + n, STEPS) - anchor)
         out, flags = (torch.full((1,), 9.0), torch.full((1,), 9.0), torch.full((1,), 9)), reward > 1
         with REFUSED:
-            ops.n_step_(*out, reward, flags, None, powers_of(0.9, n), record(anchor, shift - anchor), n)
+            careful.n_step_(*out, reward, flags, None, powers_of(0.9, n), record(anchor, shift - anchor), n)
         assert [x.tolist() for x in out] == [[9], [9], [9]]
 
 

@@ -70,13 +70,9 @@ def test_n_step(reference: Ops, native: Ops, same_bits: SameBits, dtype: torch.d
         assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("name", ["reference", "cpu"])
 @pytest.mark.parametrize(
     "extent", [(-1, 2), (0, -1), (249, 2), (0, 251), (1 << 62, 1 << 62), (1, (1 << 63) - 1)]
 )
-def test_extent_outside_the_rows_is_refused(
-    request: pytest.FixtureRequest, name: str, extent: tuple[int, int]
-) -> None:
-    ops: Ops = request.getfixturevalue(name)
+def test_extent_outside_the_rows_is_refused(careful: Ops, extent: tuple[int, int]) -> None:
     with pytest.raises((ValueError, RuntimeError), match="extent 1 must lie in"):
-        ops.suffix_sum_(torch.zeros(250), torch.zeros(250), torch.tensor([(0, 3), extent]))
+        careful.suffix_sum_(torch.zeros(250), torch.zeros(250), torch.tensor([(0, 3), extent]))

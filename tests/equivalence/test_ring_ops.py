@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -12,11 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_ops import reference_ops
+from ring_op_cases import ONE, Ring, assert_alike
 from torch import Tensor
 
 from deepspeed_gear.errors import ShapeError
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.constants import HIGHEST_SO_FAR, ONE_Q62, minima_size, tree_size
+from deepspeed_gear.ops.constants import HIGHEST_SO_FAR, ONE_Q62, minima_size
 from deepspeed_gear.ops.records import (
     MassUnit,
     Normalize,
@@ -30,117 +30,6 @@ from deepspeed_gear.ops.records import (
 )
 
 ALL_ANCHORS, SOME_ANCHORS, FROM_THE_END = [0, 0, 1, 1 << 40, 0], [1, 1, 2, 3, 0], [0, 1, 2, 1 << 40, 1]
-SCRATCH = slice(16, 22)  # of the state: what kernels pass to each other
-ONE = 0x3F800000
-
-
-@dataclass
-class Ring:
-    """The tensors of a ring."""
-
-    ops: Ops
-    num_rows: int
-    num_slots: int
-    final_row: int
-    most_steps: int
-    unit: int
-    rule: list[int]
-    prioritized: bool
-    with_minima: bool = False
-    alpha: int = round(0.6 * ONE_Q62)
-    most_bits: int = 25
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        items = self.num_rows if self.by_row else self.num_slots
-        zeros: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "state": ((RingState.NUM_WORDS,), torch.int64),
-            "slots": ((self.num_slots, 8), torch.int64),
-            "begins": ((self.num_slots,), torch.int64),
-            "sums": ((tree_size(items),), torch.int64),
-            "minima": ((minima_size(items) if self.with_minima else 0,), torch.int64),
-            "priorities": ((items if self.prioritized else 0,), torch.float32),
-            "row_slots": ((self.num_rows if self.by_row else 0,), torch.int32),
-        }
-        self.tensors = {name: torch.zeros(size, dtype=dtype) for name, (size, dtype) in zeros.items()}
-        self.tensors["state"][[RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY, RingState.INITIAL]] = ONE
-
-    def __getattr__(self, name: str) -> Tensor:
-        return self.__dict__["tensors"][name]
-
-    @property
-    def by_row(self) -> bool:
-        return self.prioritized and self.unit == MassUnit.STEP
-
-    @property
-    def shape(self) -> list[int]:
-        return [self.num_rows, self.num_slots, self.final_row, self.most_steps]
-
-    def add(self, lengths: list[int], initial: int = HIGHEST_SO_FAR) -> Tensor:
-        placed = torch.full((len(lengths), PlacedTrajectory.NUM_WORDS), 77)
-        named = [
-            self.tensors[n] for n in ("state", "slots", "begins", "sums", "minima", "priorities", "row_slots")
-        ]
-        rest = (self.rule, self.shape, self.unit, self.alpha, initial, self.most_bits)
-        self.ops.ring_add_(*named, placed, torch.tensor(lengths, dtype=torch.int64), *rest)
-        return placed
-
-    def select(self, count: int, draw: list[int], betas: list[int]) -> tuple[Tensor, Tensor]:
-        resolutions = torch.zeros(count, 8, dtype=torch.int64)
-        weights = torch.zeros(count if self.prioritized else 0)
-        unit = MassUnit.TRAJECTORY if self.prioritized and not self.by_row else self.unit
-        known = (self.slots, self.sums, self.minima, self.row_slots, torch.tensor(betas))
-        self.ops.ring_select_(
-            self.state,
-            resolutions,
-            weights,
-            *known,
-            self.rule,
-            self.shape,
-            draw,
-            MassUnit.STEP if self.by_row else unit,
-        )
-        return resolutions, weights
-
-    def select_limited(
-        self, count: int, draw: list[int], betas: list[int], most: int
-    ) -> tuple[Tensor, Tensor]:
-        """Draw, and remove what was drawn `most` times."""
-        resolutions = torch.zeros(count, 8, dtype=torch.int64)
-        weights = torch.zeros(count if self.prioritized else 0)
-        unit = MassUnit.TRAJECTORY if self.prioritized else self.unit
-        named = (self.state, resolutions, weights, self.slots, self.sums, self.minima)
-        self.ops.ring_select_limited_(*named, torch.tensor(betas), self.rule, self.shape, draw, unit, most)
-        drawn = resolutions[resolutions[:, Resolution.ID] >= 0]
-        is_used_up = self.slots[drawn[:, Resolution.SLOT], Slot.TIMES_SAMPLED] >= most
-        self.remove(sorted(set(drawn[is_used_up, Resolution.ID].tolist())))
-        return resolutions, weights
-
-    def top_k(self, count: int, draw: list[int]) -> tuple[Tensor, Tensor]:
-        resolutions, weights = torch.zeros(count, 8, dtype=torch.int64), torch.zeros(count)
-        unit = MassUnit.STEP if self.by_row else MassUnit.TRAJECTORY
-        named = (self.state, resolutions, weights, self.slots, self.sums, self.priorities, self.row_slots)
-        self.ops.ring_top_k_(*named, self.rule, self.shape, draw, unit, not self.by_row)
-        return resolutions, weights
-
-    def update(self, resolutions: Tensor, values: Tensor) -> None:
-        named = (self.state, self.sums, self.minima, self.priorities, self.slots)
-        unit = MassUnit.STEP if self.by_row else MassUnit.TRAJECTORY
-        rest = (self.rule, self.shape, unit, self.alpha, self.most_bits)
-        self.ops.ring_update_(*named, resolutions, values, *rest)
-
-    def remove(self, ids: list[int]) -> Tensor:
-        named = (self.state, self.slots, self.sums, self.minima, self.priorities)
-        removed = torch.full((len(ids),), 77)
-        unit = MassUnit.STEP if self.by_row else MassUnit.TRAJECTORY
-        self.ops.ring_remove_(*named, removed, torch.tensor(ids, dtype=torch.int64), self.shape, unit)
-        return removed
-
-    @property
-    def content(self) -> dict[str, Tensor]:
-        found = {name: tensor.clone() for name, tensor in self.tensors.items()}
-        found["state"][SCRATCH] = 0
-        return found
 
 
 STEPS = st.one_of(
@@ -214,8 +103,7 @@ def test_equals_the_reference(
             which = latest[argument % len(latest)]  # also an old one
             for ring, resolutions in zip(both, which, strict=True):
                 ring.update(resolutions, values)
-        for name, tensor in both[0].content.items():
-            assert same_bits(tensor, both[1].content[name]), name
+        assert_alike(both)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -284,8 +172,7 @@ def test_a_large_ring_that_is_full_many_times_over(
         values = torch.rand(count)
         for ring, (resolutions, _) in zip(both, found, strict=True):
             ring.update(resolutions, values)
-    for name, tensor in both[0].content.items():
-        assert torch.equal(tensor, both[1].content[name]), name
+    assert_alike(both)
 
 
 def ids_of(ring: Ring) -> Tensor:
@@ -332,8 +219,7 @@ def test_the_highest_of_a_full_ring_begin_with_the_oldest(native: Ops, cpu: Ops,
                 ),
             )
     assert int(both[1].state[RingState.TAIL]) > 700
-    for name, tensor in both[0].content.items():
-        assert torch.equal(tensor, both[1].content[name]), name
+    assert_alike(both)
 
 
 @pytest.mark.parametrize("normalize", [Normalize.NONE, Normalize.BATCH, Normalize.TABLE])
@@ -365,8 +251,7 @@ def test_limited_draws_of_a_large_ring(native: Ops, cpu: Ops, most: int, normali
     for number, count in stored[:, [Slot.ID, Slot.TIMES_SAMPLED]].tolist():
         assert times.get(number, 0) == count < most
     assert max(times.values()) == most or most == 40
-    for name, tensor in both[0].content.items():
-        assert torch.equal(tensor, both[1].content[name]), name
+    assert_alike(both)
 
 
 @pytest.mark.parametrize("num_rows", [50, 2100])
@@ -380,8 +265,7 @@ def test_transitions_of_one_row_evict_as_many(native: Ops, cpu: Ops, num_rows: i
     for _ in range(8):
         lengths = torch.randint(0, 2, (int(torch.randint(num_rows // 3, num_rows // 2, ())),)).tolist()
         assert torch.equal(*[ring.add(lengths) for ring in both])
-        for name, tensor in both[0].content.items():
-            assert torch.equal(tensor, both[1].content[name]), name
+        assert_alike(both)
     assert int(both[1].state[RingState.TAIL]) > 0
 
 
@@ -485,8 +369,7 @@ def test_many_trajectories_are_placed_at_once(native: Ops, cpu: Ops, reference: 
                 ring.state[RingState.NEXT] = ring.state[RingState.TAIL] = 2 * num_slots - place
             for added in (lengths, lengths[::-1])[: 1 + (place == count)]:
                 assert torch.equal(*[ring.add(added) for ring in both]), (place, rows)
-            for name, tensor in both[0].content.items():
-                assert torch.equal(tensor, both[1].content[name]), (place, rows, name)
+            assert_alike(both)
 
 
 @pytest.mark.parametrize("why", ["new", "only lengths that add nothing", "no priority above 0"])
@@ -527,8 +410,7 @@ def test_a_ring_without_masses_gives_none_and_goes_on(
     assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
     assert both[1].state[RingState.EMPTY] == turns
     assert (found[1][0][:, 0] >= 0).all()
-    for name, tensor in both[0].content.items():
-        assert same_bits(tensor, both[1].content[name]), name
+    assert_alike(both)
 
 
 @given(

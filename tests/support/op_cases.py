@@ -22,42 +22,10 @@ from deepspeed_gear.ops.records import (
     UpdateCount,
 )
 
-HOST_ONLY = (
-    "draw_",
-    "permute_",
-    "tree_update_",
-    "slot_masses_",
-    "resolve_",
-    "resolve_rows_",
-    "importance_",
-    "minima_update_",
-    "top_k_",
-    "append_reports_",
-    "prioritize_",
-    "slot_priorities_",
-    "draw_goals_",
-    "pack_",
-    "plan_packs_",
-    "assign_draws_",
-    "encode_draws_",
-    "decode_draws_",
-    "encode_reports_",
-    "decode_reports_",
-    "encode_rows_",
-    "decode_rows_",
-)
+RING_NAMES = [name for name in OP_NAMES if name.startswith("ring_") or name == "scatter_"]
+ON_DEVICE = ["tree_build_", "mass_", "minima_build_", "suffix_sum_", "n_step_", "gather_", *RING_NAMES]
 # The pieces of copy_pieces_ stay in memory of the host: tests/gpu/test_host_placement.py.
-ON_DEVICE = [name for name in OP_NAMES if name not in (*HOST_ONLY, "copy_pieces_")]
-RING_NAMES = (
-    "ring_add_",
-    "ring_extend_",
-    "ring_remove_",
-    "ring_select_",
-    "ring_select_limited_",
-    "ring_top_k_",
-    "ring_update_",
-    "scatter_",
-)
+HOST_ONLY = [name for name in OP_NAMES if name not in (*ON_DEVICE, "copy_pieces_")]
 NUM_SLOTS, LENGTH, COUNT = 1500, 40, 33
 ALL_ANCHORS = [0, 0, 1, 1 << 40, 0]
 RING_SHAPE = [5000, NUM_SLOTS, 1, 9]  # rows, slots, a row more than steps, the longest trajectory

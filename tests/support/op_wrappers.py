@@ -10,10 +10,7 @@ from torch import Tensor
 
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.constants import (
-    MOST_MASS_BITS,
-    ONE_Q62,
     minima_levels,
-    minima_size,
     tree_levels,
     tree_size,
 )
@@ -274,44 +271,6 @@ def decode_rows(
     return (sizes, needed)
 
 
-def q62(exponent: float) -> int:
-    """Return an exponent in [0, 1] as the ops take it: times 2^62, rounded."""
-    return round(exponent * ONE_Q62)
-
-
-def mass(
-    priorities: Tensor, alpha: float, *, most_bits: int = MOST_MASS_BITS, ops: Ops | None = None
-) -> Tensor:
-    """Compute the masses of priorities: priority^alpha in units of 2^-24."""
-    masses = torch.empty(len(priorities), dtype=torch.int64)
-    (ops or load_backend()).mass_(masses, priorities, q62(alpha), most_bits)
-    return masses
-
-
-def importance(
-    resolutions: Tensor, numerator: int, count: int, beta: float, *, ops: Ops | None = None
-) -> Tensor:
-    """Compute the importance weights of samples: (numerator / (count * mass))^beta."""
-    weights = torch.empty(len(resolutions), dtype=torch.float32)
-    run = (ops or load_backend()).importance_
-    run(weights, resolutions, numerator, count, q62(beta))
-    return weights
-
-
-def minima(sums: Tensor, num_items: int, *, ops: Ops | None = None) -> Tensor:
-    """Build the tree of least non-zero masses above the leaves of a tree of sums."""
-    out = torch.empty(minima_size(num_items), dtype=torch.int64)
-    (ops or load_backend()).minima_build_(out, sums, num_items)
-    return out
-
-
-def minima_update(
-    minima: Tensor, sums: Tensor, num_items: int, items: Tensor, *, ops: Ops | None = None
-) -> None:
-    """Mend the tree of minima in place after leaves of the sums have changed."""
-    (ops or load_backend()).minima_update_(minima, sums, num_items, items)
-
-
 def least_mass(sums: Tensor, minima: Tensor, num_items: int) -> int:
     """Return the least non-zero mass of a tree, 0 if all are 0. Cost: one group of 32."""
     levels = minima_levels(num_items)
@@ -320,49 +279,8 @@ def least_mass(sums: Tensor, minima: Tensor, num_items: int) -> int:
     return int(some.min()) if len(some) else 0
 
 
-def resolve_rows(
-    sums: Tensor,
-    slots: Tensor,
-    row_slots: Tensor,
-    coordinates: Tensor,
-    *,
-    first: int = 0,
-    ops: Ops | None = None,
-) -> Tensor:
-    """Find the row that each coordinate hits in a tree over the store's rows, and whose step it is."""
-    resolutions = torch.empty(len(coordinates), Resolution.NUM_WORDS, dtype=torch.int64)
-    (ops or load_backend()).resolve_rows_(resolutions, sums, slots, row_slots, coordinates, first)
-    return resolutions
-
-
 def top_k(priorities: Tensor, sums: Tensor, k: int, *, ops: Ops | None = None) -> Tensor:
     """Find the k items with a mass that have the highest priorities."""
     items = torch.empty(k, dtype=torch.int64)
     (ops or load_backend()).top_k_(items, priorities, sums)
     return items
-
-
-def report(
-    log: Tensor, resolutions: Tensor, priorities: Tensor, tail: int, batch: int, *, ops: Ops | None = None
-) -> None:
-    """Write the new priorities of samples into a ring of reports, in place."""
-    (ops or load_backend()).append_reports_(log, resolutions, priorities, tail, batch)
-
-
-def prioritize(
-    sums: Tensor,
-    minima: Tensor,
-    priorities: Tensor,
-    counts: Tensor,
-    slots: Tensor,
-    updates: Tensor,
-    alpha: float,
-    *,
-    rule: Sequence[int] = (0, 0, 1, 1 << 62, 0),
-    unit: int = MassUnit.TRAJECTORY,
-    most_bits: int = MOST_MASS_BITS,
-    ops: Ops | None = None,
-) -> None:
-    """Set priorities in place, in order, and mend the trees above them."""
-    run = (ops or load_backend()).prioritize_
-    run(sums, minima, priorities, counts, slots, updates, rule, q62(alpha), unit, most_bits)
