@@ -125,9 +125,12 @@ class Ranks:
 
 
 def run_ranks(
-    program: Path | str, count: int, *arguments: str, timeout_s: float = 120.0, **env: str
+    program: Path | str, count: int, *arguments: str, timeout_s: float = 240.0, **env: str
 ) -> list[str]:
-    """Run ranks to their end; return their outputs. All must succeed."""
+    """Run ranks to their end; return their outputs. All must succeed.
+
+    The first ones in a fresh checkout build DeepSpeed's op for collectives in shared memory, for a minute or two.
+    """
     results = Ranks(program, count, *arguments, **env).wait(timeout_s)
     assert all(status == 0 for status, _ in results), "\n".join(f"[{s}] {out}" for s, out in results)
     return [output for _, output in results]
