@@ -230,7 +230,11 @@ class RingTable:
         table.slots.copy_(torch.from_numpy(records))
         for column in schema:
             table.overwrite(f"column/{column.name}", as_tensor(dataset.columns[column.name], column.dtype))
-        dataset.files.check()  # the copy is of the files that were opened, and of no later state of them
+        try:
+            dataset.files.check()  # the copy is of the files that were opened, and of no later state of them
+        except BaseException:
+            table.close()  # rows in host memory stay registered otherwise
+            raise
         if spec.return_to_go:
             reward = schema.role("reward")
             assert reward is not None
