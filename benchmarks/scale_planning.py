@@ -176,6 +176,8 @@ class Node:
             origins=torch.empty(1, batch, dtype=torch.int64),
             counts=None,
             priorities=None,
+            drawn_words=[],
+            limiter=None,
             joint_limiter=None,
             failure=None,
             ops=load_backend(),

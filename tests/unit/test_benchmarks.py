@@ -61,7 +61,7 @@ def test_scale_runs(run_python: Run, tmp_path: Path) -> None:
     rows = rows_of(run_python, tmp_path / "scale.json", "scale")
     assert [(row["nodes"], row["samples"]) for row in rows] == [(1, 8), (2, 16), (4, 32)]
     for row in rows[1:]:
-        assert sum(row["parts_ms"].values()) == pytest.approx(row["plan_ms"], rel=0.5)
+        assert {"begin: record, status", "own samples, owners", "rest"} <= set(row["parts_ms"])
 
 
 def test_select_runs(run_python: Run, tmp_path: Path) -> None:
