@@ -129,7 +129,7 @@ def run_ranks(
 ) -> list[str]:
     """Run ranks to their end; return their outputs. All must succeed.
 
-    The first ones in a fresh checkout build DeepSpeed's op for collectives in shared memory, for a minute or two.
+    The first ones in a fresh checkout build DeepSpeed's op for collectives in shared memory, for a minute.
     """
     results = Ranks(program, count, *arguments, **env).wait(timeout_s)
     assert all(status == 0 for status, _ in results), "\n".join(f"[{s}] {out}" for s, out in results)

@@ -400,5 +400,5 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--verify must be of a data set"):
         run("--living", "--verify")
     (tmp_path / "manifest.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"must have format 2"):
+    with pytest.raises(CheckpointError, match=r"must have format 3"):
         run(str(tmp_path))
