@@ -30,7 +30,7 @@ from deepspeed_gear import Batch
 
 WINDOW, SIZE = 4, 3
 KNOWN = ("sample_number", "trajectory_id", "anchor", "is_weight", "num_steps")
-SAVED = 6  # the step behind which a checkpoint is written
+SAVED = 6  # the step after which a checkpoint is written
 SPLIT = {"layer_specs": [
     {"patterns": [".*up.weight$"], "partition_type": "column"},
     {"patterns": [".*down.weight$"], "partition_type": "row"},

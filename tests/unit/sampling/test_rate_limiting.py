@@ -417,7 +417,7 @@ def fill(scene: StoreScene, num_steps: int = 1) -> int:
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_queue_of_all_nodes(count: int, make: Make) -> None:
-    """So many wait at most, whoever adds them."""
+    """The limit holds for additions of every process."""
     scenes = make(count, rate_limiter=RateLimiter.queue("trajectory", 10))
     assert sum(fill(scene) for scene in scenes) == 10
     assert sum(fill(scene) for scene in scenes) == 0
