@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepspeed_gear.config import GearConfig, ResolvedField
+from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.field_checks import first_step
 from deepspeed_gear.ops.records import Align, Resolution
 from deepspeed_gear.ops.reference.gather import bounds
@@ -18,25 +18,26 @@ from deepspeed_gear.ops.reference.gather import bounds
 
 @dataclass(frozen=True)
 class BurnIn:
-    """Burn-in of a config: the first step that learns, for each field."""
+    """Burn-in of windows: the first step that learns, for each field."""
 
     begin: int  # first step that learns, relative to the anchor
     windows: Mapping[str, ResolvedField]  # the fields with a time axis, by name
 
     @classmethod
     def of(
-        cls, config: GearConfig, fields: Sequence[ResolvedField], needed: Sequence[ResolvedField]
+        cls, steps: int, fields: Sequence[ResolvedField], needed: Sequence[ResolvedField]
     ) -> BurnIn | None:
-        """Return the burn-in of a config; None without.
+        """Return the burn-in of windows; None without.
 
         Args:
+            steps: That only warm up; 0: none.
             fields: The fields of a batch: the earliest of their windows begins the sequence.
             needed: The fields, or parts of them, that this rank gathers.
         """
-        if config.burn_in == 0:
+        if steps == 0:
             return None
         windows = {field.name: field for field in needed if field.length is not None}
-        return cls(first_step(fields) + config.burn_in, windows)
+        return cls(first_step(fields) + steps, windows)
 
     def learns(self, name: str, mask: torch.Tensor, records: torch.Tensor) -> torch.Tensor:
         """Return which steps of a field learn: the real ones after the burn-in.

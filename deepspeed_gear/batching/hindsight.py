@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from deepspeed_gear.batching.batch import Batch
-from deepspeed_gear.config import GearConfig, ResolvedField
+from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.field_checks import reward_field
+from deepspeed_gear.config.options import HindsightConfig
 from deepspeed_gear.config.schedules import imported
 from deepspeed_gear.errors import ShapeError
 from deepspeed_gear.ops import Ops
@@ -24,7 +25,7 @@ STRATEGIES = {
 
 
 class HindsightRelabelling:
-    """Draws goals and computes rewards by `gear.hindsight`; without it, does nothing. Thread safe.
+    """Draws goals and computes rewards by `gear.hindsight`; where it is None, does nothing. Thread safe.
 
     Args:
         fields: The fields of a batch.
@@ -35,19 +36,20 @@ class HindsightRelabelling:
 
     def __init__(
         self,
-        config: GearConfig,
+        config: HindsightConfig | None,
+        seed: int,
         ops: Ops,
         fields: Sequence[ResolvedField],
         needed: Sequence[ResolvedField],
     ) -> None:
-        self._config, self._seed, self._draw_goals = config.hindsight, config.seed, ops.draw_goals_
+        self._config, self._seed, self._draw_goals = config, seed, ops.draw_goals_
         rows = [field.hindsight.rows for field in fields if field.hindsight is not None]
         self._final_row = int("T+1" in rows)
         self._reward: Reward | None = None
-        if config.hindsight is not None and config.hindsight.reward is not None:
+        if config is not None and config.reward is not None:
             self._name = reward_field(fields).name
             if any(field.name == self._name and not field.mask_only for field in needed):
-                self._reward = imported(config.hindsight.reward, "gear.hindsight.reward")
+                self._reward = imported(config.reward, "gear.hindsight.reward")
 
     @property
     def has_reward(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from deepspeed_gear.checkpoint.save_folders import ANOTHER, entry
-from deepspeed_gear.distributed.replay_plan import ReplayPlan
+from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops import reference
 from deepspeed_gear.ops.records import RandomPurpose
@@ -63,13 +63,13 @@ def batches(position: Position) -> int:
     return next(iter(position.values()))["batches"]
 
 
-def fingerprint(plan: ReplayPlan) -> dict[str, str]:
+def fingerprint(plan: Resolved) -> dict[str, str]:
     """Return the fingerprint of each table's whole data set."""
     return {name: dataset.whole_fingerprint for name, dataset in plan.datasets.items()}
 
 
 def state_of(
-    plan: ReplayPlan,
+    plan: Resolved,
     passes: Mapping[str, int],
     train: Position,
     save: Mapping[str, Any] | None = None,
@@ -94,7 +94,7 @@ def state_of(
     }
 
 
-def check(state: Mapping[str, Any], plan: ReplayPlan) -> None:
+def check(state: Mapping[str, Any], plan: Resolved) -> None:
     """Check that a state is complete, belongs to this data and selects the same samples.
 
     Raises:

@@ -32,7 +32,7 @@ from deepspeed_gear.checkpoint.reshard import (
     merge,
     packed,
 )
-from deepspeed_gear.distributed.replay_plan import ReplayPlan
+from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.distributed.sharded_selection import ShardedSelector
 from deepspeed_gear.errors import CheckpointError, StoreFullError
 from deepspeed_gear.ops.constants import UNKNOWN
@@ -332,7 +332,7 @@ class TableLoader:
 
     def __init__(
         self,
-        plan: ReplayPlan,
+        plan: Resolved,
         tables: Mapping[str, Table],
         streams: Mapping[str, Mapping[str, BatchStream]],
     ) -> None:

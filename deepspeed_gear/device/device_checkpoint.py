@@ -13,7 +13,7 @@ from torch import Tensor
 from deepspeed_gear.checkpoint import position, save_folders
 from deepspeed_gear.device import reshard_rings
 from deepspeed_gear.device.ring_table import RingTable
-from deepspeed_gear.distributed.replay_plan import ReplayPlan
+from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.records import OpenTrajectory, RingState
 
@@ -23,7 +23,7 @@ CONTENT = "content.pt"
 Tables = Mapping[str, RingTable]
 
 
-def position_of(plan: ReplayPlan, tables: Tables, save: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def position_of(plan: Resolved, tables: Tables, save: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the position, as of a Replay: `batches` and `samples` of each table. Waits for the device."""
     train = position.start(list(tables))
     for name, table in tables.items():
@@ -32,7 +32,7 @@ def position_of(plan: ReplayPlan, tables: Tables, save: Mapping[str, Any] | None
     return position.state_of(plan, {}, train, save)
 
 
-def seek(plan: ReplayPlan, tables: Tables, state: Mapping[str, Any]) -> None:
+def seek(plan: Resolved, tables: Tables, state: Mapping[str, Any]) -> None:
     """Continue at a position.
 
     Raises:
@@ -44,13 +44,13 @@ def seek(plan: ReplayPlan, tables: Tables, state: Mapping[str, Any]) -> None:
         of[RingState.BATCH], of[RingState.SAMPLES] = words["batches"], words["samples"]
 
 
-def saved_content(plan: ReplayPlan, name: str, table: RingTable) -> dict[str, Tensor]:
+def saved_content(plan: Resolved, name: str, table: RingTable) -> dict[str, Tensor]:
     """Return copies in host memory of the tensors that are saved: all but the columns of a data set."""
     has_data = name in plan.datasets
     return table.copied([key for key in table.content if not (has_data and key.startswith("column/"))])
 
 
-def restore(plan: ReplayPlan, tables: Tables, content: Any) -> None:
+def restore(plan: Resolved, tables: Tables, content: Any) -> None:
     """Copy saved content into the tensors of tables.
 
     Args:
@@ -77,7 +77,7 @@ def restore(plan: ReplayPlan, tables: Tables, content: Any) -> None:
             table.opened[:, word] = 0  # the environments are at other steps
 
 
-def save(plan: ReplayPlan, tables: Tables, folder: Path, kept: save_folders.State | None) -> dict[str, Any]:
+def save(plan: Resolved, tables: Tables, folder: Path, kept: save_folders.State | None) -> dict[str, Any]:
     """Write each replica's tables into a folder; return the position, which names the save. Collective.
 
     Args:
@@ -104,7 +104,7 @@ def save(plan: ReplayPlan, tables: Tables, folder: Path, kept: save_folders.Stat
     return save_folders.write_save(plan.exchange, folder, list(tables), kept, is_first, write, state)
 
 
-def load(plan: ReplayPlan, tables: Tables, folder: Path, state: save_folders.State) -> dict[str, Any]:
+def load(plan: Resolved, tables: Tables, folder: Path, state: save_folders.State) -> dict[str, Any]:
     """Continue where `save` was called, on any number of replicas; return the state of that save. Collective.
 
     On another number the trajectories are dealt anew (`reshard_rings`); of a data set's priorities, replica r
@@ -161,7 +161,7 @@ def _read(part: Path) -> dict[str, Tensor]:
     return content
 
 
-def _leads(plan: ReplayPlan) -> bool:
+def _leads(plan: Resolved) -> bool:
     """Return whether this rank is the one that saves its replica's tables."""
     place = plan.topology.place
     return place.tensor_rank == place.sequence_rank == place.pipe_rank == 0

@@ -17,7 +17,7 @@ from deepspeed_gear.batching.transfer.cuda_streams import refuse_capture
 from deepspeed_gear.config import PriorityOptions
 from deepspeed_gear.device.device_table import DeviceTable, TableMixture, masses_of
 from deepspeed_gear.device.replica_collectives import ReplicaCollectives
-from deepspeed_gear.distributed.replay_plan import ReplayPlan
+from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.errors import ConfigError, ShapeError
 from deepspeed_gear.ops.constants import tree_size
 from deepspeed_gear.ops.records import Resolution
@@ -277,7 +277,7 @@ class DeviceEvaluation:
 
     def __init__(
         self,
-        plan: ReplayPlan,
+        plan: Resolved,
         table: DeviceTable,
         splits: Mapping[str, StreamSpec],
         burn_in: BurnIn | None,

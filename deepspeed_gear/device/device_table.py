@@ -11,19 +11,18 @@ from torch import Tensor
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.gather import Buffers, Gatherer
-from deepspeed_gear.config import GearConfig
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.device.added_columns import AddFilter
 from deepspeed_gear.device.ring_table import ItemRule, RingTable, RingTableSpec
 from deepspeed_gear.device.weight_exponents import WeightExponents
-from deepspeed_gear.distributed import config_resolution
-from deepspeed_gear.distributed.replay_plan import ReplayPlan
+from deepspeed_gear.distributed.resolved_plan import Resolved
+from deepspeed_gear.distributed.table_resolution import capacity_of, environment_sizes
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.records import MassUnit, Normalize, Resolution, RingState, Slot
 from deepspeed_gear.sampling.mass_rules import NORMALIZE_CODES
 from deepspeed_gear.sampling.mixture import TOLERANCE, Mixture
-from deepspeed_gear.sampling.stream_spec import SampledTable, StreamSpec, stream_specs
+from deepspeed_gear.sampling.stream_spec import StreamSpec
 
 
 class DeviceTable:
@@ -36,10 +35,10 @@ class DeviceTable:
     """
 
     def __init__(
-        self, plan: ReplayPlan, name: str, table: RingTable, spec: StreamSpec, engine_dtype: torch.dtype
+        self, plan: Resolved, name: str, table: RingTable, spec: StreamSpec, engine_dtype: torch.dtype
     ) -> None:
-        config, needs, options = plan.config, plan.needs, plan.config.resolved_tables[name]
-        self.name, self.table, self.betas = name, table, WeightExponents(config, table.device)
+        config, needs, options = plan.config, plan.needs, plan.tables[name].options
+        self.name, self.table, self.betas = name, table, WeightExponents(config.item_sampler, table.device)
         self.seed, self.key = spec.seed, spec.key
         #: Whether it holds a data set, which does not change.
         self.has_data = options.data is not None
@@ -206,7 +205,7 @@ class TableMixture:
         return masses / totals * shares
 
 
-def masses_of(plan: ReplayPlan, name: str, spec: StreamSpec) -> np.ndarray:
+def masses_of(plan: Resolved, name: str, spec: StreamSpec) -> np.ndarray:
     """Return the masses that a stream gives the trajectories of a table's data set. [n], int64."""
     dataset = plan.datasets[name]
 
@@ -214,15 +213,6 @@ def masses_of(plan: ReplayPlan, name: str, spec: StreamSpec) -> np.ndarray:
         return as_numbers(dataset.columns[of], dataset.schema[of])
 
     return spec.rule.masses(np.arange(len(dataset)) + dataset.first_id, dataset.lengths, column)
-
-
-def specs_of(plan: ReplayPlan, name: str) -> dict[str, StreamSpec]:
-    """Return the training stream, and one for each split of a data set."""
-    dataset = plan.datasets.get(name)
-    num_items = config_resolution.num_items_of(plan.config, name, plan.schemas[name], dataset)
-    table = SampledTable(name, plan.splits[name], dataset, num_items)
-    specs = stream_specs(plan.config, table, plan.fields, plan.info)
-    return {spec.name: spec for spec in specs}
 
 
 def device_of(given: torch.device | str) -> torch.device:
@@ -245,19 +235,19 @@ def device_of(given: torch.device | str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
-def ops_of(config: GearConfig, ops: Ops, device: torch.device) -> Ops:
+def ops_of(backend: str, ops: Ops, device: torch.device) -> Ops:
     """Return the ops of a device."""
     if device.type not in ("cpu", "cuda"):
         raise ConfigError("device", "must be a CPU or CUDA device", str(device))
-    if device.type == "cuda" and config.backend not in ("auto", "cuda"):
+    if device.type == "cuda" and backend not in ("auto", "cuda"):
         rule = 'must be "auto" or "cuda" for a table in the memory of a GPU'
-        raise ConfigError("gear.backend", rule, config.backend)
+        raise ConfigError("gear.backend", rule, backend)
     return ops if device.type == "cpu" else load_backend("cuda")
 
 
-def table_of(plan: ReplayPlan, name: str, spec: StreamSpec, ops: Ops, device: torch.device) -> RingTable:
+def table_of(plan: Resolved, name: str, spec: StreamSpec, ops: Ops, device: torch.device) -> RingTable:
     """Return this rank's table: with the whole data set, or empty and with the whole capacity."""
-    options, schema, dataset = plan.config.resolved_tables[name], plan.schemas[name], plan.datasets.get(name)
+    options, schema, dataset = plan.tables[name].options, plan.schemas[name], plan.datasets.get(name)
     items, final, envs = ItemRule.of(spec), int(schema.has_final_row), options.num_envs
     longest = options.max_length or 0
     if dataset is not None:
@@ -273,9 +263,9 @@ def table_of(plan: ReplayPlan, name: str, spec: StreamSpec, ops: Ops, device: to
                 "max_length is stored as several trajectories"
             )
             raise ConfigError("gear.fields.*.derived", why, None, "leave num_envs out, and use add_")
-        rows, slots = (size * envs for size in config_resolution.environment_sizes(name, options, schema))
+        rows, slots = (size * envs for size in environment_sizes(name, options, schema))
     else:
-        steps, slots = config_resolution.capacity_of(name, options, schema, 1)
+        steps, slots = capacity_of(name, options, schema, 1)
         if options.capacity_trajectories is None:
             slots = max(slots, -(-steps // longest))
         rows = steps + slots * final + longest + final  # rows that a wrap of the ring may skip

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepspeed_gear.config import GearConfig, PrioritizedSampler
+from deepspeed_gear.config import PrioritizedSampler, SamplerOptions
 from deepspeed_gear.config.schedules import end_of, imported
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.constants import ONE_Q62
@@ -27,8 +27,7 @@ class WeightExponents:
     Cost: 8 bytes for each global batch of a linear schedule, until it is constant; nothing of a function.
     """
 
-    def __init__(self, config: GearConfig, device: torch.device) -> None:
-        sampler = config.item_sampler
+    def __init__(self, sampler: SamplerOptions, device: torch.device) -> None:
         beta: Any = sampler.beta if isinstance(sampler, PrioritizedSampler) else None
         self._function: Callable[[Tensor], Any] | None = None
         values = np.zeros(0, np.int64)

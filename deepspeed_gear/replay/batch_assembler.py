@@ -17,7 +17,7 @@ from deepspeed_gear.batching.pack_gather import read_opaque
 from deepspeed_gear.batching.transfer.cuda_streams import DeferredRelease
 from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer, FieldTransfer, Reach
 from deepspeed_gear.checkpoint import position
-from deepspeed_gear.distributed.replay_plan import ReplayPlan
+from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.device_transfer import DeviceTransfer, is_wanted
@@ -41,7 +41,7 @@ class BatchAssembler:
 
     def __init__(
         self,
-        plan: ReplayPlan,
+        plan: Resolved,
         train: Sequence[BatchStream],
         relabelling: HindsightRelabelling,
         engine_dtype: torch.dtype,
@@ -57,13 +57,14 @@ class BatchAssembler:
         self._valid = torch.ones(info.micro, dtype=torch.bool)
         self._no_epoch = torch.zeros(info.micro, dtype=torch.int64)
         self._train, self._relabelling = train, relabelling
-        self._burn_in = BurnIn.of(config, plan.fields, needs.fields)
+        self._burn_in = BurnIn.of(config.burn_in, plan.fields, needs.fields)
         #: To a device, by its kernels; None where the host gathers batches in place.
         self.transfer: DeviceTransfer | None = None
-        if is_wanted(config, device):
+        if is_wanted(config.transfer, device):
             keep = max(2, info.accumulation)
             tables = [stream.table for stream in train]
-            self.transfer = DeviceTransfer(config, needs, tables, device, info.micro, keep, self._placed)
+            options = config.transfer, config.backend
+            self.transfer = DeviceTransfer(*options, needs, tables, device, info.micro, keep, self._placed)
         self._stays_on_host = device.type == "cpu" and self.transfer is None and not relabelling.has_reward
         self._collectors = {stream: self._gatherer(stream) for stream in train}
         specs = [stream.table.spec for stream in train]

@@ -51,7 +51,7 @@ class BatchLoader:
 
     def __init__(self, parts: ReplayParts, metrics: Metrics, turns: Turns = "micro") -> None:
         self._parts, plan, config = parts, parts.plan, parts.plan.config
-        self._tables, self._streams, self._mixture = config.sampled_tables, parts.train, parts.mixture
+        self._tables, self._streams, self._mixture = config.sampled_tables, parts.train, plan.mixture
         self._prefetch, self._verify_every = config.prefetch, config.verify_every
         self._assembler, self._info, self._metrics = parts.assembler, plan.info, metrics
         self._data_rank, self._leads = plan.topology.place.data_rank, plan.topology.rank == 0

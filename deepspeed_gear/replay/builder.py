@@ -7,8 +7,6 @@ assembler. Each part gets the earlier ones as arguments.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,31 +15,20 @@ import torch
 from deepspeed_gear.batching.hindsight import HindsightRelabelling
 from deepspeed_gear.batching.prefetcher import Prefetcher
 from deepspeed_gear.batching.transfer.cuda_streams import DeferredRelease
-from deepspeed_gear.config import GearConfig, TableConfig
-from deepspeed_gear.config.table_options import GroupConfig, RateLimiterConfig, VersionConfig
-from deepspeed_gear.config.types import defaults_of
 from deepspeed_gear.context import Context
-from deepspeed_gear.distributed import config_resolution
 from deepspeed_gear.distributed.batch_barrier import BatchBarrier
 from deepspeed_gear.distributed.control_plane import rendezvous
 from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.distributed.node_channel import NodeChannel
 from deepspeed_gear.distributed.quota_agreement import agree_on_quotas
-from deepspeed_gear.distributed.replay_plan import ReplayPlan
+from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.errors import LostNodeError, PeerError
 from deepspeed_gear.replay.batch_assembler import BatchAssembler
-from deepspeed_gear.replay.node_exchange import NodeExchange, SpreadTables
+from deepspeed_gear.replay.node_exchange import NodeExchange
 from deepspeed_gear.replay.priority_updates import AsyncPriorityUpdates
 from deepspeed_gear.sampling.batch_info import TRAIN, Turns
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.mixture import Mixture
-from deepspeed_gear.sampling.stream_spec import (
-    SampledTable,
-    StreamSpec,
-    mixture_of,
-    stream_specs,
-    weight_total,
-)
+from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.stream_state import StreamState, stream_regions
 from deepspeed_gear.store.live_stores import new_run_name
 from deepspeed_gear.store.memory_layout import Region, RunIdentity
@@ -49,16 +36,9 @@ from deepspeed_gear.store.records import Peer
 from deepspeed_gear.store.shared_memory import remove_garbage
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec, table_layout
-from deepspeed_gear.store.writer_options import digest, options_of, with_schema
+from deepspeed_gear.store.writer_options import digest
 
 NUM_ANSWERS = 64  # of can_sample() in the ring: the most that a rank may be ahead of the slowest
-_DEFAULTS = {
-    "table": defaults_of(TableConfig),
-    "rate_limiter": defaults_of(RateLimiterConfig),
-    "version": defaults_of(VersionConfig),
-    "group": defaults_of(GroupConfig),
-}
-Specs = Mapping[str, list[StreamSpec]]  # of the streams of each sampled table
 
 
 class ReplayParts:
@@ -76,15 +56,10 @@ class ReplayParts:
     assembler: BatchAssembler  # the last part; absent where the building of one before it has failed
 
     def __init__(
-        self, plan: ReplayPlan, turns: Turns | None, engine_dtype: torch.dtype, device: torch.device
+        self, plan: Resolved, turns: Turns | None, engine_dtype: torch.dtype, device: torch.device
     ) -> None:
         self.plan, config, agree = plan, plan.config, plan.exchange.agree
-        #: Numbers of samples from each table; None with one table.
-        self.mixture = mixture_of(config, plan.info)
-        specs = _agree_on_streams(plan, self.mixture)
-        spread = agree("the fields", lambda: SpreadTables(plan))
-        sizes = agree("the sizes of the tables", lambda: _table_specs(plan, specs, spread))
-        self.tables, states = _open_stores(plan, sizes, specs)
+        self.tables, states = _open_stores(plan)
         self._states = [state for of_table in states.values() for state in of_table.values()]
         self.late_updates = AsyncPriorityUpdates(config.timeout_s)
         self.releases = DeferredRelease()  # of selections that the device still reads
@@ -103,9 +78,12 @@ class ReplayParts:
             self.context = self._context(self.detector)
             plan.exchange.watch(partial(_lost_rank, plan, first, self.detector))
             relabelling = agree(
-                "the fields", lambda: HindsightRelabelling(config, plan.ops, plan.fields, plan.needs.fields)
+                "the fields",
+                lambda: HindsightRelabelling(
+                    config.hindsight, config.seed, plan.ops, plan.fields, plan.needs.fields
+                ),
             )
-            selectors = self.exchange.selectors(states, spread, relabelling.draw, self.detector)
+            selectors = self.exchange.selectors(states, relabelling.draw, self.detector)
             spread_states = [s for s in self._states if s.table.spec.name in plan.placement.spread]
             own_totals = [state.masses.total for state in spread_states] if plan.leads_shard else None
             of_nodes = [totals for totals in plan.exchange.gather(own_totals) if totals is not None]
@@ -203,63 +181,7 @@ class ReplayParts:
         self.plan.exchange.close()
 
 
-def _agree_on_streams(plan: ReplayPlan, mixture: Mixture | None) -> Specs:
-    """Return the specs of each sampled table's streams. Collective."""
-    config, splits, num_holders = plan.config, plan.splits, len(plan.placement.order)
-
-    def own_weights() -> dict[str, float]:
-        parts = {name: data for name, data in plan.datasets.items() if data.part is not None}
-        sampled = {name: data for name, data in parts.items() if name in splits}
-        return {name: weight_total(config, plan.fields, splits[name], data) for name, data in sampled.items()}
-
-    def streams(name: str) -> list[StreamSpec]:
-        dataset = plan.datasets.get(name)
-        num_shards = num_holders if name in plan.placement.spread else 1
-        table = SampledTable(
-            name=name,
-            split=splits[name],
-            dataset=dataset,
-            num_items=config_resolution.num_items_of(config, name, plan.schemas[name], dataset),
-            num_shards=num_shards,
-            weight_total=weights.get(name),
-            replicated=num_holders > 1 and num_shards == 1,
-        )
-        return stream_specs(config, table, plan.fields, plan.info, mixture)
-
-    own = plan.exchange.agree("the weights", own_weights)
-    of_nodes = plan.exchange.gather(own if plan.leads_shard else None)
-    weights = {name: sum(known[name] for known in of_nodes if known is not None) for name in own}
-    return plan.exchange.agree("the sampler", lambda: {name: streams(name) for name in config.sampled_tables})
-
-
-def _table_specs(plan: ReplayPlan, specs: Specs, spread: SpreadTables) -> list[TableSpec]:
-    """Return the sizes of this node's stores."""
-    batches = {table: max(spec.batch for spec in of_table) for table, of_table in specs.items()}
-    found = config_resolution.table_specs(
-        plan.config,
-        plan.schemas,
-        plan.datasets,
-        plan.fields,
-        plan.topology.num_peers,
-        plan.placement.shards,
-        batches,
-    )
-    for spec in found:
-        if spec.dataset is None and spec.name in specs:
-            count = 1 if spec.shard is None else spec.shard.count
-            train = next(stream for stream in specs[spec.name] if stream.name == TRAIN)
-            config_resolution.check_holds_batch(plan.config, spec.name, spec.schema, train, count)
-    arrivals = spread.arrivals(specs, {spec.name: (spec.num_rows, spec.num_slots) for spec in found})
-    return [
-        replace(spec, arrival_rows=rows, arrival_slots=slots)
-        for spec in found
-        for rows, slots in [arrivals.get(spec.name, (0, 0))]
-    ]
-
-
-def _open_stores(
-    plan: ReplayPlan, specs: list[TableSpec], streams: Specs
-) -> tuple[dict[str, Table], dict[str, dict[str, StreamState]]]:
+def _open_stores(plan: Resolved) -> tuple[dict[str, Table], dict[str, dict[str, StreamState]]]:
     """Create the node's stores on one rank and attach the others. Collective.
 
     The names are removed as soon as all ranks are attached: no failure after that leaves a file. A table that
@@ -274,8 +196,7 @@ def _open_stores(
     tables: dict[str, Table] = {}
     states: dict[str, dict[str, StreamState]] = {}
 
-    def open_store(spec: TableSpec) -> None:
-        of_table = streams.get(spec.name, [])
+    def open_store(spec: TableSpec, of_table: list[StreamSpec], writing: dict[str, Any]) -> None:
         regions = [region for stream in of_table for region in stream_regions(stream, spec)]
         if spec.name == config.sampled_tables[0]:
             regions += [
@@ -284,7 +205,6 @@ def _open_stores(
                 Region("questions/answers", "int64", (NUM_ANSWERS, 2)),
                 *(FailureDetector.regions(topology.num_peers) if topology.num_nodes > 1 else []),
             ]
-        writing = _writing_of(config, spec)
         meaning = {
             "seed": config.seed,
             "fingerprint": getattr(spec.dataset, "fingerprint", ""),
@@ -321,8 +241,9 @@ def _open_stores(
             tables[spec.name].memory.unlink()
 
     try:
-        for spec in specs:
-            open_store(spec)
+        for resolved in plan.tables.values():
+            assert resolved.store is not None
+            open_store(resolved.store, list(resolved.streams.values()), resolved.writing)
     except BaseException:
         for table in tables.values():
             table.close()
@@ -330,22 +251,7 @@ def _open_stores(
     return tables, states
 
 
-def _writing_of(config: GearConfig, spec: TableSpec) -> dict[str, Any]:
-    """Return the description of a table for processes that only write; empty for a data set."""
-    if spec.dataset is not None:
-        return {}
-    table = config.resolved_tables[spec.name]
-    given = with_schema(table.model_dump(mode="json", by_alias=True), spec.schema)
-    return {
-        "max_length": table.max_length,
-        "weight": config.item_sampler.weight_column,
-        "timeout_s": config.timeout_s if table.rate_limiter is None else table.rate_limiter.timeout_s,
-        "options": options_of(config.seed, spec.name, given),
-        "defaults": {"seed": defaults_of(GearConfig)["seed"], **_DEFAULTS},
-    }
-
-
-def _start_detector(plan: ReplayPlan, table: Table) -> FailureDetector | None:
+def _start_detector(plan: Resolved, table: Table) -> FailureDetector | None:
     """Start the failure detector if there are several nodes. Collective."""
     topology, timeout_s = plan.topology, plan.config.timeout_s
     if topology.num_nodes == 1:
@@ -363,7 +269,7 @@ def _start_detector(plan: ReplayPlan, table: Table) -> FailureDetector | None:
     return detector
 
 
-def _lost_rank(plan: ReplayPlan, table: Table, detector: FailureDetector | None) -> PeerError | None:
+def _lost_rank(plan: Resolved, table: Table, detector: FailureDetector | None) -> PeerError | None:
     """Return the error of a rank that takes part in no collective any more; None: there is none."""
     if detector is not None:
         try:
@@ -381,7 +287,7 @@ def _lost_rank(plan: ReplayPlan, table: Table, detector: FailureDetector | None)
     return PeerError(f"rank {ranks[first]}", "must live as long as the others train", None, process)
 
 
-def _barrier(plan: ReplayPlan, table: Table, turns: Turns, detector: FailureDetector | None) -> BatchBarrier:
+def _barrier(plan: Resolved, table: Table, turns: Turns, detector: FailureDetector | None) -> BatchBarrier:
     """Return the batch barrier of the ranks. Collective over the leaders of nodes."""
     topology, config = plan.topology, plan.config
     # Between two barriers of rollout batches a rank may generate, or compute rewards.

@@ -21,12 +21,11 @@ from deepspeed_gear.device.device_table import (
     TableMixture,
     device_of,
     ops_of,
-    specs_of,
     table_of,
 )
 from deepspeed_gear.device.replica_collectives import inside_replica, shares_gpus
 from deepspeed_gear.device.ring_table import RingTable
-from deepspeed_gear.distributed.replay_plan import ReplayPlan, make_plan
+from deepspeed_gear.distributed.resolved_plan import Resolved, resolve_plan
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import (
     ConfigError,
@@ -41,7 +40,6 @@ from deepspeed_gear.replay.metrics import Totals
 from deepspeed_gear.replay.replay_base import ReplayBase
 from deepspeed_gear.replay.table_warnings import ClampWarning
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
-from deepspeed_gear.sampling.stream_spec import mixture_of
 from deepspeed_gear.schema import Schema
 
 
@@ -86,7 +84,7 @@ class DeviceReplay(ReplayBase):
         engine_dtype: torch.dtype = torch.float32,
     ) -> None:
         arguments.one_of("engine_dtype", engine_dtype, torch.dtype, "a torch.dtype")
-        plan = make_plan(config, process_group, schemas, info, place)
+        plan = resolve_plan(config, process_group, schemas, info, place, on_device=True)
         self.tables: dict[str, RingTable] = {}
         try:
             to = plan.exchange.agree("the device", lambda: device_of(device))
@@ -108,32 +106,29 @@ class DeviceReplay(ReplayBase):
         self._num_before_load = 0  # global batches selected here, less the position of the latest load
         self._transform: Transform | None = None
 
-    def _build(self, plan: ReplayPlan, engine_dtype: torch.dtype) -> None:
-        config, info, names = plan.config, plan.info, plan.config.sampled_tables
-        for name in names:
-            options = config.resolved_tables[name]
-            if not config.on_device:
-                rule = 'must be "device" for a DeviceReplay'
-                raise ConfigError(f"gear.tables.{name}.placement", rule, options.placement, "use Replay")
-            if options.data is not None and config.item_sampler.kind == "top_k" and info.data_world > 1:
+    def _build(self, plan: Resolved, engine_dtype: torch.dtype) -> None:
+        info, sampler = plan.info, plan.config.item_sampler
+        self._burn_in = BurnIn.of(plan.config.burn_in, plan.fields, plan.needs.fields)
+        ops = ops_of(plan.config.backend, plan.ops, self.device)
+        tables = []
+        for name in plan.config.sampled_tables:
+            resolved = plan.tables[name]
+            if resolved.dataset is not None and sampler.kind == "top_k" and info.data_world > 1:
                 rule = (
                     f'must not be "top_k" for a data set on the devices of {info.data_world} replicas: each '
                     "takes the highest priorities of its own copy, so all would train on the same samples"
                 )
                 remedy = f'give gear.tables.{name} "placement": "host", where they draw together'
-                raise ConfigError("gear.sampler.kind", rule, config.item_sampler.kind, remedy)
-        self._burn_in = BurnIn.of(config, plan.fields, plan.needs.fields)
-        ops, specs = ops_of(config, plan.ops, self.device), [specs_of(plan, name) for name in names]
-        tables = []
-        for name, streams in zip(names, specs, strict=True):
-            self.tables[name] = table_of(plan, name, streams[TRAIN], ops, self.device)
-            tables.append(DeviceTable(plan, name, self.tables[name], streams[TRAIN], engine_dtype))
+                raise ConfigError("gear.sampler.kind", rule, sampler.kind, remedy)
+            train = resolved.streams[TRAIN]
+            self.tables[name] = table_of(plan, name, train, ops, self.device)
+            tables.append(DeviceTable(plan, name, self.tables[name], train, engine_dtype))
         num_samples = info.micro * info.accumulation
-        self._mixture = TableMixture(tables, mixture_of(config, info), num_samples, info.accumulation)
+        self._mixture = TableMixture(tables, plan.mixture, num_samples, info.accumulation)
         self.table, self.schema = tables[0].table, tables[0].table.schema
-        splits = {name: spec for name, spec in specs[0].items() if name != TRAIN}
-        has_splits = tables[0].has_data
-        self._passes = DeviceEvaluation(plan, tables[0], splits if has_splits else {}, self._burn_in)
+        splits = dict(plan.tables[tables[0].name].streams) if tables[0].has_data else {}
+        splits.pop(TRAIN, None)
+        self._passes = DeviceEvaluation(plan, tables[0], splits, self._burn_in)
 
     def _changing(self, name: str | None) -> DeviceTable:
         """Return a table that is added to: of this name, or the only one.

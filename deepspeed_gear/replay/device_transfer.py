@@ -30,7 +30,7 @@ from deepspeed_gear.batching.transfer.copy_engine import (
 )
 from deepspeed_gear.batching.transfer.cuda_streams import Event, lane_of, refuse_capture
 from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer, FieldTransfer, Reach
-from deepspeed_gear.config import GearConfig
+from deepspeed_gear.config.options import TransferConfig
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ReadNeeds
 from deepspeed_gear.errors import BuildError, ConfigError, show_bytes
 from deepspeed_gear.ops import Ops, load_backend
@@ -57,12 +57,12 @@ class _Arrival(NamedTuple):
     entry: int
 
 
-def is_wanted(config: GearConfig, device: torch.device) -> bool:
+def is_wanted(options: TransferConfig, device: torch.device) -> bool:
     """Return whether batches are transferred to a device: to CUDA always, to the CPU if a method is set."""
-    if device.type not in ("cpu", "cuda") and config.transfer.way != "auto":
+    if device.type not in ("cpu", "cuda") and options.way != "auto":
         rule = "must be auto where batches are on neither CUDA nor the CPU"
-        raise ConfigError("gear.transfer.way", rule, config.transfer.way, f"they are on {device}")
-    return device.type == "cuda" or (device.type == "cpu" and config.transfer.way != "auto")
+        raise ConfigError("gear.transfer.way", rule, options.way, f"they are on {device}")
+    return device.type == "cuda" or (device.type == "cpu" and options.way != "auto")
 
 
 class DeviceTransfer:
@@ -75,7 +75,8 @@ class DeviceTransfer:
 
     def __init__(
         self,
-        config: GearConfig,
+        options: TransferConfig,
+        backend: str,
         needs: ReadNeeds,
         tables: Sequence[Table],
         device: torch.device,
@@ -84,7 +85,7 @@ class DeviceTransfer:
         make: MakeCollector,
     ) -> None:
         self.lane = lane_of(device)
-        self._options, self._keep = config.transfer, keep
+        self._options, self._keep = options, keep
         self._registrations: dict[str, Registration] = {}  # by table
         self._refused: dict[str, str] = {}
         self._figures: dict[str, TransferTimings] = {}
@@ -101,7 +102,7 @@ class DeviceTransfer:
         self._reaches: dict[str, Reach] = {}
         try:
             if self.lane.device.type != "cpu":
-                self._ops = self._kernels(config)
+                self._ops = self._kernels(backend)
             for table in self._tables:
                 self._reaches[table.spec.name] = self._reach(table)
             self.way = self._choose(self._tables[0], num_samples, make)
@@ -138,10 +139,10 @@ class DeviceTransfer:
 
     # ---- what is possible ------------------------------------------------------------------------
 
-    def _kernels(self, config: GearConfig) -> Ops | None:
+    def _kernels(self, backend: str) -> Ops | None:
         """Return ops for tensors of the device; None where only staging is possible."""
         is_named = self._options.way in (DIRECT, COPIES)
-        if config.backend == "cpu":
+        if backend == "cpu":
             why = 'gear.backend is "cpu", which has no kernels'
             self._refused |= {DIRECT: why, COPIES: why}
             return None
@@ -150,7 +151,7 @@ class DeviceTransfer:
         try:
             return load_backend("cuda")
         except BuildError as error:
-            if config.backend == "cuda" or is_named:
+            if backend == "cuda" or is_named:
                 raise
             self._refused |= {DIRECT: str(error), COPIES: str(error)}
             return None

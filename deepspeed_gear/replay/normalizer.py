@@ -19,7 +19,7 @@ from deepspeed_gear.config.field_checks import DERIVED
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.data.nested_columns import flatten
-from deepspeed_gear.distributed import config_resolution
+from deepspeed_gear.distributed.resolved_plan import fields_of, schemas_of, statistics_of
 from deepspeed_gear.errors import CheckpointError, ConfigError, DataError, FieldError, ShapeError
 from deepspeed_gear.ops.reference.convert import arithmetic_dtype, widen
 from deepspeed_gear.schema import DTYPES, Schema
@@ -185,10 +185,10 @@ class Normalizer:
                 "dataset", rule, f"{len(paths)} in the config", "correct the paths in the config"
             )
         data = {name: Dataset.open(path) if dataset is None else dataset for name, path in paths.items()}
-        known = config_resolution.schemas_of(checked, data, schemas)
-        fields = config_resolution.fields_of(checked, known, data)
+        known = schemas_of(checked, data, schemas)
+        fields = fields_of(checked, known, data)
         normalised = any(field.normalize for field in fields)
-        statistics = config_resolution.statistics_of(checked, data) if normalised else {}
+        statistics = statistics_of(checked, data) if normalised else {}
         return cls.of(checked, fields, statistics, engine_dtype)
 
     # ---- values ----------------------------------------------------------------------------------

@@ -23,8 +23,7 @@ from deepspeed_gear.batching.priority_reduction import (
     refuse_masks,
 )
 from deepspeed_gear.batching.transfer.cuda_streams import Event, allow_captures_elsewhere, refuse_capture
-from deepspeed_gear.config import GearConfig
-from deepspeed_gear.config.sampler_options import PriorityOptions
+from deepspeed_gear.config.sampler_options import PriorityOptions, SamplerOptions
 from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, DataError, ShapeError
@@ -36,7 +35,7 @@ from deepspeed_gear.sampling.priority_masses import PriorityMasses
 
 def report(
     tables: Sequence[PriorityMasses],
-    config: GearConfig,
+    sampler: SamplerOptions,
     place: RankCoordinates,
     batch: object,
     priorities: object,
@@ -49,7 +48,6 @@ def report(
         place: Of this rank, one that reports.
         late: Appends updates that a device has yet to compute.
     """
-    sampler = config.item_sampler
     assert isinstance(sampler, PriorityOptions)  # as the tables have priorities
     if not isinstance(batch, (Batch, MicroBatch)):
         rule = "must be from this replay's sample or iterator, or a micro batch of packs"

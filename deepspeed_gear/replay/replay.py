@@ -19,7 +19,7 @@ from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.config.cross_checks import SPLITS
 from deepspeed_gear.distributed.gradient_divisor import gradient_divisor
-from deepspeed_gear.distributed.replay_plan import make_plan, refuse_device
+from deepspeed_gear.distributed.resolved_plan import resolve_plan
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError
 from deepspeed_gear.replay import metrics, priority_updates, replay_checkpoint, table_access
@@ -94,8 +94,7 @@ class Replay(ReplayBase):
         arguments.one_of("engine_dtype", engine_dtype, torch.dtype, "a torch.dtype")
         if not isinstance(turns, str) or turns not in get_args(Turns):
             raise ConfigError("turns", f"must be one of {', '.join(get_args(Turns))}", turns)
-        plan = make_plan(config, process_group, schemas, info, place)
-        refuse_device(plan)
+        plan = resolve_plan(config, process_group, schemas, info, place)
         super().__init__(plan, to, engine_dtype)
         self.schemas, self.fields = plan.schemas, plan.fields
         parts = self._parts = ReplayParts(plan, None if info is None else turns, engine_dtype, to)
@@ -573,7 +572,7 @@ class Replay(ReplayBase):
         masses = self._all_priorities
         if self._place.reports:
             priority_updates.report(
-                masses, self.config, self._place, batch, priorities, mask, self._late_updates
+                masses, self.config.item_sampler, self._place, batch, priorities, mask, self._late_updates
             )
 
     def set_priorities(

@@ -15,7 +15,7 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.checkpoint import save_folders
 from deepspeed_gear.checkpoint.save_folders import FolderLocks
-from deepspeed_gear.distributed.replay_plan import ReplayPlan
+from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.errors import CheckpointError, PeerError, StoreError
 from deepspeed_gear.public_names import public_names
 from deepspeed_gear.replay.batch_assembler import Transform
@@ -43,7 +43,7 @@ class ReplayBase(ProcessBound, ABC):
         engine_dtype: The dtype of `"as": "engine"`.
     """
 
-    def __init__(self, plan: ReplayPlan, device: torch.device, engine_dtype: torch.dtype) -> None:
+    def __init__(self, plan: Resolved, device: torch.device, engine_dtype: torch.dtype) -> None:
         self.config, self.batch_info, self.device = plan.config, plan.info, device
         self.datasets, self._topology = plan.datasets, plan.topology
         self._plan, self._engine_dtype = plan, engine_dtype

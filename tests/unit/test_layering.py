@@ -66,6 +66,32 @@ def test_every_import_goes_to_the_left(checkout: Path) -> None:
     assert wrong == []
 
 
+# What resolves a config, or takes one from a program.
+READS_CONFIG = {
+    "config",
+    "distributed/resolved_plan",
+    "distributed/table_resolution",
+    "distributed/stream_resolution",
+    "distributed/shard_placement",
+    "distributed/row_exchange/exchange_plan",
+    "replay/replay",
+    "replay/device_replay",
+    "replay/normalizer",
+    "replay/preview",
+    "engine",
+    "cli",
+}
+
+
+def test_below_the_resolved_plan_nothing_reads_a_config(checkout: Path) -> None:
+    files = sorted((checkout / PACKAGE).rglob("*.py"))
+    found = {
+        str(f.relative_to(checkout / PACKAGE).with_suffix("")) for f in files if "GearConfig" in f.read_text()
+    }
+    others = {name for name in found if name not in READS_CONFIG and name.split("/")[0] not in READS_CONFIG}
+    assert others == set()
+
+
 @pytest.mark.parametrize(
     ("source", "module", "is_package"),
     [

@@ -29,17 +29,17 @@ Replicate = Callable[[int], None]
 @pytest.fixture
 def replicate(monkeypatch: pytest.MonkeyPatch) -> Replicate:
     """A function that makes the next replays those of one of several replicas."""
-    make_plan = device_replay.make_plan
+    resolve = device_replay.resolve_plan
 
     def become(replica: int) -> None:
-        def plan_of(*arguments: Any) -> Any:
-            plan = make_plan(*arguments)
+        def plan_of(*arguments: Any, **options: Any) -> Any:
+            plan = resolve(*arguments, **options)
             places = tuple(RankCoordinates(number, REPLICAS) for number in range(REPLICAS))
             topology = Topology(replica, places, (0,) * REPLICAS)
             info = BatchInfo(plan.info.micro // REPLICAS, plan.info.accumulation, REPLICAS)
             return dataclasses.replace(plan, topology=topology, info=info)
 
-        monkeypatch.setattr(device_replay, "make_plan", plan_of)
+        monkeypatch.setattr(device_replay, "resolve_plan", plan_of)
 
     return become
 

@@ -14,9 +14,10 @@ from deepspeed_gear.config import parse
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import DatasetPart
 from deepspeed_gear.data.dataset_part_writer import write_parts
-from deepspeed_gear.distributed import config_resolution
 from deepspeed_gear.distributed.control_plane import ControlPlane
+from deepspeed_gear.distributed.resolved_plan import open_data
 from deepspeed_gear.distributed.shard_placement import non_empty, shard_of_node
+from deepspeed_gear.distributed.table_resolution import store_of
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.table_spec import Shard
@@ -110,11 +111,11 @@ def test_a_shard_has_the_sizes_of_its_trajectories(data: Path, tmp_path: Path, l
     parts = write_parts(whole, tmp_path / "out", np.array([0, 1, 4, 6]))
     for dataset in (whole, parts[1]):
         shards = {"main": Shard(1, 3, 1, 4)}
-        [spec] = config_resolution.table_specs(config, {"main": SCHEMA}, {"main": dataset}, [], 2, shards)
+        spec = store_of(config, "main", SCHEMA, dataset, [], 2, shards["main"])
         assert (spec.num_slots, spec.num_rows) == (3, 10 + 3)
         assert spec.shard == shards["main"]
         assert (spec.in_memory, spec.dataset, spec.first_id) == (load == "memory", dataset, 1)
-    [spec] = config_resolution.table_specs(config, {"main": SCHEMA}, {"main": whole}, [], 2)
+    spec = store_of(config, "main", SCHEMA, whole, [], 2)
     assert (spec.num_slots, spec.num_rows, spec.shard, spec.has_arrivals) == (6, 28, None, False)
 
 
@@ -127,12 +128,12 @@ def test_a_part_holds_no_other_shard(data: Path, tmp_path: Path, shard: Shard | 
     with pytest.raises(
         DataError, match=r"table main: .*part-1 must hold the trajectories .*, got 'part 1 of 3"
     ):
-        config_resolution.table_specs(config, {"main": SCHEMA}, {"main": mine}, [], 2, shards)
+        store_of(config, "main", SCHEMA, mine, [], 2, shards.get("main"))
 
 
 def test_one_part_of_one_is_everything(data: Path, tmp_path: Path) -> None:
     [mine] = write_parts(Dataset.open(data), tmp_path / "out", np.array([0, 6]))
-    [spec] = config_resolution.table_specs(parse(config_of(data)), {"main": SCHEMA}, {"main": mine}, [], 2)
+    spec = store_of(parse(config_of(data)), "main", SCHEMA, mine, [], 2)
     assert (spec.num_slots, spec.num_rows, spec.first_id) == (6, 28, 0)
 
 
@@ -158,7 +159,7 @@ def test_a_capacity_is_that_of_all_nodes(
     config, schema = parse(config_of(tables={"main": options})), form(SCHEMA)
     for index in range(count):
         shards = {"main": Shard(index, count)}
-        [spec] = config_resolution.table_specs(config, {"main": schema}, {}, [], 2, shards)
+        spec = store_of(config, "main", schema, None, [], 2, shards["main"])
         assert (spec.num_slots, spec.shard) == (slots, shards["main"])
         assert spec.num_rows == steps + (slots if schema.has_final_row else 0)
 
@@ -167,7 +168,7 @@ def test_the_longest_trajectory_must_fit_into_a_shard() -> None:
     config = parse(config_of(tables={"main": {"capacity_steps": 100, "max_length": 35}}))
     text = r"gear.tables.main.max_length must be at most 34, what each of 3 shards holds .* \(100\), got 35"
     with pytest.raises(ConfigError, match=text):
-        config_resolution.table_specs(config, {"main": SCHEMA}, {}, [], 2, {"main": Shard(1, 3)})
+        store_of(config, "main", SCHEMA, None, [], 2, Shard(1, 3))
 
 
 def test_a_group_must_fit_into_a_shard() -> None:
@@ -184,8 +185,8 @@ def test_a_group_must_fit_into_a_shard() -> None:
     shards = {"main": Shard(1, 4)}
     text = r"capacity_trajectories must hold the 4 trajectories of a group in each of 4 shards, got 11; .* 16"
     with pytest.raises(ConfigError, match=text):
-        config_resolution.table_specs(config, {"main": SCHEMA}, {}, [], 2, shards)
-    [spec] = config_resolution.table_specs(config, {"main": SCHEMA}, {}, [], 2, {"main": Shard(1, 3)})
+        store_of(config, "main", SCHEMA, None, [], 2, shards["main"])
+    spec = store_of(config, "main", SCHEMA, None, [], 2, Shard(1, 3))
     assert spec.num_slots == 4
 
 
@@ -208,8 +209,8 @@ def test_ranks_may_have_parts_of_one_whole(data: Path, tmp_path: Path) -> None:
     parts = write_parts(whole, tmp_path / "out", np.array([0, 1, 4, 6]))
     for mine in (whole, parts[0]):
         for other in (whole, parts[0], parts[2]):
-            found = config_resolution.open_data(Others(other), parse(config_of(mine.path)))
+            found = open_data(Others(other), parse(config_of(mine.path)))
             assert found["main"].fingerprint == mine.fingerprint
     other = Dataset.open(write_dataset(tmp_path / "other", [1, 2]))
     with pytest.raises(DataError, match="must be the same data set on all ranks"):
-        config_resolution.open_data(Others(other), parse(config_of(parts[0].path)))
+        open_data(Others(other), parse(config_of(parts[0].path)))

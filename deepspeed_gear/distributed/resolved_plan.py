@@ -1,0 +1,372 @@
+"""The plan of a replay: config, data and topology, read on every rank, compared, resolved in one place.
+
+What depends on a schema, a data set or the ranks is computed here, once; parts of a replay take it as values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import deepspeed_gear.arguments as arguments
+from deepspeed_gear.config import (
+    GearConfig,
+    ResolvedField,
+    TableConfig,
+    batch_sizes,
+    check_against,
+    difference,
+    ds_config,
+    parse,
+    refuse_batch_sizes,
+)
+from deepspeed_gear.config.cross_checks import check_lengths, check_ranks
+from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.data.dataset_statistics import ColumnStatistics
+from deepspeed_gear.distributed.control_plane import ControlPlane
+from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan, ReadNeeds, needs_of, routes_of
+from deepspeed_gear.distributed.sequence_sum import check_process_group
+from deepspeed_gear.distributed.shard_placement import ShardPlacement, place_tables
+from deepspeed_gear.distributed.stream_resolution import mixture_of, split_of, streams_of, weight_total
+from deepspeed_gear.distributed.table_resolution import (
+    ArrivalRoom,
+    check_holds_batch,
+    num_items_of,
+    store_of,
+    with_arrivals,
+    writing_of,
+)
+from deepspeed_gear.distributed.topology import RankCoordinates, Topology
+from deepspeed_gear.errors import ConfigError, DataError
+from deepspeed_gear.ops import Ops, load_backend
+from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
+from deepspeed_gear.sampling.mixture import Mixture
+from deepspeed_gear.sampling.stream_spec import StreamSpec
+from deepspeed_gear.schema import Schema
+from deepspeed_gear.store.table_spec import TableSpec
+
+
+@dataclass(frozen=True)
+class ResolvedTable:
+    """A table of a replay, from which its store, its streams and its exchanges are made.
+
+    Args:
+        dataset: This node's part of its data set; None: it has a capacity.
+        streams: By name; empty: it is not sampled.
+        store: Of this node; None: the table lies on devices.
+        exchange: Which node needs which of its rows; None: this node exchanges none.
+        rooms: Of each stream, where the rows of other nodes arrive in this node's store.
+        writing: What processes that only write read of the config; empty for a data set.
+    """
+
+    options: TableConfig
+    schema: Schema
+    dataset: Dataset | None
+    streams: Mapping[str, StreamSpec]
+    store: TableSpec | None = None
+    exchange: ExchangePlan | None = None
+    rooms: Mapping[str, ArrivalRoom] = field(default_factory=dict)
+    writing: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The plan of a replay, on which all ranks have agreed before there is a store.
+
+    Args:
+        exchange: The control plane between all ranks.
+        config: Options that need no resolution.
+        topology: Places and nodes of all ranks.
+        info: Sizes of a batch.
+        datasets: This node's data sets, by table.
+        fields: Of a whole batch.
+        needs: Fields that this rank reads of a batch.
+        placement: Which node holds which shards.
+        mixture: Numbers of samples from each sampled table; None: there is one.
+        tables: By name.
+        group: The process group whose ranks the topology counts; None for all.
+    """
+
+    exchange: ControlPlane
+    config: GearConfig
+    ops: Ops
+    topology: Topology
+    info: BatchInfo
+    datasets: Mapping[str, Dataset]
+    schemas: Mapping[str, Schema]
+    fields: Sequence[ResolvedField]
+    needs: ReadNeeds
+    placement: ShardPlacement
+    mixture: Mixture | None
+    tables: Mapping[str, ResolvedTable]
+    group: Any = None
+
+    @property
+    def holds_shard(self) -> bool:
+        """Whether this rank's node holds a part of the spread tables."""
+        return self.topology.node in self.placement.order
+
+    @property
+    def leads_shard(self) -> bool:
+        """Whether this rank is the one of its node that changes the node's shards."""
+        return self.topology.leads_node and self.holds_shard
+
+    @property
+    def leads_first_shard(self) -> bool:
+        """Whether this rank is the one that acts once for the shards of all nodes."""
+        return self.leads_shard and self.topology.node == self.placement.order[0]
+
+    def statistics(self, fields: Sequence[ResolvedField]) -> Mapping[str, ColumnStatistics]:
+        """Return the statistics of the training split that fields are normalised with, where they are."""
+        return self._statistics if any(field.normalize for field in fields) else {}
+
+    @cached_property
+    def _statistics(self) -> Mapping[str, ColumnStatistics]:
+        return statistics_of(self.config, self.datasets)
+
+
+def resolve_plan(
+    config: Mapping[str, Any] | GearConfig | str | Path,
+    process_group: Any,
+    schemas: Mapping[str, Schema] | None,
+    info: BatchInfo | None,
+    place: RankCoordinates | None,
+    *,
+    on_device: bool = False,
+) -> Resolved:
+    """Read config and data on every rank, compare and resolve. Collective; arguments are those of `Replay`.
+
+    Args:
+        on_device: Whether the tables must lie on devices.
+    Raises:
+        ConfigError, DataError, BuildError: On every rank.
+    """
+    if schemas is not None:
+        for name, schema in arguments.mapping("schemas", schemas, "table -> Schema").items():
+            arguments.one_of(f"schemas: {name}", schema, Schema, "a Schema")
+    arguments.one_of("info", info, (BatchInfo, type(None)), "a BatchInfo")
+    arguments.one_of("place", place, (RankCoordinates, type(None)), "a RankCoordinates")
+    exchange = ControlPlane(process_group)
+    agree = exchange.agree
+    options, ds_sizes = _read_config(exchange, config)
+    exchange.allow(options.rollout_timeout_s)
+    agree("the gear section", lambda: _check_placement(options, on_device))
+    ops = agree("loading the ops", lambda: load_backend(options.backend))
+    here = place or RankCoordinates(exchange.rank, exchange.world_size)
+    topology = Topology.discover(exchange, here)
+    if options.pack is not None:
+        agree("the process group", lambda: check_process_group(topology, process_group))
+    sizes = agree("the batch sizes", lambda: batch_info(options, topology, info, ds_sizes))
+    _compare_node(exchange, topology, options)
+    datasets = open_data(exchange, options)
+    longest = {name: dataset.longest for name, dataset in datasets.items()}
+    agree("the data sets", lambda: check_lengths(options, longest))
+    known = agree("the schemas", lambda: schemas_of(options, datasets, schemas))
+    fields = agree("the fields", lambda: fields_of(options, known, datasets))
+    needs = agree("the fields", lambda: needs_of(here, options, fields))
+    placement = place_tables(exchange, topology, options, datasets)
+    leads_shard = topology.leads_node and topology.node in placement.order
+    own = agree("the weights", lambda: _own_weights(options, datasets, fields))
+    of_nodes = [weights for weights in exchange.gather(own if leads_shard else None) if weights is not None]
+
+    def streams(name: str) -> dict[str, StreamSpec]:
+        dataset = datasets.get(name)
+        num_items = num_items_of(options, name, known[name], dataset)
+        weights = sum(node[name] for node in of_nodes) if name in own else None
+        placed = None if on_device else placement
+        return streams_of(options, name, dataset, num_items, fields, sizes, placed, weights)
+
+    def on_host(name: str, table: ResolvedTable) -> ResolvedTable:
+        streams, shard = list(table.streams.values()), placement.shards.get(name)
+        most = max((spec.batch for spec in streams), default=0)
+        store = store_of(options, name, table.schema, table.dataset, fields, topology.num_peers, shard, most)
+        if table.dataset is None and streams:
+            count = 1 if shard is None else shard.count
+            check_holds_batch(options, name, table.schema, table.streams[TRAIN], count)
+        routes, rooms = None, dict[str, ArrivalRoom]()
+        if streams and name in placement.spread and topology.node in placement.order:
+            routes = routes_of(topology, placement.order, options, fields, table.schema)
+            store, rooms = with_arrivals(options, store, routes, streams)
+        writing = writing_of(options, store)
+        return replace(table, store=store, exchange=routes, rooms=rooms, writing=writing)
+
+    def tables() -> dict[str, ResolvedTable]:
+        found = {
+            name: ResolvedTable(table, known[name], datasets.get(name), sampled.get(name, {}))
+            for name, table in options.resolved_tables.items()
+        }
+        return found if on_device else {name: on_host(name, table) for name, table in found.items()}
+
+    sampled = agree("the sampler", lambda: {name: streams(name) for name in options.sampled_tables})
+    return Resolved(
+        exchange,
+        options,
+        ops,
+        topology,
+        sizes,
+        datasets,
+        known,
+        fields,
+        needs,
+        placement,
+        mixture_of(options, sizes),
+        agree("the sizes of the tables", tables),
+        process_group,
+    )
+
+
+def _read_config(exchange: ControlPlane, given: Any) -> tuple[GearConfig, dict[str, Any]]:
+    """Parse the config on every rank and compare. Collective.
+
+    Returns:
+        The config, and the batch sizes of the ds_config around it, if there is one.
+    Raises:
+        ConfigError: It is wrong, or differs between ranks.
+    """
+    section, sizes = exchange.agree("reading the config", lambda: ds_config.read(given))
+    config = exchange.agree("the gear section", lambda: parse(section))
+    others = exchange.gather((config.to_json(), sizes))
+    first, first_sizes = others[0]
+    for rank, (other, other_sizes) in enumerate(others):
+        found = difference(parse(first), parse(other)) if other != first else []
+        if other_sizes != first_sizes:
+            found.append(f"batch sizes of the ds_config: {first_sizes} and {other_sizes}")
+        if found:
+            raise ConfigError(
+                "the gear section",
+                "must be the same on all ranks",
+                f"rank 0 and rank {rank}: {'; '.join(found)}",
+            )
+    return config, sizes
+
+
+def _check_placement(config: GearConfig, on_device: bool) -> None:
+    if config.on_device != on_device:
+        at = f"gear.tables.{config.sampled_tables[0]}.placement"
+        if on_device:
+            raise ConfigError(at, 'must be "device" for a DeviceReplay', "host", "use Replay")
+        raise ConfigError(at, 'must be "host" for a Replay', "device", "use DeviceReplay, or an engine")
+
+
+def _compare_node(exchange: ControlPlane, topology: Topology, config: GearConfig) -> None:
+    """Check that the ranks of a node have the same backend and `load` for their common store. Collective.
+
+    Raises:
+        ConfigError: Backend or `load` differ.
+    """
+    tables = config.resolved_tables.items()
+    mine: dict[str, str] = {"gear.backend": "cpu" if config.backend == "auto" else config.backend}
+    mine |= {f"gear.tables.{name}.data.load": t.data.load for name, t in tables if t.data is not None}
+    for rank, other in enumerate(exchange.gather(mine)):
+        for option, value in mine.items():
+            if topology.nodes[rank] == topology.node and other.get(option) != value:
+                raise ConfigError(
+                    option,
+                    "must be the same on all ranks of a node",
+                    f"rank {exchange.rank}: {value}, rank {rank}: {other.get(option)}",
+                )
+
+
+def open_data(exchange: ControlPlane, config: GearConfig) -> dict[str, Dataset]:
+    """Open the data sets on every rank and compare them. Collective.
+
+    Ranks of several nodes may have different parts of one whole.
+
+    Raises:
+        DataError: One is missing, broken, or not of the same whole on all ranks.
+    """
+    tables = config.resolved_tables.items()
+    data = exchange.agree(
+        "opening the data sets",
+        lambda: {name: Dataset.open(t.data.path) for name, t in tables if t.data is not None},
+    )
+    prints = {name: dataset.whole_fingerprint for name, dataset in data.items()}
+    for rank, other in enumerate(exchange.gather(prints)):
+        for name, fingerprint in prints.items():
+            if other[name] != fingerprint:
+                raise DataError(
+                    f"table {name}: {data[name].path}",
+                    "must be the same data set on all ranks",
+                    f"rank {exchange.rank}: {fingerprint[:12]}, rank {rank}: {other[name][:12]}",
+                    "copy it again; nodes may have parts of one whole, of one `gear split`",
+                )
+    return data
+
+
+def schemas_of(
+    config: GearConfig, data: Mapping[str, Dataset], given: Mapping[str, Schema] | None
+) -> dict[str, Schema]:
+    """Return the schema of each table: from its data set, its config, or the program."""
+    schemas: dict[str, Schema] = {}
+    for name, table in config.resolved_tables.items():
+        schema = data[name].schema if name in data else (table.schema or (given or {}).get(name))
+        if schema is not None:
+            schemas[name] = schema
+    unknown = sorted(set(given or {}) - set(config.resolved_tables))
+    if unknown:
+        raise ConfigError("schemas", "must be of tables in the config", unknown[0])
+    return schemas
+
+
+def fields_of(
+    config: GearConfig, schemas: Mapping[str, Schema], data: Mapping[str, Dataset]
+) -> list[ResolvedField]:
+    """Check the config against the schemas and return the fields of a batch."""
+    table = _statistics_table(config, data)
+    return check_against(config, schemas, False if table is None else set(data[table].statistics))
+
+
+def _statistics_table(config: GearConfig, data: Mapping[str, Dataset]) -> str | None:
+    """Return the table whose data set's statistics normalise fields: the first sampled one with one."""
+    return next((table for table in config.sampled_tables if table in data), None)
+
+
+def statistics_of(config: GearConfig, data: Mapping[str, Dataset]) -> Mapping[str, ColumnStatistics]:
+    """Return the statistics of the training split that fields are normalised with; none without a data set.
+
+    Cost: of another split than the data set's own, one pass over the data.
+    """
+    table = _statistics_table(config, data)
+    if table is None:
+        return {}
+    dataset = data[table]
+    split = split_of(config, table, dataset)
+    return dataset.statistics if dict(dataset.split) == split else dataset.statistics_for(split)
+
+
+def batch_info(
+    config: GearConfig, topology: Topology, given: BatchInfo | None, sizes: Mapping[str, Any]
+) -> BatchInfo:
+    """Return the sizes of a batch: those of an engine, a ds_config, the config, or of packed batches.
+
+    Raises:
+        ConfigError: They do not suit the ranks.
+    """
+    place = topology.place
+    if config.pack is not None:
+        worlds = place.data_world, place.tensor_world, place.pipe_world, place.sequence_world
+        check_ranks(config, place.data_world, place.sequence_world, place.pipe_world)
+        size = config.rollout_size
+        assert size is not None
+        return BatchInfo(1, 1, *worlds, items=size.size)
+    if given is not None or sizes:
+        refuse_batch_sizes(config)
+    if given is not None:
+        return given
+    if sizes:
+        return BatchInfo(*ds_config.micro_and_accumulation(sizes, place.data_world), place.data_world)
+    micro, _ = batch_sizes(config, place.data_world)
+    return BatchInfo(micro, config.gradient_accumulation_steps, place.data_world)
+
+
+def _own_weights(
+    config: GearConfig, datasets: Mapping[str, Dataset], fields: Sequence[ResolvedField]
+) -> dict[str, float]:
+    """Return the weights of the items that this node has, of sampled tables of which it has a part."""
+    held = {name: datasets[name] for name in config.sampled_tables if name in datasets}
+    return {
+        name: weight_total(config, fields, name, part) for name, part in held.items() if part.part is not None
+    }

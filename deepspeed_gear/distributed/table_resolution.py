@@ -1,0 +1,352 @@
+"""Resolution of a table: capacity, retention, groups, its store, and room for rows of other nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from deepspeed_gear.config import GearConfig, ResolvedField, TableConfig
+from deepspeed_gear.config.pack_options import room
+from deepspeed_gear.config.table_options import MOST_REMEMBERED, GroupConfig, RateLimiterConfig, VersionConfig
+from deepspeed_gear.config.types import defaults_of
+from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan
+from deepspeed_gear.distributed.row_exchange.row_messages import most_rows
+from deepspeed_gear.distributed.stream_resolution import read_columns
+from deepspeed_gear.errors import ConfigError, DataError
+from deepspeed_gear.sampling.stream_spec import StreamSpec
+from deepspeed_gear.schema import Schema
+from deepspeed_gear.store.eviction import policy_class
+from deepspeed_gear.store.group_spec import STATISTICS, GroupCondition, GroupSpec
+from deepspeed_gear.store.retention import UNLIMITED, RateLimiter, Retention
+from deepspeed_gear.store.table_spec import Shard, TableSpec, spare_rows_for
+from deepspeed_gear.store.writer_options import options_of, with_schema
+
+STEPS_PER_SLOT, LEAST_SLOTS = 16, 1024  # trajectories of a table whose config gives no number
+EDGE = 2  # rows on both sides of the arrivals, which belong to no trajectory
+
+
+_DEFAULTS = {
+    "table": defaults_of(TableConfig),
+    "rate_limiter": defaults_of(RateLimiterConfig),
+    "version": defaults_of(VersionConfig),
+    "group": defaults_of(GroupConfig),
+}
+
+
+def capacity_of(name: str, table: TableConfig, schema: Schema, count: int) -> tuple[int, int]:
+    """Return the steps and trajectories that fit into one of `count` equal shards of a table with a capacity.
+
+    Raises:
+        ConfigError: The longest trajectory or a group does not fit into one shard, or the bytes hold no step.
+    """
+    whole = table.capacity_steps or (table.capacity_bytes or 0) // schema.row_bytes
+    if whole < 1:
+        rule = f"must hold a step ({schema.row_bytes} bytes)"
+        raise ConfigError(f"gear.tables.{name}.capacity_bytes", rule, table.capacity_bytes)
+    slots = table.capacity_trajectories or min(whole, max(LEAST_SLOTS, whole // STEPS_PER_SLOT))
+    steps = -(-whole // count)
+    if table.max_length is not None and table.max_length > steps:
+        raise ConfigError(
+            f"gear.tables.{name}.max_length",
+            f"must be at most {steps}, what each of {count} shards holds of capacity_steps ({whole})",
+            table.max_length,
+            "raise capacity_steps, or use fewer shards",
+        )
+    slots_each = -(-slots // count)
+    most = 1 if table.group is None else table.group.max_trajectories or table.group.size
+    if most > slots_each:
+        raise ConfigError(
+            f"gear.tables.{name}.capacity_trajectories",
+            f"must hold the {most} trajectories of a group in each of {count} shards",
+            table.capacity_trajectories,
+            f"at least {most * count}",
+        )
+    return steps, slots_each
+
+
+def environment_sizes(name: str, table: TableConfig, schema: Schema) -> tuple[int, int]:
+    """Return the rows and slots of each environment of a table to which steps are added one by one.
+
+    They do not depend on the number of replicas. One slot is spare, so that no call frees a slot and uses it.
+
+    Raises:
+        ConfigError: The bytes do not hold two longest trajectories of each environment.
+    """
+    assert table.num_envs is not None
+    assert table.max_length is not None
+    steps, slots = capacity_of(name, table, schema, 1)
+    envs, longest, final = table.num_envs, table.max_length, int(schema.has_final_row)
+    if steps < 2 * envs * longest:
+        rule = f"must hold {2 * envs * longest} steps, two longest trajectories per environment"
+        raise ConfigError(f"gear.tables.{name}.capacity_bytes", rule, table.capacity_bytes)
+    own_slots = max(-(-slots // envs), longest + 1)
+    rows = -(-steps // envs) + own_slots * final + longest + final  # a wrap may skip a longest trajectory
+    # While a trajectory is open, its environment moves on by less: it is never the one that is evicted.
+    least = longest + final + (1 + final) * (longest + 1)
+    return max(rows, least), own_slots + 1
+
+
+def check_holds_batch(config: GearConfig, name: str, schema: Schema, stream: StreamSpec, count: int) -> None:
+    """Raise if a table can never hold the items of a global batch at once, so that none is ever drawn.
+
+    Args:
+        name: Of the table, which has a capacity.
+        count: Stores that hold it together.
+    Raises:
+        ConfigError: It is too small.
+    """
+    table, sampler, samples = config.resolved_tables[name], stream.sampler, stream.num_samples(0)
+    queue = table.rate_limiter is not None and table.rate_limiter.queue is not None
+    if not (sampler.each_once or sampler.drops_tail):
+        samples = -(-samples // table.max_times_sampled) if table.max_times_sampled and not queue else 0
+    steps, slots = capacity_of(name, table, schema, count)
+    if stream.rule.unit == "step":
+        option, held, needed, what = "capacity_steps", steps * count, samples, "steps"
+    else:
+        least = 1 if table.group is None else table.group.min_size or table.group.size
+        held, needed, what = slots // least * least * count, samples * least, "trajectories"
+        option = "capacity_trajectories"
+        if steps * count < needed:  # of one step each
+            option, held = "capacity_steps", steps * count
+    if held < needed:
+        rule = f"must be at least the {what} of a batch ({needed})"
+        remedy = "raise it, or lower the size of the batch: no batch would ever be complete"
+        raise ConfigError(f"gear.tables.{name}.{option}", rule, held, remedy)
+
+
+def num_items_of(config: GearConfig, name: str, schema: Schema, dataset: Dataset | None) -> int:
+    """Return an upper bound on the items that a table ever holds; the same for any number of nodes.
+
+    Args:
+        dataset: This node's part of its data set; None: the table has a capacity.
+    Raises:
+        ConfigError: The bytes hold no step.
+    """
+    by_step = config.item_sampler.unit == "step"
+    if dataset is not None:
+        whole = dataset.num_steps if dataset.part is None else dataset.part.steps
+        return whole if by_step else dataset.num_trajectories_of_whole
+    table = config.resolved_tables[name]
+    if table.num_envs is not None and table.max_length is not None:
+        return table.num_envs * environment_sizes(name, table, schema)[0 if by_step else 1]
+    steps = table.capacity_steps or (table.capacity_bytes or 0) // schema.row_bytes
+    slots = max(capacity_of(name, table, schema, 1)[1], -(-steps // (table.max_length or steps)))
+    # A ring on a device has rows for one more trajectory; steps may lie in rows kept for final ones.
+    return steps + slots + (table.max_length or 0) if by_step else slots
+
+
+def group_spec_of(group: GroupConfig, schema: Schema, read: Iterable[str], num_slots: int = 0) -> GroupSpec:
+    """Return the specification of a table's groups.
+
+    Args:
+        num_slots: Trajectories that the store can hold; 0: it is a data set, which no group leaves.
+        read: The columns that batches and the sampler read, or that its options name.
+    """
+    conditions = []
+    for column, condition in group.where.items():
+        for statistic in STATISTICS:
+            bounds = getattr(condition, statistic)
+            if bounds is not None:
+                conditions.append(GroupCondition(column, statistic, bounds.min, bounds.max))
+    needed, remember = set(read), group.remember
+    if remember is None:
+        remember = 0 if group.after_s is None else MOST_REMEMBERED
+        remember = min(remember, num_slots // group.size)
+    return GroupSpec(
+        column=group.column,
+        size=group.size,
+        member=group.member,
+        late=tuple(column.name for column in schema.late_columns if column.name in needed),
+        after_s=group.after_s,
+        min_size=group.min_size or 0,
+        where=tuple(conditions),
+        max_trajectories=group.max_trajectories or group.size,
+        remember=remember,
+    )
+
+
+def retention_of(config: GearConfig, name: str, capacity: tuple[int, int], batch: int) -> Retention:
+    """Return the retention of the trajectories of a table with a capacity.
+
+    Args:
+        capacity: Steps and trajectories that a store holds.
+        batch: Samples of a global batch that come from the table.
+    Raises:
+        ConfigError: The rate limiter never admits a batch, or there is no such eviction policy.
+    """
+    table, at = config.resolved_tables[name], f"gear.tables.{name}"
+    policy_class(table.remove, f"{at}.remove")
+    queue = table.rate_limiter is not None and table.rate_limiter.queue is not None
+    times = table.max_times_sampled or int(queue)
+    steps, trajectories = capacity if table.remove != "none" else (UNLIMITED, UNLIMITED)
+    rate = None if table.rate_limiter is None else _rate(config, table, table.rate_limiter, batch, at)
+    retention = Retention(table.remove, table.keep_best, steps, trajectories, times, rate, table.max_age)
+    if table.version is None:
+        return retention
+    version = table.version
+    waits = version.on_stale == "wait"
+    return replace(retention, version_column=version.column, max_lag=version.max_lag, waits=waits)
+
+
+def _rate(
+    config: GearConfig, table: TableConfig, rate: RateLimiterConfig, batch: int, at: str
+) -> RateLimiter:
+    unit = config.item_sampler.unit
+    if rate.queue is not None:
+        if rate.queue < batch:
+            rule = f"must be at least a global batch ({batch})"
+            raise ConfigError(f"{at}.rate_limiter.queue", rule, rate.queue)
+        return RateLimiter.queue(unit, rate.queue)
+    if rate.samples_per_insert is None:
+        return RateLimiter.least_size(unit, rate.min_size)
+    longest = (table.max_length or 1) if unit == "step" else 1
+    # The longest addition must be admitted while a batch waits, and while one item is missing at first.
+    least = (batch + rate.samples_per_insert * longest) / 2
+    least = max(least, rate.samples_per_insert * (longest - 1))
+    buffer = rate.error_buffer
+    if buffer is None:
+        buffer = max(least, rate.samples_per_insert * rate.min_size)
+    if buffer < least:
+        raise ConfigError(
+            f"{at}.rate_limiter.error_buffer",
+            f"must be at least {least:g}",
+            buffer,
+            f"half of a global batch ({batch}) and of what the longest addition brings, and what it brings "
+            "without one item, or both sides wait",
+        )
+    return RateLimiter.ratio(unit, rate.min_size, rate.samples_per_insert, buffer)
+
+
+def store_of(
+    config: GearConfig,
+    name: str,
+    schema: Schema,
+    dataset: Dataset | None,
+    fields: Sequence[ResolvedField],
+    num_peers: int,
+    shard: Shard | None = None,
+    batch: int = 0,
+) -> TableSpec:
+    """Return the sizes of this node's store of a table, without rows for arrivals.
+
+    Args:
+        dataset: What this node has of its data set; None: the table has a capacity.
+        fields: Of a whole batch.
+        num_peers: Processes of the node that attach.
+        shard: What the store holds; None: the whole table.
+        batch: Samples of a global batch that come from the table, at most.
+    Raises:
+        DataError: The shard is not in what the node has of the data set.
+        ConfigError: The longest trajectory does not fit into one shard.
+    """
+    table, is_sampled = config.resolved_tables[name], name in config.sampled_tables
+    returns = is_sampled and any(field.derived == "return_to_go" for field in fields)
+    read = read_columns(config.item_sampler, fields, table.group)
+    if dataset is not None:
+        assert table.data is not None
+        own = dataset.first_id, dataset.first_id + len(dataset)
+        first, end = (0, dataset.num_trajectories_of_whole) if shard is None else (shard.first, shard.end)
+        if not (own[0] <= first <= end <= own[1]):
+            raise DataError(
+                f"table {name}: {dataset.path}",
+                f"must hold the trajectories {first} to {end - 1}",
+                str(dataset.part or f"{len(dataset)} trajectories"),
+                "give this node the whole data set, or its own part and every other node another one",
+            )
+        return TableSpec(
+            name,
+            schema,
+            num_slots=end - first,
+            num_rows=dataset.row_of(end - own[0]) - dataset.row_of(first - own[0]),
+            dataset=dataset,
+            in_memory=table.data.load == "memory",
+            return_to_go=returns,
+            num_peers=num_peers,
+            shard=shard,
+            group=None if table.group is None else group_spec_of(table.group, schema, read),
+        )
+    steps, slots = capacity_of(name, table, schema, 1 if shard is None else shard.count)
+    rows, longest = steps + (slots if schema.has_final_row else 0), table.max_length
+    retention = retention_of(config, name, (steps, slots), batch)
+    spare = spare_rows_for(retention, rows, None if longest is None else longest + int(schema.has_final_row))
+    return TableSpec(
+        name,
+        schema,
+        num_slots=slots,
+        num_rows=rows + spare,
+        dataset=None,
+        in_memory=True,
+        return_to_go=returns,
+        num_peers=num_peers,
+        shard=shard,
+        num_writers=table.writers,
+        retention=retention,
+        spare_rows=spare,
+        group=None if table.group is None else group_spec_of(table.group, schema, read, slots),
+        whole_fields=tuple(field.name for field in fields if field.needs_episode) if is_sampled else (),
+    )
+
+
+@dataclass(frozen=True)
+class ArrivalRoom:
+    """Rows and slots of a store for the rows that a stream receives from other nodes, for one selection."""
+
+    first_row: int
+    num_rows: int
+    first_slot: int
+    num_slots: int
+
+
+def with_arrivals(
+    config: GearConfig, store: TableSpec, exchange_plan: ExchangePlan, streams: Sequence[StreamSpec]
+) -> tuple[TableSpec, dict[str, ArrivalRoom]]:
+    """Return a store with rows and slots for what arrives from other nodes, and those of each stream.
+
+    Raises:
+        ConfigError: Trajectories may have any length, and goals are drawn from all of their steps.
+    """
+    dataset, table = store.dataset, config.resolved_tables[store.name]
+    longest = table.max_length if dataset is None else dataset.longest
+    if config.pack is not None:
+        # All streams share the room: it is for one rollout batch, of whole trajectories.
+        most_steps, slots = room(config.pack), max(spec.most_records for spec in streams)
+        most = min(longest or most_steps, most_steps) + exchange_plan.final_row
+        if dataset is not None:  # a mapped one copies its own rows, too
+            slots = min(slots, dataset.num_trajectories_of_whole)
+            rows = slots * most
+        else:
+            others = exchange_plan.num_nodes - 1
+            slots = min(slots, others * store.num_slots)
+            rows = min(slots * most, others * store.num_rows)
+        rooms = {spec.name: ArrivalRoom(EDGE, rows, 0, slots) for spec in streams}
+        return replace(store, arrival_rows=rows + 2 * EDGE, arrival_slots=slots), rooms
+    if longest is None:
+        if any(need.goals for need in exchange_plan.needs):
+            rule = "must be given where goals are relabelled on several nodes"
+            raise ConfigError(f"gear.tables.{store.name}.max_length", rule, None)
+        longest = table.capacity_steps or 0
+    most = most_rows(exchange_plan.needs, longest, 0 if config.n_step is None else config.n_step.n)
+    # For depth 2 and 3 samples of at most 5 rows, a stream has 30 rows and 6 slots.
+    rooms, row, slot = {}, most + EDGE, 0
+    for spec in streams:
+        wanted = exchange_plan.most_wanted(spec.batch)
+        rooms[spec.name] = ArrivalRoom(row, wanted * most, slot, wanted)
+        row, slot = row + spec.depth * wanted * most, slot + spec.depth * wanted
+    return replace(store, arrival_rows=row + most + EDGE, arrival_slots=slot), rooms
+
+
+def writing_of(config: GearConfig, spec: TableSpec) -> dict[str, Any]:
+    """Return the description of a table for processes that only write; empty for a data set."""
+    if spec.dataset is not None:
+        return {}
+    table = config.resolved_tables[spec.name]
+    given = with_schema(table.model_dump(mode="json", by_alias=True), spec.schema)
+    return {
+        "max_length": table.max_length,
+        "weight": config.item_sampler.weight_column,
+        "timeout_s": config.timeout_s if table.rate_limiter is None else table.rate_limiter.timeout_s,
+        "options": options_of(config.seed, spec.name, given),
+        "defaults": {"seed": defaults_of(GearConfig)["seed"], **_DEFAULTS},
+    }
