@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -109,6 +109,19 @@ def show_bytes(count: float) -> str:
     while count >= 1024 and len(units) > 1:
         count, units = count / 1024, units[1:]
     return f"{count:.3g} {units[0]}" if count < 1000 else f"{count:.0f} {units[0]}"
+
+
+def error_to_json(error: GearError) -> dict[str, Any]:
+    """Return an error's kind and parts, JSON-able; `error_from_json` reverses it."""
+    _, (name, rule, value, remedy) = error.__reduce__()
+    return {"kind": type(error).__name__, "name": name, "rule": rule, "value": value, "remedy": remedy}
+
+
+def error_from_json(parts: Mapping[str, Any]) -> GearError:
+    """Return an error of its kind; a PeerError for a kind that this version does not have."""
+    kind = globals().get(str(parts["kind"]), PeerError)
+    known = isinstance(kind, type) and issubclass(kind, GearError)
+    return (kind if known else PeerError)(*(parts[key] for key in ("name", "rule", "value", "remedy")))
 
 
 _RAISED = " [raised on "

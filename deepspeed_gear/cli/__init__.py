@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+
 
 def grid_of(heads: list[str], rows: list[list[str]], num_left: int = 1) -> list[str]:
     """Align a table: the first `num_left` columns to the left, the rest to the right."""
@@ -14,3 +19,11 @@ def grid_of(heads: list[str], rows: list[list[str]], num_left: int = 1) -> list[
         )
         lines.append("  ".join(cells).rstrip())
     return lines
+
+
+def grouped(things: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
+    """Return the things with equal keys together, in the order of their first ones."""
+    groups: dict[Hashable, list[T]] = {}
+    for thing in things:
+        groups.setdefault(key(thing), []).append(thing)
+    return list(groups.values())

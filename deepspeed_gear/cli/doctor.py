@@ -11,18 +11,19 @@ import resource
 import shutil
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from deepspeed_gear.cli import ssh_hosts
+from deepspeed_gear.cli import grouped, ssh_hosts
 from deepspeed_gear.errors import (
     ConfigError,
     DataError,
     GearError,
     PeerError,
     StoreError,
+    error_from_json,
+    error_to_json,
     show_bytes,
 )
 from deepspeed_gear.ops import stale_locks
@@ -36,7 +37,6 @@ SHM = "/dev/shm"
 _PACKAGES = ("torch", "deepspeed", "numpy", "pydantic")
 _MARK = "GEAR-NODE "
 _HERE = "here"
-_MAX_CONNECTIONS = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,41 +82,30 @@ def run(options: argparse.Namespace) -> int:
         reports: dict[str, dict[str, Any]] = {_HERE: examine(data)}
     else:
         hosts = ssh_hosts.read_hostfile(options.hostfile)
-        reports, problems = ask_all(list(hosts), data, options.timeout)
+        probe = ["-m", "deepspeed_gear.cli.main", "doctor", "--node", *(["--data", data] if data else [])]
+        print(f"gear: examining {len(hosts)} hosts", file=sys.stderr, flush=True)
+        reports, problems = ssh_hosts.on_each(
+            hosts, lambda host: read_answer(host, ssh_hosts.run_on(host, probe, options.timeout))
+        )
     problems += problems_of(reports, hosts)
     if len(reports) > 1 and not options.no_network:
         print("gear: connecting each two hosts", file=sys.stderr, flush=True)
         problems += ssh_hosts.unreachable(list(reports), options.timeout)
-    for line in (*registration_lines(reports), *(f"problem: {problem}" for problem in problems)):
-        print(line)
+    for host, facts in reports.items():
+        why = facts["not_registered"]
+        text = f"none can be registered, batches are staged: {why}" if why else "all may be registered"
+        print(f"registration: {host}: {text}")
+    for problem in problems:
+        print(f"problem: {problem}")
     print(f"{len(problems)} problem{'' if len(problems) == 1 else 's'}")
     if options.json:
-        found = {"hosts": reports, "problems": [parts_of(problem) for problem in problems]}
+        found = {"hosts": reports, "problems": [error_to_json(problem) for problem in problems]}
         try:
             Path(options.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
             rule = "must be a writable file"
             raise DataError(options.json, rule, error.strerror, "choose another --json") from error
     return int(bool(problems))
-
-
-def ask_all(
-    hosts: Sequence[str], data: str | None, timeout_s: float
-) -> tuple[dict[str, dict[str, Any]], list[GearError]]:
-    """Run the probe on all hosts at once; a host that does not answer is an error in the second list."""
-    probe = ["-m", "deepspeed_gear.cli.main", "doctor", "--node", *(["--data", data] if data else [])]
-
-    def ask(host: str) -> dict[str, Any] | GearError:
-        try:
-            return read_answer(host, ssh_hosts.run_on(host, probe, timeout_s))
-        except GearError as error:
-            return error
-
-    print(f"gear: examining {len(hosts)} hosts", file=sys.stderr, flush=True)
-    with ThreadPoolExecutor(min(len(hosts), _MAX_CONNECTIONS)) as pool:
-        answers = dict(zip(hosts, pool.map(ask, hosts), strict=True))
-    reports = {host: answer for host, answer in answers.items() if not isinstance(answer, GearError)}
-    return reports, [answer for answer in answers.values() if isinstance(answer, GearError)]
 
 
 def read_answer(host: str, stdout: str) -> dict[str, Any]:
@@ -145,7 +134,10 @@ def examine(data: str | None = None) -> dict[str, Any]:
     import torch
 
     from deepspeed_gear import __version__
+    from deepspeed_gear.data.dataset import Dataset
+    from deepspeed_gear.ops.load import load_native
     from deepspeed_gear.ops.native_op import CpuOp
+    from deepspeed_gear.store.cuda_registration import why_impossible
 
     versions = {"python": platform.python_version(), "deepspeed_gear": __version__}
     for package in _PACKAGES:
@@ -163,8 +155,17 @@ def examine(data: str | None = None) -> dict[str, Any]:
         address = socket.gethostbyname(socket.gethostname())
     except OSError:
         address = ""
+    native_error = None
+    try:
+        load_native()
+    except GearError as error:
+        native_error = error_to_json(error)
+    try:
+        not_registered = why_impossible()
+    except (GearError, RuntimeError) as error:
+        not_registered = str(error)
     boot_id, infiniband = Path("/proc/sys/kernel/random/boot_id"), Path("/sys/class/infiniband")
-    facts = {
+    facts: dict[str, Any] = {
         "hostname": socket.gethostname(),
         "boot_id": boot_id.read_text().strip() if boot_id.exists() else "",
         "address": address,
@@ -176,68 +177,22 @@ def examine(data: str | None = None) -> dict[str, Any]:
         "infiniband": sorted(os.listdir(infiniband)) if infiniband.exists() else [],
         "versions": versions,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "native_error": _native_error(),
+        "native_error": native_error,
         "native_sources": CpuOp().source_digest()[:16],
-        "not_registered": _why_not_registered(),
-        "gathering": _transfers(),
-        "stale_locks": [parts_of(stale_locks.as_error(lock)) for lock in stale_locks.find()],
+        "not_registered": not_registered,  # why CUDA cannot read shared memory in place; "": it can
+        "stale_locks": [error_to_json(stale_locks.as_error(lock)) for lock in stale_locks.find()],
     }
-    return {**facts, "data": _data(data)} if data else facts
-
-
-def _native_error() -> dict[str, str] | None:
-    from deepspeed_gear.ops.load import load_native
-
-    try:
-        load_native()
-    except GearError as error:
-        return parts_of(error)
-    return None
-
-
-def _why_not_registered() -> str:
-    """Return why CUDA cannot read shared memory in place here; empty if it can."""
-    from deepspeed_gear.store.cuda_registration import why_impossible
-
-    try:
-        return why_impossible()
-    except (GearError, RuntimeError) as error:
-        return str(error)
-
-
-def _transfers() -> list[dict[str, Any]]:
-    """Return the transfers of this user's running processes, one entry per table and process."""
-    from deepspeed_gear.store.live_stores import living_stores
-    from deepspeed_gear.store.records import Peer
-
-    found = []
-    for store in living_stores():
-        peers, notes = store.views["peers"], store.views["transfer"]
-        for peer, note in zip(peers.tolist(), notes, strict=False):
-            if peer[Peer.REGISTERED] > 0 and peer[Peer.PID] in store.processes:
-                way, _, why = note.tobytes().rstrip(b"\0").decode(errors="replace").partition("; ")
-                sizes = {
-                    "registered_bytes": peer[Peer.REGISTERED] - 1,
-                    "store_bytes": store.layout.total_bytes,
-                }
-                found.append(
-                    {"process": peer[Peer.PID], "table": store.table, "way": way, "why": why, **sizes}
-                )
-    return found
-
-
-def _data(path: str) -> dict[str, Any]:
-    from deepspeed_gear.data.dataset import Dataset
-
-    try:
-        dataset = Dataset.open(path)
-    except GearError as error:
-        return {"error": parts_of(error)}
-    return {
-        "fingerprint": dataset.whole_fingerprint,  # nodes may have parts of one whole
-        "num_trajectories": len(dataset.lengths),
-        "num_steps": int(dataset.lengths.sum()),
-    }
+    if data:
+        try:
+            dataset = Dataset.open(data)
+            facts["data"] = {
+                "fingerprint": dataset.whole_fingerprint,  # nodes may have parts of one whole
+                "num_trajectories": len(dataset.lengths),
+                "num_steps": int(dataset.lengths.sum()),
+            }
+        except GearError as error:
+            facts["data"] = {"error": error_to_json(error)}
+    return facts
 
 
 # ---- problems ------------------------------------------------------------------------------------
@@ -250,18 +205,16 @@ def problems_of(reports: Mapping[str, Facts], slots: Mapping[str, int] | None = 
         reports: Of `examine`, by host.
         slots: Ranks on each host, where a hostfile names them.
     """
-    alone = (
-        problem
-        for host, facts in reports.items()
-        for problem in _alone(host, facts, (slots or {}).get(host, 0), len(reports) > 1)
-    )
-    return [*alone, *_compared(reports)]
+    problems: list[GearError] = []
+    for host, facts in reports.items():
+        problems += _alone(host, facts, (slots or {}).get(host, 0), len(reports) > 1)
+    return [*problems, *_compared(reports)]
 
 
 def _alone(host: str, facts: Facts, slots: int, has_peers: bool) -> Iterator[GearError]:
-    native = [facts["native_error"]] if facts["native_error"] else []
-    for error in [*native, *facts.get("stale_locks", [])]:
-        yield _of_host(GearError, host, error)
+    data_error = facts.get("data", {}).get("error")
+    for parts in filter(None, [facts["native_error"], *facts["stale_locks"], data_error]):
+        yield error_from_json({**parts, "name": f"host {host}: {parts['name']}"})
     if facts["shm_free_bytes"] < MIN_SHM_BYTES:
         yield StoreError(
             f"host {host}: /dev/shm",
@@ -296,84 +249,34 @@ def _alone(host: str, facts: Facts, slots: int, has_peers: bool) -> Iterator[Gea
 
 
 def _compared(reports: Mapping[str, Facts]) -> Iterator[GearError]:
-    for hosts in _groups(reports, lambda facts: (facts["hostname"], facts["boot_id"])).values():
+    for hosts in grouped(reports, lambda host: (reports[host]["hostname"], reports[host]["boot_id"])):
         if len(hosts) > 1:
             name, known = f"hosts {', '.join(hosts)}", reports[hosts[0]]["hostname"]
             remedy = "name each machine once, with all its slots"
             yield ConfigError(name, "must be different machines", known, remedy)
-    packages = dict.fromkeys(package for facts in reports.values() for package in facts["versions"])
-    for package in packages:
-        groups = _groups(reports, lambda facts, package=package: facts["versions"].get(package, "none"))
-        if len(groups) > 1:
-            rule, remedy = (
-                "must have the same version on all hosts",
-                "install the same environment everywhere",
-            )
-            yield GearError(package, rule, _show_groups(groups), remedy)
-    groups = _groups(reports, lambda facts: facts["native_sources"])
+    versions = {host: facts["versions"] for host, facts in reports.items()}
+    remedy = "install the same environment everywhere"
+    for package in dict.fromkeys(package for each in versions.values() for package in each):
+        known = {host: each.get(package, "none") for host, each in versions.items()}
+        yield from _differences(GearError, package, known, remedy)
+    sources = {host: facts["native_sources"] for host, facts in reports.items()}
+    remedy = "install the same commit of deepspeed_gear everywhere"
+    yield from _differences(GearError, "the sources of the native op", sources, remedy)
+    opened = {host: facts.get("data", {}) for host, facts in reports.items()}
+    fingerprints = {host: data["fingerprint"][:16] for host, data in opened.items() if "fingerprint" in data}
+    remedy = "copy the data set from one host to the others"
+    yield from _differences(DataError, "the data set's fingerprint", fingerprints, remedy)
+
+
+def _differences(
+    kind: type[GearError], name: str, values: Mapping[str, str], remedy: str
+) -> Iterator[GearError]:
+    """Name up to three hosts of each value: "2.4 on node0, node1; 2.5 on node2"."""
+    groups = grouped(values, values.__getitem__)
     if len(groups) > 1:
-        name, remedy = "the sources of the native op", "install the same commit of deepspeed_gear everywhere"
-        yield GearError(name, "must be the same on all hosts", _show_groups(groups), remedy)
-    opened = {host: facts["data"] for host, facts in reports.items() if "data" in facts}
-    for host, data in opened.items():
-        if "error" in data:
-            yield _of_host(DataError, host, data["error"])
-    whole = {host: data for host, data in opened.items() if "error" not in data}
-    groups = _groups(whole, lambda data: data["fingerprint"][:16])
-    if len(groups) > 1:
-        name, remedy = "the data set's fingerprint", "copy the data set from one host to the others"
-        yield DataError(name, "must be the same on all hosts", _show_groups(groups), remedy)
-
-
-def parts_of(error: GearError) -> dict[str, str]:
-    """Return an error's parts, JSON-able."""
-    value = "" if error.value is None else str(error.value)
-    return {"name": error.name, "rule": error.rule, "value": value, "remedy": error.remedy}
-
-
-def _of_host(kind: type[GearError], host: str, parts: Mapping[str, str]) -> GearError:
-    """Return the error of a host from its parts."""
-    return kind(f"host {host}: {parts['name']}", parts["rule"], parts["value"] or None, parts["remedy"])
-
-
-def registration_lines(reports: Mapping[str, Facts]) -> list[str]:
-    """Return, for each machine, how much of its shared memory CUDA can read in place, and why not more.
-
-    For processes that run there: how much each has registered.
-    """
-    lines = []
-    for host, facts in reports.items():
-        limit = facts["memlock_bytes"]
-        text = f"none can be registered, batches are staged: {facts['not_registered']}"
-        if not facts["not_registered"]:
-            text = (
-                f"all of {show_bytes(facts['shm_bytes'])} may be registered, up to "
-                "gear.transfer.register_bytes; the limit of locked memory is "
-                f"{'unlimited' if limit is None else show_bytes(limit)}; "
-                'mapped files (data.load "mmap") are staged'
-            )
-        lines.append(f"registration: {host}: {text}")
-        for known in facts.get("gathering", []):
-            why = f"; not more: {known['why']}" if known["why"] else ""
-            lines.append(
-                f"registration: {host}: process {known['process']} gathers from table {known['table']} "
-                f"by the way {known['way']}, with {show_bytes(known['registered_bytes'])} of "
-                f"{show_bytes(known['store_bytes'])} registered{why}"
-            )
-    return lines
-
-
-def _groups(items: Mapping[str, Any], key: Any) -> dict[Any, list[str]]:
-    """Group hosts by what `key` makes of their items."""
-    groups: dict[Any, list[str]] = {}
-    for host, item in items.items():
-        groups.setdefault(key(item), []).append(host)
-    return groups
-
-
-def _show_groups(groups: Mapping[str, Sequence[str]]) -> str:
-    """Name up to three hosts of each group: "2.4 on node0, node1; 2.5 on node2"."""
-    return "; ".join(
-        f"{value} on {', '.join(hosts[:3])}" + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else "")
-        for value, hosts in groups.items()
-    )
+        shown = "; ".join(
+            f"{values[hosts[0]]} on {', '.join(hosts[:3])}"
+            + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else "")
+            for hosts in groups
+        )
+        yield kind(name, "must be the same on all hosts", shown, remedy)

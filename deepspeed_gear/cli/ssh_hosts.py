@@ -16,10 +16,12 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
+from typing import TypeVar
 
 from deepspeed_gear.errors import ConfigError, GearError, PeerError
 
@@ -33,6 +35,7 @@ FORWARDED = (
 _MODULE = ("-m", "deepspeed_gear.cli.ssh_hosts")
 _CONNECT_S = 10.0
 _IDLE_S = 60.0
+T = TypeVar("T")
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)")
 
 
@@ -109,6 +112,21 @@ def run_on(host: str, arguments: Sequence[str], timeout_s: float) -> str:
     return stdout
 
 
+def on_each(hosts: Collection[str], act: Callable[[str], T]) -> tuple[dict[str, T], list[GearError]]:
+    """Call a function for all hosts at once; return its results, and the errors of the other hosts."""
+
+    def attempt(host: str) -> T | GearError:
+        try:
+            return act(host)
+        except GearError as error:
+            return error
+
+    with ThreadPoolExecutor(max(1, len(hosts))) as pool:
+        answers = dict(zip(hosts, pool.map(attempt, hosts), strict=True))
+    results = {host: answer for host, answer in answers.items() if not isinstance(answer, GearError)}
+    return results, [answer for answer in answers.values() if isinstance(answer, GearError)]
+
+
 def unanswered(host: str, timeout_s: float) -> PeerError:
     """Return the error of a host that is too slow."""
     return PeerError(
@@ -140,54 +158,38 @@ def unreachable(hosts: Sequence[str], timeout_s: float) -> list[GearError]:
     host, all at once.
     """
     token = secrets.token_hex(8)
-    problems: list[GearError] = []
-    ports: dict[str, str] = {}
-    with ExitStack() as servers, ThreadPoolExecutor(len(hosts)) as pool:
+    with ExitStack() as servers:
 
-        def listen(host: str) -> str | GearError:
+        def listen(host: str) -> str:
             server = servers.enter_context(start_on(host, [*_MODULE, "serve", token], timeout_s))
             servers.callback(server.kill)
-            try:
-                return _port_of(server, host, timeout_s)
-            except GearError as error:
-                return error
+            assert server.stdout is not None
+            assert server.stderr is not None
+            if not select.select([server.stdout], [], [], timeout_s)[0]:
+                raise unanswered(host, timeout_s)
+            port = server.stdout.readline().strip()
+            if not port:
+                raise failed(host, server.stderr.read())
+            return port
 
-        for host, port in zip(hosts, pool.map(listen, hosts), strict=True):
-            if isinstance(port, GearError):
-                problems.append(port)
-            else:
-                ports[host] = port
-        for found in pool.map(lambda host: _ask(host, ports, token, timeout_s), ports):
-            problems += found
-    return problems
+        ports, problems = on_each(hosts, listen)
 
+        def find_failures(host: str) -> list[GearError]:
+            others = {f"{to.rpartition('@')[2]}:{port}": to for to, port in ports.items() if to != host}
+            answer = run_on(host, [*_MODULE, "ask", token, *others], timeout_s)
+            return [
+                PeerError(
+                    f"host {others[address]}",
+                    f"must be reached from host {host} on TCP port {address.rpartition(':')[2]}",
+                    why,
+                    "open the ports between the hosts, and let both resolve its name to an address that they "
+                    "reach",
+                )
+                for address, why in json.loads(answer.splitlines()[-1]).items()
+            ]
 
-def _ask(host: str, ports: dict[str, str], token: str, timeout_s: float) -> list[GearError]:
-    others = {f"{other.rpartition('@')[2]}:{port}": other for other, port in ports.items() if other != host}
-    try:
-        answer = run_on(host, [*_MODULE, "ask", token, *others], timeout_s)
-    except GearError as error:
-        return [error]
-    return [
-        PeerError(
-            f"host {others[address]}",
-            f"must be reached from host {host} on TCP port {address.rpartition(':')[2]}",
-            why,
-            "open the ports between the hosts, and let both resolve its name to an address that they reach",
-        )
-        for address, why in json.loads(answer.splitlines()[-1]).items()
-    ]
-
-
-def _port_of(server: subprocess.Popen[str], host: str, timeout_s: float) -> str:
-    assert server.stdout is not None
-    assert server.stderr is not None
-    if not select.select([server.stdout], [], [], timeout_s)[0]:
-        raise unanswered(host, timeout_s)
-    port = server.stdout.readline().strip()
-    if not port:
-        raise failed(host, server.stderr.read())
-    return port
+        failures, unasked = on_each(ports, find_failures)
+    return [*problems, *unasked, *chain.from_iterable(failures.values())]
 
 
 def serve(token: str, idle_s: float = _IDLE_S) -> None:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import grpc
 import pyarrow as pa
 
-from deepspeed_gear.errors import ConfigError, StoreError
+from deepspeed_gear.errors import ConfigError, StoreError, error_from_json
 from deepspeed_gear.remote import gateway_messages
 
 _LEAST_S = 3.0  # shortest deadline of a call: a gateway answers after 1 s while its table blocks
@@ -119,7 +119,7 @@ class Connection:
 def raise_error(answer: Mapping[str, Any]) -> None:
     """Raise the gateway's error that an answer holds, if it holds one."""
     if "error" in answer:
-        raise gateway_messages.error_from_json(answer["error"])
+        raise error_from_json(answer["error"])
 
 
 def _read_roots(path: str | Path | None) -> bytes:

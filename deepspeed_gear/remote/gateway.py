@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import pyarrow as pa
 
-from deepspeed_gear.errors import ConfigError, GearError, SchemaError, StoreError
+from deepspeed_gear.errors import ConfigError, GearError, SchemaError, StoreError, error_to_json
 from deepspeed_gear.remote import gateway_messages
 from deepspeed_gear.remote.connection import check_plain
 from deepspeed_gear.remote.sessions import MOST_WAITING, Sessions
@@ -236,11 +236,11 @@ def _answer(action: Action, message: bytes, _: grpc.ServicerContext) -> bytes:
     try:
         answer = action(*gateway_messages.unpack(pa.py_buffer(message)))
     except GearError as error:
-        answer = {"error": gateway_messages.error_to_json(error)}
+        answer = {"error": error_to_json(error)}
     except Exception as error:  # without an answer the writer would assume a lost connection
         LOG.exception("gear serve: a call failed")
         failed = StoreError("the gateway", "must be able to handle the call", None, repr(error))
-        answer = {"error": gateway_messages.error_to_json(failed)}
+        answer = {"error": error_to_json(failed)}
     return json.dumps(answer).encode()
 
 

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from deepspeed_gear import errors
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.arrow_messages import decompressed_bytes
-from deepspeed_gear.errors import DataError, GearError, PeerError, show_bytes
+from deepspeed_gear.errors import DataError, show_bytes
 from deepspeed_gear.schema import Column, Schema
 
 VERSION = 2  # 1 was Arrow Flight
@@ -157,20 +156,7 @@ def _read_batch(schema: Schema, content: pa.Buffer) -> pa.RecordBatch:
         raise DataError("batch", "must be an Arrow stream of one record batch", None, str(error)) from error
 
 
-# ---- errors and schemas --------------------------------------------------------------------------
-
-
-def error_to_json(error: GearError) -> dict[str, Any]:
-    """Return an error's parts; `error_from_json` reverses it."""
-    _, (name, rule, value, remedy) = error.__reduce__()
-    return {"kind": type(error).__name__, "name": name, "rule": rule, "value": value, "remedy": remedy}
-
-
-def error_from_json(parts: Mapping[str, Any]) -> GearError:
-    """Return an error of its kind; a PeerError for a kind that this version does not have."""
-    kind = getattr(errors, str(parts["kind"]), PeerError)
-    known = isinstance(kind, type) and issubclass(kind, GearError)
-    return (kind if known else PeerError)(*(parts[key] for key in ("name", "rule", "value", "remedy")))
+# ---- schemas -------------------------------------------------------------------------------------
 
 
 def differences(own: Schema, wanted: Schema) -> list[str]:

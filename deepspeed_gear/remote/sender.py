@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deepspeed_gear.errors import GearError, LostNodeError, NotReadyError, PeerError
+from deepspeed_gear.errors import GearError, LostNodeError, NotReadyError, PeerError, error_from_json
 from deepspeed_gear.remote import gateway_messages
 from deepspeed_gear.remote.connection import Connection, ConnectionLost, raise_error
 from deepspeed_gear.schema import Schema
@@ -262,7 +262,7 @@ class Sender:
         self._retries.reset()
         if "upto" in answer:
             new = [entry for entry in answer["refused"] if entry[0] > self._upto]
-            self.refused += [(number, gateway_messages.error_from_json(parts)) for number, parts in new]
+            self.refused += [(number, error_from_json(parts)) for number, parts in new]
             self._upto, self._asks = answer["upto"], answer["busy"]
             self._settle(self._upto, answer["busy"])
         raise_error(answer)

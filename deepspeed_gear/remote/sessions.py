@@ -12,8 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.errors import DataError, GearError, NotReadyError, StoreError, StoreFullError
-from deepspeed_gear.remote.gateway_messages import SESSION_S, error_to_json
+from deepspeed_gear.errors import (
+    DataError,
+    GearError,
+    NotReadyError,
+    StoreError,
+    StoreFullError,
+    error_to_json,
+)
+from deepspeed_gear.remote.gateway_messages import SESSION_S
 
 LOG = logging.getLogger("deepspeed_gear")
 ANSWER_S = 1.0  # longest that a request waits for its trajectories to be added

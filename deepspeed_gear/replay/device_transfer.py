@@ -39,7 +39,6 @@ from deepspeed_gear.store.cuda_registration import (
     Registration,
     as_device_tensor,
     memory_span,
-    note_transfer,
     plan,
     span_of,
 )
@@ -106,7 +105,6 @@ class DeviceTransfer:
             for table in self._tables:
                 self._reaches[table.spec.name] = self._reach(table)
             self.way = self._choose(self._tables[0], num_samples, make)
-            self._note()
         except BaseException:
             self.close()
             raise
@@ -242,16 +240,6 @@ class DeviceTransfer:
             self._refused[way] = str(error)
             return False
         return True
-
-    def _note(self) -> None:
-        """Record the transfer for `gear doctor`."""
-        for table in self._tables:
-            registration = self._registrations.get(table.spec.name)
-            why = {} if registration is None else registration.left_out
-            if self._ops is None:
-                why = {"no kernels": next(iter(self._refused.values()), "staged is configured")}
-            text = "; ".join([self.way, *(f"{name}: {rule}" for name, rule in why.items())])
-            note_transfer(table, 0 if registration is None else registration.num_bytes, text)
 
     # ---- batches ---------------------------------------------------------------------------------
 

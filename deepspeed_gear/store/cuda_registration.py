@@ -19,10 +19,7 @@ import torch
 
 from deepspeed_gear.errors import show_bytes
 from deepspeed_gear.store.native_rows import address
-from deepspeed_gear.store.records import Peer
 from deepspeed_gear.store.shared_memory import MADV_POPULATE_WRITE, SharedMemory
-from deepspeed_gear.store.table import Table
-from deepspeed_gear.store.table_spec import NOTE_BYTES
 
 MOST_CALL_BYTES = 1 << 30  # one call of 512 GiB fails on some drivers, and each holds the driver's lock
 PORTABLE_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
@@ -248,20 +245,6 @@ class Registration:
         while self.calls:
             if self._runtime.unregister(self.calls.pop().begin) != SUCCESS:
                 self._runtime.clear_error()
-
-
-def note_transfer(table: Table, num_bytes: int, text: str) -> None:
-    """Record in a store how this process's batches are transferred to its device, for `gear doctor`.
-
-    Args:
-        num_bytes: Bytes of it that are registered.
-        text: The transfer method, and why no more is registered.
-    """
-    encoded, peer = text.encode()[:NOTE_BYTES], table.memory.peer
-    note = table.views["transfer"][peer]
-    note[:] = 0
-    note[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    table.peers[peer, Peer.REGISTERED] = num_bytes + 1
 
 
 def why_impossible() -> str:

@@ -106,7 +106,6 @@ class Peer:
 
     PID: Final = 0
     OLDEST_OPEN: Final = 1  # oldest policy version of its open trajectories, plus 1
-    REGISTERED: Final = 2  # bytes registered with CUDA, plus 1
     WAITS: Final = 3  # how often its call has looked for items and waits on, adding none; 0: it does not wait
     LOST: Final = 4  # 1: another rank was waiting for it when it died
     NUM_WORDS: Final = 8

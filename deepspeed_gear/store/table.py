@@ -148,7 +148,7 @@ class Table:
 
     def claim_peer(self, peer: int) -> None:
         """Record this process's id at its index, for error texts."""
-        self.peers[peer, [Peer.OLDEST_OPEN, Peer.REGISTERED, Peer.WAITS, Peer.LOST]] = 0
+        self.peers[peer, [Peer.OLDEST_OPEN, Peer.WAITS, Peer.LOST]] = 0
         self.peers[peer, Peer.PID] = os.getpid()
 
     @property

@@ -13,7 +13,6 @@ from deepspeed_gear.store.memory_layout import Layout, Region
 from deepspeed_gear.store.records import Control, Peer, SlotLink, SlotRetention
 from deepspeed_gear.store.retention import UNLIMITED, Retention
 
-NOTE_BYTES = 512  # a process's note on how its batches are transferred to its device
 STALE_BINS = 48  # of lengths of dropped trajectories: powers of two
 LEAST_FREE = 32  # a table is compacted while more than one of so many rows is free
 MOST_SPARE = 8  # at most one of so many rows is a spare row of compaction
@@ -106,7 +105,6 @@ class TableSpec:
         regions = [
             Region("control", "int64", (Control.NUM_WORDS,)),
             Region("peers", "int64", (self.num_peers + self.num_writers, Peer.NUM_WORDS)),
-            Region("transfer", "uint8", (self.num_peers, NOTE_BYTES)),
             Region("slots", "int64", (self.num_slots, Slot.NUM_WORDS)),
         ]
         if self.dataset is None:

@@ -12,16 +12,14 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.launcher.runner import fetch_hostfile
-from gear_support import config_of, lengths_of, wait_until, write_dataset
-from process_support import exit_status, in_child
+from gear_support import lengths_of, wait_until, write_dataset
 
-from deepspeed_gear import Replay
 from deepspeed_gear.cli import ssh_hosts
-from deepspeed_gear.cli.doctor import examine, problems_of, read_answer, registration_lines
+from deepspeed_gear.cli.doctor import examine, problems_of, read_answer
 from deepspeed_gear.cli.main import main
 from deepspeed_gear.cli.ssh_hosts import read_hostfile
-from deepspeed_gear.errors import ConfigError, PeerError
-from deepspeed_gear.store.cuda_registration import note_transfer, why_impossible
+from deepspeed_gear.errors import ConfigError, DataError, GearError, PeerError, error_to_json
+from deepspeed_gear.store.cuda_registration import why_impossible
 
 GOOD: dict[str, Any] = {
     "boot_id": "boot",
@@ -37,6 +35,7 @@ GOOD: dict[str, Any] = {
     "native_error": None,
     "native_sources": "abc",
     "not_registered": "",
+    "stale_locks": [],
 }
 
 
@@ -65,18 +64,16 @@ def test_good_machines_have_no_problems() -> None:
     [
         ({"shm_free_bytes": 64 << 20}, "host node1: /dev/shm must have 1 GiB free, got '64 MiB of 32 GiB'"),
         ({"open_files": 256}, "host node1: the limit of open files must be at least 1024, got 256"),
-        (
-            {"stale_locks": [{"name": "/x/lock", "rule": "must be held", "value": "", "remedy": "rm it"}]},
-            "host node1: /x/lock must be held; rm it",
-        ),
+        ({"stale_locks": [error_to_json(GearError("/x/lock", "must be held", None, "rm it"))]},
+         "host node1: /x/lock must be held; rm it"),
         ({"infiniband": ["mlx5_0"]}, "host node1: the limit of locked memory must be unlimited"),
         ({"address": "127.0.1.1"}, "host node1: its own name, node1, must not resolve to a loopback address"),
         ({"hostname": "node0"}, "hosts node0, node1 must be different machines"),
         ({"native_sources": "xyz"}, "got 'abc on node0, node2; xyz on node1'"),
         ({"versions": {"python": "3.11.7", "torch": "2.4.0"}},
-         "torch must have the same version on all hosts, got '2.13.0 on node0, node2; 2.4.0 on node1'"),
+         "torch must be the same on all hosts, got '2.13.0 on node0, node2; 2.4.0 on node1'"),
         ({"versions": {"python": "3.11.7"}}, "got '2.13.0 on node0, node2; none on node1'"),
-        ({"native_error": {"name": "the op", "rule": "must compile", "value": "", "remedy": "install g++"}},
+        ({"native_error": error_to_json(GearError("the op", "must compile", None, "install g++"))},
          "host node1: the op must compile; install g++"),
     ],
 )  # fmt: skip
@@ -86,27 +83,20 @@ def test_each_problem_is_named(changes: dict[str, Any], message: str) -> None:
     assert "; " in found, "no remedy"
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_what_is_no_problem() -> None:
+    for changes in (
         {"address": "127.0.1.1", "gloo_interface": "eth0"},
         {"infiniband": ["mlx5_0"], "memlock_bytes": None},
         {"open_files": None},
-    ],
-)
-def test_what_is_no_problem(changes: dict[str, Any]) -> None:
-    assert messages(machines(**changes)) == []
+    ):
+        assert messages(machines(**changes)) == [], changes
+    assert messages({"here": {**GOOD, "hostname": "here", "address": "127.0.1.1"}}) == []  # it has no peers
 
 
 def test_slots_are_compared_with_gpus() -> None:
-    assert messages(machines(), {"node0": 9}) == [
-        "slots of node0 must be at most its 8 GPUs, got 9; correct the hostfile"
-    ]
+    wanted = "slots of node0 must be at most its 8 GPUs, got 9; correct the hostfile"
+    assert messages(machines(), {"node0": 9}) == [wanted]
     assert messages(machines(2, gpus=[]), {"node1": 9}) == []
-
-
-def test_one_machine_has_no_peers_to_differ_from() -> None:
-    assert messages({"here": {**GOOD, "hostname": "here", "address": "127.0.1.1"}}) == []
 
 
 def test_data_sets_are_compared() -> None:
@@ -115,47 +105,11 @@ def test_data_sets_are_compared() -> None:
         reports[host]["data"] = {"fingerprint": "a" * 64, "num_trajectories": 5, "num_steps": 50}
     assert messages(reports) == []
     reports["node2"]["data"]["fingerprint"] = "b" * 64
-    error = {"name": "/d", "rule": "must be the folder of a data set", "value": "", "remedy": "make it"}
-    reports["node1"]["data"] = {"error": error}
+    error = DataError("/d", "must be the folder of a data set", None, "make it")
+    reports["node1"]["data"] = {"error": error_to_json(error)}
     missing, differing = messages(reports)
     assert missing == "host node1: /d must be the folder of a data set; make it"
     assert f"{'a' * 16} on node0; {'b' * 16} on node2" in differing
-
-
-def test_what_cuda_can_register_is_told() -> None:
-    shown = registration_lines(machines(2, not_registered="torch sees no CUDA device"))
-    assert shown == [
-        "registration: node0: all of 32 GiB may be registered, up to gear.transfer.register_bytes; the "
-        'limit of locked memory is 8 MiB; mapped files (data.load "mmap") are staged',
-        "registration: node1: none can be registered, batches are staged: torch sees no CUDA device",
-    ]
-
-
-def test_what_running_processes_have_registered_is_told(tmp_path: Path) -> None:
-    data = write_dataset(tmp_path / "set", lengths_of(5))
-    section = config_of(data, fields={"code": {}}, batch_size=4, transfer={"way": "staged"})
-
-    def hold() -> None:
-        with Replay(section) as replay:
-            note_transfer(
-                replay.tables["main"], 1 << 20, "direct; reward: gear.transfer.register_bytes is used up"
-            )
-            (tmp_path / "ready").touch()
-            wait_until(lambda: (tmp_path / "end").exists(), "the end")
-
-    child = in_child(hold)
-    try:
-        wait_until(lambda: (tmp_path / "ready").exists(), "a store")
-        facts = examine()
-        (found,) = [known for known in facts["gathering"] if known["process"] == child]
-        assert facts["stale_locks"] == []
-    finally:
-        (tmp_path / "end").touch()
-        assert exit_status(child) == 0
-    assert found["registered_bytes"] == 1 << 20
-    (shown,) = registration_lines({"node0": {**GOOD, "gathering": [found]}})[1:]
-    assert shown.startswith(f"registration: node0: process {child} gathers from table main by the way direct")
-    assert shown.endswith(" registered; not more: reward: gear.transfer.register_bytes is used up")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

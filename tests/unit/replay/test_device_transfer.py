@@ -206,7 +206,6 @@ def test_what_is_not_measured_is_the_first_possible_way(monkeypatch: pytest.Monk
         with online("auto", **options) as replay:
             told = replay.statistics()["transfer"]
             replay.sample()
-            assert replay.tables["main"].views["transfer"][0].tobytes().startswith(told["way"].encode())
         if not calibrate:
             assert told["way"] == "direct"
             assert told["seconds"] == told["measured"] == {}
