@@ -1,6 +1,11 @@
 """Compaction: moves extents where enough rows are free but no run of them is long enough.
 
-Neighbouring extents slide towards each other until the gaps between them are one run (`extent_move.py`).
+Neighbouring extents slide towards each other until the gaps between them are one run (`RowAllocator.move`).
+
+Cost: of all sufficient neighbours, those with the fewest rows move. Where one of n rows is free, they have at
+most about n rows for each row of the run, and those whose gap is too short are copied twice. A table is
+compacted as long as more than one of 32 rows is free: 2.8 rows were copied for each row added, with uniform
+eviction and random lengths (docs/design/0003-data-and-store.md).
 """
 
 from __future__ import annotations
@@ -16,75 +21,62 @@ MOST_LOOKED_AT = 1024  # extents, from where rows were last found
 CHEAP = 4  # so many rows may move for each one of the run
 
 
-class Compactor:
-    """Moves extents of a table with spare rows. Every method requires the table's lock.
+def make_run(table: Table, readers: SelectionPins, num_rows: int) -> int | None:
+    """Move extents until a run of `num_rows` rows is free, where the next search begins. Requires the lock.
 
     Trajectories that a selection has drawn and some process has still to read are not moved, nor open ones.
 
-    Cost: of all sufficient neighbours, those with the fewest rows move. Where one of n rows is free, they
-    have at most about n rows for each row of the run, and those whose gap is too short are copied twice. A
-    table is compacted as long as more than one of 32 rows is free: 2.8 rows were copied for each row added,
-    with uniform eviction and random lengths (docs/design/0003-data-and-store.md).
+    Args:
+        table: With a capacity; without spare rows nothing is moved.
+    Returns:
+        Number of rows that were copied. None: there is no such run; eviction is cheaper, or extents that
+        cannot move separate the free rows.
     """
+    control, spec, extents = table.control, table.spec, table.extents
+    free = int(control[Control.FREE_ROWS]) - num_rows
+    if spec.spare_rows == 0 or control[Control.SELECTING] or free < spec.least_free_rows:
+        return None
+    # Neighbouring slots from the end of the last search; if they are few, all from end to end.
+    near = [int(control[Control.ROVER])]
+    while len(near) <= MOST_LOOKED_AT:
+        near.append(int(extents.links[near[-1], SlotLink.AFTER]))
+        if near[-1] == near[0]:
+            end = near.index(extents.ends)
+            near = [*near[end:-1], *near[: end + 1]]
+            break
+    at = np.array(near)
+    is_end = at == extents.ends
+    at = np.where(is_end, 0, at)
+    records = table.slots[at]
+    # The sentinel begins after all rows, and ends at 0.
+    begins = np.where(is_end, spec.capacity_rows, records[:, Slot.FIRST_ROW])
+    ends = np.where(is_end, 0, records[:, Slot.FIRST_ROW] + records[:, Slot.NUM_ROWS])
+    gaps = begins[1:] - ends[:-1]
+    is_committed = records[:, Slot.STATE] == SlotState.COMMITTED
+    is_closed = extents.retention[at, SlotRetention.OPEN] == 0
+    can_move = is_committed & is_closed & ~is_end & ~readers.reading(at)
+    found = cheapest_run(gaps, (ends - begins)[1:-1], can_move[1:-1], num_rows)
+    if found is None:
+        return None
+    first, last = found
+    readers.forget_ahead()
+    to, copied = int(ends[first]), 0
+    for slot in near[first + 1 : last + 1]:
+        copied += slide(table, readers, slot, to)
+        to += int(table.slots[slot, Slot.NUM_ROWS])
+    control[Control.ROVER] = near[last]
+    return copied
 
-    def __init__(self, table: Table, readers: SelectionPins) -> None:
-        self._table, self._readers, self._extents = table, readers, table.extents
-        self._end = table.spec.capacity_rows  # where the spare rows begin
-        self.rows_copied = 0  # by this process
 
-    def make_run(self, num_rows: int) -> bool:
-        """Move extents until a run of `num_rows` rows is free, where the next search begins.
-
-        Returns:
-            Whether there is such a run now; if not, eviction is cheaper, or extents that cannot move separate
-            the free rows.
-        """
-        control, spec = self._table.control, self._table.spec
-        free = int(control[Control.FREE_ROWS]) - num_rows
-        if spec.spare_rows == 0 or control[Control.SELECTING] or free < spec.least_free_rows:
-            return False
-        near = self._near()
-        at = np.array(near)
-        is_end = at == self._extents.ends
-        at = np.where(is_end, 0, at)
-        records = self._table.slots[at]
-        # The sentinel begins after all rows, and ends at 0.
-        begins = np.where(is_end, self._end, records[:, Slot.FIRST_ROW])
-        ends = np.where(is_end, 0, records[:, Slot.FIRST_ROW] + records[:, Slot.NUM_ROWS])
-        gaps = begins[1:] - ends[:-1]
-        is_committed = records[:, Slot.STATE] == SlotState.COMMITTED
-        is_closed = self._extents.retention[at, SlotRetention.OPEN] == 0
-        can_move = is_committed & is_closed & ~is_end & ~self._readers.reading(at)
-        found = cheapest_run(gaps, (ends - begins)[1:-1], can_move[1:-1], num_rows)
-        if found is None:
-            return False
-        first, last = found
-        self._readers.forget_ahead()
-        to = int(ends[first])
-        for slot in near[first + 1 : last + 1]:
-            self._slide(slot, to)
-            to += int(self._table.slots[slot, Slot.NUM_ROWS])
-        self._table.control[Control.ROVER] = near[last]
-        return True
-
-    def _near(self) -> list[int]:
-        """Return neighbouring slots from the end of the last search; if they are few, all from end to end."""
-        links, start = self._extents.links, int(self._table.control[Control.ROVER])
-        found = [start]
-        while len(found) <= MOST_LOOKED_AT:
-            found.append(int(links[found[-1], SlotLink.AFTER]))
-            if found[-1] == start:
-                end = found.index(self._extents.ends)
-                return [*found[end:-1], *found[: end + 1]]
-        return found
-
-    def _slide(self, slot: int, to: int) -> None:
-        """Move an extent to free rows before it; the order of the extents stays."""
-        source, num_rows = self._table.slots[slot, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist()
-        if source != to:
-            self.rows_copied += self._table.move.run(slot, to)
-            self._readers.replace(source, to, num_rows, range(self._end, self._table.spec.num_rows))
-            self._table.move.end()
+def slide(table: Table, readers: SelectionPins, slot: int, to: int) -> int:
+    """Move an extent to free rows before it; the order of the extents stays. Returns the copied rows."""
+    source, num_rows = table.slots[slot, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist()
+    if source == to:
+        return 0
+    copied = table.extents.move(slot, to)
+    readers.replace(source, to, num_rows, table.extents.spare_rows)
+    table.extents.end_move()
+    return copied
 
 
 def cheapest_run(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import ClassVar
 
 import numpy as np
@@ -15,12 +15,11 @@ from deepspeed_gear.context import Context
 from deepspeed_gear.errors import ConfigError, NotReadyError, StoreError
 from deepspeed_gear.ops.philox import below, philox
 from deepspeed_gear.ops.records import RandomPurpose, Slot, SlotState
-from deepspeed_gear.store.compaction import Compactor
+from deepspeed_gear.store.compaction import make_run
 from deepspeed_gear.store.pins import SelectionPins
-from deepspeed_gear.store.records import Control, EvictionCode, Head, Refusal, SlotRetention
+from deepspeed_gear.store.records import Control, EvictionCode, Head, Refusal, SlotLink, SlotRetention
 from deepspeed_gear.store.retention import Retention
 from deepspeed_gear.store.table import Table
-from deepspeed_gear.timeouts import wait_until
 
 _POLL_S, _AGREE_S = 200e-6, 0.25
 
@@ -41,8 +40,8 @@ class Evictor:
         self._samples = samples
         self.retention = table.spec.retention
         self.policy = policy_class(self.retention.eviction)(self.retention)
-        self.mover = Compactor(table, readers)
-        self.waited_s = 0.0  # of this process
+        self.waited_s = 0.0  # of this process, as the next one
+        self.rows_moved = 0
         self._position = table.views.get("stream/train/position")
         self._is_shared = table.spec.shard is not None and table.spec.shard.count > 1
 
@@ -86,8 +85,11 @@ class Evictor:
                 self.free_retired()
                 is_clear = True
                 continue
-            if found == Refusal.SCATTERED and self.mover.make_run(num_rows):
-                continue
+            if found == Refusal.SCATTERED:
+                copied = make_run(self.table, self.readers, num_rows)
+                if copied is not None:
+                    self.rows_moved += copied
+                    continue
             waiting = self._being_read()
             if self.policy.evicts:
                 control, freed = self.table.control, self.table.slots[waiting, Slot.NUM_ROWS].sum()
@@ -162,22 +164,18 @@ def quiet(table: Table, timeout_s: float, word: int = Control.SELECTING) -> Iter
     Raises:
         StoreError: It is not 0 in time.
     """
-    with ExitStack() as held:
-
-        def is_locked() -> bool:
-            with ExitStack() as taken:
-                taken.enter_context(table.lock)
-                if word == Control.PENDING and table.spec.dataset is None:
-                    table.extents.end_abandoned()
-                if not table.control[word]:
-                    held.enter_context(taken.pop_all())
-                    return True
-            return False
-
-        if not wait_until(is_locked, timeout_s, _POLL_S):
+    until = time.monotonic() + timeout_s
+    while True:
+        with table.lock:
+            if word == Control.PENDING and table.spec.dataset is None:
+                table.extents.end_abandoned()
+            if not table.control[word]:
+                yield
+                return
+        if time.monotonic() > until:
             what = "selection under way" if word == Control.SELECTING else "open write"
             raise StoreError(f"table {table.spec.name}", f"must have no {what} within {timeout_s} s", None)
-        yield
+        time.sleep(_POLL_S)
 
 
 class EvictionPolicy(ABC):
@@ -213,7 +211,7 @@ class EvictOldest(EvictionPolicy):
     code = EvictionCode.OLDEST
 
     def victim(self, table: Table, pins: SelectionPins) -> int:
-        return table.extents.oldest()
+        return table.extents.first_complete(SlotLink.NEWER)
 
 
 class EvictNewest(EvictionPolicy):
@@ -227,7 +225,7 @@ class EvictNewest(EvictionPolicy):
             leaders = held[table.groups.is_leader(held)]
             if len(leaders):
                 return int(leaders[table.slots[leaders, Slot.ID].argmax()])
-        return table.extents.newest()
+        return table.extents.first_complete(SlotLink.OLDER)
 
 
 def _complete(table: Table) -> np.ndarray:

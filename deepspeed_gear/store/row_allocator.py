@@ -8,11 +8,16 @@ An open trajectory is committed with its first steps and keeps the rows that wer
 writes after the published steps, where no process reads, and then publishes the new number (`grow`). It is
 never evicted to free rows. Where it is retired all the same (by hand, or by age), its rows are not free
 before its writer has detected that.
+
+An extent moves to lower rows in pieces (`move`), which a death at any instruction leaves to the next owner of
+the lock. A piece is as long as the distance, so that it overlaps no row that is still to be copied, or as the
+spare rows, through which it goes then. Control words hold the move and how many rows of it are done: a piece
+that is copied again is copied from rows that are as they were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -26,41 +31,6 @@ from deepspeed_gear.store.shared_memory import SharedMemory
 from deepspeed_gear.store.table_spec import Shard, TableSpec
 
 _TRAIN_POSITION = "stream/train/position"
-# Flags of the rows, of the columns of the roles terminated and truncated; None: the table has no such column.
-Ends = tuple[np.ndarray | None, np.ndarray | None]
-
-
-def open_store(
-    native: ModuleType,
-    spec: TableSpec,
-    memory: SharedMemory,
-    views: dict[str, np.ndarray],
-    columns: Mapping[str, np.ndarray],
-    ends: Ends,
-) -> Any:
-    """Return the native Store of a table with a capacity: addresses in its memory, which must stay mapped."""
-    base = address(np.frombuffer(memory.buffer, np.uint8, 1))
-    shard, retention = spec.shard or Shard(), spec.retention
-    store = native.Store(
-        mutex=base + MUTEX_OFFSET,
-        holder=base + HOLDER_OFFSET,
-        **{name: address(views[name]) for name in ("control", "links", "log", "retention", "slots")},
-        num_slots=spec.num_slots,
-        num_rows=spec.capacity_rows,
-        log_size=len(views["log"]),
-        id_index=shard.index,
-        id_count=shard.count,
-        peer=memory.peer,
-        most_trajectories=retention.max_trajectories,
-        most_steps=retention.max_steps,
-        position=address(views[_TRAIN_POSITION]) if _TRAIN_POSITION in views else 0,
-        least_free_rows=spec.least_free_rows,
-    )
-    store.set_columns(
-        [(address(columns[c.name]), ROWS_CODES[c.rows], form_of(native, c)) for c in spec.schema]
-    )
-    store.set_ends(*(0 if flags is None else address(flags) for flags in ends))
-    return store
 
 
 class OpenHandle(NamedTuple):
@@ -72,56 +42,68 @@ class OpenHandle(NamedTuple):
 
 
 class RowAllocator:
-    """The slots and extents of a store. Every method requires the store's lock.
+    """The slots and extents of a store of a table with a capacity. Every method requires the store's lock.
 
     Args:
-        handle: The native Store, see `open_store`.
-        views: The store's regions `control`, `slots`, `links`, `log` and `retention`.
-        num_rows: Rows of the store.
-        memory: Of the store: this process's index, and which others are alive.
-        end_flags: The columns of the roles terminated and truncated.
-        final_rows: Rows of a trajectory beyond its steps: 1 where a column has T+1.
+        memory: Of the store: this process's index, and which others are alive. It must stay mapped.
+        views: The store's regions.
+        columns: Rows of each column.
+        arrays: All that is stored by row. [rows, ...] each.
     """
 
     def __init__(
         self,
         native: ModuleType,
-        handle: Any,
-        views: dict[str, np.ndarray],
-        num_rows: int,
+        spec: TableSpec,
         memory: SharedMemory,
-        end_flags: Ends = (None, None),
-        final_rows: int = 0,
+        views: Mapping[str, np.ndarray],
+        columns: Mapping[str, np.ndarray],
+        arrays: Sequence[np.ndarray],
     ) -> None:
-        self._native, self.handle, self.num_rows, self._memory = native, handle, num_rows, memory
+        self._native, self._memory, self._arrays = native, memory, arrays
         self.control, self.slots, self.links = views["control"], views["slots"], views["links"]
         self.log, self.retention = views["log"], views["retention"]
         self._open: np.ndarray = self.retention[:, SlotRetention.OPEN]
-        self._end_flags, self._final_rows = end_flags, final_rows
+        self.num_rows, self.spare_rows = spec.capacity_rows, range(spec.capacity_rows, spec.num_rows)
+        self._final_rows = int(spec.schema.has_final_row)  # rows of a trajectory beyond its steps
+        roles = [spec.schema.role(role) for role in ("terminated", "truncated")]
+        self._end_flags = [None if column is None else columns[column.name] for column in roles]
+        self._shard = spec.shard or Shard()
         self.ends = len(self.slots)
         self.retired_ends = self.ends + 1
+        base = address(np.frombuffer(memory.buffer, np.uint8, 1))
+        #: The native Store.
+        self.handle: Any = native.Store(
+            mutex=base + MUTEX_OFFSET,
+            holder=base + HOLDER_OFFSET,
+            **{name: address(views[name]) for name in ("control", "links", "log", "retention", "slots")},
+            num_slots=spec.num_slots,
+            num_rows=self.num_rows,
+            log_size=len(self.log),
+            id_index=self._shard.index,
+            id_count=self._shard.count,
+            peer=memory.peer,
+            most_trajectories=spec.retention.max_trajectories,
+            most_steps=spec.retention.max_steps,
+            position=address(views[_TRAIN_POSITION]) if _TRAIN_POSITION in views else 0,
+            least_free_rows=spec.least_free_rows,
+        )
+        self.handle.set_columns(
+            [(address(columns[c.name]), ROWS_CODES[c.rows], form_of(native, c)) for c in spec.schema]
+        )
+        self.handle.set_ends(*(0 if flags is None else address(flags) for flags in self._end_flags))
+        #: Reserve a slot and a run of rows for so many rows and steps, searching from the end of the last
+        #: search. Returns the slot, or Refusal.NO_SLOT, NO_ROWS or SCATTERED.
+        self.reserve: Callable[[int, int], int] = self.handle.reserve
+        #: Publish the steps of a reserved slot and free what follows its rows: slot, steps, rows, and number
+        #: of the global batch that is selected next. Returns the new id.
+        self.commit: Callable[[int, int, int, int], int] = self.handle.commit
+        #: Retire a committed trajectory.
+        self.retire: Callable[[int], None] = self.handle.retire
+        #: Free a reserved or retired slot and its rows.
+        self.free: Callable[[int], None] = self.handle.free
 
     # ---- changing --------------------------------------------------------------------------------
-
-    def reserve(self, num_rows: int, num_steps: int) -> int:
-        """Reserve a slot and a run of rows, searching from the end of the last search.
-
-        Returns:
-            The slot, or Refusal.NO_SLOT, Refusal.NO_ROWS or Refusal.SCATTERED.
-        """
-        return int(self.handle.reserve(num_rows, num_steps))
-
-    def commit(self, slot: int, num_steps: int, num_rows: int, born: int) -> int:
-        """Publish a reserved slot; rows after `num_rows` are freed. Returns the new id."""
-        return int(self.handle.commit(slot, num_steps, num_rows, born))
-
-    def retire(self, slot: int) -> None:
-        """Retire a committed trajectory."""
-        self.handle.retire(slot)
-
-    def free(self, slot: int) -> None:
-        """Free a reserved or retired slot and its rows."""
-        self.handle.free(slot)
 
     def note(self, slot: int) -> None:
         """Log a changed slot, which the next selection of each stream reads; wake a sampler that waits."""
@@ -130,6 +112,52 @@ class RowAllocator:
         if self.control[Control.LISTENING]:
             self.control[Control.LISTENING] = 0
             self._native.bell_ring(address(self.control[Control.EVENT :]))
+
+    def move(self, slot: int, to: int) -> int:
+        """Move an extent; `end_move` follows when what is derived from its place is derived anew.
+
+        Args:
+            slot: Of the extent; no process reads its rows.
+            to: Its new first row, before the old one; all rows between them are free.
+        Returns:
+            Number of rows that were copied, those through the spare rows twice.
+        """
+        control = self.control
+        control[Control.MOVE_FROM], control[Control.MOVE_TO] = self.slots[slot, Slot.FIRST_ROW], to
+        control[Control.MOVE_DONE] = 0
+        control[Control.MOVING] = slot + 1  # from here on the next owner of the lock finishes it
+        return self._finish_move()
+
+    def _finish_move(self) -> int:
+        """Finish the move that is under way, if there is one; return the number of copied rows."""
+        control, copied = self.control, 0
+        if not control[Control.MOVING]:
+            return 0
+        record = self.slots[int(control[Control.MOVING]) - 1]
+        source, to = int(control[Control.MOVE_FROM]), int(control[Control.MOVE_TO])
+        num_rows, distance, spare = int(record[Slot.NUM_ROWS]), source - to, self.spare_rows
+        longest = max(distance, len(spare))
+        # Twice the rows that are done, and 1 if the next piece lies in the spare rows: one word, one store.
+        while (word := int(control[Control.MOVE_DONE])) < 2 * num_rows:
+            done, is_spare = divmod(word, 2)
+            count, begin = min(longest, num_rows - done), source + done
+            if count > distance:
+                if not is_spare:
+                    self._copy(begin, spare.start, count)
+                    control[Control.MOVE_DONE] = word + 1
+                begin, copied = spare.start, copied + count
+            self._copy(begin, to + done, count)
+            control[Control.MOVE_DONE], copied = 2 * (done + count), copied + count
+        record[Slot.FIRST_ROW] = to  # publishes the new place
+        return copied
+
+    def end_move(self) -> None:
+        """End the move that was finished."""
+        self.control[Control.MOVING] = 0
+
+    def _copy(self, source: int, to: int, count: int) -> None:
+        for rows in self._arrays:
+            rows[to : to + count] = rows[source : source + count]
 
     # ---- open slots: reserved, or of trajectories that still grow ---------------------------------
 
@@ -187,21 +215,21 @@ class RowAllocator:
         """End all open trajectories: they were loaded from a checkpoint, without their writers."""
         self._end_as_truncated(np.flatnonzero(self._open))
 
-    def give_up(self, peer: int) -> None:
-        """Free the slots that a process had reserved; end its open trajectories as truncated."""
-        begun = self._begun()
-        self._end_as_truncated(begun[self.slots[begun, Slot.OWNER] == peer])
+    def end_abandoned(self, peer: int | None = None) -> None:
+        """Free slots reserved by dead processes; end their open trajectories as truncated.
 
-    def end_abandoned(self) -> None:
-        """Free slots reserved by dead processes; end their open trajectories as truncated."""
-        self._end_as_truncated(self._of_dead(self._begun()))
+        Args:
+            peer: Index of a process that ended before the current one took it; None: of all dead processes.
+        """
+        begun = np.flatnonzero((self.slots[:, Slot.STATE] == SlotState.RESERVED) | (self._open != 0))
+        if peer is None:
+            self._end_as_truncated(self._of_dead(begun))
+        else:
+            self._end_as_truncated(begun[self.slots[begun, Slot.OWNER] == peer])
 
     def _end_as_truncated(self, slots: np.ndarray) -> None:
         for slot in slots.tolist():
             self.end(slot, truncated=True)
-
-    def _begun(self) -> np.ndarray:
-        return np.flatnonzero((self.slots[:, Slot.STATE] == SlotState.RESERVED) | (self._open != 0))
 
     def _of_dead(self, slots: np.ndarray) -> np.ndarray:
         """Return those of some slots whose owner is dead. [n] -> [m]."""
@@ -212,12 +240,18 @@ class RowAllocator:
     # ---- repair ----------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Free slots reserved by dead processes, and rows after trajectories whose end was interrupted."""
-        slots = self.slots
+        """Repair what dead processes have left: a move, reserved slots, ends and commits; then `rebuild`."""
+        self._finish_move()  # first: the rows of its extent are at neither place until then
+        self.end_move()
+        slots, control = self.slots, self.control
         reserved = np.flatnonzero(slots[:, Slot.STATE] == SlotState.RESERVED)
         slots[self._of_dead(reserved), Slot.STATE] = SlotState.FREE
-        ended = (slots[:, Slot.STATE] == SlotState.COMMITTED) & (self._open == 0)
+        committed = slots[:, Slot.STATE] == SlotState.COMMITTED
+        ended = committed & (self._open == 0)
         slots[ended, Slot.NUM_ROWS] = slots[ended, Slot.NUM_STEPS] + self._final_rows
+        after = int(slots[committed, Slot.ID].max(initial=-1)) // self._shard.count + 1
+        control[Control.NEXT_ID] = max(int(control[Control.NEXT_ID]), after)
+        self.rebuild()
 
     def rebuild(self) -> None:
         """Derive the lists and counters from the slot table."""
@@ -248,13 +282,16 @@ class RowAllocator:
 
     # ---- reading ---------------------------------------------------------------------------------
 
-    def oldest(self) -> int:
-        """Return the oldest committed slot whose trajectory is complete, -1 if there is none."""
-        return self._first_grown(SlotLink.NEWER)
+    def first_complete(self, link: int) -> int:
+        """Return the first committed slot whose trajectory is complete, -1 if there is none.
 
-    def newest(self) -> int:
-        """Return the newest committed slot whose trajectory is complete, -1 if there is none."""
-        return self._first_grown(SlotLink.OLDER)
+        Args:
+            link: SlotLink.NEWER: from the oldest on; SlotLink.OLDER: from the newest on.
+        """
+        slot = int(self.links[self.ends, link])
+        while slot != self.ends and self._open[slot]:
+            slot = int(self.links[slot, link])
+        return -1 if slot == self.ends else slot
 
     def retired(self) -> np.ndarray:
         """Return the retired slots in the order of their retirement. [n], int64."""
@@ -278,12 +315,6 @@ class RowAllocator:
         if changed - seen > len(self.log):
             return None
         return distinct(self.log[np.arange(seen, changed) % len(self.log)])
-
-    def _first_grown(self, on: int) -> int:
-        slot = int(self.links[self.ends, on])
-        while slot != self.ends and self._open[slot]:
-            slot = int(self.links[slot, on])
-        return -1 if slot == self.ends else slot
 
 
 # `numpy.unique` and `numpy.isin` import `numpy.ma` when they are first called: 15 to 100 ms, for a writer

@@ -21,15 +21,14 @@ from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.column_arrays import ColumnArrays, as_tensor, part_of
-from deepspeed_gear.store.extent_move import ExtentMove
 from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.memory_layout import Layout, Region, RunIdentity, read_header, write_header
 from deepspeed_gear.store.records import Control, Peer, Refusal
 from deepspeed_gear.store.retention import RateLimiter
-from deepspeed_gear.store.row_allocator import RowAllocator, open_store
+from deepspeed_gear.store.row_allocator import RowAllocator
 from deepspeed_gear.store.shared_memory import SharedMemory
 from deepspeed_gear.store.store_lock import FutexEvents, StoreLock
-from deepspeed_gear.store.table_spec import RETURN_TO_GO, Shard, TableSpec, table_layout
+from deepspeed_gear.store.table_spec import RETURN_TO_GO, TableSpec, table_layout
 
 
 class Table:
@@ -57,15 +56,8 @@ class Table:
         itself: Table = weakref.proxy(self)  # its parts must not keep it and its memory alive
         self.lock = StoreLock(memory, ops.native, timeout_s, lambda: itself._recover())
         if spec.dataset is None:
-            roles = [spec.schema.role(role) for role in ("terminated", "truncated")]
-            terminated, truncated = (None if c is None else self.columns[c.name] for c in roles)
-            ends = terminated, truncated
-            handle = open_store(ops.native, spec, memory, views, self.columns, ends)
-            self.extents = RowAllocator(
-                ops.native, handle, views, spec.capacity_rows, memory, ends, self.rows_for(0)
-            )
-            arrays, spare = self._row_arrays(), range(spec.capacity_rows, spec.num_rows)
-            self.move = ExtentMove(self.control, self.slots, arrays, spare)
+            arrays = self._row_arrays()
+            self.extents = RowAllocator(ops.native, spec, memory, views, self.columns, arrays)
             #: Whether nothing but columns is stored by row.
             self.rows_are_columns = len(arrays) == sum(column.rows != "1" for column in spec.schema)
         self.groups: TableGroups | None = None
@@ -382,14 +374,7 @@ class Table:
     def _recover(self) -> None:
         self.control[Control.RECOVERIES] += 1
         if self.spec.dataset is None:
-            self.move.finish()  # first: the rows of its extent are at neither place until then
-            self.move.end()
             self.extents.recover()
-            used = self.slots[self.slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.ID]
-            count = (self.spec.shard or Shard()).count
-            after = int(used.max(initial=-1)) // count + 1
-            self.control[Control.NEXT_ID] = max(int(self.control[Control.NEXT_ID]), after)
-            self.extents.rebuild()
             if self.groups is not None:
                 self.groups.recover()
         for recover in self.recoveries:

@@ -87,7 +87,7 @@ def _open(store: NamedStore) -> tuple[Table, Mapping[str, Any]]:
         if not attached.has_living_rank:
             raise StoreGoneError(str(store), "must belong to a living run", None, "its ranks have ended")
         with attached.lock:  # an earlier process with this index may have died while writing
-            attached.extents.give_up(memory.peer)
+            attached.extents.end_abandoned(memory.peer)
         attached.claim_peer(memory.peer)
         return attached, meaning["writing"]
     except BaseException:

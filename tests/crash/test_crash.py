@@ -24,6 +24,7 @@ from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops.constants import tree_levels
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.replay import table_access
+from deepspeed_gear.store.compaction import slide
 from deepspeed_gear.store.eviction import Evictor
 from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.records import Control
@@ -281,7 +282,7 @@ def test_death_beside_the_point_of_a_move(step: str, to: int) -> None:
     def die() -> None:
         table, _ = scene.attach(1)
         readers = SelectionPins(table)
-        plain = table.move._copy
+        plain = table.extents._copy
 
         def copy(source: int, first: int, count: int) -> None:
             if first + count == to + 6:
@@ -289,11 +290,11 @@ def test_death_beside_the_point_of_a_move(step: str, to: int) -> None:
             plain(source, first, count)
 
         if step == "copy":
-            table.move._copy = copy
+            table.extents._copy = copy
         else:
             readers.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         with table.lock:
-            Evictor(table, readers, Context(timeout_s=5.0)).mover._slide(1, to)
+            slide(table, readers, 1, to)
 
     assert exit_status(in_child(die)) == -signal.SIGKILL
     assert scene.table.slots[1, Slot.FIRST_ROW] == (6 if step == "copy" else to)

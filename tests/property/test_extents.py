@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.records import Slot, SlotState
-from deepspeed_gear.store.native_rows import address
+from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.store.memory_layout import HEADER_BYTES
 from deepspeed_gear.store.records import Control, Refusal, SlotLink, SlotRetention
-from deepspeed_gear.store.retention import UNLIMITED
 from deepspeed_gear.store.row_allocator import RowAllocator
+from deepspeed_gear.store.table_spec import Shard, TableSpec
 
 PEER, IDS = 3, (1, 2)
 
@@ -34,24 +36,11 @@ NATIVE = load_backend("cpu").native
 
 
 def allocator(views: dict[str, np.ndarray], num_rows: int) -> RowAllocator:
-    """Open lists that never lock: there is no mutex."""
-    store = NATIVE.Store(
-        mutex=0,
-        holder=0,
-        **{name: address(view) for name, view in views.items()},
-        num_slots=len(views["slots"]),
-        num_rows=num_rows,
-        log_size=len(views["log"]),
-        id_index=IDS[0],
-        id_count=IDS[1],
-        peer=PEER,
-        most_trajectories=UNLIMITED,
-        most_steps=UNLIMITED,
-        position=0,
-        least_free_rows=UNLIMITED,
-    )
-    memory: Any = None  # no slot belongs to a process
-    return RowAllocator(NATIVE, store, views, num_rows, memory)
+    """Open lists that never lock: their mutex is not initialised."""
+    memory: Any = SimpleNamespace(buffer=bytearray(HEADER_BYTES), peer=PEER)
+    schema, columns = Schema([Column("x", "int64")]), {"x": np.zeros(num_rows, np.int64)}
+    spec = TableSpec("main", schema, len(views["slots"]), num_rows, None, True, False, 1, Shard(*IDS))
+    return RowAllocator(NATIVE, spec, memory, views, columns, list(columns.values()))
 
 
 def ring(extents: RowAllocator, sentinel: int, on: int, back: int) -> list[int]:
@@ -233,8 +222,8 @@ class ExtentsMachine(RuleBasedStateMachine):
             == self.gone
         )
         grown = [slot for slot in self.old if slot not in self.open]
-        assert extents.oldest() == (grown[0] if grown else -1)
-        assert extents.newest() == (grown[-1] if grown else -1)
+        assert extents.first_complete(SlotLink.NEWER) == (grown[0] if grown else -1)
+        assert extents.first_complete(SlotLink.OLDER) == (grown[-1] if grown else -1)
 
     @invariant()
     def counted(self) -> None:

@@ -14,7 +14,7 @@ from store_support import StoreScene, check_whole, priority_rule, stream_spec
 from deepspeed_gear.context import Context
 from deepspeed_gear.errors import NotReadyError
 from deepspeed_gear.ops.records import Slot, SlotState
-from deepspeed_gear.store.compaction import CHEAP, cheapest_run
+from deepspeed_gear.store.compaction import CHEAP, cheapest_run, make_run
 from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.records import Control, Refusal, SlotRetention
 from deepspeed_gear.store.retention import Retention
@@ -201,9 +201,8 @@ def test_what_must_stay_stays(why: str) -> None:
         table.control[Control.SELECTING] = 1
     before = table.slots.copy()
     with table.lock:
-        room = Inserter(table, SelectionPins(table), Context(timeout_s=0.0)).evictor
         assert table.extents.reserve(11, 10) == Refusal.SCATTERED
-        assert not room.mover.make_run(11)
+        assert make_run(table, SelectionPins(table), 11) is None
     assert (table.slots == before).all()
     scene.close()
 
@@ -213,9 +212,7 @@ def test_a_table_that_lets_nobody_go_has_no_spare_rows() -> None:
     assert [spare_rows_for(Retention("fifo"), 1000, longest) for longest in (50, 300, None)] == [50, 125, 125]
     scene = scattered(spare_rows=0)
     with scene.table.lock:
-        assert not Inserter(
-            scene.table, SelectionPins(scene.table), Context(timeout_s=0.0)
-        ).evictor.mover.make_run(11)
+        assert make_run(scene.table, SelectionPins(scene.table), 11) is None
     scene.close()
 
 

@@ -300,7 +300,7 @@ def test_one_native_call_and_plain_steps_leave_equal_stores(removal: Any, spare_
                 table_access.remove(scene.table, [number])
         assert found[0] == found[1]
         check_rows(scenes[0])
-    assert (ways[1].evictor.mover.rows_copied > 0) == (spare_rows > 0)
+    assert (ways[1].evictor.rows_moved > 0) == (spare_rows > 0)
     views = [scene.table.views for scene in scenes]
     for name in ("slots", "links", "log", "retention", *(n for n in views[0] if n.startswith("column/"))):
         assert (views[0][name] == views[1][name]).all(), name
