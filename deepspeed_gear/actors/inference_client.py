@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -186,11 +186,8 @@ class InferenceClient(VectorWriter):
 
     # ---- rows ------------------------------------------------------------------------------------
 
-    def _make_room(self, envs: np.ndarray, check: Callable[[], None]) -> None:
-        del envs, check  # `post` has reserved the row
-
     def _reserve_rows(self, envs: np.ndarray) -> None:
-        """Ensure a free row for the next step of environments that do not wait."""
+        """Ensure a free row for the next step of environments that do not wait, so that `step` finds one."""
         used = self._next[envs] - self._staging.first[envs] - 1
         if self._max_length is not None:
             too_long = used + self._aside_steps[envs] >= self._max_length

@@ -73,7 +73,7 @@ class Inserter:
         committed: Committed | None = None,
         samples: bool = False,
     ) -> None:
-        self.table, self._readers, self.timeout_s = table, readers, context.timeout_s
+        self.table, self.timeout_s = table, context.timeout_s
         self.max_length, self._checks, self._committed = max_length, checks, committed
         self.evictor = Evictor(table, readers, context, samples)
         self._names, self._name = table.spec.schema.names, f"table {table.spec.name}"
@@ -84,25 +84,21 @@ class Inserter:
         self._ends = [self._names.index(column.name) for column in table.spec.schema.end_columns]
         self._position = table.views.get("stream/train/position")
         self._open: dict[int, int] = {}  # oldest policy version of each of this process's writers
-        self.growing: set[Any] = set()  # trajectories that are published as they grow; see `Publisher`
+        self.growing: set[Any] = set()  # each `GrowingTrajectory` that may have published steps
         self.has_orphans = False  # whether the owner of some was dropped
         self._late = bool(table.spec.schema.late_columns)
         self._opaque = any(column.is_opaque for column in table.spec.schema)
+        # Set up the native store for this process; it adds whole trajectories where it evicts by itself.
         self._store, self._store_add = table.extents.handle, table.ops.native.store_add
         self._address = self._store.address
-        self._adds_natively = self._set_up_store()
-
-    def _set_up_store(self) -> bool:
-        """Set the native store up for this process; return whether it can add whole trajectories."""
-        spec, readers = self.table.spec, self._readers
-        plain = not (readers.have_step_priorities or readers.orders or self.table.groups)
+        spec, is_plain = table.spec, not (readers.have_step_priorities or readers.orders or table.groups)
         rate, ahead = spec.retention.rate_words, readers.ahead
-        code = self.evictor.policy.code if plain else EvictionCode.BY_CALLER
+        code = self.evictor.policy.code if is_plain else EvictionCode.BY_CALLER
         self._store.set_retention(readers.pins, code, [rate] if rate else [])
-        compacts = plain and ahead is not None and spec.spare_rows > 0 and not spec.return_to_go
+        compacts = is_plain and ahead is not None and spec.spare_rows > 0 and not spec.return_to_go
         self._store.set_compaction(compacts, spec.spare_rows, ahead or [])
-        is_native = plain and code != EvictionCode.BY_CALLER
-        return is_native and self._committed is None and not spec.return_to_go
+        evicts = code != EvictionCode.BY_CALLER
+        self._adds_natively = evicts and committed is None and not spec.return_to_go
 
     def vector_options(self) -> dict[str, Any]:
         """Return where and how the native steps of a VectorWriter are stored, for their `set_store`.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -22,7 +21,7 @@ from deepspeed_gear.writer.partial_publish import (
     GrowingTrajectory,
     PublishedPart,
     Publisher,
-    no_publisher,
+    checked,
 )
 
 
@@ -48,8 +47,7 @@ class OpenTrajectory(ProcessBound):
         self._name, self._schema, self._add = f"table {table}", schema, add
         self._once: dict[str, np.ndarray] = {}
         self._publisher = publisher
-        dropped = None if publisher is None else publisher.note_orphan
-        self._growing = GrowingTrajectory(weakref.ref(self, dropped))
+        self._growing = GrowingTrajectory(self, publisher)
         steps = [column for column in schema if column.rows != "1" and not column.late]
         self._rows: dict[str, list[np.ndarray]] = {column.name: [] for column in steps}
         self._row = {column.name: replace(column, rows="1") for column in steps}  # form of one row
@@ -64,7 +62,7 @@ class OpenTrajectory(ProcessBound):
         self._ends = {column.name for column in steps if column.rows == "T+1"}
         self._flags = [column.name for column in schema.end_columns]
         self._has_ended = False  # an end flag is set at the last step
-        self._version = "" if publisher is None else publisher.version_column
+        self._version = "" if publisher is None else publisher.inserter.version_column
         self.trajectory_id: int | None = None  # once it is added, or its first steps are published
         self.completed: CompletedTrajectory | None = None  # once it has ended and is stored
         self._open = True
@@ -108,7 +106,7 @@ class OpenTrajectory(ProcessBound):
         if not missing:
             self._has_ended = any(rows[column] for column in self._flags)
         if self._version and len(self._rows[self._version]) == 1:
-            self._report_version(rows[self._version].reshape(1).astype(np.int64))
+            self._report_version(rows[self._version])
         if publish:
             self._publish()
 
@@ -139,10 +137,7 @@ class OpenTrajectory(ProcessBound):
         return min(len(rows) - int(name in self._ends) for name, rows in self._rows.items())
 
     def _publish(self) -> None:
-        publisher = self._publisher
-        if publisher is None:
-            raise no_publisher()
-        publisher.check()
+        publisher = checked(self._publisher)
         try:
             once = {name: value for name, value in self._once.items() if not self._schema[name].late}
             publisher.publish([PublishedPart(self._growing, self._num_steps, {**self._rows, **once})])
@@ -185,12 +180,12 @@ class OpenTrajectory(ProcessBound):
     def _close(self) -> None:
         self._open = False
         if self._version:
-            self._report_version(np.empty(0, np.int64))
+            self._report_version(np.empty(0))
 
     def _report_version(self, version: np.ndarray) -> None:
         """Report the policy version of the first step while the trajectory is open."""
         assert self._publisher is not None
-        self._publisher.report_versions(self, version)
+        self._publisher.inserter.report_versions(self, version.reshape(-1).astype(np.int64))
 
     def __enter__(self) -> OpenTrajectory:
         return self
@@ -201,18 +196,16 @@ class OpenTrajectory(ProcessBound):
         if not self._open:
             return
         self._close()
-        if self._growing.is_published and self._publisher is not None:
-            self._end_published(self._publisher, kind is None)
-        elif kind is None:
-            rows = {name: np.stack(values) if values else np.empty(0) for name, values in self._rows.items()}
-            number = self._add({**rows, **self._once})
-            self.trajectory_id, self.completed = number, CompletedTrajectory(0, number, self._num_steps)
-
-    def _end_published(self, publisher: Publisher, is_whole: bool) -> None:
-        """End a published trajectory; mark it as truncated unless all its steps can be published."""
-        truncated = True
+        publisher = self._publisher
+        if publisher is None or not self._growing.is_published:
+            if kind is None:
+                steps = {name: np.stack(rows) if rows else np.empty(0) for name, rows in self._rows.items()}
+                number = self._add({**steps, **self._once})
+                self.trajectory_id, self.completed = number, CompletedTrajectory(0, number, self._num_steps)
+            return
+        truncated = True  # unless all its steps can be published
         try:
-            if is_whole:
+            if kind is None:
                 self._publish()
                 for name, rows in self._rows.items():
                     if len(rows) - int(name in self._ends) != self._num_steps:

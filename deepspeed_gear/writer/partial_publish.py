@@ -36,12 +36,15 @@ class GrowingTrajectory:
 
     Args:
         owner: The object that appends to it; the trajectory ends when that is deleted.
+        publisher: Publishes its steps; None: they cannot be published.
         words: Its state, which the native module reads and writes too: see `Growing`. [6], int64; None: it
             is new, and used once.
     """
 
-    def __init__(self, owner: weakref.ref[Any], words: np.ndarray | None = None) -> None:
-        self.owner, self.is_used_again = owner, words is not None
+    def __init__(self, owner: Any, publisher: Publisher | None, words: np.ndarray | None = None) -> None:
+        dropped = None if publisher is None else publisher.inserter.note_orphan
+        self.owner, self.publisher = weakref.ref(owner, dropped), publisher
+        self.is_used_again = words is not None
         self.words = np.array(UNPUBLISHED, np.int64) if words is None else words
 
     @property
@@ -103,10 +106,13 @@ class PublishedPart(NamedTuple):
         return self.num_steps - self.growing.published
 
 
-def no_publisher() -> DataError:
-    """Return the error of a writer that cannot publish."""
-    rule = "must be called on a writer of a node that holds the table"
-    return DataError("publish", rule, None, "add whole trajectories from elsewhere")
+def checked(publisher: Publisher | None) -> Publisher:
+    """Return a publisher that can publish; raise as `Publisher.check`, or because a writer has none."""
+    if publisher is None:
+        rule = "must be called on a writer of a node that holds the table"
+        raise DataError("publish", rule, None, "add whole trajectories from elsewhere")
+    publisher.check()
+    return publisher
 
 
 class Publisher:
@@ -121,11 +127,7 @@ class Publisher:
     """
 
     def __init__(self, inserter: Inserter, check: Callable[[], None] = lambda: None) -> None:
-        self._inserter, self._table, self._check = inserter, inserter.table, check
-        #: Where and how a VectorWriter stores steps, and the callback of a dropped owner's weak reference.
-        self.vector_options, self.note_orphan = inserter.vector_options, inserter.note_orphan
-        #: The column of policy versions, "" where ranks wait for no old ones, and what reports versions.
-        self.version_column, self.report_versions = inserter.version_column, inserter.report_versions
+        self.inserter, self._table, self._check = inserter, inserter.table, check
         self._name = f"table {inserter.table.spec.name}"
         self._unsuited: tuple[str, str] | None = None  # why no steps can be published: rule and remedy
         if inserter.max_length is None:
@@ -137,7 +139,6 @@ class Publisher:
         elif inserter.table.groups is not None:
             rule = "must have no groups for steps of open trajectories to be published"
             self._unsuited = rule, "a group can be sampled when all of it has ended"
-        self._growing: set[GrowingTrajectory] = set()
         self._num_begun = 0  # trajectories with published steps
         self._counts: list[np.ndarray] = []
 
@@ -159,19 +160,9 @@ class Publisher:
     def look(self) -> None:
         """Raise if writing has ended; end the trajectories of writers that were dropped."""
         self._check()
-        for growing in self._inserter.take_orphans() if self._inserter.has_orphans else ():
+        for growing in self.inserter.take_orphans() if self.inserter.has_orphans else ():
             if growing.is_published:
                 self.end(growing, truncated=True)
-
-    def register(self, growing: Sequence[GrowingTrajectory]) -> None:
-        """End trajectories when this publisher is closed, or their owner was dropped."""
-        self._growing.update(growing)
-        self._inserter.growing.update(growing)
-
-    def unregister(self, growing: Sequence[GrowingTrajectory]) -> None:
-        """Undo `register`, when the trajectories have ended."""
-        self._growing.difference_update(growing)
-        self._inserter.growing.difference_update(growing)
 
     def check(self) -> None:
         """Raise if steps of open trajectories cannot be published.
@@ -194,10 +185,10 @@ class Publisher:
         Raises:
             StoreFullError, NotReadyError: As `Inserter.add`; trajectories without published steps have none.
         """
-        until = time.monotonic() + self._inserter.timeout_s
+        until = time.monotonic() + self.inserter.timeout_s
         longer = [part for part in parts if part.num_new > 0]
         for part in longer:
-            self._inserter.check_length(part.num_steps)
+            self.inserter.check_length(part.num_steps)
         while longer:
             with self._table.lock:
                 waiting = [part for part in longer if part.growing.is_published and not self._grow(part)]
@@ -206,7 +197,7 @@ class Publisher:
                     self._begin(part)
             longer = waiting
             if waiting:
-                self._inserter.evictor.wait(Refusal.RATE_LIMITED, waiting[0].num_new, until)
+                self.inserter.evictor.wait(Refusal.RATE_LIMITED, waiting[0].num_new, until)
 
     def _grow(self, part: PublishedPart) -> bool:
         """Publish new steps of a published trajectory; return False if rate-limited. Requires the lock.
@@ -220,7 +211,7 @@ class Publisher:
             growing.begin_anew()
             return True
         rate = self._table.spec.retention.rate_limiter
-        if rate is not None and rate.unit == "step" and not self._inserter.evictor.may_insert(part.num_new):
+        if rate is not None and rate.unit == "step" and not self.inserter.evictor.may_insert(part.num_new):
             return False
         slot, known = growing.handle.slot, growing.published
         self._table.write(slot, part.columns, known, part.num_steps, growing.first)
@@ -230,24 +221,24 @@ class Publisher:
 
     def _begin(self, part: PublishedPart) -> None:
         """Publish the first steps of a trajectory."""
-        growing, limit, extents = part.growing, self._inserter.max_length, self._table.extents
+        growing, limit, extents = part.growing, self.inserter.max_length, self._table.extents
         assert limit is not None
         once = [c.name for c in self._table.spec.schema if c.rows == "1" and not c.late]
         for name in once:
             if name not in part.columns:
                 raise DataError(f"{self._name}: column {name}", "must be in every trajectory")
-        self._inserter.check({name: part.columns[name] for name in once})
+        self.inserter.check({name: part.columns[name] for name in once})
         while not growing.is_published:
-            slot = self._inserter.reserve(limit, inserts=part.num_steps)
+            slot = self.inserter.reserve(limit, inserts=part.num_steps)
             growing.handle = extents.handle_of(slot)
-            self.register([growing])
+            self.inserter.growing.add(growing)
             try:
                 with self._table.lock:
                     if not extents.stands(growing.handle):  # a checkpoint was loaded in the meantime
                         growing.handle = None
                         continue
                     self._table.write(slot, part.columns, 0, part.num_steps, growing.first)
-                    growing.words[Growing.ID] = self._inserter.publish(slot, part.num_steps)
+                    growing.words[Growing.ID] = self.inserter.publish(slot, part.num_steps)
             except BaseException:
                 self.end(growing)
                 raise
@@ -276,11 +267,12 @@ class Publisher:
     def _end_slot(self, growing: GrowingTrajectory, truncated: bool) -> None:
         extents, handle = self._table.extents, growing.handle
         if not growing.is_used_again:
-            self.unregister([growing])
+            self.inserter.growing.discard(growing)
         if handle is not None and extents.is_own(handle):
             extents.end(handle.slot, truncated)
 
     def close(self) -> None:
         """End all open trajectories: published steps stay, marked as truncated."""
-        for growing in [growing for growing in self._growing if growing.is_published]:
-            self.end(growing, truncated=True)
+        for growing in list(self.inserter.growing):
+            if growing.publisher is self and growing.is_published:
+                self.end(growing, truncated=True)

@@ -47,17 +47,16 @@ class RunWatch:
         self._table, self.checks = table, checks
         self._looked = 0.0
 
-    @property
-    def is_due(self) -> bool:
-        """Whether the last check was longer than `_CHECK_S` ago."""
-        return time.monotonic() - self._looked > _CHECK_S
-
-    def look(self) -> None:
+    def look(self, at_once: bool = True) -> None:
         """Raise unless a rank is attached.
 
+        Args:
+            at_once: False: look only if the last time was longer than `_CHECK_S` ago.
         Raises:
             StoreError: No rank is attached.
         """
+        if not at_once and time.monotonic() - self._looked <= _CHECK_S:
+            return
         self._looked = time.monotonic()
         if not self._table.has_living_rank:
             name = f"table {self._table.spec.name}"
@@ -267,8 +266,8 @@ class TrajectoryWriter(ProcessBound):
         if not self._open:
             remedy = "the writer was closed, by itself or with its Replay"
             raise StoreError(f"table {self._table.spec.name}", "must be open", None, remedy)
-        if self._watch is not None and (at_once or self._watch.is_due):
-            self._watch.look()
+        if self._watch is not None:
+            self._watch.look(at_once)
 
     def check_goes_on(self) -> None:
         """Raise unless the writer is open and a rank of the run is attached.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -28,7 +26,7 @@ from deepspeed_gear.writer.partial_publish import (
     GrowingTrajectory,
     PublishedPart,
     Publisher,
-    no_publisher,
+    checked,
 )
 from deepspeed_gear.writer.staged_rows import Staging
 
@@ -108,7 +106,7 @@ class VectorWriter(ProcessBound):
         self._counts = np.zeros(StepCount.NUM_WORDS, np.int64)
         self._just_completed = np.zeros((2 * num_envs, len(CompletedTrajectory._fields)), np.int64)
         # The oldest policy version of each open trajectory, -1 for none, where the publisher reports them.
-        self._version = "" if publisher is None else publisher.version_column
+        self._version = "" if publisher is None else publisher.inserter.version_column
         self._oldest = np.full(num_envs, -1)
         self._publisher, self._growing = publisher, list[GrowingTrajectory]()  # one an environment, or none
         self._growing_words = np.empty((num_envs, Growing.NUM_WORDS), np.int64)
@@ -136,15 +134,6 @@ class VectorWriter(ProcessBound):
     def __dir__(self) -> list[str]:
         """Return the public names: what completion shows."""
         return public_names(super().__dir__(), INTERNAL)
-
-    def _note_versions(self, rows: np.ndarray, envs: np.ndarray, ended: np.ndarray) -> None:
-        """Report the policy versions of open trajectories, if some begin or end with a step."""
-        fresh = rows == self._staging.first[envs]
-        if fresh.any() or ended.any():
-            assert self._publisher is not None
-            self._oldest[envs[fresh]] = self._staging.arrays[self._version].reshape(-1)[rows[fresh]]
-            self._oldest[envs[ended]] = -1
-            self._publisher.report_versions(self, self._oldest)
 
     # ---- staging ---------------------------------------------------------------------------------
 
@@ -177,7 +166,7 @@ class VectorWriter(ProcessBound):
         self._native_steps.set_store(
             of_columns=[0 if c.late else address(arrays[c.name]) for c in self._schema],
             cuts=is_longest and are_bytes and not self._limit.whole_fields,
-            **self._publisher.vector_options(),
+            **self._publisher.inserter.vector_options(),
         )
         self._stores, self._publishes = True, self._publisher.is_suited and are_bytes
 
@@ -316,8 +305,14 @@ class VectorWriter(ProcessBound):
         ended &= ~waits
         at = np.flatnonzero(ended)
         finals = self._finals(at, envs, final) if self.autoreset == "same_step" and len(at) else {}
-        self._make_room(envs, partial(self._check_rows, envs, waits, done_by, state))
         rows, following = self._rows_for(envs, waits)
+        first, length = self._staging.first[envs], self._staging.length
+        is_full = following - first > length
+        if is_full.any():
+            self._done_rows.check(done_by, rows)
+            self._state_rows.check(state, np.minimum(following, first + length))
+            self._make_room(envs[is_full])
+            rows, following = self._rows_for(envs, waits)
         self._done_rows.put(done_by, rows)  # rows that do not count yet, if the next line raises
         self._state_rows.put(state, following)
         if once:
@@ -326,7 +321,12 @@ class VectorWriter(ProcessBound):
         self._counts[StepCount.STEPS_TAKEN] += len(rows)
         self._was_truncated[envs] = np.where(ended, cut, self._was_truncated[envs])
         if self._version:
-            self._note_versions(rows, envs, ended)
+            begins = rows == self._staging.first[envs]
+            if begins.any() or ended.any():
+                assert self._publisher is not None
+                self._oldest[envs[begins]] = self._staging.arrays[self._version].reshape(-1)[rows[begins]]
+                self._oldest[envs[ended]] = -1
+                self._publisher.inserter.report_versions(self, self._oldest)
         if len(waiting):  # this step has their first observations
             if self._checks_resets[0] and self._reward is not None:
                 self._check.note_rewards(np.asarray(columns[self._reward.name])[waits])
@@ -461,13 +461,6 @@ class VectorWriter(ProcessBound):
             rows[waits] = -1
         return rows, following
 
-    def _check_rows(self, envs: np.ndarray, waits: np.ndarray, done_by: list[Any], state: list[Any]) -> None:
-        """Raise the errors of `put`, where the rows of some environments are full."""
-        rows, following = self._rows_for(envs, waits)
-        last = self._staging.first[envs] + self._staging.length
-        self._done_rows.check(done_by, rows)
-        self._state_rows.check(state, np.minimum(following, last))
-
     def _values_in(
         self, columns: Mapping[str, Any], envs: np.ndarray, num_rows: int, kept: Any = slice(None)
     ) -> dict[str, np.ndarray]:
@@ -575,29 +568,26 @@ class VectorWriter(ProcessBound):
 
     def _publish(self) -> None:
         """Publish all open trajectories."""
-        if self._publisher is None:
-            raise no_publisher()
-        self._publisher.check()
+        publisher = checked(self._publisher)
         if self._stores:
             self._look(True)
             if self._publishes and self._vector_publish(self._steps_address):
                 return
         if not self._growing:
             self._register()
-        used = self._used()
+        used = np.where(self._waits, 0, self._next - self._staging.first - 1)
         parts = []
         for env in np.flatnonzero(used).tolist():
             steps = int(used[env])
             end, columns = steps + self._steps_before(env), self._columns_of(env, steps)
             parts.append(PublishedPart(self._growing[env], end, columns))
-        self._publisher.publish(parts)
+        publisher.publish(parts)
 
     def _register(self) -> None:
         """Let the publisher end the open trajectories if this writer is dropped."""
         assert self._publisher is not None
-        owner = weakref.ref(self, self._publisher.note_orphan)
-        self._growing = [GrowingTrajectory(owner, words) for words in self._growing_words]
-        self._publisher.register(self._growing)
+        self._growing = [GrowingTrajectory(self, self._publisher, words) for words in self._growing_words]
+        self._publisher.inserter.growing.update(self._growing)
 
     def _has_published(self) -> np.ndarray:
         """Return which open trajectories were published, though some were evicted since. [N], bool."""
@@ -625,7 +615,7 @@ class VectorWriter(ProcessBound):
         for env in np.flatnonzero(self._has_published()).tolist():
             self._end_growing(env, truncated=True)
         if self._growing and self._publisher is not None:
-            self._publisher.unregister(self._growing)
+            self._publisher.inserter.growing.difference_update(self._growing)
             self._growing = []
         return self._take_completed()
 
@@ -637,25 +627,13 @@ class VectorWriter(ProcessBound):
 
     # ---- room ------------------------------------------------------------------------------------
 
-    def _used(self) -> np.ndarray:
-        """Return how many steps each environment has in the staging. [N]."""
-        return np.where(self._waits, 0, self._next - self._staging.first - 1)
-
-    def _make_room(self, envs: np.ndarray, check: Callable[[], None]) -> None:
-        """Provide rows for a step: grow the staging, or truncate the longest trajectories.
-
-        Args:
-            envs: The environments of the step. [n], int64.
-            check: Called before anything is truncated; raises if the step is invalid.
-        """
-        used, length = self._used()[envs], self._staging.length
-        if int(used.max(initial=0)) < length:
-            return
-        if self._max_length is None or length < self._max_length:
-            self._grow(2 * length if self._max_length is None else min(2 * length, self._max_length))
+    def _make_room(self, envs: np.ndarray) -> None:
+        """Grow the staging, or truncate trajectories: the rows of environments are full. [n], int64."""
+        length = 2 * self._staging.length
+        if self._max_length is None or self._staging.length < self._max_length:
+            self._grow(length if self._max_length is None else min(length, self._max_length))
         else:
-            check()
-            self._truncate(envs[used >= length])
+            self._truncate(envs)
 
     def _truncate(self, envs: np.ndarray) -> None:
         """Add trajectories of max_length as truncated; the next ones begin at their last states.
