@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,36 +20,10 @@ from deepspeed_gear.store.records import Control, Head, SlotRetention
 from deepspeed_gear.store.row_allocator import distinct
 from deepspeed_gear.store.table import Table
 
-
-@dataclass
-class Trained:
-    """Sums over the optimizer steps of packed batches that were trained.
-
-    Args:
-        steps: Their number.
-        trajectories, tokens: Trained in them, all ranks together.
-        micro_batches: Of this rank.
-        fill: Part of this rank's places that hold a trajectory's step; a sum over steps.
-        imbalance: Cost of the slowest rank in each micro step / the mean, minus 1; a sum over steps.
-        skipped: Steps that the engine skipped for an overflow; they are among the others.
-    """
-
-    steps: int = 0
-    trajectories: int = 0
-    tokens: int = 0
-    micro_batches: int = 0
-    fill: float = 0.0
-    imbalance: float = 0.0
-    skipped: int = 0
-
-    def add(self, trajectories: int, tokens: int, micro_batches: int, fill: float, imbalance: float) -> None:
-        """Count an optimizer step; arguments as the attributes."""
-        self.steps += 1
-        self.trajectories += trajectories
-        self.tokens += tokens
-        self.micro_batches += micro_batches
-        self.fill += fill
-        self.imbalance += imbalance
+# Of an optimizer step of packed batches: trajectories and tokens of all ranks, micro batches of this rank,
+# the part of its places that hold a trajectory's step, and the cost of the slowest rank in each micro step /
+# the mean, minus 1.
+TRAINED = ("trajectories", "tokens", "micro_batches", "fill", "imbalance")
 
 
 class Metrics:
@@ -61,7 +35,9 @@ class Metrics:
         self.wait_s = 0.0  # in all calls of `sample`, or for rollout batches and their packs
         self._sample_s = 0.0
         self._taken: list[float] = [0] * 7
-        self.trained, self._trained = Trained(), Trained()
+        self.trained = dict.fromkeys(("steps", *TRAINED), 0.0)  # sums over optimizer steps of packed batches
+        self._trained_before = dict(self.trained)
+        self._num_skipped = 0  # of these steps, those whose update was skipped for an overflow
 
     def produced(self, seconds: float) -> None:
         """Count a micro batch that was selected and gathered."""
@@ -74,7 +50,12 @@ class Metrics:
 
     def skipped_step(self) -> None:
         """Count an optimizer step of packed batches whose update was skipped."""
-        self.trained.skipped += 1
+        self._num_skipped += 1
+
+    def trained_step(self, *sums: float) -> None:
+        """Count an optimizer step of packed batches; arguments in the order of `TRAINED`."""
+        for name, value in zip(self.trained, (1, *sums), strict=True):
+            self.trained[name] += value
 
     def waited(self, seconds: float, epoch: int) -> None:
         """Count a call of `sample`, or a rollout batch, and its duration."""
@@ -84,13 +65,10 @@ class Metrics:
 
     def take_trained(self) -> dict[str, float]:
         """Return means per optimizer step of packed batches since the last call, and all skipped ones."""
-        now, before = replace(self.trained), self._trained
-        self._trained, steps = now, now.steps - before.steps
-        means = {
-            f"step_{name}": (getattr(now, name) - getattr(before, name)) / max(steps, 1)
-            for name in ("trajectories", "tokens", "micro_batches", "fill", "imbalance")
-        }
-        return {**means, "train_steps": float(steps), "skipped_steps": float(now.skipped)}
+        now, before = dict(self.trained), self._trained_before
+        self._trained_before, steps = now, now["steps"] - before["steps"]
+        means = {f"step_{name}": (now[name] - before[name]) / max(steps, 1) for name in TRAINED}
+        return {**means, "train_steps": steps, "skipped_steps": float(self._num_skipped)}
 
     def take(self, counters: torch.Tensor) -> dict[str, float]:
         """Return means per micro batch since the last call.

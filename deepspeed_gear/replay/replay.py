@@ -22,7 +22,7 @@ from deepspeed_gear.distributed.gradient_divisor import gradient_divisor
 from deepspeed_gear.distributed.resolved_plan import resolve_plan
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError
-from deepspeed_gear.replay import metrics, priority_updates, replay_checkpoint, table_access
+from deepspeed_gear.replay import metrics, priority_updates, table_access
 from deepspeed_gear.replay.batch_assembler import Transform
 from deepspeed_gear.replay.batch_loader import BatchLoader, Evaluation
 from deepspeed_gear.replay.builder import ReplayParts
@@ -30,6 +30,7 @@ from deepspeed_gear.replay.can_sample import Readiness
 from deepspeed_gear.replay.metrics import Metrics, Totals
 from deepspeed_gear.replay.packing_check import check_packing
 from deepspeed_gear.replay.replay_base import ReplayBase
+from deepspeed_gear.replay.replay_checkpoint import ReplayCheckpoint
 from deepspeed_gear.replay.rollout import Rollout, TrainStep
 from deepspeed_gear.replay.rollout_loader import RolloutLoader
 from deepspeed_gear.replay.table_warnings import ClampWarning, GroupWarning, warnings_of
@@ -115,21 +116,12 @@ class Replay(ReplayBase):
         else:
             divisor = partial(getattr, self, "gradient_divisor")
             self._loader = self._rollouts = RolloutLoader(parts, self.metrics, engine_dtype, to, divisor)
+        self._checkpoint = ReplayCheckpoint(parts, self._loader, self._passes)
         self._warnings: list[ClampWarning | GroupWarning] = []
         if plan.topology.leads_node:  # each for its own store
             self._warnings = warnings_of(parts.train)
         self._questions = Readiness(parts)
         self._finalizer = weakref.finalize(self, parts.release)
-
-    def _table(self, name: str | None) -> Table:
-        self._check_open()
-        known, sampled = ", ".join(self.tables), self.config.sampled_tables
-        if name is None and len(sampled) > 1:
-            raise ConfigError("table", "must be given where there are several", None, f"one of {known}")
-        name = sampled[0] if name is None else name
-        if not isinstance(name, str) or name not in self.tables:
-            raise ConfigError("table", f"must be one of {known}", name)
-        return self.tables[name]
 
     @property
     def _sampled(self) -> list[Table]:
@@ -141,7 +133,7 @@ class Replay(ReplayBase):
         return list(self._parts.streams[table.spec.name].values())
 
     def _inserter(self, table: str | None) -> Inserter:
-        target = self._table(table)
+        target = self.store(table)
         name = target.spec.name
         if name not in self._inserters:
             max_length = self.config.resolved_tables[name].max_length
@@ -241,7 +233,7 @@ class Replay(ReplayBase):
         """
         self._check_open()
         version = arguments.count("version", version, least=0)
-        table_access.set_policy_version(self._table(table), version, self._parts.context)
+        table_access.set_policy_version(self.store(table), version, self._parts.context)
 
     def fill(self, trajectory_id: int, table: str | None = None, **columns: Any) -> None:
         """Write late columns of a stored trajectory, once: advantages, returns, log-probabilities.
@@ -254,7 +246,7 @@ class Replay(ReplayBase):
             DataError: A column is not late, was written already, or does not fit; nothing has changed.
             StoreError: The trajectory is not stored on this node.
         """
-        fill(self._table(table), trajectory_id, columns, self.config.timeout_s)
+        fill(self.store(table), trajectory_id, columns, self.config.timeout_s)
 
     def writer(self, table: str | None = None) -> TrajectoryWriter:
         """Return a writer of trajectories for simulators in this process.
@@ -267,7 +259,7 @@ class Replay(ReplayBase):
         Raises:
             StoreError: The table holds a data set.
         """
-        target = self._table(table)
+        target = self.store(table)
         for stream in self._streams(target):
             stream.note_writer()  # a selection must not wait for items that this process would add
         writer = TrajectoryWriter(target, self._inserter(table))
@@ -287,7 +279,7 @@ class Replay(ReplayBase):
             DataError: No autoreset mode is given, or it is not the environment's.
             StoreError: The table holds a data set.
         """
-        self._table(table)
+        self.store(table)
         resolve(num_envs, autoreset)  # raises before this process counts as a writer
         return self.writer(table).vector_writer(num_envs, autoreset)
 
@@ -297,7 +289,14 @@ class Replay(ReplayBase):
         Raises:
             ConfigError: There is no such table, or the name must be given.
         """
-        return self._table(table)
+        self._check_open()
+        known, sampled = ", ".join(self.tables), self.config.sampled_tables
+        if table is None and len(sampled) > 1:
+            raise ConfigError("table", "must be given where there are several", None, f"one of {known}")
+        name = sampled[0] if table is None else table
+        if not isinstance(name, str) or name not in self.tables:
+            raise ConfigError("table", f"must be one of {known}", name)
+        return self.tables[name]
 
     def close_with(self, part: Closes) -> None:
         """Close an object that uses this replay's stores when this replay is closed."""
@@ -314,7 +313,7 @@ class Replay(ReplayBase):
         Raises:
             StoreError: An id is not stored, or its rows were freed.
         """
-        return table_access.read(self._table(table), ids)
+        return table_access.read(self.store(table), ids)
 
     def remove(self, ids: Sequence[int] | torch.Tensor, table: str | None = None) -> int:
         """Evict trajectories from the next selection on; ids that are not stored are ignored.
@@ -326,7 +325,7 @@ class Replay(ReplayBase):
         Raises:
             StoreError: The table holds a data set.
         """
-        return table_access.remove(self._table(table), ids)
+        return table_access.remove(self.store(table), ids)
 
     def clear(self, table: str | None = None) -> None:
         """Evict all trajectories of a table; the current epoch ends.
@@ -334,13 +333,13 @@ class Replay(ReplayBase):
         Raises:
             StoreError: The table holds a data set.
         """
-        target = self._table(table)
+        target = self.store(table)
         table_access.clear(target, self._streams(target))
 
     @property
     def run(self) -> str:
         """Id of the run, the same on all ranks: `run=` or GEAR_RUN of its actors."""
-        return self._table(self.config.sampled_tables[0]).run.id
+        return self.store(self.config.sampled_tables[0]).run.id
 
     def __len__(self) -> int:
         """Return the number of trajectories in this node's stores of the sampled tables."""
@@ -496,7 +495,7 @@ class Replay(ReplayBase):
             PeerError: Another rank does not call in time.
         """
         self._check_reads()
-        target = self._table(table)
+        target = self.store(table)
         if target.groups is None or target.spec.name not in self.config.sampled_tables:
             rule, remedy = "must have groups", f"set gear.tables.{target.spec.name}.group"
             raise ConfigError(f"table {target.spec.name}", rule, None, remedy)
@@ -611,7 +610,7 @@ class Replay(ReplayBase):
         return [self._priorities(table) for table in self.config.sampled_tables]
 
     def _priorities(self, table: str | None) -> PriorityMasses:
-        name = self._table(table).spec.name
+        name = self.store(table).spec.name
         streams = self._parts.streams[name]
         masses = streams[TRAIN].state.priorities if TRAIN in streams else None
         if masses is None:
@@ -637,14 +636,13 @@ class Replay(ReplayBase):
         is sampled again.
         """
         self._check_open()
-        return replay_checkpoint.state_of(self._parts, self._loader, self._passes.begun)
+        return self._checkpoint.state()
 
     def _save(self, folder: Path, kept: Mapping[str, Any] | None) -> dict[str, Any]:
-        self._parts.plan.exchange.agree("the priority updates", self._late_updates.drain)
-        return replay_checkpoint.save(self._parts, self._loader, self._passes.begun, folder, kept)
+        return self._checkpoint.save(folder, kept)
 
     def _load(self, folder: Path, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        self._continue_at(state, folder)
+        self._checkpoint.load(state, folder)
         return None if state["save"] is None else dict(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -655,11 +653,7 @@ class Replay(ReplayBase):
         """
         self._check_open()
         arguments.mapping("state", state, "pass a state from state_dict or save")
-        self._continue_at(state, None)
-
-    def _continue_at(self, state: Mapping[str, Any], folder: Path | None) -> None:
-        self._parts.plan.exchange.agree("the priority updates", self._late_updates.drain)
-        self._passes.continue_from(replay_checkpoint.load(self._parts, self._loader, folder, state))
+        self._checkpoint.load(state, None)
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics for DeepSpeed's monitor.
@@ -688,7 +682,7 @@ class Replay(ReplayBase):
         if self._rollouts is None:
             samples = self.metrics.num_batches * self.batch_info.micro * self.batch_info.data_world
         else:
-            samples = self.metrics.trained.trajectories
+            samples = int(self.metrics.trained["trajectories"])
         return Totals(samples, self.metrics.wait_s, metrics.policy_lag(self._parts.train))
 
     def statistics(self) -> dict[str, Any]:
@@ -743,4 +737,4 @@ class Replay(ReplayBase):
         self.__dict__.pop("_all_priorities", None)
         self.tables, self._warnings, self._inserters = {}, [], {}
         self._windows = self._rollouts = None
-        del self._parts, self._passes, self._loader, self._questions
+        del self._parts, self._passes, self._loader, self._questions, self._checkpoint

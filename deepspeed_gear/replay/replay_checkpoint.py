@@ -14,171 +14,160 @@ from deepspeed_gear.checkpoint.save_folders import State
 from deepspeed_gear.checkpoint.table_files import TableLoader
 from deepspeed_gear.distributed.quota_agreement import agree_on_quotas
 from deepspeed_gear.errors import CheckpointError
-from deepspeed_gear.replay.batch_loader import BatchLoader
+from deepspeed_gear.replay.batch_loader import BatchLoader, Evaluation
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.rollout_loader import RolloutLoader
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.selection import PASS_SHIFT
 from deepspeed_gear.store.table import Table
 
-Loader = BatchLoader | RolloutLoader
-Passes = dict[str, int]  # passes over each split that have begun
 
+class ReplayCheckpoint:
+    """Saves and loads the position of a Replay, and its tables. Methods are collective."""
 
-def state_of(
-    parts: ReplayParts,
-    loader: Loader,
-    passes: Passes,
-    save: State | None = None,
-    columns: dict[str, str] | None = None,
-) -> dict[str, Any]:
-    """Return the position, equal on all ranks; see `Replay.state_dict`. Collective.
+    def __init__(self, parts: ReplayParts, loader: BatchLoader | RolloutLoader, passes: Evaluation) -> None:
+        self._parts, self._loader, self._passes = parts, loader, passes
 
-    Args:
-        passes: Passes over splits that have begun.
-        save: Id and manifests of the save of this position; None: no save.
-        columns: File of the columns of the rollout batch whose training is under way.
-    """
-    plan, at = parts.plan, loader.position
-    where, rollout = at.at, at.rollout
-    if rollout is not None:
-        rollout = {**rollout, "columns": columns, "names": sorted(at.columns)}
-    if plan.topology.place.pipe_world > 2:  # inner stages read no batches
-        known = (where, passes) if plan.topology.place.reads else None
-        where, passes = next(one for one in plan.exchange.gather(known) if one is not None)
-    return position.state_of(plan, passes, where, save, rollout)
+    def state(self, save: State | None = None, columns: dict[str, str] | None = None) -> dict[str, Any]:
+        """Return the position, equal on all ranks; see `Replay.state_dict`.
 
+        Args:
+            save: Id and manifests of the save of this position; None: no save.
+            columns: File of the columns of the rollout batch whose training is under way.
+        """
+        plan, at, passes = self._parts.plan, self._loader.position, self._passes.begun
+        where, rollout = at.at, at.rollout
+        if rollout is not None:
+            rollout = {**rollout, "columns": columns, "names": sorted(at.columns)}
+        if plan.topology.place.pipe_world > 2:  # inner stages read no batches
+            known = (where, passes) if plan.topology.place.reads else None
+            where, passes = next(one for one in plan.exchange.gather(known) if one is not None)
+        return position.state_of(plan, passes, where, save, rollout)
 
-# ---- saving --------------------------------------------------------------------------------------
+    def save(self, folder: Path, kept: State | None) -> dict[str, Any]:
+        """Write the tables whose content is not a data set's, then the position, which is returned.
 
+        One node writes replicated tables, and each node its shard of the others. A table's folder is renamed
+        to its name when all files are complete on the disk, and the position is written after all tables.
 
-def save(
-    parts: ReplayParts, loader: Loader, passes: Passes, folder: Path, kept: State | None
-) -> dict[str, Any]:
-    """Write the tables whose content is not a data set's, then the position. Collective.
+        Args:
+            kept: State of the latest save in this folder that this Replay has loaded or made; None: none.
+        Raises:
+            CheckpointError: A file cannot be written; on every rank, as its own error or as a PeerError.
+        """
+        parts, loader = self._parts, self._loader
+        parts.plan.exchange.agree("the priority updates", parts.late_updates.drain)
+        plan, exchange, spread = parts.plan, parts.plan.exchange, parts.plan.placement.spread
+        known = loader.position.at if plan.topology.place.reads else None
+        # All additions and updates that the save contains come before this.
+        used = position.batches(next(one for one in exchange.gather(known) if one is not None))
+        if spread:
+            self._pause()
+        tables, columns = self._changing(), None
 
-    One node writes replicated tables, and each node its shard of the others. A table's folder is renamed to
-    its name when all files are complete on the disk, and the position is written after all tables.
+        def write(save_id: str) -> dict[str, dict[str, str]]:
+            nonlocal columns
+            if plan.leads_first_shard:
+                columns = table_files.write_rollout(folder, save_id, loader.position.columns, kept)
+            written = {}
+            for name, table in tables.items():
+                streams = list(parts.streams.get(name, {}).values())
+                if plan.leads_first_shard or (plan.leads_shard and name in spread):
+                    with table.lock:
+                        part = save_folders.partial_of(folder, name)
+                        written[name] = table_files.save_table(table, streams, part, used, save_id)
+            return written
 
-    Args:
-        passes: Passes over splits that have begun.
-        kept: State of the latest save in this folder that this Replay has loaded or made; None: none.
-    Returns:
-        The position, which names the save.
-    Raises:
-        CheckpointError: A file cannot be written; on every rank, as its own error or as a PeerError.
-    """
-    plan, exchange, spread = parts.plan, parts.plan.exchange, parts.plan.placement.spread
-    known = loader.position.at if plan.topology.place.reads else None
-    # All additions and updates that the save contains come before this.
-    used = position.batches(next(one for one in exchange.gather(known) if one is not None))
-    if spread:
-        _pause(parts)
-    tables, columns = _changing(parts), None
+        def state(save: State) -> dict[str, Any]:
+            of_ranks = exchange.gather(columns)
+            file = next((one for one in of_ranks if one is not None), None)
+            return self.state(save, file)
 
-    def write(save_id: str) -> dict[str, dict[str, str]]:
-        nonlocal columns
-        if plan.leads_first_shard:
-            columns = table_files.write_rollout(folder, save_id, loader.position.columns, kept)
-        written = {}
-        for name, table in tables.items():
-            streams = list(parts.streams.get(name, {}).values())
-            if plan.leads_first_shard or (plan.leads_shard and name in spread):
+        names, is_first = list(tables), plan.leads_first_shard
+        return save_folders.write_save(exchange, folder, names, kept, is_first, write, state)
+
+    def load(self, state: State, folder: Path | None) -> None:
+        """Continue at a state.
+
+        Args:
+            folder: Of the save that the state names, whose tables replace those of this run; None: they stay.
+        Raises:
+            CheckpointError: The state has another format, other data or options that select other samples;
+                ranks have states of different saves; or a file is missing, changed or of another save.
+                Nothing changes.
+            StoreFullError: A table is too small; nothing changes.
+        """
+        parts, loader = self._parts, self._loader
+        parts.plan.exchange.agree("the priority updates", parts.late_updates.drain)
+        plan, exchange = parts.plan, parts.plan.exchange
+
+        def check() -> None:
+            position.check(state, plan)
+            loader.check(state.get("rollout"))
+
+        def read_columns() -> Mapping[str, torch.Tensor]:
+            rollout = state.get("rollout")
+            if not rollout or not rollout.get("names"):
+                return {}
+            if folder is None:
+                raise CheckpointError(
+                    "the gear state",
+                    "must be loaded from the folder of its save, which has the columns of its rollout batch",
+                    ", ".join(rollout["names"]),
+                    "use save and load, or take states between two rollout batches",
+                )
+            return table_files.read_rollout(folder, state)
+
+        exchange.agree("loading the state", check)
+        save_folders.compare(exchange.gather(state))
+        loading = None
+        if folder is not None:
+            loading = TableLoader(plan, self._changing(), parts.streams)
+            exchange.agree("loading the tables", partial(loading.read, folder, state))
+        columns = exchange.agree("loading the rollout batch", read_columns)
+
+        if parts.barrier is not None:
+            parts.barrier.drain()
+        self._pause()
+        if parts.barrier is not None:
+            parts.barrier.restart()
+        at = position.of(state, plan.config.sampled_tables)
+        passes = {name: int(count) for name, count in state["passes"].items()}
+        if plan.topology.leads_node:
+            for stream in parts.all_streams:
+                name, table = stream.spec.name, stream.table
+                start = (passes.get(name, 0) << PASS_SHIFT, 0, 0, 0, 0)
                 with table.lock:
-                    part = save_folders.partial_of(folder, name)
-                    written[name] = table_files.save_table(table, streams, part, used, save_id)
-        return written
-
-    def state(save: State) -> dict[str, Any]:
-        of_ranks = exchange.gather(columns)
-        file = next((one for one in of_ranks if one is not None), None)
-        return state_of(parts, loader, passes, save, file)
-
-    names, is_first = list(tables), plan.leads_first_shard
-    return save_folders.write_save(exchange, folder, names, kept, is_first, write, state)
-
-
-def _changing(parts: ReplayParts) -> dict[str, Table]:
-    """Return the tables whose content or priorities are not in the data set."""
-    kept = {stream.table.spec.name for stream in parts.train if stream.spec.priorities is not None}
-    return {name: table for name, table in parts.tables.items() if table.spec.dataset is None or name in kept}
-
-
-def _pause(parts: ReplayParts) -> None:
-    """Stop the prefetch threads, on all nodes after the same selection. Collective.
-
-    A thread may wait for other nodes in the middle of a selection: their `leave` ends its wait.
-    """
-    parts.stop_prefetching()
-    parts.leave_nodes()
-    parts.plan.exchange.barrier()
-    for stream in parts.all_streams:
-        if stream.state.failure is not None:
-            stream.state.failure.forget()  # of the abandoned selection
-
-
-# ---- loading -------------------------------------------------------------------------------------
-
-
-def load(parts: ReplayParts, loader: Loader, folder: Path | None, state: State) -> Passes:
-    """Continue at a state; return the passes over splits that have begun. Collective.
-
-    Args:
-        folder: Of the save that the state names, whose tables replace those of this run; None: they stay.
-    Raises:
-        CheckpointError: The state has another format, other data or options that select other samples; ranks
-            have states of different saves; or a file is missing, changed or of another save. Nothing changes.
-        StoreFullError: A table is too small; nothing changes.
-    """
-    plan, exchange = parts.plan, parts.plan.exchange
-
-    def check() -> None:
-        position.check(state, plan)
-        loader.check(state.get("rollout"))
-
-    def read_columns() -> Mapping[str, torch.Tensor]:
-        rollout = state.get("rollout")
-        if not rollout or not rollout.get("names"):
-            return {}
-        if folder is None:
-            raise CheckpointError(
-                "the gear state",
-                "must be loaded from the folder of its save, which has the columns of its rollout batch",
-                ", ".join(rollout["names"]),
-                "use save and load, or take states between two rollout batches",
-            )
-        return table_files.read_rollout(folder, state)
-
-    exchange.agree("loading the state", check)
-    save_folders.compare(exchange.gather(state))
-    loading = None
-    if folder is not None:
-        loading = TableLoader(plan, _changing(parts), parts.streams)
-        exchange.agree("loading the tables", partial(loading.read, folder, state))
-    columns = exchange.agree("loading the rollout batch", read_columns)
-
-    if parts.barrier is not None:
-        parts.barrier.drain()
-    _pause(parts)
-    if parts.barrier is not None:
-        parts.barrier.restart()
-    at = position.of(state, plan.config.sampled_tables)
-    passes = {name: int(count) for name, count in state["passes"].items()}
-    if plan.topology.leads_node:
-        for stream in parts.all_streams:
-            name, table = stream.spec.name, stream.table
-            start = (passes.get(name, 0) << PASS_SHIFT, 0, 0, 0, 0)
-            with table.lock:
-                stream.state.seek(*(at[table.spec.name].values() if name == TRAIN else start))
-    exchange.barrier()
-    agree_on_quotas(exchange, plan.leads_shard, parts.train)
-    parts.leave_inner_stage()
-    loader.seek(position.LoaderPosition(at, state.get("rollout"), columns))
-    if loading is not None:
-        exchange.agree("loading the tables", loading.replace)
-        if plan.placement.spread:
-            exchange.agree("loading the unused selections", loading.deliver)
-            loading.announce()
+                    stream.state.seek(*(at[table.spec.name].values() if name == TRAIN else start))
+        exchange.barrier()
         agree_on_quotas(exchange, plan.leads_shard, parts.train)
         parts.leave_inner_stage()
-    return passes
+        loader.seek(position.LoaderPosition(at, state.get("rollout"), columns))
+        if loading is not None:
+            exchange.agree("loading the tables", loading.replace)
+            if plan.placement.spread:
+                exchange.agree("loading the unused selections", loading.deliver)
+                loading.announce()
+            agree_on_quotas(exchange, plan.leads_shard, parts.train)
+            parts.leave_inner_stage()
+        self._passes.continue_from(passes)
+
+    def _changing(self) -> dict[str, Table]:
+        """Return the tables whose content or priorities are not in the data set."""
+        parts = self._parts
+        kept = {stream.table.spec.name for stream in parts.train if stream.spec.priorities is not None}
+        return {
+            name: table for name, table in parts.tables.items() if table.spec.dataset is None or name in kept
+        }
+
+    def _pause(self) -> None:
+        """Stop the prefetch threads, on all nodes after the same selection.
+
+        A thread may wait for other nodes in the middle of a selection: their `leave` ends its wait.
+        """
+        self._parts.stop_prefetching()
+        self._parts.exchange.leave()
+        self._parts.plan.exchange.barrier()
+        for stream in self._parts.all_streams:
+            if stream.state.failure is not None:
+                stream.state.failure.forget()  # of the abandoned selection

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -16,7 +16,6 @@ from deepspeed_gear.config.pack_options import RolloutConfig
 from deepspeed_gear.errors import ConfigError, FieldError, PeerError, ShapeError, StoreError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.public_names import public_names
-from deepspeed_gear.replay.record_stream import RecordStream
 from deepspeed_gear.replay.rollout_data import PackSequence, RolloutData
 
 EPSILON = 1e-8
@@ -34,7 +33,7 @@ class Rollout:
         data: Its trajectories.
         size: Minibatches and epochs.
         keys: Seed and 32-bit stream key of the shuffled orders.
-        records: The stream that it was taken from.
+        consume: Releases its rows, and lets the next one begin.
         steps_done: Steps that were trained before, in a run that is resumed.
     """
 
@@ -43,10 +42,10 @@ class Rollout:
         data: RolloutData,
         size: RolloutConfig,
         keys: tuple[int, int],
-        records: RecordStream,
+        consume: Callable[[], None],
         steps_done: int = 0,
     ) -> None:
-        self._data, self._size, self._keys, self._records = data, size, keys, records
+        self._data, self._size, self._keys, self._consume = data, size, keys, consume
         self._steps_done, self._is_closed = steps_done, False
 
     def __repr__(self) -> str:
@@ -121,7 +120,7 @@ class Rollout:
                 self._data.check_values(name)
 
         self._data.session.agree(check)
-        self._data.session.compare("the columns of a rollout batch that are read", names)
+        self._data.session.exchange.compare("the columns of a rollout batch that are read", names)
 
     # ---- columns of this rollout batch -------------------------------------------------------------
 
@@ -157,7 +156,7 @@ class Rollout:
 
         if self._data.is_spread:  # rows move between nodes: after it no rank reads those of another batch
             self._data.session.agree(check)
-            self._data.session.compare("rollout.forward: columns and tokens", (missing, tokens))
+            self._data.session.exchange.compare("rollout.forward: columns and tokens", (missing, tokens))
         else:
             check()
         if not missing:
@@ -173,8 +172,8 @@ class Rollout:
                 self._data.write(made[name], micro, values)
                 filled[name].add(number)
 
-        data, index = self._data, np.arange(self.num_trajectories)
-        packs = PackSequence(data, index, tokens)
+        data = self._data
+        packs = PackSequence(data, np.arange(self.num_trajectories), tokens)
         data.fetch(packs)
         weights = loss_weights(data.settings.loss, data.counts, data.sequence, data.item)
         loss_tokens, divisor = int(data.counts.sum()), data.session.divisor()
@@ -194,9 +193,9 @@ class Rollout:
 
         data.session.agree(check_filled)
         for name, values in made.items():
-            if self._data.settings.place.tensor_rank != 0:
+            if data.settings.place.tensor_rank != 0:
                 values.zero_()
-            self._data.columns[name] = self._data.session.sum(values)
+            data.columns[name] = data.session.exchange.sum(values)
 
     def set(self, name: str, values: torch.Tensor | np.ndarray) -> None:
         """Set a column of this rollout batch from values of every trajectory, the same on every rank.
@@ -267,7 +266,7 @@ class Rollout:
             count_masked = data.settings.loss.count_masked
 
         def read() -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-            values = {column: data.values(column) for column in dict.fromkeys(named)}
+            values = {column: data.values(column) for column in named}
             return values, None if count_masked else data.counts > 0
 
         def compute() -> np.ndarray:
@@ -281,7 +280,7 @@ class Rollout:
         known = None
         if data.is_spread:  # reading is collective: no rank must do so alone
             self._agree_on(*named)
-            data.session.compare("rollout.advantages: count_masked", count_masked)
+            data.session.exchange.compare("rollout.advantages: count_masked", count_masked)
             known = read()
         return torch.from_numpy(data.session.agree(compute))
 
@@ -343,8 +342,8 @@ class Rollout:
             StoreError: The rollout batch has ended.
         """
         self.check_open()
-        epoch, minibatch = divmod(number, self._minibatches)
         count, parts = self.num_items, self._minibatches
+        epoch, minibatch = divmod(number, parts)
         order = torch.arange(count)
         if self._size.shuffle and count:
             turn = self.number * self._size.epochs + epoch
@@ -376,7 +375,7 @@ class Rollout:
         """End the batch: its rows may be evicted, and the next one is selected next. Safe to call twice."""
         if not self._is_closed:
             self._is_closed = True
-            self._records.consume()
+            self._consume()
 
     def abandon(self) -> None:
         """End the batch without consuming it, as where another position was loaded."""
@@ -452,14 +451,14 @@ class TrainStep:
 
         session.agree(begin_step)
         if data.is_spread:
-            session.compare(f"the train step of rollout batch {data.number}", self.number)
+            session.exchange.compare(f"the train step of rollout batch {data.number}", self.number)
         data.fetch(packs)
         data.metrics.gathered(time.perf_counter() - begin)
         divisor = session.divisor()
         for index, rows in zip(packs.packs, packs.rows, strict=True):
             yield data.pack(index, rows, self._weights, self.loss_tokens, divisor)
             self._rollout.check_open()  # the loop may be resumed after the batch has ended
-        data.metrics.trained.add(
+        data.metrics.trained_step(
             self.num_trajectories, self.num_tokens, len(packs), packs.fill_fraction, packs.imbalance
         )
         self._rollout.finish(self.number)
@@ -492,7 +491,7 @@ class TrainStep:
             stacked = torch.stack([value.to(every[0].device, torch.float64) for value in every])
             sums[:-1] = stacked.cpu().view(len(values), len(self)).sum(1)
         session = self._data.session
-        *total, faults = session.sum(sums).tolist()
+        *total, faults = session.exchange.sum(sums).tolist()
         if fault is not None:
             raise fault
         if faults:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -16,13 +16,15 @@ from deepspeed_gear.batching.pack_gather import PackGatherer, flags_of, read_opa
 from deepspeed_gear.batching.packing_plan import PackBudget, plan_packs
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.pack_options import LossConfig, PackConfig, room
+from deepspeed_gear.distributed.batch_barrier import BatchBarrier
+from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.row_exchange.trajectory_places import Moves, TrajectoryPlaces
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, DataError, FieldError
 from deepspeed_gear.ops import Ops
+from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.gather_spec import GatherSpec, lower
 from deepspeed_gear.ops.records import Resolution, Source
-from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.node_exchange import SpreadTrajectories
 from deepspeed_gear.schema import Schema
@@ -84,16 +86,24 @@ class PackSettings:
 
 
 class RolloutSession:
-    """The ranks of a replay that train rollout batches together. Its methods are collective.
+    """The ranks of a replay that train rollout batches together.
 
     Args:
+        exchange: Of all ranks.
+        barrier: Of ranks that train together; None: they need not.
+        is_spread: Whether nodes exchange rows.
         divisor: Returns what the framework divides the sum of all ranks' gradients by.
     """
 
-    def __init__(self, parts: ReplayParts, divisor: Callable[[], float]) -> None:
-        self.divisor = divisor
-        self._exchange, self._barrier = parts.plan.exchange, parts.barrier
-        self._is_spread = bool(parts.exchange.trajectories)
+    def __init__(
+        self,
+        exchange: ControlPlane,
+        barrier: BatchBarrier | None,
+        is_spread: bool,
+        divisor: Callable[[], float],
+    ) -> None:
+        self.exchange, self.divisor = exchange, divisor
+        self._barrier, self._is_spread = barrier, is_spread
         #: Called with each train step before its first micro batch; all ranks raise their errors.
         self.observers: list[StepObserver] = []
 
@@ -102,74 +112,82 @@ class RolloutSession:
         if self._barrier is not None:
             return self._barrier.agree(action)
         if self._is_spread:  # nodes exchange rows: ranks must not use them before or after
-            return self._exchange.agree("a rollout batch", action)
+            return self.exchange.agree("a rollout batch", action)
         return action()
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a tensor over all ranks."""
-        return self._exchange.sum(tensor)
 
-    def compare(self, what: str, value: object) -> None:
-        """Raise PeerError on all ranks unless every rank gives an equal value."""
-        self._exchange.compare(what, value)
-
-
-@dataclass(frozen=True)
-class NodePart:
-    """One table's trajectories of a rollout batch where several nodes hold the table.
+class Records(NamedTuple):
+    """Selected trajectories of one table.
 
     Args:
-        origins: shard << 32 | slot of each trajectory of the batch. [n], int64.
-        own: Those whose values this rank contributes. [m], int64.
-        join: Returns the sum of bytes over all ranks: a whole array from arrays in which each rank has its
-            part, and zeros elsewhere. Collective.
-        places: Which nodes have the rows of which trajectories. Every rank keeps the same account.
-        spread: How nodes exchange the rows.
+        resolutions: Of at most as many steps as a pack has room for; of trajectories of other nodes without
+            slot and rows. [n, 8], int64, contiguous.
+        weights: Their PER weights. [n], float32.
+        origins: shard << 32 | slot of each; the slot, where each node holds all of the table. [n], int64.
     """
 
-    origins: np.ndarray
-    own: np.ndarray
-    join: Callable[[np.ndarray], np.ndarray]
-    places: TrajectoryPlaces
-    spread: SpreadTrajectories
+    resolutions: torch.Tensor
+    weights: torch.Tensor
+    origins: torch.Tensor
 
 
-@dataclass(frozen=True)
 class TablePart:
     """The trajectories of a rollout batch that come from one table.
 
     Args:
-        records: Their resolutions; of trajectories of other nodes without slot and rows. [n, 8], int64,
-            contiguous.
-        weights: Their PER weights. [n], float32.
-        nodes: What this rank contributes of them; None: each node holds all.
+        spread: How the nodes that hold the table exchange its rows; None: each node holds all.
+        contributes: Whether this rank gives the values that its node holds: one of the node does.
     """
 
-    gatherer: PackGatherer
-    table: Table
-    records: torch.Tensor
-    weights: torch.Tensor
-    nodes: NodePart | None = None
+    def __init__(
+        self,
+        gatherer: PackGatherer,
+        table: Table,
+        records: Records,
+        session: RolloutSession,
+        spread: SpreadTrajectories | None = None,
+        contributes: bool = True,
+    ) -> None:
+        self.gatherer, self.table, self.records, self.spread = gatherer, table, records, spread
+        self._session = session
+        #: Records by which rows are gathered: those of other nodes lie where `fetch` has put the rows.
+        self.rows = records.resolutions.clone()
+        # The trajectories whose values this rank contributes. [m], int64.
+        self._own = np.arange(len(self.rows))
+        if spread is not None:
+            origins, routes, shard = records.origins.numpy(), spread.plan, table.spec.shard
+            assert shard is not None
+            self._own = np.nonzero((origins >> SHARD_BITS == shard.index) & contributes)[0]
+            #: Which nodes have the rows of which trajectories. Every rank keeps the same account.
+            self.places = TrajectoryPlaces(
+                origins,
+                self.rows[:, Resolution.NUM_STEPS].numpy(),
+                routes.final_row,
+                routes.num_nodes,
+                routes.index,
+                copies_own=not table.gathers_own_rows,
+            )
 
-    @property
-    def _slots(self) -> np.ndarray:
-        """Slots of the trajectories whose values this rank contributes. [m], int64."""
-        slots = self.records[:, Resolution.SLOT].numpy()
-        return slots if self.nodes is None else slots[self.nodes.own]
+    def _join(self, values: np.ndarray) -> np.ndarray:
+        """Return the sum of the bytes of arrays over all ranks, of which one has each byte. Collective."""
+        flat = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+        return self._session.exchange.sum(flat).numpy().view(values.dtype).reshape(values.shape)
 
     def _joined(self, values: np.ndarray) -> np.ndarray:
         """Return values of all trajectories from those that each rank contributes. [m, ...] -> [n, ...]."""
-        if self.nodes is None:
+        if self.spread is None:
             return values
-        whole = np.zeros((len(self.records), *values.shape[1:]), values.dtype)
-        whole[self.nodes.own] = values
-        return self.nodes.join(whole)
+        whole = np.zeros((len(self.rows), *values.shape[1:]), values.dtype)
+        whole[self._own] = values
+        return self._join(whole)
+
+    @property
+    def _slots(self) -> np.ndarray:
+        return self.records.resolutions[:, Resolution.SLOT].numpy()[self._own]
 
     def values(self, name: str) -> np.ndarray:
         """Return a per-trajectory column's stored values, bfloat16 as float32. [n, *shape]."""
-        table = self.table
-        stored = table.gather_source(name) if self.nodes is None else table.tensor(name)
-        own = stored[torch.from_numpy(self._slots)]
+        own = self.table.tensor(name)[torch.from_numpy(self._slots)]
         if own.dtype != torch.bfloat16:
             return self._joined(own.numpy())
         joined = torch.from_numpy(self._joined(own.view(torch.int16).numpy()))
@@ -177,16 +195,14 @@ class TablePart:
 
     def flags(self, ops: Ops, name: str, offset: int) -> np.ndarray:
         """Return which steps have a flag that is not 0, as `flags_of`. [sum of their steps], bool."""
-        if self.nodes is None:
-            return flags_of(ops, self.table.gather_source(name), self.records, offset)
-        lengths = self.records[:, Resolution.NUM_STEPS].numpy()
-        is_own, found = np.zeros(len(lengths), bool), np.zeros(int(lengths.sum()), bool)
-        is_own[self.nodes.own] = True
-        records = self.records[torch.from_numpy(is_own)]
+        records, column = self.records.resolutions, self.table.tensor(name)
+        if self.spread is None:
+            return flags_of(ops, column, records, offset)
+        lengths, is_own = records[:, Resolution.NUM_STEPS].numpy(), np.zeros(len(records), bool)
+        is_own[self._own], found = True, np.zeros(int(lengths.sum()), bool)
         # For lengths [2, 3] of which the second is own, the steps [0, 0, 1, 1, 1] are.
-        found[np.repeat(is_own, lengths)] = flags_of(ops, self.table.tensor(name), records, offset)
-        bits = self.nodes.join(np.packbits(found))
-        return np.unpackbits(bits, count=len(found)).astype(bool)
+        found[np.repeat(is_own, lengths)] = flags_of(ops, column, records[torch.from_numpy(is_own)], offset)
+        return np.unpackbits(self._join(np.packbits(found)), count=len(found)).astype(bool)
 
     def check_filled(self, name: str) -> None:
         """Raise DataError if a late column is absent in one of the trajectories. Collective over nodes."""
@@ -206,10 +222,8 @@ class TablePart:
 
     def reported(self) -> torch.Tensor:
         """Return the records with slots as priority updates have them. [n, 8], int64."""
-        if self.nodes is None:
-            return self.records
-        records = self.records.clone()
-        records[:, Resolution.SLOT] = torch.from_numpy(self.nodes.origins)
+        records = self.records.resolutions.clone()
+        records[:, Resolution.SLOT] = self.records.origins
         return records
 
 
@@ -236,13 +250,11 @@ class RolloutData:
         self.session, self.metrics = session, Metrics() if metrics is None else metrics
         self.records = torch.cat([part.reported() for part in parts])
         #: Whether several nodes hold a table together: values of all trajectories are then collective.
-        self.is_spread = any(part.nodes is not None for part in parts)
-        # Records by which rows are gathered: those of other nodes lie where `fetch` has put the rows.
-        self._rows = [part.records if part.nodes is None else part.records.clone() for part in parts]
-        self._is_weight = torch.cat([part.weights for part in parts])
+        self.is_spread = any(part.spread is not None for part in parts)
+        self._is_weight = torch.cat([part.records.weights for part in parts])
         # For tables of 2 and 3 trajectories, source is [0, 0, 1, 1, 1] and row [0, 1, 0, 1, 2].
-        self.source = np.repeat(np.arange(len(parts)), [len(part.records) for part in parts])
-        self._row = np.concatenate([np.arange(len(part.records)) for part in parts])
+        self.source = np.repeat(np.arange(len(parts)), [len(part.rows) for part in parts])
+        self._row = np.concatenate([np.arange(len(part.rows)) for part in parts])
         self.lengths: np.ndarray = self.records[:, Resolution.NUM_STEPS].numpy()
         self.starts = np.cumsum(self.lengths) - self.lengths  # for lengths [2, 3] starts is [0, 2]
         #: Item of each trajectory: those of one group have one number, in the order of the selection.
@@ -316,41 +328,30 @@ class RolloutData:
 
         Every rank has passed a batch barrier since it gathered from the rollout batch before.
         """
-        moving: list[tuple[int, NodePart, Moves]] = []
+        moving: list[tuple[TablePart, SpreadTrajectories, Moves]] = []
         for number, part in enumerate(self.parts):
-            if part.nodes is None:
+            if part.spread is None:
                 continue
-            replica_nodes, is_its = part.nodes.spread.plan.replica_nodes, self.source[packs.index] == number
-            needed = np.zeros((len(replica_nodes), len(part.records)), bool)  # [S, n]
+            replica_nodes, is_its = part.spread.plan.replica_nodes, self.source[packs.index] == number
+            needed = np.zeros((len(replica_nodes), len(part.rows)), bool)  # [S, n]
             needed[:, self._row[packs.index[is_its]]] = replica_nodes[:, packs.replica[is_its]]
-            moves = part.nodes.places.move(needed)
+            moves = part.places.move(needed)
             if moves is not None:  # on all ranks alike
-                moving.append((number, part.nodes, moves))
+                moving.append((part, part.spread, moves))
         if not moving:
             return
 
         def exchange() -> None:
-            for _, nodes, moves in moving:
-                if nodes.spread.exchange is not None:
-                    nodes.spread.exchange.send(moves)
+            for _, spread, moves in moving:
+                if spread.exchange is not None:
+                    spread.exchange.send(moves)
 
         self.session.agree(exchange)
-        for number, nodes, moves in moving:  # after an exchange that failed, the next one moves them all
-            nodes.places.moved(moves)
-            room, (row, slot) = nodes.spread.room, self.parts[number].table.first_arrival
-            rows = self._rows[number].numpy()
+        for part, spread, moves in moving:  # after an exchange that failed, the next one moves them all
+            part.places.moved(moves)
+            room, (row, slot), rows = spread.room, part.table.first_arrival, part.rows.numpy()
             rows[moves.samples, Resolution.FIRST_ROW] = row + room.first_row + moves.first_row
             rows[moves.samples, Resolution.SLOT] = slot + room.first_slot + moves.slot
-
-    def _by_table(self, index: np.ndarray) -> list[tuple[TablePart, torch.Tensor | slice, torch.Tensor]]:
-        """Return each table's trajectories of a pack: places in `index`, and records to gather by."""
-        if len(self.parts) == 1:
-            return [(self.parts[0], slice(None), self._rows[0][torch.from_numpy(index)])]
-        found: list[tuple[TablePart, torch.Tensor | slice, torch.Tensor]] = []
-        for number, part in enumerate(self.parts):
-            own = torch.from_numpy(np.nonzero(self.source[index] == number)[0])
-            found.append((part, own, self._rows[number][torch.from_numpy(self._row[index])[own]]))
-        return found
 
     # ---- packs -----------------------------------------------------------------------------------
 
@@ -375,7 +376,11 @@ class RolloutData:
         part = rows // place.sequence_world
         first = place.sequence_rank * part
         shape = PackShape(self.lengths[index], rows, first, first + part)
-        which, device, tables = torch.from_numpy(index), settings.device, self._by_table(index)
+        which, device = torch.from_numpy(index), settings.device
+        tables: list[tuple[TablePart, torch.Tensor, torch.Tensor]] = []  # places in the pack, and records
+        for number, table in enumerate(self.parts):
+            own = torch.from_numpy(np.nonzero(self.source[index] == number)[0])
+            tables.append((table, own, table.rows[torch.from_numpy(self._row[index])[own]]))
         gatherer = self.parts[0].gatherer
         tensors, places = gatherer.outputs(part), torch.from_numpy(shape.starts)
         per_trajectory: dict[str, torch.Tensor] = {}
@@ -400,8 +405,8 @@ class RolloutData:
             assert field.column is not None
             opaque[field.name] = [None] * len(index)
             for table, own, records in tables:
-                its = range(len(index)) if isinstance(own, slice) else own.tolist()
-                for at, value in zip(its, read_opaque(table.table, field.column, records), strict=True):
+                read = read_opaque(table.table, field.column, records)
+                for at, value in zip(own.tolist(), read, strict=True):
                     opaque[field.name][at] = value
         micro = MicroBatch(
             made,

@@ -1,4 +1,8 @@
-"""Rollout loader: the rollout batches of one rank, one after the other."""
+"""Rollout loader: the rollout batches of one rank, one after the other.
+
+A batch whose size is in items is a selection. One whose size is in tokens has the items that fit, from the
+rest of a selection and the next one: what is left begins the next batch, so nothing is lost.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +14,65 @@ import numpy as np
 import torch
 
 from deepspeed_gear.batching.pack_gather import PackGatherer
-from deepspeed_gear.checkpoint.position import LoaderPosition, batches
-from deepspeed_gear.distributed.row_exchange.trajectory_places import TrajectoryPlaces
+from deepspeed_gear.checkpoint import position
+from deepspeed_gear.checkpoint.position import LoaderPosition
+from deepspeed_gear.config.pack_options import room
 from deepspeed_gear.distributed.sequence_sum import sequence_sum
-from deepspeed_gear.errors import CheckpointError, ConfigError
-from deepspeed_gear.ops.constants import SHARD_BITS
+from deepspeed_gear.errors import CheckpointError, ConfigError, StoreError
 from deepspeed_gear.ops.records import Resolution
+from deepspeed_gear.replay.batch_loader import give_up
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Metrics
-from deepspeed_gear.replay.record_stream import Records, RecordStream
 from deepspeed_gear.replay.rollout import Rollout, TrainStep
 from deepspeed_gear.replay.rollout_data import (
-    NodePart,
     PackSettings,
+    Records,
     RolloutData,
     RolloutSession,
     TablePart,
+    item_numbers,
 )
 from deepspeed_gear.sampling.mass_rules import key_of
+from deepspeed_gear.sampling.selection import Selection
+from deepspeed_gear.store.records import Head
+
+
+class SelectedItems:
+    """The items of one selection. Those of several tables take turns, in proportion to their numbers.
+
+    Args:
+        key: Number of the selection.
+        heads: Its head in each table.
+        parts: Its trajectories in each table; those of one item are neighbours.
+    """
+
+    def __init__(self, key: int, heads: list[list[int]], parts: list[Records]) -> None:
+        self.key, self.heads, self.parts = key, heads, parts
+        items = [item_numbers(part.resolutions[:, Resolution.SAMPLE_NUMBER].numpy()) for part in parts]
+        counts = [int(item[-1]) + 1 if len(item) else 0 for item in items]
+        # For counts [2, 3] turns is [1/4, 3/4, 1/6, 3/6, 5/6], and place [1, 3, 0, 2, 4].
+        turns = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in counts])
+        place = np.empty(len(turns), np.int64)
+        place[np.argsort(turns, kind="stable")] = np.arange(len(turns))
+        tables = np.split(place, np.cumsum(counts)[:-1])
+        #: Place in the order of the item of each trajectory, by table.
+        self._places = [of_table[item] for of_table, item in zip(tables, items, strict=True)]
+        #: Steps of each item, in the order.
+        self.steps = np.zeros(len(turns), np.int64)
+        for at, part in zip(self._places, parts, strict=True):
+            np.add.at(self.steps, at, part.resolutions[:, Resolution.NUM_STEPS].numpy())
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def trajectories(self, first: int, end: int) -> list[Records]:
+        """Return the trajectories of a range of items, by table."""
+        if end - first == len(self):
+            return self.parts
+        chosen = [torch.from_numpy((at >= first) & (at < end)) for at in self._places]
+        return [
+            Records(*(column[own] for column in part)) for own, part in zip(chosen, self.parts, strict=True)
+        ]
 
 
 class RolloutLoader:
@@ -51,9 +96,11 @@ class RolloutLoader:
         config = plan.config
         assert config.pack is not None
         assert config.rollout_size is not None
-        self._parts, self._metrics, self._size = parts, metrics, config.rollout_size
-        self._streams, self._is_rollout = parts.train, config.batch is None
-        first = config.sampled_tables[0]
+        self._spread, self._leads = parts.exchange.trajectories, plan.topology.leads_node
+        self._metrics, self._size = metrics, config.rollout_size
+        self._tables, self._streams = config.sampled_tables, parts.train
+        self._is_rollout = config.batch is None
+        first = self._tables[0]
         self._keys = config.seed, key_of(first, "minibatches")
         group = config.resolved_tables[first].group
         self.settings = PackSettings(
@@ -72,28 +119,40 @@ class RolloutLoader:
             PackGatherer(self.settings.gathered(), stream.table, statistics, engine_dtype)
             for stream in self._streams
         ]
-        self.session = RolloutSession(parts, divisor)
-        self.records = RecordStream(parts, self.session, self._size)
-        self._resumed = LoaderPosition(self.records.where)  # what the next rollout batch goes on with
+        self.session = RolloutSession(plan.exchange, parts.barrier, bool(self._spread), divisor)
+        self._epoch = 0  # of the latest selection
         self._current: Rollout | None = None
+        # What the next rollout batch goes on with, its number, its first item in the first one of `_held`.
+        self._resumed, self._number, self._first_item = LoaderPosition(position.start(self._tables)), 0, 0
+        self.seek(self._resumed)
 
     def next(self) -> Rollout:
-        """Select and return the next rollout batch; the one before it is consumed."""
+        """Select and return the next rollout batch; the one before it is consumed. Collective."""
         if self._current is not None:
             self._current.close()
         begin, resumed = time.perf_counter(), self._resumed
-        parts = list(map(self._part, range(len(self._streams)), self.records.take()))
-        ops, number = self._streams[0].table.ops, self.records.number
+        tables = zip(self._gatherers, self._streams, self._take(), strict=True)
+        parts = [
+            TablePart(
+                gatherer,
+                stream.table,
+                records,
+                self.session,
+                self._spread.get(stream.table.spec.name),
+                self._leads,
+            )
+            for gatherer, stream, records in tables
+        ]
+        ops, number = self._streams[0].table.ops, self._number
         data = RolloutData(parts, self.settings, ops, self.session, number, self._metrics)
         known = resumed.rollout or {}
         num_tokens = known.get("num_tokens")
 
         def check_tokens() -> None:
             if data.num_tokens != num_tokens:
-                rule = f"must have the {num_tokens} steps with which it was saved"
                 raise CheckpointError(
                     f"rollout batch {number}",
-                    rule,
+                    f"must have the {num_tokens} steps with which it was saved",
                     data.num_tokens,
                     "load it with the gear.pack of its run: with too_long = truncate, tokens decides the "
                     "lengths",
@@ -101,32 +160,11 @@ class RolloutLoader:
 
         if num_tokens is not None:
             self.session.agree(check_tokens)
-        made = Rollout(data, self._size, self._keys, self.records, known.get("steps_done", 0))
+        made = Rollout(data, self._size, self._keys, self._consume, known.get("steps_done", 0))
         data.columns.update(resumed.columns)
         self._resumed, self._current = LoaderPosition(resumed.at), made
-        self._metrics.waited(time.perf_counter() - begin, self.records.epoch)
+        self._metrics.waited(time.perf_counter() - begin, self._epoch)
         return made
-
-    def _part(self, number: int, records: Records) -> TablePart:
-        """Return the trajectories of a rollout batch that come from a table."""
-        table, nodes, plan = self._streams[number].table, None, self._parts.plan
-        spread = self._parts.exchange.trajectories.get(table.spec.name)
-        if spread is not None:
-            origins, shard = records.origins.numpy(), table.spec.shard
-            assert shard is not None
-            own = np.nonzero(origins >> SHARD_BITS == shard.index)[0]
-            steps, routes = records.resolutions[:, Resolution.NUM_STEPS].numpy(), spread.plan
-            sizes = routes.final_row, routes.num_nodes, routes.index
-            places = TrajectoryPlaces(origins, steps, *sizes, copies_own=not table.gathers_own_rows)
-            # One rank of a node contributes what the node holds.
-            own = own if plan.topology.leads_node else own[:0]
-            nodes = NodePart(origins, own, self._join, places, spread)
-        return TablePart(self._gatherers[number], table, records.resolutions, records.weights, nodes)
-
-    def _join(self, values: np.ndarray) -> np.ndarray:
-        """Return the sum of the bytes of arrays over all ranks, of which one has each byte. Collective."""
-        flat = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
-        return self.session.sum(flat).numpy().view(values.dtype).reshape(values.shape)
 
     def step(self) -> TrainStep:
         """Return the one step of the next batch, whose size is `gear.batch`."""
@@ -135,38 +173,109 @@ class RolloutLoader:
             raise ConfigError("gear.batch", "must be given for steps without a rollout batch", None, remedy)
         return self.next().step(0)
 
-    # ---- position --------------------------------------------------------------------------------
+    # ---- the stream of items ---------------------------------------------------------------------
 
-    @property
-    def next_key(self) -> int:
-        """The number of the next selection."""
-        return self.records.next_key
+    def _take(self) -> list[Records]:
+        """Return the trajectories of the next rollout batch, by table.
+
+        An item of more steps than a batch may have is a batch of its own. After an error nothing is taken.
+        """
+        while not self._next_items()[1]:
+            self._held.append(self._select())
+        first, left = self._first_item, self._next_items()[0]
+        self._num_taken, taken = left, []
+        for items in self._held:
+            end = min(first + left, len(items))
+            taken.append(items.trajectories(first, end))
+            first, left = 0, left - (end - first)
+            if not left:
+                break
+        if len(taken) == 1:
+            return taken[0]
+        by_table = zip(*taken, strict=True)
+        return [Records(*map(torch.cat, zip(*parts, strict=True))) for parts in by_table]
+
+    def _consume(self) -> None:
+        """Consume the rollout batch that was taken: rows of which no batch has an item may be evicted."""
+        self._number, self._first_item, ended = self._number + 1, self._first_item + self._num_taken, None
+        self._num_taken = 0
+        while self._held and self._first_item >= len(self._held[0]):
+            ended = self._held.pop(0)
+            self._first_item -= len(ended)
+        if ended is not None:
+            self._at = position.after(self._tables, ended.heads)
+            for stream in self._streams:
+                stream.release(ended.key)
+
+    def _next_items(self) -> tuple[int, bool]:
+        """Return how many items of those at hand are the next batch's, and whether it is complete."""
+        if not self._held:
+            return 0, False
+        if self._size.tokens is None:
+            return len(self._held[0]), True
+        steps = np.concatenate([items.steps for items in self._held])[self._first_item :]
+        most = self._size.size
+        ends = np.cumsum(steps[:most])
+        # Of 100 tokens, for steps [40, 50, 20] ends is [40, 90, 110]: 2 items, and the batch is full.
+        count = int(np.searchsorted(ends, self._size.tokens, side="right"))
+        if count == 0 and len(ends):
+            return 1, True
+        is_full = count == most or count < len(ends) or (count and int(ends[-1]) == self._size.tokens)
+        return count, bool(is_full)
+
+    def _select(self) -> SelectedItems:
+        """Make or read the next selection of every table."""
+        key, longest = self.next_key, room(self.settings.pack)
+
+        def select() -> list[Selection]:
+            for stream in self._streams:
+                stream.request(key)
+            return [stream.get(key) for stream in self._streams]
+
+        try:
+            selections = self.session.agree(select)
+        except StoreError as error:
+            give_up(self._streams, error)
+            raise
+        self.next_key += 1
+        heads = [selection.head for selection in selections]
+        self._epoch = heads[0][Head.EPOCH]
+        parts = []
+        for stream, selection, head in zip(self._streams, selections, heads, strict=True):
+            records = selection.resolutions[: head[Head.COUNT]].clone()
+            origins = records[:, Resolution.SLOT] if selection.origins is None else selection.origins
+            records[:, Resolution.NUM_STEPS].clamp_(max=longest)  # the first ones are trained
+            weights = stream.weights(head, records)
+            parts.append(Records(records, weights, origins[: len(records)].clone()))
+        return SelectedItems(key, heads, parts)
+
+    # ---- position --------------------------------------------------------------------------------
 
     @property
     def _under_way(self) -> Rollout | None:
         """The rollout batch that is being trained."""
         current = self._current
-        return current if current is not None and current.number == self.records.number else None
+        return current if current is not None and current.number == self._number else None
 
     @property
     def holds_batch(self) -> bool:
         """Whether the next rollout batch needs no further selection."""
-        return self._under_way is None and self.records.holds_batch
+        return self._under_way is None and self._next_items()[1]
 
     @property
     def position(self) -> LoaderPosition:
         """The position, with the rollout batch after it; between two that are a selection each without."""
-        current, at = self._under_way, self.records.where
+        current = self._under_way
         if current is None and self._size.tokens is None:
-            return LoaderPosition(at)
+            return LoaderPosition(self._at)
         rollout = {
-            "number": self.records.number,
-            "first_item": self.records.first_item,
+            "number": self._number,
+            "first_item": self._first_item,
             "steps_done": 0 if current is None else current.steps_done,
             "num_tokens": None if current is None else current.num_tokens,
             "size": self._size.model_dump(),
         }
-        return LoaderPosition(at, rollout, {} if current is None else current.columns)
+        return LoaderPosition(self._at, rollout, {} if current is None else current.columns)
 
     def check(self, rollout: Mapping[str, Any] | None) -> None:
         """Raise CheckpointError unless a rollout batch that is being trained has the size of this config."""
@@ -178,12 +287,17 @@ class RolloutLoader:
                 "load with the size that it was saved with, or take a checkpoint between rollout batches",
             )
 
-    def seek(self, position: LoaderPosition) -> None:
+    def seek(self, to: LoaderPosition) -> None:
         """Continue at a position to which the streams are already set."""
         self.abandon()
-        known = position.rollout or {"number": batches(position.at), "first_item": 0}
-        self.records.seek(position.at, known["number"], known["first_item"])
-        self._resumed, self._current = position, None
+        self._at = to.at  # after the last selection of which no item is left
+        #: The number of the next selection.
+        self.next_key = position.batches(to.at)
+        known = to.rollout or {"number": self.next_key, "first_item": 0}
+        self._number, self._first_item = known["number"], known["first_item"]
+        self._held: list[SelectedItems] = []  # from the first one with an item that is not consumed
+        self._num_taken = 0  # items of the batch that was taken last, until it is consumed
+        self._resumed, self._current = to, None
 
     def abandon(self) -> None:
         """End the rollout batch that is being trained without consuming it."""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from gear_support import prefix
 
 from deepspeed_gear import Replay
+from deepspeed_gear.batching.micro_batch import MicroBatch
+from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.topology import RankCoordinates
-from deepspeed_gear.replay.record_stream import RecordStream
 from deepspeed_gear.replay.rollout import Rollout
-from deepspeed_gear.replay.rollout_data import RolloutData, RolloutSession, StepObserver
+from deepspeed_gear.replay.rollout_data import RolloutData, RolloutSession
 
 COLUMNS = {
     "tokens": {"dtype": "int32", "role": "token"},
@@ -64,44 +65,27 @@ def filled(config: Mapping[str, Any], count: int = COUNT) -> tuple[Replay, dict[
     return replay, {replay.add(response): response for response in responses(count)}
 
 
-class OneRank(RolloutSession):
-    """A session whose collectives are of one rank.
-
-    Args:
-        divisor: As of the ranks together.
-    """
-
-    def __init__(self, divisor: float) -> None:
-        self.divisor = lambda: divisor
-        self.observers: list[StepObserver] = []
-
-    def agree(self, action: Callable[[], Any]) -> Any:
-        return action()
-
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def compare(self, what: str, value: object) -> None:
-        del what, value
+@contextmanager
+def rolled_out(**options: Any) -> Iterator[tuple[Rollout, dict[int, dict[str, Any]]]]:
+    """The first rollout batch of a section with these options, and the stored responses by id."""
+    replay, stored = filled(section(**options))
+    with replay:
+        yield replay.rollout(), stored
 
 
-class NothingConsumed(RecordStream):
-    """The stream of a rollout batch that another one consumes."""
-
-    def __init__(self) -> None:
-        pass
-
-    def consume(self) -> None:
-        pass
+def micros(rollout: Rollout) -> list[MicroBatch]:
+    """Train a rollout batch; return its micro batches."""
+    return [micro for step in rollout for micro in step]
 
 
 def seen_by(rollout: Rollout, place: RankCoordinates) -> Rollout:
     """Return a rollout batch as the rank with other coordinates sees it, without collectives."""
     data = rollout._data
-    settings, session = replace(data.settings, place=place), OneRank(float(place.data_world))
+    settings = replace(data.settings, place=place)
+    session = RolloutSession(ControlPlane(), None, False, lambda: float(place.data_world))
     there = RolloutData(data.parts, settings, data.ops, session, data.number)
     there.columns = dict(data.columns)
-    return Rollout(there, rollout._size, rollout._keys, NothingConsumed())
+    return Rollout(there, rollout._size, rollout._keys, lambda: None)
 
 
 def ranks_of(world: int, sequence: int = 1) -> list[RankCoordinates]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rollout_support import filled, ranks_of, section, seen_by
+from rollout_support import ranks_of, rolled_out, section, seen_by
 
 from deepspeed_gear.cli.main import main
 from deepspeed_gear.config import parse
@@ -30,9 +30,7 @@ def test_numbers_are_those_of_the_trained_packs(
 ) -> None:
     """K, fill and imbalance, from the micro batches of every rank."""
     config = packed(pad={"to": pad, "multiple": 16}, plan_width=plan_width)
-    replay, _ = filled(config)
-    with replay:
-        rollout = replay.rollout()
+    with rolled_out(pack=config["pack"]) as (rollout, _):
         found = pack_preview(parse(config), rollout.lengths.numpy(), replicas, sequence)
         places, costs = 0, []  # of all ranks; of each rank's micro batches
         loops = [iter(seen_by(rollout, place)) for place in ranks_of(replicas, sequence)]  # kept open

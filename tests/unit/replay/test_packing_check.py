@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_support import filled, section
+from rollout_support import filled, micros, section
 
-from deepspeed_gear import Replay
+from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.errors import ConfigError
 
 pytest.importorskip("transformers")
@@ -20,8 +20,7 @@ PACK = {"tokens": 96, "pad": {"multiple": 16}}
 
 @pytest.fixture
 def replay() -> Any:
-    made, _ = filled(section(pack=PACK))
-    with made:
+    with filled(section(pack=PACK))[0] as made:
         yield made
 
 
@@ -47,13 +46,25 @@ def test_models_that_are_wrong(replay: Any) -> None:
     assert replay.check_packing(model, "eager", tolerance=9.0) > 0.01
 
 
+def test_with_its_default_cache_transformers_takes_a_pack_for_one_sequence(
+    replay: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why `model_inputs` sets `use_cache`: nothing but it differs here, and transformers raises nothing."""
+    inputs = MicroBatch.model_inputs
+
+    def without(micro: MicroBatch, attention: Any) -> dict[str, Any]:
+        return {name: value for name, value in inputs(micro, attention).items() if name != "use_cache"}
+
+    monkeypatch.setattr(MicroBatch, "model_inputs", without)
+    with pytest.raises(ConfigError, match="on their logits alone"):
+        replay.check_packing(tiny("qwen2"))
+
+
 def test_one_trajectory_per_pack_suits_what_is_wrong_else() -> None:
-    config = section(pack={**PACK, "max_trajectories": 1})
-    made, _ = filled(config)
     model = tiny("mamba2")
-    with made:
+    with filled(section(pack={**PACK, "max_trajectories": 1}))[0] as made:
         assert made.check_packing(model) < 1e-5
-        packs = [micro for step in made.rollout() for micro in step]
+        packs = micros(made.rollout())
         assert all(micro.num_trajectories <= 1 for micro in packs)
         with torch.no_grad():
             micro = next(micro for micro in packs if micro.num_trajectories)
@@ -61,10 +72,3 @@ def test_one_trajectory_per_pack_suits_what_is_wrong_else() -> None:
             logits = model(**{**micro.model_inputs(model), "input_ids": tokens}).logits[0, : micro.num_tokens]
             alone = model(input_ids=tokens[:, : micro.num_tokens], use_cache=False).logits[0]
         assert torch.allclose(logits, alone, atol=1e-4 * float(alone.abs().max()))
-
-
-def test_a_replay_without_packs_is_refused() -> None:
-    config = {key: value for key, value in section().items() if key not in ("pack", "rollout")}
-    rule = r"gear\.pack must be given for packed batches"
-    with Replay({**config, "batch_size": 4}) as plain, pytest.raises(ConfigError, match=rule):
-        plain.check_packing(tiny("llama"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rollout_support import COLUMNS, MOST, filled, ranks_of, responses, section, seen_by
+from rollout_support import COLUMNS, MOST, filled, micros, ranks_of, responses, rolled_out, section, seen_by
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_gear import Replay
@@ -25,16 +25,14 @@ from deepspeed_gear.errors import (
     ShapeError,
     StoreError,
 )
-from deepspeed_gear.replay.rollout import Rollout
 
 NORMALIZE: list[Any] = ["token", "sequence", {"constant": 100.0}]
 
 
 @pytest.fixture
 def rolled() -> Any:
-    replay, stored = filled(section())
-    with replay:
-        yield replay.rollout(), stored
+    with rolled_out() as made:
+        yield made
 
 
 class Reads(TorchDispatchMode):
@@ -47,19 +45,15 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def micros(rollout: Rollout) -> list[MicroBatch]:
-    return [micro for step in rollout for micro in step]
-
-
 # ---- packs -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sequence", [1, 2])
 @pytest.mark.parametrize("pad", ["multiple", "step", "budget"])
 def test_packs_hold_whole_trajectories(sequence: int, pad: str) -> None:
-    replay, stored = filled(section(pack={"tokens": 128, "pad": {"to": pad, "multiple": 16}}))
-    with replay:
-        rollout, rows, ids = replay.rollout(), {}, []
+    rows: dict[int, list[int]] = {}
+    ids: list[int] = []
+    with rolled_out(pack={"tokens": 128, "pad": {"to": pad, "multiple": 16}}) as (rollout, stored):
         for place in ranks_of(3, sequence):
             for number, micro in enumerate(micros(seen_by(rollout, place))):
                 rows.setdefault(number, []).append(micro["tokens"].numel())
@@ -105,9 +99,8 @@ def check_fields(micro: MicroBatch, stored: dict[int, Any], first: int) -> None:
 
 def test_columns_stand_as_the_config_says() -> None:
     fields = {"tokens": {"as": "int32"}, "value": {"column": "logp", "offset": 0, "scale": 2.0}}
-    replay, stored = filled(section(fields=fields))
-    with replay:
-        for micro in micros(replay.rollout()):
+    with rolled_out(fields=fields) as (rollout, stored):
+        for micro in micros(rollout):
             assert micro["tokens"].dtype == torch.int64
             for which, number in enumerate(micro.trajectory_id.tolist()):
                 own = micro["value"][micro.sequence == which]
@@ -169,27 +162,18 @@ def test_long_trajectories_are_refused_or_truncated() -> None:
     with pytest.raises(ConfigError, match="max_length must be at most 48"):
         Replay(section(pack={"tokens": 50, "pad": {"multiple": 16}}))
     pack = {"tokens": 48, "pad": {"multiple": 16}, "too_long": "truncate"}
-    replay, stored = filled(section(pack=pack))
-    with replay:
-        rollout = replay.rollout()
+    with rolled_out(pack=pack) as (rollout, stored):
         assert int(rollout.lengths.max()) == 48
         for micro in micros(rollout):
             for which, number in enumerate(micro.trajectory_id.tolist()):
                 own = micro.sequence == which
-                length = min(48, len(stored[number]["tokens"]))
-                assert micro["tokens"][own].tolist() == stored[number]["tokens"][:length].tolist()
+                assert micro["tokens"][own].tolist() == stored[number]["tokens"][:48].tolist()
                 assert not micro.loss_mask[own][-1]
-                assert (
-                    micro.targets[own][-1]
-                    == (0 if length == len(stored[number]["tokens"]) else stored[number]["tokens"][length])
-                    or micro.targets[own][-1] == 0
-                )
 
 
 def test_fewer_trajectories_than_ranks_leave_packs_of_padding() -> None:
-    replay, _ = filled(section(rollout={"trajectories": 3}))
-    with replay:
-        rollout, counts, total = replay.rollout(), [], 0.0
+    counts, total = [], 0.0
+    with rolled_out(rollout={"trajectories": 3}) as (rollout, _):
         for place in ranks_of(5):
             for micro in micros(seen_by(rollout, place)):
                 counts.append(micro.num_trajectories)
@@ -218,9 +202,8 @@ def mean_of(values: list[np.ndarray], normalize: Any, count_masked: bool) -> flo
 @pytest.mark.parametrize("normalize", NORMALIZE, ids=str)
 def test_sums_are_the_intended_mean_on_any_ranks(normalize: Any, count_masked: bool) -> None:
     loss = {"normalize": normalize, "count_masked": count_masked}
-    replay, stored = filled(section(loss=loss, rollout={"trajectories": 21, "minibatches": 2}))
-    with replay:
-        rollout = replay.rollout()
+    size = {"trajectories": 21, "minibatches": 2}
+    with rolled_out(loss=loss, rollout=size) as (rollout, stored):
         items = [rollout.group[rollout.step(step).index].tolist() for step in range(2)]
         ids = rollout.trajectory_id.tolist()
         for world, sequence in ((1, 1), (2, 1), (3, 2)):
@@ -290,17 +273,8 @@ def test_filled_columns_are_in_every_step(rolled: Any) -> None:
         assert torch.equal(micro["ones"], (micro.sequence >= 0).float())
 
 
-def test_statistics_have_stored_and_trained_steps() -> None:
-    replay, stored = filled(section())
-    with replay:
-        list(replay.rollout().step(0))
-        statistics = replay.statistics()
-        assert statistics["steps"] == sum(len(one["tokens"]) for one in stored.values())
-        assert (statistics["train_steps"], statistics["step_trajectories"]) == (1, 24)
-
-
-def test_progress_counts_trained_trajectories_and_waits() -> None:
-    replay, _ = filled(section(rollout={"trajectories": 24, "minibatches": 4}))
+def test_progress_and_statistics_count_what_is_trained() -> None:
+    replay, stored = filled(section(rollout={"trajectories": 24, "minibatches": 4}))
     with replay:
         replay.progress()
         rollout = replay.rollout()
@@ -312,7 +286,10 @@ def test_progress_counts_trained_trajectories_and_waits() -> None:
         assert trained.num_samples == step.num_trajectories == 6
         assert trained.samples_per_s > 0
         assert 0 < trained.wait_share < 1
-        assert replay.statistics()["batches"] == 1
+        statistics = replay.statistics()
+        assert statistics["steps"] == sum(len(one["tokens"]) for one in stored.values())
+        counts = ("batches", "train_steps", "step_trajectories")
+        assert [statistics[name] for name in counts] == [1, 1, 6]
 
 
 def test_every_micro_batch_of_a_forward_must_be_filled(rolled: Any) -> None:
@@ -411,25 +388,21 @@ def test_masked_responses_are_no_part_of_the_baseline() -> None:
 
 @pytest.mark.parametrize(("partial", "sizes"), [("spread", [7, 8, 8]), ("drop", [7, 7, 7])])
 def test_every_epoch_shuffles_the_items(partial: str, sizes: list[int]) -> None:
-    rollout = {"trajectories": 23, "minibatches": 3, "epochs": 2, "partial": partial}
-    replay, _ = filled(section(rollout=rollout))
-    with replay:
-        found, again = replay.rollout(), []
-        assert len(found) == 6
-        steps = list(found)
-        assert [step.num_trajectories for step in steps[:3]] == sizes
-        for epoch in (steps[:3], steps[3:]):
-            trained = [i for step in epoch for i in step.index.tolist()]
-            assert len(set(trained)) == len(trained) == sum(sizes)
-            again.append([step.index.tolist() for step in epoch])
-        assert again[0] != again[1]
+    size = {"trajectories": 23, "minibatches": 3, "epochs": 2, "partial": partial}
+    with rolled_out(rollout=size) as (rollout, _):
+        assert len(rollout) == 6
+        found = [step.index.tolist() for step in rollout]
+    epochs = found[:3], found[3:]
+    assert [len(step) for step in epochs[0]] == sizes
+    for epoch in epochs:
+        trained = [i for step in epoch for i in step]
+        assert len(set(trained)) == len(trained) == sum(sizes)
+    assert epochs[0] != epochs[1]
 
 
 def test_plan_width_gives_the_same_packs_on_any_ranks() -> None:
-    pack = {"tokens": 128, "pad": {"multiple": 16}, "plan_width": 4}
-    replay, _ = filled(section(pack=pack))
-    with replay:
-        rollout, packs = replay.rollout(), []
+    packs = []
+    with rolled_out(pack={"tokens": 128, "pad": {"multiple": 16}, "plan_width": 4}) as (rollout, _):
         for world in (1, 2, 4):
             every = [micros(seen_by(rollout, place)) for place in ranks_of(world)]
             assert len({len(found) for found in every}) == 1
@@ -456,7 +429,7 @@ def test_means_of_metrics(rolled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def total(sums: torch.Tensor) -> torch.Tensor:
         return sums + torch.eye(len(sums), dtype=sums.dtype)[-1]  # another rank has a fault
 
-    monkeypatch.setattr(step._data.session, "sum", total)
+    monkeypatch.setattr(step._data.session.exchange, "sum", total)
     with pytest.raises(
         PeerError, match=r"logp must have a number for each of the .*, got 'other numbers on 1"
     ):
@@ -526,9 +499,8 @@ def test_a_loop_over_micro_batches_ends_with_its_rollout_batch(rolled: Any, loop
 
 
 def test_a_loop_may_outlive_its_replay() -> None:
-    replay, _ = filled(section(rollout={"trajectories": 12, "minibatches": 4}))
-    with replay:
-        steps = iter(replay.rollout())
+    with rolled_out(rollout={"trajectories": 12, "minibatches": 4}) as (rollout, _):
+        steps = iter(rollout)
         next(steps)
     with pytest.raises(StoreError, match="must not be used"):
         next(steps)
@@ -633,8 +605,6 @@ def test_wrong_calls_are_refused(rolled: Any) -> None:
     rollout = rolled[0]
     with pytest.raises(FieldError, match="must not be named like a field"):
         next(iter(rollout.forward("logp")))
-    with pytest.raises(StoreError, match="'x' must be filled in each of the"):
-        list(rollout.forward("x"))
     first = next(iter(rollout.forward("x")))
     with pytest.raises(FieldError, match="must be one of those that forward names"):
         first.fill(y=first["logp"])
@@ -675,9 +645,8 @@ def test_other_batches_are_refused() -> None:
             plain.add(response)
         with pytest.raises(ConfigError, match=r"gear\.pack must be given for packed batches"):
             plain.rollout()
-
-
-# ---- transformers ----------------------------------------------------------------------------------
+        with pytest.raises(ConfigError, match=r"gear\.pack must be given for packed batches"):
+            plain.check_packing(None)
 
 
 @pytest.mark.parametrize("attention", ["flash_attention_2", "flash_attention_3"])
@@ -692,42 +661,3 @@ def test_arguments_of_flash_attention(rolled: Any, attention: str) -> None:
             assert inputs[f"max_length_{side}"] == micro.max_seqlen
         assert inputs["use_cache"] is False
         assert inputs.keys() & {"attention_mask", "past_key_values"} == set()
-
-
-@pytest.fixture
-def packed(rolled: Any) -> tuple[Any, MicroBatch, list[torch.Tensor]]:
-    """A model of transformers, a pack of several trajectories, and the logits of each one alone."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.Qwen2Config(vocab_size=1000, num_key_value_heads=2, **sizes)
-    model = transformers.Qwen2ForCausalLM(config).eval()
-    micro = max(micros(rolled[0]), key=lambda one: one.num_trajectories)
-    assert micro.num_trajectories > 1
-    alone = [micro["tokens"][micro.sequence == which][None] for which in range(micro.num_trajectories)]
-    with torch.no_grad():
-        return model, micro, [model(input_ids=tokens, use_cache=False).logits[0] for tokens in alone]
-
-
-def difference(micro: MicroBatch, logits: torch.Tensor, alone: list[torch.Tensor]) -> list[float]:
-    """Return the largest difference of each trajectory's logits from those of it alone."""
-    return [float((logits[micro.sequence == which] - own).abs().max()) for which, own in enumerate(alone)]
-
-
-@pytest.mark.parametrize("is_named", [False, True])
-def test_a_model_of_transformers_sees_the_sequences_apart(packed: Any, is_named: bool) -> None:
-    model, micro, alone = packed
-    with torch.no_grad():
-        logits = model(**micro.model_inputs("sdpa" if is_named else model)).logits
-    assert max(difference(micro, logits, alone)) < 2e-6
-
-
-def test_with_its_default_cache_transformers_takes_a_pack_for_one_sequence(packed: Any) -> None:
-    """Why `model_inputs` sets `use_cache`: nothing but it differs here, and nothing is raised."""
-    model, micro, alone = packed
-    inputs = micro.model_inputs(model)
-    del inputs["use_cache"]
-    with torch.no_grad():
-        found = difference(micro, model(**inputs).logits, alone)
-    assert found[0] < 2e-6  # nothing lies before it
-    assert max(found[1:]) > 1e-2

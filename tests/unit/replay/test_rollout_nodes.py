@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,14 +12,32 @@ import torch
 from rollout_support import COLUMNS, responses, section
 
 from deepspeed_gear import Replay
-from deepspeed_gear.distributed.row_exchange.trajectory_places import TrajectoryPlaces
 from deepspeed_gear.errors import DataError, PeerError
 from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.replay.rollout_data import NodePart, PackSettings, RolloutData, TablePart
+from deepspeed_gear.replay.rollout_data import PackSettings, Records, RolloutData, TablePart
+from deepspeed_gear.store.table import Table
+from deepspeed_gear.store.table_spec import Shard
 
 TYPES = {"half": {"dtype": "bfloat16", "rows": "1"}, "pair": {"dtype": "float64", "shape": [2], "rows": "1"}}
 LATE = {"score": {"dtype": "float32", "rows": "1", "late": True}}
+
+
+class TableOfNode:
+    """A table of which a node holds a shard."""
+
+    def __init__(self, table: Table, shard: int) -> None:
+        self._table, self.spec = table, SimpleNamespace(name=table.spec.name, shard=Shard(shard, 2, 0, 0))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._table, name)
+
+
+def spread_over(num_nodes: int, index: int, **more: Any) -> Any:
+    """Return how the nodes of a table exchange its rows."""
+    replica_nodes = np.eye(num_nodes, dtype=bool)
+    plan = SimpleNamespace(final_row=0, num_nodes=num_nodes, index=index, replica_nodes=replica_nodes)
+    return SimpleNamespace(plan=plan, **more)
 
 
 class Nodes:
@@ -32,25 +49,26 @@ class Nodes:
 
     def __init__(self, whole: RolloutData) -> None:
         self._whole, [part] = whole, whole.parts
-        slots = part.records[:, Resolution.SLOT].numpy()
+        slots = part.records.resolutions[:, Resolution.SLOT].numpy()
         self._shard = np.arange(len(slots)) * 7 % 3 // 2
         self._origins = self._shard << SHARD_BITS | slots
-        self._sent: list[np.ndarray] = []
+        self._sent: list[torch.Tensor] = []
 
     def data(self, shard: int) -> RolloutData:
-        own, [part] = np.nonzero(self._shard == shard)[0], self._whole.parts
-        unused: Any = None
-        nodes = NodePart(self._origins, own, self._send if shard == 0 else self._add, unused, unused)
-        whole = self._whole
-        return RolloutData([replace(part, nodes=nodes)], whole.settings, whole.ops, whole.session)
+        whole, [part] = self._whole, self._whole.parts
+        table: Any = TableOfNode(part.table, shard)
+        exchange = SimpleNamespace(sum=self._send if shard == 0 else self._add)
+        session: Any = SimpleNamespace(exchange=exchange)
+        records = part.records._replace(origins=torch.from_numpy(self._origins))
+        own = TablePart(part.gatherer, table, records, session, spread_over(2, shard))
+        return RolloutData([own], whole.settings, whole.ops, whole.session)
 
-    def _send(self, values: np.ndarray) -> np.ndarray:
-        self._sent.append(np.ascontiguousarray(values).view(np.uint8).copy())
+    def _send(self, values: torch.Tensor) -> torch.Tensor:
+        self._sent.append(values.clone())
         return values
 
-    def _add(self, values: np.ndarray) -> np.ndarray:
-        both = np.ascontiguousarray(values).view(np.uint8) + self._sent.pop(0)
-        return np.asarray(both.view(values.dtype).reshape(values.shape))
+    def _add(self, values: torch.Tensor) -> torch.Tensor:
+        return values + self._sent.pop(0)
 
     def together(self, read: Callable[[RolloutData], Any]) -> Any:
         """Return what the second node reads, with what the first one has sent."""
@@ -108,7 +126,9 @@ def test_ranks_compare_what_they_read_and_which_step_they_train(
     """Over nodes each call is collective: ranks that differ would exchange rows of unlike things."""
     rollout, compared = replay.rollout(), []
     rollout._data.is_spread = True
-    monkeypatch.setattr(rollout._data.session, "compare", lambda what, value: compared.append((what, value)))
+    monkeypatch.setattr(
+        rollout._data.session.exchange, "compare", lambda what, value: compared.append((what, value))
+    )
     rollout.values("reward")
     next(iter(rollout.step(1)))
     next(rollout.forward("old_logp", tokens=256))
@@ -131,22 +151,19 @@ def test_an_exchange_that_fails_is_made_again() -> None:
             raise error
 
     exchange = SimpleNamespace(send=lambda moves: sent.append(moves.samples.tolist()))
-    plan = SimpleNamespace(replica_nodes=np.eye(2, dtype=bool))
-    room = SimpleNamespace(first_row=5, first_slot=1)
-    spread: Any = SimpleNamespace(plan=plan, exchange=exchange, room=room)
-    records = torch.zeros(2, Resolution.NUM_WORDS, dtype=torch.int64)
-    records[:, Resolution.NUM_STEPS] = 3
-    origins = np.array([0, 1 << SHARD_BITS])
-    places = TrajectoryPlaces(origins, np.array([3, 3]), 0, 2, 0, copies_own=False)
-    nodes = NodePart(origins, np.array([0]), lambda values: values, places, spread)
-    gatherer, table = cast(Any, None), cast(Any, SimpleNamespace(first_arrival=(100, 10)))
+    spread = spread_over(2, 0, exchange=exchange, room=SimpleNamespace(first_row=5, first_slot=1))
+    resolutions = torch.zeros(2, Resolution.NUM_WORDS, dtype=torch.int64)
+    resolutions[:, Resolution.NUM_STEPS] = 3
+    records = Records(resolutions, torch.ones(2), torch.tensor([0, 1 << SHARD_BITS]))
+    spec = SimpleNamespace(shard=Shard(0, 2, 0, 0))
+    table: Any = SimpleNamespace(spec=spec, first_arrival=(100, 10), gathers_own_rows=True)
     session: Any = SimpleNamespace(agree=agree)
     settings = cast(PackSettings, SimpleNamespace())
-    part = TablePart(gatherer, table, records, torch.ones(2), nodes)
+    part = TablePart(cast(Any, None), table, records, session, spread)
     data = RolloutData([part], settings, cast(Any, None), session)
 
     def placed() -> list[int]:
-        return data._rows[0][:, Resolution.FIRST_ROW].tolist()
+        return part.rows[:, Resolution.FIRST_ROW].tolist()
 
     packs: Any = SimpleNamespace(index=np.array([0, 1]), replica=np.array([1, 0]))  # each needs the other's
     with pytest.raises(PeerError):
@@ -155,4 +172,4 @@ def test_an_exchange_that_fails_is_made_again() -> None:
     data.fetch(packs)
     data.fetch(packs)  # all there
     assert (sent, placed()) == ([[1], [1]], [0, 105])
-    assert data._rows[0][:, Resolution.SLOT].tolist() == [0, 11]
+    assert part.rows[:, Resolution.SLOT].tolist() == [0, 11]

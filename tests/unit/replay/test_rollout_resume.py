@@ -27,8 +27,7 @@ def trained(rollout: Rollout) -> list[list[tuple[Any, ...]]]:
 def test_a_rollout_is_resumed_between_minibatches(kind: str, steps_done: int, tmp_path: Path) -> None:
     size = {"trajectories": 12, "minibatches": 2, "epochs": 2}
     config = section(sampler={"kind": kind}, rollout=size)
-    replay, _ = filled(config)
-    with replay:
+    with filled(config)[0] as replay:
         list(replay.rollout())
         rollout = replay.rollout()
         for micro in rollout.forward("old"):
@@ -61,8 +60,7 @@ def test_a_rollout_is_not_resumed_with_other_lengths(tmp_path: Path) -> None:
     """Truncated to another length, the columns would belong to other tokens."""
     pack = {"tokens": 48, "pad": {"multiple": 16}, "too_long": "truncate"}
     config = section(pack=pack, rollout={"trajectories": 12, "minibatches": 2})
-    replay, _ = filled(config)
-    with replay:
+    with filled(config)[0] as replay:
         rollout = replay.rollout()
         rollout.advantages("dr_grpo")
         number = rollout.num_tokens
@@ -78,8 +76,7 @@ def test_a_rollout_is_not_resumed_with_other_lengths(tmp_path: Path) -> None:
 
 def test_a_save_in_the_last_step_resumes_after_the_rollout_batch(tmp_path: Path) -> None:
     config = section(sampler={"kind": "epoch"}, rollout={"trajectories": 8, "minibatches": 2})
-    replay, _ = filled(config)
-    with replay:
+    with filled(config)[0] as replay:
         for step in replay.rollout():
             for micro in step:
                 assert micro.num_tokens

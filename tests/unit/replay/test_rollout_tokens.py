@@ -7,16 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rollout_support import COLUMNS, MOST, filled, responses, section
+from rollout_support import filled, micros, responses, section
 
 from deepspeed_gear import Replay
 from deepspeed_gear.errors import NotReadyError
 from deepspeed_gear.replay.rollout import Rollout
-
-
-def lengths_of(rollout: Rollout) -> list[int]:
-    """Return the steps of each item, in the order of the batch."""
-    return np.bincount(rollout.group.numpy(), rollout.lengths.numpy()).astype(int).tolist()
 
 
 @pytest.mark.parametrize("tokens", [60, 149, 700])
@@ -29,9 +24,8 @@ def test_batches_of_tokens_divide_the_stream(tokens: int, most: int) -> None:
         while sum(map(len, batches)) < 90:
             rollout = replay.rollout()
             batches.append(rollout.trajectory_id.tolist())
-            assert sorted(i for step in rollout for m in step for i in m.trajectory_id.tolist()) == sorted(
-                batches[-1]
-            )
+            trained = [i for micro in micros(rollout) for i in micro.trajectory_id.tolist()]
+            assert sorted(trained) == sorted(batches[-1])
     whole, _ = filled(section(rollout={"trajectories": most}, sampler={"kind": "epoch"}), count=97)
     with whole:
         stream = [i for _ in range(-(-97 // most) + 1) for i in whole.rollout().trajectory_id.tolist()]
@@ -46,9 +40,7 @@ def test_batches_of_tokens_divide_the_stream(tokens: int, most: int) -> None:
 
 def test_batches_of_tokens_have_whole_items_of_all_tables() -> None:
     """Groups stay whole, an item of more steps than a batch is one, tables keep their shares."""
-    tables = {
-        name: {"capacity_steps": 9000, "max_length": MOST, "schema": {"columns": COLUMNS}} for name in "ab"
-    }
+    tables = dict.fromkeys("ab", section()["tables"]["responses"])
     mixture = {"kind": "mixture", "shares": {"a": 0.75, "b": 0.25}, "of": {"kind": "epoch"}}
     config = section(tables=tables, sampler=mixture, rollout={"trajectories": 16, "tokens": 400})
     with Replay(config) as replay:
@@ -72,7 +64,7 @@ def test_batches_of_tokens_have_whole_items_of_all_tables() -> None:
     with replay:
         for number in range(8):
             rollout = replay.rollout()
-            lengths = lengths_of(rollout)
+            lengths = np.bincount(rollout.group.numpy(), rollout.lengths.numpy())  # of each item
             assert sum(lengths) <= 120 or len(lengths) == 1
             assert len(rollout.lengths) == 4 * len(lengths)
             if number == 0:
@@ -85,7 +77,7 @@ def test_batches_of_tokens_continue(middle: bool, tmp_path: Path) -> None:
     replay, _ = filled(config, count=90)
 
     def packs(rollout: Rollout) -> list[list[int]]:
-        return [micro.trajectory_id.tolist() for step in rollout for micro in step]
+        return [micro.trajectory_id.tolist() for micro in micros(rollout)]
 
     with replay:
         for _ in range(3):
@@ -108,12 +100,7 @@ def test_batches_of_tokens_continue(middle: bool, tmp_path: Path) -> None:
 
 def test_a_batch_of_tokens_waits_for_its_items() -> None:
     """A selection that is missing loses nothing of the one before it."""
-    table = {
-        "capacity_steps": 9000,
-        "max_length": MOST,
-        "max_times_sampled": 1,
-        "schema": {"columns": COLUMNS},
-    }
+    table = {**section()["tables"]["responses"], "max_times_sampled": 1}
     size = {"trajectories": 10, "tokens": 250}
     replay, _ = filled(section(tables={"responses": table}, rollout=size, timeout_s=0.5), count=10)
     with replay:
