@@ -15,7 +15,7 @@ from deepspeed_gear.batching.gather import Gatherer
 from deepspeed_gear.batching.hindsight import HindsightRelabelling
 from deepspeed_gear.batching.pack_gather import read_opaque
 from deepspeed_gear.batching.transfer.cuda_streams import DeferredRelease
-from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer, FieldTransfer, Reach
+from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.errors import ConfigError
@@ -63,8 +63,8 @@ class BatchAssembler:
         if is_wanted(config.transfer, device):
             keep = max(2, info.accumulation)
             tables = [stream.table for stream in train]
-            options = config.transfer, config.backend
-            self.transfer = DeviceTransfer(*options, needs, tables, device, info.micro, keep, self._placed)
+            own = config.transfer, config.backend
+            self.transfer = DeviceTransfer(*own, needs, tables, device, info.micro, keep, self._options)
         self._stays_on_host = device.type == "cpu" and self.transfer is None and not relabelling.has_reward
         self._collectors = {stream: self._gatherer(stream) for stream in train}
         specs = [stream.table.spec for stream in train]
@@ -207,15 +207,11 @@ class BatchAssembler:
         info, ahead = self._info, self._config.prefetch * self._info.accumulation
         prepared = ahead + 1 + self._held if ahead and stream.spec.name == TRAIN else 0
         depth = max(2, info.accumulation) + prepared
-        placing, table = self.transfer, stream.table
-        if placing is None:
-            return Gatherer(**self._gathering(table, depth))
-        return self._placed(table, placing.transfer(placing.way), placing.reach(table), depth + 1)
+        if self.transfer is None:
+            return Gatherer(**self._options(stream.table, depth))
+        return self.transfer.gatherer(stream.table, depth + 1)
 
-    def _placed(self, table: Table, transfer: FieldTransfer, reach: Reach, depth: int) -> DeviceGatherer:
-        return DeviceGatherer(transfer, reach, **self._gathering(table, depth))
-
-    def _gathering(self, table: Table, depth: int) -> dict[str, Any]:
+    def _options(self, table: Table, depth: int) -> dict[str, Any]:
         """Return the arguments that every gatherer takes."""
         return {
             "fields": self._needs.fields,

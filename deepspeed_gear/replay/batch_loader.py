@@ -22,7 +22,7 @@ from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.sampling.batch_info import TRAIN, Turns
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.selection import PASS_SHIFT, Selection, SelectionPart
+from deepspeed_gear.sampling.selection import PASS_SHIFT, SelectionPart
 from deepspeed_gear.store.records import Head
 
 LOG = logging.getLogger("deepspeed_gear")
@@ -33,7 +33,8 @@ class PreparedBatch(NamedTuple):
 
     Args:
         heads: Heads of its selections.
-        digest: Of the global batch, if it is verified and this is its last micro batch.
+        digest: Of ids and anchors of the global batch, table by table, equal on all ranks: if it is verified
+            and this is its last micro batch.
     """
 
     batch: Batch
@@ -126,7 +127,16 @@ class BatchLoader:
         self._request(key)
         try:
             self._late_updates.check()
-            return self._prepared() if self._prefetch else self._make(self._used)
+            if not self._prefetch:
+                return self._make(self._used)
+            if not self._prefetchers:
+                first, depth = self._used, self._prefetch * self._info.accumulation
+                self._prefetchers.append(Prefetcher(lambda index: self._make(first + index), depth))
+            try:
+                return self._prefetchers[0].get(self._check)
+            except Exception:
+                self._parts.stop_prefetching()  # its thread has ended; the next call retries this batch
+                raise
         except Exception as error:
             give_up(self._streams, error)
             if self._barrier is not None:
@@ -167,16 +177,6 @@ class BatchLoader:
         self._seen, self._digest = hashlib.blake2b(digest_size=8), NO_DIGEST
         self._start, self._used = batches(position.at), 0
 
-    def _prepared(self) -> PreparedBatch:
-        if not self._prefetchers:
-            first, depth = self._used, self._prefetch * self._info.accumulation
-            self._prefetchers.append(Prefetcher(lambda index: self._make(first + index), depth))
-        try:
-            return self._prefetchers[0].get(self._check)
-        except Exception:
-            self._parts.stop_prefetching()  # its thread has ended; the next call retries this batch
-            raise
-
     def _make(self, index: int) -> PreparedBatch:
         """Gather this rank's micro batch number `index` since the start or the last resume."""
         begin, info = time.perf_counter(), self._info
@@ -191,7 +191,9 @@ class BatchLoader:
         digest = None
         if micro == info.accumulation - 1:
             if self._verify_every and key % self._verify_every == 0:
-                digest = digest_of([stream.get(key) for stream in self._streams])
+                selections = [stream.get(key) for stream in self._streams]
+                seen = [_ids_and_anchors(one.resolutions[: one.head[Head.COUNT]]) for one in selections]
+                digest = _as_int64(hashlib.blake2b(b"".join(seen), digest_size=8).digest())
             for stream in self._streams:
                 self._assembler.release(stream, key)
         self._metrics.produced(time.perf_counter() - begin)
@@ -264,14 +266,6 @@ def give_up(streams: Sequence[BatchStream], error: Exception) -> None:
         for stream in streams:
             if not stream.state.stop.is_set():
                 stream.give_up()
-
-
-def digest_of(selections: Sequence[Selection]) -> int:
-    """Return the digest of ids and anchors of a global batch, table by table: equal on all ranks."""
-    seen = hashlib.blake2b(digest_size=8)
-    for selection in selections:
-        seen.update(_ids_and_anchors(selection.resolutions[: selection.head[Head.COUNT]]))
-    return _as_int64(seen.digest())
 
 
 def _ids_and_anchors(records: torch.Tensor) -> bytes:

@@ -14,6 +14,7 @@ from deepspeed_gear.errors import PeerError
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.rate_limiting import ItemsHeld
+from deepspeed_gear.timeouts import wait_until
 
 _POLL_S = 100e-6
 _CALLS = "can_sample() or missing_groups()"
@@ -33,22 +34,38 @@ class Readiness:
 
     def ask(self, key: int) -> bool:
         """Return whether a global batch could be selected at the first rank's call. Collective."""
-        number = int(self._asked[self._peer])
+        plan, number = self._parts.plan, int(self._asked[self._peer])
+        exchange = plan.exchange
         self._wait_for_slowest(number)
-        if any(stream.state.joint_limiter is not None for stream in self._streams):
+        if all(stream.state.joint_limiter is None for stream in self._streams):
+            answer = bool(self._first(number, lambda: all(self._can_select(s, key) for s in self._streams)))
             self._asked[self._peer] = number + 1
-            if self._parts.plan.leads_shard:  # no rank of this node writes while nodes agree on quotas
-                self._wait_for_slowest(number + len(self._answers))
-            answer = self._answer_of_nodes(key)
-            self._share_answer(number, answer)
-            return answer
-        answer = bool(self._first(number, lambda: all(self._can_select(s, key) for s in self._streams)))
+            if plan.topology.num_nodes == 1:
+                return answer
+            answers = exchange.gather(answer)
+            spread = any(stream.spec.num_shards > 1 for stream in self._streams)
+            return any(answers) if spread else all(answers)
         self._asked[self._peer] = number + 1
-        if self._parts.plan.topology.num_nodes == 1:
-            return answer
-        answers = self._parts.plan.exchange.gather(answer)
-        spread = any(stream.spec.num_shards > 1 for stream in self._streams)
-        return any(answers) if spread else all(answers)
+        if plan.leads_shard:  # no rank of this node writes while nodes agree on quotas
+            self._wait_for_slowest(number + len(self._answers))
+        found = True
+        for stream in self._streams:
+            if stream.state.joint_limiter is not None:
+                may = may_select(exchange, plan.leads_shard, stream, key, self._parts.prepares)
+            else:
+                look = partial(self._can_select, stream, key)
+                answers = exchange.gather(exchange.agree("looking at its node's items", look))
+                may = any(answers) if stream.spec.num_shards > 1 else all(answers)
+            found = found and may
+        entry = self._answers[number % len(self._answers)]
+        if plan.leads_shard:
+            with self._table.lock:
+                entry[:] = number + 1, found
+        if plan.topology.node in plan.placement.order:  # the new quota holds for this rank's writers then
+            timeout_s = self._timeout_s
+            if not wait_until(lambda: bool(entry[0] == number + 1), timeout_s, _POLL_S, self._check):
+                raise PeerError("the first rank of this node", f"must answer within {timeout_s} s")
+        return found
 
     def missing(self, stream: BatchStream, key: int) -> int:
         """Return how many items this rank should add for a global batch: its share. Collective.
@@ -81,33 +98,6 @@ class Readiness:
 
         held = exchange.gather(exchange.agree("counting the items of its node", count))
         return stream.missing_items(key, [one for of_rank in held for one in of_rank])
-
-    def _answer_of_nodes(self, key: int) -> bool:
-        """Return whether all streams can select; of tables on several nodes, by the records of all nodes."""
-        exchange, leads, found = self._parts.plan.exchange, self._parts.plan.leads_shard, True
-        for stream in self._streams:
-            if stream.state.joint_limiter is not None:
-                may = may_select(exchange, leads, stream, key, self._parts.prepares)
-            else:
-                answers = exchange.gather(
-                    exchange.agree("looking at its node's items", partial(self._can_select, stream, key))
-                )
-                may = any(answers) if stream.spec.num_shards > 1 else all(answers)
-            found = found and may
-        return found
-
-    def _share_answer(self, number: int, answer: bool) -> None:
-        """Wait for the answer of the node's leader; then the new quota holds for this rank's writers."""
-        entry, plan = self._answers[number % len(self._answers)], self._parts.plan
-        if self._parts.plan.leads_shard:
-            with self._table.lock:
-                entry[:] = number + 1, answer
-        log = WaitLog("can_sample()")
-        while plan.topology.node in plan.placement.order and entry[0] != number + 1:
-            self._check()
-            if log.note(lambda: "") > self._timeout_s:
-                raise PeerError("the first rank of this node", f"must answer within {self._timeout_s} s")
-            time.sleep(_POLL_S)
 
     def _first(self, number: int, answer: Callable[[], int]) -> int:
         """Return the answer to a call that the first rank of this node has given."""

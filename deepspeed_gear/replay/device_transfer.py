@@ -45,7 +45,6 @@ from deepspeed_gear.store.cuda_registration import (
 from deepspeed_gear.store.table import Table
 
 LOG = logging.getLogger("deepspeed_gear")
-MakeCollector = Callable[[Table, FieldTransfer, Reach, int], DeviceGatherer]
 
 
 class _Arrival(NamedTuple):
@@ -69,22 +68,24 @@ class DeviceTransfer:
 
     Args:
         keep: Latest batches that their user may use.
-        make: Creates a gatherer of a table, with a ring of some depth.
+        options: Returns what `Gatherer` takes for a table, with a ring of some depth.
     """
 
     def __init__(
         self,
-        options: TransferConfig,
+        config: TransferConfig,
         backend: str,
         needs: ReadNeeds,
         tables: Sequence[Table],
         device: torch.device,
         num_samples: int,
         keep: int,
-        make: MakeCollector,
+        options: Callable[[Table, int], dict[str, Any]],
     ) -> None:
         self.lane = lane_of(device)
-        self._options, self._keep = options, keep
+        self._config, self._keep, self._options = config, keep, options
+        # Smallest window that the copy engine copies: any, if it is set explicitly.
+        self._least_copy_bytes = 0 if config.way == COPIES else LEAST_COPY_BYTES
         self._registrations: dict[str, Registration] = {}  # by table
         self._refused: dict[str, str] = {}
         self._figures: dict[str, TransferTimings] = {}
@@ -104,47 +105,40 @@ class DeviceTransfer:
                 self._ops = self._kernels(backend)
             for table in self._tables:
                 self._reaches[table.spec.name] = self._reach(table)
-            self.way = self._choose(self._tables[0], num_samples, make)
+            self.way = self._choose(self._tables[0], num_samples)
         except BaseException:
             self.close()
             raise
         LOG.info("gear: batches are transferred to %s: %s", self.lane.device, self.describe())
 
-    def transfer(self, way: str) -> FieldTransfer:
-        """Return the transfer settings of a gatherer."""
-        ops = self._ops or self._tables[0].ops  # unused by staged fields
-        reached = self._is_reached, self._reaches_n_step
-        return FieldTransfer(self.lane, ops, way, *reached, self._keep, self._least_copy_bytes)
+    def gatherer(self, table: Table, depth: int, way: str | None = None) -> DeviceGatherer:
+        """Return a gatherer of a table, with a ring of some depth; `way`: None: the chosen method."""
+        transfer = FieldTransfer(
+            self.lane,
+            self._ops or table.ops,  # unused by staged fields
+            self.way if way is None else way,
+            self._is_reached,
+            self._reaches_n_step,
+            self._keep,
+            self._least_copy_bytes,
+        )
+        return DeviceGatherer(transfer, self._reaches[table.spec.name], **self._options(table, depth))
 
     @property
     def _num_registered(self) -> int:
         """Registered bytes of all tables."""
         return sum(registration.num_bytes for registration in self._registrations.values())
 
-    @property
-    def _left_out(self) -> dict[str, dict[str, str]]:
-        """Why columns are not registered, by table and column."""
-        return {name: registration.left_out for name, registration in self._registrations.items()}
-
-    @property
-    def _least_copy_bytes(self) -> int:
-        """Smallest window that the copy engine copies: any, if it is set explicitly."""
-        return 0 if self._options.way == COPIES else LEAST_COPY_BYTES
-
-    def reach(self, table: Table) -> Reach:
-        """Return the columns of a table that the device reads in place."""
-        return self._reaches[table.spec.name]
-
     # ---- what is possible ------------------------------------------------------------------------
 
     def _kernels(self, backend: str) -> Ops | None:
         """Return ops for tensors of the device; None where only staging is possible."""
-        is_named = self._options.way in (DIRECT, COPIES)
+        is_named = self._config.way in (DIRECT, COPIES)
         if backend == "cpu":
             why = 'gear.backend is "cpu", which has no kernels'
             self._refused |= {DIRECT: why, COPIES: why}
             return None
-        if self._options.way == STAGED:
+        if self._config.way == STAGED:
             return None
         try:
             return load_backend("cuda")
@@ -160,7 +154,7 @@ class DeviceTransfer:
             return Reach(columns)
         if self._ops is None:
             return Reach({})
-        most = self._options.register_bytes
+        most = self._config.register_bytes
         spans = {name: span_of(column) for name, column in columns.items()}
         room = None if most is None else max(most - self._num_registered, 0)
         wanted = plan(spans, memory_span(table.memory), room)
@@ -186,28 +180,25 @@ class DeviceTransfer:
             name is None or name in self._reaches[table].columns for table, names in wanted for name in names
         )
 
-    def _possible(self) -> list[str]:
-        """Return the possible transfer methods; record why others are impossible."""
-        reached = [field for field in self._fields if self._is_reached(column_name(field))]
-        if self._ops is not None and not reached:
-            why = [f"{name}: {rule}" for known in self._left_out.values() for name, rule in known.items()]
-            text = "; ".join(["the device reads no column in place", *why[:3]])
-            self._refused |= dict.fromkeys((DIRECT, COPIES), text)
-        suits = any(suits_copies(field, self._least_copy_bytes) for field in reached)
-        if self._ops is not None and reached and not suits:
-            least = self._least_copy_bytes
-            windows = f", of windows of at least {show_bytes(least)}" if least else ""
-            self._refused[COPIES] = f"no field that the device reads in place suits the copy engine{windows}"
-        return [way for way in WAYS if way not in self._refused]
-
     # ---- the choice ------------------------------------------------------------------------------
 
-    def _choose(self, table: Table, num_samples: int, make: MakeCollector) -> str:
-        possible, wanted = self._possible(), self._options.way
+    def _choose(self, table: Table, num_samples: int) -> str:
+        """Return the transfer method; record why others are impossible."""
+        reached = [field for field in self._fields if self._is_reached(column_name(field))]
+        if self._ops is not None and not reached:
+            every = self._registrations.values()
+            why = [f"{name}: {rule}" for one in every for name, rule in one.left_out.items()]
+            text = "; ".join(["the device reads no column in place", *why[:3]])
+            self._refused |= dict.fromkeys((DIRECT, COPIES), text)
+        least = self._least_copy_bytes
+        if self._ops is not None and reached and not any(suits_copies(field, least) for field in reached):
+            windows = f", of windows of at least {show_bytes(least)}" if least else ""
+            self._refused[COPIES] = f"no field that the device reads in place suits the copy engine{windows}"
+        possible, wanted = [way for way in WAYS if way not in self._refused], self._config.way
         if not any(self._names.values()):  # a stage that reads no column
             return STAGED
         if wanted != "auto":
-            if wanted in possible and self._works(table, wanted, num_samples, make):
+            if wanted in possible and self._works(table, wanted, num_samples):
                 return wanted
             raise ConfigError(
                 "gear.transfer.way",
@@ -216,11 +207,11 @@ class DeviceTransfer:
                 f"{self._refused.get(wanted, '')}; use auto or staged",
             )
         for way in possible:
-            if self._works(table, way, num_samples, make) and way not in self._figures:
+            if self._works(table, way, num_samples) and way not in self._figures:
                 return way  # without a measurement: the first one
         return fastest(self._figures) if self._figures else STAGED
 
-    def _works(self, table: Table, way: str, num_samples: int, make: MakeCollector) -> bool:
+    def _works(self, table: Table, way: str, num_samples: int) -> bool:
         """Try a transfer method, and measure it if the table can hold a step; return whether it works."""
         single = {column.name for column in table.spec.schema if column.rows == "1"}
         held = {name: len(table.gather_source(name)) for name in self._names[table.spec.name]}
@@ -228,11 +219,11 @@ class DeviceTransfer:
         slots = min((n for name, n in held.items() if name in single), default=1)
         records = made_up_records(table, num_samples, rows, slots)
         try:
-            gatherer = make(table, self.transfer(way), self.reach(table), 2)
+            gatherer = self.gatherer(table, 2, way)
             if len(records):
                 gatherer.gather(records)  # loads kernels
                 self.lane.record().synchronize()
-            if len(records) and self._options.calibrate:
+            if len(records) and self._config.calibrate:
                 self._figures[way] = measure(gatherer.gather, records, self.lane)
                 size = sum(tensor.nbytes for tensor in gatherer.ring[0].all)
                 self._measured = {"samples": num_samples, "bytes": size, "of": table.memory.num_bytes}
@@ -279,7 +270,7 @@ class DeviceTransfer:
             "measured": dict(self._measured),
             "refused": dict(self._refused),
             "registered_bytes": self._num_registered,
-            "not_registered": self._left_out,
+            "not_registered": {name: one.left_out for name, one in self._registrations.items()},
         }
 
     def close(self) -> None:
