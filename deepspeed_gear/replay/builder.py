@@ -146,10 +146,6 @@ class ReplayParts:
         self.prefetchers.clear()
         self.releases.drain()  # a release after a seek would count for a later selection
 
-    def leave_nodes(self) -> None:
-        """Announce that this node selects no further batch until one is requested."""
-        self.exchange.leave()
-
     def leave_inner_stage(self) -> None:
         """Mark this rank as no reader of streams, if it is an inner stage."""
         if not self.plan.topology.place.reads:

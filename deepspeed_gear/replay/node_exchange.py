@@ -74,56 +74,46 @@ class NodeExchange:
         Returns:
             On the leaders of nodes that hold such tables; empty elsewhere.
         """
-        spread = {name: table for name, table in self._plan.tables.items() if table.exchange is not None}
         every = [state for of_table in states.values() for state in of_table.values()]
         if self._plan.leads_shard and any(state.spec.together for state in every):
             self._open(True, "train", detector)
             self._open(False, "passes", detector)
         self._plan.exchange.barrier()
-        if self._plan.config.pack is not None:
-            for name, table in spread.items():
-                for state in states[name].values():
-                    room, routes = table.rooms[state.spec.name], table.exchange
-                    assert routes is not None
-                    rows = self._rows(state, routes, room, True) if self._channels else None
-                    exchange = None if rows is None else TrajectoryExchange(rows)
-                    self.trajectories[name] = SpreadTrajectories(routes, room, exchange)
+        routes_of = {state: self._plan.tables[state.table.spec.name].exchange for state in every}
+        packs = self._plan.config.pack is not None
+        for state, routes in routes_of.items():
+            if packs and routes is not None:
+                exchange = TrajectoryExchange(self._rows(state, routes, True)) if self._channels else None
+                spread = SpreadTrajectories(routes, self._room(state), exchange)
+                self.trajectories[state.table.spec.name] = spread
         if not self._channels:
             return {}
         found: dict[StreamState, SelectionAgreement] = {}
-        for state in every:  # of replicated tables
-            if state.spec.together and state.spec.num_shards == 1:
-                found[state] = ReplicatedSelector(state, self._channels[True])
+        for state in sorted(every, key=lambda state: routes_of[state] is not None):
+            routes, trains = routes_of[state], state.spec.name == TRAIN
+            if routes is not None:
+                channel = self._channels[trains]
+                records: RecordExchange | ResolutionExchange
+                if packs:
+                    records = RecordExchange(state, channel)
+                else:
+                    records = ResolutionExchange(state, routes, self._rows(state, routes, trains), goals)
+                verified = self._plan.config.verify_every
+                found[state] = ShardedSelector(state, channel, routes, records, verified)
+            elif state.spec.together and state.spec.num_shards == 1:  # of a replicated table
+                found[state], trains = ReplicatedSelector(state, self._channels[True]), True
+            if state in found and trains:
                 self._training.append(found[state])
-        for name, table in spread.items():
-            for state in states[name].values():
-                assert table.exchange is not None
-                found[state] = self._sharded(state, table.exchange, table.rooms[state.spec.name], goals)
         return found
 
-    def _rows(
-        self, state: StreamState, exchange_plan: ExchangePlan, room: ArrivalRoom, trains: bool
-    ) -> RowExchange:
-        rows, slots = (room.first_row, room.num_rows), (room.first_slot, room.num_slots)
-        needs, n_step = exchange_plan.needs, self._plan.config.n_step
-        messages = RowMessages(state.table, exchange_plan.num_nodes, needs, n_step, rows, slots)
-        return RowExchange(self._channels[trains], messages, self._transports.get(trains))
+    def _room(self, state: StreamState) -> ArrivalRoom:
+        return self._plan.tables[state.table.spec.name].rooms[state.spec.name]
 
-    def _sharded(
-        self, state: StreamState, exchange_plan: ExchangePlan, room: ArrivalRoom, goals: Goals
-    ) -> ShardedSelector:
-        config, trains = self._plan.config, state.spec.name == TRAIN
-        channel = self._channels[trains]
-        exchange: RecordExchange | ResolutionExchange
-        if config.pack is not None:
-            exchange = RecordExchange(state, channel)
-        else:
-            rows = self._rows(state, exchange_plan, room, trains)
-            exchange = ResolutionExchange(state, exchange_plan, rows, goals)
-        selector = ShardedSelector(state, channel, exchange_plan, exchange, config.verify_every)
-        if trains:
-            self._training.append(selector)
-        return selector
+    def _rows(self, state: StreamState, routes: ExchangePlan, trains: bool) -> RowExchange:
+        room, n_step = self._room(state), self._plan.config.n_step
+        rows, slots = (room.first_row, room.num_rows), (room.first_slot, room.num_slots)
+        messages = RowMessages(state.table, routes.num_nodes, routes.needs, n_step, rows, slots)
+        return RowExchange(self._channels[trains], messages, self._transports.get(trains))
 
     def _open(self, trains: bool, purpose: str, detector: FailureDetector | None) -> None:
         plan, config = self._plan, self._plan.config
@@ -163,6 +153,6 @@ class NodeExchange:
             channel.part()
 
     def leave(self) -> None:
-        """Announce that this node selects no further batch; its thread has stopped."""
+        """Announce that this node selects no further batch until one is requested; its thread has stopped."""
         if self._training and self._plan.config.prefetch > 0:
             self._training[0].leave()
