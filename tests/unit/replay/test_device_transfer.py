@@ -14,16 +14,19 @@ from typing import Any
 
 import pytest
 import torch
+from device_stub import DEVICE, DeviceStub, DeviceTensor
 from gear_support import SCHEMA, config_of, trajectory, write_dataset
-from replay_support import streams_of
+from replay_support import same, streams_of, take
+from torch import Tensor
 
 from deepspeed_gear import Batch, Column, Replay, Schema
 from deepspeed_gear.batching.transfer.calibration import TransferTimings, fastest
-from deepspeed_gear.batching.transfer.copy_engine import COPIES, DIRECT, WAYS, ways_of
+from deepspeed_gear.batching.transfer.copy_engine import COPIES, DIRECT, STAGED, WAYS, ways_of
 from deepspeed_gear.batching.transfer.cuda_streams import Event, HostEvent, HostStream
 from deepspeed_gear.config import ResolvedField, parse
 from deepspeed_gear.errors import ConfigError, StoreFullError
-from deepspeed_gear.replay import device_transfer
+from deepspeed_gear.ops import load_backend
+from deepspeed_gear.replay import batch_assembler, device_transfer, priority_updates
 
 WINDOW = {"offset": -2, "length": 5}
 FIELDS = {
@@ -77,9 +80,10 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateLane]:
     lane.end()
 
 
-def online(way: str, **options: Any) -> Replay:
-    section = config_of(**{"fields": FIELDS, "batch_size": 8, "transfer": {"way": way}, **options})
-    replay = Replay(section, schemas=dict.fromkeys(section["tables"], SCHEMA))
+def online(way: str, device: Any = "cpu", **options: Any) -> Replay:
+    given = {"fields": FIELDS, "batch_size": 8, "n_step": {"n": 1, "gamma": 1.0}, "transfer": {"way": way}}
+    section = config_of(**{**given, **options})
+    replay = Replay(section, schemas=dict.fromkeys(section["tables"], SCHEMA), device=device)
     for number, steps in enumerate([1, 4, 9, 20]):
         for table in replay.tables:
             replay.add(trajectory(number, steps, terminated=number % 2 == 0), table)
@@ -87,18 +91,20 @@ def online(way: str, **options: Any) -> Replay:
 
 
 def assert_same(got: Batch, expected: Batch) -> None:
-    assert list(got) == list(expected)
     assert got == expected
-    for name in ("sample_number", "is_weight", "epoch", "valid", "probability", "goal_step"):
-        assert torch.equal(getattr(got, name), getattr(expected, name)), name
-    assert torch.equal(got.trajectory_id, expected.trajectory_id)
-    assert torch.equal(got.anchor, expected.anchor)
+    assert same(got, expected)
+    assert torch.equal(got.goal_step, expected.goal_step)
 
 
-def batches(make: Callable[[str], Replay], way: str, count: int = 9) -> list[Batch]:
-    with make(way) as replay:
-        assert ("transfer" in replay.statistics()) == (way != "auto")
-        return [replay.sample().clone() for _ in range(count)]
+def compare(make: Callable[[str], Replay], way: str, count: int = 9) -> None:
+    """Compare batches by a way with those that the host gathers in place."""
+    found: dict[str, list[Batch]] = {}
+    for chosen in (way, "auto"):
+        with make(chosen) as replay:
+            assert ("transfer" in replay.statistics()) == (chosen != "auto")
+            found[chosen] = take(replay, count)
+    for got, expected in zip(found[way], found["auto"], strict=True):
+        assert_same(got, expected)
 
 
 PRIORITIZED = {"kind": "prioritized", "alpha": 0.6, "beta": 0.4, "unit": "step"}
@@ -121,11 +127,7 @@ MIXTURE = {
     ids=["plain", "prefetch", "prioritized", "mixture"],
 )
 def test_every_way_gives_the_same_batches(way: str, options: dict[str, Any]) -> None:
-    def make(chosen: str) -> Replay:
-        return online(chosen, **options)
-
-    for got, expected in zip(batches(make, way), batches(make, "auto"), strict=True):
-        assert_same(got, expected)
+    compare(lambda chosen: online(chosen, **options), way)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -139,8 +141,7 @@ def test_goals_of_hindsight(way: str) -> None:
             replay.add({**trajectory(number, 9), "desired": -rows.numpy(), "achieved": rows.numpy()})
         return replay
 
-    for got, expected in zip(batches(make, way), batches(make, "auto"), strict=True):
-        assert_same(got, expected)
+    compare(make, way)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -151,9 +152,8 @@ def test_passes_over_a_data_set(way: str, tmp_path: Path) -> None:
     for chosen in (way, "auto"):
         section = config_of(path, fields=fields, batch_size=4, sampler=STEPS, transfer={"way": chosen})
         with Replay(section) as replay:
-            mixed = [next(iter(replay)).clone()]
-            mixed += [batch.clone() for batch in replay.iterator("eval")]
-            found[chosen] = [*mixed, replay.sample().clone()]
+            passed = [batch.clone() for batch in replay.iterator("eval")]
+            found[chosen] = [*take(replay, 1), *passed, *take(replay, 1)]
     assert len(found[way]) > 3
     for got, expected in zip(found[way], found["auto"], strict=True):
         assert_same(got, expected)
@@ -168,7 +168,7 @@ def test_a_transform_gets_the_whole_batch(way: str) -> None:
         batch["action"] = batch["action"] + 1
         return batch.map(lambda tensor: tensor)
 
-    with online(way, n_step={"n": 1, "gamma": 1.0}, prefetch=1) as replay:
+    with online(way, prefetch=1) as replay:
         replay.transform = transform
         batch = replay.sample()
         assert float(batch["action"].sum()) == seen[0][0] + batch["action"].numel()
@@ -178,7 +178,7 @@ def test_a_transform_gets_the_whole_batch(way: str) -> None:
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("way", WAYS)
 def test_batches_that_the_user_may_hold_are_not_touched(way: str, prefetch: int) -> None:
-    with online(way, n_step={"n": 1, "gamma": 1.0}, prefetch=prefetch) as replay:
+    with online(way, prefetch=prefetch) as replay:
         held = [(batch := replay.sample(), batch.clone())]
         for _ in range(40):
             batch = replay.sample()
@@ -189,7 +189,7 @@ def test_batches_that_the_user_may_hold_are_not_touched(way: str, prefetch: int)
 
 
 def test_what_is_measured_is_told() -> None:
-    with online("copies", n_step={"n": 1, "gamma": 1.0}) as replay:
+    with online("copies") as replay:
         told = replay.statistics()["transfer"]
         assert told["way"] == "copies"
         assert set(told["seconds"]) == {"copies"}
@@ -202,7 +202,7 @@ def test_what_is_not_measured_is_the_first_possible_way(monkeypatch: pytest.Monk
     monkeypatch.setattr("deepspeed_gear.replay.batch_assembler.is_wanted", lambda config, device: True)
     large = {**FIELDS, "return_to_go": {"length": 5000}}  # 20 kB, for the copy engine
     for calibrate, fields in ((False, FIELDS), (True, large), (True, FIELDS)):
-        options = {"transfer": {"calibrate": calibrate}, "n_step": {"n": 1, "gamma": 1.0}, "fields": fields}
+        options = {"transfer": {"calibrate": calibrate}, "fields": fields}
         with online("auto", **options) as replay:
             told = replay.statistics()["transfer"]
             replay.sample()
@@ -217,19 +217,15 @@ def test_what_is_not_measured_is_the_first_possible_way(monkeypatch: pytest.Monk
 
 
 def test_one_field_of_a_column_is_enough_for_the_copy_engine() -> None:
-    fields = {
-        "window": {"column": "action", "length": 2},
-        "edge": {"column": "action", "length": 2, "pad": "edge"},
-    }
+    window = {"column": "action", "length": 2}
+    fields = {"window": window, "edge": {**window, "pad": "edge"}}
     with online("copies", fields=fields) as replay:
         assert replay.sample()["window"].shape == (8, 2, 2)
 
 
 def test_a_way_that_is_impossible_is_refused_by_name() -> None:
     """Nothing of this batch suits the copy engine."""
-    with pytest.raises(
-        ConfigError, match=r"gear\.transfer\.way must be possible here, got 'copies'; no field"
-    ):
+    with pytest.raises(ConfigError, match=r"transfer\.way must be possible here, got 'copies'; no field"):
         online("copies", fields={"task": {}})
 
 
@@ -264,7 +260,7 @@ def consumed(replay: Replay) -> int:
 
 @pytest.mark.parametrize("way", ["direct", "copies"])
 def test_a_cut_is_kept_until_its_event(late: LateLane, way: str) -> None:
-    with online(way, n_step={"n": 1, "gamma": 1.0}) as replay:
+    with online(way) as replay:
         late.is_late = True
         replay.sample()
         replay.sample()
@@ -276,7 +272,7 @@ def test_a_cut_is_kept_until_its_event(late: LateLane, way: str) -> None:
 
 
 def test_what_is_staged_is_read_when_the_call_returns() -> None:
-    with online("staged", n_step={"n": 1, "gamma": 1.0}) as replay:
+    with online("staged") as replay:
         replay.sample()
         assert consumed(replay) == 1
 
@@ -293,7 +289,7 @@ def blocks(action: Callable[[], Any], release: Callable[[], None]) -> None:
 
 
 def test_sampling_waits_for_the_device_only_when_the_ring_of_cuts_is_full(late: LateLane) -> None:
-    with online("direct", n_step={"n": 1, "gamma": 1.0}) as replay:
+    with online("direct") as replay:
         late.is_late = True
         depth = streams_of(replay)["train"].spec.depth
         for _ in range(depth):
@@ -306,7 +302,7 @@ def test_sampling_waits_for_the_device_only_when_the_ring_of_cuts_is_full(late: 
 
 def test_adding_waits_until_the_device_has_read_what_goes(late: LateLane) -> None:
     table = {"main": {"capacity_steps": 40, "capacity_trajectories": 4, "remove": "fifo"}}
-    with online("direct", n_step={"n": 1, "gamma": 1.0}, tables=table, batch_size=64) as replay:
+    with online("direct", tables=table, batch_size=64) as replay:
         late.is_late = True
         drawn = set(replay.sample().trajectory_id.tolist())
         assert drawn == {0, 1, 2, 3}
@@ -318,7 +314,7 @@ def test_adding_waits_until_the_device_has_read_what_goes(late: LateLane) -> Non
 def test_a_full_table_waits_for_what_the_device_still_reads(late: LateLane) -> None:
     """No process goes by himself; what was removed is free once it was read."""
     table = {"main": {"capacity_steps": 34, "capacity_trajectories": 4}}
-    with online("direct", n_step={"n": 1, "gamma": 1.0}, tables=table, batch_size=64) as replay:
+    with online("direct", tables=table, batch_size=64) as replay:
         late.is_late = True
         assert 3 in replay.sample().trajectory_id
         replay.remove([3])
@@ -330,7 +326,7 @@ def test_a_full_table_waits_for_what_the_device_still_reads(late: LateLane) -> N
 
 def test_closing_waits_for_the_device(late: LateLane) -> None:
     """Behind it the memory is not there any more."""
-    replay = online("direct", n_step={"n": 1, "gamma": 1.0})
+    replay = online("direct")
     late.is_late = True
     replay.sample()
     read = streams_of(replay)["train"].state.consumed
@@ -343,7 +339,7 @@ def test_closing_waits_for_the_device(late: LateLane) -> None:
 
 
 def test_a_cut_from_before_a_load_is_not_taken_for_a_later_one(late: LateLane) -> None:
-    with online("direct", n_step={"n": 1, "gamma": 1.0}) as replay:
+    with online("direct") as replay:
         start = replay.state_dict()
         first = replay.sample().clone()
         replay.sample()
@@ -389,3 +385,74 @@ def test_small_windows_are_not_for_the_copy_engine() -> None:
     ]
     assert ways_of(fields, COPIES, lambda field: True, 1 << 14) == [COPIES, DIRECT, DIRECT, COPIES, DIRECT]
     assert ways_of(fields, COPIES, lambda field: True) == [COPIES] * 4 + [DIRECT]
+
+
+# ---- a device for which nothing waits ----------------------------------------------------------------
+
+
+class StubLane(HostStream):
+    """The stub's stream: its work is done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+
+class Runtime:
+    """Registers memory of the host with the stub, which needs no registration."""
+
+    def __init__(self, device: torch.device) -> None:
+        assert device == DEVICE
+
+    def reads_host_addresses(self) -> bool:
+        return True
+
+    def register(self, begin: int, num_bytes: int) -> int:
+        return 0
+
+    def unregister(self, begin: int) -> int:
+        return 0
+
+
+class Blocks:
+    """Memory of the host for reported priorities."""
+
+    def fetch(self, values: Tensor) -> tuple[Tensor, Event]:
+        event, host = HostEvent(), torch.empty(len(values))
+        host.copy_(values, non_blocking=True)
+        event.finish()
+        return host, event
+
+    def give_back(self, host: Tensor) -> None:
+        pass
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceStub]:
+    monkeypatch.setattr(batch_assembler, "is_wanted", lambda config, device: True)
+    monkeypatch.setattr(device_transfer, "lane_of", StubLane)
+    monkeypatch.setattr(device_transfer, "CudaRuntime", Runtime)
+    monkeypatch.setattr(device_transfer, "as_device_tensor", lambda column, device: DeviceTensor(column))
+    monkeypatch.setattr(device_transfer.DeviceTransfer, "_kernels", lambda self, config: load_backend("cpu"))
+    monkeypatch.setattr(priority_updates, "PinnedBlocks", Blocks)
+    with DeviceStub() as made:
+        yield made
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("steps", [False, True])
+def test_neither_sampling_nor_a_report_waits_for_the_device(stub: DeviceStub, way: str, steps: bool) -> None:
+    options = {"sampler": PRIORITIZED, "transfer": {"way": way, "calibrate": False}, "device": DEVICE}
+    fields = {**FIELDS, "reward": WINDOW}
+    with online(way, fields=fields, n_step={"n": 3, "gamma": 0.9}, **options) as replay:
+        assert replay.statistics()["transfer"]["way"] == way
+        for turn in range(12):
+            stub.waits.clear()
+            batch = replay.sample()
+            assert all(isinstance(batch[name], DeviceTensor) for name in batch)
+            values = batch["reward"] if steps else batch["reward"].sum(1)
+            mask = batch.mask["reward"] if steps else None
+            replay.update_priorities(batch, values.abs() + 0.5, mask)
+            assert stub.waits == [], turn
+        # Samples are sorted by address on the device, where kernels read rows in their order.
+        assert stub.elements.get("sort", 0) == (0 if way == STAGED else 8)

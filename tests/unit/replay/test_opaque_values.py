@@ -153,8 +153,8 @@ def test_tables_of_a_mixture() -> None:
     tables = {name: {"capacity_steps": 60, "capacity_trajectories": 6} for name in ("old", "new")}
     shares = {"old": 0.25, "new": 0.75}
     sampler = {"kind": "mixture", "shares": shares, "of": {"kind": "uniform", "unit": "step"}}
-    schemas = {"old": SCHEMA, "new": SCHEMA}
-    with Replay(section(tables=tables, sampler=sampler), schemas=schemas) as replay:
+    section_ = section(tables=tables, sampler=sampler)
+    with Replay(section_, schemas=dict.fromkeys(tables, SCHEMA)) as replay:
         for number in range(3):
             replay.add(trajectory(number), "old")
             replay.add(trajectory(10 + number), "new")
@@ -253,6 +253,18 @@ def test_saves_hold_them(tmp_path: Path) -> None:
 # ---- refusals ------------------------------------------------------------------------------------
 
 
+TABLES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"remove": "keep_best", "keep_best": "raw"},
+        r"keep_best must name .* one number per tr.*'raw'",
+    ),
+    (
+        {"version": {"column": "note", "max_lag": 1}},
+        r"version\.column must name .* one integer.*'note'",
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -263,14 +275,7 @@ def test_saves_hold_them(tmp_path: Path) -> None:
         ({"sampler": {"kind": "weighted", "weight": "raw"}}, r"sampler\.weight must name a column with one"),
         ({"sampler": {"kind": "uniform", "where": {"note": {"min": 1}}}}, r"where\.note must name a column"),
         ({"pipeline": {"inputs": ["which"], "labels": ["raw"]}}, r"pipeline\.labels\[0\] must name a field"),
-        (
-            {"tables": {"main": {"capacity_steps": 60, "remove": "keep_best", "keep_best": "raw"}}},
-            r"tables\.main\.keep_best must name a column with one number per trajectory, got 'raw'",
-        ),
-        (
-            {"tables": {"main": {"capacity_steps": 60, "version": {"column": "note", "max_lag": 1}}}},
-            r"tables\.main\.version\.column must name a column with one integer per step, got 'note'",
-        ),
+        *[({"tables": {"main": {"capacity_steps": 60, **more}}}, text) for more, text in TABLES],
     ],
 )
 def test_options_that_need_numbers_refuse_them(options: dict[str, Any], text: str) -> None:

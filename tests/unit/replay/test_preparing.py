@@ -18,11 +18,8 @@ from deepspeed_gear.errors import StoreError
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_prefetched_batches_are_the_same(data: Path, accumulation: int) -> None:
-    options = {
-        "micro_batch_size": 4,
-        "batch_size": 4 * accumulation,
-        "gradient_accumulation_steps": accumulation,
-    }
+    options = {"micro_batch_size": 4, "gradient_accumulation_steps": accumulation}
+    options["batch_size"] = 4 * accumulation
     with offline(data, **options) as plain, offline(data, **options, prefetch=3) as ahead:
         for _ in range(30):
             assert same(plain.sample(), ahead.sample())

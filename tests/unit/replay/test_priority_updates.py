@@ -58,11 +58,16 @@ def of(replay: Replay, batch: Batch) -> torch.Tensor:
     return replay.priorities(batch.trajectory_id, batch.anchor if by_step else None)
 
 
+def after(replay: Replay, batch: Batch, values: Any, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Report the values of a batch; return the priorities of its items after the next selection."""
+    replay.update_priorities(batch, values, mask)
+    replay.sample()
+    return of(replay, batch)
+
+
 def last_of(batch: Batch, values: torch.Tensor, by_step: bool) -> torch.Tensor:
     """Return for each sample the value of the last sample of the same item."""
-    items = list(
-        zip(batch.trajectory_id.tolist(), batch.anchor.tolist() if by_step else [0] * 8, strict=True)
-    )
+    items = list(zip(batch.trajectory_id.tolist(), (batch.anchor * by_step).tolist(), strict=True))
     last = {item: float(value) for item, value in zip(items, values, strict=True)}
     return torch.tensor([last[item] for item in items])
 
@@ -89,9 +94,8 @@ def test_any_dtype(replays: Any, dtype: torch.dtype) -> None:
     replay = replays()
     batch = replay.sample().clone()
     values = (torch.arange(8) * 3 + 1).to(dtype)
-    replay.update_priorities(batch, values.requires_grad_() if dtype.is_floating_point else values)
-    replay.sample()
-    assert torch.equal(of(replay, batch), last_of(batch, values.detach().float(), True))
+    found = after(replay, batch, values.requires_grad_() if dtype.is_floating_point else values)
+    assert torch.equal(found, last_of(batch, values.detach().float(), True))
 
 
 def test_float64_is_rounded_but_not_to_zero(replays: Any) -> None:
@@ -170,10 +174,9 @@ def test_steps_are_reduced_over_the_mask(replays: Any, how: str, given: bool) ->
     values = torch.from_numpy(chance.uniform(0, 9, (8, 4)).astype(np.float32))
     for bad, column in ((torch.nan, 0), (torch.inf, 2), (-1.0, 3)):
         values[:, column] = torch.where(mask[:, column], values[:, column], bad)
-    replay.update_priorities(batch, values, mask if given else None)
-    replay.sample()
+    found = after(replay, batch, values, mask if given else None)
     wanted = torch.tensor([REDUCE[how](v[m].double().numpy()) for v, m in zip(values, mask, strict=True)])
-    torch.testing.assert_close(of(replay, batch), last_of(batch, wanted, True), rtol=1e-6, atol=0)
+    torch.testing.assert_close(found, last_of(batch, wanted, True), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("eta", [None, 0.25])
@@ -181,11 +184,9 @@ def test_without_a_mask_of_this_shape_every_step_counts(replays: Any, eta: float
     replay = replays(sampler={"reduce": "mean"} if eta is None else {"eta": eta})
     batch = replay.sample().clone()
     values = torch.arange(16.0).view(8, 2)
-    replay.update_priorities(batch, values)
-    replay.sample()
     part = eta or 0.0  # of the maximum
     wanted = part * values[:, 1] + (1 - part) * values.mean(1)
-    assert torch.equal(of(replay, batch), last_of(batch, wanted, True))
+    assert torch.equal(after(replay, batch, values), last_of(batch, wanted, True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -194,9 +195,7 @@ def test_the_mean_of_half_precision_is_not_one(replays: Any, dtype: torch.dtype)
     batch = replay.sample().clone()
     values = torch.full((8, 60), 40_000.0, dtype=dtype)
     values[:, 0] = 39_936.0
-    replay.update_priorities(batch, values)
-    replay.sample()
-    torch.testing.assert_close(of(replay, batch), values.float().mean(1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(after(replay, batch, values), values.float().mean(1), rtol=1e-6, atol=0)
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -208,45 +207,39 @@ def bad(at: int, value: float, *shape: int, dtype: torch.dtype = torch.float32) 
     return values
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "text"),
-    [
-        (lambda r, b: r.update_priorities(b, bad(3, torch.nan)), DataError, "priority 3 must be finite"),
-        (lambda r, b: r.update_priorities(b, bad(0, -1.0)), DataError, "priority 0 must be finite and at"),
-        (lambda r, b: r.update_priorities(b, bad(7, torch.inf)), DataError, "priority 7 .*, got inf"),
-        (lambda r, b: r.update_priorities(b, bad(7, 1e300, dtype=torch.float64)), DataError, "priority 7"),
-        (lambda r, b: r.update_priorities(b, bad(1, -1e-60, dtype=torch.float64)), DataError, "priority 1"),
-        (lambda r, b: r.update_priorities(b, bad(2, torch.nan, 8, 2)), DataError, "priority 2 must be"),
-        (lambda r, b: r.update_priorities(b, torch.ones(7)), ShapeError, r"shape \[8\], or .*got \[7\]"),
-        (lambda r, b: r.update_priorities(b, torch.ones(8, 2, 1)), ShapeError, r"got \[8, 2, 1\]"),
-        (lambda r, b: r.update_priorities(b, torch.ones(7, 2)), ShapeError, r"got \[7, 2\]"),
-        (lambda r, b: r.update_priorities(b, torch.tensor(1.0)), ShapeError, r"got \[\]"),
-        (
-            lambda r, b: r.update_priorities(b, torch.ones(8, 2), torch.ones(8, 3).bool()),
-            ShapeError,
-            r"mask must have the shape of the priorities \[8, 2\], got \[8, 3\]",
-        ),
-        (
-            lambda r, b: r.update_priorities(b, torch.ones(8, 3), torch.zeros(8, 3).bool()),
-            ShapeError,
-            "mask of sample 0 must have a step that counts",
-        ),
-        (lambda r, b: r.set_priorities([0, 1], [1.0, torch.nan], [0, 0]), DataError, "priority 1"),
-        (lambda r, b: r.set_priorities([0, 1], [1e300, 2.0], [0, 0]), DataError, "priority 0"),
-        (lambda r, b: r.set_priorities([0, 1], [-1e-60, 2.0], [0, 0]), DataError, "priority 0"),
-        (lambda r, b: r.set_priorities([0, 1], [2.0], [0, 0]), ShapeError, r"shape \[2\], got \[1\]"),
-        (lambda r, b: r.set_priorities([0, 1], [2.0, 2.0], [0]), ShapeError, r"steps must have shape \[2\]"),
-        (lambda r, b: r.set_priorities([0], [2.0]), ShapeError, "steps must be given, as an item is a step"),
-        (lambda r, b: r.priorities([0]), ShapeError, "steps must be given, as an item is a step"),
-    ],
-)
-def test_what_is_refused_changes_nothing(
-    replays: Any, call: Callable[..., Any], error: type[GearError], text: str
-) -> None:
+def test_reports_that_are_refused_change_nothing(replays: Any) -> None:
     replay = replays()
-    batch = replay.sample().clone()
-    with pytest.raises(error, match=text):
-        call(replay, batch)
+    batch, ones = replay.sample().clone(), torch.ones
+    wrong: list[tuple[torch.Tensor, torch.Tensor | None, type[GearError], str]] = [
+        (bad(3, torch.nan), None, DataError, "priority 3 must be finite"),
+        (bad(0, -1.0), None, DataError, "priority 0 must be finite and at"),
+        (bad(7, torch.inf), None, DataError, "priority 7 .*, got inf"),
+        (bad(7, 1e300, dtype=torch.float64), None, DataError, "priority 7"),
+        (bad(1, -1e-60, dtype=torch.float64), None, DataError, "priority 1"),
+        (bad(2, torch.nan, 8, 2), None, DataError, "priority 2 must be"),
+        (ones(7), None, ShapeError, r"shape \[8\], or .*got \[7\]"),
+        (ones(8, 2, 1), None, ShapeError, r"got \[8, 2, 1\]"),
+        (ones(7, 2), None, ShapeError, r"got \[7, 2\]"),
+        (torch.tensor(1.0), None, ShapeError, r"got \[\]"),
+        (ones(8, 2), ones(8, 3).bool(), ShapeError, r"mask must have .* \[8, 2\], got \[8, 3\]"),
+        (ones(8, 3), torch.zeros(8, 3).bool(), ShapeError, "mask of sample 0 must have a step that counts"),
+    ]
+    for values, mask, error, text in wrong:
+        with pytest.raises(error, match=text):
+            replay.update_priorities(batch, values, mask)
+    by_id: list[tuple[list[float], list[int] | None, type[GearError], str]] = [
+        ([1.0, torch.nan], [0, 0], DataError, "priority 1"),
+        ([1e300, 2.0], [0, 0], DataError, "priority 0"),
+        ([-1e-60, 2.0], [0, 0], DataError, "priority 0"),
+        ([2.0], [0, 0], ShapeError, r"shape \[2\], got \[1\]"),
+        ([2.0, 2.0], [0], ShapeError, r"steps must have shape \[2\]"),
+        ([2.0, 2.0], None, ShapeError, "steps must be given, as an item is a step"),
+    ]
+    for given, steps, error, text in by_id:
+        with pytest.raises(error, match=text):
+            replay.set_priorities([0, 1], given, steps)
+    with pytest.raises(ShapeError, match="steps must be given, as an item is a step"):
+        replay.priorities([0])
     replay.sample()
     assert set(everything(replay).tolist()) == {1.0}
     assert replay.statistics()["priorities_applied"] == 0
@@ -259,9 +252,8 @@ def test_different_masks_of_one_shape_must_be_chosen(replays: Any) -> None:
     text = r"mask must be given where fields of the same length have different masks.*learns\(.reward.\)"
     with pytest.raises(ShapeError, match=text):
         replay.update_priorities(batch, torch.ones(16, 2))
-    replay.update_priorities(batch, torch.ones(16, 2) * 3, batch.mask["reward"])
-    replay.sample()
-    torch.testing.assert_close(of(replay, batch), torch.full((16,), 3.0))
+    found = after(replay, batch, torch.ones(16, 2) * 3, batch.mask["reward"])
+    torch.testing.assert_close(found, torch.full((16,), 3.0))
 
 
 def test_a_trajectory_has_no_steps(replays: Any) -> None:
@@ -302,9 +294,8 @@ def test_an_evaluation_batch_is_refused(replays: Any, unit: str, tmp_path: Path)
     trained = [replay.sample().clone() for _ in range(20)]
     replay.update_priorities(trained[0], torch.ones(8))
     assert not ids & {number for batch in trained for number in batch.trajectory_id.tolist()}
-    assert (
-        replay.set_priorities(sorted(ids), [5.0] * len(ids), [0] * len(ids) if unit == "step" else None) == 0
-    )
+    steps = [0] * len(ids) if unit == "step" else None
+    assert replay.set_priorities(sorted(ids), [5.0] * len(ids), steps) == 0
 
 
 # ---- by id ---------------------------------------------------------------------------------------
@@ -360,21 +351,15 @@ def test_by_id_wins_against_its_batch(replays: Any) -> None:
 def test_micro_batches_of_one_rank_are_in_the_order_of_samples(replays: Any) -> None:
     """An item that is drawn twice keeps what was reported for the sample of the highest number."""
     for accumulation in (1, 4):
-        replay = replays(
-            "trajectory",
-            batch_size=16,
-            gradient_accumulation_steps=accumulation,
-            micro_batch_size=16 // accumulation,
-        )
-        wanted: dict[int, tuple[int, float]] = {}
+        sizes = {"gradient_accumulation_steps": accumulation, "micro_batch_size": 16 // accumulation}
+        replay = replays("trajectory", batch_size=16, **sizes)
+        wanted: dict[int, int] = {}  # sample numbers
         for _ in range(accumulation):
             batch = replay.sample().clone()
             replay.update_priorities(batch, batch.sample_number + 1)
-            for number, sample in zip(
-                batch.trajectory_id.tolist(), batch.sample_number.tolist(), strict=True
-            ):
-                wanted[number] = max(wanted.get(number, (-1, 0.0)), (sample, sample + 1.0))
+            for number, sample in torch.stack([batch.trajectory_id, batch.sample_number], 1).tolist():
+                wanted[number] = max(wanted.get(number, -1), sample)
         replay.sample()
         ids = sorted(wanted)
-        assert replay.priorities(ids).tolist() == [wanted[number][1] for number in ids]
+        assert replay.priorities(ids).tolist() == [wanted[number] + 1 for number in ids]
         assert len(ids) < 16, "no item was drawn twice: the test shows nothing"

@@ -17,6 +17,7 @@ from deepspeed_gear.errors import ConfigError, StoreError
 SCHEMA = Schema(
     [Column("observation", "float32", (2,), "observation"), Column("reward", "float32", (), "reward")]
 )
+STEPS = {"kind": "prioritized", "unit": "step"}
 ROOM = {"capacity_steps": 1000, "capacity_trajectories": 50}
 
 
@@ -70,33 +71,19 @@ def test_epochs_visit_each_item_of_each_table_once() -> None:
         seen: Counter[tuple[int, int, int]] = Counter()
         for _ in range(25):
             batch = replay.sample()
-            seen.update(
-                zip(batch.source.tolist(), batch.epoch.tolist(), batch.trajectory_id.tolist(), strict=True)
-            )
+            seen.update(map(tuple, torch.stack([batch.source, batch.epoch, batch.trajectory_id], 1).tolist()))
     assert set(seen.values()) == {1}
     assert sum(1 for source, epoch, _ in seen if (source, epoch) == (0, 0)) == 10
     assert sum(1 for source, epoch, _ in seen if (source, epoch) == (1, 28)) == 10
 
 
-def test_priorities_go_to_the_tables_they_are_of() -> None:
-    with filled(section({"kind": "prioritized", "unit": "step"})) as replay:
-        batch = replay.sample()
-        replay.update_priorities(batch, 1 + batch.source + batch.trajectory_id.float())
-        replay.sample()
-        for table, name in enumerate("ab"):
-            mine = batch.source == table
-            found = replay.priorities(batch.trajectory_id[mine], batch.anchor[mine], name)
-            assert (found == 1 + table + batch.trajectory_id[mine]).all()
-        assert replay.statistics()["priorities_applied"] == 16
-        with pytest.raises(ConfigError, match="table must be given where there are several"):
-            replay.priorities([0], [0])
-
-
-def test_reports_of_parts_go_to_the_tables_they_are_of() -> None:
-    with filled(section({"kind": "prioritized", "unit": "step"})) as replay:
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_priorities_go_to_the_tables_they_are_of(in_parts: bool) -> None:
+    with filled(section(STEPS)) as replay:
         batch = replay.sample()
         values = 1 + batch.source + batch.trajectory_id.float()
-        for part in (batch[batch.source == 1], Batch.cat([batch[2:4], batch[:2]])):
+        parts = [batch[batch.source == 1], Batch.cat([batch[2:4], batch[:2]])] if in_parts else [batch]
+        for part in parts:
             replay.update_priorities(part, values[part.sample_index])
         replay.sample()
         for table, name in enumerate("ab"):
@@ -104,10 +91,12 @@ def test_reports_of_parts_go_to_the_tables_they_are_of() -> None:
             found = replay.priorities(mine.trajectory_id, mine.anchor, name)
             assert (found == values[batch.source == table]).all()
         assert replay.statistics()["priorities_applied"] == 16
+        with pytest.raises(ConfigError, match="table must be given where there are several"):
+            replay.priorities([0], [0])
 
 
 def test_a_bad_priority_of_one_table_changes_none() -> None:
-    with filled(section({"kind": "prioritized", "unit": "step"})) as replay:
+    with filled(section(STEPS)) as replay:
         batch = replay.sample()
         bad = torch.ones(16)
         bad[-1] = -1
@@ -117,23 +106,16 @@ def test_a_bad_priority_of_one_table_changes_none() -> None:
         assert replay.statistics()["priorities_applied"] == 0
 
 
-def share_of_a(number: int) -> float:
-    return 0.0 if number < 2 else 0.5
-
-
-def share_of_b(number: int) -> float:
-    return 1 - share_of_a(number)
-
-
 def test_an_empty_table_matters_when_it_has_a_share() -> None:
-    shares = {"a": share_of_a, "b": share_of_b}
-    with Replay(section({}, shares), schemas={"a": SCHEMA, "b": SCHEMA}) as replay:
-        replay.add({"observation": np.zeros((3, 2), np.float32), "reward": np.ones(3, np.float32)}, "b")
+    shares = {"a": lambda number: 0.5 * (number >= 2), "b": lambda number: 1 - 0.5 * (number >= 2)}
+    three = {"observation": np.zeros((3, 2), np.float32), "reward": np.ones(3, np.float32)}
+    with filled(section({}, shares), 0) as replay:
+        replay.add(three, "b")
         for _ in range(2):
             assert replay.sample().source.unique().tolist() == [1]
         with pytest.raises(StoreError, match="table a must hold at least one item that the sampler admits"):
             replay.sample()
-        replay.add({"observation": np.ones((3, 2), np.float32), "reward": np.ones(3, np.float32)}, "a")
+        replay.add(three, "a")
         assert replay.sample().source.tolist() == [0] * 8 + [1] * 8
 
 
@@ -148,23 +130,19 @@ def test_a_checkpoint_continues_all_tables(tmp_path: Path, prefetch: int) -> Non
         return found
 
     shares = {"a": 0.05, "b": 0.95}
-    config = section({"kind": "prioritized", "unit": "step"}, shares, prefetch=prefetch)
+    config = section(STEPS, shares, prefetch=prefetch)
     with filled(config) as replay:
         follow(replay, 5)
         state = replay.save(tmp_path)
         wanted = follow(replay, 6)
-    with Replay(config, schemas={"a": SCHEMA, "b": SCHEMA}) as replay:
+    with filled(config, 0) as replay:
         replay.load(tmp_path, state)
         assert follow(replay, 6) == wanted
 
 
 def test_tables_must_agree_in_what_is_read() -> None:
-    other = Schema(
-        [Column("observation", "float64", (2,), "observation"), Column("reward", "float32", (), "reward")]
-    )
-    with pytest.raises(
-        ConfigError, match=r"gear\.fields\.observation must have the same column in tables a and b"
-    ):
+    other = Schema([Column("observation", "float64", (2,), "observation"), SCHEMA["reward"]])
+    with pytest.raises(ConfigError, match=r"fields\.observation must have the same column in tables a and b"):
         Replay(section({}), schemas={"a": SCHEMA, "b": other})
     with Replay(section({}, fields={"reward": {}}), schemas={"a": SCHEMA, "b": other}) as replay:
         assert [field.name for field in replay.fields] == ["reward"]
@@ -172,8 +150,7 @@ def test_tables_must_agree_in_what_is_read() -> None:
 
 def test_a_long_training_step_is_no_timeout() -> None:
     """The thread that prepares ahead waits for its own rank to ask, however long that takes."""
-    of = {"kind": "prioritized", "unit": "step"}
-    with filled(section(of, prefetch=1, timeout_s=0.3)) as replay:
+    with filled(section(STEPS, prefetch=1, timeout_s=0.3)) as replay:
         for _ in range(3):
             replay.update_priorities(replay.sample(), torch.ones(16))
             time.sleep(0.8)
@@ -182,7 +159,6 @@ def test_a_long_training_step_is_no_timeout() -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_failed_transform_comes_again_within_a_global_batch(prefetch: int) -> None:
-    of = {"kind": "prioritized", "unit": "step"}
     calls = [0]
 
     def transform(batch: Batch, _: torch.Tensor) -> Batch:
@@ -191,7 +167,7 @@ def test_a_failed_transform_comes_again_within_a_global_batch(prefetch: int) -> 
             raise ValueError("not this time")
         return batch
 
-    with filled(section(of, prefetch=prefetch, gradient_accumulation_steps=4, timeout_s=5.0)) as replay:
+    with filled(section(STEPS, prefetch=prefetch, gradient_accumulation_steps=4, timeout_s=5.0)) as replay:
         replay.transform = transform
         first = replay.sample().sample_number.tolist()
         with pytest.raises(ValueError, match="not this time"):
