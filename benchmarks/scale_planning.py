@@ -25,8 +25,7 @@ from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.constants import FAN_OUT, tree_size
 from deepspeed_gear.ops.records import Resolution, RowSample, Slot
-from deepspeed_gear.sampling.anchors import AnchorRule
-from deepspeed_gear.sampling.mass_rules import UNIT_CODES, MassRule
+from deepspeed_gear.sampling.mass_rules import UNIT_CODES, AnchorRule, MassRule
 from deepspeed_gear.sampling.samplers import sampler_for
 from deepspeed_gear.sampling.samplers.base import NativeDraw, SamplerSpec
 from deepspeed_gear.sampling.stream_spec import StreamSpec
@@ -161,7 +160,7 @@ class Node:
     """
 
     def __init__(self, routes: ExchangePlan, batch: int, timers: Timers) -> None:
-        rule = MassRule("step", False, AnchorRule.all())
+        rule = MassRule("step", False, AnchorRule())
         sampling = SamplerSpec(rule, NativeDraw.RANDOM)
         sampler = sampler_for(UniformSampler(unit="step"))
         self.spec = StreamSpec("train", sampler, sampling, SEED, KEY, batch, 1, num_shards=routes.num_nodes)

@@ -24,7 +24,7 @@ from deepspeed_gear import Column, Replay, Schema
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.constants import tree_size
 from deepspeed_gear.ops.records import MassUnit
-from deepspeed_gear.sampling.anchors import AnchorRule
+from deepspeed_gear.sampling.mass_rules import AnchorRule
 
 ITEMS_LOG2, QUICK_LOG2, CHUNK = 25, 12, 1 << 17
 LEAST_P = 1e-4  # two-sided; three independent tests at fixed seeds
@@ -155,7 +155,7 @@ def of_trajectories(items: int, draws_per_item: int, chunk: int) -> Row:
     ops.tree_build_(sums, items)
     # Only the slot of a resolution is looked at, so the slots may be zeros that take no memory.
     slots = torch.from_numpy(np.zeros((items, 8), np.int64))
-    rule = AnchorRule.all().as_list()
+    rule = AnchorRule().as_list()
     coordinates, resolutions = torch.empty(chunk, dtype=torch.int64), torch.empty(chunk, 8, dtype=torch.int64)
 
     def batches() -> Iterator[np.ndarray]:

@@ -15,8 +15,8 @@ from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.constants import MASS_BITS, ONE_Q62
 from deepspeed_gear.ops.records import Slot, SlotState
-from deepspeed_gear.sampling.anchors import AnchorRule
 from deepspeed_gear.sampling.exclusions import Exclusion, count_exclusions, count_waiting, rule_of_json
+from deepspeed_gear.sampling.mass_rules import AnchorRule
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.group_spec import COUNTED, GroupSpec
 from deepspeed_gear.store.groups import forecast_groups

@@ -13,6 +13,7 @@ import numpy as np
 
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.sampling.batch_stream import BatchStream
+from deepspeed_gear.sampling.rate_limiting import NodeRate
 from deepspeed_gear.store.records import Head
 
 
@@ -54,7 +55,7 @@ def may_select(
     mine = exchange.agree("the record of its rate limiter", record)
     found = sorted((one for one in exchange.gather(mine) if one is not None), key=lambda one: one[0])
     messages = np.stack([words for _, _, words in found])
-    changes = leads and not limiter.is_fixed(messages)
+    changes = leads and not messages[:, NodeRate.IS_FIXED].any()  # a fixed record: no node may `apply`
     with stream.table.lock:
-        is_open = limiter.apply(messages, count) if changes else limiter.is_open(messages, count)
+        is_open = limiter.apply(messages, count) if changes else limiter.are_open(messages, count)
     return is_open or any(was_selected for _, was_selected, _ in found)

@@ -15,14 +15,20 @@ from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.distributed.shard_placement import ShardPlacement
 from deepspeed_gear.ops.constants import most_mass_bits
-from deepspeed_gear.sampling.anchors import AnchorRule, WindowSpan
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
-from deepspeed_gear.sampling.mass_rules import Condition, MassRule, check_weights, key_of
+from deepspeed_gear.sampling.mass_rules import (
+    AnchorRule,
+    Condition,
+    MassRule,
+    WindowSpan,
+    check_weights,
+    key_of,
+)
 from deepspeed_gear.sampling.mixture import Mixture
 from deepspeed_gear.sampling.samplers import sampler_for
 from deepspeed_gear.sampling.samplers.base import SamplerScope
-from deepspeed_gear.sampling.samplers.epoch import EvaluationPass
-from deepspeed_gear.sampling.samplers.prioritized import schedule
+from deepspeed_gear.sampling.samplers.ordered_samplers import EvaluationPass
+from deepspeed_gear.sampling.samplers.random_samplers import schedule
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 
 SPARE_SELECTIONS = 4  # by which a rank may trail the fastest one of its node
@@ -188,5 +194,6 @@ def anchor_rule(config: GearConfig, fields: Sequence[ResolvedField]) -> AnchorRu
             windows.append(WindowSpan(offset, field.length or 1, extra))
         return AnchorRule.fits(windows)
     if isinstance(anchors, str):
-        return {"all": AnchorRule.all, "start": AnchorRule.start, "end": AnchorRule.end}[anchors]()
-    return AnchorRule.every(anchors.every)
+        rules = {"all": AnchorRule(), "start": AnchorRule(most=1), "end": AnchorRule(most=1, from_end=1)}
+        return rules[anchors]
+    return AnchorRule(stride=anchors.every)

@@ -29,7 +29,6 @@ from deepspeed_gear.store.memory_layout import HOLDER_OFFSET, MUTEX_OFFSET
 from deepspeed_gear.store.native_rows import address
 from deepspeed_gear.store.records import NEVER_LATE, NOTHING, Control, Head, Peer, Position
 
-__all__ = ["TRAIN", "BatchStream"]
 _POLL_S = 100e-6
 _IDLE_S, _MOST_PAUSE_S = 500e-6, 8e-3
 _LISTEN_S = 0.02  # after which a wait checks whether to end
@@ -58,7 +57,6 @@ class BatchStream:
     Process safety: `get` and `release` take the table's lock; `can_select` and `prepare` require it.
 
     Args:
-        state: The stream's state in the store.
         selector: The items, of this store or of all nodes; None: of this store.
         check: Called while `get` waits; raises to end the wait.
         follows: Whether another process of the node makes the selections.
@@ -76,6 +74,7 @@ class BatchStream:
         self.state, self.spec, self.table, self.masses = state, state.spec, state.table, state.masses
         self.selector = LocalSelector(state) if selector is None else selector
         self.follows = follows
+        self.position = state.position  # the words of `Position`, in the store. [16], int64.
         self._check, self._num_items = check, num_items
         self._words, self._control, self._heads = state.words, state.control, state.head_words
         self._released: memoryview = state.consumed.data
@@ -83,7 +82,6 @@ class BatchStream:
         self._waits: memoryview = self.table.peers[self._peer, Peer.WAITS : Peer.WAITS + 1].data
         self._timeout_s = self.table.lock.timeout_s
         self.readers = SelectionReaders(self.spec, self.table, state.consumed)
-        self._limits_here = state.is_limited and state.joint_limiter is None
         self._writes_here = False  # then it must not wait for itself
         self._requested: int | None = None  # global batch that the program waits for; None: any that it gets
         self._is_online = self.table.spec.dataset is None
@@ -183,11 +181,20 @@ class BatchStream:
         held = self._heads[entry][Head.KEY]
         if held == key:
             return None
-        self._check_order(key, held)
+        at = self._words[Head.KEY]
+        skips = key > at and not self.spec.sampler.is_pass
+        if held > key or key < at or skips:
+            raise StoreError(
+                f"stream {self.spec.name}: global batch {key}",
+                "must be the next one or in the ring of selections",
+                f"the stream is at {at}",
+                "ranks of a node must request the same batches in the same order",
+            )
         late = self.readers.late(held)
         slow = [] if state.reports is None else state.reports.late(key)
         self.prepare(key)
-        limiter = state.limiter if self._limits_here and not late else None
+        limits_here = state.is_limited and state.joint_limiter is None
+        limiter = state.limiter if limits_here and not late else None
         if limiter is not None and not limiter.is_open(self.spec.num_samples(key), exact=False):
             return self._few_items(key)
         return _LateRanks(late, slow, held) if late or slow or self.follows else None
@@ -283,17 +290,6 @@ class BatchStream:
         self._writes_here = True
         if self.state.joint_limiter is not None:
             self._words[Position.WRITES] = 1
-
-    def _check_order(self, key: int, held: int) -> None:
-        at = self._words[Head.KEY]
-        skips = key > at and not self.spec.sampler.is_pass
-        if held > key or key < at or skips:
-            raise StoreError(
-                f"stream {self.spec.name}: global batch {key}",
-                "must be the next one or in the ring of selections",
-                f"the stream is at {at}",
-                "ranks of a node must request the same batches in the same order",
-            )
 
     def _check_going_on(self) -> None:
         if self.state.stop.is_set():
@@ -391,21 +387,13 @@ class BatchStream:
         self._pause_s = _IDLE_S
         self.state.limiter_wait.end()
 
-    # ---- position --------------------------------------------------------------------------------
-
-    @property
-    def position(self) -> np.ndarray:
-        """The words of `Position`, in the store. [16], int64."""
-        return self.state.position
-
 
 class NativeStream:
     """The native call of a batch stream that `is_plain`. Process safety: `take` takes the table's lock."""
 
     def __init__(self, state: StreamState) -> None:
         table, spec, masses = state.table, state.spec, state.masses
-        native = table.ops.native
-        memory = table.memory
+        native, memory = table.ops.native, table.memory
         base = address(np.frombuffer(memory.buffer, np.uint8, 1))
         words = {
             "mutex": base + MUTEX_OFFSET,

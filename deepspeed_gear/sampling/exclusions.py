@@ -13,8 +13,7 @@ import numpy as np
 
 from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.ops.records import Slot, SlotState
-from deepspeed_gear.sampling.anchors import AnchorRule
-from deepspeed_gear.sampling.mass_rules import AgeWindow, Condition, MassRule
+from deepspeed_gear.sampling.mass_rules import AgeWindow, AnchorRule, Condition, MassRule
 from deepspeed_gear.store.group_spec import SlotGroup
 from deepspeed_gear.store.records import SlotRetention
 

@@ -1,9 +1,12 @@
-"""Mass rules: the integer mass of each trajectory, and how priorities become masses."""
+"""Mass rules: the integer mass of each trajectory, its anchors, and how priorities become masses.
+
+Anchor rules are written a second time in C++, in ops/csrc/common.
+"""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,7 +16,6 @@ from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops.constants import MOST_MASS_BITS
 from deepspeed_gear.ops.records import MassUnit, Normalize
-from deepspeed_gear.sampling.anchors import AnchorRule
 
 Unit = Literal["trajectory", "step", "group"]
 UNIT_CODES: dict[str, int] = {
@@ -26,6 +28,58 @@ NORMALIZE_CODES: dict[str | None, int] = {
     "batch": Normalize.BATCH,
     "table": Normalize.TABLE,
 }
+
+
+UNBOUNDED = 2**62
+
+
+@dataclass(frozen=True)
+class WindowSpan:
+    """Rows of a window at its anchor: [anchor + offset, anchor + offset + length) of T + extra."""
+
+    offset: int
+    length: int
+    extra: int
+
+
+@dataclass(frozen=True)
+class AnchorRule:
+    """An arithmetic progression of steps."""
+
+    first: int = 0  # first admissible step; distance from the last step when `from_end`
+    trim: int = 0  # steps at the other end that are never anchors
+    stride: int = 1  # every stride-th step
+    most: int = UNBOUNDED  # at most this many anchors
+    from_end: int = 0  # 1 to count from the last step backwards
+
+    @classmethod
+    def fits(cls, windows: Iterable[WindowSpan]) -> AnchorRule:
+        """Admit the anchors whose windows need no padding."""
+        windows = list(windows)
+        first = max((-w.offset for w in windows), default=0)
+        trim = max((w.offset + w.length - 1 - w.extra for w in windows), default=0)
+        return cls(first=max(0, first), trim=max(0, trim))
+
+    def as_list(self) -> list[int]:
+        """Return the words of the ops' `rule` argument."""
+        return [self.first, self.trim, self.stride, self.most, self.from_end]
+
+    def num_anchors(self, num_steps: np.ndarray) -> np.ndarray:
+        """Return how many anchors trajectories of these lengths admit. [n], int64."""
+        room = num_steps - self.first - self.trim
+        return np.where(room <= 0, 0, np.minimum((room + self.stride - 1) // self.stride, self.most))
+
+    def anchor_at(self, index: np.ndarray, num_steps: np.ndarray) -> np.ndarray:
+        """Return the index-th anchor of trajectories of these lengths. [n], [n] -> [n], int64."""
+        distance = self.first + index * self.stride
+        return num_steps - 1 - distance if self.from_end else distance
+
+    def admits(self, steps: np.ndarray, num_steps: np.ndarray) -> np.ndarray:
+        """Return which steps are anchors of trajectories of these lengths. [n], [n] -> [n], bool."""
+        distance = (num_steps - 1 - steps if self.from_end else steps) - self.first
+        index = distance // self.stride
+        inside = (steps < num_steps) & (distance >= 0) & (distance % self.stride == 0)
+        return np.asarray(inside & (index < self.num_anchors(num_steps)))
 
 
 @dataclass(frozen=True)

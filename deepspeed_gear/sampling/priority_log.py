@@ -51,9 +51,6 @@ class PriorityLog:
 
     Process and thread safety: any thread may call `ask`, `add`, `promise` and `keep`, which take the table's
     lock themselves; the rest requires that lock.
-
-    Args:
-        spec: The stream, with priorities.
     """
 
     def __init__(self, spec: StreamSpec, table: Table) -> None:

@@ -23,6 +23,7 @@ from deepspeed_gear.store.records import NOTHING, Control
 from deepspeed_gear.store.row_allocator import distinct, is_among
 from deepspeed_gear.store.step_priorities import StepPriorities, rows_of
 from deepspeed_gear.store.table import Table
+from deepspeed_gear.store.table_spec import TableSpec
 
 MOST_MASS = np.iinfo(np.int64).max
 WINDOW = 256  # latest global batches whose clamped updates are counted separately
@@ -82,13 +83,9 @@ class PriorityMasses(ItemMasses):
             "normalize": NORMALIZE_CODES[self.rule.normalize],
         }
 
-    @staticmethod
-    def count_items(spec: StreamSpec, num_slots: int, num_rows: int) -> int:
-        return num_rows if spec.rule.unit == "step" else num_slots
-
     @classmethod
-    def regions(cls, spec: StreamSpec, num_slots: int, num_rows: int, num_peers: int) -> list[Region]:
-        rule, items = spec.priorities, cls.count_items(spec, num_slots, num_rows)
+    def regions(cls, spec: StreamSpec, table: TableSpec) -> list[Region]:
+        rule, items, num_slots = spec.priorities, cls.count_items(spec, table), table.num_slots
         assert rule is not None
         regions = [
             Region(spec.at + "priorities", "float32", (items,)),
@@ -96,14 +93,14 @@ class PriorityMasses(ItemMasses):
             Region(spec.at + "window", "int64", (WINDOW, 2)),
             Region(spec.at + "bases", "int64", (num_slots,)),
             Region(spec.at + "generations", "int64", (num_slots,)),
-            *PriorityLog.regions(spec, num_peers),
+            *PriorityLog.regions(spec, table.num_peers),
         ]
         if spec.rule.unit == "step":
-            regions.append(Region(spec.at + "row_slots", "int32", (num_rows,)))
+            regions.append(Region(spec.at + "row_slots", "int32", (items,)))
             regions.append(Region(spec.at + "steps", "int64", (num_slots,)))
         if rule.normalize == "table" and minima_size(items):
             regions.append(Region(spec.at + "minima", "int64", (minima_size(items),)))
-        return [*super().regions(spec, num_slots, num_rows, num_peers), *regions]
+        return [*super().regions(spec, table), *regions]
 
     def initialise(self) -> None:
         self.reports.initialise()
@@ -352,14 +349,23 @@ class PriorityMasses(ItemMasses):
         return not self.by_step and super().draws_anchor
 
     def highest_items(self, count: int) -> torch.Tensor:
-        """Return the items of highest priority, equal ones in stored order; or fewer. [n]."""
+        """Return the items of highest priority, equal ones by their trajectories; or fewer. [n]."""
         items = torch.empty(count, dtype=torch.int64)
         self.ops.top_k_(items, self._values, self.sums)
         items = items[items >= 0]
-        if self.table.spec.dataset is None and len(items):
-            in_order = oldest_of_equal(items.numpy(), self.values, self.leaves > 0, self.ids_of)
-            items = torch.from_numpy(in_order)
-        return items
+        if self.table.spec.dataset is not None or not len(items):
+            return items
+        # In a table with a capacity a newer trajectory may lie before an older one: of all items with the
+        # least priority among those found, the ones of the lowest ids are taken.
+        found, values = items.numpy(), self.values
+        least = values[found[-1]]
+        equal = np.nonzero((values == least) & (self.leaves > 0))[0]
+        above = found[values[found] > least]
+        ids, wanted = self.ids_of(equal), len(found) - len(above)
+        equal = equal[ids <= np.partition(ids, wanted - 1)[wanted - 1]]
+        every = np.concatenate([above, equal])
+        order = np.lexsort((every, self.ids_of(every), -values[every]))
+        return torch.from_numpy(every[order][: len(found)])
 
     def ids_of(self, items: np.ndarray) -> np.ndarray:
         """Return the trajectories of items. [n] -> [n], int64."""
@@ -442,28 +448,6 @@ class PriorityMasses(ItemMasses):
         self._requeue()
         self._build()
         self.words[TreeChanges.SEEN] = self._control[Control.CHANGED]
-
-
-def oldest_of_equal(
-    items: np.ndarray, values: np.ndarray, drawable: np.ndarray, ids_of: Callable[[np.ndarray], np.ndarray]
-) -> np.ndarray:
-    """Reorder items by falling priority so that of equal ones those of the lowest ids come first.
-
-    In a table with a capacity a newer trajectory may lie before an older one.
-
-    Args:
-        items: At least one. [n], int64.
-        values: Priorities of all items. [N], float32.
-        drawable: Which of them have a mass. [N], bool.
-        ids_of: Items -> ids of their trajectories. [m] -> [m], int64.
-    """
-    least = values[items[-1]]
-    equal = np.nonzero((values == least) & drawable)[0]
-    above = items[values[items] > least]
-    ids, wanted = ids_of(equal), len(items) - len(above)
-    equal = equal[ids <= np.partition(ids, wanted - 1)[wanted - 1]]
-    found = np.concatenate([above, equal])
-    return np.asarray(found[np.lexsort((found, ids_of(found), -values[found]))][: len(items)])
 
 
 def merge_highest(priorities: np.ndarray, ids: np.ndarray, count: int) -> np.ndarray:

@@ -41,16 +41,86 @@ class ItemsHeld(NamedTuple):
     room: int = 0  # complete groups that fit in beside those held
 
 
+class LimiterWait:
+    """Measures how long a stream of this process waits for its rate limiter.
+
+    A prefetch thread waits without a limit for a batch that the program has not requested yet: the program
+    may still add the items.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.total_s, self.timeout_s = 0.0, timeout_s
+        self.is_ahead = False  # the batch was not requested yet
+        self._since: float | None = None
+
+    def note(self, is_ahead: bool) -> bool:
+        """Set and return whether the batch was not requested yet."""
+        self.is_ahead = is_ahead
+        return is_ahead
+
+    def wait(self) -> float:
+        """Begin or continue a wait; return its duration so far, in seconds."""
+        self._since = self._since or time.monotonic()
+        return self.waited_s
+
+    @property
+    def waited_s(self) -> float:
+        """Duration of the current wait, in seconds; 0 if there is none."""
+        return 0.0 if self._since is None else time.monotonic() - self._since
+
+    def end(self) -> None:
+        """End the wait."""
+        if self._since is not None:
+            self.total_s += time.monotonic() - self._since
+            self._since = None
+
+
+class NodeRate:
+    """Words of a node's rate record, sent to the other nodes: sizes, quota and samples of its shard."""
+
+    SIZE: Final = 0
+    INSERTED: Final = 1
+    ADMITTED: Final = 2
+    QUOTA: Final = 3
+    WANTED: Final = 4
+    LEFT: Final = 5  # samples that its trajectories still admit
+    FEWEST: Final = 6  # draws after which its first trajectory may be used up
+    GIVES_UP: Final = 7  # GaveUp, or 0
+    TURN: Final = 8
+    IS_FIXED: Final = 9  # its quota must not change now
+    SAMPLED: Final = 10
+    MAY_BE_FILLED: Final = 11  # a process of the node may add items
+    COMES: Final = 12  # an item will be complete as time goes on, without any process that adds
+    NUM_WORDS: Final = 13
+
+
+class GaveUp:
+    """Codes of why a node stops waiting for the rate limiter."""
+
+    LATE: Final = 1  # it has waited for its timeout
+    WRITES_HERE: Final = 2  # it would wait for items that it adds itself
+
+
 class SelectionLimiter:
     """Decides whether a global batch may be drawn of a table with a capacity.
+
+    Where several nodes hold the table, one process of each exchanges its `record` with the others; `records`
+    are those of all nodes, in the order of shards. [S, NodeRate.NUM_WORDS], int64.
 
     Every method requires the table's lock.
     """
 
-    def __init__(self, spec: StreamSpec, table: Table, masses: ItemMasses, position: np.ndarray) -> None:
+    def __init__(
+        self, spec: StreamSpec, table: Table, masses: ItemMasses, position: np.ndarray, wait: LimiterWait
+    ) -> None:
         self._spec, self._table, self._masses, self._position = spec, table, masses, position
-        self.retention = table.spec.retention
-        self.most = self.retention.max_times_sampled
+        self._wait = wait
+        retention = table.spec.retention
+        self._rate, self.most = retention.rate_limiter, retention.max_times_sampled
+        self.index = 0 if table.spec.shard is None else table.spec.shard.index
+        self._was_open = True  # by the records received last
+        self._turn, self._admitted = 0, 0
+        self.fewest = 0  # draws after which the first trajectory of any node may be used up
         self._times: np.ndarray = table.views["retention"][:, SlotRetention.TIMES_SAMPLED]
         self._readers = SelectionPins(table)
         self._waits: np.ndarray = table.peers[: table.spec.num_peers, Peer.WAITS]
@@ -66,25 +136,19 @@ class SelectionLimiter:
     @property
     def is_plain(self) -> bool:
         """Whether there is no limit: no rate limiter and no `max_times_sampled`."""
-        return self.retention.rate_limiter is None and not self.most
+        return self._rate is None and not self.most
 
     def is_open(self, count: int, exact: bool = True) -> bool:
-        """Return whether `count` samples may be drawn; arguments as `left`."""
-        size, inserted = self._counted()
-        return self.admits(size, inserted, self.sampled, count) and self.left(count, exact) >= count
+        """Return whether this store admits `count` samples; arguments as `left`."""
+        rate_admits = self._rate is None or self._rate.may_sample(*self._counted(), self._sampled, count)
+        return rate_admits and self.left(count, exact) >= count
 
     def _counted(self) -> tuple[int, int]:
         """Return the items held and those ever added, where there is a rate limiter."""
-        rate = self.retention.rate_limiter
-        return (0, 0) if rate is None else self._table.counted(rate)[:2]
-
-    def admits(self, size: int, inserted: int, sampled: int, count: int) -> bool:
-        """Return whether the rate limiter admits `count` samples; arguments as `RateLimiter.may_sample`."""
-        rate = self.retention.rate_limiter
-        return rate is None or rate.may_sample(size, inserted, sampled, count)
+        return (0, 0) if self._rate is None else self._table.counted(self._rate)[:2]
 
     @property
-    def sampled(self) -> int:
+    def _sampled(self) -> int:
         """Samples ever drawn."""
         return int(self._position[Head.SAMPLES])
 
@@ -118,17 +182,13 @@ class SelectionLimiter:
         more than may be added. `held` is of each store of the table.
         """
         draws, size, inserted, passed, failed, room = (int(words) for words in np.sum(held, axis=0))
-        missing, rate = max(count - draws, 0), self.retention.rate_limiter
+        missing, rate = max(count - draws, 0), self._rate
         if rate is not None:
-            missing = max(missing, rate.missing(size, inserted, self.sampled, count))
+            missing = max(missing, rate.missing(size, inserted, self._sampled, count))
             if rate.holds_back:
-                room = min(room, rate.room(size, inserted, self.sampled))
+                room = min(room, rate.room(size, inserted, self._sampled))
         at_rate = -(-missing * (passed + failed + 1) // (passed + 1))
         return max(missing, min(at_rate, MOST_ASKED * missing, room))
-
-    def fewest(self) -> int:
-        """Return the number of draws after which the first trajectory may be used up. Cost: one pass."""
-        return int((self.most - self._times[self._drawable()]).min(initial=UNLIMITED))
 
     def _drawable(self) -> np.ndarray:
         if self._table.groups is not None:
@@ -193,7 +253,7 @@ class SelectionLimiter:
         if is_empty or self.is_plain:
             rule = f"must hold what the sampler admits{within}, for the {count} samples of global batch {key}"
         else:
-            limit = "max_times_sampled" if self.retention.rate_limiter is None else "rate limiter"
+            limit = "max_times_sampled" if self._rate is None else "rate limiter"
             needed = f"the {count} samples of global batch {key}"
             rule = f"must be filled{within}, as its {limit} requires, for {needed}"
         found = f"{size}; here {held}" if size else held
@@ -205,86 +265,7 @@ class SelectionLimiter:
         kind = EmptyTableError if is_empty else NotReadyError
         return kind(f"table {self._table.spec.name}", rule, found, remedy)
 
-
-class LimiterWait:
-    """Measures how long a stream of this process waits for its rate limiter.
-
-    A prefetch thread waits without a limit for a batch that the program has not requested yet: the program
-    may still add the items.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self.total_s, self.timeout_s = 0.0, timeout_s
-        self.is_ahead = False  # the batch was not requested yet
-        self._since: float | None = None
-
-    def note(self, is_ahead: bool) -> bool:
-        """Set and return whether the batch was not requested yet."""
-        self.is_ahead = is_ahead
-        return is_ahead
-
-    def wait(self) -> float:
-        """Begin or continue a wait; return its duration so far, in seconds."""
-        self._since = self._since or time.monotonic()
-        return self.waited_s
-
-    @property
-    def waited_s(self) -> float:
-        """Duration of the current wait, in seconds; 0 if there is none."""
-        return 0.0 if self._since is None else time.monotonic() - self._since
-
-    def end(self) -> None:
-        """End the wait."""
-        if self._since is not None:
-            self.total_s += time.monotonic() - self._since
-            self._since = None
-
-
-class NodeRate:
-    """Words of a node's rate record, sent to the other nodes: sizes, quota and samples of its shard."""
-
-    SIZE: Final = 0
-    INSERTED: Final = 1
-    ADMITTED: Final = 2
-    QUOTA: Final = 3
-    WANTED: Final = 4
-    LEFT: Final = 5  # samples that its trajectories still admit
-    FEWEST: Final = 6  # draws after which its first trajectory may be used up
-    GIVES_UP: Final = 7  # GaveUp, or 0
-    TURN: Final = 8
-    IS_FIXED: Final = 9  # its quota must not change now
-    SAMPLED: Final = 10
-    MAY_BE_FILLED: Final = 11  # a process of the node may add items
-    COMES: Final = 12  # an item will be complete as time goes on, without any process that adds
-    NUM_WORDS: Final = 13
-
-
-class GaveUp:
-    """Codes of why a node stops waiting for the rate limiter."""
-
-    LATE: Final = 1  # it has waited for its timeout
-    WRITES_HERE: Final = 2  # it would wait for items that it adds itself
-
-
-class JointSelectionLimiter:
-    """The rate limiter over all nodes, in one process of each. Every method requires the table's lock.
-
-    The records of `is_open` and others are those of all nodes, in the order of shards.
-    [S, NodeRate.NUM_WORDS], int64.
-    """
-
-    def __init__(
-        self, table: Table, limiter: SelectionLimiter, position: np.ndarray, waiting: LimiterWait
-    ) -> None:
-        shard, rate = table.spec.shard, limiter.retention.rate_limiter
-        assert shard is not None
-        self.index = shard.index
-        self._table, self._limiter, self._position, self._waiting = table, limiter, position, waiting
-        self._rate = rate
-        self._divides = rate is not None and rate.holds_back
-        self._is_open = True  # by the records received last
-        self._turn, self._admitted = 0, 0
-        self.fewest = 0  # draws after which the first trajectory of any node may be used up
+    # ---- over nodes ------------------------------------------------------------------------------
 
     def record(self, count: int, fixed: bool = False, exact: bool = False) -> np.ndarray:
         """Return this node's rate record, and reduce its quota to the part that it keeps in the exchange.
@@ -292,65 +273,61 @@ class JointSelectionLimiter:
         Args:
             fixed: Change nothing: another thread of this process may be in a selection. Then no process may
                 `apply`.
-            exact: As `SelectionLimiter.left`.
+            exact: As `left`.
         Returns:
             [NodeRate.NUM_WORDS], int64.
         """
         words, control = np.zeros(NodeRate.NUM_WORDS, np.int64), self._table.control
         self._turn += 1
         words[NodeRate.TURN], words[NodeRate.IS_FIXED] = self._turn, fixed
-        words[NodeRate.SAMPLED] = self._limiter.sampled
-        words[NodeRate.LEFT] = self._limiter.left(count, exact)
-        if self._limiter.most:
-            words[NodeRate.FEWEST] = self._limiter.fewest()
-        if self._waiting.waited_s > self._waiting.timeout_s:
+        words[NodeRate.SAMPLED] = self._sampled
+        words[NodeRate.LEFT] = self.left(count, exact)
+        if self.most:
+            left = self.most - self._times[self._drawable()]
+            words[NodeRate.FEWEST] = left.min(initial=UNLIMITED)
+        if self._wait.waited_s > self._wait.timeout_s:
             words[NodeRate.GIVES_UP] = GaveUp.LATE
-        elif self._position[Position.WRITES] and not self._waiting.is_ahead:
+        elif self._position[Position.WRITES] and not self._wait.is_ahead:
             words[NodeRate.GIVES_UP] = GaveUp.WRITES_HERE
         if self._table.groups is not None:
             words[NodeRate.COMES] = self._table.groups.waits_for_time
-        if not self._limiter.is_plain or not words[NodeRate.LEFT]:
-            words[NodeRate.MAY_BE_FILLED] = self._waiting.is_ahead or self._limiter.may_be_filled
+        if not self.is_plain or not words[NodeRate.LEFT]:
+            words[NodeRate.MAY_BE_FILLED] = self._wait.is_ahead or self.may_be_filled
         if self._rate is None:
             return words
-        if control[Control.PENDING] and not self._is_open:  # slots of dead processes must not block writers
+        if control[Control.PENDING] and not self._was_open:  # slots of dead processes must not block writers
             self._table.extents.end_abandoned()
         words[NodeRate.SIZE], words[NodeRate.INSERTED], pending = self._rate.counted(control)
         admitted = int(words[NodeRate.INSERTED]) + pending
         words[NodeRate.ADMITTED] = admitted
-        if self._divides:
+        if self._rate.holds_back:
             quota = max(admitted, int(control[Control.QUOTA]))
-            words[NodeRate.QUOTA] = quota if fixed else kept(admitted, quota, not self._is_open)
+            words[NodeRate.QUOTA] = quota if fixed else kept(admitted, quota, not self._was_open)
             words[NodeRate.WANTED] = max(int(control[Control.WANTED]), int(admitted > self._admitted))
             if not fixed:
                 control[Control.QUOTA], control[Control.WANTED] = words[NodeRate.QUOTA], 0
                 self._admitted = admitted
         return words
 
-    def is_open(self, records: np.ndarray, count: int) -> bool:
-        """Return whether all nodes together may draw `count` samples; equal on all nodes."""
+    def are_open(self, records: np.ndarray, count: int) -> bool:
+        """Return whether all nodes together admit `count` samples; equal on all nodes."""
         size, inserted, left = records[:, [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.LEFT]].sum(0).tolist()
         sampled = int(records[0, NodeRate.SAMPLED])
-        return self._limiter.admits(size, inserted, sampled, count) and left >= count
-
-    @staticmethod
-    def is_fixed(records: np.ndarray) -> bool:
-        """Return whether a node's record is fixed, so that no node may `apply`."""
-        return bool(records[:, NodeRate.IS_FIXED].any())
+        rate_admits = self._rate is None or self._rate.may_sample(size, inserted, sampled, count)
+        return bool(rate_admits and left >= count)
 
     def apply(self, records: np.ndarray, count: int) -> bool:
-        """Add this node's part of the pool to its quota; return `is_open`."""
-        if self._divides:
-            assert self._rate is not None
+        """Add this node's part of the pool to its quota; return `are_open`."""
+        if self._rate is not None and self._rate.holds_back:
             words = [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.ADMITTED, NodeRate.QUOTA]
             size, inserted, admitted, quota = records[:, words].sum(0).tolist()
             sampled, turn = records[0, [NodeRate.SAMPLED, NodeRate.TURN]].tolist()
             pool = max(0, admitted + self._rate.room(size + admitted - inserted, admitted, sampled) - quota)
             share = divide(pool, records[:, NodeRate.WANTED].tolist(), turn)[self.index]
             self._table.control[Control.QUOTA] = records[self.index, NodeRate.QUOTA] + share
-        self._is_open = self.is_open(records, count)
+        self._was_open = self.are_open(records, count)
         self.fewest = int(records[:, NodeRate.FEWEST].min())
-        return self._is_open
+        return self._was_open
 
     def given_up(self, records: np.ndarray, key: int, count: int) -> NotReadyError | None:
         """Return the error that all nodes raise if one of them stops waiting for the rate limiter."""
@@ -361,8 +338,8 @@ class JointSelectionLimiter:
             why = GaveUp.LATE if (records[:, NodeRate.GIVES_UP] == GaveUp.LATE).any() else 0
         if not why:
             return None
-        waited_s = self._waiting.timeout_s if why == GaveUp.LATE else 0.0
+        waited_s = self._wait.timeout_s if why == GaveUp.LATE else 0.0
         size, inserted, left = records[:, [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.LEFT]].sum(0).tolist()
         unit = "items" if self._rate is None else f"{self._rate.unit}s"
         held = f"{size} {unit} held by all nodes, {inserted} ever added, good for {left} samples"
-        return self._limiter.too_late(key, count, waited_s, held, is_empty=self._limiter.is_plain)
+        return self.too_late(key, count, waited_s, held, is_empty=self.is_plain)

@@ -26,9 +26,6 @@ class SampleCounts:
     nothing depends on them.
 
     Process safety: every method requires the table's lock; reads without it may include part of a selection.
-
-    Args:
-        spec: The stream, with `count_draws`.
     """
 
     def __init__(self, spec: StreamSpec, table: Table) -> None:

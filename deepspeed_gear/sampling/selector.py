@@ -24,7 +24,7 @@ from deepspeed_gear.ops.records import Resolution, Slot
 from deepspeed_gear.sampling.exclusions import summary_of
 from deepspeed_gear.sampling.rate_limiting import NothingToSampleError, SelectionLimiter
 from deepspeed_gear.sampling.samplers.base import Draw, NativeDraw
-from deepspeed_gear.sampling.samplers.uniform import stratify_
+from deepspeed_gear.sampling.samplers.random_samplers import stratify_
 from deepspeed_gear.sampling.selection import PASS_SHIFT
 from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.store.records import NOTHING, Head, Position
@@ -40,7 +40,6 @@ class LocalSelector:
     distributed/sharded_selection.py.
 
     Args:
-        state: Of the batch stream.
         lock: Held for each change of the store; None: the caller holds the table's lock.
     """
 
@@ -181,7 +180,11 @@ class LocalSelector:
         head = state.head_words[entry]
         head[Head.KEY] = NOTHING
         after: list[int] = state.words[: Head.NUM_SET].tolist()
-        self._begin(key, after)
+        after[Head.FILLERS] = 0
+        if self._sampler.is_pass:
+            after[Head.EPOCH] = key >> PASS_SHIFT
+            if after[Head.EPOCH] != state.words[Head.KEY] >> PASS_SHIFT:  # a new pass begins
+                after[Head.SAMPLES] = after[Head.EPOCH_FIRST] = after[Head.EPOCH_SIZE] = 0
         if not self.begin(key, entry, count):
             return False
         if self._sampler.walks:
@@ -244,32 +247,27 @@ class LocalSelector:
         return (rows if count == self.spec.batch else rows[:count]), count
 
     def _coordinates_of(self, count: int, first: int, total: int) -> torch.Tensor:
-        """Return coordinates from the native op, or from the sampler. [count], int64."""
-        if self._native is None:
-            return self._called(Draw(self, count, first, total))
-        coordinates = self._coordinates if count == self.spec.batch else self._coordinates[:count]
-        self.state.ops.draw_(coordinates, self.spec.seed, self.spec.key, first, total)
-        if self._native is NativeDraw.STRATIFIED:
-            stratify_(coordinates, total)
-        return coordinates
-
-    def _called(self, draw: Draw) -> torch.Tensor:
-        """Call the sampler and check its coordinates."""
-        found: Any = self._sampler.sample(draw)
+        """Return coordinates from the native op, or from the sampler, which are checked. [count], int64."""
+        if self._native is not None:
+            coordinates = self._coordinates if count == self.spec.batch else self._coordinates[:count]
+            self.state.ops.draw_(coordinates, self.spec.seed, self.spec.key, first, total)
+            if self._native is NativeDraw.STRATIFIED:
+                stratify_(coordinates, total)
+            return coordinates
+        found: Any = self._sampler.sample(Draw(self, count, first, total))
         good = isinstance(found, torch.Tensor) and found.dtype == torch.int64 and found.dim() == 1
-        if not good or len(found) > draw.count or bool(((found < 0) | (found >= draw.total)).any()):
-            rule = f"must sample at most {draw.count} coordinates in [0, {draw.total}), as int64"
+        if not good or len(found) > count or bool(((found < 0) | (found >= total)).any()):
+            rule = f"must sample at most {count} coordinates in [0, {total}), as int64"
             shown = f"{found.dtype} {list(found.shape)}" if isinstance(found, torch.Tensor) else found
             raise ConfigError(f"sampler {self._sampler.kind}", rule, shown)
-        if len(found) < draw.count:
+        if len(found) < count:
             raise NothingToSampleError(
                 f"stream {self.spec.name}: table {self.state.table.spec.name}",
-                f"must hold as many items as a global batch ({draw.count}), each with a mass",
+                f"must hold as many items as a global batch ({count}), each with a mass",
                 len(found),
                 "lower the batch size, or add trajectories first",
             )
-        coordinates: torch.Tensor = found
-        return coordinates
+        return torch.as_tensor(found)
 
     def _sample_counting(self, rows: torch.Tensor, first: int) -> None:
         """Draw samples as if one by one, where a used-up trajectory leaves the tree at once.
@@ -288,15 +286,6 @@ class LocalSelector:
             done += self.resolve_until(rows, done, coordinates, first + done, limiter, counted)
 
     # ---- epochs ----------------------------------------------------------------------------------
-
-    def _begin(self, key: int, after: list[int]) -> None:
-        """Reset the words of a pass when a new pass begins."""
-        after[Head.FILLERS] = 0
-        if not self._sampler.is_pass:
-            return
-        if key >> PASS_SHIFT != self.state.words[Head.KEY] >> PASS_SHIFT:
-            after[Head.SAMPLES] = after[Head.EPOCH_FIRST] = after[Head.EPOCH_SIZE] = 0
-        after[Head.EPOCH] = key >> PASS_SHIFT
 
     def _walk(self, key: int, rows: torch.Tensor, epochs: torch.Tensor, after: list[int]) -> None:
         """Resolve the next items of an epoch; at its end, apply queued masses and begin the next epoch.

@@ -15,7 +15,7 @@ from deepspeed_gear.ops.constants import SHARD_BITS, UNKNOWN
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
-from deepspeed_gear.sampling.rate_limiting import JointSelectionLimiter, LimiterWait, SelectionLimiter
+from deepspeed_gear.sampling.rate_limiting import LimiterWait, SelectionLimiter
 from deepspeed_gear.sampling.sample_counts import SampleCounts
 from deepspeed_gear.sampling.selection import SelectionFailure
 from deepspeed_gear.sampling.staleness import Staleness
@@ -45,7 +45,6 @@ def masses_type(spec: StreamSpec) -> type[ItemMasses]:
 
 def stream_regions(spec: StreamSpec, table: TableSpec) -> list[Region]:
     """Return a stream's regions in the store of a table."""
-    masses = masses_type(spec).regions(spec, table.num_slots, table.num_rows, table.num_peers)
     at, depth, batch, most = spec.at, spec.depth, spec.batch, spec.most_records
     # An epoch whose items may be evicted.
     skips = spec.sampler.walks and not spec.sampler.is_pass and table.dataset is None
@@ -62,7 +61,7 @@ def stream_regions(spec: StreamSpec, table: TableSpec) -> list[Region]:
         Region(at + "heads", "int64", (depth, Head.NUM_WORDS)),
         Region(at + "ring", "int64", (depth, most, Resolution.NUM_WORDS)),
         Region(at + "epochs", "int64", (depth, most)),
-        *masses,
+        *masses_type(spec).regions(spec, table),
         *SampleCounts.regions(spec, table),
         *([] if table.dataset is not None else [Region(at + "last_drawn", "int64", (table.num_slots,))]),
         *([Region(at + "walked", "int64", (table.num_slots,))] if skips else []),
@@ -113,16 +112,14 @@ class StreamState:
         self.masses: ItemMasses = made
         self.priorities = made if isinstance(made, PriorityMasses) else None
         self.reports = None if self.priorities is None else self.priorities.reports
-        self.has_item_masses = spec.priorities is not None or spec.rule.has_weights
-        self.has_unit_masses = spec.rule.unit == "step" and not self.has_item_masses
+        has_item_masses = spec.priorities is not None or spec.rule.has_weights
+        self.has_unit_masses = spec.rule.unit == "step" and not has_item_masses
 
-        self.limiter = SelectionLimiter(spec, table, made, self.position) if trains_online else None
+        self.limiter_wait = wait = LimiterWait(spec.rate_timeout_s)
+        self.limiter = SelectionLimiter(spec, table, made, self.position, wait) if trains_online else None
         self.is_limited = self.limiter is not None and not self.limiter.is_plain
-        self.limiter_wait = LimiterWait(spec.rate_timeout_s)
-        self.joint_limiter: JointSelectionLimiter | None = None
-        if self.limiter is not None and self.may_wait and spec.num_shards > 1:
-            limiter, wait = self.limiter, self.limiter_wait
-            self.joint_limiter = JointSelectionLimiter(table, limiter, self.position, wait)
+        #: The limiter where all nodes that hold the table decide together.
+        self.joint_limiter = self.limiter if self.may_wait and spec.num_shards > 1 else None
         table.recoveries.append(self.recover)
 
     @property

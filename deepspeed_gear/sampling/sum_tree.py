@@ -25,6 +25,7 @@ from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.native_rows import address
 from deepspeed_gear.store.records import NOTHING, Control, SlotRetention
 from deepspeed_gear.store.table import Table
+from deepspeed_gear.store.table_spec import TableSpec
 
 _NO_SLOTS = np.empty(0, np.int64)
 
@@ -53,7 +54,7 @@ class ItemMasses:
     ) -> None:
         self.spec, self.table, self.ops = spec, table, table.ops
         views = table.views
-        self.num_items = self.count_items(spec, len(table.slots), table.spec.num_rows)
+        self.num_items = self.count_items(spec, table.spec)
         self.words = views[spec.at + "changes"].data
         self._control: memoryview = table.control.data
         self._late = table.spec.schema.late_bits(spec.rule.late) if table.spec.dataset is None else 0
@@ -85,20 +86,19 @@ class ItemMasses:
         }
 
     @staticmethod
-    def count_items(spec: StreamSpec, num_slots: int, num_rows: int) -> int:
-        """Return the leaves of the tree."""
-        del spec, num_rows
-        return num_slots
+    def count_items(spec: StreamSpec, table: TableSpec) -> int:
+        """Return the leaves of the tree: a row each where steps have priorities, else a slot each."""
+        by_row = spec.priorities is not None and spec.rule.unit == "step"
+        return table.num_rows if by_row else table.num_slots
 
     @classmethod
-    def regions(cls, spec: StreamSpec, num_slots: int, num_rows: int, num_peers: int) -> list[Region]:
+    def regions(cls, spec: StreamSpec, table: TableSpec) -> list[Region]:
         """Return the regions of a stream's masses in the store."""
-        del num_peers
         return [
             Region(spec.at + "changes", "int64", (TreeChanges.NUM_WORDS,)),
-            Region(spec.at + "queued", "int64", (num_slots,)),
-            Region(spec.at + "dirty", "int64", (num_slots,)),
-            Region(spec.at + "sums", "int64", (tree_size(cls.count_items(spec, num_slots, num_rows)),)),
+            Region(spec.at + "queued", "int64", (table.num_slots,)),
+            Region(spec.at + "dirty", "int64", (table.num_slots,)),
+            Region(spec.at + "sums", "int64", (tree_size(cls.count_items(spec, table)),)),
         ]
 
     def initialise(self) -> None:
@@ -138,13 +138,11 @@ class ItemMasses:
         seen, changed = self.words[TreeChanges.SEEN], self._control[Control.CHANGED]
         if seen == changed or self.table.spec.dataset is not None:
             return _NO_SLOTS
-        slots = self.table.extents.changed_since(seen)
-        reported = slots
-        if slots is None:
-            slots, reported = self._differing(), None
+        logged = self.table.extents.changed_since(seen)
+        slots = self._differing() if logged is None else logged
         self.queue(slots, self._wanted(slots))
         self.words[TreeChanges.SEEN] = changed
-        self._report_changed(reported)
+        self._report_changed(logged)
         return slots
 
     def _report_changed(self, slots: np.ndarray | None) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import EXACT_MASS_BITS, ONE_Q62, minima_size
 from deepspeed_gear.ops.records import LogEntry, MassUnit, Resolution, SlotState, UpdateCount
-from deepspeed_gear.sampling.anchors import AnchorRule
+from deepspeed_gear.sampling.mass_rules import AnchorRule
 
 ALL = [0, 0, 1, 1 << 40, 0]
 RULES = [ALL, [0, 0, 1, 1, 1], ALL, [1, 1, 2, 2, 0], ALL, [0, 0, 1, 1, 1], [1, 0, 2, 3, 1]]  # by count

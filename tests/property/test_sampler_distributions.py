@@ -17,7 +17,7 @@ from deepspeed_gear.ops.constants import tree_size
 from deepspeed_gear.ops.records import Resolution, Slot
 from deepspeed_gear.replay import table_access
 from deepspeed_gear.sampling.mass_rules import AgeWindow
-from deepspeed_gear.sampling.samplers.uniform import stratify_
+from deepspeed_gear.sampling.samplers.random_samplers import stratify_
 
 BATCH, NUM_BATCHES = 20_000, 6
 LONG = bool(os.environ.get("GEAR_LONG_TESTS"))

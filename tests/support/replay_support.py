@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from gear_support import SCHEMA, config_of, lengths_of
+from gear_support import SCHEMA, config_of, lengths_of, trajectory
 
 from deepspeed_gear import Batch, Replay
 from deepspeed_gear.distributed.topology import Topology
@@ -24,6 +25,14 @@ def offline(data: Path, /, **options: Any) -> Replay:
 
 def online(**options: Any) -> Replay:
     return Replay(config_of(**{"batch_size": 8, **options}), schemas={"main": SCHEMA})
+
+
+def filled(lengths: Iterable[int], /, **options: Any) -> Replay:
+    """Return a replay that holds trajectories 0, 1, ... of these lengths."""
+    replay = online(**options)
+    for number, steps in enumerate(lengths):
+        replay.add(trajectory(number, steps))
+    return replay
 
 
 def streams_of(replay: Replay) -> dict[str, BatchStream]:

@@ -24,7 +24,7 @@ from deepspeed_gear.ops.records import (
     SlotState,
     UpdateCount,
 )
-from deepspeed_gear.sampling.anchors import AnchorRule
+from deepspeed_gear.sampling.mass_rules import AnchorRule
 
 SCRATCH = slice(16, 22)  # of the state: what kernels pass to each other
 ONE = 0x3F800000

@@ -137,17 +137,16 @@ def stream_spec(kind: str = "random", unit: str = "trajectory", batch: int = 8, 
         **options: Of the stream and its mass rule.
     """
     from deepspeed_gear import config
-    from deepspeed_gear.sampling.anchors import AnchorRule
-    from deepspeed_gear.sampling.mass_rules import MassRule
+    from deepspeed_gear.sampling.mass_rules import AnchorRule, MassRule
     from deepspeed_gear.sampling.samplers import sampler_for
     from deepspeed_gear.sampling.samplers.base import NativeDraw, SamplerSpec
-    from deepspeed_gear.sampling.samplers.epoch import EvaluationPass
+    from deepspeed_gear.sampling.samplers.ordered_samplers import EvaluationPass
     from deepspeed_gear.sampling.stream_spec import StreamSpec
 
     rule = MassRule(
         unit,  # type: ignore[arg-type]
         options.get("by_length", False),
-        options.get("anchors", AnchorRule.all()),
+        options.get("anchors", AnchorRule()),
         options.get("where", ()),
         options.get("split", {}),
         options.get("split_index", 0),

@@ -12,15 +12,15 @@ from deepspeed_gear.config.sampler_options import ExternalSampler
 from deepspeed_gear.config.schedules import imported
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.sampling.samplers.base import Sampler
-from deepspeed_gear.sampling.samplers.custom import Custom
-from deepspeed_gear.sampling.samplers.epoch import Epoch
-from deepspeed_gear.sampling.samplers.fifo import Fifo, Lifo
-from deepspeed_gear.sampling.samplers.length import Length
-from deepspeed_gear.sampling.samplers.prioritized import Prioritized
-from deepspeed_gear.sampling.samplers.recent import Recent
-from deepspeed_gear.sampling.samplers.top_k import TopK
-from deepspeed_gear.sampling.samplers.uniform import Uniform
-from deepspeed_gear.sampling.samplers.weighted import Weighted
+from deepspeed_gear.sampling.samplers.ordered_samplers import Epoch, Fifo, Lifo, TopK
+from deepspeed_gear.sampling.samplers.random_samplers import (
+    Custom,
+    Length,
+    Prioritized,
+    Recent,
+    Uniform,
+    Weighted,
+)
 
 SAMPLERS: dict[type[Any], type[Sampler]] = {
     sampler.Options: sampler

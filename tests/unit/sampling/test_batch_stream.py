@@ -20,8 +20,8 @@ from store_support import StoreScene, check_whole, stream_spec
 
 from deepspeed_gear.errors import PeerError, StoreError
 from deepspeed_gear.replay import table_access
-from deepspeed_gear.sampling.anchors import AnchorRule
 from deepspeed_gear.sampling.batch_stream import BatchStream
+from deepspeed_gear.sampling.mass_rules import AnchorRule
 from deepspeed_gear.sampling.selection import PASS_SHIFT, Selection
 from deepspeed_gear.store.records import NOTHING, Head, Position
 
@@ -29,14 +29,16 @@ LENGTHS = [1, 2, 7, 33, 5, 64, 12, 100]
 ITEMS = {(number, step) for number, steps in enumerate(LENGTHS) for step in range(steps)}
 
 
+def rows(stream: BatchStream, key: int) -> np.ndarray:
+    """Return the resolutions of a selection, and release it."""
+    found = stream.get(key).resolutions.numpy().copy()
+    stream.release(key)
+    return found
+
+
 def draws(stream: BatchStream, first: int, count: int) -> np.ndarray:
     """Take selections; return id, anchor and sample number of each sample. [n, 3]."""
-    found = []
-    for key in range(first, first + count):
-        cut = stream.get(key)
-        found.append(cut.resolutions.numpy()[:, [0, 5, 7]].copy())
-        stream.release(key)
-    return np.concatenate(found)
+    return np.concatenate([rows(stream, key)[:, [0, 5, 7]] for key in range(first, first + count)])
 
 
 def items(cut: Selection) -> list[tuple[int, int]]:
@@ -55,20 +57,16 @@ def chi_square(observed: Counter[Any], shares: dict[Any, float]) -> float:
     return float(stats.chisquare([observed[key] for key in keys], expected).pvalue)
 
 
+@pytest.mark.parametrize(
+    ("unit", "by_length"), [("step", False), ("trajectory", False), ("trajectory", True)]
+)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_uniform_steps(scenes: Any, seed: int) -> None:
-    stream = scenes(stream_spec(unit="step", batch=10_000, seed=seed), lengths=LENGTHS).streams[0]
-    found = Counter((int(i), int(a)) for i, a, _ in draws(stream, 0, 4))
-    assert chi_square(found, dict.fromkeys(ITEMS, 1 / len(ITEMS))) > 1e-3
-
-
-@pytest.mark.parametrize("by_length", [False, True])
-def test_trajectories(scenes: Any, by_length: bool) -> None:
-    """Trajectories by the rule's mass, then all their steps alike."""
-    stream = scenes(stream_spec(batch=10_000, by_length=by_length), lengths=LENGTHS).streams[0]
-    found = draws(stream, 0, 6)
-    weight = LENGTHS if by_length else [1] * len(LENGTHS)
-    shares = {number: weight[number] / sum(weight) for number in range(len(LENGTHS))}
+def test_frequencies(scenes: Any, unit: str, by_length: bool, seed: int) -> None:
+    """Steps alike; or trajectories by the rule's mass, and then all steps of one alike."""
+    spec = stream_spec(unit=unit, batch=10_000, by_length=by_length, seed=seed)
+    found = draws(scenes(spec, lengths=LENGTHS).streams[0], 0, 6)
+    masses = LENGTHS if by_length or unit == "step" else [1] * len(LENGTHS)
+    shares = {number: mass / sum(masses) for number, mass in enumerate(masses)}
     assert chi_square(Counter(found[:, 0].tolist()), shares) > 1e-3
     for number in (3, 5):
         anchors = Counter(found[found[:, 0] == number, 1].tolist())
@@ -78,9 +76,9 @@ def test_trajectories(scenes: Any, by_length: bool) -> None:
 @pytest.mark.parametrize(
     ("rule", "places"),
     [
-        (AnchorRule.start(), lambda n: [0]),
-        (AnchorRule.end(), lambda n: [n - 1]),
-        (AnchorRule.every(10), lambda n: range(0, n, 10)),
+        (AnchorRule(most=1), lambda n: [0]),
+        (AnchorRule(most=1, from_end=1), lambda n: [n - 1]),
+        (AnchorRule(stride=10), lambda n: range(0, n, 10)),
         (AnchorRule(first=4, trim=2), lambda n: range(4, n - 2)),
     ],
 )
@@ -91,31 +89,19 @@ def test_anchors_are_those_of_the_rule(scenes: Any, rule: AnchorRule, places: An
     assert {(int(i), int(a)) for i, a, _ in draws(stream, 0, 2)} == admitted
 
 
-def test_seeds_and_streams_draw_differently(scenes: Any) -> None:
-    specs = [stream_spec(name=f"s{seed}", seed=seed, batch=64) for seed in range(3)]
-    scene = scenes(*specs, lengths=LENGTHS)
-    found = [tuple(items(stream.get(0))) for stream in scene.streams]
-    assert len(set(found)) == 3
-
-
 # ---- changes -------------------------------------------------------------------------------------
 
 
-def test_changes_take_effect_at_the_next_cut(scenes: Any) -> None:
+def test_changes_take_effect_at_the_next_selection(scenes: Any) -> None:
+    """Also more of them than there are slots, so that the log of changes does not hold them."""
     scene = scenes(stream_spec(batch=500), lengths=[3, 4])
-    stream = scene.streams[0]
-    assert set(draws(stream, 0, 1)[:, 0]) == {0, 1}
+    assert set(draws(scene.streams[0], 0, 1)[:, 0]) == {0, 1}
     scene.add(5)
     table_access.remove(scene.table, [0])
-    assert set(draws(stream, 1, 1)[:, 0]) == {1, 2}
-    check_whole(scene.table, scene.streams)
-
-
-def test_added_and_removed_between_two_cuts(scenes: Any) -> None:
-    scene = scenes(stream_spec(batch=500), lengths=[3])
-    for _ in range(100):  # more changes than slots
+    assert set(draws(scene.streams[0], 1, 1)[:, 0]) == {1, 2}
+    for _ in range(100):
         table_access.remove(scene.table, [scene.add(2)])
-    assert set(draws(scene.streams[0], 0, 1)[:, 0]) == {0}
+    assert set(draws(scene.streams[0], 2, 1)[:, 0]) == {1, 2}
     check_whole(scene.table, scene.streams)
 
 
@@ -146,33 +132,12 @@ def epochs_of(stream: BatchStream, first: int, count: int) -> dict[int, list[tup
 @pytest.mark.parametrize("batch", [1, 7, 32, len(ITEMS), 2 * len(ITEMS) + 3])
 def test_an_epoch_visits_every_step_once(scenes: Any, batch: int) -> None:
     stream = scenes(stream_spec("epoch", "step", batch), lengths=LENGTHS).streams[0]
-    count = -(-3 * len(ITEMS) // batch)
-    found = epochs_of(stream, 0, count)
+    found = epochs_of(stream, 0, -(-3 * len(ITEMS) // batch))
     for epoch in range(3):
         assert len(found[epoch]) == len(ITEMS)
         assert set(found[epoch]) == ITEMS
     assert found[0] != found[1] != found[2]
     assert sorted(found) == list(range(len(found)))
-
-
-def test_an_epoch_of_trajectories(scenes: Any) -> None:
-    stream = scenes(stream_spec("epoch", batch=3), lengths=LENGTHS).streams[0]
-    found = epochs_of(stream, 0, 8)
-    for epoch in range(3):
-        assert sorted(number for number, _ in found[epoch]) == list(range(len(LENGTHS)))
-        assert all(step < LENGTHS[number] for number, step in found[epoch])
-
-
-def test_an_epoch_is_frozen_while_items_come(scenes: Any) -> None:
-    scene = scenes(stream_spec("epoch", "step", 4), lengths=[3, 6])  # 9 items
-    stream = scene.streams[0]
-    first = epochs_of(stream, 0, 1)
-    scene.add(2)
-    rest = epochs_of(stream, 1, 4)  # 16 samples: 5 of epoch 0 and all 11 of epoch 1
-    assert set(first[0] + rest[0]) == {(0, s) for s in range(3)} | {(1, s) for s in range(6)}
-    assert len(first[0] + rest[0]) == 9
-    assert len(rest[1]) == 11
-    assert set(rest[1]) == set(first[0] + rest[0]) | {(2, 0), (2, 1)}
 
 
 def test_an_epoch_skips_items_that_go(scenes: Any) -> None:
@@ -207,15 +172,6 @@ def test_a_dropped_tail_may_be_of_skipped_items(scenes: Any) -> None:
     check_whole(scene.table, scene.streams)
 
 
-def test_rows_are_free_at_the_end_of_an_epoch(scenes: Any) -> None:
-    """Exactly at the end nothing of the epoch is left to visit."""
-    scene = scenes(stream_spec("epoch", "step", 3), lengths=[3], num_slots=1)
-    epochs_of(scene.streams[0], 0, 1)
-    table_access.remove(scene.table, [0])
-    assert scene.add(2) == 1
-    assert sorted(epochs_of(scene.streams[0], 1, 1)[1]) == [(1, 0), (1, 1)]
-
-
 @pytest.mark.parametrize("batch", [1, 4])
 def test_an_epoch_that_ends_in_an_empty_table(scenes: Any, batch: int) -> None:
     """A selection that fails goes on with what comes, as a new epoch: nothing is visited twice."""
@@ -226,20 +182,9 @@ def test_an_epoch_that_ends_in_an_empty_table(scenes: Any, batch: int) -> None:
     for _ in range(2):
         with pytest.raises(StoreError, match="must hold at least one item"):
             stream.get(1)
-    assert [scene.add(1) for _ in range(4)] == [6, 7, 8, 9]
+    assert [scene.add(1) for _ in range(4)] == [6, 7, 8, 9]  # their rows are free
     found = epochs_of(stream, 1, 4 // batch)
     assert sorted(found[1]) == [(number, 0) for number in range(6, 10)]
-    check_whole(scene.table, scene.streams)
-
-
-def test_clearing_ends_an_epoch(scenes: Any) -> None:
-    scene = scenes(stream_spec("epoch", "step", 4), lengths=[3, 6])
-    epochs_of(scene.streams[0], 0, 1)
-    table_access.clear(scene.table, scene.streams)
-    scene.add(2)
-    found = epochs_of(scene.streams[0], 1, 2)
-    assert sorted(found) == [1, 2, 3, 4]
-    assert all(sorted(visited) == [(2, 0), (2, 1)] for visited in found.values())
     check_whole(scene.table, scene.streams)
 
 
@@ -268,34 +213,15 @@ def test_a_pass_visits_in_stored_order(scenes: Any, batch: int) -> None:
 
 def test_a_pass_may_be_left(scenes: Any) -> None:
     stream = scenes(stream_spec("pass", "step", 10), lengths=LENGTHS).streams[0]
-
-    def visit(key: int) -> list[tuple[int, int]]:
-        found = items(stream.get(key))
-        stream.release(key)
-        return found
-
-    whole = visit(0)
-    visit(1)
-    assert visit(1 << PASS_SHIFT) == whole
-    assert visit(5 << PASS_SHIFT) == whole
+    whole = rows(stream, 0)
+    rows(stream, 1)
+    for number in (1, 5):
+        assert (rows(stream, number << PASS_SHIFT) == whole).all()
     with pytest.raises(StoreError, match="must be the next one or in the ring of selections"):
         stream.get(2)
 
 
 # ---- the ring ------------------------------------------------------------------------------------
-
-
-def test_every_process_sees_the_same_cut(scenes: Any) -> None:
-    scene = scenes(stream_spec(batch=16), lengths=LENGTHS)
-    _, (other,) = scene.attach(1)
-    for key in range(20):
-        first, second = (scene.streams[0], other) if key % 2 else (other, scene.streams[0])
-        made, seen = first.get(key), second.get(key)
-        assert made.resolutions.equal(seen.resolutions)
-        assert made.head == seen.head
-        first.release(key)
-        second.release(key)
-    other.table.close()
 
 
 def test_batches_are_asked_for_in_order(scenes: Any) -> None:
@@ -328,20 +254,14 @@ def test_a_late_peer_is_waited_for_and_named(scenes: Any) -> None:
 def test_a_late_peer_may_catch_up(scenes: Any) -> None:
     scene = scenes(stream_spec(depth=4), lengths=LENGTHS)
     table, (other,) = scene.attach(1)
-    wanted = items(scene.streams[0].get(0))
-    draws(scene.streams[0], 0, 4)
-    late: list[Any] = []
-
-    def catch_up() -> None:
-        time.sleep(0.1)
-        late.append(items(other.get(0)))
-        other.release(0)
-
-    thread = threading.Thread(target=catch_up)
-    thread.start()
+    wanted = rows(scene.streams[0], 0)
+    draws(scene.streams[0], 1, 3)
+    late: list[np.ndarray] = []
+    timer = threading.Timer(0.1, lambda: late.append(rows(other, 0)))
+    timer.start()
     draws(scene.streams[0], 4, 1)
-    thread.join()
-    assert late == [wanted]
+    timer.join()
+    assert (late[0] == wanted).all()
     table.close()
 
 
@@ -364,11 +284,7 @@ def test_stopping_ends_a_wait(scenes: Any) -> None:
     table, _ = scene.attach(1)
     stream = scene.streams[0]
     draws(stream, 0, 4)
-
-    def stop() -> None:
-        stream.state.stop.set()
-
-    threading.Timer(0.1, stop).start()
+    threading.Timer(0.1, stream.state.stop.set).start()
     with pytest.raises(StoreError, match="it was closed while it waited"):
         stream.get(4)
     table.close()
@@ -388,18 +304,15 @@ def test_what_a_peer_still_reads_is_not_freed(scenes: Any) -> None:
     table.close()
 
 
-def test_seek_continues(scenes: Any) -> None:
-    for kind in ("random", "epoch"):
-        whole = scenes(stream_spec(kind, "step", 50), lengths=LENGTHS).streams[0]
-        draws(whole, 0, 6)
-        p = whole.position
-        state = [int(p[word]) for word in (0, 1, 2, 3, 4)]
-        wanted = [items(whole.get(key)) for key in (6, 7)]
-        again = scenes(stream_spec(kind, "step", 50), lengths=LENGTHS).streams[0]
-        draws(again, 0, 2)
-        with again.table.lock:
-            again.state.seek(*state)
-        assert [items(again.get(key)) for key in (6, 7)] == wanted
+@pytest.mark.parametrize("kind", ["random", "epoch"])
+def test_seek_continues(scenes: Any, kind: str) -> None:
+    whole, again = (scenes(stream_spec(kind, "step", 50), lengths=LENGTHS).streams[0] for _ in range(2))
+    draws(whole, 0, 6)
+    state = [int(word) for word in whole.position[:5]]
+    draws(again, 0, 2)
+    with again.table.lock:
+        again.state.seek(*state)
+    assert (draws(again, 6, 2) == draws(whole, 6, 2)).all()
 
 
 # ---- draws made before their selection -----------------------------------------------------------
@@ -414,29 +327,26 @@ def pair(scenes: Any) -> Iterator[tuple[StoreScene, BatchStream, BatchStream]]:
     table.close()
 
 
-def rows(stream: BatchStream, key: int) -> np.ndarray:
-    """Take a selection and have done with it."""
-    found = stream.get(key).resolutions.numpy().copy()
-    stream.release(key)
-    return found
+@pytest.fixture
+def alone(scenes: Any) -> Any:
+    """Make selections with one process that changes the store before one of them."""
+
+    def make(count: int, change: Any = None, at: int = 0) -> list[np.ndarray]:
+        scene = scenes(stream_spec(unit="step", batch=16), lengths=LENGTHS, num_peers=1)
+        found = []
+        for key in range(count):
+            if change is not None and key == at:
+                change(scene)
+            found.append(rows(scene.streams[0], key))
+            assert scene.streams[0].position[Position.AHEAD] == NOTHING
+        return found
+
+    return make
 
 
-def alone(steps: list[Any]) -> list[np.ndarray]:
-    """Make the selections with one process that does each step (a function of the scene, or None) before."""
-    scene = StoreScene([stream_spec(unit="step", batch=16)], lengths=LENGTHS, num_peers=1)
-    found = []
-    for key, step in enumerate(steps):
-        if step is not None:
-            step(scene)
-        found.append(rows(scene.streams[0], key))
-        assert scene.streams[0].position[Position.AHEAD] == NOTHING
-    scene.close()
-    return found
-
-
-def test_peers_draw_ahead_in_turn(pair: Any) -> None:
+def test_peers_draw_ahead_in_turn(pair: Any, alone: Any) -> None:
     _, first, second = pair
-    wanted = alone([None] * 12)
+    wanted = alone(12)
     for key in range(12):
         mine = key % 2 == 1  # the next selection is the first peer's to draw
         assert (rows(first, key) == wanted[key]).all()
@@ -447,7 +357,7 @@ def test_peers_draw_ahead_in_turn(pair: Any) -> None:
 
 
 @pytest.mark.parametrize("what", ["add", "remove", "clear"])
-def test_a_change_forgets_what_was_drawn(pair: Any, what: str) -> None:
+def test_a_change_forgets_what_was_drawn(pair: Any, alone: Any, what: str) -> None:
     def change(scene: StoreScene) -> None:
         if what == "add":
             scene.add(500)
@@ -458,16 +368,15 @@ def test_a_change_forgets_what_was_drawn(pair: Any, what: str) -> None:
             scene.add(3)
 
     scene, first, second = pair
-    wanted = alone([None, None, change, None])
+    wanted = alone(4, change, 2)
     for key in range(2):
         rows(first, key)
         rows(second, key)
     assert first.position[Position.AHEAD] == 2
     change(scene)
     assert first.masses.waiting
-    assert (rows(second, 2) == wanted[2]).all()
-    assert (rows(first, 2) == wanted[2]).all()
-    assert (rows(second, 3) == wanted[3]).all()
+    for stream, key in ((second, 2), (first, 2), (second, 3)):
+        assert (rows(stream, key) == wanted[key]).all()
 
 
 def test_nothing_is_drawn_over_a_cut_that_a_peer_reads(pair: Any) -> None:
@@ -482,19 +391,9 @@ def test_nothing_is_drawn_over_a_cut_that_a_peer_reads(pair: Any) -> None:
     assert (late.resolutions.numpy() == kept).all()
 
 
-def test_a_cut_that_is_drawn_over_is_gone(pair: Any) -> None:
-    _, first, second = pair
-    for key in range(4):
-        rows(first, key)
-        rows(second, key)
-    assert first.position[Position.AHEAD] == 4
-    with pytest.raises(StoreError, match="global batch 0 must be the next one or in the ring"):
-        first.get(0)
-
-
-def test_seek_forgets_what_was_drawn(pair: Any) -> None:
+def test_seek_forgets_what_was_drawn(pair: Any, alone: Any) -> None:
     scene, first, second = pair
-    wanted = alone([None] * 3)
+    wanted = alone(1)
     for key in range(2):
         rows(first, key)
         rows(second, key)
@@ -504,20 +403,9 @@ def test_seek_forgets_what_was_drawn(pair: Any) -> None:
     assert (rows(first, 2)[:, :7] == wanted[0][:, :7]).all()
 
 
-@pytest.mark.parametrize("kind", ["epoch", "pass"])
-def test_orders_are_not_drawn_ahead(kind: str) -> None:
-    scene = StoreScene([stream_spec(kind, unit="step", batch=16)], lengths=LENGTHS)
-    table, (other,) = scene.attach(1)
-    for key in range(3):
-        assert (rows(scene.streams[0], key) == rows(other, key)).all()
-    assert other.position[Position.AHEAD] == NOTHING
-    table.close()
-    scene.close()
-
-
-def test_a_death_while_drawing_ahead_leaves_a_whole_stream() -> None:
-    scene = StoreScene([stream_spec(unit="step", batch=16)], lengths=LENGTHS, num_peers=2)
-    wanted = alone([None] * 4)
+def test_a_death_while_drawing_ahead_leaves_a_whole_stream(scenes: Any, alone: Any) -> None:
+    scene = scenes(stream_spec(unit="step", batch=16), lengths=LENGTHS, num_peers=2)
+    wanted = alone(4)
     stream = scene.streams[0]
 
     def die() -> None:
@@ -536,15 +424,18 @@ def test_a_death_while_drawing_ahead_leaves_a_whole_stream() -> None:
     for key in range(1, 4):
         assert (rows(stream, key) == wanted[key]).all()
     check_whole(scene.table, scene.streams)
-    scene.close()
 
 
-def test_a_table_of_a_mixture_may_have_no_sample_in_the_next_batch() -> None:
-    spec = replace(stream_spec("stratified", unit="step", batch=16), count=lambda key: 16 * (key % 2))
-    scene = StoreScene([spec], lengths=LENGTHS, num_peers=2)
+@pytest.mark.parametrize("kind", ["epoch", "pass", "mixture"])
+def test_what_is_not_drawn_ahead(scenes: Any, kind: str) -> None:
+    """Orders; and a table of a mixture, which may have no sample in the next batch."""
+    spec = stream_spec("stratified" if kind == "mixture" else kind, unit="step", batch=16)
+    if kind == "mixture":
+        spec = replace(spec, count=lambda key: 16 * (key % 2))
+    scene = scenes(spec, lengths=LENGTHS)
     table, (other,) = scene.attach(1)
     for key in range(6):
         assert (rows(scene.streams[0], key) == rows(other, key)).all()
-        assert scene.streams[0].state.heads[key % 4, 6] == 16 * (key % 2)
+        assert other.state.heads[key % 4, Head.COUNT] == spec.num_samples(key)
+    assert other.position[Position.AHEAD] == NOTHING
     table.close()
-    scene.close()

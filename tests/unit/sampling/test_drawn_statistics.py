@@ -11,7 +11,7 @@ import pytest
 import torch
 from gear_support import SCHEMA, config_of, trajectory, write_dataset
 from process_support import exit_status, in_child
-from replay_support import streams_of
+from replay_support import filled, streams_of
 
 from deepspeed_gear import Batch, Replay
 
@@ -21,10 +21,7 @@ STEPS = {"kind": "prioritized", "unit": "step", "beta": 1.0}
 
 def replay_of(count: int = len(LENGTHS), **options: Any) -> Replay:
     section = {"batch_size": 16, "fields": {"code": {}}, "count_draws": True, **options}
-    replay = Replay(config_of(**section), schemas={"main": SCHEMA})
-    for number, steps in enumerate(LENGTHS[:count]):
-        replay.add(trajectory(number, steps))
-    return replay
+    return filled(LENGTHS[:count], **section)
 
 
 def items_of(batch: Batch, by_step: bool) -> list[tuple[int, ...]]:

@@ -58,8 +58,6 @@ def test_every_sampler_draws_whole_groups(name: str) -> None:
             for sample in samples:
                 number = add(replay, prompt, sample, steps=int(words.integers(1, 9)))
                 wanted.setdefault(prompt, []).append((sample, number))
-            if len(set(samples[:-1])) < 3 or prompt % 3 == 0:
-                continue
         add(replay, 99, 0)  # incomplete
         found = [ids for key in range(4) for ids in take(train(replay), key)]
         whole = [[number for _, number in sorted(members)] for members in wanted.values()]
@@ -128,23 +126,6 @@ def test_the_words_of_a_selection() -> None:
         for row in records.tolist():
             tokens = replay.read([row[Resolution.ID]])[0]["tokens"]
             assert len(tokens) == row[Resolution.NUM_STEPS]
-
-
-def test_members_by_age_and_late_ones() -> None:
-    """The first members that are ready are in; a trajectory that comes later is evicted and counted."""
-    with Replay(section({**MEMBERS, "needs": ["reward"]}, batch={"groups": 1})) as replay:
-        ids = {sample: add(replay, 7, sample) for sample in (4, 3, 2, 1, 0)}
-        for sample in (4, 1, 0):
-            replay.fill(ids[sample], reward=1.0)
-        assert take(train(replay), 0) == [[ids[0], ids[1], ids[4]]]
-        assert replay.statistics()["groups"]["main"]["unfilled"] == 2
-        with pytest.raises(StoreError, match="must be stored"):
-            replay.fill(ids[3], reward=1.0)
-        late = add(replay, 7, 5)
-        assert late in stored(replay)
-        found = replay.statistics()["groups"]["main"]
-        assert (found["late"], found["unfilled"], found["surplus"]) == (1, 2, 0)
-        assert late not in stored(replay)
 
 
 def test_a_number_that_is_used_again_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -452,17 +433,6 @@ def test_a_queue_of_groups() -> None:
         with pytest.raises(NotReadyError):
             replay.rollout()
         check_groups(replay)
-
-
-def test_the_rate_limiter_counts_groups() -> None:
-    rate = {"min_size": 3, "samples_per_insert": 1.0}
-    with Replay(section(GROUP, {"kind": "uniform"}, batch={"groups": 2}, rate_limiter=rate)) as replay:
-        add_groups(replay, range(2))
-        assert not replay.can_sample()
-        assert replay.missing_groups() == 1
-        add_groups(replay, [2])
-        assert replay.missing_groups() == 0
-        assert replay.can_sample()
 
 
 @pytest.mark.parametrize("kind", ["uniform", "fifo"])

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from deepspeed_gear.data.splits import split_of
-from deepspeed_gear.sampling.anchors import AnchorRule, WindowSpan
-from deepspeed_gear.sampling.mass_rules import Condition, MassRule, key_of
+from deepspeed_gear.sampling.mass_rules import AnchorRule, Condition, MassRule, WindowSpan, key_of
 
 IDS = np.arange(6)
 KEY_OF_MAIN_TRAIN = 48426439
@@ -22,14 +21,14 @@ def no_column(name: str) -> np.ndarray:
 @pytest.mark.parametrize(
     ("rule", "masses"),
     [
-        (MassRule("trajectory", False, AnchorRule.all()), [1, 1, 1, 1, 1, 1]),
-        (MassRule("trajectory", True, AnchorRule.all()), [1, 2, 7, 33, 4, 4]),
-        (MassRule("step", False, AnchorRule.all()), [1, 2, 7, 33, 4, 4]),
+        (MassRule("trajectory", False, AnchorRule()), [1, 1, 1, 1, 1, 1]),
+        (MassRule("trajectory", True, AnchorRule()), [1, 2, 7, 33, 4, 4]),
+        (MassRule("step", False, AnchorRule()), [1, 2, 7, 33, 4, 4]),
         (MassRule("trajectory", False, FITS), [0, 0, 1, 1, 1, 1]),
         (MassRule("trajectory", True, FITS), [0, 0, 7, 33, 4, 4]),
         (MassRule("step", False, FITS), [0, 0, 4, 30, 1, 1]),
-        (MassRule("step", False, AnchorRule.every(4)), [1, 1, 2, 9, 1, 1]),
-        (MassRule("step", False, AnchorRule.end()), [1, 1, 1, 1, 1, 1]),
+        (MassRule("step", False, AnchorRule(stride=4)), [1, 1, 2, 9, 1, 1]),
+        (MassRule("step", False, AnchorRule(most=1, from_end=1)), [1, 1, 1, 1, 1, 1]),
     ],
 )
 def test_masses(rule: MassRule, masses: list[int]) -> None:
@@ -41,7 +40,7 @@ def test_masses(rule: MassRule, masses: list[int]) -> None:
 def test_splits_part_the_masses() -> None:
     ids, steps, split = np.arange(1000), np.ones(1000, np.int64), {"eval": 0.2, "test": 0.1}
     parts = [
-        MassRule("step", False, AnchorRule.all(), (), split, index).masses(ids, steps, no_column)
+        MassRule("step", False, AnchorRule(), (), split, index).masses(ids, steps, no_column)
         for index in range(3)
     ]
     assert (np.stack(parts).sum(axis=0) == 1).all()
@@ -75,7 +74,7 @@ def test_conditions(condition: Condition, values: np.ndarray, passes: list[int])
 def test_all_conditions_must_hold() -> None:
     columns = {"a": np.array([1, 2, 3, 4, 5, 6]), "b": np.array([0, 1, 0, 1, 0, 1])}
     where = (Condition("a", 2, 5), Condition("b", among=(1,)))
-    rule = MassRule("trajectory", False, AnchorRule.all(), where)
+    rule = MassRule("trajectory", False, AnchorRule(), where)
     assert rule.masses(IDS, STEPS, columns.__getitem__).tolist() == [0, 1, 0, 1, 0, 0]
 
 

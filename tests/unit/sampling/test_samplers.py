@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gear_support import SCHEMA, config_of, lengths_of, trajectory, wait_until
+from gear_support import SCHEMA, config_of, trajectory, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
-from replay_support import online, streams_of, take
+from replay_support import filled, same, streams_of, take
 from store_support import check_whole, priority_rule, stream_spec
 
 from deepspeed_gear import Column, DatasetWriter, Replay, Schema
@@ -21,15 +21,15 @@ from deepspeed_gear.config import parse
 from deepspeed_gear.errors import ConfigError, DataError, StoreError, StoreFullError
 from deepspeed_gear.ops.reference.select import anchor_at, num_anchors
 from deepspeed_gear.replay import table_access
-from deepspeed_gear.sampling.anchors import AnchorRule, WindowSpan
 from deepspeed_gear.sampling.mass_rules import (
     MOST_BITS,
     AgeWindow,
+    AnchorRule,
+    WindowSpan,
     check_weights,
     masses_of_weights,
     weight_bits,
 )
-from deepspeed_gear.sampling.priority_masses import merge_highest
 from deepspeed_gear.sampling.samplers import SAMPLERS
 from deepspeed_gear.sampling.samplers.base import SamplerScope, SamplerSpec
 
@@ -69,14 +69,6 @@ def test_admits_is_what_the_ops_choose(rule: AnchorRule, num_steps: int) -> None
     steps = np.arange(num_steps + 3)
     found = rule.admits(steps, np.full(len(steps), num_steps))
     assert steps[found].tolist() == sorted(places(rule, num_steps))
-
-
-@pytest.mark.parametrize("n", [1, 2, 7, 32, 33, 100])
-def test_plain_rules(n: int) -> None:
-    assert places(AnchorRule.all(), n) == places(AnchorRule.fits([]), n) == list(range(n))
-    assert (places(AnchorRule.start(), n), places(AnchorRule.end(), n)) == ([0], [n - 1])
-    for k in (1, 2, 7, 33, 1000):
-        assert places(AnchorRule.every(k), n) == list(range(0, n, k))
 
 
 @given(st.lists(WINDOWS, min_size=1, max_size=4), st.integers(1, 40))
@@ -136,14 +128,12 @@ def weighted(number: int) -> dict[str, Any]:
 @pytest.mark.parametrize("stored", [True, False])
 def test_probabilities_of_weighted_items(unit: str, stored: bool, tmp_path: Path) -> None:
     options = {"batch_size": 500, "sampler": {"kind": "weighted", "unit": unit, "weight": "w"}}
+    schemas = None if stored else {"main": SCHEMA_OF_WEIGHTS}
     if stored:
         with DatasetWriter(tmp_path / "d", SCHEMA_OF_WEIGHTS) as writer:
             for number in range(4):
                 writer.add(weighted(number))
-    with Replay(
-        config_of(tmp_path / "d" if stored else None, **options),
-        schemas=None if stored else {"main": SCHEMA_OF_WEIGHTS},
-    ) as replay:
+    with Replay(config_of(tmp_path / "d" if stored else None, **options), schemas=schemas) as replay:
         for number in range(0 if stored else 4):
             replay.add(weighted(number))
         batch = replay.sample()
@@ -263,51 +253,6 @@ def test_an_add_without_room_moves_the_window(scenes: Any) -> None:
     assert {number for number, _ in taken(scene.streams[0], 1)} == {0}
 
 
-# ---- the highest priorities ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("unit", ["step", "trajectory"])
-def test_of_equal_priorities_the_lowest_ids_are_taken(scenes: Any, unit: str) -> None:
-    """Also where a newer trajectory lies in the slot and the rows of an older one."""
-    spec = stream_spec("top_k", unit, 4, priorities=priority_rule())
-    scene = scenes(spec, lengths=[3, 3, 3, 3, 3], num_slots=5, num_rows=40)
-    stream = scene.streams[0]
-    taken(stream, 0)
-    table_access.remove(scene.table, [0])
-    taken(stream, 1)
-    scene.add(2)
-    assert scene.table.slots_of(np.array([5]))[0] == 0
-    found = taken(stream, 2)
-    wanted = [(1, 0), (1, 1), (1, 2), (2, 0)] if unit == "step" else [(n, -1) for n in (1, 2, 3, 4)]
-    assert [item if unit == "step" else (item[0], -1) for item in found] == wanted
-
-
-def test_top_k_of_a_replay() -> None:
-    options = {"batch_size": 5, "sampler": {"kind": "top_k", "unit": "step"}}
-    with Replay(config_of(**options), schemas={"main": SCHEMA}) as replay:
-        for number, steps in enumerate(LENGTHS):
-            replay.add(trajectory(number, steps))
-        replay.set_priorities([3, 3, 2], [5.0, 9.0, 7.0], [30, 4, 6])
-        batch = replay.sample()
-        items = list(zip(batch.trajectory_id.tolist(), batch.anchor.tolist(), strict=True))
-        assert items == [(3, 4), (2, 6), (3, 30), (0, 0), (1, 0)]
-        assert batch.is_weight.tolist() == [1] * 5
-
-
-@given(st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=6), max_size=4), st.data())
-def test_the_highest_priorities_of_all_shards(
-    shards: list[list[tuple[int, int]]], data: st.DataObject
-) -> None:
-    """Shards hold different trajectories, each of them with any number of items."""
-    items = [(-p, len(shards) * t + s, i, s) for s, own in enumerate(shards) for i, (p, t) in enumerate(own)]
-    count = data.draw(st.integers(0, len(items) + 2))
-    every = [(s, i, p, len(shards) * t + s) for s, own in enumerate(shards) for i, (p, t) in enumerate(own)]
-    values, ids = (np.array([item[word] for item in every]) for word in (2, 3))
-    chosen = merge_highest(values.astype(np.float32), ids, count)
-    expected = [(s, i) for _, _, i, s in sorted(items)[:count]]
-    assert [every[at][:2] for at in chosen.tolist()] == expected
-
-
 # ---- epochs without a tail -----------------------------------------------------------------------
 
 
@@ -319,11 +264,10 @@ def test_a_dropped_tail(scenes: Any, batch: int) -> None:
     for epoch in range(3):
         visited: list[Item] = []
         for _ in range(60 // batch):
-            cut = stream.get(len(numbers))
-            assert set(cut.epochs.tolist()) == {epoch}
-            visited += [(int(r[0]), int(r[5])) for r in cut.resolutions]
-            numbers.append(int(cut.resolutions[0, 7]))
-            stream.release(len(numbers) - 1)
+            made = stream.get(len(numbers))
+            assert set(made.epochs.tolist()) == {epoch}
+            numbers.append(int(made.resolutions[0, 7]))
+            visited += taken(stream, len(numbers) - 1)
         assert len(set(visited)) == len(visited) == 60 // batch * batch
         orders.append(visited)
     assert orders[0] != orders[1] != orders[2]
@@ -341,20 +285,13 @@ def test_an_epoch_that_holds_no_batch_is_refused(scenes: Any) -> None:
 
 
 def test_a_dropped_tail_is_resumed() -> None:
-    options = {"batch_size": 7, "sampler": {"kind": "epoch", "unit": "step", "tail": "drop"}}
-    with Replay(config_of(**options), schemas={"main": SCHEMA}) as replay:
-        for number, steps in enumerate(LENGTHS):
-            replay.add(trajectory(number, steps))
-        for _ in range(7):
-            replay.sample()
+    sampler = {"kind": "epoch", "unit": "step", "tail": "drop"}
+    with filled(LENGTHS, batch_size=7, sampler=sampler) as replay:
+        take(replay, 7)
         state = replay.state_dict()
-        wanted = [replay.sample().clone() for _ in range(6)]
+        wanted = take(replay, 6)
         replay.load_state_dict(state)
-        for batch in wanted:
-            again = replay.sample()
-            assert torch.equal(again.trajectory_id, batch.trajectory_id)
-            assert torch.equal(again.anchor, batch.anchor)
-            assert torch.equal(again.epoch, batch.epoch)
+        assert all(same(a, b) for a, b in zip(wanted, take(replay, 6), strict=True))
         assert [int(batch.epoch[0]) for batch in wanted] == [0, 1, 1, 1, 1, 1]
 
 
@@ -387,9 +324,7 @@ def test_a_saved_table_goes_on_alike(unit: str, kind: str, tmp_path: Path) -> No
     """Also where slots and rows are used again, so that they are not in one order."""
     options = {"batch_size": 8 if unit == "step" else 4, "sampler": {"kind": kind, "unit": unit}}
     tables = {"main": {"capacity_steps": 60, "capacity_trajectories": 4}}
-    with Replay(config_of(**options, tables=tables), schemas={"main": SCHEMA}) as replay:
-        for number in range(4):
-            replay.add(trajectory(number, 5))
+    with filled([5] * 4, **options, tables=tables) as replay:
         replay.sample()
         replay.remove([0])
         replay.sample()
@@ -397,13 +332,9 @@ def test_a_saved_table_goes_on_alike(unit: str, kind: str, tmp_path: Path) -> No
         batch = replay.sample()
         replay.update_priorities(batch, batch.sample_number + 1.0)
         state = replay.save(tmp_path)
-        wanted = [replay.sample().clone() for _ in range(3)]
+        wanted = take(replay, 3)
         replay.load(tmp_path, state)
-        for batch in wanted:
-            again = replay.sample()
-            assert torch.equal(again.trajectory_id, batch.trajectory_id)
-            assert torch.equal(again.anchor, batch.anchor)
-            assert torch.equal(again.is_weight, batch.is_weight)
+        assert all(same(a, b) for a, b in zip(wanted, take(replay, 3), strict=True))
         check_whole(replay.tables["main"], list(streams_of(replay).values()))
 
 
@@ -412,9 +343,7 @@ def test_prepared_batches_of_what_is_gone_are_not_saved(kind: str, tmp_path: Pat
     """They cannot come any more; others do, and hold whole rows."""
     options = {"batch_size": 8, "prefetch": 2, "sampler": {"kind": kind, "unit": "step"}}
     tables = {"main": {"capacity_steps": 40, "capacity_trajectories": 4}}
-    with Replay(config_of(**options, tables=tables), schemas={"main": SCHEMA}) as replay:
-        for number in range(4):
-            replay.add(trajectory(number, 5))
+    with filled([5] * 4, **options, tables=tables) as replay:
         replay.sample()
         ahead = 4 if kind == "uniform" else 3
         wait_until(lambda: streams_of(replay)["train"].state.consumed[0] == ahead, "preparing")
@@ -431,10 +360,7 @@ def test_prepared_batches_of_what_is_gone_are_not_saved(kind: str, tmp_path: Pat
 
 def test_a_long_pause_of_training_is_no_fault() -> None:
     """Evaluation may take longer than ranks wait for each other; meanwhile batches are prepared."""
-    options = {"batch_size": 8, "prefetch": 1, "timeout_s": 0.3, "sampler": {"kind": "prioritized"}}
-    with Replay(config_of(**options), schemas={"main": SCHEMA}) as replay:
-        for number, steps in enumerate(lengths_of(5)):
-            replay.add(trajectory(number, steps))
+    with filled([5] * 5, prefetch=1, timeout_s=0.3, sampler={"kind": "prioritized"}) as replay:
         for _ in range(2):
             replay.update_priorities(replay.sample(), torch.ones(8))
             time.sleep(0.7)
@@ -478,9 +404,7 @@ def test_sample_gives_the_bits_of_the_native_draw(name: str, monkeypatch: pytest
 
 
 def batches_of(options: dict[str, Any]) -> list[tuple[list[Any], ...]]:
-    with online(**options) as replay:
-        for number in range(40):
-            replay.add(trajectory(number, 1 + 7 * number % 11))
+    with filled([1 + 7 * number % 11 for number in range(40)], **options) as replay:
         return [
             (batch.trajectory_id.tolist(), batch.anchor.tolist(), batch.is_weight.tolist())
             for batch in take(replay, 20)

@@ -58,11 +58,7 @@ def test_every_kind_has_an_example() -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=[e["kind"] for e in EXAMPLES])
 def test_example_runs(example: dict[str, Any]) -> None:
     tables = list(example.get("shares", {"main": 1}))
-    section = {
-        "tables": dict.fromkeys(tables, ROOM),
-        "sampler": example,
-        "batch_size": 12,
-    }
+    section = {"tables": dict.fromkeys(tables, ROOM), "sampler": example, "batch_size": 12}
     prioritized = "prioritized" in str(example) or example["kind"] == "top_k"
     with Replay(section, schemas=dict.fromkeys(tables, SCHEMA)) as replay:
         for table in tables:

@@ -69,34 +69,6 @@ def test_reports_of_one_who_has_left_count(scenes: Any) -> None:
 # ---- their order ---------------------------------------------------------------------------------
 
 
-def test_the_highest_sample_number_of_the_newest_batch_wins(scenes: Any) -> None:
-    scene = scenes()
-    first = scene.streams[0]
-    table, (second,) = scene.attach(1)
-    cut(first, 0, second)
-    # in this order of time; batch 0, samples 3, 5, 4 and 2
-    report(first, [(0, 0), (0, 1)], [13, 23], 3)
-    report(second, [(0, 0), (0, 1)], [15, 25], 5)
-    report(first, [(0, 0)], 14, 4)
-    report(second, [(0, 2), (0, 0)], [32, 12], 2)
-    cut(first, 1, second)
-    assert stored(first, [(0, 0), (0, 1), (0, 2)]) == [15, 25, 32]
-    report(first, [(0, 0)], 1, 0)  # batch 1
-    cut(first, 2, second)
-    assert stored(first, [(0, 0)]) == [1]
-    table.close()
-
-
-def test_reports_of_one_process_have_the_same_order(scenes: Any) -> None:
-    """Micro batches of a rank interleave: samples 0, 2, 4, then 1, 3, 5."""
-    stream = scenes().streams[0]
-    cut(stream, 0)
-    report(stream, [(0, 0), (0, 1), (0, 0)], [10, 12, 14], [0, 2, 4])
-    report(stream, [(0, 0), (0, 1), (0, 2)], [11, 13, 15], [1, 3, 5])
-    cut(stream, 1)
-    assert stored(stream, [(0, 0), (0, 1), (0, 2)]) == [14, 13, 15]
-
-
 def test_reports_by_id_come_behind_those_of_their_batch(scenes: Any) -> None:
     scene = scenes()
     first = scene.streams[0]
