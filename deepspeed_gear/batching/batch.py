@@ -81,11 +81,6 @@ class Batch(Mapping[str, torch.Tensor]):
     newer ones of its stream were requested. After that every access through the batch raises StaleBatchError,
     and a backward pass that would use overwritten values raises; `clone` keeps them. Objects that were taken
     out of the batch before (a tensor, the result of a `torch.utils._pytree` function) are not tracked.
-
-    Args:
-        tensors: The fields.
-        mask: Their masks.
-        samples: Its samples.
     """
 
     lifetime: BatchLifetime | None = None  # None: the tensors are the batch's own
@@ -373,7 +368,44 @@ class Batch(Mapping[str, torch.Tensor]):
             DataError: They are no batches, or there is none.
             ShapeError: Their fields differ.
         """
-        return _together(batches)
+        batches = _alike(batches)
+        first, done = batches[0], dict[tuple[int, ...], torch.Tensor]()
+
+        def cat(tensors: list[torch.Tensor]) -> torch.Tensor:
+            """Concatenate tensors once, so that shared masks stay shared."""
+            key = tuple(map(id, tensors))
+            if key not in done:
+                done[key] = torch.cat(tensors)
+            return done[key]
+
+        def optional(name: str, values: Callable[[Batch], torch.Tensor]) -> Any:
+            """Concatenate what may be unknown of samples; None: it is so in all batches."""
+            is_known = any(getattr(b._samples, name) is not None for b in batches)
+            return torch.cat([values(b) for b in batches]) if is_known else None
+
+        names = first._samples.opaque
+        samples = BatchSamples(
+            records=cat([b._samples.records for b in batches]),
+            valid=torch.cat([b.valid for b in batches]),
+            step_items=False,
+            total=0,
+            epoch=torch.cat([b.epoch for b in batches]),
+            is_weight=optional("is_weight", lambda b: b.is_weight),
+            source=optional("source", lambda b: b.source),
+            probability=torch.cat([b.probability for b in batches]),
+            goal_step=optional("goal_step", lambda b: b.goal_step),
+            burn_in=first._samples.burn_in,
+            origin=optional("origin", lambda b: _slots(b._samples.origin, b._samples.records)),
+            opaque=None if names is None else {n: [v for b in batches for v in b.opaque(n)] for n in names},
+            index=torch.cat([b.sample_index for b in batches]),
+        )
+        tensors = {name: torch.cat([b._tensors[name] for b in batches]) for name in first._tensors}
+        mask = {name: cat([b.mask[name] for b in batches]) for name in first.mask}
+        made = Batch(tensors, mask, samples)
+        made.host_records = cat([b.host_records for b in batches])
+        made._host_origin = optional("origin", lambda b: _slots(b._host_origin, b.host_records))
+        made.host_source = optional("source", lambda b: _sources(b.host_source, b.host_records))
+        return made
 
     # ---- forms -----------------------------------------------------------------------------------
 
@@ -431,14 +463,7 @@ class Batch(Mapping[str, torch.Tensor]):
     @property
     def every_tensor(self) -> list[torch.Tensor]:
         """All tensors of the batch, each once."""
-        found: list[torch.Tensor] = []
-
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            found.append(tensor)
-            return tensor
-
-        self.map(note)
-        return found
+        return list(dict.fromkeys(_flatten(self)[0]))
 
     def clone(self) -> Batch:
         """Return a copy that is never overwritten."""
@@ -633,48 +658,6 @@ def _index_of(key: torch.Tensor, num_samples: int) -> torch.Tensor:
             rule = f"must be in [{-num_samples}, {num_samples})"
             raise ShapeError("an index of samples", rule, low if low < -num_samples else high)
     return torch.where(index < 0, index + num_samples, index)
-
-
-def _together(batches: Sequence[Batch]) -> Batch:
-    """Concatenate batches; see `Batch.cat`."""
-    batches = _alike(batches)
-    first, done = batches[0], dict[tuple[int, ...], torch.Tensor]()
-
-    def cat(tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Concatenate tensors once, so that shared masks stay shared."""
-        key = tuple(map(id, tensors))
-        if key not in done:
-            done[key] = torch.cat(tensors)
-        return done[key]
-
-    def optional(name: str, values: Callable[[Batch], torch.Tensor]) -> Any:
-        """Concatenate what may be unknown of samples; None: it is so in all batches."""
-        is_known = any(getattr(b._samples, name) is not None for b in batches)
-        return torch.cat([values(b) for b in batches]) if is_known else None
-
-    names = first._samples.opaque
-    samples = BatchSamples(
-        records=cat([b._samples.records for b in batches]),
-        valid=torch.cat([b.valid for b in batches]),
-        step_items=False,
-        total=0,
-        epoch=torch.cat([b.epoch for b in batches]),
-        is_weight=optional("is_weight", lambda b: b.is_weight),
-        source=optional("source", lambda b: b.source),
-        probability=torch.cat([b.probability for b in batches]),
-        goal_step=optional("goal_step", lambda b: b.goal_step),
-        burn_in=first._samples.burn_in,
-        origin=optional("origin", lambda b: _slots(b._samples.origin, b._samples.records)),
-        opaque=None if names is None else {n: [v for b in batches for v in b.opaque(n)] for n in names},
-        index=torch.cat([b.sample_index for b in batches]),
-    )
-    tensors = {name: torch.cat([b._tensors[name] for b in batches]) for name in first._tensors}
-    mask = {name: cat([b.mask[name] for b in batches]) for name in first.mask}
-    made = Batch(tensors, mask, samples)
-    made.host_records = cat([b.host_records for b in batches])
-    made._host_origin = optional("origin", lambda b: _slots(b._host_origin, b.host_records))
-    made.host_source = optional("source", lambda b: _sources(b.host_source, b.host_records))
-    return made
 
 
 def _slots(origin: torch.Tensor | None, records: torch.Tensor) -> torch.Tensor:

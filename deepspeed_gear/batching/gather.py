@@ -1,10 +1,13 @@
-"""Fields of a batch, gathered in one pass into a ring of preallocated tensors."""
+"""Fields of a batch, gathered in one pass into a ring of preallocated tensors, and packs of trajectories."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, repeat
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,11 +19,14 @@ from deepspeed_gear.batching.batch import Batch, BatchLifetime, storages_of
 from deepspeed_gear.config import NStepConfig, ResolvedField
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
+from deepspeed_gear.data.opaque_rows import decode
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.gather_spec import GatherSpec, lower
 from deepspeed_gear.ops.records import Align, Pad, Resolution, Source
-from deepspeed_gear.schema import DTYPES, Schema
+from deepspeed_gear.ops.reference.convert import convert
+from deepspeed_gear.schema import DTYPES, Column, Schema
+from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 SOURCES = {"T": Source.STEPS, "T+1": Source.STEPS_PLUS_ONE, "1": Source.TRAJECTORY}  # by a column's `rows`
@@ -154,11 +160,12 @@ class Buffers:
     """The tensors of one ring entry."""
 
     outs: list[torch.Tensor]
-    masks: list[torch.Tensor]
-    n_step: list[torch.Tensor]  # return_n, discount, steps_n
-    tensors: dict[str, torch.Tensor]
-    mask: dict[str, torch.Tensor]
-    all: list[torch.Tensor]
+    masks: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    n_step: list[torch.Tensor] = dataclasses.field(default_factory=list)  # return_n, discount, steps_n
+    # Of a whole batch, by name and all together.
+    tensors: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    mask: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    all: list[torch.Tensor] = dataclasses.field(default_factory=list)
     storages: frozenset[int] | None = None  # of its tensors, computed at first use
     lifetime: BatchLifetime | None = None  # of its current values
     call: Any = None  # the native GatherCall into them
@@ -166,11 +173,10 @@ class Buffers:
 
     def part(self, first: int, end: int) -> Buffers:
         """Return the tensors of some samples of the batch."""
-
-        def part_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            return [tensor[first:end] for tensor in tensors]
-
-        return Buffers(part_of(self.outs), part_of(self.masks), part_of(self.n_step), {}, {}, [])
+        outs, masks, n_step = (
+            [t[first:end] for t in tensors] for tensors in (self.outs, self.masks, self.n_step)
+        )
+        return Buffers(outs, masks, n_step)
 
 
 class GoalRows:
@@ -203,7 +209,7 @@ class GoalRows:
         if not len(chosen):
             return
         some = records[chosen]
-        drawn = Buffers([tensor[: len(chosen)] for tensor in self._rows], [], [], {}, {}, [])
+        drawn = Buffers([tensor[: len(chosen)] for tensor in self._rows])
         self._group.run(ops, drawn, counters, some, goal_step[chosen] - some[:, Resolution.ANCHOR], threads)
         for (out, mask, _), values in zip(self._fields, drawn.outs, strict=True):
             buffers.outs[out].index_copy_(0, chosen, values)
@@ -216,14 +222,31 @@ def n_step_columns(table: Rows) -> list[str | None]:
     return [None if column is None else column.name for column in found]
 
 
+class NStepReturns:
+    """Computes n-step returns, discounts and numbers of steps, on one device.
+
+    Args:
+        columns: Reward, terminated and truncated; None for missing ones.
+    """
+
+    def __init__(
+        self, config: NStepConfig, columns: Sequence[torch.Tensor | None], device: torch.device
+    ) -> None:
+        self._n, self._columns = config.n, columns
+        powers = list(accumulate(repeat(config.gamma, config.n), operator.mul, initial=1.0))
+        self._powers = torch.tensor(powers, dtype=torch.float64, device=device)
+
+    def fill(self, ops: Ops, outs: list[torch.Tensor], records: torch.Tensor) -> torch.Tensor:
+        """Overwrite the n-step tensors of a batch; return the numbers of steps. [B], int64."""
+        ops.n_step_(*outs, *self._columns, self._powers, records, self._n)
+        return outs[2]
+
+
 class Gatherer:
     """Gathers batches of fixed fields and size. Not thread-safe.
 
     Args:
-        fields: The fields of a batch.
-        table: The source of the rows.
         statistics: Of the table's columns, where a field is normalised.
-        n_step: n-step returns, or None.
         depth: Batches in the ring.
         engine_dtype: The dtype of `as: engine`.
         threads: Threads of one pass.
@@ -245,6 +268,11 @@ class Gatherer:
         self._device = table.device
         self._fields = list(fields)
         self._n_step = n_step
+        self._n_step_here: NStepReturns | None = None  # computed by `fill`
+        if n_step is not None:
+            names = n_step_columns(table)
+            columns = [None if name is None else table.gather_source(name) for name in names]
+            self._n_step_here = NStepReturns(n_step, columns, self._device)
         self.counters = torch.zeros(3, dtype=torch.int64, device=self._device)  # real rows, all rows, bytes
         self._rows = [FieldRows.of(field, table, statistics, engine_dtype) for field in fields]
         self._specs: list[GatherSpec] = []
@@ -262,15 +290,7 @@ class Gatherer:
             self._goal(number) for number, field in enumerate(self._fields) if field.hindsight is not None
         ]
         self._goals = GoalRows(goals, num_samples) if goals else None
-        if n_step is not None:
-            self._n_step_columns = [
-                None if name is None else table.gather_source(name) for name in n_step_columns(table)
-            ]
-            powers = [1.0]
-            for _ in range(n_step.n):
-                powers.append(powers[-1] * n_step.gamma)
-            self._powers = torch.tensor(powers, dtype=torch.float64, device=self._device)
-        self._all = FieldGroup(list(range(len(self._fields))), self._specs, self._rows)
+        self._all = self._here = FieldGroup(list(range(len(self._fields))), self._specs, self._rows)
         self._divide(num_samples)
         self.ring = [self.buffers(num_samples) for _ in range(depth)]
         self._turn = 0
@@ -415,15 +435,12 @@ class Gatherer:
 
     def fill(self, buffers: Buffers, records: torch.Tensor, goal_step: torch.Tensor | None = None) -> None:
         """Gather the samples that records describe into a batch of the ring: only the ops."""
-        steps = None
-        if self._n_step is not None:
-            steps = buffers.n_step[2]
-            n, columns = self._n_step.n, self._n_step_columns
-            self._ops.n_step_(*buffers.n_step, *columns, self._powers, records, n)
+        n_step = self._n_step_here
+        steps = None if n_step is None else n_step.fill(self._ops, buffers.n_step, records)
         if buffers.address:
             self._gather_into(buffers.address, records, steps)
         else:
-            self._all.run(self._ops, buffers, self.counters, records, steps, self._threads)
+            self._here.run(self._ops, buffers, self.counters, records, steps, self._threads)
         if self._goals is not None and goal_step is not None:
             self._goals.fill(self._ops, buffers, self.counters, records, goal_step, self._threads)
 
@@ -478,3 +495,115 @@ def affine(
         return torch.from_numpy(np.tile(values.reshape(-1), repeats))
 
     return tiled(mean), tiled(gain)
+
+
+# ---- packs -------------------------------------------------------------------------------------------
+
+
+def is_per_step(field: ResolvedField) -> bool:
+    """Return whether a pack holds a row of a field for each step; else one for each trajectory."""
+    return field.column is None or field.column.rows != "1"
+
+
+class PackGatherer:
+    """Gathers packs from one table. Not thread-safe.
+
+    Args:
+        statistics: Of the table's columns, where a field is normalised.
+        engine_dtype: The dtype of `"as": "engine"`.
+    """
+
+    def __init__(
+        self,
+        fields: Sequence[ResolvedField],
+        table: Table,
+        statistics: Mapping[str, ColumnStatistics],
+        engine_dtype: torch.dtype,
+    ) -> None:
+        self._ops = table.ops
+        self.fields = [field for field in fields if is_per_step(field)]
+        rows = [FieldRows.of(field, table, statistics, engine_dtype) for field in self.fields]
+        specs = [
+            GatherSpec(row.source, int(field.offset), elements=row.elements)
+            for field, row in zip(self.fields, rows, strict=True)
+        ]
+        self._rows, self._group = rows, FieldGroup(list(range(len(rows))), specs, rows)
+        self._per_trajectory = {
+            field.name: FieldRows.of(field, table, statistics, engine_dtype)
+            for field in fields
+            if not is_per_step(field)
+        }
+
+    def outputs(self, rows: int) -> dict[str, torch.Tensor]:
+        """Return new tensors of every per-step field. [rows, *shape]; undefined contents."""
+        return {
+            field.name: torch.empty(rows, *row.shape, dtype=row.dtype)
+            for field, row in zip(self.fields, self._rows, strict=True)
+        }
+
+    def finish(self, outs: Mapping[str, torch.Tensor], end: int) -> None:
+        """Pad the places from `end` on."""
+        for field, pad in zip(self.fields, self._group.pads, strict=True):
+            outs[field.name][end:].fill_(pad)
+
+    def gather(
+        self, outs: Mapping[str, torch.Tensor], records: torch.Tensor, places: torch.Tensor, first: int
+    ) -> None:
+        """Write the places [first, first + rows) of a pack.
+
+        Args:
+            outs: Of every per-step field. [rows, *shape].
+            records: Resolutions of this table's trajectories in the pack. [S, 8], int64, contiguous.
+            places: Where each begins in the pack. [S], int64.
+        Cost: every row is read once and written once.
+        """
+        if not self.fields or not records.size(0):
+            return
+        group, into = self._group, [outs[field.name] for field in self.fields]
+        converted = group.columns, group.shifts, group.gains
+        self._ops.pack_(into, *converted, records, places, group.spec, group.pads, first, into[0].size(0))
+
+    def per_trajectory(self, records: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the per-trajectory fields of this table's records, [S, 8], int64. [S, *shape] each."""
+        slots = records[:, Resolution.SLOT]
+        found = {}
+        for name, rows in self._per_trajectory.items():
+            values = rows.column[slots]
+            flat = values.reshape(values.size(0), rows.elements)
+            numbers = (rows.shift, rows.gain) if len(rows.gain) else ()
+            found[name] = convert(flat, rows.dtype, *numbers).view(values.shape)
+        return found
+
+
+def flags_of(ops: Ops, column: torch.Tensor, records: torch.Tensor, offset: int) -> np.ndarray:
+    """Return which steps of trajectories have a flag that is not 0, one trajectory after the other.
+
+    Args:
+        column: Of bool or uint8. [rows].
+        records: Resolutions of the trajectories. [n, 8], int64, contiguous.
+        offset: A place holds the flag of the step that is so much later, or False.
+    """
+    lengths = records[:, Resolution.NUM_STEPS]
+    out = torch.zeros(int(lengths.sum()), dtype=column.dtype)
+    places, none = torch.cumsum(lengths, 0) - lengths, torch.empty(0)
+    spec = lower([GatherSpec(SOURCES["T"], offset)])
+    if out.numel():
+        ops.pack_([out], [column], [none], [none], records, places, spec, [0.0], 0, out.numel())
+    flags = out.numpy()
+    return np.asarray(flags if flags.dtype == bool else flags != 0)
+
+
+def read_opaque(table: Table, column: Column, records: torch.Tensor) -> list[Any]:
+    """Return the values of an opaque column of the trajectories that records describe: bytes, or JSON values.
+
+    The selection of the records must be pinned: call it where the samples' rows are gathered. Rows of other
+    nodes must have arrived, as they do where a field of the config names the column.
+
+    Args:
+        records: Resolutions. [n, 8], int64, in host memory.
+    Raises:
+        DataError: A row is none of this column.
+    Cost: a copy and, of JSON, a parse for each record, in Python.
+    """
+    rows, name = table.gather_source(column.name).numpy(), f"table {table.spec.name}: column {column.name}"
+    return [decode(rows[slot], column, name) for slot in records[:, Resolution.SLOT].tolist()]

@@ -28,8 +28,7 @@ class HindsightRelabelling:
     """Draws goals and computes rewards by `gear.hindsight`; where it is None, does nothing. Thread safe.
 
     Args:
-        fields: The fields of a batch.
-        needed: The fields that this rank gathers.
+        needed: Those of the fields that this rank gathers.
     Raises:
         ConfigError: The reward cannot be imported.
     """

@@ -113,12 +113,7 @@ class MicroBatch(Mapping[str, torch.Tensor]):
     pack.
 
     Args:
-        tensors: The fields.
         targets: The token that each place predicts, 0 where it predicts none; None: there are no tokens.
-        shape: Of the pack.
-        loss: Its part of the loss.
-        sources: Where it comes from.
-        device: Of its tensors.
     """
 
     def __init__(
@@ -275,12 +270,8 @@ class MicroBatch(Mapping[str, torch.Tensor]):
         inputs = {"input_ids": self._tensors[self._token], "use_cache": False}
         if isinstance(model, str):
             return inputs | named_inputs(model, self)
-        packed = PackedModel(model)
-        if self._shape.end - self._shape.first < self._shape.rows:
-            return inputs | packed.slice_inputs(self)
-        if self.num_trajectories <= 1:
-            return inputs | packed.padded_inputs(self)
-        return inputs | packed.inputs(self)
+        is_slice = self._shape.end - self._shape.first < self._shape.rows
+        return inputs | PackedModel(model).inputs(self, is_slice)
 
     # ---- loss ------------------------------------------------------------------------------------
 

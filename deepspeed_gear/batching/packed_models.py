@@ -52,8 +52,8 @@ BY_KERNELS: Final = {
 _PER_TOKEN: Final = ("ForCausalLM", "LMHeadModel", "ForTokenClassification", "Model")
 
 
-class Places(Protocol):
-    """Where the sequences of a pack lie: the properties of `MicroBatch`."""
+class Pack(Protocol):
+    """Where the sequences of a pack lie: properties of `MicroBatch`."""
 
     @property
     def lengths(self) -> torch.Tensor: ...
@@ -96,42 +96,42 @@ class PackedModel:
         """Raise the error that names the model, what its packs would do, and the remedy."""
         raise ConfigError(f"packs with the model {self.name}", f"must be exact: {rule}", None, remedy)
 
-    def inputs(self, places: Places) -> dict[str, Any]:
-        """Return the arguments that keep the sequences of a whole pack apart.
+    def inputs(self, micro: Pack, is_slice: bool) -> dict[str, Any]:
+        """Return the arguments that keep the sequences of a pack, or of a sequence rank's slice, apart.
 
         Raises:
             ConfigError: The model is not known to keep them apart.
         """
-        lengths, sequence = places.lengths, places.sequence
+        lengths, sequence = micro.lengths, micro.sequence
+        given: dict[str, Any] = {}
+        if len(lengths) <= 1 and not is_slice:  # padding after one trajectory suits every model
+            is_step = sequence >= 0
+            given["attention_mask"] = (is_step | ~is_step.any()).long()
+            if "position_ids" in inspect.signature(self._inner.forward).parameters:
+                # 0 at padding: rotations may depend on the last position.
+                given["position_ids"] = torch.arange(is_step.shape[1], device=is_step.device) * is_step
+            return given
         self._check_family()
+        given["position_ids"] = micro.position_ids
+        if is_slice:  # flash attention gets the bounds of the whole pack
+            if self.attention not in FLASH or self.family not in BY_POSITIONS:
+                remedy = (
+                    'use attn_implementation="flash_attention_2", or one of your own that is given by name'
+                )
+                self.refuse(
+                    "sequence ranks have a part of its places, from which no mask can be made", remedy
+                )
+            return given | _flash_inputs(micro)
         self._check_positions(lengths, sequence.shape[1])
-        given: dict[str, Any] = {"position_ids": places.position_ids}
         if self.attention in FLASH:
-            given |= _flash_inputs(places)
+            given |= _flash_inputs(micro)
         elif self.family in BY_MASKS:
-            given["attention_mask"] = self._masks(places.position_ids)
+            given["attention_mask"] = self._masks(micro.position_ids)
         if self.family in BY_KERNELS:
             self._check_kernels(sequence.device)
             given["seq_idx"] = sequence.where(sequence >= 0, len(lengths)).int()
-            given["cu_seq_lens_q"] = places.cu_seqlens
+            given["cu_seq_lens_q"] = micro.cu_seqlens
         return given
-
-    def padded_inputs(self, places: Places) -> dict[str, Any]:
-        """Return the arguments for one trajectory with padding after it, which suit every model."""
-        is_step = places.sequence >= 0
-        given = {"attention_mask": (is_step | ~is_step.any()).long()}
-        if "position_ids" in inspect.signature(self._inner.forward).parameters:
-            # 0 at padding: rotations may depend on the last position.
-            given["position_ids"] = torch.arange(is_step.shape[1], device=is_step.device) * is_step
-        return given
-
-    def slice_inputs(self, places: Places) -> dict[str, Any]:
-        """Return the arguments for a sequence rank's slice, which flash attention gets the bounds of."""
-        self._check_family()
-        if self.attention not in FLASH or self.family not in BY_POSITIONS:
-            remedy = 'use attn_implementation="flash_attention_2", or one of your own that is given by name'
-            self.refuse("sequence ranks have a part of its places, from which no mask can be made", remedy)
-        return {"position_ids": places.position_ids, **_flash_inputs(places)}
 
     # ---- what is known -----------------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ def unwrapped(model: Any) -> Any:
         model = inner
 
 
-def named_inputs(attention: str, places: Places) -> dict[str, Any]:
+def named_inputs(attention: str, micro: Pack) -> dict[str, Any]:
     """Return the arguments for an attention of which the name is given, and nothing is known.
 
     Raises:
@@ -229,11 +229,11 @@ def named_inputs(attention: str, places: Places) -> dict[str, Any]:
         remedy = "give the model, or micro.block_mask to a model of your own"
         rule = f"must be the model or one of {', '.join(ATTENTIONS)}"
         raise ConfigError("micro.model_inputs: attention", rule, attention, remedy)
-    return {"position_ids": places.position_ids, **(_flash_inputs(places) if attention in FLASH else {})}
+    return {"position_ids": micro.position_ids, **(_flash_inputs(micro) if attention in FLASH else {})}
 
 
-def _flash_inputs(places: Places) -> dict[str, Any]:
-    ends, longest = places.cu_seqlens, places.max_seqlen
+def _flash_inputs(micro: Pack) -> dict[str, Any]:
+    ends, longest = micro.cu_seqlens, micro.max_seqlen
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 

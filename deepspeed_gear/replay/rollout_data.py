@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from deepspeed_gear.batching.gather import PackGatherer, flags_of, read_opaque
 from deepspeed_gear.batching.micro_batch import PADDING, MicroBatch, PackLoss, PackShape, PackSources
-from deepspeed_gear.batching.pack_gather import PackGatherer, flags_of, read_opaque
 from deepspeed_gear.batching.packing_plan import PackBudget, plan_packs
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.pack_options import LossConfig, PackConfig, room

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed_gear.batching.pack_gather import PackGatherer
+from deepspeed_gear.batching.gather import PackGatherer
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.checkpoint.position import LoaderPosition
 from deepspeed_gear.config.pack_options import room

@@ -8,7 +8,7 @@ masks and conversion are those of every transfer method.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -38,11 +38,6 @@ class Fetched:
     row: np.ndarray  # its row in scratch memory of `count` rows a sample. [B], int64.
     num_rows: np.ndarray  # number of copied rows. [B], int64.
     records: torch.Tensor  # resolutions that point to the copies. [B, 8], int64.
-
-
-def window_of(spec: GatherSpec) -> GatherSpec:
-    """Return what fields that read the same steps of a sample have in common."""
-    return replace(spec, after_n_step=0, pad=0, elements=1, mask=-1)
 
 
 def fetch(window: GatherSpec, records: torch.Tensor) -> Fetched:

@@ -29,26 +29,17 @@ class Event(Protocol):
         """Whether all work before it is done; does not wait."""
         ...
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> object:
         """Wait, in this thread, for all work before it."""
         ...
 
 
-class HostEvent:
+class HostEvent(threading.Event):
     """An event in the work of threads of the host. Thread safe."""
 
-    def __init__(self) -> None:
-        self._done = threading.Event()
-
-    def finish(self) -> None:
-        """Mark the work before the event as done."""
-        self._done.set()
-
-    def query(self) -> bool:
-        return self._done.is_set()
-
-    def synchronize(self) -> None:
-        self._done.wait()
+    finish = threading.Event.set
+    query = threading.Event.is_set
+    synchronize = threading.Event.wait
 
 
 class HostStream:

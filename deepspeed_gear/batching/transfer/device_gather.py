@@ -21,6 +21,7 @@ from deepspeed_gear.batching.gather import (
     Buffers,
     FieldGroup,
     Gatherer,
+    NStepReturns,
     n_step_columns,
 )
 from deepspeed_gear.batching.transfer.copy_engine import (
@@ -32,7 +33,6 @@ from deepspeed_gear.batching.transfer.copy_engine import (
     is_computed,
     pieces_of,
     ways_of,
-    window_of,
 )
 from deepspeed_gear.batching.transfer.cuda_streams import Event, HostStream, Packing
 from deepspeed_gear.ops import Ops
@@ -128,7 +128,7 @@ class DeviceGatherer(Gatherer):
     @property
     def reads_in_place(self) -> bool:
         """Whether the device reads the store itself; then rows stay pinned until it has."""
-        return bool(self._direct.which or self._fetched) or not self._stages_n_step
+        return bool(self._direct.which or self._fetched) or self._n_step_there is not None
 
     # ---- transfer methods ---------------------------------------------------------------------
 
@@ -140,26 +140,25 @@ class DeviceGatherer(Gatherer):
             lambda field: transfer.is_reached(column_name(field)),
             transfer.least_copy_bytes,
         )
-        self._stages_n_step = self._n_step is None or not self._reaches_n_step()
+        # The device computes n-step returns where it reads all columns and the host needs none.
+        ways = zip(self._fields, self._ways, strict=True)
+        is_followed = any(way == STAGED and field.offset == "n_step" for field, way in ways)
+        is_there = transfer.way != STAGED and transfer.reaches_n_step and not is_followed
+        self._n_step_there: NStepReturns | None = None
+        if self._n_step is not None and is_there:
+            names, reached = n_step_columns(self._table), self._reach.columns
+            columns = [None if name is None else reached[name] for name in names]
+            self._n_step_there = NStepReturns(self._n_step, columns, self._lane.device)
+            self._n_step_here = None
         chosen = {way: [i for i, of in enumerate(self._ways) if of == way] for way in set(self._ways)}
-        self._staged = self._group(chosen.get(STAGED, []), self._all.columns)
+        self._here = self._group(chosen.get(STAGED, []), self._all.columns)
         there = [self._there(i) for i in range(len(self._fields))]
         self._direct = self._group(chosen.get(DIRECT, []), there)
         self._divide_copies(chosen.get(COPIES, []), num_samples)
         written = {mask for i in chosen.get(STAGED, []) if (mask := self._specs[i].mask) >= 0}
         self._is_staged = [way == STAGED for way in self._ways]  # of each tensor, as in `_sizes`
         self._is_staged += [mask in written for mask in range(len(self._mask_lengths))]
-        self._is_staged += [self._stages_n_step] * len(N_STEP_DTYPES) if self._n_step else []
-        if not self._stages_n_step:
-            names = n_step_columns(self._table)
-            self._n_step_there = [None if name is None else self._reach.columns[name] for name in names]
-            self._powers_there = self._powers.to(self._lane.device)
-
-    def _reaches_n_step(self) -> bool:
-        """Return whether the device computes n-step returns: it reads all columns; the host needs none."""
-        ways = zip(self._fields, self._ways, strict=True)
-        followed = any(way == STAGED and field.offset == "n_step" for field, way in ways)
-        return self._transfer.way != STAGED and self._transfer.reaches_n_step and not followed
+        self._is_staged += [self._n_step_there is None] * len(N_STEP_DTYPES) if self._n_step else []
 
     def _there(self, index: int) -> torch.Tensor:
         """Return a field's column on the device; an empty tensor where it is not read there."""
@@ -209,25 +208,25 @@ class DeviceGatherer(Gatherer):
         self.made = self._turn
         buffers, slot, pinned = self._next(), self._slots[self.made], self._pinned[0]
         self._pinned.rotate(-1)
-        ends = np.cumsum([len(records) for _, records, _ in parts]).tolist()
-        some = [(part, *span) for part, span in zip(parts, zip([0, *ends], ends, strict=False), strict=True)]
-        whole = len(parts) == 1
+        some, first, whole = [], 0, len(parts) == 1
+        for gatherer, records, goals in parts:
+            assert isinstance(gatherer, DeviceGatherer)
+            end = first + len(records)
+            if end > first:
+                host, there = ((b if whole else b.part(first, end)) for b in (pinned.buffers, buffers))
+                some.append((gatherer, records, goals, host, there))
+            first = end
         with self._lane.running():
             self._reuse(slot)
             if pinned.copied is not None:
                 pinned.copied.synchronize()
-            for (gatherer, records, goals), first, end in some:
-                host = pinned.buffers if whole else pinned.buffers.part(first, end)
-                assert isinstance(gatherer, DeviceGatherer)
-                if end > first:
-                    gatherer.stage(host, records, goals)
+            for gatherer, records, goals, host, _ in some:
+                gatherer.fill(host, records, goals)
             if slot.front.numel():
                 slot.front.copy_(pinned.flat, non_blocking=True)
                 pinned.copied = self._lane.record()
-            for (gatherer, records, _), first, end in some:
-                assert isinstance(gatherer, DeviceGatherer)
-                if end > first:
-                    gatherer.place(buffers if whole else buffers.part(first, end), records)
+            for gatherer, records, _, _, there in some:
+                gatherer.place(there, records)
         return dict(buffers.tensors), dict(buffers.mask)
 
     def _reuse(self, slot: _Slot) -> None:
@@ -256,19 +255,8 @@ class DeviceGatherer(Gatherer):
                 if old.turn == turn and old.consumer == consumer:
                     old.free = until_now
 
-    def stage(self, host: Buffers, records: torch.Tensor, goal_step: torch.Tensor | None) -> None:
-        """Gather the staged fields, in this thread."""
-        steps = None
-        if self._n_step is not None and self._stages_n_step:
-            steps = host.n_step[2]
-            n, columns = self._n_step.n, self._n_step_columns
-            self._ops.n_step_(*host.n_step, *columns, self._powers, records, n)
-        self._staged.run(self._ops, host, self.counters, records, steps, self._threads)
-        if self._goals is not None and goal_step is not None:
-            self._goals.fill(self._ops, host, self.counters, records, goal_step, self._threads)
-
     def place(self, buffers: Buffers, records: torch.Tensor) -> None:
-        """Enqueue the device's gather of the other fields; `records` in memory of the host."""
+        """Enqueue the device's gather of the fields that `fill` does not stage; `records` in host memory."""
         if not self.reads_in_place:
             return
         (there,) = self._lane.bring([records])
@@ -277,13 +265,10 @@ class DeviceGatherer(Gatherer):
             # Samples in the order of their rows: neighbours in memory are read in sequence. Sorted where the
             # records lie: on the device, as a host takes 2 ms for 65,536 samples.
             order = torch.argsort(there[:, Resolution.FIRST_ROW] + there[:, Resolution.ANCHOR])
-        ops, steps = self._transfer.ops, None
-        if self._n_step is not None:
-            steps = buffers.n_step[2]
-            if not self._stages_n_step:
-                most = self._n_step.n
-                ops.n_step_(*buffers.n_step, *self._n_step_there, self._powers_there, there, most)
-        counters = self._counters_there
+        ops, counters = self._transfer.ops, self._counters_there
+        steps = buffers.n_step[2] if self._n_step is not None else None
+        if self._n_step_there is not None:
+            steps = self._n_step_there.fill(ops, buffers.n_step, there)
         self._direct.run(ops, buffers, counters, there, steps, self._blocks, order)
         if self._fetched:
             self._fetch(buffers, records)
@@ -294,8 +279,9 @@ class DeviceGatherer(Gatherer):
     def _divide_copies(self, which: list[int], num_samples: int) -> None:
         """Assign each field of the copy engine a place in scratch memory, which later batches reuse."""
         by_window: dict[GatherSpec, list[int]] = {}
-        for i in which:
-            by_window.setdefault(window_of(self._specs[i]), []).append(i)
+        for i in which:  # fields that read the same steps of a sample
+            window = replace(self._specs[i], after_n_step=0, pad=0, elements=1, mask=-1)
+            by_window.setdefault(window, []).append(i)
         columns = [self._there(i) for i in which]
         rows = [num_samples * self._specs[i].part_count for i in which]
         packing = Packing([((n, *c.shape[1:]), c.dtype) for n, c in zip(rows, columns, strict=True)])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gear_support import SCHEMA, config_of, trajectory
+from replay_support import filled
 from torch.utils import _pytree as pytree
 
 from deepspeed_gear import Replay
@@ -32,10 +32,7 @@ PER = {"kind": "prioritized", "unit": "step", "reduce": "mean"}
 
 def replay_of(**options: Any) -> Replay:
     section = {"batch_size": 32, "sampler": {"unit": "step"}, "burn_in": 3, "fields": FIELDS, **options}
-    replay = Replay(config_of(**section), schemas={"main": SCHEMA})
-    for number, steps in enumerate(LENGTHS):
-        replay.add(trajectory(number, steps))
-    return replay
+    return filled(LENGTHS, **section)
 
 
 def learning(anchor: int, steps: int, field: dict[str, Any], burn_in: int, first: int) -> list[bool]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from gear_support import SCHEMA, config_of, trajectory, write_dataset
+from gear_support import write_dataset
+from replay_support import filled, online
 
 from deepspeed_gear import Replay
 from deepspeed_gear.batching.gather import Gatherer
@@ -23,11 +24,7 @@ def make() -> Iterator[Any]:
     made: list[Replay] = []
 
     def replay(fields: dict[str, Any], lengths: list[int] = [4, 9], **options: Any) -> Replay:  # noqa: B006
-        made.append(
-            Replay(config_of(fields=fields, **{"batch_size": 8, **options}), schemas={"main": SCHEMA})
-        )
-        for number, steps in enumerate(lengths):
-            made[-1].add(trajectory(number, steps))
+        made.append(filled(lengths, fields=fields, **options))
         return made[-1]
 
     yield replay
@@ -157,4 +154,4 @@ def test_normalising_needs_statistics() -> None:
     with pytest.raises(
         ConfigError, match=r"gear.fields.code.normalize must not be given: column code has no stat"
     ):
-        Replay(config_of(fields={"code": {"normalize": "mean_std"}}, batch_size=2), schemas={"main": SCHEMA})
+        online(fields={"code": {"normalize": "mean_std"}})

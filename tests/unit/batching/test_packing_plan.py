@@ -15,16 +15,6 @@ from deepspeed_gear.ops import load_backend
 OPS = load_backend("cpu").on_host()
 
 
-def test_packs_are_ascending_and_the_same_number() -> None:
-    lengths = torch.tensor([9, 1, 4, 5, 5, 5])
-    plan = plan_packs(lengths, PackBudget(10), 2, OPS)
-    assert (plan.num_micro, plan.width) == (2, 2)
-    packs = [[pack.tolist() for pack in plan.packs(rank)] for rank in range(2)]
-    assert all(pack == sorted(pack) for of_rank in packs for pack in of_rank)
-    costs = [[int(lengths[pack].sum()) for pack in of_rank] for of_rank in packs]
-    assert sum(map(max, *costs)) == 15, "9 and 5 + 4 tokens, then 1 + 5 and 5; or as good"
-
-
 @pytest.mark.parametrize(("lengths", "num_micro"), [([], 0), ([3], 1), ([9, 9, 9], 1), ([9] * 9, 2)])
 def test_fewer_trajectories_than_packs(lengths: list[int], num_micro: int) -> None:
     plan = plan_packs(torch.tensor(lengths, dtype=torch.int64), PackBudget(10), 8, OPS)

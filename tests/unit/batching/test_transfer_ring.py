@@ -55,23 +55,27 @@ def replay() -> Iterator[Replay]:
         yield made
 
 
-def collector_of(replay: Replay, lane: HostStream, way: str = DIRECT) -> DeviceGatherer:
+def gatherer_of(replay: Replay, lane: HostStream, way: str = DIRECT) -> tuple[DeviceGatherer, torch.Tensor]:
+    """Return a gatherer, and resolutions of two samples."""
     table = replay.tables["main"]
+    first = int(table.slots[0, Slot.FIRST_ROW])
+    records = torch.tensor([[0, 0, 0, first, 9, anchor, 1, 0] for anchor in (2, 5)])
     transfer = FieldTransfer(lane, table.ops, way, lambda name: True, True, KEEP)
     options: dict[str, Any] = {"fields": replay.fields, "table": table, "statistics": {}, "n_step": None}
     options |= {"num_samples": 2, "depth": DEPTH, "engine_dtype": torch.float32, "threads": 1}
-    return DeviceGatherer(transfer, Reach({"code": table.gather_source("code")}), **options)
+    reach = Reach({"code": table.gather_source("code")})
+    return DeviceGatherer(transfer, reach, **options), records
 
 
-def records_of(replay: Replay) -> torch.Tensor:
-    first = int(replay.tables["main"].slots[0, Slot.FIRST_ROW])
-    return torch.tensor([[0, 0, 0, first, 9, anchor, 1, 0] for anchor in (2, 5)])
-
-
-def test_an_entry_waits_for_who_used_it(replay: Replay) -> None:
-    """Batch j may be used until batch j + KEEP is taken: what its user was given by then is all."""
+@pytest.fixture
+def ring(replay: Replay) -> tuple[Recorded, DeviceGatherer, torch.Tensor]:
     lane = Recorded()
-    gatherer, records = collector_of(replay, lane), records_of(replay)
+    return lane, *gatherer_of(replay, lane)
+
+
+def test_an_entry_waits_for_who_used_it(ring: Any) -> None:
+    """Batch j may be used until batch j + KEEP is taken: what its user was given by then is all."""
+    lane, gatherer, records = ring
     for number in range(4 * DEPTH):
         lane.waits.clear()
         gatherer.gather(records)
@@ -79,10 +83,9 @@ def test_an_entry_waits_for_who_used_it(replay: Replay) -> None:
         gatherer.hand_over(gatherer.made)
 
 
-def test_prepared_batches_that_are_dropped(replay: Replay) -> None:
+def test_prepared_batches_that_are_dropped(ring: Any) -> None:
     """Their entries wait for nothing; an entry whose batch may still be used waits for its user's work."""
-    lane = Recorded()
-    gatherer, records = collector_of(replay, lane), records_of(replay)
+    lane, gatherer, records = ring
     for _ in range(3):  # of which the last two may be used
         gatherer.gather(records)
         gatherer.hand_over(gatherer.made)
@@ -99,9 +102,8 @@ def test_prepared_batches_that_are_dropped(replay: Replay) -> None:
     assert lane.waits == ["user"]
 
 
-def test_an_entry_that_is_used_again_is_not_freed_for_its_older_batch(replay: Replay) -> None:
-    lane = Recorded()
-    gatherer, records = collector_of(replay, lane), records_of(replay)
+def test_an_entry_that_is_used_again_is_not_freed_for_its_older_batch(ring: Any) -> None:
+    lane, gatherer, records = ring
     for _ in range(3):
         gatherer.gather(records)
         gatherer.hand_over(gatherer.made)
@@ -129,9 +131,8 @@ def test_a_ring_is_deep_enough(monkeypatch: pytest.MonkeyPatch, options: dict[st
     assert "user" not in lane.waits
 
 
-def test_another_stream_is_waited_for_as_a_whole(replay: Replay) -> None:
-    lane = Recorded()
-    gatherer, records = collector_of(replay, lane), records_of(replay)
+def test_another_stream_is_waited_for_as_a_whole(ring: Any) -> None:
+    lane, gatherer, records = ring
     for number in range(DEPTH):
         lane.user = "first" if number == 0 else "second"
         gatherer.gather(records)
@@ -152,7 +153,7 @@ class Late(HostStream):
 
 def test_pinned_memory_is_written_again_when_its_copy_is_done(replay: Replay) -> None:
     lane = Late()
-    gatherer, records = collector_of(replay, lane, STAGED), records_of(replay)
+    gatherer, records = gatherer_of(replay, lane, STAGED)
     for _ in range(PINNED):
         gatherer.gather(records)
     thread = threading.Thread(target=gatherer.gather, args=(records,), daemon=True)
@@ -197,14 +198,6 @@ def test_a_cut_is_released_by_its_event() -> None:
     events[2].finish()
     guards.settle()
     assert released == [0, 1, 2]
-
-
-def test_settle_does_not_wait() -> None:
-    """For what never happens, so that it would not return."""
-    guards = DeferredRelease()
-    guards.hold(HostEvent(), lambda key: None, 0)
-    guards.settle()
-    assert len(guards) == 1
 
 
 def test_drain_waits_for_every_event() -> None:
