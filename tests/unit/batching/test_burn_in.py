@@ -128,7 +128,7 @@ def test_parts_of_sequence_ranks() -> None:
             whole, parts = batch.learns(name), []
             for first in (0, 4):
                 field = replace(fields[name], part_first=first, part_length=4)
-                burn_in = BurnIn.of(replay.config, replay.fields, [field])
+                burn_in = BurnIn.of(replay.config.burn_in, replay.fields, [field])
                 assert burn_in is not None
                 mask = batch.mask[name][:, first : first + 4]
                 parts.append(burn_in.learns(name, mask, batch.host_records))

@@ -49,7 +49,7 @@ def section(beta: Any, **options: Any) -> dict[str, Any]:
     "beta", [0.4, 0, 1, *({"linear": [0.2, 1.0, n]} for n in (1, 7, 1000)), {"linear": [1, 0.3, 33]}]
 )
 def test_a_table_has_the_values_of_the_schedule(beta: Any) -> None:
-    exponents = WeightExponents(parse(section(beta)), CPU)
+    exponents = WeightExponents(parse(section(beta)).item_sampler, CPU)
     values = exponents.next_(torch.zeros(RingState.NUM_WORDS, dtype=torch.int64)).tolist()
     expected = [int(value_at(beta, key, "beta") * ONE_Q62) for key in range(len(values) + 2)]
     assert values == expected[: len(values)]
@@ -97,7 +97,7 @@ def test_a_value_outside_of_its_range_is_clamped_and_counted() -> None:
 
 
 def test_a_long_schedule_is_no_loop() -> None:
-    exponents = WeightExponents(parse(section({"linear": [0.4, 1.0, 10**6]})), CPU)
+    exponents = WeightExponents(parse(section({"linear": [0.4, 1.0, 10**6]})).item_sampler, CPU)
     values = exponents.next_(torch.zeros(RingState.NUM_WORDS, dtype=torch.int64))
     assert len(values) == 10**6 + 1
     assert values[-2] < values[-1] == ONE_Q62
