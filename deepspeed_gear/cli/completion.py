@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import shlex
-from collections.abc import Iterator, Mapping
 
 from deepspeed_gear.cli import main
 
@@ -28,7 +27,6 @@ _gear() {{
     COMPREPLY=($(compgen -W "$words" -- "$current"))
 }}
 complete -o default -F _gear gear"""
-_ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,30 +40,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the script."""
-    options = {name: _options(name) for name in main.COMMANDS}
-    print("\n".join(_fish(options)) if args.shell == "fish" else _bash(options, args.shell == "zsh"))
-    return 0
-
-
-def _options(command: str) -> list[argparse.Action]:
-    parser = argparse.ArgumentParser()
-    importlib.import_module(f"{__package__}.{command}").add_arguments(parser)
-    return [one for one in parser._actions if one.option_strings and one.help is not argparse.SUPPRESS]
-
-
-def _bash(options: Mapping[str, list[argparse.Action]], is_zsh: bool) -> str:
+    commands = {}
+    for name in main.COMMANDS:
+        parser = argparse.ArgumentParser()
+        importlib.import_module(f"{__package__}.{name}").add_arguments(parser)
+        actions = parser._actions
+        commands[name] = [one for one in actions if one.option_strings and one.help is not argparse.SUPPRESS]
+    if args.shell == "fish":
+        for name, options in commands.items():
+            about = shlex.quote(main.COMMANDS[name])
+            print(f"complete -c gear -f -n __fish_use_subcommand -a {name} -d {about}")
+            for option in options:
+                flag = option.option_strings[-1].removeprefix("--") + (" -r" if option.nargs != 0 else "")
+                about = shlex.quote((option.help or "").replace("%%", "%"))
+                print(f"complete -c gear -n '__fish_seen_subcommand_from {name}' -l {flag} -d {about}")
+        return 0
     cases = []
-    for name, actions in options.items():
-        words = " ".join(action.option_strings[-1] for action in actions)
+    for name, options in commands.items():
+        words = " ".join(option.option_strings[-1] for option in options)
         cases.append(f'            {name}) words="{words}" ;;')
-    script = _BASH.format(commands=" ".join(options), options="\n".join(cases))
-    return f"{_ZSH}\n{script}" if is_zsh else script
-
-
-def _fish(options: Mapping[str, list[argparse.Action]]) -> Iterator[str]:
-    for name, actions in options.items():
-        yield f"complete -c gear -f -n __fish_use_subcommand -a {name} -d {shlex.quote(main.COMMANDS[name])}"
-        for action in actions:
-            flag = action.option_strings[-1].removeprefix("--") + (" -r" if action.nargs != 0 else "")
-            help_line = shlex.quote((action.help or "").replace("%%", "%"))
-            yield f"complete -c gear -n '__fish_seen_subcommand_from {name}' -l {flag} -d {help_line}"
+    if args.shell == "zsh":
+        print("autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit")
+    print(_BASH.format(commands=" ".join(commands), options="\n".join(cases)))
+    return 0

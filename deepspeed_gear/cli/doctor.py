@@ -63,12 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check, print problems; the status is 1 if there is any problem.
-
-    Raises:
-        ConfigError: An option or the hostfile is wrong.
-        DataError: The JSON file cannot be written.
-    """
+    """Check, print problems; the status is 1 if there is any problem."""
     if not options.timeout > 0:
         raise ConfigError("--timeout", "must be positive", options.timeout, "leave it out for the default")
     check_timeout("--timeout", options.timeout)
@@ -93,7 +88,10 @@ def run(options: argparse.Namespace) -> int:
         problems += ssh_hosts.unreachable(list(reports), options.timeout)
     for host, facts in reports.items():
         why = facts["not_registered"]
-        text = f"none can be registered, batches are staged: {why}" if why else "all may be registered"
+        size = (
+            f"all of {show_bytes(facts['shm_bytes'])} may be registered, up to gear.transfer.register_bytes"
+        )
+        text = f"none can be registered, batches are staged: {why}" if why else size
         print(f"registration: {host}: {text}")
     for problem in problems:
         print(f"problem: {problem}")

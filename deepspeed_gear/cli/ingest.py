@@ -47,11 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ingest and print one line about the result.
-
-    Raises:
-        GearError: An argument or a source is wrong; DEST is not made.
-    """
+    """Ingest and print one line about the result."""
     from deepspeed_gear.data.dataset_writer import check_destination
     from deepspeed_gear.data.ingest import ingest, open_source
 

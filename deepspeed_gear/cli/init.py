@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -38,17 +37,11 @@ _TEMPLATE = "train.py.template"
 
 @dataclass(frozen=True)
 class _Head:
-    """The part of the model's output that predicts one action column.
+    """The part of the model's output that predicts one action column."""
 
-    Args:
-        field: The action's name in the batch.
-        size: Elements of one action.
-        classes: Values that an element can have; 0 for continuous actions.
-    """
-
-    field: str
-    size: int
-    classes: int
+    field: str  # the action's name in the batch
+    size: int  # elements of one action
+    classes: int  # values that an element can have; 0 for continuous actions
 
     @property
     def num_outputs(self) -> int:
@@ -83,12 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the config and the script, and print the command that starts them.
-
-    Raises:
-        DataError: The data set cannot be used, or a file exists and may not be overwritten.
-        ConfigError: The hostfile is missing or malformed.
-    """
+    """Write the config and the script, and print the command that starts them."""
     slots = {} if args.hostfile is None else read_hostfile(args.hostfile)
     dataset = Dataset.open(args.data)
     if args.hostfile is not None:  # DeepSpeed sends no variables of the shell; hosts may have other devices
@@ -148,24 +136,24 @@ def make_config(dataset: Dataset, num_ranks: int = 1) -> dict[str, Any]:
 
     Args:
         num_ranks: Ranks of the first start; others keep the batch of all ranks together.
-    Raises:
-        DataError: The data set has no observations or no actions.
     """
     fields: dict[str, dict[str, Any]] = {}
     window = {"offset": 0, "length": _length(dataset)}
+
+    def add(column: Column, options: dict[str, Any]) -> None:
+        name = _field(column)
+        renamed = {} if name == column.name else {"column": column.name}
+        fields[name] = {**renamed, **window, **options}
+
     special: dict[str, dict[str, Any]] = {"bool": {}, "uint8": {"scale": 1 / 255}}
     for column in _columns(dataset, "observation"):  # an input of about unit size
-        scaled = special.get(column.dtype, {"normalize": "mean_std"})
-        fields[_field(column)] = {**_renamed(column), **window, **scaled, "as": "engine"}
+        add(column, {**special.get(column.dtype, {"normalize": "mean_std"}), "as": "engine"})
     for column in _columns(dataset, "action"):
-        continuous = (
-            {} if _num_classes(dataset, column) else {"as": "engine" if column.is_floating else "float32"}
-        )
-        fields[_field(column)] = {**_renamed(column), **window, **continuous}
-    for role in ("reward", "terminated", "truncated"):
-        flag = dataset.schema.role(role)
+        dtype = "engine" if column.is_floating else "float32"
+        add(column, {} if _num_classes(dataset, column) else {"as": dtype})
+    for flag in map(dataset.schema.role, ("reward", "terminated", "truncated")):
         if flag is not None:
-            fields[_field(flag)] = {**_renamed(flag), **window}
+            add(flag, {})
     data: dict[str, Any] = {"path": str(dataset.path.resolve())}
     if split := held_out_split(dataset)[0]:
         data["split"] = split
@@ -188,8 +176,6 @@ def make_script(dataset: Dataset, launch: str) -> str:
 
     Args:
         launch: The command that starts it.
-    Raises:
-        DataError: The data set has no observations or no actions.
     """
     observations = _columns(dataset, "observation")
     heads = [_Head(_field(c), c.num_elements, _num_classes(dataset, c)) for c in _columns(dataset, "action")]
@@ -231,10 +217,6 @@ def _length(dataset: Dataset) -> int:
 
 def _field(column: Column) -> str:
     return f"{column.name}_field" if column.name in BATCH_NAMES else column.name
-
-
-def _renamed(column: Column) -> Mapping[str, str]:
-    return {} if _field(column) == column.name else {"column": column.name}
 
 
 def _num_classes(dataset: Dataset, column: Column) -> int:

@@ -14,13 +14,12 @@ from numpy.typing import NDArray
 from deepspeed_gear.checkpoint import position, save_folders
 from deepspeed_gear.cli import grid_of
 from deepspeed_gear.cli.inspect_distribution import (
+    GEAR,
     LEVELS,
     distribution,
     newest_tag,
-    num_replicas,
     of_living,
     of_saved,
-    saved_position,
     saved_tables,
 )
 from deepspeed_gear.data.dataset import Dataset
@@ -51,43 +50,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table or JSON.
-
-    Raises:
-        DataError: The data set is missing, foreign, truncated or changed.
-        ConfigError: Options contradict one another.
-        CheckpointError, StoreError: The checkpoint is damaged, or the process has no store to show.
-    """
+    """Print the table or JSON."""
     if (args.dest is None) == (args.living is None):
         rule = "or --living must be given" if args.dest is None else "and --living must not both be given"
         raise ConfigError("DEST", rule, args.dest, "gear inspect --help shows both")
-    no_data = ConfigError("--verify", "must be of a data set", None, "a checkpoint is always verified")
     if args.living is not None:
-        if args.verify:
-            raise no_data
-        inspect_living(args.living or None, args.json)
-        return 0
-    folder = newest_tag(Path(args.dest))
-    position_folder, tables = saved_position(folder), saved_tables(folder)
-    if position_folder is not None or tables:
-        if args.verify:
-            raise no_data
-        inspect_saved(position_folder, tables, args.json)
-        return 0
-    if folder.is_dir() and not (folder / SCHEMA_FILE).exists():
-        rule = "must be the folder of a data set or of a checkpoint"
-        remedy = (
-            f"it has neither {SCHEMA_FILE} nor a position or table; gear ingest makes a data set, "
-            "engine.save_checkpoint or Replay.save a checkpoint"
+        _refuse_verify(args)
+        document, lines = describe_living(args.living or None)
+    else:
+        folder = newest_tag(Path(args.dest))
+        held_in = next(
+            (one for one in (folder, folder / GEAR) if (one / save_folders.POSITION).is_file()), None
         )
-        raise DataError(str(folder), rule, None, remedy)
-    dataset = Dataset.open(args.dest)
-    if args.verify:
-        dataset.verify()
-    summary = summarize(dataset)
-    summary["verified"] = bool(args.verify)
-    print(json.dumps(summary, indent=1) if args.json else format_table(summary))
+        tables = saved_tables(folder)
+        if held_in is not None or tables:
+            _refuse_verify(args)
+            document, lines = describe_saved(held_in, tables)
+        elif folder.is_dir() and not (folder / SCHEMA_FILE).exists():
+            rule = "must be the folder of a data set or of a checkpoint"
+            remedy = (
+                f"it has neither {SCHEMA_FILE} nor a position or table; gear ingest makes a data set, "
+                "engine.save_checkpoint or Replay.save a checkpoint"
+            )
+            raise DataError(str(folder), rule, None, remedy)
+        else:
+            dataset = Dataset.open(args.dest)
+            if args.verify:
+                dataset.verify()
+            document = {**summarize(dataset), "verified": bool(args.verify)}
+            lines = dataset_lines(document)
+    print(json.dumps(document, indent=1) if args.json else "\n".join(lines))
     return 0
+
+
+def _refuse_verify(args: argparse.Namespace) -> None:
+    if args.verify:
+        raise ConfigError("--verify", "must be of a data set", None, "a checkpoint is always verified")
+
+
+# ---- data sets -----------------------------------------------------------------------------------
 
 
 def returns_of(dataset: Dataset) -> NDArray[Any] | None:
@@ -104,6 +105,8 @@ def returns_of(dataset: Dataset) -> NDArray[Any] | None:
 def summarize(dataset: Dataset) -> dict[str, Any]:
     """Return what `gear inspect --json` prints; JSON-able. Cost: reads extents, and returns or rewards."""
     returns = returns_of(dataset)
+    part = split_of(np.arange(len(dataset), dtype=np.int64) + dataset.first_id, dataset.split)
+    shares = {"train": 1.0 - sum(dataset.split.values()), **dict(sorted(dataset.split.items()))}
     summary: dict[str, Any] = {
         "path": str(dataset.path),
         "fingerprint": dataset.fingerprint,
@@ -111,7 +114,14 @@ def summarize(dataset: Dataset) -> dict[str, Any]:
         "trajectories": len(dataset),
         "steps": dataset.num_steps,
         "bytes": dataset.num_bytes,
-        "split": _splits(dataset),
+        "split": {
+            name: {
+                "share": share,
+                "trajectories": int((part == i).sum()),
+                "steps": int(dataset.lengths[part == i].sum()),
+            }
+            for i, (name, share) in enumerate(shares.items())
+        },
         "source": dataset.source,
         "length": distribution(dataset.lengths),
         "return": None if returns is None else distribution(returns),
@@ -132,19 +142,6 @@ def summarize(dataset: Dataset) -> dict[str, Any]:
     return summary
 
 
-def _splits(dataset: Dataset) -> dict[str, dict[str, Any]]:
-    part = split_of(np.arange(len(dataset), dtype=np.int64) + dataset.first_id, dataset.split)
-    names = ["train", *sorted(dataset.split)]
-    return {
-        name: {
-            "share": dataset.split.get(name, 1.0 - sum(dataset.split.values())),
-            "trajectories": int((part == i).sum()),
-            "steps": int(dataset.lengths[part == i].sum()),
-        }
-        for i, name in enumerate(names)
-    }
-
-
 def _overall(statistics: ColumnStatistics | None) -> dict[str, float | None]:
     """Describe a column by one mean, std, min and max over all its elements; None without finite values."""
     if statistics is None:
@@ -159,8 +156,8 @@ def _overall(statistics: ColumnStatistics | None) -> dict[str, float | None]:
     return {"mean": center, "std": spread, "min": low, "max": high}
 
 
-def format_table(summary: dict[str, Any]) -> str:
-    """Return the text that `gear inspect` prints."""
+def dataset_lines(summary: dict[str, Any]) -> list[str]:
+    """Return what `gear inspect` prints of a data set."""
     lines = [
         f"{summary['path']}",
         f"  fingerprint   {summary['fingerprint']}" + ("  (verified)" if summary["verified"] else ""),
@@ -200,7 +197,7 @@ def format_table(summary: dict[str, Any]) -> str:
     ]
     whole = "" if summary["part"] is None else " of the whole"
     note = f"Statistics of columns: training split{whole}, over all elements of a row (--json has each)."
-    return "\n".join([*lines, "", *grid_of(heads, rows, num_left=4), "", note])
+    return [*lines, "", *grid_of(heads, rows, num_left=4), "", note]
 
 
 def _source(source: dict[str, Any]) -> str:
@@ -219,71 +216,64 @@ def _number(value: float | None) -> str:
 # ---- checkpoints and running processes -----------------------------------------------------------------
 
 
-def inspect_living(process: int | None, as_json: bool) -> None:
-    """Show the stores of running processes; raise StoreError if there is no such process."""
-    found = [(store, of_living(store)) for store in living_stores(process)]
-    known = [(store, None if one is None else one.summary()) for store, one in found]
-    if as_json:
-        entries = [
+def describe_living(process: int | None) -> tuple[dict[str, Any], list[str]]:
+    """Return the stores of running processes, JSON-able and as lines."""
+    entries: list[dict[str, Any]] = []
+    lines: list[str] = []
+    for store in living_stores(process):
+        found, size = of_living(store), store.layout.total_bytes
+        summary = None if found is None else found.summary()
+        entries.append(
             {
                 "processes": list(store.processes),
                 "table": store.table,
                 "run": {"id": store.run.id, "name": store.run.name or None},
-                "bytes": store.layout.total_bytes,
+                "bytes": size,
                 "distribution": summary,
             }
-            for store, summary in known
-        ]
-        print(json.dumps({"stores": entries}, indent=1))
-    elif not known:
-        print("no process of this user holds a store")
-    for store, summary in [] if as_json else known:
-        held = ", ".join(map(str, store.processes))
-        print(f"table {store.table} of process {held}: {show_bytes(store.layout.total_bytes)}")
-        print(f"  run           {store.run}")
-        print("\n".join(_lines(summary)))
+        )
+        lines.append(
+            f"table {store.table} of process {', '.join(map(str, store.processes))}: {show_bytes(size)}"
+        )
+        lines += [f"  run           {store.run}", *_lines(summary)]
+    return {"stores": entries}, lines or ["no process of this user holds a store"]
 
 
-def inspect_saved(folder: Path | None, tables: Sequence[Path], as_json: bool) -> None:
-    """Show the position and the tables of a checkpoint.
+def describe_saved(folder: Path | None, tables: Sequence[Path]) -> tuple[dict[str, Any], list[str]]:
+    """Return the position and the tables of a checkpoint, JSON-able and as lines.
 
     Args:
         folder: Of the position; None: there is none.
         tables: Folders of the tables.
-    Raises:
-        CheckpointError: A file is missing or changed.
     """
-    known = None if folder is None else position.describe(save_folders.read_position(folder))
-    replicas = {table: num_replicas(table) for table in tables}
-    found = {table: of_saved(table) for table in tables if replicas[table] is None}
-    if as_json:
-        of_devices = [{"table": save_folders.table_in(t), "replicas": n} for t, n in replicas.items() if n]
-        summaries = [one.summary() for one in found.values()]
-        print(json.dumps({"position": known, "tables": [*summaries, *of_devices]}, indent=1))
-    else:
-        if known is not None:
-            print(
-                f"position in {folder}"
-                + ("" if tables else ", without tables: data sets hold their contents")
+    lines: list[str] = []
+    known = None
+    if folder is not None:
+        known = position.describe(save_folders.read_position(folder))
+        without = "" if tables else ", without tables: data sets hold their contents"
+        lines.append(f"position in {folder}{without}")
+        for table, words in known["train"].items():
+            text = (
+                f"{words['global_batches']:,} global batches, {words['samples']:,} samples of table {table}"
             )
-            print("\n".join(_position_lines(known)))
-        for table in tables:
-            print(f"table {save_folders.table_in(table)} in {table}")
-            if table in found:
-                print("\n".join(_lines(found[table].summary())))
-            else:
-                print(f"  replicas      {replicas[table]}, each with a table in its device's memory")
-
-
-def _position_lines(known: dict[str, Any]) -> list[str]:
-    lines = []
-    for table, words in known["train"].items():
-        text = f"{words['global_batches']:,} global batches, {words['samples']:,} samples of table {table}"
-        if "epoch" in words:
-            text += f"; epoch {words['epoch']}: {words['epoch_samples']:,} of {words['epoch_items']:,} items"
-        lines.append(f"  used          {text}")
-    lines += [f"  passes        {count:,} over {split}" for split, count in known["passes"].items()]
-    return [*lines, *(f"  data set      {table}: {mark}" for table, mark in known["data"].items())]
+            if "epoch" in words:
+                epoch = f"{words['epoch_samples']:,} of {words['epoch_items']:,} items"
+                text += f"; epoch {words['epoch']}: {epoch}"
+            lines.append(f"  used          {text}")
+        lines += [f"  passes        {count:,} over {split}" for split, count in known["passes"].items()]
+        lines += [f"  data set      {table}: {mark}" for table, mark in known["data"].items()]
+    of_stores, of_devices = [], []
+    for path in tables:
+        name, manifest = save_folders.table_in(path), path / "shard-0" / save_folders.MANIFEST
+        lines.append(f"table {name} in {path}")
+        replicas = save_folders.read_json(manifest).get("replicas") if manifest.is_file() else None
+        if replicas is None:
+            of_stores.append(of_saved(path).summary())
+            lines += _lines(of_stores[-1])
+        else:
+            of_devices.append({"table": name, "replicas": replicas})
+            lines.append(f"  replicas      {replicas}, each with a table in its device's memory")
+    return {"position": known, "tables": [*of_stores, *of_devices]}, lines
 
 
 def _lines(summary: dict[str, Any] | None) -> list[str]:

@@ -24,7 +24,7 @@ from deepspeed_gear.store.live_stores import LiveStore
 from deepspeed_gear.store.step_priorities import rows_of
 
 TRAIN = "stream/train/"
-_GEAR = "gear"  # folder of an engine's checkpoint, in that of its tag
+GEAR = "gear"  # folder of an engine's checkpoint, in that of its tag
 _LATEST = "latest"  # file beside the tags, with the name of the newest
 _SHARES = (0.01, 0.1)
 LEVELS = (0.1, 0.5, 0.9)  # quantiles of values of trajectories
@@ -67,6 +67,13 @@ class Distribution:
         if len(falling):
             counts = {share: max(1, round(share * len(falling))) for share in _SHARES}
             shares = {str(share): float(falling[:n].sum() / total) for share, n in counts.items()}
+        spread = drawn = None
+        if self.priorities is not None and len(self.priorities):
+            low, middle, high = np.quantile(self.priorities, (0, 0.5, 1)).tolist()
+            spread = {"min": low, "median": middle, "max": high, "mean": float(self.priorities.mean())}
+        if self.draws is not None and len(self.draws):
+            mean, never = float(self.draws.mean()), float((self.draws == 0).mean())
+            drawn = {"mean": mean, "max": int(self.draws.max()), "never": never}
         return {
             "table": self.table,
             "kind": self.kind,
@@ -79,8 +86,8 @@ class Distribution:
             "waiting": self.waiting,
             "effective": float(total**2 / (self.masses**2).sum() / len(falling)) if len(falling) else None,
             "share_of_top": shares,
-            "priorities": None if self.priorities is None else _spread(self.priorities),
-            "draws": None if self.draws is None or not len(self.draws) else _draws(self.draws),
+            "priorities": spread,
+            "draws": drawn,
             "excluded": None if self.excluded is None else [asdict(one) for one in self.excluded],
         }
 
@@ -102,17 +109,6 @@ def distribution(values: NDArray[Any]) -> dict[str, float | None]:
         "mean": float(numbers.mean()),
         "std": float(numbers.std()),
     }
-
-
-def _spread(values: np.ndarray) -> dict[str, float] | None:
-    if not len(values):
-        return None
-    low, middle, high = np.quantile(values, (0, 0.5, 1)).tolist()
-    return {"min": low, "median": middle, "max": high, "mean": float(values.mean())}
-
-
-def _draws(counts: np.ndarray) -> dict[str, float]:
-    return {"mean": float(counts.mean()), "max": int(counts.max()), "never": float((counts == 0).mean())}
 
 
 # ---- living --------------------------------------------------------------------------------------
@@ -176,11 +172,7 @@ def _admitted_steps(slots: np.ndarray, anchors: list[int]) -> tuple[np.ndarray, 
 
 
 def newest_tag(folder: Path) -> Path:
-    """Return the folder of an engine's latest tag, where `folder` holds an engine's checkpoints; else itself.
-
-    Raises:
-        CheckpointError: The tag that it names is not there.
-    """
+    """Return the folder of an engine's latest tag if `folder` holds checkpoints of an engine, else itself."""
     latest = folder / _LATEST
     if not latest.is_file():
         return folder
@@ -192,67 +184,43 @@ def newest_tag(folder: Path) -> Path:
     return tag
 
 
-def saved_position(folder: Path) -> Path | None:
-    """Return the folder of the position in a checkpoint's tag, or its gear folder; None without one."""
-    folders = (folder, folder / _GEAR)
-    return next((one for one in folders if (one / save_folders.POSITION).is_file()), None)
-
-
 def saved_tables(folder: Path) -> list[Path]:
-    """Return the folders of saved tables in a checkpoint's tag, its gear folder, or a table's own.
-
-    Raises:
-        CheckpointError: A table of the newest save is missing or changed.
-    """
+    """Return the folders of saved tables in a checkpoint's tag, its gear folder, or a table's own."""
     if save_folders.manifests_in(folder):
         return [folder]
-    return [table for one in (folder, folder / _GEAR) for table in save_folders.newest_tables(one)]
-
-
-def num_replicas(folder: Path) -> int | None:
-    """Return how many replicas have saved a table in their devices' memory; None for a table of stores."""
-    manifest = folder / "shard-0" / save_folders.MANIFEST
-    return save_folders.read_json(manifest).get("replicas") if manifest.is_file() else None
+    return [table for one in (folder, folder / GEAR) for table in save_folders.newest_tables(one)]
 
 
 def of_saved(folder: Path) -> Distribution:
-    """Read the distribution of a saved table, of all its shards.
-
-    Raises:
-        CheckpointError: A file is missing or changed, or nothing was sampled.
-    """
+    """Read the distribution of a saved table, of all its shards."""
     found = read_table(folder)
     open_rows(found)
     known = found.manifests[0].get("train") or {}
     slots, content = found.whole.slots, found.whole.streams.get("train", {})
     names = ("priorities", "leaves", "draws", "bases", "alpha", "queued")
     priorities, leaves, draws, bases, alpha, queued = map(content.get, names)
-    if priorities is not None:
-        assert bases is not None
-        assert alpha is not None
-        drawable, num_trajectories = priorities > 0, len(bases)
-        if slots is not None:
-            drawable &= _is_held(slots, known["unit"] == "step")
-        # priority ** alpha in units of 2^-24, to the precision of float64
-        masses = priorities[drawable].astype(np.float64) ** (float(alpha[0]) / ONE_Q62)
-        masses = np.clip(np.rint(masses * 2.0**MASS_BITS), 1, 2.0 ** known["most_bits"])
-        counted = None if draws is None else draws[drawable]
-    elif leaves is not None:
-        drawable, num_trajectories = leaves > 0, len(leaves)
-        if slots is not None:
-            drawable &= _is_held(slots, by_steps=False)
-        masses, counted = leaves[drawable].astype(np.float64), None
-        if draws is not None and known["unit"] == "step":  # they are saved trajectory by trajectory
-            assert slots is not None
-            _, owner, is_admitted = _admitted_steps(slots, known["anchors"])
-            counted = draws[is_admitted & drawable[owner]]
-        elif draws is not None:
-            counted = draws[drawable]
-    else:
+    has_steps = known.get("unit") == "step"
+    items, held = (leaves, leaves) if priorities is None else (priorities, bases)
+    if items is None or held is None:
         raise CheckpointError(str(folder), "must be of a table that is sampled", None)
-    held, waiting = leaves if bases is None else bases, 0
-    if queued is not None and held is not None:
-        by_steps = priorities is not None and known["unit"] == "step"
+    drawable = items > 0
+    if slots is not None:  # what was evicted since the latest selection is not drawable
+        is_held = slots[:, Slot.STATE] == SlotState.COMMITTED
+        drawable &= is_held[rows_of(slots)[2]] if has_steps and priorities is not None else is_held
+    masses = items[drawable].astype(np.float64)
+    if priorities is not None and alpha is not None:
+        # priority ** alpha in units of 2^-24, to the precision of float64
+        masses = np.rint(masses ** (float(alpha[0]) / ONE_Q62) * 2.0**MASS_BITS)
+        masses = np.clip(masses, 1, 2.0 ** known["most_bits"])
+    if draws is not None and has_steps and priorities is None:  # they are saved trajectory by trajectory
+        assert slots is not None
+        _, owner, is_admitted = _admitted_steps(slots, known["anchors"])
+        draws = draws[is_admitted & drawable[owner]]
+    elif draws is not None:
+        draws = draws[drawable]
+    waiting = 0
+    if queued is not None:
+        by_steps = has_steps and priorities is not None
         more = np.maximum(queued - held, 0) if by_steps else (queued > 0) & (held == 0)
         waiting = int(more.sum())
     lengths, groups = None, None
@@ -263,21 +231,15 @@ def of_saved(folder: Path) -> Distribution:
         table=save_folders.table_in(folder),
         kind=known.get("kind", ""),
         unit=known.get("unit", ""),
-        num_trajectories=num_trajectories if lengths is None else len(lengths),
+        num_trajectories=len(held) if lengths is None else len(lengths),
         num_steps=None if lengths is None else int(lengths.sum()),
         masses=masses,
         priorities=None if priorities is None else priorities[drawable],
-        draws=counted,
+        draws=draws,
         waiting=waiting,
         lengths=lengths,
         groups=groups,
     )
-
-
-def _is_held(slots: np.ndarray, by_steps: bool) -> np.ndarray:
-    """Return which saved steps or slots were not evicted since the latest selection. [items], bool."""
-    held: np.ndarray = slots[:, Slot.STATE] == SlotState.COMMITTED
-    return held[rows_of(slots)[2]] if by_steps else held
 
 
 def _saved_groups(found: SavedTable, committed: np.ndarray) -> dict[str, int | None] | None:

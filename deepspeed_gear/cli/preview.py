@@ -5,24 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deepspeed_gear.cli import grid_of
+from deepspeed_gear.cli import grid_of, grouped
 from deepspeed_gear.errors import ConfigError, show_bytes
 
 if TYPE_CHECKING:
-    from deepspeed_gear.config import GearConfig
     from deepspeed_gear.replay.preview import Preview, RankPreview
 
 _AXES = {"dp": "data", "tp": "tensor", "pp": "pipe", "sp": "sequence"}
 _PLACE = ("pipe", "data", "sequence", "tensor")
 _WIDTH = 110
-T = TypeVar("T")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,20 +51,19 @@ def _count(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table or JSON.
-
-    Raises:
-        ConfigError: The config is wrong, or has no batch size.
-        DataError: A data set is missing or broken.
-    """
+    """Print the table or JSON."""
     from deepspeed_gear.config import batch_sizes, ds_config, parse
-    from deepspeed_gear.replay.preview import preview
+    from deepspeed_gear.replay.preview import format_pack_preview, pack_preview, preview, read_lengths
 
     section, sizes = ds_config.read(args.config)
     config = parse(section)
     worlds = {axis: getattr(args, option) for option, axis in _AXES.items()}
     if args.lengths is not None:
-        return _preview_packs(config, Path(args.lengths), worlds, args.json)
+        packs = pack_preview(config, read_lengths(Path(args.lengths)), worlds["data"], worlds["sequence"])
+        lines = format_pack_preview(packs, worlds["data"])
+        document = {**asdict(packs), "fill": packs.fill}
+        print(json.dumps(document, indent=1) if args.json else "\n".join(lines))
+        return 0
     if config.pack is not None:
         remedy = "give --lengths FILE, with one length a line"
         raise ConfigError("--lengths", "must be given where the config has gear.pack", None, remedy)
@@ -76,17 +73,6 @@ def run(args: argparse.Namespace) -> int:
         micro, accumulation = batch_sizes(config, worlds["data"])[0], config.gradient_accumulation_steps
     found = preview(config, micro, accumulation, worlds, args.nodes, args.batches)
     print(json.dumps(as_json(found), indent=1) if args.json else format_table(found, args.full))
-    return 0
-
-
-def _preview_packs(config: GearConfig, path: Path, worlds: dict[str, int], as_json_too: bool) -> int:
-    from deepspeed_gear.replay.preview import format_pack_preview, pack_preview, read_lengths
-
-    found = pack_preview(config, read_lengths(path), worlds["data"], worlds["sequence"])
-    if as_json_too:
-        print(json.dumps({**asdict(found), "fill": found.fill}, indent=1))
-    else:
-        print("\n".join(format_pack_preview(found, worlds["data"])))
     return 0
 
 
@@ -121,7 +107,16 @@ def format_table(found: Preview, full: bool = False) -> str:
     """
     lines = [str(found.info), "", *_groups_of_ranks(found), *_groups_of_nodes(found)]
     if full:
-        lines += _each_one(found)
+        heads = ["rank", "node", "place", "fields of a micro batch", "first ids", "size", "padding"]
+        rows = []
+        for rank in found.ranks:
+            ids = " ".join(map(str, rank.ids)) or "-"
+            numbers = [show_bytes(rank.num_bytes), f"{rank.padding:.1%}"]
+            rows.append([str(rank.rank), str(rank.node), str(rank.place), _fields(rank), ids, *numbers])
+        lines += [*grid_of(heads, rows, num_left=5), ""]
+        pairs = np.argwhere(found.traffic).tolist()
+        lines += [f"node {a} -> node {b}  {show_bytes(found.traffic[a, b])}" for a, b in pairs]
+        lines += [""] if pairs else []
     lines += [
         f"global batch {number}: digest {digest % (1 << 64):016x}"
         for number, digest in enumerate(found.digests)
@@ -135,7 +130,7 @@ def format_table(found: Preview, full: bool = False) -> str:
 def _groups_of_ranks(found: Preview) -> list[str]:
     """Return a paragraph for the ranks with the same fields."""
     lines = []
-    for ranks in _grouped(found.ranks, lambda rank: (*rank.shapes.items(), rank.num_bytes)):
+    for ranks in grouped(found.ranks, lambda rank: (*rank.shapes.items(), rank.num_bytes)):
         shares = [f"{share:.1%}" for share in sorted(rank.padding for rank in ranks)]
         padding = shares[0] if shares[0] == shares[-1] else f"{shares[0]} to {shares[-1]}"
         numbers = [rank.rank for rank in ranks]
@@ -173,7 +168,7 @@ def _groups_of_nodes(found: Preview) -> list[str]:
         title += ", and rows that nodes send and receive for the first global batch"
         heads += ["sent", "most of a node", "received", "most of a node"]
     rows = []
-    for nodes in _grouped(sizes, lambda node: tuple(sizes[node])):
+    for nodes in grouped(sizes, lambda node: tuple(sizes[node])):
         equal = sizes[nodes[0]]
         row = [_spans(nodes), str(len(equal)), show_bytes(sum(equal)), show_bytes(max(equal))]
         for axis in (1, 0) if exchanges else ():
@@ -191,14 +186,6 @@ def _groups_of_nodes(found: Preview) -> list[str]:
     return lines
 
 
-def _grouped(things: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
-    """Return the things with equal keys together, in the order of their first ones."""
-    found: dict[Hashable, list[T]] = {}
-    for thing in things:
-        found.setdefault(key(thing), []).append(thing)
-    return list(found.values())
-
-
 def _spans(numbers: Iterable[int]) -> str:
     """Return numbers with those that follow one another joined: "0-7, 12"."""
     spans: list[list[int]] = []
@@ -208,21 +195,6 @@ def _spans(numbers: Iterable[int]) -> str:
         else:
             spans.append([number, number])
     return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
-
-
-# ---- each one ------------------------------------------------------------------------------------
-
-
-def _each_one(found: Preview) -> list[str]:
-    heads = ["rank", "node", "place", "fields of a micro batch", "first ids", "size", "padding"]
-    rows = []
-    for rank in found.ranks:
-        ids = " ".join(map(str, rank.ids)) or "-"
-        numbers = [show_bytes(rank.num_bytes), f"{rank.padding:.1%}"]
-        rows.append([str(rank.rank), str(rank.node), str(rank.place), _fields(rank), ids, *numbers])
-    pairs = np.argwhere(found.traffic).tolist()
-    traffic = [f"node {a} -> node {b}  {show_bytes(found.traffic[a, b])}" for a, b in pairs]
-    return [*grid_of(heads, rows, num_left=5), "", *traffic, *([""] if traffic else [])]
 
 
 def _fields(rank: RankPreview) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import deepspeed
@@ -29,23 +28,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the report; the status is 0 unless `--load` was asked for and the CPU op cannot be loaded."""
     register()
-    with _prebuilt_ops_shown():
+    # op_report compares one accelerator name for all ops, which is empty where DeepSpeed was installed
+    # without prebuilt ops. With the name it prints [YES] for a prebuilt op of GEAR, and the same for others.
+    before = env_report.accelerator_name
+    env_report.accelerator_name = before or get_accelerator()._name
+    try:
         env_report.op_report(verbose=not options.quiet)
+    finally:
+        env_report.accelerator_name = before
     env_report.debug_report()
     print("-" * 46)
     print("GEAR native ops:")
+    home = toolchain.cuda_home()
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
+    rows = {
+        "package": Path(__file__).resolve().parents[1],
+        "accelerator": get_accelerator().device_name(),
+        "torch, DeepSpeed": f"{torch.__version__}, {deepspeed.__version__}",
+        "C++ compiler": toolchain.compiler_version() or "none",
+        "CUDA of torch, device": f"{torch.version.cuda or 'none'}, {device}",
+        "CUDA toolkit": f"{home} ({toolchain.nvcc_version(home)})" if home else "none",
+        "sources": toolchain.csrc_root(),
+    }
     status = 0
-    for name, value in _facts():
-        _show(name, value)
     for builder, load in ((GearBuilder(), load_native), (GearCudaBuilder(), load_native_cuda)):
         try:
             if options.load:
                 load()
+            rows[builder.NAME] = state(builder)
         except GearError as error:
             status = status or int(isinstance(builder, GearBuilder))
-            _show(builder.NAME, f"{env_report.FAIL} {error}")
-            continue
-        _show(builder.NAME, state(builder))
+            rows[builder.NAME] = f"{env_report.FAIL} {error}"
+    for name, value in rows.items():
+        print(name, "." * (_WIDTH - len(name)), value)
     return status
 
 
@@ -67,36 +82,5 @@ def state(builder: GearBuilder | GearCudaBuilder) -> str:
         name = builder.jit_name()
     except GearError as error:
         return f"{env_report.FAIL} {error}"
-    if jit.is_built(name):
-        return f"{env_report.OKAY} {why}; built just in time, {jit.build_folder(name)}"
-    return f"{env_report.OKAY} {why}; is built on first use, in {jit.build_folder(name)}"
-
-
-def _facts() -> Iterator[tuple[str, str]]:
-    home = toolchain.cuda_home()
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
-    yield "package", str(Path(__file__).resolve().parents[1])
-    yield "accelerator", str(get_accelerator().device_name())
-    yield "torch, DeepSpeed", f"{torch.__version__}, {deepspeed.__version__}"
-    yield "C++ compiler", toolchain.compiler_version() or "none"
-    yield "CUDA of torch, device", f"{torch.version.cuda or 'none'}, {device}"
-    yield "CUDA toolkit", f"{home} ({toolchain.nvcc_version(home)})" if home else "none"
-    yield "sources", str(toolchain.csrc_root())
-
-
-def _show(name: str, value: str) -> None:
-    print(name, "." * (_WIDTH - len(name)), value)
-
-
-@contextmanager
-def _prebuilt_ops_shown() -> Iterator[None]:
-    """Make op_report print [YES] for a prebuilt GEAR op where DeepSpeed was installed without prebuilt ops.
-
-    It compares one accelerator name for all ops, which is empty then; lines of DeepSpeed's ops do not change.
-    """
-    before = env_report.accelerator_name
-    env_report.accelerator_name = before or get_accelerator()._name
-    try:
-        yield
-    finally:
-        env_report.accelerator_name = before
+    when = "built just in time," if jit.is_built(name) else "is built on first use, in"
+    return f"{env_report.OKAY} {why}; {when} {jit.build_folder(name)}"

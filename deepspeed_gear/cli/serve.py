@@ -5,12 +5,8 @@ from __future__ import annotations
 import argparse
 import logging
 import signal
-from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
-
-if TYPE_CHECKING:
-    from deepspeed_gear.remote.gateway import Gateway
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,43 +48,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until the run ends, or until SIGTERM or Ctrl-C.
+    """Serve until the run ends, or until SIGTERM or Ctrl-C."""
+    try:
+        from deepspeed_gear.remote.gateway import Certificate, Gateway
+    except ImportError as error:
+        remedy = "pip install deepspeed_gear[remote]"
+        raise ConfigError("gear serve", "needs pyarrow and grpcio", None, remedy) from error
+    from deepspeed_gear.remote.connection import read_token
+    from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 
-    Raises:
-        ConfigError: An option is wrong.
-        StoreError: There is no store to attach to.
-    """
     logging.basicConfig(format="gear: %(message)s", level=logging.INFO)
     ended: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda found, _: ended.append(found))
-    gateway = _open(args)
-    print(f"serving table {gateway.table} at {gateway.url}\nrun {gateway.run_id}", flush=True)
-    error = gateway.run(lambda: bool(ended))
-    print(f"added {gateway.sessions.num_added:,} trajectories; ended: {error}")
-    return 0
-
-
-def _open(args: argparse.Namespace) -> Gateway:
-    """Check the options, attach, listen."""
-    try:
-        from deepspeed_gear.remote.gateway import Certificate, Gateway
-    except ImportError as error:
-        raise ConfigError(
-            "gear serve", "needs pyarrow and grpcio", None, "pip install deepspeed_gear[remote]"
-        ) from error
-    from deepspeed_gear.remote.connection import read_token
-    from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
-
     if bool(args.tls_cert) != bool(args.tls_key):
         raise ConfigError("--tls-cert", "must be given together with --tls-key", None)
     certificate = Certificate.read(args.tls_cert, args.tls_key) if args.tls_cert else None
     token = read_token(args.token_file)
     max_bytes = args.max_message << 20
-    Gateway.check(args.host, certificate, args.insecure, max_bytes)
+    Gateway.check(args.host, certificate, args.insecure, max_bytes)  # before the wait for the store
     writer = TrajectoryWriter.attach(args.config, table=args.table, wait_s=args.wait, run=args.run_name)
     try:
-        return Gateway(writer, token, args.host, args.port, certificate, args.insecure, max_bytes)
+        gateway = Gateway(writer, token, args.host, args.port, certificate, args.insecure, max_bytes)
     except BaseException:
         writer.close()
         raise
+    print(f"serving table {gateway.table} at {gateway.url}\nrun {gateway.run_id}", flush=True)
+    reason = gateway.run(lambda: bool(ended))
+    print(f"added {gateway.sessions.num_added:,} trajectories; ended: {reason}")
+    return 0

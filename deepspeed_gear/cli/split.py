@@ -21,12 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Split and print one line for each part.
-
-    Raises:
-        ConfigError: There are not that many parts.
-        DataError: The data set is broken or a part itself, or OUT exists.
-    """
+    """Split and print one line for each part."""
     from deepspeed_gear.data.dataset import Dataset
     from deepspeed_gear.data.dataset_part_writer import write_parts
     from deepspeed_gear.distributed.row_exchange.exchange_plan import shards_of

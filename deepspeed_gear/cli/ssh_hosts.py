@@ -40,11 +40,7 @@ _LINE = re.compile(r"(\S+)\s+slots=(\d+)")
 
 
 def read_hostfile(path: str | Path) -> dict[str, int]:
-    """Read hosts and their slots, in the order of the ranks, by DeepSpeed's rules.
-
-    Raises:
-        ConfigError: The file is missing, empty, or a line of it is malformed or a repetition.
-    """
+    """Read hosts and their slots, in the order of the ranks, by DeepSpeed's rules."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -70,21 +66,16 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
     return hosts
 
 
-def remote_python(arguments: Sequence[str], timeout_s: float) -> str:
-    """Return the shell command that runs this interpreter elsewhere, in this folder and with these settings.
+def start_on(host: str, arguments: Sequence[str], timeout_s: float) -> subprocess.Popen[str]:
+    """Start this interpreter on a host, in this folder and with these settings.
 
-    It ends after `timeout_s` even if the connection is lost.
+    It ends after `timeout_s` even if the connection is lost; the caller ends what it no longer needs.
     """
     path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     settings = [f"PYTHONPATH={path}", *(f"{n}={os.environ[n]}" for n in FORWARDED if n in os.environ)]
     command = ["timeout", "-k", "5", f"{timeout_s:g}", "env", *settings, sys.executable, *arguments]
-    return f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
-
-
-def start_on(host: str, arguments: Sequence[str], timeout_s: float) -> subprocess.Popen[str]:
-    """Start this interpreter on a host; the caller ends what it no longer needs."""
     return subprocess.Popen(
-        [*SSH, host, remote_python(arguments, timeout_s)],
+        [*SSH, host, f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -93,11 +84,7 @@ def start_on(host: str, arguments: Sequence[str], timeout_s: float) -> subproces
 
 
 def run_on(host: str, arguments: Sequence[str], timeout_s: float) -> str:
-    """Run this interpreter on a host to its end; return its stdout.
-
-    Raises:
-        PeerError: The host cannot be reached, the program fails there, or takes longer than `timeout_s`.
-    """
+    """Run this interpreter on a host to its end; return its stdout."""
     with start_on(host, arguments, timeout_s) as process:
         try:
             # The remote end has its own limit; this one is for a connection that hangs.

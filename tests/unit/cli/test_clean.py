@@ -24,6 +24,7 @@ def leave(name: str) -> None:
 
 
 def test_clean_removes_garbage_only(capsys: pytest.CaptureFixture[str]) -> None:
+    """So does the next run."""
     ours = prefix()
     dead = in_child(lambda: leave(f"{ours}-dead"))
     living = in_child(lambda: leave(f"{ours}-living"))
@@ -38,8 +39,8 @@ def test_clean_removes_garbage_only(capsys: pytest.CaptureFixture[str]) -> None:
         assert shared_files(ours) == [f"{ours}-living"]
     finally:
         kill(living)
-    assert main(["clean", "--prefix", ours]) == 0
-    assert shared_files(ours) == []
+    with Replay(config_of(batch_size=2), schemas={"main": SCHEMA}):
+        assert shared_files(ours) == []
 
 
 def test_buffers_that_deepspeed_leaves(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,12 +74,3 @@ def test_buffers_that_deepspeed_leaves(capsys: pytest.CaptureFixture[str]) -> No
     finally:
         for path in (foreign, SHM / f"{ours}-ready", *paths):
             path.unlink(missing_ok=True)
-
-
-def test_the_next_run_cleans_as_well() -> None:
-    ours = prefix()
-    dead = in_child(lambda: leave(f"{ours}-dead"))
-    wait_until(lambda: shared_files(ours), "linking")
-    kill(dead)
-    with Replay(config_of(batch_size=2), schemas={"main": SCHEMA}):
-        assert shared_files(ours) == []

@@ -155,23 +155,16 @@ def test_split_is_the_data_sets(tmp_path: Path) -> None:
     assert gear["fields"]["action"]["length"] == 3  # no longer than the longest trajectory
 
 
-def test_refuses_to_overwrite(tmp_path: Path) -> None:
+def test_refuses_to_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_dataset(tmp_path / "data", "continuous")
     (tmp_path / "train.py").write_text("mine")
-    with pytest.raises(DataError, match=re.escape("train.py must not exist; overwrite it with --force")):
-        run_init(str(tmp_path / "data"), "--out", str(tmp_path))
+    command = ["init", str(tmp_path / "data"), "--out", str(tmp_path)]
+    assert main(command) == 2
+    assert "train.py must not exist; overwrite it with --force" in capsys.readouterr().err
     assert (tmp_path / "train.py").read_text() == "mine"
     assert not (tmp_path / "gear_config.json").exists()
-    assert run_init(str(tmp_path / "data"), "--out", str(tmp_path), "--force") == 0
+    assert main([*command, "--force"]) == 0
     assert "gear_sample" in (tmp_path / "train.py").read_text()
-
-
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_dataset(tmp_path / "data", "discrete")
-    command = ["init", str(tmp_path / "data"), "--out", str(tmp_path)]
-    assert main(command) == 0
-    assert main(command) == 2
-    assert "gear: error: " in capsys.readouterr().err
 
 
 def test_refuses_what_it_cannot_serve(tmp_path: Path) -> None:
@@ -187,25 +180,29 @@ def test_refuses_what_it_cannot_serve(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="must be a writable folder"):
         run_init(str(tmp_path / "good"), "--out", str(tmp_path / "file" / "inner"))
+    (tmp_path / "hosts").write_text("node0\n")
+    with pytest.raises(ConfigError, match="line 1 must be 'HOST slots=NUMBER'"):
+        run_init(str(tmp_path / "good"), "--out", str(tmp_path), "--hostfile", str(tmp_path / "hosts"))
+    assert not (tmp_path / "train.py").exists()
+
+
+ON_CPU = "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 3 train.py"
 
 
 @pytest.mark.parametrize(
-    ("settings", "gpus", "wanted"),
+    ("accelerator", "gpus", "has_hosts", "wanted"),
     [
-        (
-            {"DS_ACCELERATOR": "cpu"},
-            8,
-            "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 3 train.py",
-        ),
-        ({}, 8, "deepspeed --num_gpus 8 train.py"),
-        ({}, 0, "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 3 train.py"),
-        ({"hostfile": "node0 slots=8\nnode1 slots=8\n"}, 8, "deepspeed --hostfile hosts train.py"),
-        ({"hostfile": "node0 slots=8\nnode1 slots=8\n"}, 0, "deepspeed --hostfile hosts train.py"),
+        ("cpu", 8, False, ON_CPU),
+        ("cuda", 8, False, "deepspeed --num_gpus 8 train.py"),
+        ("cuda", 0, False, ON_CPU),
+        ("cuda", 8, True, "deepspeed --hostfile hosts train.py"),
+        ("cuda", 0, True, "deepspeed --hostfile hosts train.py"),
     ],
 )
 def test_launch_line(
-    settings: dict[str, str],
+    accelerator: str,
     gpus: int,
+    has_hosts: bool,
     wanted: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -214,32 +211,21 @@ def test_launch_line(
     """For the GPUs or the cores of this machine, or the hosts of a file."""
     make_dataset(tmp_path / "data", "discrete")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DS_ACCELERATOR", settings.get("DS_ACCELERATOR", "cuda"))
+    monkeypatch.setenv("DS_ACCELERATOR", accelerator)
     monkeypatch.setattr(init.torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 5})
-    options = []
-    if "hostfile" in settings:
-        Path("hosts").write_text(settings["hostfile"])
-        options = ["--hostfile", "hosts"]
-    assert run_init("data", *options) == 0
+    Path("hosts").write_text("node0 slots=8\nnode1 slots=8\n")
+    assert run_init("data", *(["--hostfile", "hosts"] if has_hosts else [])) == 0
     *notes, command = capsys.readouterr().out.splitlines()
     assert command == f"train with: {wanted}"
-    assert any(".deepspeed_env" in note for note in notes) == ("hostfile" in settings)
+    assert any(".deepspeed_env" in note for note in notes) == has_hosts
     written = json.loads(Path("gear_config.json").read_text())
-    num_ranks = 16 if "hostfile" in settings else int(wanted.split()[-2])
+    num_ranks = 16 if has_hosts else int(wanted.split()[-2])
     assert 128 <= written["train_batch_size"] < 128 + num_ranks
     assert written["train_batch_size"] % num_ranks == 0
     assert "train_micro_batch_size_per_gpu" not in written, "it would scale with the number of ranks"
     assert written["gear"]["prefetch"] > 0
     assert f"    {wanted}\n" in Path("train.py").read_text()
-
-
-def test_a_hostfile_is_checked_first(tmp_path: Path) -> None:
-    make_dataset(tmp_path / "data", "discrete")
-    (tmp_path / "hosts").write_text("node0\n")
-    with pytest.raises(ConfigError, match="line 1 must be 'HOST slots=NUMBER'"):
-        run_init(str(tmp_path / "data"), "--out", str(tmp_path), "--hostfile", str(tmp_path / "hosts"))
-    assert not (tmp_path / "train.py").exists()
 
 
 def test_what_is_held_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

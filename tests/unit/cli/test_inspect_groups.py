@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gear_support import SCHEMA, config_of, run_command, trajectory
+from gear_support import run_command
 from group_support import GROUP, add, add_groups, check_groups, section, train
 
 from deepspeed_gear import Replay
@@ -32,12 +32,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def numbers(complete: int, incomplete: int, **left_out: int) -> dict[str, int]:
-    return {
-        "complete": complete,
-        "incomplete": incomplete,
-        **dict.fromkeys(COUNTED, 0),
-        **left_out,
-    }
+    return {"complete": complete, "incomplete": incomplete, **dict.fromkeys(COUNTED, 0), **left_out}
 
 
 @pytest.mark.parametrize("kind", ["fifo", "uniform", "prioritized"])
@@ -133,33 +128,3 @@ def test_a_save_of_an_earlier_version(tmp_path: Path, capsys: pytest.CaptureFixt
     found = of_saved(tmp_path / "main")
     assert found.groups == {**numbers(2, 0), "incomplete": None}
     assert "  groups        2 complete, not known incomplete\n" in shown(capsys, str(tmp_path / "main"))
-
-
-@pytest.mark.parametrize(
-    ("sampler", "items"),
-    [
-        ({"kind": "uniform"}, 3),
-        ({"kind": "prioritized"}, 3),
-        ({"kind": "prioritized", "unit": "step"}, 12),
-        ({"kind": "recent", "newest": 2}, None),
-    ],
-    ids=str,
-)
-def test_trajectories_that_no_selection_has_seen(
-    sampler: dict[str, Any], items: int | None, tmp_path: Path
-) -> None:
-    """Without groups: what was added is drawable, and lengths are of all stored trajectories."""
-    options = {"sampler": sampler, "batch_size": 2, "fields": {"code": {}}}
-    with Replay(config_of(**options), schemas={"main": SCHEMA}) as replay:
-        for number, steps in enumerate((2, 3, 7)):
-            replay.add(trajectory(number, steps))
-        found = living(replay)
-        replay.save(tmp_path)
-        saved = of_saved(tmp_path / "main")
-        for one in (found, saved):
-            assert one.groups is None
-            assert sorted(one.lengths.tolist()) == [2, 3, 7]  # type: ignore[union-attr]
-            if items is not None:
-                assert (len(one.masses), one.waiting) == (0, items)
-        replay.sample()
-        assert living(replay).waiting == 0

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gear_support import SCHEMA, config_of, run_command, shared_files, trajectory, write_dataset
+from gear_support import SCHEMA, config_of, prefix, run_command, shared_files, trajectory, write_dataset
 from process_support import environment
 from replay_support import streams_of
 from snapshot_support import into_shards
@@ -23,7 +22,7 @@ from warm_python import PIPE, WarmProcess
 from deepspeed_gear import DeviceReplay, Replay
 from deepspeed_gear.cli import inspect
 from deepspeed_gear.cli.inspect_distribution import Distribution, of_living, of_saved, saved_tables
-from deepspeed_gear.errors import CheckpointError, ConfigError, StoreError
+from deepspeed_gear.errors import CheckpointError, ConfigError, StoreError, show_bytes
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.live_stores import LiveStore, living_stores
 from deepspeed_gear.store.step_priorities import rows_of
@@ -38,30 +37,16 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 
 PROGRAM = """
 import json, sys
-import torch
 from gear_support import SCHEMA, trajectory
-from replay_support import streams_of
 from deepspeed_gear import Replay
 
-sections, lengths = map(json.loads, sys.argv[1:])
-replays = {name: Replay(section, schemas={"main": SCHEMA}) for name, section in sections.items()}
-for replay in replays.values():
+section, lengths = map(json.loads, sys.argv[1:])
+with Replay(section, schemas={"main": SCHEMA}) as replay:
     for number, steps in enumerate(lengths):
         replay.add(trajectory(number, steps))
-torch.manual_seed(0)
-for line in sys.stdin:
-    replay = replays[line.strip()]
-    batch = replay.sample()
-    has_priorities = replay.config.sampler.kind == "prioritized"
-    if has_priorities:
-        replay.update_priorities(batch, 0.1 + 8 * torch.rand(16))
+    for _ in sys.stdin:
         replay.sample()
-    masses = streams_of(replay)["train"].masses
-    found = {"draws": replay.statistics()["drawn"]["main"]["draws"]}
-    found["masses"] = masses.leaves[masses.leaves > 0].tolist()
-    if has_priorities:
-        found["priorities"] = masses.values[masses.leaves > 0].tolist()
-    print(json.dumps(found), flush=True)
+        print(json.dumps(replay.statistics()["drawn"]["main"]["draws"]), flush=True)
 """
 
 
@@ -72,36 +57,15 @@ def section_of(name: str, **options: Any) -> dict[str, Any]:
 run = partial(run_command, inspect)
 
 
-class Other:
-    """A process that holds a store for each sampler, in runs of these names, and steps when asked to."""
-
-    def __init__(self, *names: str) -> None:
-        prefix = config_of()["shared_memory"]["prefix"]
-        sections = {name: section_of(name, shared_memory={"prefix": prefix, "run": name}) for name in names}
-        arguments = ["-c", PROGRAM, json.dumps(sections), json.dumps(LENGTHS)]
-        self.process = WarmProcess(arguments, environment(), stdin=PIPE, stdout=PIPE)
-
-    def step(self, name: str) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        print(name, file=self.process.stdin, flush=True)
-        found: dict[str, Any] = json.loads(self.process.stdout.readline())
-        return found
-
-    def store(self, name: str) -> LiveStore:
-        (found,) = (store for store in living_stores(self.process.pid) if store.run.name == name)
-        return found
-
-    def end(self) -> None:
-        self.process.communicate(timeout=60)
+def living(store: LiveStore) -> Distribution:
+    found = of_living(store)
+    assert found is not None
+    return found
 
 
-@pytest.fixture(scope="module")
-def other() -> Iterator[Other]:
-    made = Other(*SAMPLERS)
-    yield made
-    made.end()
-    assert made.process.returncode == 0
+def store_of(replay: Replay) -> LiveStore:
+    (found,) = (store for store in living_stores(os.getpid()) if store.run.id == replay.run)
+    return found
 
 
 def check(found: Distribution, known: dict[str, Any]) -> None:
@@ -110,49 +74,45 @@ def check(found: Distribution, known: dict[str, Any]) -> None:
     if "priorities" in known:
         assert found.priorities is not None
         assert found.priorities.tolist() == known["priorities"]
-    assert found.draws is not None
-    counted = {"mean": found.draws.mean(), "max": found.draws.max(), "never": (found.draws == 0).mean()}
-    assert counted == pytest.approx(known["draws"])
+    assert found.summary()["draws"] == pytest.approx(known["draws"])
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_a_living_store(name: str, other: Other, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two looks at one run, which goes on between them, and nothing of it is writable."""
-    known = other.step(name)
-    pid = other.process.pid
-    assert shared_files(config_of()["shared_memory"]["prefix"]) == []  # it has no name any more
-    store = other.store(name)
-    assert store.processes == (pid,)
+def test_a_store_of_another_process(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two looks at one run, which goes on between them, and nothing of it is writable; then it ends."""
+    section = section_of("steps", shared_memory={"prefix": prefix(), "run": "steps"})
+    arguments = ["-c", PROGRAM, json.dumps(section), json.dumps(LENGTHS)]
+    process = WarmProcess(arguments, environment(), stdin=PIPE, stdout=PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    print(file=process.stdin, flush=True)
+    known = json.loads(process.stdout.readline())
+    (store,) = living_stores(process.pid)
+    assert shared_files(prefix()) == []  # it has no name any more
     assert all(not view.flags.writeable for view in store.views.values())
-    found = of_living(store)
-    assert found is not None
+    found = living(store)
     assert (found.table, found.num_trajectories, found.num_steps) == ("main", 6, sum(LENGTHS))
-    check(found, known)
-    known = other.step(name)
-    again = of_living(store)
-    assert again is not None
-    check(again, known)
-    assert run("--living", str(pid)) == 0
-    text = capsys.readouterr().out
-    assert f"table main of process {pid}:" in text
-    assert f"  steps         {sum(LENGTHS)}\n" in text
-    assert f"  sampler       {SAMPLERS[name].get('kind', 'uniform')}, unit " in text
-    assert run("--living", str(pid), "--json") == 0
-    (shown,) = (s for s in json.loads(capsys.readouterr().out)["stores"] if s["run"]["name"] == name)
-    assert (shown["processes"], shown["table"]) == ([pid], "main")
-    assert shown["distribution"] == again.summary()
-    other.step(name)
-
-
-def test_a_process_that_has_ended() -> None:
-    other = Other("steps")
-    other.step("steps")
-    store = other.store("steps")
-    other.process.kill()
-    other.end()
-    assert of_living(store) is not None  # a look outlives the run: it is a map of its own
-    with pytest.raises(StoreError, match=rf"process {other.process.pid} must be a running process of user"):
-        run("--living", str(other.process.pid))
+    assert found.summary()["draws"] == pytest.approx(known)
+    print(file=process.stdin, flush=True)
+    known = json.loads(process.stdout.readline())
+    summary = living(store).summary()
+    assert summary["draws"] == pytest.approx(known)
+    assert run("--living", str(process.pid)) == 0
+    assert capsys.readouterr().out.splitlines()[:5] == [
+        f"table main of process {process.pid}: {show_bytes(store.layout.total_bytes)}",
+        f"  run           {store.run}",
+        "  sampler       prioritized, unit step",
+        "  trajectories  6",
+        f"  steps         {sum(LENGTHS)}",
+    ]
+    assert run("--living", str(process.pid), "--json") == 0
+    (shown,) = json.loads(capsys.readouterr().out)["stores"]
+    assert (shown["processes"], shown["run"]["name"]) == ([process.pid], "steps")
+    assert shown["distribution"] == summary
+    process.kill()
+    process.communicate(timeout=60)
+    assert living(store).summary() == summary  # a look outlives the run: it is a map of its own
+    with pytest.raises(StoreError, match=rf"process {process.pid} must be a running process of user"):
+        run("--living", str(process.pid))
 
 
 def test_a_process_without_a_store(capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,59 +123,51 @@ def test_a_process_without_a_store(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_what_was_evicted_since_the_latest_selection_is_not_drawable(name: str, tmp_path: Path) -> None:
-    with Replay(section_of(name), schemas={"main": SCHEMA}) as replay:
-        for number, steps in enumerate(LENGTHS):
-            replay.add(trajectory(number, steps))
-        batch = replay.sample()  # its rows stay in the store until the next one
-        gone = int(batch.trajectory_id[0])
-        replay.remove([gone])
-        table, masses = replay.tables["main"], streams_of(replay)["train"].masses
-        slots = np.nonzero(table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
-        by_steps = "alpha" in SAMPLERS[name] and SAMPLERS[name].get("unit") == "step"
-        items = rows_of(table.slots[slots])[0] if by_steps else slots
-        left = masses.leaves[items]
-        replay.save(tmp_path / "gear")
-    found = of_saved(tmp_path / "gear" / "main")
-    assert found.num_trajectories == len(LENGTHS) - 1
-    assert found.summary()["drawable"] == (left > 0).sum()
-    assert found.masses.sum() == pytest.approx(left.sum())
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_a_saved_store(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_store_of_each_sampler(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Living, saved, in shards and damaged; what was evicted since the latest selection is not drawable."""
+    has_priorities = "alpha" in SAMPLERS[name]
+    by_steps, gear = has_priorities and SAMPLERS[name].get("unit") == "step", tmp_path / "tag" / "gear"
     with Replay(section_of(name), schemas={"main": SCHEMA}) as replay:
         for number, steps in enumerate(LENGTHS):
             replay.add(trajectory(number, steps))
         replay.remove([1])
         for _ in range(3):
             batch = replay.sample()
-            if "alpha" in SAMPLERS[name]:
+            if has_priorities:
                 replay.update_priorities(batch, 0.1 + 8 * torch.rand(16))
         masses = streams_of(replay)["train"].masses
         known: dict[str, Any] = {"masses": masses.leaves[masses.leaves > 0].tolist()}
         known["draws"] = replay.statistics()["drawn"]["main"]["draws"]
-        if "alpha" in SAMPLERS[name]:
+        if has_priorities:
             known["priorities"] = masses.values[masses.leaves > 0].tolist()  # type: ignore[attr-defined]
-        replay.save(tmp_path / "tag" / "gear")
-    for folder in (tmp_path / "tag", tmp_path / "tag" / "gear", tmp_path / "tag" / "gear" / "main"):
-        assert saved_tables(folder) == [tmp_path / "tag" / "gear" / "main"]
-    found = of_saved(tmp_path / "tag" / "gear" / "main")
+        check(living(store_of(replay)), known)
+        replay.save(gear)
+        replay.remove([int(batch.trajectory_id[0])])  # its rows stay in the store until the next selection
+        table = replay.tables["main"]
+        slots = np.nonzero(table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
+        left = masses.leaves[rows_of(table.slots[slots])[0] if by_steps else slots]
+        replay.save(tmp_path / "evicted")
+    for folder in (tmp_path / "tag", gear, gear / "main"):
+        assert saved_tables(folder) == [gear / "main"]
+    found = of_saved(gear / "main")
     assert (found.num_trajectories, found.num_steps) == (5, sum(LENGTHS) - 2)
     check(found, known)
+    evicted = of_saved(tmp_path / "evicted" / "main")
+    assert (evicted.num_trajectories, evicted.summary()["drawable"]) == (4, (left > 0).sum())
+    assert evicted.masses.sum() == pytest.approx(left.sum())
     assert run(str(tmp_path / "tag")) == 0
     assert "  trajectories  5\n" in capsys.readouterr().out
     assert run(str(tmp_path / "tag"), "--json") == 0
     assert json.loads(capsys.readouterr().out)["tables"] == [found.summary()]
     shards = tmp_path / "shards" / "gear" / "main"
-    shutil.copytree(tmp_path / "tag" / "gear" / "main", shards)
-    into_shards(shards, 3, "alpha" in SAMPLERS[name] and SAMPLERS[name].get("unit") == "step")
+    shutil.copytree(gear / "main", shards)
+    into_shards(shards, 3, by_steps)
     for folder in (tmp_path / "shards", shards.parent, shards):
         assert saved_tables(folder) == [shards]
     assert of_saved(shards).summary() == found.summary()
     assert run(str(tmp_path / "shards")) == 0
     assert "  trajectories  5\n" in capsys.readouterr().out
-    with (tmp_path / "tag" / "gear" / "main" / "stream.train.draws.npy").open("r+b") as file:
+    with (gear / "main" / "stream.train.draws.npy").open("r+b") as file:
         file.seek(130)
         file.write(b"\xff")
     with pytest.raises(CheckpointError, match=r"stream.train.draws.npy must be as it was saved"):
@@ -229,7 +181,9 @@ def test_a_saved_store(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[
         ({**SAMPLERS["steps"], "anchors": {"every": 2}}, (4, 8, 8)),
         (SAMPLERS["trajectories"], (2, 2, 2)),
         (SAMPLERS["uniform"], (2, 2, 2)),
+        ({"kind": "recent", "newest": 2}, (2, 2, 2)),
     ],
+    ids=str,
 )
 def test_steps_since_the_latest_selection_can_be_drawn(
     sampler: dict[str, Any], drawable: tuple[int, ...], tmp_path: Path
@@ -249,11 +203,8 @@ def test_steps_since_the_latest_selection_can_be_drawn(
                 writer.step(**{**rows, **ends}, observation=np.ones((2, 3)), publish=True)
 
         def seen() -> list[Distribution]:
-            (living,) = (s for s in living_stores(os.getpid()) if s.run.id == replay.run)
             replay.save(tmp_path / "gear")
-            one = of_living(living)
-            assert one is not None
-            return [one, of_saved(tmp_path / "gear" / "main")]
+            return [living(store_of(replay)), of_saved(tmp_path / "gear" / "main")]
 
         writer.reset(observation=np.zeros((2, 3)), task=np.zeros(2))
         step(4)
@@ -263,11 +214,13 @@ def test_steps_since_the_latest_selection_can_be_drawn(
         then = seen()
         replay.sample()
         last = seen()
-    for shown, wanted, held in zip((first, then, last), drawable, (0, drawable[0], drawable[2]), strict=True):
+    before = (0, drawable[0], drawable[2])
+    for shown, wanted, held, length in zip((first, then, last), drawable, before, (4, 7, 7), strict=True):
         for one in shown:
             summary = one.summary()
             assert (summary["drawable"], summary["waiting"]) == (wanted, wanted - held)
             assert not summary["excluded"]
+            assert (one.groups, summary["trajectories"], summary["length"]["min"]) == (None, 2, length)
 
 
 def test_a_checkpoint_of_a_position_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -212,14 +212,15 @@ def test_split_into_more_than_there_are(whole: Dataset, tmp_path: Path, nodes: s
 def test_inspect_says_which_part(whole: Dataset, tmp_path: Path) -> None:
     parts = write_parts(whole, tmp_path / "out", BOUNDS)
     summaries = [inspect.summarize(part) for part in parts]
-    text = inspect.format_table({**summaries[1], "verified": False})
-    assert "  part          1 of 3: ids 1 to 3 of 6\n" in text
-    assert f"  whole         {whole.fingerprint}, 22 steps\n" in text
-    assert "training split of the whole" in text
+    lines = inspect.dataset_lines({**summaries[1], "verified": False})
+    assert "  part          1 of 3: ids 1 to 3 of 6" in lines
+    assert f"  whole         {whole.fingerprint}, 22 steps" in lines
+    assert "training split of the whole" in lines[-1]
     assert summaries[1]["part"]["first"] == 1
     of_whole = inspect.summarize(whole)
     assert of_whole["part"] is None
-    assert "\n  part " not in inspect.format_table({**of_whole, "verified": False})
+    lines = inspect.dataset_lines({**of_whole, "verified": False})
+    assert not any(line.startswith("  part ") for line in lines)
     for name, entry in of_whole["split"].items():
         found = sum(summary["split"][name]["trajectories"] for summary in summaries)
         assert found == entry["trajectories"]

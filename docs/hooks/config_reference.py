@@ -1,14 +1,11 @@
-"""The option reference, generated from the config model.
-
-python -m deepspeed_gear.cli.config_reference FILE
-"""
+"""The option reference, generated from the config model: python docs/hooks/config_reference.py FILE."""
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -20,7 +17,7 @@ from deepspeed_gear.config.describe_options import alternatives, as_model, descr
 
 _HEAD = """# The `gear` section
 
-<!-- Generated: python -m deepspeed_gear.cli.config_reference docs/reference/config.md -->
+<!-- Generated: python docs/hooks/config_reference.py docs/reference/config.md -->
 
 Every option of the `"gear"` section of `ds_config.json`, with what it admits and its default. A misspelt
 option, a value of another type (a number in quotes is not a number), and options that contradict one another
@@ -35,8 +32,13 @@ def render() -> str:
     titles: dict[type[BaseModel], str] = {}
     for title, model in _sections("gear", GearConfig):
         titles.setdefault(model, title)
-    shown = [_section(title, model, titles) for model, title in titles.items()]
-    return "\n".join([_HEAD, *shown])
+    lines = [_HEAD]
+    for model, title in titles.items():
+        lines += [f"## `{title}`", "", inspect.cleandoc(model.__doc__ or ""), ""]
+        lines += ["| option | admits | default | meaning |", "|---|---|---|---|"]
+        lines += [_row(name, info, titles) for name, info in options(model).items()]
+        lines.append("")
+    return "\n".join(lines)
 
 
 def _sections(title: str, model: type[BaseModel], kind: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
@@ -60,27 +62,12 @@ def _models_in(name: str, annotation: Any) -> Iterator[tuple[str, type[BaseModel
                 yield f".{_PLACEHOLDERS[name]}", inner
 
 
-def _section(title: str, model: type[BaseModel], titles: dict[type[BaseModel], str]) -> str:
-    rows = [_row(name, info, titles) for name, info in options(model).items()]
-    return "\n".join(
-        [
-            f"## `{title}`",
-            "",
-            inspect.cleandoc(model.__doc__ or ""),
-            "",
-            "| option | admits | default | meaning |",
-            "|---|---|---|---|",
-            *rows,
-            "",
-        ]
-    )
-
-
 def _row(name: str, info: FieldInfo, titles: dict[type[BaseModel], str]) -> str:
-    admits = describe(info.annotation, info.metadata)
-    links = [
-        f"[`{titles[model]}`](#{_anchor(titles[model])})" for _, model in _models_in(name, info.annotation)
-    ]
+    admits, links = describe(info.annotation, info.metadata), []
+    for title in (titles[model] for _, model in _models_in(name, info.annotation)):
+        # The anchor that Markdown viewers give to a heading.
+        anchor = "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c in "_-")
+        links.append(f"[`{title}`](#{anchor})")
     if links:
         admits += f" (see {', '.join(links)})"
     default = "required"
@@ -90,21 +77,5 @@ def _row(name: str, info: FieldInfo, titles: dict[type[BaseModel], str]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def _anchor(title: str) -> str:
-    """Return the anchor that Markdown viewers give to a heading."""
-    return "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c in "_-")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the reference to a file."""
-    parser = argparse.ArgumentParser(
-        prog="python -m deepspeed_gear.cli.config_reference", description=__doc__
-    )
-    parser.add_argument("file", type=Path, help="the file to write, docs/reference/config.md")
-    file: Path = parser.parse_args(argv).file
-    file.write_text(render(), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    Path(sys.argv[1]).write_text(render(), encoding="utf-8")
