@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from deepspeed_gear.errors import StoreFullError as StoreFullError
     from deepspeed_gear.errors import StoreGoneError as StoreGoneError
     from deepspeed_gear.remote.remote_writer import RemoteWriter as RemoteWriter
-    from deepspeed_gear.remote.sender import SendOptions as SendOptions
+    from deepspeed_gear.remote.remote_writer import SendOptions as SendOptions
     from deepspeed_gear.replay import DeviceReplay as DeviceReplay
     from deepspeed_gear.replay import Replay as Replay
     from deepspeed_gear.replay import TransitionBuffer as TransitionBuffer
@@ -66,8 +66,7 @@ _NAMES = {  # public names by module
         "LostNodeError NotReadyError PeerError SchemaError ShapeError StaleBatchError StoreError "
         "StoreFullError StoreGoneError"
     ),
-    "remote.remote_writer": "RemoteWriter",
-    "remote.sender": "SendOptions",
+    "remote.remote_writer": "RemoteWriter SendOptions",
     "replay": "DeviceReplay Replay TransitionBuffer",
     "replay.normalizer": "Normalizer",
     "replay.rollout": "Rollout TrainStep",

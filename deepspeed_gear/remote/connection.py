@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import grpc
 import pyarrow as pa
 
-from deepspeed_gear.errors import ConfigError, StoreError, error_from_json
+from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.remote import gateway_messages
 
 _LEAST_S = 3.0  # shortest deadline of a call: a gateway answers after 1 s while its table blocks
@@ -50,20 +50,25 @@ class Connection:
         token: The gateway's token, or the path of a file that holds it.
         ca: File with the certificates that sign the gateway's, in PEM; None: those of the machine.
         insecure: Admits other addresses than loopback without TLS.
-    Raises:
-        ConfigError: One of these is wrong.
     """
 
     def __init__(self, url: str, token: str | Path, ca: str | Path | None, insecure: bool) -> None:
         self.url = url
-        has_tls, host = parse_url(url)
+        parts = urlsplit(url)
+        try:
+            known = parts.scheme in ("grpc", "grpc+tls") and parts.hostname and parts.port
+        except ValueError:
+            known = None
+        if not known or parts.path or parts.query or parts.username:
+            raise ConfigError("url", "must be grpc://HOST:PORT or grpc+tls://HOST:PORT", url)
+        has_tls = parts.scheme == "grpc+tls"
         if not has_tls:
             remedy = "use grpc+tls://, or insecure=True in a network that you trust"
-            check_plain("url", host, insecure, remedy)
+            check_plain("url", str(parts.hostname), insecure, remedy)
         text = check_token("token", token) if isinstance(token, str) else read_token(token)
         self._metadata = (("authorization", f"Bearer {text}"),)
         self._credentials = grpc.ssl_channel_credentials(_read_roots(ca)) if has_tls else None
-        self._target = f"dns:///{urlsplit(url).netloc}"  # so that gRPC does not parse a host as a scheme
+        self._target = f"dns:///{parts.netloc}"  # so that gRPC does not parse a host as a scheme
         self._channel: grpc.Channel | None = None
 
     def call(
@@ -78,9 +83,6 @@ class Connection:
             batch: Trajectories to send, of `gateway_messages.encode`; None: only the header.
         Returns:
             The answer; `error` in it is one of the gateway, as JSON.
-        Raises:
-            ConnectionLost: There is no answer.
-            StoreError: The token is wrong, or the server has no such call.
         """
         message = gateway_messages.pack(header, batch).to_pybytes()
         timeout_s = max(_LEAST_S, min(most_s, _ANSWER_S + len(message) / _BYTES_A_S))
@@ -93,33 +95,23 @@ class Connection:
             answer: dict[str, Any] = json.loads(call(message, timeout=timeout_s, metadata=self._metadata))
         except grpc.RpcError as error:
             self.hang_up()
-            raise self._failure(error) from error
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                remedy = "take the one in its --token-file"
+                raise StoreError(f"token for {self.url}", "must be the gateway's", None, remedy) from error
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                rule, remedy = "must have this call", "install the same deepspeed_gear on both sides"
+                raise StoreError(f"gateway {self.url}", rule, None, remedy) from error
+            raise ConnectionLost(f"{error.code().name}: {error.details()}") from error
         except ValueError as error:  # no JSON: the server is no gateway
             self.hang_up()
             raise ConnectionLost(str(error)) from error
         return answer
-
-    def _failure(self, error: grpc.RpcError) -> Exception:
-        """Return the exception for a call that has failed."""
-        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-            remedy = "take the one in its --token-file"
-            return StoreError(f"token for {self.url}", "must be the gateway's", None, remedy)
-        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-            rule, remedy = "must have this call", "install the same deepspeed_gear on both sides"
-            return StoreError(f"gateway {self.url}", rule, None, remedy)
-        return ConnectionLost(f"{error.code().name}: {error.details()}")
 
     def hang_up(self) -> None:
         """End the connection; the next call makes another."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
-
-
-def raise_error(answer: Mapping[str, Any]) -> None:
-    """Raise the gateway's error that an answer holds, if it holds one."""
-    if "error" in answer:
-        raise error_from_json(answer["error"])
 
 
 def _read_roots(path: str | Path | None) -> bytes:
@@ -141,11 +133,7 @@ _MAKE = "make one: (umask 077; openssl rand -hex 32 > FILE)"
 
 
 def read_token(path: str | Path) -> str:
-    """Read a token from a file that only its owner can read.
-
-    Raises:
-        ConfigError: The file cannot be read, others may read it, or it holds no token.
-    """
+    """Read a token from a file that only its owner can read."""
     name = f"token file {path}"
     try:
         with open(path, encoding="ascii") as file:
@@ -160,11 +148,7 @@ def read_token(path: str | Path) -> str:
 
 
 def check_token(name: str, token: str) -> str:
-    """Return the token if it is valid.
-
-    Raises:
-        ConfigError: It is too short, or no header can hold it. Its text is not in the error.
-    """
+    """Return the token if it is valid."""
     if len(token) < LEAST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
         rule = f"must hold a token of at least {LEAST_TOKEN} printable ASCII characters"
         raise ConfigError(name, rule, None, _MAKE)
@@ -172,30 +156,10 @@ def check_token(name: str, token: str) -> str:
 
 
 def check_plain(name: str, host: str, insecure: bool, remedy: str) -> None:
-    """Refuse a connection without TLS that leaves the machine.
-
-    Raises:
-        ConfigError: It would, and `insecure` is False.
-    """
+    """Refuse a connection without TLS that leaves the machine."""
     try:
         is_loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:  # another name may be that of any machine
         is_loopback = host == "localhost"
     if not insecure and not is_loopback:
         raise ConfigError(name, "must be a loopback address without TLS", host, remedy)
-
-
-def parse_url(url: str) -> tuple[bool, str]:
-    """Return whether a gateway's url has TLS, and its host.
-
-    Raises:
-        ConfigError: It is none.
-    """
-    parts = urlsplit(url)
-    try:
-        known = parts.scheme in ("grpc", "grpc+tls") and parts.hostname and parts.port
-    except ValueError:
-        known = None
-    if not known or parts.path or parts.query or parts.username:
-        raise ConfigError("url", "must be grpc://HOST:PORT or grpc+tls://HOST:PORT", url)
-    return parts.scheme == "grpc+tls", str(parts.hostname)

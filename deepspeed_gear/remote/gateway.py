@@ -6,27 +6,41 @@ import hmac
 import json
 import logging
 import secrets
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pyarrow as pa
 
-from deepspeed_gear.errors import ConfigError, GearError, SchemaError, StoreError, error_to_json
+from deepspeed_gear.errors import (
+    ConfigError,
+    DataError,
+    GearError,
+    NotReadyError,
+    SchemaError,
+    StoreError,
+    StoreFullError,
+    error_to_json,
+)
 from deepspeed_gear.remote import gateway_messages
 from deepspeed_gear.remote.connection import check_plain
-from deepspeed_gear.remote.sessions import MOST_WAITING, Sessions
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.timeouts import wait_until
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 
 LOG = logging.getLogger("deepspeed_gear")
 Action = Callable[[Mapping[str, Any], pa.Buffer], dict[str, Any]]
+Numbered = Sequence[tuple[int, Mapping[str, np.ndarray]]]
+ANSWER_S = 1.0  # longest that a request waits for its trajectories to be added
+MOST_WAITING = 32  # requests that wait at the same time; further ones are answered immediately
 _POLL_S = 0.2  # interval of the checks whether the gateway is to end
 _END_S = 3.0  # longest time for which it still answers, so that writers receive the error of its end
 _NUM_WORKERS = 2 * MOST_WAITING  # calls handled at once; half of them never wait for the table
@@ -47,16 +61,168 @@ class Certificate:
 
     @classmethod
     def read(cls, chain: str | Path, key: str | Path) -> Certificate:
-        """Read both files.
-
-        Raises:
-            ConfigError: One cannot be read.
-        """
+        """Read both files."""
         try:
             return cls(Path(chain).read_bytes(), Path(key).read_bytes())
         except OSError as error:
             rule = "must be readable PEM files"
             raise ConfigError("TLS certificate and key", rule, str(error)) from error
+
+
+class Session:
+    """State of one remote writer.
+
+    `upto` only grows, and only after a commit or a refusal: so a trajectory that is sent twice is added once.
+    """
+
+    def __init__(self) -> None:
+        self.upto = -1  # all trajectories up to this number are committed or refused
+        self.refused: deque[tuple[int, dict[str, Any]]] = deque()  # not acknowledged by the writer yet
+        self.task: Future[None] | None = None  # adds the last batch
+        self.lock = threading.Lock()  # around what reads and replaces the task
+        self.is_notified = False  # whether an answer contained the error of the end
+        self.called_at = time.monotonic()
+
+    def refused_after(self, known: int) -> list[tuple[int, dict[str, Any]]]:
+        """Return the refusals after the last that the writer has received; forget the others."""
+        while self.refused and self.refused[0][0] <= known:
+            self.refused.popleft()
+        return list(self.refused)
+
+    def is_busy(self, timeout_s: float) -> bool:
+        """Return whether the last batch is still being added, after at most so long."""
+        return self.task is not None and bool(wait([self.task], timeout_s).not_done)
+
+
+class Sessions:
+    """Adds batches of any number of writers, one after the other.
+
+    At most one batch of each writer is held: the next is accepted when the last is added or refused, so
+    trajectories that the table does not take yet stay with the writers.
+
+    Thread safety: any thread may call anything; only one thread adds.
+
+    Args:
+        add: Adds a trajectory; as TrajectoryWriter.add.
+        most_waiting: Requests that wait at once for their trajectories to be added.
+    """
+
+    def __init__(self, add: Callable[[Mapping[str, Any]], int], most_waiting: int = MOST_WAITING) -> None:
+        self._add, self._waiting = add, threading.Semaphore(most_waiting)
+        self._sessions: dict[str, Session] = {}
+        self._adder = ThreadPoolExecutor(1, "gear-add")
+        self.error: GearError | None = None  # why nothing is added any more
+        self.num_added = 0
+
+    # ---- writers ---------------------------------------------------------------------------------
+
+    def open(self, client: str) -> None:
+        """Begin a session; an existing one continues."""
+        self.check()
+        self._sessions.setdefault(client, Session())
+
+    def expire(self, after_s: float = gateway_messages.SESSION_S) -> int:
+        """End the sessions whose writers have not called for some time; return how many.
+
+        A session whose last batch is still being added continues.
+        """
+        before = time.monotonic() - after_s
+        found = list(self._sessions.items())
+        ended = [client for client, one in found if one.called_at < before and not one.is_busy(0.0)]
+        for client in ended:
+            self._sessions.pop(client, None)
+        if ended:
+            LOG.info("gear serve: %d sessions have expired", len(ended))
+        return len(ended)
+
+    def forget(self, client: str) -> None:
+        """End the session of a writer that has closed."""
+        self._sessions.pop(client, None)
+
+    def put(self, client: str, known: int, trajectories: Numbered) -> dict[str, Any]:
+        """Add a batch, unless the last one is still waiting; answer when it is added, or after `ANSWER_S`.
+
+        Args:
+            known: Number up to which the writer has received refusals: these are not sent again.
+            trajectories: In the order of their numbers, which follow those of the last batch or repeat some;
+                none only asks for the answer.
+        Returns:
+            `upto`, `busy` (a batch is being added), `refused` ones, `error` of the end; and `wait_s`, how
+            long the writer must wait before it calls again: where too many requests wait here already, this
+            one does not.
+        """
+        session = self._sessions.get(client)
+        if session is None:
+            rule = f"must have called within {gateway_messages.SESSION_S:g} s, and not have closed"
+            remedy = "what was not acknowledged may be stored or not; connect again, and decide"
+            raise StoreError("the session of this remote writer", rule, None, remedy)
+        session.called_at = time.monotonic()
+        with session.lock:
+            # A writer that has not received its refusals sends again; so their number is that of one batch.
+            waits = session.is_busy(0.0) or session.refused_after(known)
+            if trajectories and not waits and self.error is None:
+                numbers = [number for number, _ in trajectories]
+                follow = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+                if not follow or not 0 <= numbers[0] <= session.upto + 1:
+                    rule = f"must have consecutive numbers that continue after {session.upto}"
+                    raise DataError("batch", rule, f"{len(numbers)} from {numbers[0]}")
+                session.task = self._adder.submit(self._add_all, session, trajectories)
+        if self._waiting.acquire(blocking=False):
+            try:
+                busy, wait_s = session.is_busy(ANSWER_S), 0.0
+            finally:
+                self._waiting.release()
+        else:
+            busy = session.is_busy(0.0)
+            wait_s = ANSWER_S if busy else 0.0
+        upto = session.upto  # read first: its refusals are in the list by then
+        refused = [entry for entry in session.refused_after(known) if entry[0] <= upto]
+        answer = {"upto": upto, "busy": busy, "refused": refused, "wait_s": wait_s}
+        if self.error is not None:
+            answer["error"], session.is_notified = error_to_json(self.error), True
+        return answer
+
+    # ---- adding ----------------------------------------------------------------------------------
+
+    def _add_all(self, session: Session, trajectories: Numbered) -> None:
+        """Add or refuse each trajectory; wait while the table's rate limiter blocks."""
+        try:
+            for number, trajectory in trajectories:
+                while number > session.upto:  # else it has arrived already, before a connection was lost
+                    self.check()
+                    try:
+                        self._add(trajectory)
+                        self.num_added += 1
+                    except NotReadyError:
+                        continue
+                    except (DataError, StoreFullError) as error:
+                        session.refused.append((number, error_to_json(error)))
+                    session.upto = number
+        except GearError as error:
+            self.end(error)
+        except Exception as error:  # whether it is stored is not known: no caller may assume either
+            LOG.exception("a trajectory could not be added")
+            self.end(StoreError("the gateway", "must be able to add trajectories", None, repr(error)))
+
+    # ---- end -------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise what has ended the gateway."""
+        if self.error is not None:
+            raise self.error
+
+    def end(self, error: GearError) -> None:
+        """Add nothing any more; every later answer contains this error."""
+        self.error = self.error or error
+
+    @property
+    def all_notified(self) -> bool:
+        """Whether every writer has been sent the error of the end."""
+        return all(session.is_notified for session in list(self._sessions.values()))
+
+    def close(self) -> None:
+        """Wait for the trajectory that is being added; `end` comes first."""
+        self._adder.shutdown()
 
 
 class Gateway:
@@ -74,9 +240,6 @@ class Gateway:
         certificate: For TLS; None: without.
         insecure: Admits other addresses than loopback without TLS.
         max_message_bytes: Most bytes of the trajectories of one call.
-    Raises:
-        ConfigError: TLS is missing for this address, the address cannot be used, or `max_message_bytes` is
-            out of range.
     """
 
     def __init__(
@@ -94,7 +257,7 @@ class Gateway:
         self.table, self.run_id = writer.table, writer.run
         self._writer, self.sessions, self._id = writer, Sessions(writer.add), secrets.token_hex(16)
         writer.check_while_waiting(self.sessions.check)
-        actions = {"hello": self._hello, "put": self._put, "ask": self._ask, "bye": self._bye}
+        actions = {"hello": self._hello, "put": self._put, "bye": self._bye}
         handlers = {
             name: grpc.unary_unary_rpc_method_handler(partial(_answer, action))
             for name, action in actions.items()
@@ -139,12 +302,7 @@ class Gateway:
         insecure: bool,
         max_message_bytes: int = gateway_messages.MAX_MESSAGE_BYTES,
     ) -> None:
-        """Check a gateway's arguments, before there is a store.
-
-        Raises:
-            ConfigError: The network would be served without TLS and `insecure`, or `max_message_bytes` is out
-                of range.
-        """
+        """Check a gateway's arguments, before there is a store."""
         if certificate is None:
             remedy = "give --tls-cert and --tls-key, or --insecure in a network that you trust"
             check_plain("host", host, insecure, remedy)
@@ -168,16 +326,11 @@ class Gateway:
             self.sessions.expire()
             if is_over():
                 self.sessions.end(StoreError("the gateway", "must run", None, "its end was requested"))
-        self.end(self.sessions.error)
-        return self.sessions.error
-
-    def end(self, error: GearError) -> None:
-        """Send the writers the error of the end, and stop serving."""
-        self.sessions.end(error)
         wait_until(lambda: self.sessions.all_notified, _END_S, 0.02)
         self.shutdown()
         self.sessions.close()
         self._writer.close()
+        return self.sessions.error
 
     def shutdown(self) -> None:
         """Accept no more calls, and end those that are not answered within 3 s; safe to call twice."""
@@ -211,24 +364,22 @@ class Gateway:
 
     def _put(self, header: Mapping[str, Any], content: pa.Buffer) -> dict[str, Any]:
         given = gateway_messages.decode(self._writer.schema, content, self._max_message_bytes)
-        return self.sessions.put(*self._client(header), list(given))
-
-    def _ask(self, header: Mapping[str, Any], _: pa.Buffer) -> dict[str, Any]:
-        return self.sessions.ask(*self._client(header))
+        trajectories = list(given) if len(content) else []
+        return self.sessions.put(self._client(header), int(header.get("known", -1)), trajectories)
 
     def _bye(self, header: Mapping[str, Any], _: pa.Buffer) -> dict[str, Any]:
-        self.sessions.forget(self._client(header)[0])
+        self.sessions.forget(self._client(header))
         return {}
 
-    def _client(self, header: Mapping[str, Any]) -> tuple[str, int]:
-        """Return the caller, and the number up to which it has received refusals."""
+    def _client(self, header: Mapping[str, Any]) -> str:
+        """Return the name of a caller that has connected to this gateway."""
         if header.get("gateway") != self._id:
             rule = "must be the one that this writer has connected to"
             remedy = (
                 "it was restarted: what was not acknowledged may be stored or not; connect again, and decide"
             )
             raise StoreError("the gateway", rule, None, remedy)
-        return str(header.get("client")), int(header.get("known", -1))
+        return str(header.get("client"))
 
 
 def _answer(action: Action, message: bytes, _: grpc.ServicerContext) -> bytes:
@@ -250,7 +401,9 @@ class _Guard(grpc.ServerInterceptor):
     def __init__(self, token: str) -> None:
         self._wanted = f"Bearer {token}".encode()
         # A handler of unary requests would receive the message first; this one reads none of its stream.
-        self._refuses = grpc.stream_unary_rpc_method_handler(_refuse)
+        self._refuses = grpc.stream_unary_rpc_method_handler(
+            lambda _, context: context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is wrong")
+        )
 
     def intercept_service(
         self, continuation: Callable[[Any], Any], details: grpc.HandlerCallDetails
@@ -261,7 +414,3 @@ class _Guard(grpc.ServerInterceptor):
             return continuation(details)
         LOG.warning("gear serve: refused a call with a wrong token")
         return self._refuses
-
-
-def _refuse(_: Iterator[bytes], context: grpc.ServicerContext) -> None:
-    context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is wrong")

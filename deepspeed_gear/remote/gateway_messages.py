@@ -22,14 +22,14 @@ from deepspeed_gear.data.arrow_messages import decompressed_bytes
 from deepspeed_gear.errors import DataError, show_bytes
 from deepspeed_gear.schema import Column, Schema
 
-VERSION = 2  # 1 was Arrow Flight
+VERSION = 3  # 1 was Arrow Flight; 2 had a call "ask"
 SESSION_S = 3600.0  # a session ends if its writer has not called for so long
 IDLE_S = 600.0  # interval of the calls of a writer that has nothing to send
 MAX_MESSAGE_BYTES = 64 << 20  # default for the trajectories of one call
 LEAST_MAX_MESSAGE_BYTES, MOST_MAX_MESSAGE_BYTES = 1 << 20, 1 << 30  # gRPC's own lengths end at 2 GiB
 SLACK_BYTES = 1 << 20  # header, Arrow schema and padding: less than 512 bytes for each column, and its name
 MOST_HEADER_BYTES = 512 << 10  # parsed JSON takes many times its length
-SERVICE = "deepspeed_gear.Gateway"  # of gRPC, with the methods hello, put, ask and bye
+SERVICE = "deepspeed_gear.Gateway"  # of gRPC, with the methods hello, put and bye
 _NUMBER = ".number"  # no column of a schema begins with a dot
 _LENGTH = 4  # bytes of a header's length
 # Of each value and number: its offset in the message, and the array that the gateway makes of it. Without
@@ -54,12 +54,8 @@ def encode(schema: Schema, trajectories: Sequence[tuple[int, Arrays]]) -> pa.Rec
     """
     columns = [pa.array([number for number, _ in trajectories], pa.int64())]
     for column in schema:
-        values = [np.ascontiguousarray(arrays[column.name]) for _, arrays in trajectories]
-        offsets = np.zeros(len(values) + 1, np.int64)
-        np.cumsum([value.nbytes for value in values], out=offsets[1:])
-        content = np.concatenate([value.reshape(-1).view(np.uint8) for value in values])
-        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(content)]
-        columns.append(pa.Array.from_buffers(pa.large_binary(), len(values), buffers))
+        values = [np.ascontiguousarray(arrays[column.name]).reshape(-1) for _, arrays in trajectories]
+        columns.append(pa.array([value.view(np.uint8).data for value in values], pa.large_binary()))
     return pa.record_batch(columns, names=[_NUMBER, *schema.names])
 
 
@@ -71,8 +67,6 @@ def decode(
     Args:
         content: The Arrow stream after a message's header. Its sender is not trusted.
         most_bytes: Most `trajectory_bytes` of all of them.
-    Raises:
-        DataError: It is not what `encode` and `pack` make for this schema, or takes more memory.
     """
     batch = _read_batch(schema, content)
     if (least := batch.num_rows * _VALUE_BYTES * (len(schema) + 1)) > most_bytes:
@@ -115,11 +109,7 @@ def pack(header: Mapping[str, Any], batch: pa.RecordBatch | None = None) -> pa.B
 
 
 def unpack(message: pa.Buffer) -> tuple[dict[str, Any], pa.Buffer]:
-    """Return the header of a message and the content after it.
-
-    Raises:
-        DataError: It has no header.
-    """
+    """Return the header of a message and the content after it."""
     view = memoryview(message)
     end = _LENGTH + int.from_bytes(view[:_LENGTH], "little")
     if end > _LENGTH + MOST_HEADER_BYTES:
@@ -134,11 +124,7 @@ def unpack(message: pa.Buffer) -> tuple[dict[str, Any], pa.Buffer]:
 
 
 def _read_batch(schema: Schema, content: pa.Buffer) -> pa.RecordBatch:
-    """Return the one record batch of a stream, whose buffers are parts of `content`.
-
-    Raises:
-        DataError: It has other columns than `encode` gives it, is compressed, or is no Arrow stream.
-    """
+    """Return the one record batch of a stream, whose buffers are parts of `content`."""
     names, types = [_NUMBER, *schema.names], [pa.int64(), *[pa.large_binary()] * len(schema)]
     source = pa.BufferReader(content)
     try:

@@ -1,8 +1,7 @@
-"""What the tests of remote writers share: a table, its gateway, and a network that selections connections."""
+"""What the tests of remote writers share: a table, its gateway, and a network that cuts connections."""
 
 from __future__ import annotations
 
-import random
 import selectors
 import socket
 import subprocess
@@ -105,11 +104,11 @@ def write_token(path: Path) -> Path:
 class Proxy:
     """Hands bytes on to a port, and ends all connections when so many have gone through both ways.
 
-    Every second selection loses what the port says for a moment before it: what has arrived is not answered.
+    Every second cut loses what the port says for a moment before it: what has arrived is not answered.
 
     Args:
         port: On this machine.
-        selections: After how many bytes, rising.
+        cuts: After how many bytes, rising.
     """
 
     def __init__(self, port: int, cuts: list[int]) -> None:
@@ -176,11 +175,6 @@ class Proxy:
         self._thread.join()
 
 
-def random_cuts(seed: int, count: int, most: int) -> list[int]:
-    """Draw where connections end, in bytes."""
-    return sorted(random.Random(seed).sample(range(2_000, most), count))
-
-
 def openssl_certificate(folder: Path, address: str = "IP:127.0.0.1", days: int = 2) -> tuple[Path, Path]:
     """Make a certificate that signs itself, for localhost and an address; one of -1 days has expired."""
     chain, key, request = folder / "cert.pem", folder / "key.pem", folder / "request.pem"
@@ -194,11 +188,6 @@ def openssl_certificate(folder: Path, address: str = "IP:127.0.0.1", days: int =
 
 def connect(url: str, **options: Any) -> RemoteWriter:
     return RemoteWriter.connect(url, **{"token": TOKEN, "timeout_s": 20.0, **options})
-
-
-def add_many(writer: RemoteWriter, count: int) -> None:
-    for number in range(count):
-        writer.add(trajectory(number))
 
 
 def serve(config: Path, token: Path, *options: str) -> tuple[WarmProcess, str]:
