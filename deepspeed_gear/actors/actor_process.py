@@ -13,7 +13,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -30,23 +30,16 @@ _LAST = 100  # episodes whose mean return is reported
 
 @dataclass(frozen=True)
 class ActorJob:
-    """The arguments of an actor process.
-
-    Args:
-        index, count: Its index, and the number of actors.
-        attach: Arguments of `TrajectoryWriter.attach`.
-        board: Name of the policy board.
-        seed: Of the first environment of the first actor.
-    """
+    """The arguments of an actor process."""
 
     index: int
-    count: int
+    count: int  # of all actors
     env: Any
     num_envs: int
     policy: Any
-    attach: Mapping[str, Any]
-    board: str | None
-    seed: int
+    attach: Mapping[str, Any]  # arguments of `TrajectoryWriter.attach`
+    board: str | None  # name of the policy board
+    seed: int  # of the first environment of the first actor
 
 
 @dataclass(frozen=True)
@@ -76,8 +69,6 @@ class ActorColumns:
 
     Args:
         schema: Of the table; the roles of its columns map them to gymnasium's values.
-    Raises:
-        DataError: It has no observation or no action.
     """
 
     def __init__(self, schema: Schema) -> None:
@@ -136,11 +127,7 @@ class EpisodeReturns:
 
 
 def gymnasium_module() -> Any:
-    """Import gymnasium.
-
-    Raises:
-        ConfigError: It is not installed, or too old.
-    """
+    """Import gymnasium."""
     remedy = "pip install 'deepspeed_gear[examples]'"
     try:
         import gymnasium
@@ -220,12 +207,6 @@ def _steps(writer: TrajectoryWriter, envs: Any, act: Act, returns: EpisodeReturn
 # ---- the process -------------------------------------------------------------------------------------
 
 
-def _listen(source: BinaryIO, stop: threading.Event) -> None:
-    """Set `stop` when the parent writes a byte or ends."""
-    source.read(1)
-    stop.set()
-
-
 def main() -> None:
     """Read a job from stdin, run it, and write its result to stdout as a line of JSON."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops actors through stdin
@@ -237,11 +218,15 @@ def main() -> None:
         ended.set()
         stop.set()
 
+    def listen() -> None:
+        source.read(1)  # when the parent writes a byte or ends
+        stop.set()
+
     signal.signal(signal.SIGTERM, end)  # detaches first
     try:
         sys.path[:] = pickle.load(source)
         job: ActorJob = pickle.load(source)
-        threading.Thread(target=_listen, args=(source, stop), daemon=True).start()
+        threading.Thread(target=listen, daemon=True).start()
         import torch
 
         torch.set_num_threads(1)  # actors share cores with learners

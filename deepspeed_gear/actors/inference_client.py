@@ -17,6 +17,7 @@ from deepspeed_gear.store.shared_memory import living
 from deepspeed_gear.timeouts import check_timeout, wait_until
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
 from deepspeed_gear.writer.partial_publish import CompletedTrajectory
+from deepspeed_gear.writer.staged_rows import Staging
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 from deepspeed_gear.writer.vector_writer import VectorWriter
 
@@ -54,12 +55,11 @@ class InferenceClient(VectorWriter):
         schema = writer.schema
         slots, places = attach_places(writer.store_name, count, wait_s)
         try:
-            staging = slots.staging(places)
+            staging = Staging(schema.step_columns, slots.columns, places, slots.native)
             add, limit, publisher = writer.add, writer.limit, writer.publisher
             super().__init__(schema, add, count, mode, limit, slots.native, staging, publisher)
         except BaseException:
-            slots.release(places)
-            slots.close()
+            slots.leave(places)
             raise
         self._slots, self._places = slots, places
         answered = [schema[name] for name in slots.places.answers]
@@ -68,7 +68,7 @@ class InferenceClient(VectorWriter):
         self._timesteps = np.zeros(len(places), np.int64)  # within the episode
         self._aside: dict[int, list[dict[str, np.ndarray]]] = {}  # steps that do not fit into a place's rows
         self._aside_steps = np.zeros(len(places), np.int64)
-        self._finalizer = weakref.finalize(self, _leave, slots, places)
+        self._finalizer = weakref.finalize(self, slots.leave, places)
         writer.close_with(self)
 
     # ---- requests --------------------------------------------------------------------------------
@@ -182,7 +182,8 @@ class InferenceClient(VectorWriter):
     def _begin(self, envs: np.ndarray) -> None:
         self._timesteps[envs] = -1  # the step that this is part of counts
         for env in envs.tolist() if self._aside else []:
-            self._drop_aside(env)
+            self._aside.pop(env, None)
+            self._aside_steps[env] = 0
 
     # ---- rows ------------------------------------------------------------------------------------
 
@@ -212,9 +213,6 @@ class InferenceClient(VectorWriter):
 
     def _commit(self, env: int, num_steps: int, is_truncated: bool = False) -> None:
         super()._commit(env, num_steps, is_truncated)
-        self._drop_aside(env)
-
-    def _drop_aside(self, env: int) -> None:
         if self._aside.pop(env, None) is not None:
             self._aside_steps[env] = 0
 
@@ -237,11 +235,6 @@ class InferenceClient(VectorWriter):
         self.close()
 
 
-def _leave(slots: InferenceMailbox, places: np.ndarray) -> None:
-    slots.release(places)
-    slots.close()
-
-
 def attach_places(store: str, num_envs: int, wait_s: float) -> tuple[InferenceMailbox, np.ndarray]:
     """Attach to the loader of a store with the most free places, and claim some; wait for both.
 
@@ -249,9 +242,6 @@ def attach_places(store: str, num_envs: int, wait_s: float) -> tuple[InferenceMa
         store: Name of the table's file.
         num_envs: Places.
         wait_s: How long to wait.
-    Raises:
-        ConfigError: `wait_s` is out of its bounds.
-        StoreError: There is no loader in time, or none has so many free places.
     """
     most = -1
 

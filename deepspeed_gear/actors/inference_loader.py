@@ -25,12 +25,7 @@ _MEASURED = ("reward", "terminated", "truncated")  # roles of columns that only 
 
 
 class InferenceRequest:
-    """A batch of requests: the inputs of n simulators, and `reply` for their answers. False if n is 0.
-
-    Args:
-        loader: Its loader.
-        places: Of the simulators. [n], int64.
-    """
+    """A batch of requests: the inputs of n simulators, and `reply` for their answers. False if n is 0."""
 
     def __init__(self, loader: InferenceLoader, places: np.ndarray) -> None:
         slots = loader._slots
@@ -136,7 +131,7 @@ class InferenceLoader(ProcessBound):
             self._asked[column.name] = as_tensor(values, column.dtype), single
         given = [schema[column] for column in places.answers]
         self._answers = StagedRows(given, slots.columns, slots.native)
-        self._finalizer = weakref.finalize(self, _end, slots)
+        self._finalizer = weakref.finalize(self, slots.end)
         replay.close_with(self)
 
     @property
@@ -162,7 +157,13 @@ class InferenceLoader(ProcessBound):
             raise DataError(f"{what}: column {wrong[0]}", rule)
         # Places of processes that have ended meanwhile may be used again.
         valid = (self._slots.states[places] == PlaceState.TAKEN) & (self._slots.stamps[places] == stamps)
-        self._answers.put([_host(given[c.name]) for c in columns], np.where(valid, rows, -1))
+        values = []
+        for value in (given[column.name] for column in columns):
+            if isinstance(value, torch.Tensor):  # an array over the same memory where possible
+                value = value.detach().cpu()
+                value = value if value.dtype == torch.bfloat16 else np.ascontiguousarray(value.numpy())
+            values.append(value)
+        self._answers.put(values, np.where(valid, rows, -1))
         self._slots.answered(places[valid])
 
     def _check_open(self) -> None:
@@ -180,19 +181,6 @@ class InferenceLoader(ProcessBound):
         self.close()
 
 
-def _end(slots: InferenceMailbox) -> None:
-    slots.end()
-    slots.close()
-
-
-def _host(value: Any) -> Any:
-    """Return a tensor as an array, over the same memory where possible; bfloat16 stays a tensor."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    value = value.detach().cpu()
-    return value if value.dtype == torch.bfloat16 else np.ascontiguousarray(value.numpy())
-
-
 def _columns(
     schema: Schema, asks: Sequence[str] | None, answers: Sequence[str] | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -204,9 +192,9 @@ def _columns(
     given = [c.name for c in steps if c.role == "action"] if answers is None else answers
     seen = [*state, *(c.name for c in schema.trajectory_columns if not c.is_opaque)]
     for what, names, known in (("asks", asked, seen), ("answers", given, free)):
-        arguments.one_of(f"{what}", names, (list, tuple), "a list of columns")
+        arguments.one_of(what, names, (list, tuple), "a list of columns")
         wrong = [name for name in names if name not in known]
         if wrong or not names:
             rule = f"must name some of {', '.join(known) or 'no columns: there are none'}"
-            raise ConfigError(f"{what}", rule, wrong or "nothing")
+            raise ConfigError(what, rule, wrong or "nothing")
     return tuple(c.name for c in schema if c.name in asked), tuple(c.name for c in schema if c.name in given)

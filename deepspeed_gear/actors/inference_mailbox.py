@@ -19,25 +19,12 @@ import numpy as np
 from deepspeed_gear.errors import NotReadyError, PeerError, StoreError
 from deepspeed_gear.ops.backends import Ops, load_library
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.memory_layout import (
-    Layout,
-    Region,
-    read_header,
-    read_meaning,
-    write_header,
-)
+from deepspeed_gear.store.memory_layout import Layout, Region, read_header, read_meaning, write_header
 from deepspeed_gear.store.row_allocator import is_among
-from deepspeed_gear.store.shared_memory import (
-    SHM,
-    PeerTakenError,
-    SharedMemory,
-    file_path,
-    opened_file,
-)
+from deepspeed_gear.store.shared_memory import SHM, PeerTakenError, SharedMemory, file_path, opened_file
 from deepspeed_gear.store.store_lock import BELL_WORDS, FutexEvents, StoreLock
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.timeouts import check_timeout
-from deepspeed_gear.writer.staged_rows import Staging
 
 LOADER = 0  # index of the loader's process
 CLOSED = 0  # word of `control`
@@ -58,29 +45,19 @@ class PlaceState:
 
 @dataclass(frozen=True)
 class MailboxPlaces:
-    """Description of a mailbox file: sizes and columns, before it has memory.
-
-    Args:
-        table: Name of the table.
-        length: Steps of a trajectory for which a place has rows.
-        asks: Columns that the policy reads.
-        answers: Columns that the policy computes.
-        timeout_s: Longest wait for the lock, under which places are claimed.
-        library: File of the native module.
-    """
+    """Description of a mailbox file: sizes and columns, before it has memory."""
 
     table: str
     schema: Schema
     count: int
-    length: int
-    asks: tuple[str, ...]
-    answers: tuple[str, ...]
-    timeout_s: float
-    library: str
+    length: int  # steps of a trajectory for which a place has rows
+    asks: tuple[str, ...]  # columns that the policy reads
+    answers: tuple[str, ...]  # columns that the policy computes
+    timeout_s: float  # longest wait for the lock, under which places are claimed
+    library: str  # file of the native module
 
     def layout(self) -> Layout:
         """Return the layout of the file."""
-        words = [Region(name, "int64", (self.count,)) for name in ("owners", "rows", "stamps", "timesteps")]
         columns = [
             Region(f"column/{c.name}", str(c.numpy_dtype), (self.count, self.length + 1, *c.shape))
             for c in self.schema.step_columns
@@ -96,7 +73,7 @@ class MailboxPlaces:
                 Region("control", "int64", (16,)),
                 Region("bells", "uint32", (1 + self.count, BELL_WORDS)),
                 Region("states", "int32", (self.count,)),
-                *words,
+                Region("places", "int64", (4, self.count)),
                 *columns,
                 *values,
             ],
@@ -115,10 +92,7 @@ class InferenceMailbox:
         views = layout.views(memory.buffer)
         self.control: np.ndarray = views["control"]
         self.states: np.ndarray = views["states"]
-        self.owners: np.ndarray = views["owners"]
-        self.rows: np.ndarray = views["rows"]
-        self.stamps: np.ndarray = views["stamps"]
-        self.timesteps: np.ndarray = views["timesteps"]
+        self.owners, self.rows, self.stamps, self.timesteps = views["places"]
         self.columns = {c.name: views[f"column/{c.name}"] for c in places.schema.step_columns}
         asked = [c.name for c in places.schema.trajectory_columns if c.name in places.asks]
         self.values = {name: views[f"value/{name}"] for name in asked}
@@ -134,9 +108,6 @@ class InferenceMailbox:
         Args:
             table: Beside whose store it lies.
             peer: Index of the rank on its node.
-        Raises:
-            StoreFullError: Shared memory is full.
-            StoreError: The rank has one of this table.
         """
         layout = places.layout()
         memory = SharedMemory.create(layout.total_bytes, LOADER, huge_pages)
@@ -157,11 +128,7 @@ class InferenceMailbox:
 
     @classmethod
     def attach(cls, name: str) -> InferenceMailbox:
-        """Attach to the mailbox file of a loader.
-
-        Raises:
-            StoreError: It is not there, foreign, or as many processes as it has places are attached.
-        """
+        """Attach to the mailbox file of a loader."""
         path = file_path(name)
         with opened_file(path) as fd:
             meaning, _ = read_meaning(fd, str(path))
@@ -188,10 +155,6 @@ class InferenceMailbox:
         rule = "must have a place for another process"
         raise StoreError(str(SHM / name), rule, None, "raise num_simulators")
 
-    def staging(self, places: np.ndarray) -> Staging:
-        """Return the rows of some places. [N], int64."""
-        return Staging(self.places.schema.step_columns, self.columns, places, self.native)
-
     @property
     def num_taken(self) -> int:
         """Number of places that simulators have claimed."""
@@ -209,10 +172,11 @@ class InferenceMailbox:
                 self.states[free] = PlaceState.IDLE
         return free
 
-    def release(self, places: np.ndarray) -> None:
-        """Release places; the loader frees those that it owns once this process has ended."""
+    def leave(self, places: np.ndarray) -> None:
+        """Release places and detach; the loader frees those that it owns once this process has ended."""
         self.states[places[self.states[places] >= PlaceState.IDLE]] = PlaceState.FREE
         self.bells.ring(LOADER)
+        self.close()
 
     def post(self, places: np.ndarray, rows: np.ndarray, timesteps: np.ndarray) -> None:
         """Post requests for the answers of some rows, whose inputs are written. [n] each, int64."""
@@ -228,13 +192,7 @@ class InferenceMailbox:
         return np.asarray(self.states[places] >= PlaceState.RESTING)
 
     def wait(self, places: np.ndarray, least: int, timeout_s: float) -> np.ndarray:
-        """Wait until at least so many of some places are ready; return which are. [n], bool.
-
-        Raises:
-            ConfigError: `timeout_s` is out of its bounds.
-            PeerError: The loader was closed or has died.
-            NotReadyError: It has not answered in time.
-        """
+        """Wait until at least so many of some places are ready; return which are. [n], bool."""
         until, peer = time.monotonic() + check_timeout("timeout_s", timeout_s), self.memory.peer
         while True:
             seen = self.bells.count(peer)
@@ -306,12 +264,13 @@ class InferenceMailbox:
             self.states[used[is_among(owners, dead)]] = PlaceState.FREE
 
     def end(self) -> None:
-        """Mark the loader as closed, wake its simulators, and unlink its file."""
+        """Mark the loader as closed, wake its simulators, unlink its file, and detach."""
         self.control[CLOSED] = 1
         for bell in range(len(self.states) + 1):
             self.bells.ring(bell)
         if self.memory.path != SHM:
             self.memory.unlink()
+        self.close()
 
     def close(self) -> None:
         """Detach. Safe to call twice."""

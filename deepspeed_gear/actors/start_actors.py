@@ -48,15 +48,14 @@ class Actors(ProcessBound):
         self._processes: list[subprocess.Popen[bytes]] = []
         self._finalizer = weakref.finalize(self, _kill, self._processes)
         self.results: list[dict[str, Any]] = []  # of each actor, once it was stopped
-        path = pickle.dumps([entry or os.getcwd() for entry in sys.path])
-        work = [path + _pickled(job) for job in jobs]
+        path, pipe = [entry or os.getcwd() for entry in sys.path], subprocess.PIPE
+        work = [pickle.dumps(path) + _pickled(job) for job in jobs]
         environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS.split()}
-        environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        environment["PYTHONPATH"] = os.pathsep.join(path)
         environment.setdefault("OMP_NUM_THREADS", "1")
         if run is not None:
             environment[RUN_VARIABLE] = run
         for message in work:
-            pipe = subprocess.PIPE
             process = subprocess.Popen(_COMMAND, stdin=pipe, stdout=pipe, env=environment)
             self._processes.append(process)
             assert process.stdin is not None

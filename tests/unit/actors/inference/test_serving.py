@@ -68,13 +68,6 @@ def test_longer_than_max_length_is_cut() -> None:
 # ---- who is served when ----------------------------------------------------------------------------
 
 
-def test_the_oldest_come_first(scene: tuple[InferenceLoader, InferenceClient]) -> None:
-    loader, simulators = scene
-    for envs in ([2], [0], [1, 3]):
-        simulators.post(envs)
-    assert [next(loader).simulators.tolist() for _ in range(2)] == [[2, 0], [1, 3]]
-
-
 def test_nobody_starves(scene: tuple[InferenceLoader, InferenceClient]) -> None:
     loader, simulators = scene
     simulators.post(np.array([0, 1, 2]))
@@ -91,25 +84,26 @@ def test_nobody_starves(scene: tuple[InferenceLoader, InferenceClient]) -> None:
     assert [seen.count(env) for env in (0, 1, 2)] == [4, 4, 4]
 
 
-def test_requests_may_be_answered_in_any_order(scene: tuple[InferenceLoader, InferenceClient]) -> None:
+def test_the_oldest_come_first_and_answers_in_any_order(
+    scene: tuple[InferenceLoader, InferenceClient],
+) -> None:
     loader, simulators = scene
-    simulators.post()
+    begun = time.monotonic()
+    none = next(loader)
+    assert not none
+    assert none["observation"].shape == (0, 3)
+    assert time.monotonic() - begun >= 0.02
+    none.reply(**policy(none["observation"]))
+    for envs in ([2], [0], [1, 3]):
+        simulators.post(envs)
     first, second = next(loader), next(loader)
+    assert (first.simulators.tolist(), second.simulators.tolist()) == ([2, 0], [1, 3])
     second.reply(**policy(second["observation"]))
-    assert simulators.ready(1).tolist() == second.simulators.tolist()
+    assert simulators.ready(1).tolist() == [1, 3]
     first.reply(**policy(first["observation"]))
     assert simulators.answers()["code"].tolist() == [0, 20 * STEP, 40 * STEP, 60 * STEP]
     with pytest.raises(StoreError, match="must be answered once"):
         first.reply(**policy(first["observation"]))
-
-
-def test_nobody_asks(scene: tuple[InferenceLoader, InferenceClient]) -> None:
-    begun = time.monotonic()
-    request = next(scene[0])
-    assert not request
-    assert request["observation"].shape == (0, 3)
-    assert time.monotonic() - begun >= 0.02
-    request.reply(**policy(request["observation"]))
 
 
 def test_a_batch_that_does_not_fill_comes_in_time(replay: Replay) -> None:
@@ -149,7 +143,6 @@ def test_simulators_go_where_there_is_room(replay: Replay) -> None:
                     InferenceClient(replay.writer(), 2, "next_step", wait_s=0.05)
         finally:
             other.end()
-            other.close()
 
 
 def test_each_rank_of_a_node_answers_its_own() -> None:
