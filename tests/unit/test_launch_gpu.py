@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -22,8 +21,6 @@ import pytest
 from gear_support import load_script
 
 from deepspeed_gear.ops import toolchain
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
@@ -68,63 +65,45 @@ def test_missing_packages_go_into_the_cache(
 # ---- the Python that runs them ---------------------------------------------------------------------
 
 
-@pytest.fixture
-def run(checkout: Path, tmp_path: Path) -> Run:
-    """Run the script where these programs are, each the body of a shell script."""
+SEES, BLIND = 'echo "$0 $*"', 'test "$1" != -c'  # a torch that sees a device, or one that fails to
+NO_CUDA = 'case "$2" in *cuda*) exit 1;; esac; echo "$0 $*"'
+
+
+@pytest.mark.parametrize(
+    ("programs", "arguments", "wanted"),
+    [
+        ({"bin/python3": SEES, ".venv/bin/python": BLIND}, "A --out results", "bin/python3"),
+        ({"bin/python3": SEES, ".venv/bin/python": SEES}, "B", ".venv/bin/python"),
+        ({"bin/python3": SEES, ".venv/bin/python": SEES, "other/bin/python": SEES}, "B", "other/bin/python"),
+        ({"bin/python3": NO_CUDA}, "A --dry-run", "bin/python3"),
+        ({"bin/python3": BLIND, ".venv/bin/python": BLIND}, "A", None),
+    ],
+)
+def test_the_python_that_runs_the_stages(
+    programs: dict[str, str], arguments: str, wanted: str | None, checkout: Path, tmp_path: Path
+) -> None:
+    """The script where these programs are, each the body of a shell script; "other" is an activated one."""
     (tmp_path / "launch").mkdir()
     shutil.copy(checkout / "launch" / "test_gpu.sh", tmp_path / "launch")
-
-    def start(programs: dict[str, str], *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-        for name, body in programs.items():
-            file = tmp_path / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(f"#!/bin/sh\n{body}\n")
-            file.chmod(0o755)
-        for name in ("bash", "dirname", "sh"):
-            (tmp_path / "bin" / name).symlink_to(str(shutil.which(name)))
-        command = [str(tmp_path / "bin" / "bash"), str(tmp_path / "launch" / "test_gpu.sh"), *arguments]
-        return subprocess.run(
-            command, env={"PATH": str(tmp_path / "bin"), **env}, capture_output=True, text=True, timeout=60
-        )
-
-    return start
-
-
-SEES, BLIND = 'echo "$0 $*"', 'test "$1" != -c'  # a torch that sees a device, or one that fails to
-
-
-def test_no_device_is_told_at_once(run: Run) -> None:
-    found = run({"bin/python3": BLIND, ".venv/bin/python": BLIND}, "A")
-    assert found.returncode == 1
-    assert "error: no CUDA device" in found.stderr
-    assert found.stdout == ""
-
-
-def test_a_torch_that_sees_a_device_runs_the_stages(run: Run, tmp_path: Path) -> None:
-    found = run({"bin/python3": SEES, ".venv/bin/python": BLIND}, "A", "--out", "results")
-    assert found.returncode == 0
-    command = f"{tmp_path}/bin/python3 {tmp_path}/launch/gpu_stages.py A --out results"
-    assert found.stdout.splitlines()[-1] == command
-
-
-def test_the_environment_that_is_there_comes_first(run: Run, tmp_path: Path) -> None:
-    found = run({"bin/python3": SEES, ".venv/bin/python": SEES, "other/bin/python": SEES}, "B")
-    assert found.stdout.splitlines()[-1].startswith(f"{tmp_path}/.venv/bin/python ")
-    (
-        (tmp_path / "bin" / "bash").unlink(),
-        (tmp_path / "bin" / "dirname").unlink(),
-        (tmp_path / "bin" / "sh").unlink(),
-    )
-    found = run({}, "B", VIRTUAL_ENV=str(tmp_path / "other"))
-    assert found.stdout.splitlines()[-1].startswith(f"{tmp_path}/other/bin/python ")
-
-
-def test_a_dry_run_takes_a_torch_that_sees_nothing(run: Run, tmp_path: Path) -> None:
-    blind = 'case "$2" in *cuda*) exit 1;; esac; echo "$0 $*"'
-    found = run({"bin/python3": blind}, "A", "--dry-run")
-    assert (
-        found.stdout.splitlines()[-1] == f"{tmp_path}/bin/python3 {tmp_path}/launch/gpu_stages.py A --dry-run"
-    )
+    for name, body in programs.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"#!/bin/sh\n{body}\n")
+        file.chmod(0o755)
+    for name in ("bash", "dirname", "sh"):
+        (tmp_path / "bin" / name).symlink_to(str(shutil.which(name)))
+    env = {"PATH": str(tmp_path / "bin")}
+    if "other/bin/python" in programs:
+        env["VIRTUAL_ENV"] = str(tmp_path / "other")
+    command = [str(tmp_path / "bin" / "bash"), str(tmp_path / "launch" / "test_gpu.sh"), *arguments.split()]
+    found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    if wanted is None:
+        assert (found.returncode, found.stdout) == (1, "")
+        assert "error: no CUDA device" in found.stderr
+    else:
+        assert found.returncode == 0
+        ran = f"{tmp_path}/{wanted} {tmp_path}/launch/gpu_stages.py {arguments}"
+        assert found.stdout.splitlines()[-1] == ran
 
 
 # ---- stages ----------------------------------------------------------------------------------------
@@ -153,19 +132,10 @@ def test_a_step_that_fails_or_hangs_does_not_end_a_stage(
     here = stages.Machine({"gpu": "there is no GPU"}, None, tmp_path, tmp_path)
     assert stages.Stage("A", here, True).run() == 3
     found = {one["name"]: one for one in record_of(tmp_path, "A")["steps"]}
-    assert {name: one["rc"] for name, one in found.items()} == {
-        "good": 0,
-        "bad": 3,
-        "hangs": 124,
-        "absent": 127,
-        "card": None,
-        "lane": 0,
-    }
-    assert (found["bad"]["tail"], found["hangs"]["tail"], found["lane"]["tail"]) == (
-        "why\n",
-        "begun\n",
-        "CPU\n",
-    )
+    codes = {"good": 0, "bad": 3, "hangs": 124, "absent": 127, "card": None, "lane": 0}
+    assert {name: one["rc"] for name, one in found.items()} == codes
+    tails = [found[name]["tail"] for name in ("bad", "hangs", "lane")]
+    assert tails == ["why\n", "begun\n", "CPU\n"]
     assert found["hangs"]["timed_out"]
     assert found["hangs"]["seconds"] < 15
     assert found["good"]["command"] == ["echo", "fine"]
@@ -259,16 +229,8 @@ def test_shards_are_all_tests_once(
 @pytest.mark.timeout(700)  # the first one compiles all kernels
 def test_a_dry_run_of_every_stage(checkout: Path, tmp_path: Path) -> None:
     """Builds stay in the checkout's cache, as those of the other tests do."""
-    command = [
-        "bash",
-        str(checkout / "launch" / "test_gpu.sh"),
-        "A",
-        "B",
-        "C",
-        "--dry-run",
-        "--out",
-        str(tmp_path),
-    ]
+    script = str(checkout / "launch" / "test_gpu.sh")
+    command = ["bash", script, *"A B C --dry-run --out".split(), str(tmp_path)]
     env = {**os.environ, "VIRTUAL_ENV": sys.prefix, "PYTHONPATH": str(checkout)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=680)
     assert done.returncode == 0, done.stdout + done.stderr

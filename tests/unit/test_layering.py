@@ -1,11 +1,13 @@
-"""A layer imports only from layers to its left."""
+"""A layer imports only from layers to its left, and no two modules import each other."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 from collections.abc import Callable, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -19,51 +21,67 @@ LAYERS = (
 RANK = {layer: rank for rank, layer in enumerate(LAYERS)}
 
 
-def gear_imports(source: str, module: str, is_package: bool) -> Iterator[str]:
-    """Name every module of ours that a module imports, at any depth: in functions and for types only, too."""
-    for node in ast.walk(ast.parse(source)):
+class Module(NamedTuple):
+    """A module, by its whole name."""
+
+    name: str
+    tree: ast.Module
+    is_package: bool = False
+
+
+@pytest.fixture(scope="module")
+def modules(checkout: Path) -> list[Module]:
+    found = []
+    for file in sorted((checkout / PACKAGE).rglob("*.py")):
+        name = ".".join(file.relative_to(checkout).with_suffix("").parts)
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        found.append(Module(name.removesuffix(".__init__"), tree, name.endswith(".__init__")))
+    assert len(found) > 10
+    return found
+
+
+def gear_imports(module: Module) -> Iterator[tuple[str, list[str]]]:
+    """Yield what a module imports of ours, at any depth: in functions and for types only, too.
+
+    Yields:
+        The module that an import names, and what it takes from there, which may be modules.
+    """
+    for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            found = [(alias.name, list[str]()) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            parts = module.split(".")
-            base = parts[: len(parts) - node.level + is_package] if node.level else []
+            parts = module.name.split(".")
+            base = parts[: len(parts) - node.level + module.is_package] if node.level else []
             whole = ".".join([*base, *filter(None, [node.module])])
-            # `from .. import errors` names a module; `from ..errors import GearError` names what is in one.
-            names = [f"{whole}.{alias.name}" for alias in node.names] if whole == PACKAGE else [whole]
+            found = [(whole, [alias.name for alias in node.names])]
         else:
             continue
-        yield from (name for name in names if name.split(".")[0] == PACKAGE)
+        yield from (one for one in found if one[0].split(".")[0] == PACKAGE)
 
 
-def wrong_arrows(source: str, module: str, is_package: bool = False) -> list[str]:
+# ---- layers ----------------------------------------------------------------------------------------
+
+
+def wrong_arrows(module: Module) -> list[str]:
     """List the imports of a module that do not go to the left."""
-    own = module.split(".")[1]
+    own = module.name.split(".")[1]
     if own not in RANK:
-        return [f"{module}: {own} is in no layer; add it to the order in this test and in the design"]
+        return [f"{module.name}: {own} is in no layer; add it to the order in this test and in the design"]
     wrong = []
-    for target in gear_imports(source, module, is_package):
-        parts = target.split(".")
-        rank = RANK.get(parts[1]) if len(parts) > 1 else None
-        if rank is None:
-            # The package's own __init__ imports everything: only the outermost layer may use it.
-            if own != "cli":
-                wrong.append(f"{module} imports {target}, which is the whole package")
-        elif rank > RANK[own]:
-            wrong.append(f"{module} imports {target}, to its right")
+    for whole, names in gear_imports(module):
+        # `from .. import errors` names a module; `from ..errors import GearError` names what is in one.
+        for target in [f"{whole}.{name}" for name in names] if whole == PACKAGE else [whole]:
+            rank = RANK.get(target.split(".")[1]) if "." in target else None
+            if rank is None and own != "cli":
+                # The package's own __init__ imports everything: only the outermost layer may use it.
+                wrong.append(f"{module.name} imports {target}, which is the whole package")
+            elif rank is not None and rank > RANK[own]:
+                wrong.append(f"{module.name} imports {target}, to its right")
     return wrong
 
 
-def test_every_import_goes_to_the_left(checkout: Path) -> None:
-    root = checkout / PACKAGE
-    files = [file for file in sorted(root.rglob("*.py")) if file != root / "__init__.py"]
-    assert len(files) > 10
-    wrong = []
-    for file in files:
-        parts = [PACKAGE, *file.relative_to(root).with_suffix("").parts]
-        is_package = parts[-1] == "__init__"
-        module = ".".join(parts[:-1] if is_package else parts)
-        wrong += wrong_arrows(file.read_text(), module, is_package)
-    assert wrong == []
+def test_every_import_goes_to_the_left(modules: list[Module]) -> None:
+    assert [arrow for module in modules if module.name != PACKAGE for arrow in wrong_arrows(module)] == []
 
 
 # What resolves a config, or takes one from a program.
@@ -95,33 +113,52 @@ def test_below_the_resolved_plan_nothing_reads_a_config(checkout: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "module", "is_package"),
     [
-        ("from deepspeed_gear.replay import Replay", "deepspeed_gear.store.table", False),
-        ("from ..replay import Replay", "deepspeed_gear.store.table", False),
-        ("from ..replay import Replay", "deepspeed_gear.store", True),
-        ("from .engine import attach", "deepspeed_gear.errors", False),
-        ("from .. import engine", "deepspeed_gear.ops.load", False),
-        ("def f():\n    import deepspeed_gear.cli.main", "deepspeed_gear.engine", False),
-        ("if TYPE_CHECKING:\n    from ..config import GearConfig", "deepspeed_gear.schema.column", False),
-        ("from deepspeed_gear import Replay", "deepspeed_gear.batching.batch", False),
-        ("x = 1", "deepspeed_gear.utils", False),
+        ("from deepspeed_gear.replay import Replay", "store.table", False),
+        ("from ..replay import Replay", "store.table", False),
+        ("from ..replay import Replay", "store", True),
+        ("from .engine import attach", "errors", False),
+        ("from .. import engine", "ops.load", False),
+        ("def f():\n    import deepspeed_gear.cli.main", "engine", False),
+        ("if TYPE_CHECKING:\n    from ..config import GearConfig", "schema.column", False),
+        ("from deepspeed_gear import Replay", "batching.batch", False),
+        ("x = 1", "utils", False),
     ],
 )
 def test_a_wrong_arrow_is_found(source: str, module: str, is_package: bool) -> None:
-    assert wrong_arrows(source, module, is_package) != []
+    assert wrong_arrows(Module(f"{PACKAGE}.{module}", ast.parse(source), is_package)) != []
 
 
 @pytest.mark.parametrize(
     ("source", "module"),
     [
-        ("from ..errors import GearError", "deepspeed_gear.store.table"),
-        ("from .layout import size", "deepspeed_gear.store.table"),
-        ("import deepspeed\nimport torch", "deepspeed_gear.errors"),
-        ("from ..writer.inserter import Inserter", "deepspeed_gear.replay.tables"),
-        ("from deepspeed_gear import Replay", "deepspeed_gear.cli.inspect"),
+        ("from ..errors import GearError", "store.table"),
+        ("from .layout import size", "store.table"),
+        ("import deepspeed\nimport torch", "errors"),
+        ("from ..writer.inserter import Inserter", "replay.tables"),
+        ("from deepspeed_gear import Replay", "cli.inspect"),
     ],
 )
 def test_a_right_arrow_passes(source: str, module: str) -> None:
-    assert wrong_arrows(source, module) == []
+    assert wrong_arrows(Module(f"{PACKAGE}.{module}", ast.parse(source))) == []
+
+
+def test_no_modules_import_each_other(modules: list[Module]) -> None:
+    known = {module.name for module in modules if not module.is_package}
+    graph = {
+        module.name: {
+            name
+            for whole, names in gear_imports(module)
+            for name in (whole, *(f"{whole}.{each}" for each in names))
+            if name in known and name != module.name
+        }
+        for module in modules
+        if not module.is_package
+    }
+    TopologicalSorter(graph).prepare()  # raises for a circle
+    first, *_ = (name for name, targets in graph.items() if targets)
+    graph[next(iter(graph[first]))].add(first)
+    with pytest.raises(CycleError, match=first):
+        TopologicalSorter(graph).prepare()
 
 
 # Takes no engine: every public name but those of the engine, and a batch.

@@ -1,4 +1,4 @@
-"""Rules that keep the package readable: whole classes, short signatures, no import circles."""
+"""Rules that keep the package readable: whole classes, short signatures."""
 
 from __future__ import annotations
 
@@ -13,98 +13,27 @@ MOST_PARAMETERS = 8
 RECORD_BASES = {"NamedTuple", "Protocol", "BaseModel", "GearModel", "TypedDict", "Sampler"}
 
 
-def modules(root: Path) -> dict[str, tuple[ast.Module, bool]]:
-    """Return the syntax tree of each module, and whether it is a package's own."""
-    found = {}
-    for file in sorted((root / PACKAGE).rglob("*.py")):
-        name = ".".join(file.relative_to(root).with_suffix("").parts)
-        is_package = name.endswith(".__init__")
-        found[name.removesuffix(".__init__")] = (ast.parse(file.read_text(encoding="utf-8")), is_package)
-    return found
-
-
 @pytest.fixture(scope="module")
-def trees(checkout: Path) -> dict[str, tuple[ast.Module, bool]]:
-    return modules(checkout)
+def trees(checkout: Path) -> dict[str, ast.Module]:
+    """Return the syntax tree of each module."""
+    files = sorted((checkout / PACKAGE).rglob("*.py"))
+    names = (".".join(file.relative_to(checkout).with_suffix("").parts) for file in files)
+    return {
+        name: ast.parse(file.read_text(encoding="utf-8")) for name, file in zip(names, files, strict=True)
+    }
 
 
-# ---- import circles --------------------------------------------------------------------------------
-
-
-def imports(name: str, tree: ast.Module, is_package: bool, known: set[str]) -> set[str]:
-    """Return the modules that a module imports, at any depth, for types only too."""
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parts = name.split(".")
-            base = parts[: len(parts) - node.level + is_package] if node.level else []
-            whole = ".".join([*base, *filter(None, [node.module])])
-            found.update({whole, *(f"{whole}.{alias.name}" for alias in node.names)})
-    return {one for one in found if one in known and one != name}
-
-
-def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Return the groups of modules that import each other (strongly connected, by Tarjan's algorithm)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
+def test_no_function_takes_more_than_eight_parameters(trees: dict[str, ast.Module]) -> None:
+    """Constructors of records have none."""
     found = []
-
-    def visit(name: str) -> None:
-        index[name] = low[name] = len(index)
-        stack.append(name)
-        for other in graph[name]:
-            if other not in index:
-                visit(other)
-                low[name] = min(low[name], low[other])
-            elif other in stack:
-                low[name] = min(low[name], index[other])
-        if low[name] == index[name]:
-            at = stack.index(name)
-            if len(stack) - at > 1:
-                found.append(sorted(stack[at:]))
-            del stack[at:]
-
-    for name in graph:
-        if name not in index:
-            visit(name)
-    return found
-
-
-def test_no_modules_import_each_other(trees: dict[str, tuple[ast.Module, bool]]) -> None:
-    known = {name for name, (_, is_package) in trees.items() if not is_package}
-    graph = {name: imports(name, trees[name][0], False, known) for name in sorted(known)}
-    assert circles(graph) == []
-
-
-def test_a_circle_is_found() -> None:
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
-
-
-# ---- signatures ------------------------------------------------------------------------------------
-
-
-def long_signatures(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Return the functions with more than `MOST_PARAMETERS` parameters. Constructors of records have none."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            arguments = node.args
-            names = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-            count = len([name for name in names if name.arg not in ("self", "cls")])
-            if count > MOST_PARAMETERS:
-                yield node.name, count
-
-
-def test_no_function_takes_more_than_eight_parameters(trees: dict[str, tuple[ast.Module, bool]]) -> None:
-    found = [
-        f"{name}: {function} takes {count}"
-        for name, (tree, _) in trees.items()
-        if not name.startswith(f"{PACKAGE}.ops.reference")
-        for function, count in long_signatures(tree)
-    ]
-    assert sorted(found) == []
+    for name, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and not name.startswith(f"{PACKAGE}.ops.reference"):
+                arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                count = len([one for one in arguments if one.arg not in ("self", "cls")])
+                if count > MOST_PARAMETERS:
+                    found.append(f"{name}: {node.name} takes {count}")
+    assert found == []
 
 
 # ---- whole classes ---------------------------------------------------------------------------------
@@ -148,16 +77,12 @@ def used(node: ast.ClassDef) -> set[str]:
     }
 
 
-def partial_classes(trees: dict[str, tuple[ast.Module, bool]]) -> list[str]:
-    """Return the classes that read attributes which neither they nor their bases define."""
-    classes = {
-        node.name: node
-        for tree, _ in trees.values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-    }
+def test_classes_define_what_they_use(trees: dict[str, ast.Module]) -> None:
+    """No class reads attributes of self which neither it nor its bases define."""
+    nodes = (node for tree in trees.values() for node in ast.walk(tree))
+    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
     found = []
-    for name, (tree, _) in trees.items():
+    for name, tree in trees.items():
         for node in ast.walk(tree):
             if not isinstance(node, ast.ClassDef):
                 continue
@@ -174,26 +99,17 @@ def partial_classes(trees: dict[str, tuple[ast.Module, bool]]) -> list[str]:
             missing = used(node) - known
             if missing and not open_bases:
                 found.append(f"{name}.{node.name} reads {', '.join(sorted(missing))}")
-    return found
-
-
-def test_classes_define_what_they_use(trees: dict[str, tuple[ast.Module, bool]]) -> None:
-    assert partial_classes(trees) == []
+    assert found == []
 
 
 def assigned_from_outside(tree: ast.Module) -> Iterator[str]:
-    """Return the assignments to attributes of other objects."""
+    """Return the assignments to attributes of objects of other modules: one may fill its own records."""
+    own = {name for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for name in defined(node)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr not in own:
             holder = node.value
-            if isinstance(holder, ast.Name) and holder.id in ("self", "cls"):
-                continue
-            yield ast.unparse(node)
-
-
-def own_attributes(tree: ast.Module) -> set[str]:
-    """Return the attributes of the classes that a module defines: it may fill its own records."""
-    return {name for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for name in defined(node)}
+            if not isinstance(holder, ast.Name) or holder.id not in ("self", "cls"):
+                yield ast.unparse(node)
 
 
 # Attributes of other projects' objects: their interface is that they are set.
@@ -206,11 +122,6 @@ OF_OTHERS = set(
 ) | {"weakref.finalize(memory, native.map_guard_remove, entry).atexit"}
 
 
-def test_objects_are_whole_after_construction(trees: dict[str, tuple[ast.Module, bool]]) -> None:
-    found = [
-        f"{name}: {target}"
-        for name, (tree, _) in trees.items()
-        for target in assigned_from_outside(tree)
-        if target not in OF_OTHERS and target.rsplit(".", 1)[-1] not in own_attributes(tree)
-    ]
-    assert sorted(found) == []
+def test_objects_are_whole_after_construction(trees: dict[str, ast.Module]) -> None:
+    targets = ((name, target) for name, tree in trees.items() for target in assigned_from_outside(tree))
+    assert [f"{name}: {target}" for name, target in targets if target not in OF_OTHERS] == []
