@@ -16,8 +16,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
 from types import TracebackType
 from typing import Any, Final
 
@@ -31,8 +29,11 @@ from deepspeed_gear.timeouts import wait_until
 
 MOST_BEAT_S = 1.0
 SPREAD_BEATS = 3  # heartbeats after which a problem of one node has been read by all nodes
+LOG = logging.getLogger("deepspeed_gear")
+SOME_NODE = "another node"  # name in the error of a failure whose node is not known
 STUCK_S = 5.0  # a main thread that does not move for so long, when a rank is lost, will not move any more
 EXIT_STATUS = 114
+_FIRST = 0  # the node of rank 0, which has the rendezvous store
 _MOST_ERROR_CHARS = 300  # of an error that is reported to other ranks
 
 
@@ -71,9 +72,7 @@ class FailureDetector:
         self._texts: np.ndarray = views["watch/texts"]
         self._timeout_s, self._beat_s = timeout_s, min(MOST_BEAT_S, timeout_s / 8)
         self._ranks, self._peer = topology.peers, memory.peer
-        self._heartbeats: Heartbeats | None = None
-        if store is not None:
-            self._heartbeats = Heartbeats(topology, store, name, timeout_s, self._beat_s, self._local_state)
+        self._problem = ""  # the first one that any rank has reported, as far as this rank knows
         self._failure: LostNodeError | None = None
         self._patience_s = STUCK_S
         self._stop, self._report_lock = threading.Event(), threading.Lock()
@@ -81,6 +80,15 @@ class FailureDetector:
         self._threads: list[threading.Thread] = []
         self._hook: Any = None
         self._ends_itself = False  # this rank ends by itself, and is not to be ended
+        # On node leaders: the heartbeats of this node and of the others.
+        self._store, self._keys = store, f"gear/{name}"
+        self._others = [node for node in range(topology.num_nodes) if node != topology.node]
+        self._num_beats = 0
+        self._answered = time.monotonic()  # when the store last answered
+        self._beats: dict[int, tuple[int, float]] = {}  # number and time of each node's latest heartbeat
+        self._ended: set[int] = set()  # nodes that have published their end
+        self._ended_first: dict[int, tuple[int, int]] = {}  # of each node, as in its heartbeat
+        self._is_disconnected = False  # reads no more heartbeats
 
     @staticmethod
     def regions(num_peers: int) -> list[Region]:
@@ -92,16 +100,14 @@ class FailureDetector:
 
     def prepare(self) -> None:
         """Publish the first heartbeat of this rank and of this node."""
-        self._beat()
-        if self._heartbeats is not None:
-            self._heartbeats.send()
+        self._words[self._peer, RankWord.HEARTBEAT] = time.monotonic_ns()
+        if self._store is not None:
+            self._send()
 
     def start(self) -> None:
         """Start the threads that watch for failures, after `prepare` on all ranks."""
         self._hook, sys.excepthook = sys.excepthook, self._explain
-        targets: list[Callable[[], None]] = [self._watch]
-        if self._heartbeats is not None:
-            targets.append(partial(self._heartbeats.run, self._stop))
+        targets = [self._watch] if self._store is None else [self._watch, self._exchange_heartbeats]
         self._threads = [threading.Thread(target=one, name="gear-watch", daemon=True) for one in targets]
         for thread in self._threads:
             thread.start()
@@ -119,11 +125,8 @@ class FailureDetector:
         Raises:
             LostNodeError: One is; every later call raises it too.
         """
-        if self._failure is None:
-            heartbeats = self._heartbeats
-            found = self._reported_problem() or ("" if heartbeats is None else heartbeats.problem)
-            if found:
-                self._set_failure(found)
+        if self._failure is None and self._known_problem():
+            self._set_failure(self._problem)
         if self._failure is not None:
             if threading.current_thread() is self._main:
                 self._patience_s = max(STUCK_S, self._timeout_s)  # it gets the error, and may save its state
@@ -156,32 +159,15 @@ class FailureDetector:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(2 * self._beat_s)  # its store may have ended with another rank
-        if self._heartbeats is not None and not any(thread.is_alive() for thread in self._threads):
-            self._heartbeats.linger()
-
-    # ---- threads ---------------------------------------------------------------------------------
-
-    def _watch(self) -> None:
-        stuck_since, place = time.monotonic(), None
-        while not self._stop.wait(self._beat_s):
-            self._beat()
-            if self._failure is None:
-                found = self._reported_problem() or self._lost_rank()
-                if not found and self._heartbeats is not None:
-                    found = self._heartbeats.lost(int(self._words[:, RankWord.BATCHES].max()) - 1)
-                if found:
-                    self._set_failure(found)
-                stuck_since, place = time.monotonic(), None
-                continue
-            now = self._place_of_main()
-            if now != place:
-                stuck_since, place = time.monotonic(), now
-            elif not self._ends_itself and time.monotonic() - stuck_since > self._patience_s:
-                self._exit()
-
-    def _explain(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self._hook(kind, error, trace)
-        self.explain(error)
+        if self._topology.rank != 0 or self._store is None or self._is_disconnected:
+            return
+        if any(thread.is_alive() for thread in self._threads):
+            return
+        try:  # rank 0's store ends with it: the other nodes have two intervals to read how this one ended
+            others = set(self._others)
+            wait_until(lambda: others <= self._ended, 2 * self._beat_s, self._beat_s / 8, self._receive)
+        except Exception as error:
+            LOG.debug("gear: the rendezvous store has ended: %s", error)
 
     def explain(self, error: BaseException) -> None:
         """Log the rank that is lost after an error that ends this one, such as a broken all-reduce.
@@ -198,7 +184,7 @@ class FailureDetector:
                 self._log(f"{self._failure}; that is why this rank has failed")
         elif isinstance(error, Exception) and not isinstance(error, (PeerError, NotReadyError)):
             text = f"{type(error).__name__}: {error}".splitlines()[0][:_MOST_ERROR_CHARS]
-            self._report(f"rank {self._topology.rank} ({self._node}), which has failed with {text},")
+            self._report(f"{self._describe(self._topology.rank)}, which has failed with {text},")
 
     def note(self, failure: LostNodeError) -> bool:
         """Record a failure that an exchange has found, unless a more exact one (which rank) arrives first.
@@ -206,47 +192,91 @@ class FailureDetector:
         Returns:
             False if nothing is lost: the node has ended, and ranks that do not need it may continue.
         """
-        patience = SPREAD_BEATS * self._beat_s + (self._timeout_s if failure.name == SOME_NODE else 0)
+        is_some = failure.name == SOME_NODE
+        patience = SPREAD_BEATS * self._beat_s + (self._timeout_s if is_some else 0)
         wait_until(lambda: self._has_failure() or self._stop.is_set(), patience, self._beat_s / 8)
         if self._has_failure():
             return True
-        if self._heartbeats is not None and self._heartbeats.has_ended(failure.name):
+        if any(is_some or failure.name == self._topology.describe(node) for node in list(self._ended)):
             return False
         self._report(f"{failure.name}, which does not answer,")
         self._failure = failure
         return True
 
-    def _has_failure(self) -> bool:
-        """Return whether a rank or a node is lost."""
-        with contextlib.suppress(LostNodeError):
-            self.check()
-        return self._failure is not None
+    # ---- threads ---------------------------------------------------------------------------------
 
-    def _log(self, text: str) -> None:
-        with contextlib.suppress(Exception):
-            print(f"gear: error on rank {self._topology.rank}: {text}", file=sys.stderr, flush=True)
-
-    def _exit(self) -> None:
-        """End the process: its main thread waits for a rank that is lost."""
-        place = self._place_of_main()
-        time.sleep(2 * self._beat_s)  # so that the other nodes read the report
-        if not self._ends_itself and self._place_of_main() == place:
-            self._log(f"{self._failure}; this rank waits for it, and is ended")
-            os._exit(EXIT_STATUS)
+    def _watch(self) -> None:
+        """Publish heartbeats, and look for lost ranks; end this rank if it stands still after a loss."""
+        stuck_since, place = time.monotonic(), None
+        while not self._stop.wait(self._beat_s):
+            self._words[self._peer, RankWord.HEARTBEAT] = time.monotonic_ns()
+            if self._failure is None:
+                if found := self._known_problem() or self._lost_rank() or self._lost_node():
+                    self._set_failure(found)
+                stuck_since, place = time.monotonic(), None
+                continue
+            now = self._place_of_main()
+            if now != place:
+                stuck_since, place = time.monotonic(), now
+            elif not self._ends_itself and time.monotonic() - stuck_since > self._patience_s:
+                time.sleep(2 * self._beat_s)  # so that the other nodes read the report
+                if not self._ends_itself and self._place_of_main() == place:
+                    self._log(f"{self._failure}; this rank waits for it, and is ended")
+                    os._exit(EXIT_STATUS)
 
     def _place_of_main(self) -> tuple[int, int] | None:
         frame = sys._current_frames().get(self._main.ident or 0)
         return None if frame is None else (id(frame), frame.f_lasti)
 
-    def _set_failure(self, found: str) -> None:
-        """Report a problem to all ranks, and raise it in every later `check`."""
-        self._report(found)
-        self._failure = LostNodeError(found, "must live and answer as long as the others train")
+    def _exchange_heartbeats(self) -> None:
+        """Exchange heartbeats until this node ends, and publish its end.
+
+        Once the node of rank 0 has ended, no more batch barriers follow: this node publishes its own end, so
+        that the others need not wait for it, and stops, since the store may end at any time.
+        """
+        try:
+            while _FIRST not in self._ended and not self._stop.wait(self._beat_s):
+                self._send()
+                self._receive()
+                self._answered = time.monotonic()
+            self._is_disconnected = _FIRST in self._ended
+            self._send(ended=True)
+        except Exception as error:
+            self._is_disconnected = True
+            if not self._stop.is_set() and _FIRST not in self._ended:
+                LOG.warning("gear: the rendezvous store does not answer: %s", str(error).splitlines()[0])
+
+    def _send(self, ended: bool = False) -> None:
+        """Publish this node's heartbeat: its number, whether the node has ended, its problem, and the rank of
+        the node that has ended after the fewest batch barriers, with their number.
+        """
+        words = self._words[:, [RankWord.ENDED, RankWord.BATCHES]].tolist()
+        ended_ranks = [
+            (passed - 1, rank)
+            for rank, (has_ended, passed) in zip(self._ranks, words, strict=True)
+            if has_ended and passed  # no rank waits for one that takes no part in barriers
+        ]
+        first = min(ended_ranks)[::-1] if ended_ranks else None
+        problem = self._known_problem()  # read last: a rank that fails reports it before it ends
+        record = {"beat": self._num_beats, "ended": ended, "problem": problem, "left_first": first}
+        self._store.set(f"{self._keys}/{self._topology.node}", json.dumps(record))
+        self._num_beats += 1
+
+    def _receive(self) -> None:
+        texts = self._store.multi_get([f"{self._keys}/{node}" for node in self._others])
+        for node, text in zip(self._others, texts, strict=True):
+            record, now = json.loads(text), time.monotonic()
+            beat, _ = self._beats.get(node, (-1, now))
+            if record["left_first"] is not None:
+                rank, passed = record["left_first"]
+                self._ended_first[node] = int(rank), int(passed)
+            self._problem = self._problem or str(record["problem"])
+            if record["ended"]:  # last: a thread that reads it also reads the problem
+                self._ended.add(node)
+            elif record["beat"] != beat:
+                self._beats[node] = int(record["beat"]), now
 
     # ---- findings --------------------------------------------------------------------------------
-
-    def _beat(self) -> None:
-        self._words[self._peer, RankWord.HEARTBEAT] = time.monotonic_ns()
 
     def _lost_rank(self) -> str:
         """Describe a rank of this node that is lost; "" if there is none."""
@@ -258,47 +288,80 @@ class FailureDetector:
                 passed = int(self._words[peer, RankWord.BATCHES])
                 most = int(self._words[:, RankWord.BATCHES].max())
                 if 0 < passed < most:
-                    had = f"{passed - 1} of {most - 1} batch barriers"
-                    return f"rank {rank} ({self._node}), which has ended after {had},"
+                    return f"{self._describe(rank)}, {_ended_early(passed - 1, most - 1)}"
                 continue
+            silent_s = (now - int(self._words[peer, RankWord.HEARTBEAT])) / 1e9
             if not self._memory.is_alive(peer):
                 if not self._words[peer, RankWord.ENDED]:  # it may have ended meanwhile
-                    return f"rank {rank} ({self._node}), which has died,"
-            elif now - self._words[peer, RankWord.HEARTBEAT] > self._timeout_s * 1e9:
-                silent = (now - int(self._words[peer, RankWord.HEARTBEAT])) / 1e9
-                return f"rank {rank} ({self._node}), which has stood still for {silent:.0f} s,"
+                    return f"{self._describe(rank)}, which has died,"
+            elif silent_s > self._timeout_s:
+                return f"{self._describe(rank)}, which has stood still for {silent_s:.0f} s,"
         return ""
 
-    @property
-    def _node(self) -> str:
-        return self._topology.describe(self._topology.node)
+    def _lost_node(self) -> str:
+        """Describe a rank or node that is lost on another node; "" if there is none."""
+        if self._store is None:
+            return ""
+        now, num_barriers = time.monotonic(), int(self._words[:, RankWord.BATCHES].max()) - 1
+        for node, (rank, passed) in list(self._ended_first.items()):
+            if passed < num_barriers:
+                return f"{self._describe(rank, node)}, {_ended_early(passed, num_barriers)}"
+        if self._is_disconnected and _FIRST in self._ended:
+            return ""
+        silent = now - self._answered
+        if silent > self._timeout_s:
+            first, here = (self._topology.describe(node) for node in (_FIRST, self._topology.node))
+            what = "the rendezvous store, which"
+            if self._topology.node != _FIRST:
+                what = f"{first}, whose rendezvous store"
+            return f"{what} {here} cannot reach for {silent:.0f} s,"
+        for node, (_, since) in list(self._beats.items()):
+            if node not in self._ended and now - since > self._timeout_s:
+                return f"{self._topology.describe(node)}, whose last heartbeat is {now - since:.0f} s old,"
+        return ""
 
-    def _local_state(self) -> tuple[tuple[int, int] | None, str]:
-        """Return the content of this node's heartbeat: see `Heartbeats`."""
-        words = self._words[:, [RankWord.ENDED, RankWord.BATCHES]].tolist()
-        ended = [
-            (passed - 1, rank)
-            for rank, (has_ended, passed) in zip(self._ranks, words, strict=True)
-            if has_ended and passed  # no rank waits for one that takes no part in barriers
-        ]
-        first = min(ended)[::-1] if ended else None
-        return first, self._reported_problem()  # read last: a rank that fails reports it before it ends
+    def _describe(self, rank: int, node: int | None = None) -> str:
+        """Name a rank in errors, with its node: this one unless given."""
+        return f"rank {rank} ({self._topology.describe(self._topology.node if node is None else node)})"
+
+    def _known_problem(self) -> str:
+        """Return the first problem that a rank has reported; "" if there is none."""
+        if not self._problem and self._texts[:, 0].any():
+            row = self._texts[np.flatnonzero(self._texts[:, 0])[0]]
+            self._problem = bytes(row).rstrip(b"\0").decode(errors="replace")
+        return self._problem
 
     def _report(self, text: str) -> None:
         """Publish a problem to the ranks of this node and, on a node leader, to the other nodes."""
         with self._report_lock:
-            if self._heartbeats is not None:
-                self._heartbeats.report(text)
+            self._problem = self._problem or text
             encoded = np.frombuffer(text.encode()[: RankWord.NUM_TEXT_BYTES], np.uint8)
             row = self._texts[self._peer]
             if not row[0]:
                 row[1 : len(encoded)] = encoded[1:]
                 row[0] = encoded[0]  # last: a reader that sees it sees the whole text
 
-    def _reported_problem(self) -> str:
-        """Return the problem that a rank of this node has reported; "" if there is none."""
-        rows = np.flatnonzero(self._texts[:, 0])
-        return bytes(self._texts[rows[0]]).rstrip(b"\0").decode(errors="replace") if len(rows) else ""
+    def _set_failure(self, found: str) -> None:
+        """Report a problem to all ranks, and raise it in every later `check`."""
+        self._report(found)
+        self._failure = LostNodeError(found, "must live and answer as long as the others train")
+
+    def _has_failure(self) -> bool:
+        with contextlib.suppress(LostNodeError):
+            self.check()
+        return self._failure is not None
+
+    def _explain(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._hook(kind, error, trace)
+        self.explain(error)
+
+    def _log(self, text: str) -> None:
+        with contextlib.suppress(Exception):
+            print(f"gear: error on rank {self._topology.rank}: {text}", file=sys.stderr, flush=True)
+
+
+def _ended_early(passed: int, most: int) -> str:
+    return f"which has ended after {passed} of {most} batch barriers,"
 
 
 def _is_of_transport(error: BaseException | None) -> bool:
@@ -309,127 +372,3 @@ def _is_of_transport(error: BaseException | None) -> bool:
         return False
     text = str(error).lower()
     return any(word in text for word in ("gloo", "nccl", "connection", "timed out", "timeout"))
-
-
-LOG = logging.getLogger("deepspeed_gear")
-SOME_NODE = "another node"  # name in the error of a failure whose node is not known
-_FIRST = 0  # the node of rank 0
-
-
-class Heartbeats:
-    """Publishes this node's heartbeats and reads those of the other nodes.
-
-    Args:
-        topology: Places and nodes of all ranks.
-        store: A connection of its own to the rendezvous store.
-        name: Of this run in the store.
-        timeout_s: Longest time between two heartbeats of a node.
-        beat_s: Interval of the heartbeats.
-        local_state: Returns the rank of this node that has ended after the fewest batch barriers, with their
-            number, or None while none has ended; and the problem that its ranks have reported, or "".
-    """
-
-    def __init__(
-        self,
-        topology: Topology,
-        store: Any,
-        name: str,
-        timeout_s: float,
-        beat_s: float,
-        local_state: Callable[[], tuple[tuple[int, int] | None, str]],
-    ) -> None:
-        self._topology, self._store, self._keys = topology, store, f"gear/{name}"
-        self._timeout_s, self._beat_s, self._local_state = timeout_s, beat_s, local_state
-        self._others = [node for node in range(topology.num_nodes) if node != topology.node]
-        self._answered = time.monotonic()  # when the store last answered
-        self._nodes: dict[int, tuple[int, float]] = {}  # number and time of each node's latest heartbeat
-        self._ended: set[int] = set()  # nodes that have published their end
-        self._ended_first: dict[int, tuple[int, int]] = {}  # rank of `local_state` on the other nodes
-        self._is_disconnected = False  # reads no more heartbeats
-        self._beat = 0  # number of this node's next heartbeat
-        self.problem = ""  # the first problem that any node has reported; part of each heartbeat
-
-    def report(self, problem: str) -> None:
-        """Publish a problem with the next heartbeat, unless there is one already."""
-        self.problem = self.problem or problem
-
-    def send(self, ended: bool = False) -> None:
-        """Publish this node's heartbeat."""
-        ended_first, found = self._local_state()
-        self.problem = self.problem or found
-        record = {"beat": self._beat, "ended": ended, "problem": self.problem, "left_first": ended_first}
-        self._store.set(f"{self._keys}/{self._topology.node}", json.dumps(record))
-        self._beat += 1
-
-    def run(self, stop: threading.Event) -> None:
-        """Exchange heartbeats until this node ends, and publish its end.
-
-        Once the node of rank 0 has ended, no more batch barriers follow: this node publishes its own end, so
-        that the others need not wait for it, and stops, since the store may end at any time.
-        """
-        try:
-            while _FIRST not in self._ended and not stop.wait(self._beat_s):
-                self.send()
-                self._receive()
-                self._answered = time.monotonic()
-            self._is_disconnected = _FIRST in self._ended
-            self.send(ended=True)
-        except Exception as error:
-            self._is_disconnected = True
-            if not stop.is_set() and _FIRST not in self._ended:
-                LOG.warning("gear: the rendezvous store does not answer: %s", str(error).splitlines()[0])
-
-    def linger(self) -> None:
-        """Keep rank 0's store for two more intervals, so that the other nodes can read how this one ended."""
-        if self._topology.rank != 0 or self._is_disconnected:
-            return
-        others = set(self._others)
-        try:
-            wait_until(lambda: others <= self._ended, 2 * self._beat_s, self._beat_s / 8, self._receive)
-        except Exception as error:
-            LOG.debug("gear: the rendezvous store has ended: %s", error)
-
-    def has_ended(self, name: str) -> bool:
-        """Return whether a node has published its end; for SOME_NODE, whether any node has."""
-        return bool(self._ended) if name == SOME_NODE else name in map(self._topology.describe, self._ended)
-
-    def lost(self, num_barriers: int) -> str:
-        """Describe a rank or node that is lost on another node; "" if there is none.
-
-        Args:
-            num_barriers: Batch barriers that the ranks of this node have passed.
-        """
-        if self.problem:
-            return self.problem
-        now = time.monotonic()
-        for node, (rank, passed) in list(self._ended_first.items()):
-            if passed < num_barriers:
-                had = f"{passed} of {num_barriers} batch barriers"
-                return f"rank {rank} ({self._topology.describe(node)}), which has ended after {had},"
-        if self._is_disconnected and _FIRST in self._ended:
-            return ""
-        silent = now - self._answered
-        if silent > self._timeout_s:
-            first, here = (self._topology.describe(node) for node in (_FIRST, self._topology.node))
-            if self._topology.node != _FIRST:
-                return f"{first}, whose rendezvous store {here} cannot reach for {silent:.0f} s,"
-            return f"the rendezvous store, which {here} cannot reach for {silent:.0f} s,"
-        for node, (_, since) in list(self._nodes.items()):
-            if node not in self._ended and now - since > self._timeout_s:
-                return f"{self._topology.describe(node)}, whose last heartbeat is {now - since:.0f} s old,"
-        return ""
-
-    def _receive(self) -> None:
-        texts = self._store.multi_get([f"{self._keys}/{node}" for node in self._others])
-        for node, text in zip(self._others, texts, strict=True):
-            record, now = json.loads(text), time.monotonic()
-            beat, _ = self._nodes.get(node, (-1, now))
-            if record["left_first"] is not None:
-                rank, passed = record["left_first"]
-                self._ended_first[node] = int(rank), int(passed)
-            if record["problem"] and not self.problem:
-                self.problem = str(record["problem"])
-            if record["ended"]:  # last: a thread that reads it also reads the problem
-                self._ended.add(node)
-            elif record["beat"] != beat:
-                self._nodes[node] = int(record["beat"]), now

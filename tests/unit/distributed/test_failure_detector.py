@@ -51,10 +51,10 @@ def views_of(watch: FailureDetector) -> dict[str, np.ndarray]:
     return {"watch/words": watch._words, "watch/texts": watch._texts}
 
 
-def loses(watch: FailureDetector, text: str) -> None:
+def loses(watch: FailureDetector, text: str, by: str = "check") -> None:
     """Wait until a rank or node is found to be lost, and check what its error says."""
     with pytest.raises(LostNodeError, match=text):
-        wait_until(lambda: watch.check(), "the failure", 20.0)  # type: ignore[func-returns-value]
+        wait_until(lambda: getattr(watch, by)(), "the failure", 20.0)
 
 
 def lost(node: int) -> LostNodeError:
@@ -71,12 +71,6 @@ def test_a_node_that_does_not_answer_is_lost_on_all(watches: list[FailureDetecto
     assert watches[0].note(lost(1))
     for watch in watches:
         loses(watch, "node 1")
-
-
-def test_all_hear_of_the_error_of_a_rank(watches: list[FailureDetector]) -> None:
-    watches[1].explain(ValueError("of this test\nand more"))
-    watches[1].end()
-    loses(watches[0], r"rank 1 \(node 1\), which has failed with ValueError: of this test, must live")
 
 
 def test_a_node_may_go_on_when_the_store_has_ended(
@@ -106,30 +100,21 @@ def test_who_ends_early_is_missed(turns: int, is_early: bool, watches: list[Fail
         watches[0].check_ended()
 
 
-def test_who_fails_is_named_though_it_ends_early(watches: list[FailureDetector]) -> None:
-    watches[0].take(10)
-    watches[1].take(9)
-    watches[1].explain(ValueError("of this test"))
-    watches[1].end()
-    loses(watches[0], "which has failed with ValueError: of this test")
-
-
-def test_a_rank_of_the_same_node_knows_at_once(watches: list[FailureDetector]) -> None:
-    """So before it can see that the rank has ended."""
+@pytest.mark.parametrize("by", ["check", "check_ended"])
+def test_who_fails_is_named_though_it_ends_early(watches: list[FailureDetector], by: str) -> None:
+    """On its own node at once, before others can see that it has ended; on others after its end, too."""
     here = FailureDetector(
         watches[1]._memory, views_of(watches[1]), watches[1]._topology, None, "test", TIMEOUT_S
     )
-    watches[1].explain(ValueError("of this test"))
-    with pytest.raises(LostNodeError, match=r"rank 1 .* has failed with ValueError: of this test"):
-        here.check()
-
-
-def test_what_ended_a_node_is_heard_after_its_end(watches: list[FailureDetector]) -> None:
+    watches[0].take(10)
+    watches[1].take(9)
     watches[1].check_ended()
-    watches[1].explain(ValueError("of this test"))
+    watches[1].explain(ValueError("of this test\nand more"))
+    text = r"rank 1 \(node 1\), which has failed with ValueError: of this test, must live"
+    with pytest.raises(LostNodeError, match=text):
+        here.check()
     watches[1].end()
-    with pytest.raises(LostNodeError, match=r"rank 1 .* has failed with ValueError: of this test"):
-        wait_until(lambda: watches[0].check_ended(), "the error")  # type: ignore[func-returns-value]
+    loses(watches[0], text, by)
 
 
 @pytest.mark.parametrize("error", [PeerError("rank 0", "must live"), KeyboardInterrupt()])
