@@ -60,7 +60,7 @@ class Shared:
     def watch(self) -> Watch:
         """Measure the exchange of rows from now on."""
         selector = self.replay._parts.exchange._training[0]
-        return Watch(selector._exchange._rows.messages, self.link)
+        return Watch(selector._exchange._rows, self.link)
 
 
 class Watch:
@@ -75,7 +75,7 @@ class Watch:
         self.carry_s = self.swap_s = 0.0
         self.sizes: list[int] = []
         self.expected: list[int] = []
-        spent = {"encode": 0.0, "decode": 0.0}
+        spent = {"encode": 0.0, "fill": 0.0}
 
         def timed(name: str) -> None:
             work = getattr(rows, name)
@@ -84,7 +84,7 @@ class Watch:
                 begin = time.perf_counter()
                 found = work(*arguments)
                 spent[name] = time.perf_counter() - begin
-                self.carry_s = spent["encode"] + self.swap_s + spent["decode"]
+                self.carry_s = spent["encode"] + self.swap_s + spent["fill"]
                 return found
 
             setattr(rows, name, run)
@@ -107,7 +107,7 @@ class Watch:
 
             return timed_wait
 
-        for name in ("encode", "decode"):
+        for name in ("encode", "fill"):
             timed(name)
         link.begin = timed_begin
 

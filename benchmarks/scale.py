@@ -26,6 +26,7 @@ from fixed_cost import Timers
 from scale_planning import Batch, Node, Wire, routes_at
 
 from deepspeed_gear.distributed.row_exchange.resolution_exchange import ResolutionExchange
+from deepspeed_gear.distributed.row_exchange.row_messages import RowExchange
 from deepspeed_gear.distributed.sharded_selection import ShardedSelector
 from deepspeed_gear.sampling.sum_tree import ItemMasses
 
@@ -38,10 +39,9 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (ShardedSelector, "begin", "begin: record, status"),
     (ShardedSelector, "resolve", "own samples, owners"),
     (ItemMasses, "resolve_numbered", "resolve own samples: resolve_"),
-    (ShardedSelector, "finish", "own records together"),
-    (ResolutionExchange, "_send", "messages"),
+    (ShardedSelector, "finish", "own records together; ring, origins, samples whose rows are received"),
     (ResolutionExchange, "_encode", "resolutions by node"),
-    (ResolutionExchange, "_receive", "ring, origins, samples whose rows are received"),
+    (RowExchange, "send", "messages"),
 )
 Row = dict[str, Any]
 

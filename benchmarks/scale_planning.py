@@ -93,43 +93,49 @@ class Wire:
     abandoned_on_error = contextlib.nullcontext  # no other node waits
 
 
-class Planner:
-    """Stands in for RowMessages: plans the rows and copies none."""
+class Planner(RowExchange):
+    """A row exchange that plans the rows and copies none."""
 
-    takes_own = has_steps = False
-
-    def __init__(self, routes: ExchangePlan, timers: Timers) -> None:
+    def __init__(self, channel: Any, routes: ExchangePlan, timers: Timers) -> None:
         layout, ops = layout_of(routes.needs, ROW_BYTES), load_backend()
+        self.channel, self._transport = channel, None
+        self.takes_own = self.has_steps = False
         self._layout = layout.windows, layout.members, layout.columns
         self._encode, self._decode = (
             timers.wrap("plan_rows, twice", op) for op in (ops.encode_rows_, ops.decode_rows_)
         )
-        self._slots = torch.zeros(TRAJECTORIES, Slot.NUM_WORDS, dtype=torch.int64)
+        self._slots_held = torch.zeros(TRAJECTORIES, Slot.NUM_WORDS, dtype=torch.int64)
         self._nowhere = [torch.empty(0, dtype=torch.uint8)] * len(layout.names)
         self._sizes, self._needed = torch.zeros(routes.num_nodes, dtype=torch.int64), torch.zeros(2).long()
+        heads = np.zeros(routes.num_nodes, np.int64)
+        self._heads, self._head_words = torch.from_numpy(heads), heads.data
 
     def steps_of(self, records: torch.Tensor) -> None:
         """No window follows n-step steps."""
 
-    def encode(self, outgoing: torch.Tensor, heads: torch.Tensor) -> list[np.ndarray]:
+    def encode(self, outgoing: torch.Tensor, heads: Sequence[int]) -> list[np.ndarray]:
         """Plan what would be sent; return messages of heads alone."""
-        given = self._nowhere, outgoing, *self._layout, heads, self._slots
+        for node, head in enumerate(heads):
+            self._head_words[node] = 8 * head
+        given = self._nowhere, outgoing, *self._layout, self._heads, self._slots_held
         self._encode(torch.empty(0, dtype=torch.int64), self._sizes, *given)  # no room, so none is copied
-        return [np.empty(head // 8, np.int64) for head in heads.tolist()]
+        return [np.empty(head, np.int64) for head in heads]
 
-    def decode(
+    def fill(
         self,
         entry: int,
         ring: torch.Tensor,
         which: torch.Tensor,
         incoming: torch.Tensor,
-        heads: torch.Tensor,
-        messages: Sequence[np.ndarray],
+        received: Sequence[np.ndarray],
+        heads: Sequence[int],
         used: tuple[int, int] = (0, 0),
     ) -> None:
         """Plan what would be received, and where it would lie."""
-        said = [torch.from_numpy(message) for message in messages]
-        given = said, which, incoming, *self._layout, heads
+        for node, head in enumerate(heads):
+            self._head_words[node] = 8 * head
+        said = [torch.from_numpy(message) for message in received]
+        given = said, which, incoming, *self._layout, self._heads
         self._decode(self._nowhere, ring, self._sizes, self._needed, *given, (0, 0, 0, 0, 0, 0))
 
 
@@ -165,7 +171,6 @@ class Node:
         sampler = sampler_for(UniformSampler(unit="step"))
         self.spec = StreamSpec("train", sampler, sampling, SEED, KEY, batch, 1, num_shards=routes.num_nodes)
         self.routes, self.link = routes, Wire(routes.index, routes.num_nodes)
-        self.planner = Planner(routes, timers)
         state: Any = SimpleNamespace(
             pin=lambda key, records: None,
             spec=self.spec,
@@ -183,8 +188,7 @@ class Node:
             stop=threading.Event(),
         )
         link: Any = self.link
-        planner: Any = self.planner
-        exchange = ResolutionExchange(state, routes, RowExchange(link, planner), lambda *_: None)
+        exchange = ResolutionExchange(state, routes, Planner(link, routes, timers), lambda *_: None)
         self.selector = ShardedSelector(state, link, routes, exchange, 0)
         self._coordinates = torch.empty(batch, dtype=torch.int64)
         self._draw = timers.wrap("draw all coordinates: draw_", load_backend().draw_)

@@ -14,7 +14,7 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Final, NoReturn, TypeVar
 
 import numpy as np
@@ -68,12 +68,9 @@ class BatchBarrier:
     """The batch barriers of a node's ranks. Main thread only.
 
     Args:
-        table: Whose store holds the words.
         topology: Places and nodes of all ranks.
         only_readers: Inner stages of a pipeline take no part.
-        timeout_s: Longest wait for another rank.
         channel: To the leaders of the other nodes, on a leader.
-        over_nodes: Whether there are other nodes.
         early: Whether ranks may reach a barrier before they wait at it.
         detector: Finds lost ranks and nodes; None for one node.
     """
@@ -145,11 +142,9 @@ class BatchBarrier:
         """Mark this rank's part of the next barrier as done."""
         if not self._is_open:
             self._count += 1
-            if digest:
-                with self._table.lock:  # so that a reader of the count sees the digest
-                    self._mine[BarrierWord.DIGESTS + self._count % 2] = digest
-            else:
-                self._mine[BarrierWord.DIGESTS + self._count % 2] = NO_DIGEST
+            # Locked so that a reader of the count sees the digest.
+            with self._table.lock if digest else contextlib.nullcontext():
+                self._mine[BarrierWord.DIGESTS + self._count % 2] = digest
             self._mine[BarrierWord.REACHED] = self._count
             self._is_open = True
 
@@ -272,29 +267,27 @@ class BatchBarrier:
         Raises:
             PeerError: The barrier failed on another node.
         """
-        digests, wait = self._digests(), self._pending or self._begin_status(channel, failure is not None)
+        digests = self._digests()
+        wait = self._pending or self._begin_status(channel, failure is not None)
         self._pending, received = None, wait()
         if (received[:, BarrierMessage.NUMBER] != self._count).any():
             node = int(np.nonzero(received[:, BarrierMessage.NUMBER] != self._count)[0][0])
             channel.raise_ended(node, f"it ended before batch barrier {self._count}")
         error = channel.first_failure(received[:, BarrierMessage.STATUS], failure)
-        every = (
-            channel.gather_ragged(np.array(digests).reshape(-1, 3))
-            if received[:, BarrierMessage.VERIFIES].any()
-            else []
-        )
+        every = None
+        if received[:, BarrierMessage.VERIFIES].any():
+            every, _ = channel.gather_ragged(np.array(digests).reshape(-1, 3))
         if error is not None and failure is None:
             raise error
-        if every and error is None:
-            self._compare_digests([(int(a), int(b), int(c)) for rows in every for a, b, c in rows])
+        if every is not None and error is None:
+            self._compare_digests(every.tolist())
 
     def _begin_status(self, channel: NodeChannel, failed: bool) -> Callable[[], np.ndarray]:
         """Send number, status and whether digests are to be compared; return what waits for the others'."""
-        verifies = any(digest for _, _, digest in self._digests())
-        return channel.begin_gather(np.array([self._count, failed, verifies]))
+        return channel.begin_gather(np.array([self._count, failed, bool(self._digests())]))
 
     def _digests(self) -> list[tuple[int, int, int]]:
-        """Return rank, replica and digest of this node's ranks at this barrier."""
+        """Return rank, replica and digest of this node's ranks that verify this barrier."""
         with self._table.lock:
             digests: list[int] = self._words[:, BarrierWord.DIGESTS + self._count % 2].tolist()
         return [(self._ranks[p], self._replicas[p], digests[p]) for p in self._members if digests[p]]
@@ -374,10 +367,12 @@ class BatchBarrier:
             raise PeerError(name, rule, None, f"it failed {had}: {self._outcome_of(peer).text}")
         raise PeerError(name, MUST_TAKE_ALL, None, f"it ended {had}")
 
-    def _compare_digests(self, known: Sequence[tuple[int, int, int]]) -> None:
+    def _compare_digests(self, known: Iterable[tuple[int, int, int]]) -> None:
         """Raise unless the ranks of a replica have equal digests. Each of `known`: rank, replica, digest."""
-        for replica in sorted({replica for _, replica, _ in known}):
-            digests = {rank: digest for rank, its, digest in known if its == replica}
+        of_replicas: dict[int, dict[int, int]] = {}
+        for rank, replica, digest in known:
+            of_replicas.setdefault(replica, {})[rank] = digest
+        for replica, digests in sorted(of_replicas.items()):
             usual = Counter(digests.values()).most_common(1)[0][0]
             for rank, digest in digests.items():
                 if digest != usual:

@@ -149,7 +149,6 @@ def check_accumulation(settings: GradientSettings, pad: str) -> list[str]:
     """Check what a step of a variable number of micro batches needs of an engine.
 
     Args:
-        settings: Of the engine.
         pad: `gear.pack.pad.to`.
     Returns:
         Defaults of DeepSpeed that change the result, for the log.

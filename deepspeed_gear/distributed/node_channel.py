@@ -44,7 +44,6 @@ class NodeChannel:
 
     Args:
         topology: Places and nodes of all ranks.
-        order: Nodes that take part.
         purpose: Exchanges of different purposes have groups of their own and never wait for each other.
         timeout_s: Longest wait for another node, in seconds.
         group: Whose ranks the topology counts; None for all.
@@ -110,10 +109,11 @@ class NodeChannel:
         wait = self.begin([message_of(words)] * self.count)
         return lambda: np.stack(wait())
 
-    def gather_ragged(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Return the rows of every node. [n, words], int64 -> [n_s, words] each."""
+    def gather_ragged(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows of all nodes, and the node of each. [n, words] -> [m, words], [m], int64."""
         found = self.begin([message_of(rows.reshape(-1))] * self.count)()
-        return [words.copy().reshape(-1, rows.shape[1]) for words in found]
+        every = np.concatenate(found).reshape(-1, rows.shape[1])
+        return every, np.repeat(np.arange(self.count), [len(words) // rows.shape[1] for words in found])
 
     def first_failure(self, failed: np.ndarray, own: Outcome | None) -> GearError | None:
         """Return the error of the first node that has failed; None: none has. Collective if one has.
@@ -150,9 +150,13 @@ class NodeChannel:
             words, size = messages[node], self._peer_words[node]
             words[0] = len(words)
             self.bytes_sent += words.nbytes
-            parts = [words] if len(words) <= size else [words[:size], words[size:]]
             self._peer_words[node] = _next_buffer_words(len(words), size)
-            sent += [(node, self._send(node, part)) for part in parts]
+            group, to = self._up if node > self.index else self._down, self._members[node]
+            for part in [words] if len(words) <= size else [words[:size], words[size:]]:
+                try:
+                    sent.append((node, group.send([torch.from_numpy(part)], to, self._tag)))
+                except RuntimeError as error:
+                    self._fail(error, node)
 
         def wait() -> list[np.ndarray]:
             begin = time.monotonic()
@@ -167,13 +171,6 @@ class NodeChannel:
             return found
 
         return wait
-
-    def _send(self, node: int, words: np.ndarray) -> Any:
-        try:
-            group = self._up if node > self.index else self._down
-            return group.send([torch.from_numpy(words)], self._members[node], self._tag)
-        except RuntimeError as error:
-            self._fail(error, node)
 
     def _receive(self, node: int, until: float) -> np.ndarray:
         """Wait for a message, and post the buffer of the next one."""
@@ -195,8 +192,8 @@ class NodeChannel:
 
     def _begin_receive(self, node: int, words: np.ndarray) -> Any:
         """Begin to receive into words; return the work, whose wait fails if the node has ended already."""
+        group = self._down if node > self.index else self._up
         try:
-            group = self._down if node > self.index else self._up
             return group.recv([torch.from_numpy(words)], self._members[node], self._tag)
         except RuntimeError as error:
             return _Failed(error)

@@ -40,7 +40,6 @@ def sequence_sum(
     """Return the sum over the ranks that share this rank's sequences; None: there are no others. Collective.
 
     Args:
-        timeout_s: Longest wait for another rank.
         group: The process group whose ranks the topology counts; None for all.
         exchange: Names the rank that is lost where the sum fails.
     """

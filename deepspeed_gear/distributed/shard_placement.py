@@ -74,14 +74,13 @@ def place_tables(
 def _place(
     topology: Topology, config: GearConfig, datasets: Mapping[str, Dataset], parts: Parts
 ) -> ShardPlacement:
-    holders = topology.holders
+    holders, tables = topology.holders, config.resolved_tables
     names = [topology.describe(node) for node in holders]
+    replicated = {n for n, table in tables.items() if table.data is not None and table.data.replicate}
+    spread = frozenset(tables) - replicated if len(holders) > 1 else frozenset()
     found: dict[str, dict[int, Shard]] = {}
-    for name, table in config.resolved_tables.items():
-        if name not in datasets:
-            continue
-        replicate = table.data is not None and table.data.replicate
-        of_nodes = [parts[node][name] for node in holders]
+    for name in (name for name in tables if name in datasets):
+        replicate, of_nodes = name in replicated, [parts[node][name] for node in holders]
         bounds = _bounds(name, datasets[name], len(holders), replicate)
         shards = shard_of_node(of_nodes, bounds, name=f"table {name}", nodes=names, replicate=replicate)
         found[name] = dict(zip(holders, shards, strict=True))
@@ -90,34 +89,26 @@ def _place(
     for name in found.keys() - parted:  # a whole table is divided in the order of the others' parts
         shards = [found[name][node] for node in holders]
         found[name] = dict(zip(order, shards, strict=True))
-    spread = {
-        name
-        for name, table in config.resolved_tables.items()
-        if len(holders) > 1 and not (table.data is not None and table.data.replicate)
-    }
     for name in sorted(spread & set(found)):
-        if config.resolved_tables[name].group is not None:
+        if tables[name].group is not None:
             raise ConfigError(
                 f"gear.tables.{name}.data.replicate",
                 f"must be true for a data set of groups on {len(holders)} nodes",
                 False,
                 "its parts would divide groups, and a group lies on one node",
             )
-    if not spread and topology.node in holders:
-        return ShardPlacement(order, {}, frozenset())
-    mine: dict[str, Shard] = {}
-    for name in config.resolved_tables:
-        if topology.node not in holders:
-            mine[name] = NOTHING
-        elif name in found and name in spread:
-            mine[name] = found[name][topology.node]
-        elif name in spread:
-            mine[name] = Shard(order.index(topology.node), len(order), 0, 0)
+    mine = dict.fromkeys(tables, NOTHING)
+    if topology.node in holders:
+        index, count = order.index(topology.node), len(order)
+        mine = {
+            name: found[name][topology.node] if name in found else Shard(index, count, 0, 0)
+            for name in spread
+        }
     firsts: dict[str, np.ndarray] = {}
     for name in spread & set(found):
         ordered = sorted(found[name].values(), key=lambda shard: shard.index)
         firsts[name] = np.array([shard.first for shard in ordered] + [ordered[-1].end], np.int64)
-    return ShardPlacement(order, mine, frozenset(spread), firsts)
+    return ShardPlacement(order, mine, spread, firsts)
 
 
 def _bounds(name: str, dataset: Dataset, num_nodes: int, replicate: bool) -> np.ndarray:

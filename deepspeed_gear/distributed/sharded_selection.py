@@ -7,7 +7,7 @@ each node gets the resolutions of the samples that its ranks train on, and the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Final, NoReturn
 
@@ -32,6 +32,7 @@ from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.sampling.sum_tree import items_of
 
 PACKED_REPORT_WORDS = 3
+_NO_REPORTS = np.empty((0, LogEntry.NUM_WORDS), np.int64)
 _WAITS = 64  # exchanges whose waits are added up at once
 MOST_LEAVE_S = 10.0  # longest wait of a node that ends until the others have received its last status
 
@@ -58,7 +59,6 @@ class SelectionAgreement(LocalSelector):
 
     Args:
         state: Of the stream, in this node's part of the table.
-        channel: To the other nodes; shared by the streams of one thread.
     """
 
     def __init__(self, state: StreamState, channel: NodeChannel) -> None:
@@ -72,30 +72,28 @@ class SelectionAgreement(LocalSelector):
         self.num_selections = 0
         self._late_us = np.zeros(self._num_nodes, np.int64)  # wait of the others for each node
         self._waited_us: list[np.ndarray] = []  # not in `_late_us` yet
+        self._received: list[np.ndarray] = []  # priority updates from each node, packed where it is a shard
 
     def _exchange_status(
-        self,
-        error: Exception | None,
-        stop: bool,
-        more: Sequence[np.ndarray] | None = None,
-        limiter: np.ndarray = NO_WORDS,
+        self, prepare: Callable[[], list[np.ndarray]], leaves: bool = False
     ) -> list[np.ndarray]:
         """Exchange status messages, with more words for each node after them.
 
         Args:
-            error: Why this node cannot make the selection; None: it can.
-            stop: Whether it makes no further one.
-            more: Words for each node.
-            limiter: State of the rate limiter, for all nodes.
+            prepare: Returns the words for each node; this node cannot make the selection if it raises.
+            leaves: Whether it makes no further one.
         Returns:
             The words of each node after its status; valid until the next exchange ends.
         """
-        record = self._record()
-        words = np.concatenate([record, limiter]) if len(limiter) else record
+        after = [NO_WORDS] * self._num_nodes
+        error: Exception | None = None
+        try:
+            after = prepare()
+        except Exception as caught:
+            error = caught
+        words = self._record(error)
         words[StatusMessage.KEY] = -1 if self._key is None else self._key
-        words[StatusMessage.STATUS] = StatusMessage.FINE if error is None else StatusMessage.FAILED
-        words[StatusMessage.STOP] = stop
-        after = [NO_WORDS] * self._num_nodes if more is None else more
+        words[StatusMessage.STOP] = leaves or self.state.stop.is_set()
         messages = self.channel.begin([message_of(words, part.reshape(-1)) for part in after])()
         records = self._records = np.stack([part[: StatusMessage.NUM_WORDS] for part in messages])
         self._waited_us.append(records[:, StatusMessage.WAITED_US])
@@ -131,12 +129,13 @@ class SelectionAgreement(LocalSelector):
         if not self.channel.left:
             self._key = None
             with self.channel.parting(MOST_LEAVE_S):
-                self._exchange_status(None, True)
+                self._exchange_status(lambda: [NO_WORDS] * self._num_nodes, leaves=True)
         self.channel.note_left(False)
 
-    def _record(self) -> np.ndarray:
-        """Return the status of this node's shard."""
+    def _record(self, error: Exception | None = None) -> np.ndarray:
+        """Return the status of this node's shard; failed with an error."""
         words = np.zeros(StatusMessage.NUM_WORDS, np.int64)
+        words[StatusMessage.STATUS] = StatusMessage.FINE if error is None else StatusMessage.FAILED
         masses, priorities = self.masses, self.state.priorities
         with self._table.lock:
             words[StatusMessage.TOTAL] = masses.total
@@ -178,11 +177,15 @@ class SelectionAgreement(LocalSelector):
                 action()
         except Exception as caught:
             error = caught
-        words = self._record()
-        words[StatusMessage.STATUS] = StatusMessage.FINE if error is None else StatusMessage.FAILED
-        records = self.channel.gather(words)
+        records = self.channel.gather(self._record(error))
         self._raise_failure(records, error)
         self._records, self._totals = records, records[:, StatusMessage.TOTAL].copy()
+
+    def _reports_due(self, key: int) -> np.ndarray:
+        """Copy the priority updates of this node that precede a selection. [n, words], int64."""
+        with self._table.lock:
+            self._due = self.state.with_priorities.reports.due(key)
+            return np.concatenate([_NO_REPORTS, *(rows for _, rows in self._due)])
 
 
 class ReplicatedSelector(SelectionAgreement):
@@ -190,34 +193,20 @@ class ReplicatedSelector(SelectionAgreement):
 
     Args:
         state: Of the stream in this node's store, with priorities.
-        channel: To the other nodes.
     """
-
-    def __init__(self, state: StreamState, channel: NodeChannel) -> None:
-        super().__init__(state, channel)
-        self._here = LocalSelector(state)
-        self._reports = np.empty((0, LogEntry.NUM_WORDS), np.int64)
-        self._received: list[np.ndarray] = []  # reports of all nodes
 
     def begin(self, key: int, entry: int, count: int) -> bool:
         self._key = key
-        error: Exception | None = None
-        try:
-            with self._table.lock:
-                self._due = self.state.with_priorities.reports.due(key)
-                self._reports = np.concatenate([self._reports[:0], *(rows for _, rows in self._due)])
-        except Exception as caught:
-            error = caught
-        received = self._exchange_status(error, self.state.stop.is_set(), [self._reports] * self._num_nodes)
+        received = self._exchange_status(lambda: [self._reports_due(key)] * self._num_nodes)
         self.num_selections += 1
-        self._received = [words.reshape(-1, LogEntry.NUM_WORDS) for words in received]
+        self._received = [words.reshape(-1, LogEntry.NUM_WORDS) for words in received if len(words)]
         return True
 
     def apply(self, key: int) -> int:
         priorities = self.state.with_priorities
 
         def change() -> None:
-            priorities.apply_reports(key, [rows for rows in self._received if len(rows)])
+            priorities.apply_reports(key, self._received)
             if self._due:
                 priorities.reports.take(self._due)
 
@@ -226,15 +215,15 @@ class ReplicatedSelector(SelectionAgreement):
 
     def resolve(self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int) -> None:
         with self._table.lock:
-            self._here.resolve(rows, done, coordinates, first)
+            super().resolve(rows, done, coordinates, first)
 
     def finish(self, key: int, entry: int, count: int) -> int:
         with self._table.lock:
-            return self._here.finish(key, entry, count)
+            return super().finish(key, entry, count)
 
     def highest(self, count: int) -> torch.Tensor:
         with self._table.lock:
-            return self._here.highest(count)
+            return super().highest(count)
 
 
 class ShardedSelector(SelectionAgreement):
@@ -244,8 +233,6 @@ class ShardedSelector(SelectionAgreement):
 
     Args:
         state: Of the stream, in this node's part of the table.
-        channel: To the other nodes; shared by the streams of one thread.
-        plan: Which node needs which samples.
         exchange: Exchanges resolutions and rows, or of packed batches the records of all trajectories.
     """
 
@@ -261,7 +248,6 @@ class ShardedSelector(SelectionAgreement):
         self._plan, self._exchange, self._verify_every = plan, exchange, verify_every
         self._wanted: dict[tuple[int, int], np.ndarray] = {}  # of the latest selection
         self._is_first = True
-        self._received: list[np.ndarray] = []  # reports from each node, packed
         #: Resolutions of the latest selection's samples that this node holds.
         self._drawn = np.empty((0, Resolution.NUM_WORDS), np.int64)
 
@@ -280,21 +266,22 @@ class ShardedSelector(SelectionAgreement):
             PeerError: A node has failed, ended, or asks for another global batch.
         """
         self._begin_selection(key, entry, count)
-        reports: list[np.ndarray] | None = None
-        error: Exception | None = None
-        joint, records = self.state.joint_limiter, NO_WORDS
-        try:
+        joint = self.state.joint_limiter
+
+        def prepare() -> list[np.ndarray]:
+            parts = [NO_WORDS] * self._num_nodes
             if self.state.priorities is not None:
-                reports = self._take_reports(key)
+                parts = self._packed_reports(key)
             with self._table.lock:
                 # Else changes take effect after the exchange of status messages.
                 if self.state.priorities is None and not self._has_window and not self.spec.sampler.walks:
                     self.masses.apply(key)
                 if joint is not None:  # after the changes were applied, so that it counts what can be drawn
-                    records = joint.record(count)
-        except Exception as caught:
-            error = caught
-        self._received = self._exchange_status(error, self.state.stop.is_set(), reports, records)
+                    rate = joint.record(count)
+                    parts = [np.concatenate([rate, part.reshape(-1)]) for part in parts]
+            return parts
+
+        self._received = self._exchange_status(prepare)
         if joint is not None:
             rates = np.stack([words[: NodeRate.NUM_WORDS] for words in self._received])
             self._received = [words[NodeRate.NUM_WORDS :] for words in self._received]
@@ -308,7 +295,7 @@ class ShardedSelector(SelectionAgreement):
         self.num_selections += 1
         return True
 
-    def _begin_selection(self, key: int, entry: int, count: int) -> None:
+    def _begin_selection(self, key: int, entry: int, count: int, is_saved: bool = False) -> None:
         offset = 0 if self.spec.offset is None else self.spec.offset(key)
         case = count, offset % self._plan.data_world
         if case not in self._wanted:
@@ -317,7 +304,8 @@ class ShardedSelector(SelectionAgreement):
         verifies = every > 0 and key % every == 0
         asked = np.arange(count) if verifies else self._wanted[case]
         self._key = key
-        self._selection = NodeSelection(key, entry, count, offset, verifies, asked, np.zeros_like(asked))
+        owner = np.zeros_like(asked)
+        self._selection = NodeSelection(key, entry, count, offset, verifies, asked, owner, is_saved)
 
     @property
     def _has_window(self) -> bool:
@@ -349,13 +337,9 @@ class ShardedSelector(SelectionAgreement):
 
         self._apply_together(change)
 
-    def _take_reports(self, key: int) -> list[np.ndarray]:
-        """Copy the reports that are due; return those for each node, packed."""
-        masses = self.state.with_priorities
-        with self._table.lock:
-            self._due = masses.reports.due(key)
-            entries = [rows for _, rows in self._due]
-            reports = np.concatenate(entries) if entries else np.empty((0, LogEntry.NUM_WORDS), np.int64)
+    def _packed_reports(self, key: int) -> list[np.ndarray]:
+        """Return the reports that are due for each node, packed."""
+        masses, reports = self.state.with_priorities, self._reports_due(key)
         packed = np.empty((len(reports), PACKED_REPORT_WORDS), np.int64)
         ends = np.empty(self._num_nodes, np.int64)
         tensors = [torch.from_numpy(part) for part in (packed, ends, reports)]
@@ -391,7 +375,7 @@ class ShardedSelector(SelectionAgreement):
         if self.state.walked is not None:
             with self._table.lock:
                 evicted = self.state.evicted(records[:, Resolution.SLOT].numpy())
-            skipped = np.concatenate(self.channel.gather_ragged(own[evicted, None])).reshape(-1)
+            skipped = self.channel.gather_ragged(own[evicted, None])[0].reshape(-1)
             if len(skipped):
                 left = np.ones(len(coordinates), bool)
                 left[skipped] = False
@@ -417,7 +401,7 @@ class ShardedSelector(SelectionAgreement):
         return owner.numpy(), own, records
 
     def _keep(self, done: int, first: int, owner: np.ndarray, own: np.ndarray, records: torch.Tensor) -> None:
-        """Add draws to the selection, after the `done` ones in it."""
+        """Pin draws, and add them to the selection, after the `done` ones in it."""
         if len(own):
             with self._table.lock:
                 self.state.pin(self._selection.key, records)
@@ -483,8 +467,7 @@ class ShardedSelector(SelectionAgreement):
                 ],
                 axis=1,
             )
-        found = self.channel.gather_ragged(own)
-        every, shards = np.concatenate(found), np.repeat(np.arange(len(found)), list(map(len, found)))
+        every, shards = self.channel.gather_ragged(own)
         # Equal priorities by the age of their trajectories; a data set's are older in the first shards.
         ages = every[:, 1] if self._table.spec.dataset is None else shards
         chosen = merge_highest(every[:, 0].astype(np.int32).view(np.float32), ages, count)
@@ -495,11 +478,8 @@ class ShardedSelector(SelectionAgreement):
         masses = self.state.with_ages
         with self._table.lock:
             own = np.stack(masses.ends(count, newest), axis=1)
-        found = self.channel.gather_ragged(own)
-        before = np.cumsum(self._totals) - self._totals
-        for rows, start in zip(found, before, strict=True):
-            rows[:, 2] += start
-        every = np.concatenate(found)
+        every, shards = self.channel.gather_ragged(own)
+        every[:, 2] += (np.cumsum(self._totals) - self._totals)[shards]
         order = np.argsort(every[:, 0], kind="stable")
         every = every[order[::-1] if newest else order]
         return items_of(every[:, 1], every[:, 2], count, newest)
@@ -517,16 +497,15 @@ class ShardedSelector(SelectionAgreement):
         """Fill an entry of the ring with a selection of a checkpoint, as `finish` does with a new one.
 
         Args:
-            key: Number of the global batch.
             first: Sample number of the selection's first sample.
             owner: Which node holds each record. [count], int64.
             own: Records that this node holds, ascending. [n], int64.
             records: They. [n, 8], int64.
         """
-        self._begin_selection(key, entry, len(owner))
+        self._begin_selection(key, entry, len(owner), is_saved=True)
         self._selection.draw(first, own, records, owner, 0)
         self.state.pin(key, records)
-        self._exchange.fill(self._selection, is_saved=True)
+        self._exchange.fill(self._selection)
 
     def restart(self) -> None:
         """Compute the window's edge anew at the next selection: the table's content was replaced."""
@@ -547,21 +526,12 @@ class ShardedSelector(SelectionAgreement):
 _PARTS = 64  # parts into which each exchange divides the remaining range of ids
 
 
-class EdgeKind:
-    """Type of a node's largest value."""
-
-    NONE: Final = 0
-    INTEGER: Final = 1
-    FLOAT: Final = 2
-
-
 def edge_over_nodes(
     channel: NodeChannel, window: AgeWindow, ids: np.ndarray, counts: np.ndarray, values: np.ndarray | None
 ) -> WindowEdge:
     """Return the window's edge. Collective over the nodes.
 
     Args:
-        window: Which items are new.
         ids: Of this node's trajectories. [n], int64.
         counts: Items of each. [n], int64.
         values: Of the window's column. [n].
@@ -576,18 +546,13 @@ def edge_over_nodes(
 def _newest(channel: NodeChannel, values: np.ndarray | None) -> int | float | None:
     if values is None:
         return None
+    number = np.int64 if values.dtype.kind in "biu" else np.float64
     own = np.zeros(2, np.int64)
     if len(values):
-        value = newest_of(values)
-        own[0] = EdgeKind.INTEGER if isinstance(value, int) else EdgeKind.FLOAT
-        own[1:] = value if isinstance(value, int) else np.array([value], np.float64).view(np.int64)
+        own[:] = 1, np.array(newest_of(values), number).view(np.int64)
     found = channel.gather(own)
-    known = [
-        int(bits) if kind == EdgeKind.INTEGER else float(np.array([bits]).view(np.float64)[0])
-        for kind, bits in found.tolist()
-        if kind != EdgeKind.NONE
-    ]
-    return newest_of(np.array(known)) if known else None
+    known = found[found[:, 0] > 0, 1].view(number)
+    return newest_of(known) if len(known) else None
 
 
 def _oldest(channel: NodeChannel, wanted: int, ids: np.ndarray, counts: np.ndarray) -> int:

@@ -323,7 +323,7 @@ def with_arrivals(
         rooms = {spec.name: ArrivalRoom(EDGE, rows, 0, slots) for spec in streams}
         return replace(store, arrival_rows=rows + 2 * EDGE, arrival_slots=slots), rooms
     if longest is None:
-        if any(need.goals for need in exchange_plan.needs):
+        if exchange_plan.draws_goals:
             rule = "must be given where goals are relabelled on several nodes"
             raise ConfigError(f"gear.tables.{store.name}.max_length", rule, None)
         longest = table.capacity_steps or 0

@@ -11,14 +11,13 @@ import torch
 from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.distributed.node_channel import NodeChannel
 from deepspeed_gear.distributed.resolved_plan import Resolved
-from deepspeed_gear.distributed.row_exchange.device_transport import DeviceTransport
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan
 from deepspeed_gear.distributed.row_exchange.resolution_exchange import (
     Goals,
     RecordExchange,
     ResolutionExchange,
 )
-from deepspeed_gear.distributed.row_exchange.row_messages import RowExchange, RowMessages
+from deepspeed_gear.distributed.row_exchange.row_messages import DeviceTransport, RowExchange
 from deepspeed_gear.distributed.row_exchange.trajectory_places import TrajectoryExchange
 from deepspeed_gear.distributed.sharded_selection import (
     ReplicatedSelector,
@@ -112,8 +111,8 @@ class NodeExchange:
     def _rows(self, state: StreamState, routes: ExchangePlan, trains: bool) -> RowExchange:
         room, n_step = self._room(state), self._plan.config.n_step
         rows, slots = (room.first_row, room.num_rows), (room.first_slot, room.num_slots)
-        messages = RowMessages(state.table, routes.num_nodes, routes.needs, n_step, rows, slots)
-        return RowExchange(self._channels[trains], messages, self._transports.get(trains))
+        channel, transport = self._channels[trains], self._transports.get(trains)
+        return RowExchange(channel, state.table, routes.needs, n_step, rows, slots, transport)
 
     def _open(self, trains: bool, purpose: str, detector: FailureDetector | None) -> None:
         plan, config = self._plan, self._plan.config

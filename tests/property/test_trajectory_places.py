@@ -11,12 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_gear.distributed.row_exchange.exchange_plan import WHOLE
-from deepspeed_gear.distributed.row_exchange.row_messages import (
-    WORD_BYTES,
-    RowMessages,
-    RowReads,
-    WindowRead,
-)
+from deepspeed_gear.distributed.row_exchange.row_messages import RowExchange, RowReads, WindowRead
 from deepspeed_gear.distributed.row_exchange.trajectory_places import Moves, TrajectoryPlaces
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.constants import SHARD_BITS
@@ -27,7 +22,7 @@ READS = RowReads((WindowRead("steps", 0, WHOLE), WindowRead("final", 0, WHOLE, f
 
 
 class Node:
-    """A node's store, with codes as rows, and its messages.
+    """A node's store, with codes as rows, and its row exchange.
 
     Args:
         index: Of the node.
@@ -59,7 +54,8 @@ class Node:
             first_arrival=(0, 0) if mapped else (rows, SLOTS),
             spec=SimpleNamespace(name="main"),
         )
-        self.messages = RowMessages(table, nodes, [READS], None, (EDGE, room[0]), (0, room[1]))
+        channel: Any = SimpleNamespace(count=nodes)
+        self.rows = RowExchange(channel, table, [READS], None, (EDGE, room[0]), (0, room[1]))
 
 
 def code(node: int, slot: Any) -> Any:
@@ -70,15 +66,14 @@ def exchange(nodes: list[Node], moves: list[Moves]) -> None:
     """Send and receive, as `TrajectoryExchange` does on each node."""
     count, sent = len(nodes), []
     for node, its in zip(nodes, moves, strict=True):
-        heads = torch.full((count,), WORD_BYTES)
-        encoded = node.messages.encode(torch.from_numpy(its.outgoing), heads)
+        encoded = node.rows.encode(torch.from_numpy(its.outgoing), [1] * count)
         sent.append([words[1:].copy() for words in encoded])
     for index, (node, its) in enumerate(zip(nodes, moves, strict=True)):
         num_incoming = len(its.incoming)
         places = torch.empty(num_incoming, Resolution.NUM_WORDS, dtype=torch.int64)
         received = [words[index] for words in sent]
-        incoming, none = torch.from_numpy(its.incoming), torch.zeros(count, dtype=torch.int64)
-        node.messages.decode(0, places, torch.arange(num_incoming), incoming, none, received, its.used)
+        incoming, which = torch.from_numpy(its.incoming), torch.arange(num_incoming)
+        node.rows.fill(0, places, which, incoming, received, [0] * count, its.used)
 
 
 @given(st.integers(1, 4), st.integers(0, 25), st.booleans(), st.integers(0, 1 << 31))

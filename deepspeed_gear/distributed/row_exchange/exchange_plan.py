@@ -19,6 +19,7 @@ from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 WHOLE = 1 << 40  # steps of a window that holds every trajectory
+EXAMPLE = '"pipeline": {"inputs": ["observation"], "labels": ["action", "mask.action"]}'
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,11 @@ class ExchangePlan:
         return max((read.final_row for need in self.needs for read in need.reads), default=0)
 
     @property
+    def draws_goals(self) -> bool:
+        """Whether samples are relabelled with goals of their trajectories."""
+        return any(read.is_goal for need in self.needs for read in need.reads)
+
+    @property
     def replicas_here(self) -> np.ndarray:
         """Return the replicas with a rank on this node that reads. [n], int64."""
         return np.nonzero(self.need_of[self.index] >= 0)[0]
@@ -65,7 +71,6 @@ class ExchangePlan:
         """Return which samples of a selection this node needs, ascending. [n], int64.
 
         Args:
-            count: Samples of the selection.
             offset: Of its first sample among those of all tables: replicas alternate by sample.
         """
         if len(self.replicas_here) == self.data_world:
@@ -120,7 +125,7 @@ def row_needs(needs: Sequence[ReadNeeds], config: GearConfig, schema: Schema) ->
         return _whole_trajectories(needs, schema)
     reads: dict[WindowRead, None] = {}
     single: dict[str, None] = {}
-    goals: dict[tuple[str, int], None] = {}
+    goals: dict[WindowRead, None] = {}
     for need in needs:
         for field in (*need.fields, *need.opaque):
             column = field.column
@@ -131,16 +136,20 @@ def row_needs(needs: Sequence[ReadNeeds], config: GearConfig, schema: Schema) ->
                 continue
             name = RETURN_TO_GO if column is None else column.name
             final_row = int(column is not None and column.rows == "T+1")
-            first, end = _window(field)
-            reads[WindowRead(name, first, end, field.follows, field.pad_kind == "edge", final_row)] = None
+            # From the anchor on: a part of the time axis reads its own steps, or all if it depends on them.
+            first, length, edge = field.first, field.length or 1, field.pad_kind == "edge"
+            if field.part_length is not None and field.align == "in_place" and not edge:
+                first, length = first + field.part_first, field.part_length
+            reads[WindowRead(name, first, first + length, field.follows, edge, final_row)] = None
             if field.hindsight is not None:
-                goals[field.hindsight.name, int(field.hindsight.rows == "T+1")] = None
+                name, final_row = field.hindsight.name, int(field.hindsight.rows == "T+1")
+                goals[WindowRead(name, 0, 1, final_row=final_row, is_goal=True)] = None
         if need.n_step and config.n_step is not None:
             for role in ("reward", "terminated", "truncated"):
                 column = schema.role(role)
                 if column is not None:
                     reads[WindowRead(column.name, 0, config.n_step.n)] = None
-    return RowReads(tuple(reads), tuple(single), tuple(goals))
+    return RowReads((*reads, *goals), tuple(single))
 
 
 def _whole_trajectories(needs: Sequence[ReadNeeds], schema: Schema) -> RowReads:
@@ -157,25 +166,12 @@ def _whole_trajectories(needs: Sequence[ReadNeeds], schema: Schema) -> RowReads:
     return RowReads(tuple(reads), tuple(name for name, rows in found.items() if rows == "1"))
 
 
-def _window(field: ResolvedField) -> tuple[int, int]:
-    """Return the steps that a field's part of its window may read, from the anchor on."""
-    offset = field.first
-    length = field.length or 1
-    if field.part_length is None or field.align != "in_place" or field.pad_kind == "edge":
-        return offset, offset + length
-    return offset + field.part_first, offset + field.part_first + field.part_length
-
-
-EXAMPLE = '"pipeline": {"inputs": ["observation"], "labels": ["action", "mask.action"]}'
-
-
 @dataclass(frozen=True)
 class ReadNeeds:
     """The fields that a rank needs of a batch, by its place in its replica.
 
     Args:
         fields: The fields that it gathers, each with its part of the time axis.
-        n_step: Whether it needs n-step returns.
         opaque: The fields of opaque columns, of which it reads the values of its samples.
     """
 

@@ -31,6 +31,7 @@ class NodeSelection:
         needs_all: Whether every node gets the resolutions of all samples, as for a digest.
         asked: Samples whose resolutions this node gets: those that its ranks need, or all. Ascending.
         owner: Node that holds each of these.
+        is_saved: Whether it is one of a checkpoint.
         first: Sample number of the first one.
         own: Samples that this node holds, ascending, by draw. [n] each, int64.
         records: Their resolutions. [n, 8] each, int64.
@@ -43,6 +44,7 @@ class NodeSelection:
     needs_all: bool
     asked: np.ndarray
     owner: np.ndarray
+    is_saved: bool = False
     first: int = 0
     own: list[np.ndarray] = field(default_factory=list)
     records: list[torch.Tensor] = field(default_factory=list)
@@ -74,8 +76,6 @@ class ResolutionExchange:
     """Sends resolutions and rows to other nodes; fills this node's ring and arrivals. One thread at a time.
 
     Args:
-        state: Of the stream, in this node's part of the table.
-        plan: Which node needs which samples.
         rows: Exchanges the rows, after the resolutions.
         goals: Draws the achieved goals of samples.
     """
@@ -83,11 +83,11 @@ class ResolutionExchange:
     def __init__(self, state: StreamState, plan: ExchangePlan, rows: RowExchange, goals: Goals) -> None:
         self._state, self._rows = state, rows
         self._goals, self._index, self._num_nodes = goals, plan.index, plan.num_nodes
-        self._ops, self._draws_goals = state.ops, any(need.goals for need in plan.needs)
+        self._ops, self._draws_goals = state.ops, plan.draws_goals
         self._needs = torch.from_numpy(plan.readers), torch.from_numpy(plan.need_of)
         everyone = torch.arange(self._num_nodes)  # as if one replica were read by all
         self._everyone = everyone[None], torch.zeros(self._num_nodes, 1, dtype=torch.int16)
-        self._words = 5 if rows.messages.has_steps else 4  # of a packed resolution
+        self._words = 5 if rows.has_steps else 4  # of a packed resolution
         # Written word by word: after a batch that has emptied the caches, a NumPy call takes 10 us and more.
         ends, found = np.zeros(self._num_nodes, np.int64), np.zeros(1, np.int64)
         self._ends, self._end_words = torch.from_numpy(ends), ends.data
@@ -97,109 +97,82 @@ class ResolutionExchange:
         self.least_drawn = 0  # of the latest selection: the smallest mass that any node has drawn
         self.num_records = 0  # of the latest selection
 
-    def fill(self, selection: NodeSelection, is_saved: bool = False) -> np.ndarray:
+    def fill(self, selection: NodeSelection) -> np.ndarray:
         """Exchange a selection: write its resolutions to the ring, and its rows to the arrivals.
 
-        Args:
-            is_saved: Whether it is one of a checkpoint.
         Returns:
             The resolutions of the samples that this node holds. [n, 8], int64.
         """
-        del is_saved
         own, records = selection.drawn()
+        ring = self._state.ring[selection.entry][: selection.count]
+        assert self._state.origins is not None
         with self._rows.channel.abandoned_on_error():
-            mine = records, torch.from_numpy(own), self._rows.messages.steps_of(records)
-            self._receive(selection, self._send(selection, *mine), *mine)
+            sample, steps = torch.from_numpy(own), self._rows.steps_of(records)
+            goals = self._goals(self._state.spec.key, records) if self._draws_goals else None
+            samples, parts = self._encode((records, sample, steps, goals), self._needs, selection.offset)
+            if selection.needs_all:
+                parts = self._encode((records, sample, steps, None), self._everyone, 0)[1]
+            parts[self._index] = NO_WORDS
+            masses = records.numpy()[:, Resolution.MASS]
+            least = int(np.minimum.reduce(masses)) if len(masses) else MOST_MASS
+            received = self._rows.send(np.array([least]), parts, samples)
+
+            self.least_drawn = min(int(words[0]) for words in received)
+            most = len(records) + len(selection.asked)
+            if most > len(self._which):
+                self._samples = torch.empty(most, RowSample.NUM_WORDS, dtype=torch.int64)
+                self._which = torch.empty(most, dtype=torch.int64)
+            self._ops.decode_draws_(
+                ring,
+                self._state.origins[selection.entry],
+                self._samples,
+                self._which,
+                self._found,
+                [torch.from_numpy(words[1:]) for words in received],
+                records,
+                sample,
+                steps,
+                torch.from_numpy(selection.owner),
+                torch.from_numpy(selection.asked),
+                self._needs[1],
+                selection.first,
+                selection.offset,
+                self._index,
+                int(self._rows.takes_own),
+            )
+            found = self._found_words[0]
+            samples, which = self._samples[:found], self._which[:found]
+            goals = self._goals(self._state.spec.key, ring[which]) if self._draws_goals else None
+            if goals is not None:
+                samples[:, RowSample.GOAL] = goals
+            counts: list[int] = np.bincount(selection.owner, minlength=self._num_nodes).tolist()
+            counts[self._index] = 0
+            sizes = [1 + count * self._words for count in counts]
+            self._rows.fill(selection.entry, ring, which, samples, received, sizes)
         self.num_records = selection.count
         return records.numpy()
 
-    def _send(
-        self,
-        selection: NodeSelection,
-        records: torch.Tensor,
-        sample: torch.Tensor,
-        steps: torch.Tensor | None,
-    ) -> list[np.ndarray]:
-        """Send each node this one's smallest mass, resolutions and rows; return the words of each node.
-
-        Args:
-            sample: Indices of the records in the selection, ascending. [n], int64.
-            steps: Steps of their n-step returns, where windows follow them. [n], int64.
-        """
-        drawn = records, sample, steps
-        goals = self._goals(self._state.spec.key, records) if self._draws_goals else None
-        samples, parts = self._encode(*drawn, goals, *self._needs, selection.offset)
-        if selection.needs_all:
-            parts = self._encode(*drawn, None, *self._everyone, 0)[1]
-        parts[self._index] = NO_WORDS
-        masses = records.numpy()[:, Resolution.MASS]
-        least = int(np.minimum.reduce(masses)) if len(masses) else MOST_MASS
-        return self._rows.send(np.array([least]), parts, samples)
-
     def _encode(
         self,
-        records: torch.Tensor,
-        sample: torch.Tensor,
-        steps: torch.Tensor | None,
-        goals: torch.Tensor | None,
-        readers: torch.Tensor,
-        need_of: torch.Tensor,
+        drawn: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+        needs: tuple[torch.Tensor, torch.Tensor],
         offset: int,
     ) -> tuple[torch.Tensor, list[np.ndarray]]:
-        """Return the samples that other nodes need, and the words of their resolutions for each node."""
-        most = len(records) * readers.shape[1]
+        """Return the samples that other nodes need, and the words of their resolutions for each node.
+
+        Args:
+            drawn: Records of this node, ascending; the index of each in the selection; where windows follow
+                n-step returns, the steps of each; and the goal of each, where they have goals.
+            needs: Readers of each replica, and which rows they need, as of `ExchangePlan`.
+        """
+        most = len(drawn[0]) * needs[0].shape[1]
         samples = torch.empty(most, RowSample.NUM_WORDS, dtype=torch.int64)
         packed = np.empty((most, self._words), np.int64)
-        found = samples, torch.from_numpy(packed), self._ends
-        route = readers, need_of, offset, self._index, int(self._rows.messages.takes_own)
-        self._ops.encode_draws_(*found, records, sample, steps, goals, *route)
+        route = *needs, offset, self._index, int(self._rows.takes_own)
+        self._ops.encode_draws_(samples, torch.from_numpy(packed), self._ends, *drawn, *route)
         bounds, words = [0, *[end * self._words for end in self._end_words]], packed.reshape(-1)
         parts = [words[begin:end] for begin, end in itertools.pairwise(bounds)]
         return samples[: self._end_words[-1]], parts
-
-    def _receive(
-        self,
-        selection: NodeSelection,
-        received: list[np.ndarray],
-        records: torch.Tensor,
-        sample: torch.Tensor,
-        steps: torch.Tensor | None,
-    ) -> None:
-        """Write the received resolutions to the ring, and the received rows to the arrivals."""
-        self.least_drawn = min(int(words[0]) for words in received)
-        assert self._state.origins is not None
-        ring = self._state.ring[selection.entry][: selection.count]
-        most = len(records) + len(selection.asked)
-        if most > len(self._which):
-            self._samples = torch.empty(most, RowSample.NUM_WORDS, dtype=torch.int64)
-            self._which = torch.empty(most, dtype=torch.int64)
-        self._ops.decode_draws_(
-            ring,
-            self._state.origins[selection.entry],
-            self._samples,
-            self._which,
-            self._found,
-            [torch.from_numpy(words[1:]) for words in received],
-            records,
-            sample,
-            steps,
-            torch.from_numpy(selection.owner),
-            torch.from_numpy(selection.asked),
-            self._needs[1],
-            selection.first,
-            selection.offset,
-            self._index,
-            int(self._rows.messages.takes_own),
-        )
-        found = self._found_words[0]
-        samples, which = self._samples[:found], self._which[:found]
-        goals = self._goals(self._state.spec.key, ring[which]) if self._draws_goals else None
-        if goals is not None:
-            samples[:, RowSample.GOAL] = goals
-        counts: list[int] = np.bincount(selection.owner, minlength=self._num_nodes).tolist()
-        counts[self._index] = 0
-        sizes = [1 + count * self._words for count in counts]
-        self._rows.fill(selection.entry, ring, which, samples, received, sizes)
 
 
 class RecordExchange:
@@ -207,9 +180,6 @@ class RecordExchange:
 
     One thread at a time. No rows are sent: `TrajectoryExchange` sends those of the packs of a step.
 
-    Args:
-        state: Of the stream, in this node's part of the table.
-        channel: To the other nodes.
     """
 
     def __init__(self, state: StreamState, channel: NodeChannel) -> None:
@@ -217,26 +187,23 @@ class RecordExchange:
         self.least_drawn = MOST_MASS  # of the latest selection: the smallest mass
         self.num_records = 0  # of the latest selection
 
-    def fill(self, selection: NodeSelection, is_saved: bool = False) -> np.ndarray:
+    def fill(self, selection: NodeSelection) -> np.ndarray:
         """Exchange a selection: write the records of all its trajectories to the ring.
 
         Args:
             selection: Of groups it has the leaders' resolutions, of a checkpoint the records of all members.
-            is_saved: Whether it is one of a checkpoint.
         Returns:
             The records of this node's trajectories. [m, 8], int64.
         """
         state, entry = self._state, selection.entry
         own, drawn = selection.drawn()
-        words, expands = drawn.numpy(), state.spec.by_group and not is_saved
+        words, expands = drawn.numpy(), state.spec.by_group and not selection.is_saved
         with self._channel.abandoned_on_error():
             if expands:
                 with state.table.lock:
                     words, item = state.members(words)
                 own = own[item]  # places in the selection; the members of a group share one
-            found = self._channel.gather_ragged(np.concatenate([own[:, None], words], axis=1))
-        every = np.concatenate(found)
-        shard = np.repeat(np.arange(len(found)), [len(rows) for rows in found])
+            every, shard = self._channel.gather_ragged(np.concatenate([own[:, None], words], axis=1))
         order = np.argsort(every[:, 0], kind="stable")
         places, records, shard = every[order, 0], every[order, 1:], shard[order]
         masses = records[:, Resolution.MASS]

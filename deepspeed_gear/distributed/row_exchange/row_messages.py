@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from deepspeed_gear.config import NStepConfig
-from deepspeed_gear.distributed.node_channel import NodeChannel, message_of
-from deepspeed_gear.distributed.row_exchange.device_transport import DeviceTransport
+from deepspeed_gear.distributed.control_plane import lane
+from deepspeed_gear.distributed.node_channel import GRACE_S, NodeChannel, message_of
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.ops.records import RowColumn, RowWindow
 from deepspeed_gear.store.column_arrays import as_tensor
@@ -24,11 +25,11 @@ from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 WORD_BYTES = 8
+_LEAST_WORDS = 1 << 12  # of a buffer of a device transport
 FIRST_WORDS = 1024  # of the message buffer, before any message has been encoded
 
 
-@dataclass(frozen=True)
-class WindowRead:
+class WindowRead(NamedTuple):
     """The rows of a column that one window of a sample reads.
 
     Args:
@@ -36,6 +37,7 @@ class WindowRead:
         follows: They lie after the sample's n-step steps.
         edge: The nearest row is read where the trajectory has none of them.
         final_row: 1 if the column has T+1 rows.
+        is_goal: Of a column of achieved goals: a relabelled sample reads the row that was drawn.
     """
 
     column: str
@@ -44,6 +46,7 @@ class WindowRead:
     follows: bool = False
     edge: bool = False
     final_row: int = 0
+    is_goal: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,15 +54,12 @@ class RowReads:
     """All rows that a replica's ranks on one node read of a sample.
 
     Args:
-        reads: Rows of steps, at least one of each column that is read.
+        reads: Rows of steps, at least one of each column that is read; then those of goals.
         per_trajectory: Columns of one row per trajectory.
-        goals: Columns of achieved goals, of which relabelled samples read the row that was drawn, with their
-            `final_row`.
     """
 
     reads: tuple[WindowRead, ...]
     per_trajectory: tuple[str, ...] = ()
-    goals: tuple[tuple[str, int], ...] = ()
 
 
 class RowLayout(NamedTuple):
@@ -76,7 +76,7 @@ class RowLayout(NamedTuple):
     columns: torch.Tensor
 
 
-Window = tuple[int, int, int, int, int, int]  # is_goal, first, end, follows, edge, final_row
+Window = tuple[int, int, int, int, int, int]  # words of `RowWindow` after the group
 
 
 def layout_of(needs: Sequence[RowReads], row_bytes: Mapping[str, int]) -> RowLayout:
@@ -86,16 +86,12 @@ def layout_of(needs: Sequence[RowReads], row_bytes: Mapping[str, int]) -> RowLay
         needs: The rows that are read of a sample, by index.
         row_bytes: Bytes of a row of each column.
     """
-    of_steps: dict[str, dict[Window, dict[int, None]]] = {}  # windows of each column, and who has them
+    of_steps: dict[str, dict[Window, list[int]]] = {}  # windows of each column, and who has them
     single: dict[str, list[int]] = {}
     for index, need in enumerate(needs):
-        its_reads: list[tuple[str, Window]] = [
-            (read.column, (0, read.first, read.end, int(read.follows), int(read.edge), read.final_row))
-            for read in need.reads
-        ]
-        its_reads += [(column, (1, 0, 1, 0, 0, final_row)) for column, final_row in need.goals]
-        for column, window in its_reads:
-            of_steps.setdefault(column, {}).setdefault(window, {})[index] = None
+        for column, first, end, follows, edge, final_row, is_goal in dict.fromkeys(need.reads):
+            window = int(is_goal), first, end, int(follows), int(edge), final_row
+            of_steps.setdefault(column, {}).setdefault(window, []).append(index)
         for column in need.per_trajectory:
             single.setdefault(column, []).append(index)
     alike: dict[tuple[tuple[Window, tuple[int, ...]], ...], int] = {}  # columns that are read alike: a group
@@ -104,13 +100,13 @@ def layout_of(needs: Sequence[RowReads], row_bytes: Mapping[str, int]) -> RowLay
         key = tuple((window, tuple(which)) for window, which in reads.items())
         columns.append((alike.setdefault(key, len(alike)), 0, row_bytes[name]))
     windows = [(group, *window) for key, group in alike.items() for window, _ in key]
-    which: list[tuple[int, ...]] = [indices for key in alike for _, indices in key]
+    which = [list(indices) for key in alike for _, indices in key]
     for name, indices in single.items():
         columns.append((-1, len(which), row_bytes[name]))
-        which.append(tuple(indices))
+        which.append(indices)
     members = torch.zeros(len(which), len(needs), dtype=torch.bool)
     for row, having in enumerate(which):
-        members[row, list(having)] = True
+        members[row, having] = True
     return RowLayout(
         (*of_steps, *single),
         torch.tensor(windows, dtype=torch.int64).reshape(-1, RowWindow.NUM_WORDS),
@@ -120,64 +116,143 @@ def layout_of(needs: Sequence[RowReads], row_bytes: Mapping[str, int]) -> RowLay
 
 
 def most_rows(needs: Sequence[RowReads], longest: int, n: int) -> int:
-    """Return the most rows from the first to the last one that a sample reads, edge rows included.
-
-    Args:
-        longest: Steps of the longest trajectory.
-        n: Steps of n-step returns.
-    """
+    """Return the most rows from the first to the last one that a sample reads, edge rows included."""
     reads = [read for need in needs for read in need.reads]
     if not reads:
         return 1
+    if any(read.is_goal for read in reads):
+        return longest + 1
     first = min(read.first for read in reads)
     end = max(read.end + (n if read.follows else 0) for read in reads)
-    goals = any(need.goals for need in needs)
     # After the end the nearest rows of columns of T and of T+1 rows are two.
     differ = len({read.final_row for read in reads}) > 1
-    return longest + 1 if goals else min(max(end - first, 1 + differ), longest + 1)
+    return min(max(end - first, 1 + differ), longest + 1)
 
 
-class RowMessages:
-    """Encodes and decodes the rows of a stream's selections. One thread at a time.
+class DeviceTransport:
+    """Sends encoded rows by the devices, after the messages of a channel, which hold their sizes.
+
+    By NCCL between GPUs, which brings RDMA, else by gloo.
+
+    Every exchange is one collective of the ranks that exchange: it must have the same position among the
+    collectives of training on every rank. So only the main thread may call it. On a GPU it runs on a CUDA
+    stream of its own, beside the training step, and copies rows through pinned memory; the host waits for
+    them, as it writes them to the store that all ranks of the node read.
 
     Args:
-        num_nodes: How many nodes hold the table.
+        channel: Between the nodes; its errors name the lost node.
+    """
+
+    def __init__(self, channel: NodeChannel, device: torch.device) -> None:
+        self._channel, self._device = channel, device
+        self._group: Any = None
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def open(self) -> None:
+        """Make the group. Collective over the ranks that exchange."""
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        timeout_s = self._channel.timeout_s + GRACE_S
+        self._group = lane(tuple(sorted(self._channel.ranks)), "rows", timeout_s, backend)
+
+    def exchange(self, messages: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.ndarray]:
+        """Send each node its rows, and receive those of each. Collective.
+
+        Args:
+            messages: For each node, in the order of the channel. [words] each, int64.
+            sizes: Words that come from each node.
+        Returns:
+            The words from each node; valid until the next call. [words] each, int64.
+        Raises:
+            LostNodeError: A node does not answer in time. (NCCL ends the process instead, as its own
+                watchdog does.)
+        """
+        order = np.argsort(self._channel.ranks).tolist()  # of the group, whose ranks ascend
+        out, coming = [len(messages[node]) for node in order], [sizes[node] for node in order]
+        host = torch.device("cpu")
+        sent, found = self._buffer("sent", sum(out), host), self._buffer("found", sum(coming), host)
+        there, back = sent, found
+        if self._stream is not None:
+            there = self._buffer("sent there", len(sent), self._device)
+            back = self._buffer("found there", len(found), self._device)
+        if sum(out):
+            torch.cat([torch.from_numpy(messages[node]) for node in order], out=sent)
+        with self._channel.naming_lost_ranks(), torch.cuda.stream(self._stream):  # None: nothing is changed
+            if self._stream is not None:
+                there.copy_(sent, non_blocking=True)
+            dist.all_to_all_single(back, there, coming, out, group=self._group)
+            if self._stream is not None:
+                found.copy_(back, non_blocking=True)
+                self._stream.synchronize()
+        ends = np.cumsum(coming)
+        parts = np.split(found.numpy(), ends[:-1])
+        received: list[np.ndarray] = [parts[0]] * len(order)
+        for node, part in zip(order, parts, strict=True):
+            received[node] = part
+        self._channel.count_bytes(sent.nbytes, found.nbytes)
+        return received
+
+    def _buffer(self, name: str, words: int, device: torch.device) -> torch.Tensor:
+        """Return a buffer that later exchanges use again; on the host it is pinned where there is a GPU."""
+        if name not in self._buffers or len(self._buffers[name]) < words:
+            size = 1 << max(words - 1, _LEAST_WORDS - 1).bit_length()
+            pinned = device.type == "cpu" and self._device.type == "cuda"
+            self._buffers[name] = torch.empty(size, dtype=torch.int64, device=device, pin_memory=pinned)
+        return self._buffers[name][:words]
+
+
+class RowExchange:
+    """Exchanges rows of a stream's selections between nodes, after other words. One thread at a time.
+
+    They travel in the messages of the channel, or by the devices.
+
+    Args:
+        channel: To the other nodes that hold the table.
         needs: The rows that are read of samples, by index (see `ExchangePlan`).
-        n_step: N-step returns, or None.
-        rows: The first of this stream's arrival rows, and their number per selection.
+        rows, slots: The first of this stream's arrival rows and slots, and their numbers per selection.
+        transport: Sends the rows, after messages with their sizes; None: the messages contain them.
     """
 
     def __init__(
         self,
+        channel: NodeChannel,
         table: Table,
-        num_nodes: int,
         needs: Sequence[RowReads],
         n_step: NStepConfig | None,
         rows: tuple[int, int],
         slots: tuple[int, int],
+        transport: DeviceTransport | None = None,
     ) -> None:
+        self.channel, self._transport = channel, transport
         self._table, self._ops = table, table.ops
         self._rows, self._slots = rows, slots
-        follows = any(read.follows for need in needs for read in need.reads)
-        self._n_step = n_step if follows else None
-        self.has_steps = self._n_step is not None  # whether resolutions are sent with their n-step steps
-        names = {read.column for need in needs for read in need.reads}
-        names.update(name for need in needs for name in need.per_trajectory)
-        names.update(goal for need in needs for goal, _ in need.goals)
-        row_bytes = {name: table.columns[name][:1].nbytes for name in names}
-        for name in (name for name, num_bytes in row_bytes.items() if not num_bytes):  # it holds no row yet
-            row_bytes[name] = 4 if name == RETURN_TO_GO else table.spec.schema[name].row_bytes
+        reads = [read for need in needs for read in need.reads]
+        self._n_step = n_step if any(read.follows for read in reads) else None
+        #: Whether resolutions are sent with the steps of their n-step returns.
+        self.has_steps = self._n_step is not None
+        #: Whether a node's own rows are copied to its arrivals, too.
+        self.takes_own = not table.gathers_own_rows
+        row_bytes = {}
+        for name in {read.column for read in reads}.union(*(need.per_trajectory for need in needs)):
+            row_bytes[name] = table.columns[name][:1].nbytes
+            if not row_bytes[name]:  # it holds no row yet
+                row_bytes[name] = 4 if name == RETURN_TO_GO else table.spec.schema[name].row_bytes
         layout = layout_of(needs, row_bytes)
         self._layout = layout.windows, layout.members, layout.columns
         self._held = [_flat(table.columns[name]) for name in layout.names]
         self._arrivals = [_flat(table.arrivals[name]) for name in layout.names]
         self._slot_table = torch.from_numpy(table.slots)
-        # Kept: fresh memory costs a fault a page, and fresh tensors a few us after a batch.
+        # Kept: fresh memory costs a fault a page, and fresh tensors a few us after a batch. Words of NumPy
+        # arrays are written one by one, as in `ResolutionExchange`.
         self._message = np.empty(FIRST_WORDS, np.int64)
-        sizes, needed = np.zeros(num_nodes, np.int64), np.zeros(2, np.int64)
-        self._size_words, self._needed_words = sizes.data, needed.data
-        self._sizes, self._needed = torch.from_numpy(sizes), torch.from_numpy(needed)
-        self.takes_own = not table.gathers_own_rows
+        sizes, heads = np.zeros((2, channel.count), np.int64)
+        needed = np.zeros(2, np.int64)
+        self._sizes, self._heads, self._needed = map(torch.from_numpy, (sizes, heads, needed))
+        self._size_words, self._head_words, self._needed_words = sizes.data, heads.data, needed.data
+        self._outgoing: list[np.ndarray] = []  # for the transport
+        self._coming: list[int] = []  # words that it gets from each node
 
     def steps_of(self, records: torch.Tensor) -> torch.Tensor | None:
         """Return the steps of the n-step returns of this node's records, where windows follow them. [n]."""
@@ -192,36 +267,58 @@ class RowMessages:
         self._ops.n_step_(returns, discount, steps, reward, terminated, truncated, powers, records, n)
         return steps
 
-    def encode(self, outgoing: torch.Tensor, heads: torch.Tensor) -> list[np.ndarray]:
+    def send(self, head: np.ndarray, parts: Sequence[np.ndarray], outgoing: torch.Tensor) -> list[np.ndarray]:
+        """Send each node words and rows; return the words of each, maybe with its rows after them.
+
+        Args:
+            head: Words for all nodes. [n], int64.
+            parts: More words for each node. [m] each, int64.
+            outgoing: Samples of this node that others need, by receiver: `RowSample`. [k, 7], int64.
+        """
+        if self._transport is None:
+            messages = self.encode(outgoing, [1 + len(head) + part.size for part in parts])
+            for message, part in zip(messages, parts, strict=True):
+                end = 1 + len(head)
+                message[1:end] = head
+                message[end : end + part.size] = part
+            return self.channel.begin(messages)()
+        self._outgoing = self.encode(outgoing, [0] * len(parts))
+        sized = [np.concatenate([[len(rows)], head]) for rows in self._outgoing]
+        received = self.channel.begin([message_of(*both) for both in zip(sized, parts, strict=True)])()
+        self._coming = [int(words[0]) for words in received]
+        return [words[1:] for words in received]
+
+    def encode(self, outgoing: torch.Tensor, heads: Sequence[int]) -> list[np.ndarray]:
         """Encode rows into messages.
 
         Args:
-            outgoing: Samples of this node that others need, by receiver: `RowSample`. [n, 7], int64.
-            heads: Bytes before the rows, whole words. [S], int64.
+            heads: Words before the rows. [S].
         Returns:
             The message for each node, whose head is to be filled; valid until the next call. [words] each.
         """
-        given = self._held, outgoing, *self._layout, heads, self._slot_table
+        for node, head in enumerate(heads):
+            self._head_words[node] = WORD_BYTES * head
+        given = self._held, outgoing, *self._layout, self._heads, self._slot_table
         self._ops.encode_rows_(torch.from_numpy(self._message), self._sizes, *given)
-        sizes = zip(heads.tolist(), self._size_words, strict=True)
-        ends = [0, *accumulate([(head + size + WORD_BYTES - 1) // WORD_BYTES for head, size in sizes])]
+        sizes = zip(heads, self._size_words, strict=True)
+        ends = [0, *accumulate([head + (size + WORD_BYTES - 1) // WORD_BYTES for head, size in sizes])]
         if ends[-1] > len(self._message):
             self._message = np.empty(1 << (ends[-1] - 1).bit_length(), np.int64)
             self._ops.encode_rows_(torch.from_numpy(self._message), self._sizes, *given)
         encoded = self._message
         return [encoded[begin:end] for begin, end in pairwise(ends)]
 
-    def decode(
+    def fill(
         self,
         entry: int,
         ring: torch.Tensor,
         which: torch.Tensor,
         incoming: torch.Tensor,
-        heads: torch.Tensor,
-        messages: Sequence[np.ndarray],
+        received: Sequence[np.ndarray],
+        heads: Sequence[int],
         used: tuple[int, int] = (0, 0),
     ) -> None:
-        """Decode rows of messages into the arrivals.
+        """Receive the rows into the arrivals.
 
         Args:
             entry: The ring's entry whose arrivals are filled.
@@ -229,16 +326,19 @@ class RowMessages:
                 [count, 8], int64.
             which: Indices of the incoming samples in it. [n], int64.
             incoming: Samples that this node needs, by sender: `RowSample`. [n, 7], int64.
-            heads: Bytes before the rows. [S], int64.
-            messages: Of each node. [words] each, int64.
+            received: What `send` has returned.
+            heads: Words before the rows of each node in it. [S].
             used: Rows and slots of the entry's arrivals that hold other samples, which come first.
         """
+        if self._transport is not None:
+            received, heads = self._transport.exchange(self._outgoing, self._coming), [0] * len(heads)
+        for node, head in enumerate(heads):
+            self._head_words[node] = WORD_BYTES * head
         first_row = self._rows[0] + entry * self._rows[1] + used[0]
         first_slot = self._slots[0] + entry * self._slots[1] + used[1]
         free = self._rows[1] - used[0], self._slots[1] - used[1]
         bounds = (first_row, free[0], first_slot, free[1], *self._table.first_arrival)
-        received = [torch.from_numpy(message) for message in messages]
-        samples = received, which, incoming, *self._layout, heads
+        samples = [torch.from_numpy(words) for words in received], which, incoming, *self._layout, self._heads
         self._ops.decode_rows_(self._arrivals, ring, self._sizes, self._needed, *samples, bounds)
         num_rows, num_trajectories = self._needed_words
         if num_rows > free[0] or num_trajectories > free[1]:
@@ -252,71 +352,3 @@ class RowMessages:
 
 def _flat(rows: np.ndarray) -> torch.Tensor:
     return as_tensor(rows.reshape(-1).view(np.uint8))
-
-
-class RowExchange:
-    """Exchanges rows of one stream, after other words: in the messages of a channel, or by the devices.
-
-    One thread at a time.
-
-    Args:
-        channel: To the other nodes.
-        messages: Encodes the rows that other nodes read, and decodes theirs.
-        transport: Sends the rows, after messages with their sizes; None: the messages contain them.
-    """
-
-    def __init__(
-        self, channel: NodeChannel, messages: RowMessages, transport: DeviceTransport | None = None
-    ) -> None:
-        self.channel, self.messages, self._transport = channel, messages, transport
-        words = np.zeros(channel.count, np.int64)  # written word by word, as in `ResolutionExchange`
-        self._heads, self._head_words = torch.from_numpy(words), words.data
-        self._outgoing: list[np.ndarray] = []  # for the transport
-        self._sizes: list[int] = []  # of what it gets from each node
-
-    def send(self, head: np.ndarray, parts: Sequence[np.ndarray], outgoing: torch.Tensor) -> list[np.ndarray]:
-        """Send each node words and rows; return the words of each, maybe with its rows after them.
-
-        Args:
-            head: Words for all nodes. [n], int64.
-            parts: More words for each node. [m] each, int64.
-            outgoing: Samples of this node that others need, by receiver: `RowSample`. [k, 7], int64.
-        """
-        if self._transport is None:
-            for node, part in enumerate(parts):
-                self._head_words[node] = WORD_BYTES * (1 + len(head) + part.size)
-            messages = self.messages.encode(outgoing, self._heads)
-            for message, part in zip(messages, parts, strict=True):
-                end = 1 + len(head)
-                message[1:end] = head
-                message[end : end + part.size] = part
-            return self.channel.begin(messages)()
-        for node in range(len(parts)):
-            self._head_words[node] = 0
-        self._outgoing = self.messages.encode(outgoing, self._heads)
-        sized = [np.concatenate([[len(rows)], head]) for rows in self._outgoing]
-        received = self.channel.begin([message_of(*both) for both in zip(sized, parts, strict=True)])()
-        self._sizes = [int(words[0]) for words in received]
-        return [words[1:] for words in received]
-
-    def fill(
-        self,
-        entry: int,
-        ring: torch.Tensor,
-        which: torch.Tensor,
-        incoming: torch.Tensor,
-        received: Sequence[np.ndarray],
-        sizes: Sequence[int],
-        used: tuple[int, int] = (0, 0),
-    ) -> None:
-        """Receive the rows into the arrivals, as `RowMessages.decode`.
-
-        Args:
-            received: What `send` has returned.
-            sizes: Words before the rows of each node in it. [S].
-        """
-        if self._transport is not None:
-            received = self._transport.exchange(self._outgoing, self._sizes)
-        for node, size in enumerate(sizes):
-            self._head_words[node] = 0 if self._transport is not None else WORD_BYTES * size
-        self.messages.decode(entry, ring, which, incoming, self._heads, received, used)

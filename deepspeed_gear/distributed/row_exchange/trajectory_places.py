@@ -53,7 +53,6 @@ class TrajectoryPlaces:
             int64.
         num_steps: Of each. [n], int64.
         final_row: 1 if a column that is read has T+1 rows.
-        num_nodes: Nodes that hold the table.
         copies_own: Whether a node's own rows must be copied to its arrivals, too.
     """
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from thread_ranks import ThreadPlane, on_ranks
 
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.sequence_sum import check_process_group
@@ -69,42 +67,6 @@ def test_a_relayed_error_begins_with_its_cause() -> None:
     assert str(cut_short) == str(there)[:70] + " [raised on rank 0]"
 
 
-class ThreadPlane(ControlPlane):
-    """The control plane of one of several ranks that are threads of this process.
-
-    Args:
-        rank: Of this thread.
-        values: Of each rank, shared by all of them.
-        barrier: Of all ranks.
-    """
-
-    def __init__(self, rank: int, values: list[Any], barrier: threading.Barrier) -> None:
-        super().__init__()
-        self.rank, self.world_size = rank, len(values)
-        self._values, self._barrier = values, barrier
-
-    def gather(self, value: Any) -> list[Any]:
-        self._values[self.rank] = value
-        self._barrier.wait(10)
-        found = list(self._values)
-        self._barrier.wait(10)
-        return found
-
-
-def on_two_ranks(action: Callable[[ThreadPlane], Any]) -> list[Any]:
-    """Run an action on two ranks; give the result, or the error, of each."""
-    values, barrier = [None, None], threading.Barrier(2)
-
-    def run(rank: int) -> Any:
-        try:
-            return action(ThreadPlane(rank, values, barrier))
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(2) as ranks:
-        return list(ranks.map(run, range(2)))
-
-
 @pytest.mark.parametrize(("kind", "there"), [(NotReadyError, NotReadyError), (StoreError, PeerError)])
 def test_a_rank_that_is_not_ready_is_no_peer_that_failed(kind: type[GearError], there: type) -> None:
     """The others may try again, too."""
@@ -112,15 +74,15 @@ def test_a_rank_that_is_not_ready_is_no_peer_that_failed(kind: type[GearError], 
     def fail() -> None:
         raise kind("table main", "must be filled", 0)
 
-    own, other = on_two_ranks(lambda plane: plane.agree("a cut", fail if plane.rank == 0 else lambda: None))
+    own, other = on_ranks(2, lambda plane: plane.agree("a cut", fail if plane.rank == 0 else lambda: None))
     assert type(own) is kind
     assert type(other) is there
     assert str(other) == f"{own} [raised on rank 0: a cut]"
 
 
 def test_values_that_differ_are_an_error_on_every_rank() -> None:
-    assert on_two_ranks(lambda plane: plane.compare("the columns", ("a",))) == [None, None]
-    for error in on_two_ranks(lambda plane: plane.compare("the columns", "ab"[plane.rank])):
+    assert on_ranks(2, lambda plane: plane.compare("the columns", ("a",))) == [None, None]
+    for error in on_ranks(2, lambda plane: plane.compare("the columns", "ab"[plane.rank])):
         assert isinstance(error, PeerError)
         assert str(error).startswith(
             "the columns must be the same on every rank, got 'a on rank 0, b on rank 1'"
@@ -141,7 +103,7 @@ def test_a_leader_that_cannot_count_its_items_is_an_error_on_every_rank() -> Non
         stream: Any = SimpleNamespace(table=table, held_items=held_items)
         return readiness._missing_of_nodes(stream, 0)
 
-    other, own = on_two_ranks(missing)
+    other, own = on_ranks(2, missing)
     assert type(own) is StoreError
     assert type(other) is PeerError
     assert str(other) == f"{own} [raised on rank 1: counting the items of its node]"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,87 +13,56 @@ import torch
 from deepspeed_gear.distributed import deepspeed_compat
 from deepspeed_gear.errors import ConfigError
 
-ON_GRADIENTS = (
-    *("managed_gradient_accumulation", "was_step_applied", "get_data_types", "gradient_clipping"),
-    *("postscale_gradients", "gradient_predivide_factor", "zero_quantized_gradients", "zenflow_config"),
-    *("zero_reduce_scatter", "zero_contiguous_gradients", "zero_reduce_bucket_size", "fp16_enabled"),
-    *("communication_data_type", "is_deepcompile_enabled", "backward", "step", deepspeed_compat.STEPPING),
+ON_GRADIENTS = """managed_gradient_accumulation was_step_applied get_data_types gradient_clipping
+    postscale_gradients gradient_predivide_factor zero_quantized_gradients zenflow_config zero_reduce_scatter
+    zero_contiguous_gradients zero_reduce_bucket_size fp16_enabled communication_data_type
+    is_deepcompile_enabled backward step""".split()
+ENGINE, PIPELINE = "deepspeed.runtime.engine:DeepSpeedEngine", "deepspeed.runtime.pipe.engine:PipelineEngine"
+ZERO = (
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer",
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3",
+    "deepspeed.runtime.bf16_optimizer:BF16_Optimizer",
 )
 CONTRACT = {
-    "deepspeed.runtime.engine:DeepSpeedEngine": (*deepspeed_compat.REQUIRED, *ON_GRADIENTS),
-    "deepspeed.runtime.pipe.engine:PipelineEngine": (
-        "train_batch",
-        "eval_batch",
-        "set_train_batch_size",
-        "set_dataiterator",
-    ),
-    "deepspeed.runtime.pipe.topology:PipelineParallelGrid": (
-        "get_data_parallel_rank",
-        "get_data_parallel_world_size",
-        "get_slice_parallel_rank",
-        "get_slice_parallel_world_size",
-        "get_pipe_parallel_rank",
-        "get_pipe_parallel_world_size",
-    ),
-    "deepspeed.utils.groups:": (
-        "mpu",
-        "mesh_device",
-        "get_data_parallel_rank",
-        "get_data_parallel_world_size",
-        "get_tensor_model_parallel_rank",
-        "get_tensor_model_parallel_world_size",
-        "get_tensor_model_parallel_group",
-        "_get_sequence_data_parallel_group",
-    ),
-    "deepspeed.runtime.zero.stage_1_and_2:": ("DeepSpeedZeroOptimizer",),
-    "deepspeed.runtime.zero.stage3:": ("DeepSpeedZeroOptimizer_Stage3",),
-    "deepspeed.runtime.bf16_optimizer:": ("BF16_Optimizer",),
-    "deepspeed.runtime.sequence_parallel.parallel_state_sp:": (
-        "initialize_sequence_parallel",
-        "get_sequence_parallel_rank",
-        "get_sequence_parallel_world_size",
-    ),
+    ENGINE: [*deepspeed_compat.REQUIRED, *ON_GRADIENTS, deepspeed_compat.STEPPING],
+    PIPELINE: "train_batch eval_batch set_train_batch_size set_dataiterator".split(),
+    "deepspeed.runtime.pipe.topology:PipelineParallelGrid": """get_data_parallel_rank
+        get_data_parallel_world_size get_slice_parallel_rank get_slice_parallel_world_size
+        get_pipe_parallel_rank get_pipe_parallel_world_size""".split(),
+    "deepspeed.utils.groups:": """mpu mesh_device get_data_parallel_rank get_data_parallel_world_size
+        get_tensor_model_parallel_rank get_tensor_model_parallel_world_size
+        get_tensor_model_parallel_group _get_sequence_data_parallel_group""".split(),
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp:": """initialize_sequence_parallel
+        get_sequence_parallel_rank get_sequence_parallel_world_size""".split(),
 }
-# Attributes that exist on instances only: set in the engine's constructor.
+# Attributes that exist on instances only: set in the constructor.
 ATTRIBUTES = {
-    "DeepSpeedEngine": (
-        *("mpu", "mesh_device", "dp_world_size", "monitor", "global_rank", "config"),
-        *("global_steps", "global_samples", "loaded_checkpoint_mp_world_size", "optimizer"),
-        *("gradient_average", "sequence_parallel_size", "enable_backward_allreduce", "has_moe_layers"),
-        "_unmanaged_backward_count",
-    ),
-    "DeepSpeedZeroOptimizer": ("dp_process_group",),
-    "DeepSpeedZeroOptimizer_Stage3": ("dp_process_group",),
-    "BF16_Optimizer": ("dp_process_group",),
-    "PipelineEngine": ("grid", "micro_batches"),
+    ENGINE: """mpu mesh_device dp_world_size monitor global_rank config global_steps global_samples
+        loaded_checkpoint_mp_world_size optimizer gradient_average sequence_parallel_size
+        enable_backward_allreduce has_moe_layers _unmanaged_backward_count""".split(),
+    **{where: ["dp_process_group"] for where in ZERO},
+    PIPELINE: "grid micro_batches".split(),
 }
 
 
-@pytest.mark.parametrize(
-    ("where", "name"), [(where, name) for where, names in CONTRACT.items() for name in names]
-)
-def test_deepspeed_has_what_is_used(where: str, name: str) -> None:
+def named(where: str) -> Any:
     module, _, kind = where.partition(":")
-    holder = importlib.import_module(module)
-    holder = getattr(holder, kind) if kind else holder
-    assert hasattr(holder, name), f"{where.rstrip(':')} has no {name} any more: see compat.py"
+    found = importlib.import_module(module)
+    return getattr(found, kind) if kind else found
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [(kind, name) for kind, names in ATTRIBUTES.items() for name in names]
-)
-def test_engines_set_what_is_used(kind: str, name: str) -> None:
+@pytest.mark.parametrize("where", CONTRACT)
+def test_deepspeed_has_what_is_used(where: str) -> None:
+    missing = [name for name in CONTRACT[where] if not hasattr(named(where), name)]
+    assert not missing, f"{where} has them no more: see deepspeed_compat.py"
+
+
+@pytest.mark.parametrize("where", ATTRIBUTES)
+def test_engines_set_what_is_used(where: str) -> None:
     """Attributes of instances, by the source of what sets them."""
-    modules = {
-        "DeepSpeedEngine": "runtime.engine",
-        "PipelineEngine": "runtime.pipe.engine",
-        "DeepSpeedZeroOptimizer": "runtime.zero.stage_1_and_2",
-        "DeepSpeedZeroOptimizer_Stage3": "runtime.zero.stage3",
-        "BF16_Optimizer": "runtime.bf16_optimizer",
-    }
-    module = importlib.import_module(f"deepspeed.{modules[kind]}")
-    source = inspect.getsource(getattr(module, kind))
-    assert f"self.{name}" in source, f"{kind} sets no {name} any more: see compat.py"
+    source = inspect.getsource(named(where))
+    missing = [name for name in ATTRIBUTES[where] if f"self.{name}" not in source]
+    assert not missing, f"{where} sets them no more: see deepspeed_compat.py"
 
 
 def test_an_engine_with_a_schedule_of_its_own_is_refused() -> None:

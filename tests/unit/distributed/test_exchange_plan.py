@@ -40,16 +40,19 @@ FIELDS: dict[str, Any] = {
     "timestep": {"length": 2},
     "task": {},
 }
-ENDS = {"inputs": ["observation", "mask.action", "task"], "labels": ["action", "ends", "return_n"]}
+ENDS = {
+    "inputs": ["observation", "mask.action", "task"],
+    "labels": ["action", "ends", "return_n", "mask.observation"],
+}
 N_STEP_READS = (WindowRead("reward", 0, 2), WindowRead("terminated", 0, 2), WindowRead("truncated", 0, 2))
 OBSERVATION, ACTION = WindowRead("observation", -5, 1, final_row=1), WindowRead("action", -5, 1)
 ENDS_READ = WindowRead("code", 2, 6, edge=True)
 
 
-def resolved(**options: Any) -> tuple[GearConfig, list[ResolvedField]]:
+def resolved(schema: Schema = SCHEMA, **options: Any) -> tuple[GearConfig, list[ResolvedField]]:
     section = {"tables": {"main": {"capacity_steps": 9}}, "fields": FIELDS, "n_step": {"n": 2, "gamma": 0.9}}
     config = parse({**section, "pipeline": ENDS, **options})
-    return config, check_against(config, {"main": SCHEMA}, True)
+    return config, check_against(config, {"main": schema}, True)
 
 
 CONFIG, RESOLVED = resolved()
@@ -107,6 +110,8 @@ def test_samples_go_to_whoever_reads_them(
         mine = [sample for sample in range(count) if index in readers[sample]]
         assert found.wanted(count, offset).tolist() == mine
         assert found.most_wanted(count) >= len(mine)
+        batch = 3 * worlds  # that the replicas divide: every selection has exactly so many
+        assert len(found.wanted(batch, offset)) == found.most_wanted(batch)
         own = torch.from_numpy(samples[samples % 3 != 1])
         records = torch.zeros(len(own), 8, dtype=torch.int64)
         records[:, Resolution.SLOT] = own
@@ -114,17 +119,6 @@ def test_samples_go_to_whoever_reads_them(
         sent, _, _ = op_wrappers.encode_draws(records, own, *tables, offset, index)
         wanted = [[n, s] for n in range(len(order)) for s in own.tolist() if n in readers[s] and n != index]
         assert sent[:, [RowSample.PEER, RowSample.SLOT]].tolist() == wanted
-
-
-@given(topologies())
-def test_most_wanted_is_reached(drawn: tuple[list[Topology], list[int]]) -> None:
-    """Where the replicas divide a global batch, every selection has exactly so many, whatever its offset."""
-    views, order = drawn
-    for view in views:
-        found = routes(view, order)
-        if found.index >= 0:
-            batch = 3 * found.data_world
-            assert {len(found.wanted(batch, offset)) for offset in range(5)} == {found.most_wanted(batch)}
 
 
 @given(topologies())
@@ -160,7 +154,6 @@ def test_rows_of_a_whole_replica() -> None:
         *N_STEP_READS,
     }
     assert found.per_trajectory == ("task",)
-    assert found.goals == ()
     assert rows(RankCoordinates(), RankCoordinates()) == found
 
 
@@ -187,67 +180,49 @@ def test_rows_of_a_part_of_the_time_axis(rank: int) -> None:
 
 def test_goals_are_read_where_fields_are_relabelled() -> None:
     fields = {"observation": {"offset": -1, "length": 2}, "reward": {}}
-    section = {"tables": {"main": {"capacity_steps": 9}}, "fields": fields}
-    config = parse(section)
-    checked = check_against(config, {"main": SCHEMA}, True)
+    config, checked = resolved(fields=fields, n_step=None, pipeline=None)
     goal = SCHEMA["observation"]
     relabelled = [f if f.name != "reward" else replace(f, hindsight=goal) for f in checked]
     found = row_needs([needs_of(RankCoordinates(), config, relabelled)], config, SCHEMA)
-    assert found.goals == (("observation", 1),)
-    assert set(found.reads) == {WindowRead("observation", -1, 1, final_row=1), WindowRead("reward", 0, 1)}
+    assert set(found.reads) == {
+        WindowRead("observation", -1, 1, final_row=1),
+        WindowRead("reward", 0, 1),
+        WindowRead("observation", 0, 1, final_row=1, is_goal=True),
+    }
 
 
 # ---- fields of a rank, grids, shards ----------------------------------------------------------------
 
 
-SOME_FIELDS = {
-    "observation": {"offset": -5, "length": 6, "normalize": "mean_std"},
-    "action": {"offset": -5, "length": 6},
-    "next": {"column": "observation", "offset": "n_step"},
-    "code": {},
-}
-SOME_ENDS = {"inputs": ["observation", "mask.action"], "labels": ["action", "is_weight", "mask.observation"]}
-
-
 def needs(place: RankCoordinates, **options: Any) -> dict[str, Any]:
-    section = {
-        "tables": {"main": {"capacity_steps": 9}},
-        "fields": SOME_FIELDS,
-        "n_step": {"n": 2, "gamma": 0.9},
-    }
-    config = parse({**section, "pipeline": SOME_ENDS, **options})
-    found = needs_of(place, config, check_against(config, {"main": SCHEMA}, True))
+    found = needs_of(place, *resolved(**options))
     return {**{field.name: field for field in found.fields}, "n_step": found.n_step}
 
 
 def test_one_stage_reads_everything() -> None:
-    assert list(needs(RankCoordinates())) == [*SOME_FIELDS, "n_step"]
+    assert list(needs(RankCoordinates())) == [*FIELDS, "n_step"]
     assert needs(RankCoordinates(), pipeline=None)["n_step"]
-    assert needs(RankCoordinates(data_rank=1, data_world=2, tensor_rank=1, tensor_world=2)) == needs(
-        RankCoordinates()
-    )
+    place = RankCoordinates(data_rank=1, data_world=2, tensor_rank=1, tensor_world=2)
+    assert needs(place) == needs(RankCoordinates())
 
 
 def test_stages_read_their_ends() -> None:
     first, inner, last = (needs(RankCoordinates(pipe_rank=stage, pipe_world=3)) for stage in range(3))
-    assert list(first) == ["observation", "action", "n_step"]
+    assert list(first) == ["observation", "task", "action", "n_step"]
     assert (first["observation"].mask_only, first["action"].mask_only) == (False, True)
     assert inner == {"n_step": False}
-    assert list(last) == ["action", "observation", "n_step"]
+    assert list(last) == ["action", "ends", "observation", "n_step"]
     assert last["observation"].mask_only
     assert last["observation"].normalize is None, "nothing is read that could be normalised"
-    assert not first["n_step"]
-    assert not last["n_step"]
+    assert (first["n_step"], last["n_step"]) == (False, True)
 
 
 def test_opaque_values_are_no_fields_of_ends() -> None:
     schema = Schema([*SCHEMA, Column("note", "json", rows="1", max_bytes=9)])
-    section = {"tables": {"main": {"capacity_steps": 9}}, "fields": {**SOME_FIELDS, "note": {}}}
-    config = parse({**section, "pipeline": SOME_ENDS, "n_step": {"n": 2, "gamma": 0.9}})
-    fields = check_against(config, {"main": schema}, True)
+    config, fields = resolved(schema, fields={**FIELDS, "note": {}})
     whole = needs_of(RankCoordinates(sequence_rank=1, sequence_world=2), config, fields)
     assert [field.name for field in whole.opaque] == ["note"]
-    assert [field.name for field in whole.fields] == list(SOME_FIELDS)
+    assert [field.name for field in whole.fields] == list(FIELDS)
     assert not needs_of(RankCoordinates(pipe_world=2), config, fields).opaque
 
 
@@ -265,11 +240,13 @@ def test_n_step_returns_only_where_they_are_read(labels: list[str], wanted: list
 
 @pytest.mark.parametrize("world", [1, 2, 3, 6])
 def test_sequence_ranks_share_windows_out(world: int) -> None:
-    parts = [needs(RankCoordinates(sequence_rank=rank, sequence_world=world)) for rank in range(world)]
+    fields = {name: FIELDS[name] for name in ("observation", "action", "task")}
+    places = [RankCoordinates(sequence_rank=rank, sequence_world=world) for rank in range(world)]
+    parts = [needs(place, fields=fields, pipeline=None) for place in places]
     for name in ("observation", "action"):
         steps = [range(p[name].part_first, p[name].part_first + p[name].collected_length) for p in parts]
         assert list(itertools.chain.from_iterable(steps)) == list(range(6))
-    assert all(part["code"].part_length is None for part in parts)
+    assert all(part["task"].part_length is None for part in parts)
 
 
 def test_what_cannot_be_planned_is_refused() -> None:
@@ -282,12 +259,12 @@ def test_what_cannot_be_planned_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["obs", "mask.obs", "mask", "mask.is_weight", "handle", "timestep", "mask.return_n", ""]
+    "name", ["obs", "mask.obs", "mask", "mask.is_weight", "handle", "return_to_go", "mask.return_n", ""]
 )
 @pytest.mark.parametrize("end", ["inputs", "labels"])
 def test_names_that_no_batch_has_are_refused(end: str, name: str) -> None:
     with pytest.raises(ConfigError, match=rf"gear\.pipeline\.{end}\[?1?\]?"):
-        needs(RankCoordinates(), pipeline={**SOME_ENDS, end: ["action", name]})
+        needs(RankCoordinates(), pipeline={**ENDS, end: ["action", name]})
 
 
 sizes = st.fixed_dictionaries({axis: st.integers(1, 3) for axis in AXES})

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,8 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thread_ranks import ThreadPlane, on_ranks
 
-from deepspeed_gear.distributed.row_exchange.row_messages import RowExchange
 from deepspeed_gear.distributed.row_exchange.trajectory_places import (
     NO_BATCH,
     TrajectoryExchange,
@@ -76,37 +75,6 @@ def test_top_k_over_shards_is_that_of_one_table(num_shards: int, count: int) -> 
 # ---- a window begins where it does over all nodes together ----------------------------------------
 
 
-class Gathering:
-    """What threads say, as the nodes of a link do: all of them gather together."""
-
-    def __init__(self, count: int) -> None:
-        self._barrier = threading.Barrier(count, timeout=20.0)
-        self._said: list[np.ndarray] = [np.empty(0)] * count
-        self.num_exchanges = 0
-
-    def of(self, index: int) -> MemoryLink:
-        return MemoryLink(self, index)
-
-    def gather(self, index: int, words: np.ndarray) -> np.ndarray:
-        assert words.dtype == np.int64
-        self._said[index] = words.copy()
-        self._barrier.wait()
-        found = np.stack(self._said)  # of equal size
-        if self._barrier.wait() == 0:
-            self.num_exchanges += 1
-        return found
-
-
-class MemoryLink(NamedTuple):
-    """The part of a Link that a window needs."""
-
-    gathering: Gathering
-    index: int
-
-    def gather(self, words: np.ndarray) -> np.ndarray:
-        return self.gathering.gather(self.index, words)
-
-
 class Part(NamedTuple):
     """What a node holds: ids, numbers of items and values of a column."""
 
@@ -117,15 +85,15 @@ class Part(NamedTuple):
 
 def edges(window: AgeWindow, parts: list[Part]) -> tuple[list[WindowEdge], int]:
     """Return the edge that each node finds, and how many exchanges that took."""
-    gathering = Gathering(len(parts))
 
-    def ask(index: int) -> WindowEdge:
-        ids, counts, values = parts[index]
-        column = None if window.column is None else values
-        return edge_over_nodes(gathering.of(index), window, ids, counts, column)  # type: ignore[arg-type]
+    def ask(plane: ThreadPlane) -> tuple[WindowEdge, int]:
+        ids, counts, values = parts[plane.rank]
+        channel: Any = SimpleNamespace(gather=lambda words: np.stack(plane.gather(words.copy())))
+        edge = edge_over_nodes(channel, window, ids, counts, None if window.column is None else values)
+        return edge, plane.num_gathered
 
-    with ThreadPoolExecutor(len(parts)) as threads:
-        return list(threads.map(ask, range(len(parts)))), gathering.num_exchanges
+    found = on_ranks(len(parts), ask)
+    return [edge for edge, _ in found], found[0][1]
 
 
 FLOATS = st.floats(-5, 5, width=32) | st.sampled_from([np.nan, -0.0, 2.5, np.inf, -np.inf])
@@ -191,18 +159,25 @@ def test_few_exchanges_for_many_trajectories(newest: int) -> None:
 # ---- nodes that do not exchange the rows of one step notice it ------------------------------------
 
 
-class Wire:
-    """Stands in for the channel of the first of two nodes. `key`: what the other one sends."""
+class Rows:
+    """Stands in for the row exchange of the first of two nodes, and for its channel.
 
-    count, index = 2, 0
+    Args:
+        key: What the other node sends.
+    """
+
+    count = 2
 
     def __init__(self, key: int) -> None:
-        self.key, self.broken = key, False
+        self.channel, self.key, self.broken = self, key, False
 
-    def begin(self, messages: Sequence[np.ndarray]) -> Callable[[], list[np.ndarray]]:
+    def send(self, head: np.ndarray, *_: Any) -> list[np.ndarray]:
         other = np.zeros(StatusMessage.NUM_WORDS, np.int64)
         other[StatusMessage.KEY] = self.key
-        return lambda: [messages[0][1:], other]
+        return [head, other]
+
+    def fill(self, *given: Any) -> None:
+        """Nothing comes."""
 
     def name(self, index: int) -> str:
         return f"node {index}"
@@ -216,32 +191,21 @@ class Wire:
             raise
 
 
-class Rows:
-    """Stands in for RowMessages, of columns without bytes."""
-
-    def encode(self, outgoing: torch.Tensor, heads: torch.Tensor) -> list[np.ndarray]:
-        return [np.empty(head // 8, np.int64) for head in heads.tolist()]
-
-    def decode(self, *given: Any) -> None:
-        """Nothing comes."""
-
-
 @pytest.mark.parametrize(
     ("key", "fits"), [(NO_BATCH - 1, True), (NO_BATCH - 2, False), (0, False), (-1, False)]
 )
 def test_all_nodes_exchange_the_rows_of_one_step(key: int, fits: bool) -> None:
-    wire: Any = Wire(key)
-    rows: Any = Rows()
+    rows: Any = Rows(key)
     moves = TrajectoryPlaces(np.array([0]), np.array([3]), 0, 2, 0, False).move(np.array([[False], [True]]))
     assert moves is not None
-    exchange = TrajectoryExchange(RowExchange(wire, rows))
+    exchange = TrajectoryExchange(rows)
     if fits:
         exchange.send(moves)
-        assert not wire.broken
+        assert not rows.broken
         return
     text = (
         r"the nodes must gather the packs of the same steps, got \{'node 0': 1, 'node 1': -?\d\}; all ranks"
     )
     with pytest.raises(PeerError, match=text):
         exchange.send(moves)
-    assert wire.broken
+    assert rows.broken
