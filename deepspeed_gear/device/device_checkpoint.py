@@ -111,8 +111,6 @@ def load(plan: Resolved, tables: Tables, folder: Path, state: save_folders.State
     gets those of saved replica r modulo their number. The oldest trajectories that do not fit are left out,
     which rank 0 logs.
 
-    Args:
-        state: What the save has returned.
     Raises:
         CheckpointError: A file is missing, changed or of another save, or does not fit; on every rank.
     """

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_gear.batching.batch import Batch, BatchSamples
@@ -16,7 +17,7 @@ from deepspeed_gear.batching.priority_reduction import float32_on_device, mask_o
 from deepspeed_gear.batching.transfer.cuda_streams import refuse_capture
 from deepspeed_gear.config import PriorityOptions
 from deepspeed_gear.device.device_table import DeviceTable, TableMixture, masses_of
-from deepspeed_gear.device.replica_collectives import ReplicaCollectives
+from deepspeed_gear.distributed.control_plane import lane
 from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.errors import ConfigError, ShapeError
 from deepspeed_gear.ops.constants import tree_size
@@ -27,27 +28,56 @@ from deepspeed_gear.sampling.mass_rules import UNIT_CODES
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 
 
+def replica_broadcast(plan: Resolved, device: torch.device) -> Callable[[Tensor], None] | None:
+    """Return the broadcast in place from the reporting rank of this replica to its others. Collective.
+
+    Between GPUs it is one of NCCL, queued on the current CUDA stream, in the same order on every rank; the
+    host does not wait for it, and it can be captured in a CUDA graph. Ranks that share a GPU, which NCCL
+    refuses, use gloo and host memory.
+
+    Returns:
+        None where each replica is one rank.
+    """
+    topology, group = plan.topology, plan.group
+    mine = [rank for rank, place in enumerate(topology.places) if place.data_rank == topology.data_rank]
+    if len(mine) == 1:
+        return None
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    known = plan.exchange.gather((topology.node, gpu))
+    is_staged = gpu is not None and len(set(known)) < len(known)
+    ranks = mine if group is None else [dist.get_global_rank(group, rank) for rank in mine]
+    source = next(at for rank, at in zip(mine, ranks, strict=True) if topology.places[rank].reports)
+    backend = "gloo" if gpu is None or is_staged else "nccl"
+    made = lane(tuple(sorted(ranks)), f"replica {topology.data_rank}", plan.config.timeout_s, backend)
+
+    def broadcast(values: Tensor) -> None:
+        there = values.cpu() if is_staged else values
+        dist.broadcast(there, source, group=made)
+        if there is not values:
+            values.copy_(there)
+
+    # Left out of traces: as a decorator that would import torch's compiler with the package.
+    untraced: Callable[[Tensor], None] = torch.compiler.disable(broadcast)  # type: ignore[no-untyped-call]
+    return untraced
+
+
 class DeviceLoader:
     """Fills batches of fixed tensors, and takes their priority updates. Waits for nothing.
 
     Args:
-        mixture: The tables of this rank.
-        inner: Collectives of this replica's ranks; None: it is one rank.
-        data_rank: Index of this replica.
-        burn_in: Which steps only warm up.
-        owner: The replay of the batches.
+        broadcast: Of this replica's ranks (`replica_broadcast`); None: it is one rank.
     """
 
     def __init__(
         self,
         mixture: TableMixture,
-        inner: ReplicaCollectives | None,
+        broadcast: Callable[[Tensor], None] | None,
         data_rank: int,
         burn_in: BurnIn | None,
         info: BatchInfo,
         owner: object,
     ) -> None:
-        self._mixture, self._inner, self._data_rank = mixture, inner, data_rank
+        self._mixture, self._broadcast, self._data_rank = mixture, broadcast, data_rank
         self._burn_in, self._owner, self._info = burn_in, owner, info
         count = info.micro * info.accumulation
         self._all = torch.zeros(count, Resolution.NUM_WORDS, dtype=torch.int64, device=mixture.device)
@@ -122,9 +152,11 @@ class DeviceLoader:
 
     def update_(self, batch: DeviceBatch, values: Tensor) -> None:
         """Set the priorities of a micro batch; those of a global batch after its last one. [B], float32."""
-        if self._inner is not None:  # those of other ranks may differ in the last bits, or be of other steps
+        if (
+            self._broadcast is not None
+        ):  # those of other ranks may differ in the last bits, or be of other steps
             values = values.clone()
-            self._inner.broadcast(values)
+            self._broadcast(values)
         if self._info.accumulation == 1:
             self._mixture.update_(batch.records, values, [0])
             return
@@ -156,12 +188,10 @@ class DeviceBatch(Batch):
     """A batch of fixed tensors on a device, which `DeviceReplay.sample_` fills.
 
     Args:
-        buffers: Fields, masks and n-step returns.
         records: What the samples resolved to. [B, 8], int64.
         weight: PER weights; None: all 1. [B], float32.
         step_items: Whether an item is a step of mass 1.
         total: Total mass of the latest selection. [], int64.
-        burn_in: Which steps only warm up.
         owner: The replay whose training stream fills it; None: it is of a pass.
         mixture: The tables that it is drawn from; None: there is one.
     """
@@ -246,7 +276,6 @@ def reported(batch: DeviceBatch, priorities: Tensor, mask: Tensor | None, sample
     Args:
         priorities: [B], or [B, T]. Any floating dtype.
         mask: Which steps of [B, T] count; None: that of `mask_of`. [B, T], bool.
-        sampler: How [B, T] becomes [B].
     Raises:
         ShapeError: A wrong shape.
     """
@@ -268,10 +297,6 @@ class DeviceEvaluation:
 
     Resolutions of the items do not change: they are computed once, on the host, and kept on the device.
 
-    Args:
-        table: Holds the data set.
-        splits: The stream of each split.
-        burn_in: Which steps only warm up.
     Cost: 64 bytes an item of each split that is used.
     """
 

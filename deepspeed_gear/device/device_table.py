@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,27 +12,82 @@ from torch import Tensor
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.gather import Buffers, Gatherer
+from deepspeed_gear.config import PrioritizedSampler, SamplerOptions
+from deepspeed_gear.config.schedules import end_of, imported
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.device.added_columns import AddFilter
 from deepspeed_gear.device.ring_table import ItemRule, RingTable, RingTableSpec
-from deepspeed_gear.device.weight_exponents import WeightExponents
 from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.distributed.table_resolution import capacity_of, environment_sizes
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops, load_backend
+from deepspeed_gear.ops.constants import ONE_Q62
 from deepspeed_gear.ops.records import MassUnit, Normalize, Resolution, RingState, Slot
 from deepspeed_gear.sampling.mass_rules import NORMALIZE_CODES
 from deepspeed_gear.sampling.mixture import TOLERANCE, Mixture
 from deepspeed_gear.sampling.stream_spec import StreamSpec
+
+_BETA = "gear.sampler.beta"
+_PROBED = (0, 1, 1000, 10**9)  # global batches at which a function is checked
+
+
+class WeightExponents:
+    """The schedule of beta, read on the device at the number of the global batch. Waits for nothing.
+
+    Raises:
+        ConfigError: A function does not compute with tensors, or gives no number in [0, 1].
+    Cost: 8 bytes for each global batch of a linear schedule, until it is constant; nothing of a function.
+    """
+
+    def __init__(self, sampler: SamplerOptions, device: torch.device) -> None:
+        beta: Any = sampler.beta if isinstance(sampler, PrioritizedSampler) else None
+        self._function: Callable[[Tensor], Any] | None = None
+        values = np.zeros(0, np.int64)
+        if beta is not None and end_of(beta) is None:
+            self._function = beta if callable(beta) else imported(beta["callable"], _BETA)
+            _check_schedule(self._function, device)
+        elif isinstance(beta, dict):  # until it is constant, as `value_at`
+            first, last, steps = beta["linear"]
+            parts = np.minimum(np.arange(steps + 1) / steps, 1.0)
+            values = ((first + (last - first) * parts) * float(ONE_Q62)).astype(np.int64)
+        elif beta is not None:
+            values = np.array([int(float(beta) * ONE_Q62)], np.int64)
+        self._values = torch.from_numpy(values).to(device)
+
+    def next_(self, state: Tensor) -> Tensor:
+        """Return exponents for `ring_select_`, of which the last one stays in force. Q62. [n], int64.
+
+        Args:
+            state: Of the table; a value of a function outside of [0, 1] is clamped, and counted there.
+        """
+        if self._function is None:
+            return self._values
+        value = self._function(state[RingState.BATCH].double()).double()
+        beta = value.nan_to_num(0.0).clamp(0.0, 1.0)
+        state[RingState.REFUSED] += (beta != value).long()
+        exponent: Tensor = (beta * ONE_Q62).long().reshape(1)
+        return exponent
+
+
+def _check_schedule(function: Callable[[Tensor], Any], device: torch.device) -> None:
+    for batch in _PROBED:
+        try:
+            found = function(torch.tensor(float(batch), dtype=torch.float64, device=device))
+        except (TypeError, ValueError, RuntimeError) as error:
+            found = error
+        if not isinstance(found, Tensor) or found.shape != () or found.device.type != device.type:
+            rule = "must take a tensor [], float64, and return one, for a table on devices"
+            shown = list(found.shape) if isinstance(found, Tensor) else f"{type(found).__name__}: {found}"
+            raise ConfigError(_BETA, rule, shown, "use the functions of torch, or a linear schedule")
+        if not 0 <= float(found) <= 1:
+            raise ConfigError(f"{_BETA} at global batch {batch}", "must be in [0, 1]", float(found))
 
 
 class DeviceTable:
     """A table that is sampled. Its methods mutate fixed tensors and wait for nothing.
 
     Args:
-        table: Where the items lie.
         spec: The stream that samples from it.
-        engine_dtype: The dtype of `as: engine`.
     """
 
     def __init__(
@@ -208,11 +264,10 @@ class TableMixture:
 def masses_of(plan: Resolved, name: str, spec: StreamSpec) -> np.ndarray:
     """Return the masses that a stream gives the trajectories of a table's data set. [n], int64."""
     dataset = plan.datasets[name]
-
-    def column(of: str) -> np.ndarray:
-        return as_numbers(dataset.columns[of], dataset.schema[of])
-
-    return spec.rule.masses(np.arange(len(dataset)) + dataset.first_id, dataset.lengths, column)
+    ids = np.arange(len(dataset)) + dataset.first_id
+    return spec.rule.masses(
+        ids, dataset.lengths, lambda of: as_numbers(dataset.columns[of], dataset.schema[of])
+    )
 
 
 def device_of(given: torch.device | str) -> torch.device:
@@ -272,11 +327,13 @@ def table_of(plan: Resolved, name: str, spec: StreamSpec, ops: Ops, device: torc
     needs_returns = any(field.derived == "return_to_go" for field in plan.fields)
     on_host = f"gear.tables.{name}" if options.rows == "host" else None
     ring = RingTableSpec(schema, rows, slots, longest, items, needs_returns, envs or 0, on_host)
+    table = RingTable(ring, ops, device)
     if dataset is None:
-        return RingTable(ring, ops, device)
+        return table
     admitted = None
     if items.by_row:
         owners = np.repeat(np.arange(len(dataset)), dataset.lengths + final)
         steps_of = np.arange(dataset.num_rows) - dataset.first_rows[owners]
         admitted = spec.rule.anchors.admits(steps_of, dataset.lengths[owners])
-    return RingTable.of_dataset(dataset, ring, masses_of(plan, name, spec), admitted, ops, device)
+    table.load_(dataset, masses_of(plan, name, spec), admitted)
+    return table

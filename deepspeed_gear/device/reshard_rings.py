@@ -11,6 +11,7 @@ from torch import Tensor
 from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.records import OpenTrajectory, RingState, Slot, SlotState, UpdateCount
+from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 Content = Mapping[str, Tensor]
 _DRAWABLE, _HIGHEST = (
@@ -37,7 +38,6 @@ def deal(
     Args:
         table: Of this replica; it does not change.
         saved: Of each replica of the save.
-        replica: Number of this one.
     Returns:
         The content of its table, by name, in host memory; and how many of its trajectories are left out.
     Raises:
@@ -71,31 +71,25 @@ def deal(
         np.maximum.at(ends, first_rows // part, first_rows % part + records[:, Slot.NUM_ROWS])
         new["opened"][:, OpenTrajectory.NEXT_ROW] = torch.from_numpy(ends)
 
-    by_slot = {f"column/{column.name}" for column in table.schema if column.rows == "1"}
-    by_item = {"sums", "priorities"}
-    rows_alone = {name for name in ("owners", "row_slots") if name in new}
-    copied = [*(name for name in new if name.startswith("column/")), *by_item]
+    # Of what is copied: whether it has an entry of each row, not of each slot.
+    copied = {"sums": table.items.by_row, "priorities": table.items.by_row, f"column/{RETURN_TO_GO}": True}
+    copied |= {f"column/{column.name}": column.rows != "1" for column in table.schema}
     for number, source in enumerate(saved):
         to = np.flatnonzero(shard == number)
         rows = slots[to, Slot.NUM_ROWS]
-        within = np.arange(rows.sum()) - np.repeat(
-            np.cumsum(rows) - rows, rows
-        )  # of 2 and 3: [0, 1, 0, 1, 2]
-        row_to, row_from = (
+        within = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)  # of 2 and 3: 0, 1, 0, 1, 2
+        of_slots = torch.from_numpy(to), torch.from_numpy(places[to])
+        of_rows = [
             torch.from_numpy(np.repeat(first, rows) + within)
             for first in (first_rows[to], slots[to, Slot.FIRST_ROW])
-        )
-        slot_to, slot_from = torch.from_numpy(to), torch.from_numpy(places[to])
-        for name in copied:
-            if name in by_slot or (name in by_item and not table.items.by_row):
-                there, here = slot_to, slot_from
-            else:
-                there, here = row_to, row_from
+        ]
+        for name, by_row in copied.items():
             if len(new[name]):
+                there, here = of_rows if by_row else of_slots
                 new[name][there] = source[name][here]
-        for name in rows_alone:
-            if len(new[name]):
-                new[name][row_to] = torch.from_numpy(np.repeat(to, rows)).to(torch.int32)
+        for name in ("owners", "row_slots"):
+            if len(new.get(name, ())):
+                new[name][of_rows[0]] = torch.from_numpy(np.repeat(to, rows)).to(torch.int32)
 
     table.ops.tree_build_(new["sums"], table.num_items)
     if len(new["minima"]):
@@ -146,9 +140,7 @@ def _placed(table: RingTable, rows: np.ndarray, env: np.ndarray) -> tuple[np.nda
     first = np.zeros(len(rows), np.int64)
     for number in range(max(table.num_envs, 1)):
         which = np.flatnonzero(kept & (env == number))
-        newer = np.cumsum(rows[which][::-1])[
-            ::-1
-        ]  # rows from each one to the newest: of 2, 1, 3 it is 6, 4, 3
+        newer = np.cumsum(rows[which][::-1])[::-1]  # from each one to the newest: of 2, 1, 3 it is 6, 4, 3
         kept[which[newer > part]] = False
         which = which[newer <= part]
         first[which] = number * part + np.cumsum(rows[which]) - rows[which]

@@ -45,7 +45,6 @@ class ItemRule:
 
     Args:
         by_row: Whether each row is an item with a priority of its own.
-        has_priorities: Whether items have priorities.
         has_minima: Whether the least mass of the table is kept.
         anchors: Which steps are anchors, as `AnchorRule.as_list`.
         unit: Unit of a mass (MassUnit).
@@ -70,11 +69,17 @@ class ItemRule:
         unit, anchors = MassUnit.LENGTH if rule.by_length else UNIT_CODES[rule.unit], rule.anchors.as_list()
         if priorities is None:
             return cls(False, False, False, anchors, unit)
-        initial = HIGHEST_SO_FAR
-        if priorities.initial is not None:
-            initial = int(np.float32(priorities.initial).view(np.int32))
-        facts = rule.unit == "step", True, priorities.normalize == "table", anchors, unit
-        return cls(*facts, int(priorities.alpha(0) * ONE_Q62), initial, priorities.most_bits)
+        initial = priorities.initial
+        return cls(
+            rule.unit == "step",
+            True,
+            priorities.normalize == "table",
+            anchors,
+            unit,
+            int(priorities.alpha(0) * ONE_Q62),
+            HIGHEST_SO_FAR if initial is None else int(np.float32(initial).view(np.int32)),
+            priorities.most_bits,
+        )
 
 
 @dataclass(frozen=True)
@@ -201,65 +206,52 @@ class RingTable:
 
     # ---- content ---------------------------------------------------------------------------------
 
-    @classmethod
-    def of_dataset(
-        cls,
-        dataset: Dataset,
-        spec: RingTableSpec,
-        masses: np.ndarray,
-        admitted: np.ndarray | None,
-        ops: Ops,
-        device: torch.device,
-    ) -> RingTable:
-        """Copy a data set to a device.
+    def load_(self, dataset: Dataset, masses: np.ndarray, admitted: np.ndarray | None) -> None:
+        """Copy a data set to the empty table.
 
         Args:
             dataset: All of it, or this node's part.
             masses: Of its trajectories. [n], int64.
             admitted: Which rows are anchors, where items are rows. [rows], bool; None: items are slots.
         Raises:
-            DataError: A file has changed since the data set was opened.
+            DataError: A file has changed since the data set was opened; the table is closed.
         """
-        dataset.files.guard(ops.native)
-        schema, lengths, count = dataset.schema, dataset.lengths, len(dataset.lengths)
-        table, items = cls(spec, ops, device), spec.items
+        dataset.files.guard(self.ops.native)
+        lengths, count, items = dataset.lengths, len(dataset.lengths), self.items
         records = np.zeros((count, Slot.NUM_WORDS), np.int64)
         records[:, Slot.STATE], records[:, Slot.ID] = SlotState.COMMITTED, np.arange(count) + dataset.first_id
         records[:, Slot.FIRST_ROW], records[:, Slot.NUM_STEPS] = dataset.first_rows, lengths
-        records[:, Slot.NUM_ROWS] = lengths + int(schema.has_final_row)
-        table.slots.copy_(torch.from_numpy(records))
-        for column in schema:
-            table.overwrite(f"column/{column.name}", as_tensor(dataset.columns[column.name], column.dtype))
+        records[:, Slot.NUM_ROWS] = lengths + int(self.schema.has_final_row)
+        self.slots.copy_(torch.from_numpy(records))
+        for column in self.schema:
+            self.overwrite(f"column/{column.name}", as_tensor(dataset.columns[column.name], column.dtype))
         try:
             dataset.files.check()  # the copy is of the files that were opened, and of no later state of them
         except BaseException:
-            table.close()  # rows in host memory stay registered otherwise
+            self.close()  # rows in host memory stay registered otherwise
             raise
-        if spec.return_to_go:
-            reward = schema.role("reward")
-            assert reward is not None
-            extents = table.slots[:, [Slot.FIRST_ROW, Slot.NUM_STEPS]].contiguous()
-            ops.suffix_sum_(table.returns_to_go, table.columns[reward.name], extents)
-        leaves = table.sums[: table.num_items]
+        if len(self.returns_to_go) and self._rewards is not None:
+            extents = self.slots[:, [Slot.FIRST_ROW, Slot.NUM_STEPS]].contiguous()
+            self.ops.suffix_sum_(self.returns_to_go, self._rewards, extents)
+        leaves = self.sums[: self.num_items]
         if not items.has_priorities:
             leaves.copy_(torch.from_numpy(masses))
         else:
             has_mass = masses > 0
             if admitted is not None:
                 owners = np.repeat(np.arange(count), records[:, Slot.NUM_ROWS])
-                table.row_slots.copy_(torch.from_numpy(owners.astype(np.int32)))
+                self.row_slots.copy_(torch.from_numpy(owners.astype(np.int32)))
                 has_mass = admitted & has_mass[owners]
             bits = _ONE if items.initial == HIGHEST_SO_FAR else items.initial
             initial = np.where(has_mass, np.int32(bits).view(np.float32), np.float32(0))
-            table.priorities.copy_(torch.from_numpy(initial))
-            ops.mass_(leaves, table.priorities, items.alpha, items.most_bits)
-        ops.tree_build_(table.sums, table.num_items)
+            self.priorities.copy_(torch.from_numpy(initial))
+            self.ops.mass_(leaves, self.priorities, items.alpha, items.most_bits)
+        self.ops.tree_build_(self.sums, self.num_items)
         if items.has_minima:
-            ops.minima_build_(table.minima, table.sums, table.num_items)
-        table.state[RingState.COUNTS + UpdateCount.DRAWABLE] = torch.count_nonzero(leaves)
-        table.state[RingState.NEXT], table.state[RingState.HEAD] = count, spec.num_rows
-        table.state[RingState.STEPS] = int(lengths.sum())
-        return table
+            self.ops.minima_build_(self.minima, self.sums, self.num_items)
+        self.state[RingState.COUNTS + UpdateCount.DRAWABLE] = torch.count_nonzero(leaves)
+        self.state[RingState.NEXT], self.state[RingState.HEAD] = count, self.num_rows
+        self.state[RingState.STEPS] = int(lengths.sum())
 
     def add_(self, columns: Mapping[str, Tensor], lengths: Tensor | None, count: int, steps: int) -> None:
         """Add trajectories that `added_columns` has checked. Mutates fixed tensors only."""

@@ -15,7 +15,13 @@ from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig, PriorityOptions
 from deepspeed_gear.device import added_columns, device_checkpoint
-from deepspeed_gear.device.device_loader import DeviceBatch, DeviceEvaluation, DeviceLoader, reported
+from deepspeed_gear.device.device_loader import (
+    DeviceBatch,
+    DeviceEvaluation,
+    DeviceLoader,
+    replica_broadcast,
+    reported,
+)
 from deepspeed_gear.device.device_table import (
     DeviceTable,
     TableMixture,
@@ -23,7 +29,6 @@ from deepspeed_gear.device.device_table import (
     ops_of,
     table_of,
 )
-from deepspeed_gear.device.replica_collectives import inside_replica, shares_gpus
 from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.distributed.resolved_plan import Resolved, resolve_plan
 from deepspeed_gear.distributed.topology import RankCoordinates
@@ -89,18 +94,14 @@ class DeviceReplay(ReplayBase):
         try:
             to = plan.exchange.agree("the device", lambda: device_of(device))
             super().__init__(plan, to, engine_dtype)
-            is_shared = shares_gpus(plan.exchange, plan.topology, self.device)
             plan.exchange.agree("the table on the device", lambda: self._build(plan, engine_dtype))
-            inner = None
-            if self._mixture.is_prioritized:
-                timeout_s, group = plan.config.timeout_s, plan.group
-                inner = inside_replica(plan.topology, self.device, is_shared, timeout_s, group)
+            broadcast = replica_broadcast(plan, self.device) if self._mixture.is_prioritized else None
         except BaseException:
             self._close_tables()
             plan.exchange.close()
             raise
         self._loader = DeviceLoader(
-            self._mixture, inner, plan.topology.data_rank, self._burn_in, plan.info, owner=self
+            self._mixture, broadcast, plan.topology.data_rank, self._burn_in, plan.info, owner=self
         )
         self._clamp_warnings = self._new_clamp_warnings()
         self._num_before_load = 0  # global batches selected here, less the position of the latest load

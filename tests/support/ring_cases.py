@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspeed_gear import DeviceReplay, Replay
+from deepspeed_gear.ops.records import Slot, SlotState
 
 WINDOWS = {
     "observation": {"offset": -3, "length": 5, "normalize": "mean_std"},
@@ -56,6 +57,7 @@ def on_host(section: dict[str, Any]) -> dict[str, Any]:
 
 
 def online(sampler: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """Make the section of a table to which trajectories, or steps of `num_envs`, are added."""
     table = {"capacity_steps": 60, "max_length": 6, "remove": "fifo", "placement": "device"}
     table |= {"schema": {"columns": COLUMNS}, **options.pop("table", {})}
     fields = {
@@ -64,7 +66,7 @@ def online(sampler: dict[str, Any] | None = None, **options: Any) -> dict[str, A
         "action": {},
         "reward": {},
         "task": {},
-        "return_to_go": {},
+        **({} if table.get("num_envs") else {"return_to_go": {}}),
     }
     section = {"tables": {"main": table}, "sampler": sampler or SAMPLERS["uniform steps"], "batch_size": 32}
     return {**section, "fields": fields, "n_step": {"n": 3, "gamma": 0.9}, **options}
@@ -91,6 +93,20 @@ def step_of(columns: dict[str, Tensor], step: int = 0) -> tuple[dict[str, Tensor
     """A step of each trajectory, and the states after it."""
     rows = {name: values if name == "task" else values[:, step] for name, values in columns.items()}
     return rows, {"observation": columns["observation"][:, step + 1]}
+
+
+def add_some(replay: DeviceReplay, columns: dict[str, Tensor]) -> None:
+    """Add trajectories, or the first step of each where environments add steps."""
+    if replay.table.num_envs:
+        replay.add_steps_(*step_of(columns))
+    else:
+        replay.add_(columns)
+
+
+def stored_slots(replay: DeviceReplay) -> Tensor:
+    """Return the records of the stored trajectories. [n, words], int64."""
+    slots = replay.table.slots
+    return slots[slots[:, Slot.STATE] == SlotState.COMMITTED]
 
 
 class Pair:
@@ -126,6 +142,16 @@ def device_and_host(section: dict[str, Any], schemas: Any = None) -> Iterator[Pa
         yield Pair(device, host)
 
 
+def assert_rows(batch: Any, number: Tensor) -> None:
+    """The windows of `online` are those of steps: number is 100 * trajectory + step. [B], int64."""
+    assert torch.equal(batch["action"][:, 0], number.float())
+    assert torch.equal(batch["observation"][:, 1, 0], number.float())
+    before = torch.where(batch.anchor > 0, number - 1, 0)
+    assert torch.equal(batch["observation"][:, 0, 0], before.float())
+    ahead = torch.minimum(torch.tensor(3), batch.num_steps - batch.anchor)
+    assert torch.equal(batch["following"][:, 0], (number + ahead).float())
+
+
 def assert_same(got: Any, expected: Any) -> None:
     assert torch.equal(got.trajectory_id, expected.trajectory_id)
     assert torch.equal(got.anchor, expected.anchor)
@@ -137,3 +163,19 @@ def assert_same(got: Any, expected: Any) -> None:
         assert torch.equal(got[name], expected[name]), name
         if name in expected.mask:
             assert torch.equal(got.mask[name], expected.mask[name]), name
+
+
+def assert_traced(
+    made: dict[str, Any], step: Callable[..., Tensor], turns: int, prepare: Callable[[DeviceReplay], object]
+) -> None:
+    """A step that adds, draws and trains gives the same with torch.compile, in one graph, as without."""
+    torch._dynamo.reset()
+    found = []
+    for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        with DeviceReplay(made, "cpu") as replay:
+            prepare(replay)
+            batch = replay.new_batch()
+            losses = [run(replay, batch, trajectories(3, 4, 3 * turn)) for turn in range(turns)]
+            found.append((torch.stack(losses), batch.trajectory_id.clone(), replay.table.state.clone()))
+    for plain, traced in zip(*found, strict=True):
+        assert torch.equal(plain, traced)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gear_support import SCHEMA, lengths_of, trajectory, write_dataset
-from ring_cases import assert_same, device_and_host, online, step_of, trajectories
+from ring_cases import assert_same, assert_traced, device_and_host, online, step_of, trajectories
 from torch import Tensor
 
 from deepspeed_gear import DeviceReplay
@@ -119,11 +118,10 @@ def test_a_save_has_all_tables_and_goes_on(data: Path, tmp_path: Path) -> None:
 
 
 def two_tables() -> dict[str, Any]:
-    made = online()
+    shares = {"kind": "mixture", "shares": {"a": 0.5, "b": 0.5}, "of": {"unit": "step"}}
+    made = online(shares, table={"num_envs": 2, "capacity_steps": 60})
     table = made["tables"]["main"]
-    made["tables"] = {"a": table, "b": {**copy.deepcopy(table), "num_envs": 2, "capacity_steps": 60}}
-    del made["fields"]["return_to_go"]
-    made["sampler"] = {"kind": "mixture", "shares": {"a": 0.5, "b": 0.5}, "of": {"unit": "step"}}
+    made["tables"] = {"a": {**table, "num_envs": None}, "b": table}
     return made
 
 
@@ -154,15 +152,9 @@ def test_a_step_of_a_mixture_is_traced_without_a_break() -> None:
         replay.sample_(batch)
         return (batch["reward"] * batch.is_weight * batch.probability).sum()
 
-    torch._dynamo.reset()
-    found = []
-    for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-        with DeviceReplay(two_tables(), "cpu") as replay:
-            replay.add_steps_(*step_of(trajectories(2, 4)), table="b")
-            batch = replay.new_batch()
-            losses = [run(replay, batch, trajectories(3, 4, 3 * turn)) for turn in range(6)]
-            found.append((torch.stack(losses), batch.trajectory_id.clone()))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert_traced(
+        two_tables(), step, 6, lambda replay: replay.add_steps_(*step_of(trajectories(2, 4)), table="b")
+    )
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from ring_cases import PRIORITIZED, SAMPLERS, assert_same, device_and_host, online, step_of, trajectories
+from ring_cases import (
+    PRIORITIZED,
+    SAMPLERS,
+    assert_rows,
+    assert_same,
+    device_and_host,
+    online,
+    step_of,
+    stored_slots,
+    trajectories,
+)
 
 from deepspeed_gear import DeviceReplay
 from deepspeed_gear.errors import DataError, SchemaError, ShapeError, StoreError
-from deepspeed_gear.ops.records import RingState
+from deepspeed_gear.ops.records import RingState, Slot
 
 
 @pytest.mark.parametrize("sampler", ["uniform steps", "prioritized", "prioritized trajectories"])
@@ -28,12 +38,7 @@ def test_what_was_added_is_drawn_and_the_oldest_go(sampler: str) -> None:
             seen |= set(number.tolist())
             assert not (number % 3 == 1)[number >= 3 * turn].any() or lengths is None
             expected = number * 100 + batch.anchor
-            assert torch.equal(batch["action"][:, 0], expected.float())
-            assert torch.equal(batch["observation"][:, 1, 0], expected.float())
-            before = torch.where(batch.anchor > 0, expected - 1, 0)
-            assert torch.equal(batch["observation"][:, 0, 0], before.float())
-            ahead = torch.minimum(torch.tensor(3), batch.num_steps - batch.anchor)
-            assert torch.equal(batch["following"][:, 0], (expected + ahead).float())
+            assert_rows(batch, expected)
             last = number * 100 + batch.num_steps - 1
             count = batch.num_steps - batch.anchor
             assert torch.equal(batch["return_to_go"], ((expected + last) * count / 2).float())
@@ -219,18 +224,15 @@ def test_removed_trajectories_are_not_drawn_and_others_stay(sampler: str) -> Non
             assert not (batch.trajectory_id % 3 == 1).any()
             if replay.config.item_sampler.has_priorities:
                 replay.update_priorities(batch, torch.rand(32))
-            stored = replay.table.slots[replay.table.slots[:, 0] == 2]
-            assert replay.num_steps == int(stored[:, 4].sum()) == 4 * len(replay)
+            assert replay.num_steps == int(stored_slots(replay)[:, Slot.NUM_STEPS].sum()) == 4 * len(replay)
         assert replay.statistics()["trajectories"] == len(replay) > 8
         with pytest.raises(ShapeError, match=r"ids must be a tensor \[n\], int64"):
             replay.remove_(torch.zeros(1))
 
 
 def test_steps_that_follow_a_removed_open_trajectory_are_another() -> None:
-    made = online(table={"num_envs": 2})
-    del made["fields"]["return_to_go"]
     rows = trajectories(2, 4)
-    with DeviceReplay(made, "cpu") as replay:
+    with DeviceReplay(online(table={"num_envs": 2}), "cpu") as replay:
         for turn in range(4):
             row, following = step_of(rows, turn)
             replay.add_steps_({**row, "terminated": torch.zeros(2, dtype=torch.bool)}, following)

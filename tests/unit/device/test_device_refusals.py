@@ -19,9 +19,7 @@ LATE = {"columns": {**COLUMNS, "task": {**COLUMNS["task"], "late": True}}}
 
 def with_envs(**table: Any) -> dict[str, Any]:
     """Options of a table to which steps of 4 environments are added."""
-    fields = {name: options for name, options in online()["fields"].items() if name != "return_to_go"}
-    table = {"capacity_steps": 4000, "max_length": 5, "num_envs": 4, **table}
-    return {"table": table, "fields": fields}
+    return {"table": {"capacity_steps": 4000, "max_length": 5, "num_envs": 4, **table}}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ring_cases import PRIORITIZED, SAMPLERS, online, step_of, trajectories
+from ring_cases import PRIORITIZED, SAMPLERS, add_some, assert_traced, online, trajectories
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
@@ -43,16 +43,8 @@ def test_a_whole_step_is_traced_without_a_break(sampler: dict[str, Any], most: i
         replay.update_priorities_(batch, error)
         return (batch.is_weight * batch.valid * error).sum()
 
-    torch._dynamo.reset()
-    found = []
-    for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-        made = online(sampler, seed=3, batch_size=9, table={"max_times_sampled": most})
-        with DeviceReplay(made, "cpu") as replay:
-            batch = replay.new_batch()
-            losses = [run(replay, batch, trajectories(3, 4, 3 * turn)) for turn in range(12)]
-            found.append((torch.stack(losses), batch.trajectory_id.clone(), replay.table.state.clone()))
-    for a, b in zip(*found, strict=True):
-        assert torch.equal(a, b)
+    made = online(sampler, seed=3, batch_size=9, table={"max_times_sampled": most})
+    assert_traced(made, step, 12, prepare=lambda _: None)
 
 
 def written_by(graph: torch.fx.GraphModule) -> set[torch.fx.Node]:
@@ -66,9 +58,10 @@ def written_by(graph: torch.fx.GraphModule) -> set[torch.fx.Node]:
     return found
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("sampler", ["uniform steps", "prioritized", "by the table"])
-@pytest.mark.parametrize("num_envs", [None, 3])
+@pytest.mark.parametrize(
+    ("sampler", "accumulation", "num_envs"),
+    [("uniform steps", 1, 3), ("uniform steps", 2, None), ("prioritized", 2, 3), ("by the table", 1, None)],
+)
 def test_a_traced_step_writes_to_fixed_tensors_only(
     sampler: str, accumulation: int, num_envs: int | None
 ) -> None:
@@ -79,18 +72,13 @@ def test_a_traced_step_writes_to_fixed_tensors_only(
         graphs.append(graph)
         return graph.forward
 
-    section = online(SAMPLERS[sampler], gradient_accumulation_steps=accumulation)
-    if num_envs is not None:
-        del section["fields"]["return_to_go"]
-        section["tables"]["main"]["num_envs"] = num_envs
+    table = {} if num_envs is None else {"num_envs": num_envs}
+    section = online(SAMPLERS[sampler], gradient_accumulation_steps=accumulation, table=table)
     with DeviceReplay(section, "cpu") as replay:
         batches = [replay.new_batch() for _ in range(accumulation)]
 
         def step(columns: dict[str, Tensor]) -> None:
-            if num_envs is None:
-                replay.add_(columns)
-            else:
-                replay.add_steps_(*step_of(columns))
+            add_some(replay, columns)
             for batch in batches:
                 replay.sample_(batch)
                 if sampler != "uniform steps":

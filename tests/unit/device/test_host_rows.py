@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ring_cases import SAMPLERS, assert_same, online, step_of, trajectories
+from ring_cases import SAMPLERS, add_some, assert_same, online, trajectories
 
 from deepspeed_gear import DeviceReplay
 from deepspeed_gear.device.host_rows import HostRows
@@ -53,19 +53,12 @@ class Registers:
 @pytest.mark.parametrize("num_envs", [None, 3])
 @pytest.mark.parametrize("sampler", list(SAMPLERS))
 def test_batches_are_those_of_rows_on_the_device(sampler: str, num_envs: int | None, tmp_path: Path) -> None:
-    both = [online(SAMPLERS[sampler], seed=4, table={"rows": rows}) for rows in ("host", "device")]
-    if num_envs is not None:
-        for made in both:
-            del made["fields"]["return_to_go"]
-            made["tables"]["main"]["num_envs"] = num_envs
+    table = {} if num_envs is None else {"num_envs": num_envs}
+    both = [online(SAMPLERS[sampler], seed=4, table={**table, "rows": rows}) for rows in ("host", "device")]
     with DeviceReplay(both[0], "cpu") as host, DeviceReplay(both[1], "cpu") as device:
         for turn in range(25):
-            columns = trajectories(3, 4, 3 * turn)
             for replay in (host, device):
-                if num_envs is None:
-                    replay.add_(columns)
-                else:
-                    replay.add_steps_(*step_of(columns))
+                add_some(replay, trajectories(3, 4, 3 * turn))
             got, expected = host.sample(), device.sample()
             assert_same(got, expected)
             if host.config.item_sampler.has_priorities:

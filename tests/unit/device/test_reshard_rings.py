@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ring_cases import SAMPLERS, online, step_of, trajectories
+from ring_cases import SAMPLERS, online, step_of, stored_slots, trajectories
 from torch import Tensor
 
 from deepspeed_gear import DeviceReplay
@@ -23,11 +23,8 @@ Content = dict[str, Tensor]
 
 
 def section(sampler: str, num_envs: int | None, steps: int = 72) -> dict[str, Any]:
-    made = online(SAMPLERS[sampler], table={"capacity_steps": steps})
-    if num_envs is not None:
-        del made["fields"]["return_to_go"]
-        made["tables"]["main"]["num_envs"] = num_envs
-    return made
+    envs = {} if num_envs is None else {"num_envs": num_envs}
+    return online(SAMPLERS[sampler], table={"capacity_steps": steps, **envs})
 
 
 def fill(replay: DeviceReplay, first: int, turns: int) -> None:
@@ -132,11 +129,9 @@ def check_goes_on(replay: DeviceReplay, content: dict[str, Tensor]) -> None:
     newest = int(table.state[RingState.NEXT])
     fill(replay, 5000, 60)
     assert replay.num_steps >= 40
-    stored = table.slots[table.slots[:, Slot.STATE] == SlotState.COMMITTED]
-    assert sorted(stored[:, Slot.ID].tolist()) == list(
-        range(int(table.state[RingState.TAIL]), int(table.state[RingState.NEXT]))
-    )
-    assert int(table.state[RingState.TAIL]) > newest - 1, "all dealt ones are evicted, oldest first"
+    stored, (tail, end) = stored_slots(replay), table.state[[RingState.TAIL, RingState.NEXT]].tolist()
+    assert sorted(stored[:, Slot.ID].tolist()) == list(range(tail, end))
+    assert tail > newest - 1, "all dealt ones are evicted, oldest first"
     used = torch.zeros(table.num_rows, dtype=torch.int64)
     for slot in stored.tolist():
         used[slot[Slot.FIRST_ROW] : slot[Slot.FIRST_ROW] + slot[Slot.NUM_ROWS]] += 1
@@ -162,7 +157,8 @@ def test_the_oldest_are_left_out_where_a_table_is_too_small(num_envs: int | None
 
 
 def test_sample_numbers_continue_after_those_of_all_saved_replicas() -> None:
-    with replays(3, section("uniform steps", None)) as old, replays(2, section("uniform steps", None)) as new:
+    made = section("uniform steps", None)
+    with replays(3, made) as old, replays(2, made) as new:
         for number, replay in enumerate(old):
             fill(replay, 100 * number, 5)
         saved = [content_of(replay) for replay in old]

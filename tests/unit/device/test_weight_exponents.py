@@ -13,7 +13,7 @@ from ring_cases import PRIORITIZED, device_and_host, online, trajectories
 from deepspeed_gear import DeviceReplay
 from deepspeed_gear.config import parse
 from deepspeed_gear.config.schedules import value_at
-from deepspeed_gear.device.weight_exponents import WeightExponents
+from deepspeed_gear.device.device_table import WeightExponents
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops.constants import ONE_Q62
 from deepspeed_gear.ops.records import RingState
