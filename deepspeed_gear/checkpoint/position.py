@@ -79,7 +79,6 @@ def state_of(
 
     Args:
         passes: Passes over each split that have begun.
-        train: Position of the training streams.
         save: Id and manifests of the save of this position; None: no save.
         rollout: The rollout batch after it whose training is under way; None: there is none.
     """

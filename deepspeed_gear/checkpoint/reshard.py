@@ -49,8 +49,6 @@ class SavedShard:
         next_id: The counter that its ids are made from.
         streams: Content of its streams by name.
         retention: Retention words of the trajectories; None: a data set's. [n, 4], int64.
-        inserted: Trajectories and steps ever added.
-        groups: None: there are none.
     """
 
     slots: np.ndarray | None
@@ -109,8 +107,6 @@ class ShardDivision:
 def merge(shards: Sequence[SavedShard]) -> SavedShard:
     """Merge the shards of a table into the form of one store.
 
-    Args:
-        shards: All of them, in order.
     Returns:
         The merged table: rows are numbered shard after shard; priority updates by id have slot -1.
     """
@@ -249,7 +245,6 @@ def divide_rows(
     """Divide a table with a capacity into contiguous parts, balanced in rows as far as they fit.
 
     Args:
-        name: Of the table, for error texts.
         records: Of its trajectories. [n, 8], int64.
         by_rows: Whether its stored order is by rows rather than by slots, as where items are steps.
         room: Slots and rows of each shard.
@@ -269,7 +264,6 @@ def divide_groups(
     Groups that are not complete come last.
 
     Args:
-        name: Of the table, for error texts.
         records: Of its trajectories. [n, 8], int64.
         numbers: The number of each one's group. [n], int64.
         groups: Their records, as of `SavedGroups`. [n, 3], int64.
@@ -288,9 +282,7 @@ def _divide(
     """Divide trajectories into contiguous parts of whole units.
 
     Args:
-        what: The units, for error texts.
         units: The unit of each trajectory: of the units 7, 3, 7 unit 3 comes first. [n], int64.
-        rows: Of each trajectory. [n], int64.
     Raises:
         StoreFullError: They do not fit.
     """
@@ -328,9 +320,6 @@ def groups_of(whole: SavedShard, division: ShardDivision, index: int) -> SavedGr
 
     The groups that were ever complete and are not held any more count in the first shard.
 
-    Args:
-        whole: The table, from `merge`.
-        division: Of the table, from `divide_groups`.
     """
     assert whole.groups is not None
     records, every = whole.groups.records, whole.groups.counts
@@ -364,8 +353,6 @@ def part_of(
     """Return a shard's content of a stream, as in a saved shard; its slots are 0 to m - 1.
 
     Args:
-        whole: The table, from `merge`.
-        division: The division of the table.
         items: Its rows among those of all trajectories, where items are steps; None: items are trajectories.
     """
     content, chosen = whole.streams[name], division.chosen(index)

@@ -54,10 +54,7 @@ def entry(mapping: Mapping[str, Any], name: str, kind: type[T], of: str, least: 
     """Return an entry of a state or a manifest.
 
     Args:
-        mapping: The state or the manifest.
-        kind: The type of its value.
         of: Name of the mapping in the error.
-        least: Least value of an integer.
     Raises:
         CheckpointError: It is missing or of another type.
     """
@@ -132,7 +129,6 @@ def begin(folder: Path, tables: Sequence[str], kept: State | None) -> None:
     is never removed here. If there is none, the newest two are kept.
 
     Args:
-        tables: The tables to write.
         kept: The state of the latest save in this folder that this run has loaded or made; None: none.
     Raises:
         OSError: From the file system.
@@ -208,13 +204,9 @@ def write_position(folder: Path, state: State) -> None:
 
 def write_checked(path: Path, version: int, name: str, content: Mapping[str, Any]) -> None:
     """Write a mapping under a name, with its checksum and the version of its format; atomic."""
-    write_json(path, {"format": version, "sha256": digest_of(content), name: content})
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a mapping to a file; atomic."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1))
+    written = {"format": version, "sha256": digest_of(content), name: content}
+    partial.write_text(json.dumps(written, indent=1))
     _sync(partial)
     os.replace(partial, path)
     _sync(path.parent)
@@ -232,7 +224,6 @@ def write_save(
     """Write a save: the tables, then the state that names it. Collective.
 
     Args:
-        kept: As of `begin`.
         is_first: Whether this rank is the one that begins and publishes the save for all.
         write: Writes this rank's files of the save with an id between `begin` and `publish`; returns the
             SHA-256 of their manifests by table, and by path in the table's folder.

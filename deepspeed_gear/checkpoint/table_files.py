@@ -161,18 +161,12 @@ def read_table(folder: Path, schema: Schema | None = None, save_id: str | None =
                 streams.setdefault(".".join(rest[:-1]), {})[rest[-1]] = _loaded(one / name, digest)
             elif kind != "column":
                 others[kind] = _loaded(one / name, digest)
-        groups = [others.get(name) for name in ("groups", "group_counts", "consumed_groups")]
-        known = [array for array in groups if array is not None]
-        shard = SavedShard(
-            others.get("slots"),
-            others.get("numbers"),
-            manifest["next_id"],
-            streams,
-            others.get("retention"),
-            tuple(manifest["inserted"][:2]),
-            SavedGroups(*known) if len(known) == len(groups) else None,
-        )
-        shards.append(shard)
+        groups = None
+        if {"groups", "group_counts", "consumed_groups"} <= others.keys():
+            groups = SavedGroups(others["groups"], others["group_counts"], others["consumed_groups"])
+        slots, numbers, retention = (others.get(name) for name in ("slots", "numbers", "retention"))
+        next_id, inserted = manifest["next_id"], tuple(manifest["inserted"][:2])
+        shards.append(SavedShard(slots, numbers, next_id, streams, retention, inserted, groups))
     return SavedTable(folders, manifests, shards, merge(shards))
 
 
@@ -255,20 +249,16 @@ def _mapped(path: Path, digest: str, checked: bool) -> np.ndarray:
         raise CheckpointError(str(path), "must be readable", None, str(error)) from error
 
 
-def load_rows(
-    table: Table, found: SavedTable, chosen: np.ndarray, next_id: int, division: ShardDivision | None = None
-) -> None:
-    """Replace slots and rows of a table with a capacity. Requires the lock.
+def load_rows(table: Table, found: SavedTable, division: ShardDivision) -> None:
+    """Replace slots and rows of a table with a capacity, large enough for them. Requires the lock.
 
     Args:
-        table: The table, large enough for them.
         found: The table of the checkpoint, after `open_rows`.
-        chosen: The trajectories to load, ascending. [n], int64.
-        next_id: The counter that ids are made from.
-        division: The division into this run's shards; None: the table is in one store.
+        division: The division into this run's shards.
     """
-    assert found.whole.slots is not None
-    records = found.whole.slots[chosen]
+    whole, shard, chosen = found.whole, table.spec.shard, division.chosen(_index_of(table))
+    assert whole.slots is not None
+    records = whole.slots[chosen]
     placed = packed(records)
     table.slots[:, Slot.STATE] = 0
     table.slots[: len(placed)] = placed
@@ -284,18 +274,22 @@ def load_rows(
         else:
             _copy_rows(data, files, extents)
     table.views["retention"][:] = 0
-    if found.whole.retention is not None:
-        table.views["retention"][: len(chosen)] = found.whole.retention[chosen]
-    counts = table.spec.shard is None or table.spec.shard.index == 0  # for all nodes together
-    table.control[[Control.INSERTED, Control.STEPS_INSERTED]] = found.whole.inserted if counts else (0, 0)
+    if whole.retention is not None:
+        table.views["retention"][: len(chosen)] = whole.retention[chosen]
+    counts = shard is None or shard.index == 0  # for all nodes together
+    table.control[[Control.INSERTED, Control.STEPS_INSERTED]] = whole.inserted if counts else (0, 0)
     table.control[Control.QUOTA] = 0
-    table.restored(next_id)
+    next_id = whole.next_id
+    table.restored(next_id if shard is None else reshard.next_id_of(next_id, shard.index, shard.count))
     if table.groups is not None:
-        groups = found.whole.groups
+        groups = whole.groups if shard is None else groups_of(whole, division, shard.index)
         assert groups is not None
-        if division is not None and table.spec.shard is not None:
-            groups = groups_of(found.whole, division, table.spec.shard.index)
         table.groups.restore(groups.records, groups.counts, groups.consumed)
+
+
+def _index_of(table: Table) -> int:
+    """Return the index of the shard that a store holds; 0: the table is in one store."""
+    return 0 if table.spec.shard is None else table.spec.shard.index
 
 
 def _copy_rows(to: np.ndarray, files: Sequence[np.ndarray], extents: np.ndarray) -> None:
@@ -326,7 +320,6 @@ class TableLoader:
     """The steps of a load. Main thread; only the constructor and `announce` are collective.
 
     Args:
-        tables: The tables to load.
         streams: The streams that sample from each table, by table and by name.
     """
 
@@ -340,8 +333,8 @@ class TableLoader:
         self._tables = tables if plan.leads_shard else {}
         self._spread = sorted(name for name in tables if name in plan.placement.spread)
         self._found: dict[str, SavedTable] = {}
-        self._divisions: dict[str, ShardDivision] = {}
-        # Slots and rows of each node's stores, by table.
+        self._divisions: dict[str, ShardDivision] = {}  # of a table in one store all into its one shard
+        #: Slots and rows of each node's stores, by table.
         self._room: list[dict[str, tuple[int, int]]] = []
         if self._spread:
             mine = {name: (len(t.slots), t.spec.capacity_rows) for name, t in self._tables.items()}
@@ -389,9 +382,8 @@ class TableLoader:
         if groups is not None and slots is not None and found.whole.groups is None:
             rule, remedy = "must hold the groups of its trajectories", "it is of a table without groups"
             raise CheckpointError(str(found.folders[0]), rule, None, remedy)
-        if name in self._spread:
-            self._divisions[name] = self._divide(name, table, found)
-        chosen = self._chosen(name)
+        division = self._divisions[name] = self._divide(name, table, found)
+        chosen = division.chosen(_index_of(table))
         if slots is None and len(chosen) != len(table.slots):
             rule = f"must have the {len(table.slots)} trajectories of the data set"
             raise CheckpointError(str(found.folders[0]), rule, len(chosen))
@@ -403,10 +395,12 @@ class TableLoader:
                 f"{len(table.slots)} and {table.spec.capacity_rows}",
                 "raise its capacity",
             )
-        open_rows(found, self._divisions.get(name), self._index)
+        open_rows(found, division if name in self._spread else None, _index_of(table))
 
     def _divide(self, name: str, table: Table, found: SavedTable) -> ShardDivision:
         whole = found.whole
+        if name not in self._spread:
+            return ShardDivision.of(np.zeros(whole.num_slots, np.int64))
         if whole.slots is None:
             bounds = self._plan.placement.bounds[name]  # first id of each shard, and the number of ids
             return ShardDivision.of(np.repeat(np.arange(len(bounds) - 1), np.diff(bounds)))
@@ -421,47 +415,36 @@ class TableLoader:
         by_rows = train is not None and train.spec.priorities is not None and train.spec.rule.unit == "step"
         return reshard.divide_rows(table.spec.name, whole.slots, by_rows, room)
 
-    @property
-    def _index(self) -> int:
-        """Index of this node's shard."""
-        return self._plan.placement.order.index(self._plan.topology.node)
-
-    def _chosen(self, name: str) -> np.ndarray:
-        """Return the trajectories to load into this node's store. [n], int64."""
-        if name in self._divisions:
-            return self._divisions[name].chosen(self._index)
-        return np.arange(self._found[name].whole.num_slots)
-
     # ---- replacing ---------------------------------------------------------------------------------
 
     def replace(self) -> None:
         """Replace the contents of this node's tables."""
         for name, table in self._tables.items():
-            found, chosen = self._found[name], self._chosen(name)
-            next_id = found.whole.next_id
-            if name in self._divisions:
-                next_id = reshard.next_id_of(next_id, self._index, len(self._room))
+            found, division = self._found[name], self._divisions[name]
+            slots = np.arange(len(division.chosen(_index_of(table))))
             with quiet(table, table.lock.timeout_s, Control.PENDING):
                 if found.whole.slots is not None:
-                    load_rows(table, found, chosen, next_id, self._divisions.get(name))
+                    load_rows(table, found, division)
                 for stream in self._streams.get(name, {}).values():
-                    stream.state.restore(np.arange(len(chosen)), self._content(name, stream))
+                    stream.state.restore(slots, self._content(name, stream))
                 if found.whole.slots is not None:
                     table.extents.end_all()
 
     def _content(self, name: str, stream: BatchStream) -> Content:
-        whole, stream_name = self._found[name].whole, stream.spec.name
-        if name not in self._divisions:
-            return dict(whole.streams[stream_name])
+        """Return the content of a stream of this node's store."""
+        whole, division = self._found[name].whole, self._divisions[name]
+        if name not in self._spread:
+            return dict(whole.streams[stream.spec.name])
+        index = _index_of(stream.table)
         items: np.ndarray | slice | None = None
         if stream.spec.rule.unit == "step":
             if whole.slots is not None:
-                items = reshard.items_of(whole.slots, self._chosen(name))
+                items = reshard.items_of(whole.slots, division.chosen(index))
             else:
                 rows = [sizes[name][1] for sizes in self._room]
-                first = sum(rows[: self._index])
-                items = slice(first, first + rows[self._index])
-        return reshard.part_of(whole, stream_name, self._divisions[name], self._index, items)
+                first = sum(rows[:index])
+                items = slice(first, first + rows[index])
+        return reshard.part_of(whole, stream.spec.name, division, index, items)
 
     # ---- over nodes --------------------------------------------------------------------------------
 
@@ -473,22 +456,20 @@ class TableLoader:
                 if isinstance(selector, ShardedSelector):
                     selector.restart()
                     if stream.spec.name == TRAIN:
-                        self._restore_selections(name, stream, selector)
+                        self._deliver(name, stream, selector)
 
-    def _restore_selections(self, name: str, stream: BatchStream, selector: ShardedSelector) -> None:
+    def _deliver(self, name: str, stream: BatchStream, selector: ShardedSelector) -> None:
         whole, part = self._found[name].whole.streams[TRAIN], self._content(name, stream)
         if not stream.state.keeps_selections(part):
             return
         owners = reshard.owners_of(whole, self._divisions[name])
         for at in np.argsort(part["heads"][:, Head.KEY]).tolist():
-            head = part["heads"][at]
-            key, count = int(head[Head.KEY]), int(head[Head.COUNT])
+            key, count, after = part["heads"][at, [Head.KEY, Head.COUNT, Head.SAMPLES]].tolist()
             own = np.nonzero(part["ring"][at, :count, Resolution.ID] != UNKNOWN)[0]
             records = part["ring"][at, own]
             records[:, Resolution.FIRST_ROW] = stream.table.slots[records[:, Resolution.SLOT], Slot.FIRST_ROW]
-            first = int(head[Head.SAMPLES]) - count
-            entry = key % stream.spec.depth
-            selector.deliver(key, entry, first, owners[at, :count], own, torch.from_numpy(records))
+            entry, records_of = key % stream.spec.depth, torch.from_numpy(records)
+            selector.deliver(key, entry, after - count, owners[at, :count], own, records_of)
         with stream.table.lock:
             stream.state.keep_selections(part)
 
@@ -497,7 +478,8 @@ class TableLoader:
         placement, mine = self._plan.placement, {}
         for name, table in self._tables.items():
             if name in self._spread and table.spec.dataset is None:
-                ids = table.slots[: len(self._chosen(name)), Slot.ID].copy()
+                num_loaded = len(self._divisions[name].chosen(_index_of(table)))
+                ids = table.slots[:num_loaded, Slot.ID].copy()
                 mine[name] = ids, self._found[name].whole.next_id
         found = self._of_nodes(mine)
         for name, (_, next_id) in found[0].items():
