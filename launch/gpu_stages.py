@@ -196,7 +196,7 @@ def stage_a(here: Machine) -> list[Wave]:
 
 def stage_b(here: Machine) -> list[Wave]:
     """Equivalence in processes, tables in host memory, two ranks on one card, the examples."""
-    dry = cpu_tests("--collect-only", "tests/equivalence/test_return_ops.py")
+    dry = cpu_tests("--collect-only", "tests/equivalence/test_selection_ops.py")
     equivalence = [
         pytest_step(
             f"equivalence {shard} of {SHARDS}",

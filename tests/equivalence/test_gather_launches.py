@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from gather_support import NONE, Field, SameBits, check, gather, random_bits
+from gather_support import NONE, Field, check, gather, random_bits
+from op_comparison import REFERENCE, same_bits
 
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Source
@@ -40,7 +41,7 @@ BYTES = 16 * 7056 + 10 * 4000 + 10 * 12 + 10 * 8  # that a sample of these moves
 @pytest.mark.parametrize("most", [2, 5, 32])
 @pytest.mark.parametrize("is_ordered", [False, True])
 def test_samples_are_cut_into_launches_of_few_blocks(
-    reference: Ops, kernels_on_host: Ops, launched: Launched, same_bits: SameBits, most: int, is_ordered: bool
+    kernels_on_host: Ops, launched: Launched, most: int, is_ordered: bool
 ) -> None:
     torch.manual_seed(most)
     count = 100
@@ -50,9 +51,9 @@ def test_samples_are_cut_into_launches_of_few_blocks(
         torch.randint(0, 3, (count,)),
     )
     order = torch.randperm(count) if is_ordered else None
-    expected = gather(reference, fields, resolutions, n_steps)
+    expected = gather(REFERENCE, fields, resolutions, n_steps)
     got = gather(kernels_on_host, fields, resolutions, n_steps, most, order)
-    assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
+    assert all(map(same_bits, got, expected))
     launches = launched()
     assert len(launches) == -(-count // (LAUNCH_BYTES // BYTES)) == 3
     assert all(len(fields) <= blocks <= max(most, len(fields)) for blocks in launches)
@@ -76,23 +77,21 @@ def test_large_windows_are_launched_eight_at_once(kernels_on_host: Ops, launched
 
 
 @pytest.mark.parametrize("threads", [0, 1])
-def test_without_a_bound_all_is_one_launch(
-    reference: Ops, kernels_on_host: Ops, launched: Launched, same_bits: SameBits, threads: int
-) -> None:
+def test_without_a_bound_all_is_one_launch(kernels_on_host: Ops, launched: Launched, threads: int) -> None:
     fields, resolutions = fields_of_some_sizes(), resolutions_of(100, 12)
     n_steps = torch.zeros(100, dtype=torch.int64)
-    check(reference, kernels_on_host, same_bits, fields, resolutions, n_steps, threads)
+    check(kernels_on_host, fields, resolutions, n_steps, threads)
     teams = [100, 100, 100 * 8 // 256 + 1, 100 * 10 // 256 + 1]
     assert launched() == [sum(teams)]
 
 
 @pytest.mark.parametrize("num_fields", [16, 17])
 def test_each_launch_of_many_fields_has_the_blocks(
-    reference: Ops, kernels_on_host: Ops, launched: Launched, same_bits: SameBits, num_fields: int
+    kernels_on_host: Ops, launched: Launched, num_fields: int
 ) -> None:
     columns = [random_bits(torch.float32, ROWS, 1 + i % 5) for i in range(num_fields)]
     fields = [Field(column, offset=-1, length=3, mask=i) for i, column in enumerate(columns)]
-    check(reference, kernels_on_host, same_bits, fields, resolutions_of(70, 9), None, 4)
+    check(kernels_on_host, fields, resolutions_of(70, 9), None, 4)
     assert launched() == [16, 2][: 1 + (num_fields > 16)]
 
 

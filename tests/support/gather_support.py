@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from op_comparison import model_of, same_bits
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Align, Pad, Source
 
-SameBits = Callable[[Tensor, Tensor], bool]
 LENGTHS = (1, 2, 5, 40, 3, 11)  # steps of the trajectories; each has one row more
 FIRST_ROWS = [sum(LENGTHS[:i]) + i for i in range(len(LENGTHS))]
 NUM_ROWS = sum(LENGTHS) + len(LENGTHS)
@@ -121,9 +120,8 @@ def arguments_of(
     )
 
 
-def check(
-    reference: Ops, native: Ops, same_bits: SameBits, fields: list[Field], *rest: Tensor | int | None
-) -> list[Tensor]:
-    expected, got = gather(reference, fields, *rest), gather(native, fields, *rest)  # type: ignore[arg-type]
-    assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
+def check(native: Ops, fields: list[Field], *rest: Any) -> list[Tensor]:
+    """Gather by a backend and by its model; return what both give."""
+    expected, got = gather(model_of(native), fields, *rest), gather(native, fields, *rest)
+    assert all(map(same_bits, got, expected))
     return expected

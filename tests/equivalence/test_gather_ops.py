@@ -1,0 +1,619 @@
+"""Windows, padding, conversions and returns: every backend against the reference, bit for bit."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from gather_support import (
+    FIRST_ROWS,
+    LENGTHS,
+    NONE,
+    NUM_ROWS,
+    Field,
+    arguments_of,
+    check,
+    gather,
+    random_bits,
+    resolutions_of,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from op_comparison import CPU, REFERENCE, REFUSED, at_offset, compare, model_of, refuse, same_bits
+from op_wrappers import powers_of, scaling
+from torch import Tensor
+
+from deepspeed_gear.ops import Ops
+from deepspeed_gear.ops import reference as meaning
+from deepspeed_gear.ops.records import Align, Resolution, Source
+from deepspeed_gear.schema import DTYPES
+
+ALIGNS = (Align.IN_PLACE, Align.LEFT, Align.RIGHT)
+NO_SAMPLE = [Resolution.NO_SAMPLE, Resolution.NO_SAMPLE, 0, 0, 0, 0, 0]
+MOST_N = 3  # steps of an n-step return
+
+# ---- windows -----------------------------------------------------------------------------------------
+
+
+class Table(NamedTuple):
+    """Trajectories of some lengths, each of them one row longer; and samples: an anchor in one, or none."""
+
+    lengths: list[int]
+    samples: list[tuple[int, int] | None]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(n + 1 for n in self.lengths)
+
+    @property
+    def resolutions(self) -> Tensor:
+        first = [sum(n + 1 for n in self.lengths[:i]) for i in range(len(self.lengths))]
+        known = {i: [i, i, 0, first[i], n] for i, n in enumerate(self.lengths)}
+        rows = [NO_SAMPLE if at is None else [*known[at[0]], at[1], 0] for at in self.samples]
+        return torch.tensor([[*row, j] for j, row in enumerate(rows)], dtype=torch.int64).view(-1, 8)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> Table:
+    lengths = draw(st.lists(st.integers(1, 9) | st.just(40), min_size=1, max_size=4))
+    where = st.integers(0, len(lengths) - 1).flatmap(
+        lambda i: st.tuples(st.just(i), st.integers(0, lengths[i] - 1))
+    )
+    return Table(lengths, draw(st.lists(st.one_of(where, where, where, st.none()), max_size=33)))
+
+
+@st.composite
+def divided_windows(draw: st.DrawFn) -> tuple[dict[str, Any], int]:
+    """Return the options of a field's window, and the number of equal parts into which it is divided."""
+    parts = draw(st.integers(1, 6))
+    window = {
+        "offset": draw(st.integers(-14, 14) | st.sampled_from([-60, -32, 60])),
+        "length": parts * draw(st.integers(1, 8)),
+        "align": draw(st.sampled_from(ALIGNS)),
+        "after_n_step": draw(st.integers(0, 1)),
+        "pad": draw(st.sampled_from([0.0, -0.0, 3.0, "edge"])),
+    }
+    return window, parts
+
+
+KINDS = [  # source, elements, dtype of the column and of the field, whether it is scaled
+    (Source.STEPS, 3, torch.float32, torch.float32, False),
+    (Source.STEPS_PLUS_ONE, 2, torch.uint8, torch.uint8, False),
+    (Source.STEPS, 1, torch.bool, torch.float32, False),
+    (Source.STEPS, 1, torch.int16, torch.int64, False),
+    (Source.STEPS, 1, torch.float32, torch.float32, True),  # as return_to_go
+    (Source.STEPS_PLUS_ONE, 5, torch.float64, torch.bfloat16, True),
+    (Source.TIMESTEP, 1, torch.int64, torch.int64, False),
+    (Source.POSITION, 1, torch.int64, torch.int64, False),
+]
+
+
+def real_places(first: int, length: int, rows: int, align: int) -> list[bool]:
+    """Return which places of a window hold a row of the trajectory."""
+    before = sum(row < 0 for row in range(first, first + length))
+    real = sum(0 <= row < rows for row in range(first, first + length))
+    begin = {Align.IN_PLACE: before, Align.LEFT: 0, Align.RIGHT: length - real}[align]
+    return [begin <= place < begin + real for place in range(length)]
+
+
+@settings(max_examples=100)
+@given(table=tables(), divided=divided_windows(), kind=st.sampled_from(KINDS))
+def test_windows_and_their_parts(
+    native: Ops, table: Table, divided: tuple[dict[str, Any], int], kind: tuple[Any, ...]
+) -> None:
+    """The equal parts of a window, one after the other, are the window; each counts its own rows.
+
+    Its mask is that of a walk step by step. What is no sample is padding, where the edge is zero.
+    """
+    (window, parts), (source, elements, stored, dtype, is_scaled) = divided, kind
+    random = torch.Generator().manual_seed(table.num_rows)
+    column = (torch.rand(table.num_rows, elements, generator=random) * 100).to(stored)
+    scale = torch.linspace(-3, 3, elements).double(), torch.linspace(0.3, 2, elements).double()
+    shift, gain = scaling(*scale) if is_scaled else (NONE, NONE)
+    samples, length = table.samples, window["length"]
+    steps = [0 if sample is None else i % MOST_N + 1 for i, sample in enumerate(samples)]
+    n_steps = torch.tensor(steps, dtype=torch.int64)
+
+    def gathered(first: int, count: int) -> list[Tensor]:
+        """Gather the rows [first, first + count) of the window: values, mask, and what is counted."""
+        place = {"mask": 0, "first": first, "count": count}
+        field = Field(column, source, dtype=dtype, shift=shift, gain=gain, **window, **place)
+        values, mask, counters = check(native, [field], table.resolutions, n_steps)
+        return [values, mask, counters - torch.tensor([1, 2, 3])]  # which they begin at
+
+    whole, mask, counts = gathered(0, length)
+    found = [gathered(first, length // parts) for first in range(0, length, length // parts)]
+    assert same_bits(torch.cat([values for values, _, _ in found], dim=1), whole)
+    assert torch.equal(torch.cat([real for _, real, _ in found], dim=1), mask)
+    for values, real, counted in found:
+        num_bytes = values.numel() * values.element_size()
+        assert counted.tolist() == [int(real.sum()), real.numel(), num_bytes]
+    assert torch.equal(sum(counted for _, _, counted in found), counts)
+    wanted = []
+    for sample, n in zip(samples, steps, strict=True):
+        number, anchor = sample or (0, 0)
+        first = anchor + window["offset"] + window["after_n_step"] * n
+        rows = table.lengths[number] + (source == Source.STEPS_PLUS_ONE) if sample else 0
+        wanted.append(real_places(first, length, rows, window["align"]) if sample else [False] * length)
+    assert mask.tolist() == wanted
+    if source == Source.POSITION:
+        assert torch.equal(whole[:, :, 0], torch.arange(length).repeat(len(whole), 1))
+        return
+    is_none = torch.tensor([sample is None for sample in samples], dtype=torch.bool)
+    pad = torch.tensor(0.0 if isinstance(window["pad"], str) else window["pad"] + 0.0).to(dtype)
+    assert same_bits(whole[is_none], torch.zeros_like(whole[is_none]) + pad)
+
+
+def test_a_trajectorys_own_row_of_what_is_no_sample_is_padding(native: Ops) -> None:
+    column, resolutions = random_bits(torch.float64, len(LENGTHS), 4), resolutions_of(7)
+    resolutions[::2, :7] = torch.tensor(NO_SAMPLE)
+    fields = [
+        Field(column, Source.TRAJECTORY, pad=pad, dtype=dtype, mask=0)
+        for pad in (0.0, 2.0, "edge")
+        for dtype in (torch.float64, torch.float32)
+    ]
+    *outs, mask, _ = check(native, fields, resolutions)
+    assert mask[:, 0].tolist() == [False, True] * 3 + [False]
+    assert [out[::2].unique().tolist() for out in outs] == [[0]] * 2 + [[2]] * 2 + [[0]] * 2
+
+
+@pytest.mark.parametrize(("count", "threads"), [(0, 1), (1, 1), (33, 1), (33, 2)])
+def test_many_fields_at_once(native: Ops, count: int, threads: int) -> None:
+    """Every source, n-step offsets, shared masks."""
+    torch.manual_seed(count)
+    observation = random_bits(torch.float32, NUM_ROWS, 2, 3)
+    window: dict[str, Any] = {"offset": -4, "length": 9}
+    computed: dict[str, Any] = {"column": NONE, "length": 9, "dtype": torch.int64}
+    fields = [
+        Field(observation, Source.STEPS_PLUS_ONE, offset=-4, length=5, mask=0, pad="edge"),
+        Field(random_bits(torch.bool, NUM_ROWS), **window, mask=1),
+        Field(random_bits(torch.int16, NUM_ROWS), **window, mask=1, align=Align.IN_PLACE),
+        Field(random_bits(torch.float64, len(LENGTHS), 4), Source.TRAJECTORY, mask=2),
+        Field(observation, Source.STEPS_PLUS_ONE, after_n_step=1, mask=3),
+        Field(observation, Source.STEPS, after_n_step=1, offset=-2, length=6, align=Align.RIGHT, pad="edge"),
+        *(Field(source=Source.TIMESTEP, offset=-4, align=a, **computed) for a in ALIGNS),
+        *(Field(source=Source.POSITION, offset=-60, align=a, after_n_step=1, **computed) for a in ALIGNS),
+    ]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check(native, fields, resolutions_of(count), torch.randint(1, 6, (count,)), threads)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("count", [0, 1, 33, 300])
+def test_order_changes_nothing(cpu: Ops, native: Ops, count: int) -> None:
+    torch.manual_seed(count)
+    resolutions, n_steps = resolutions_of(count), torch.randint(0, 3, (count,))
+    column = random_bits(torch.float32, NUM_ROWS, 5)
+    fields = [
+        Field(column, offset=-2, length=7, pad="edge", mask=0),
+        Field(column, Source.STEPS_PLUS_ONE, after_n_step=1, mask=1, dtype=torch.float16),
+        Field(random_bits(torch.uint8, len(LENGTHS), 3), Source.TRAJECTORY),
+        Field(NONE, Source.TIMESTEP, -3, 5, dtype=torch.int64, after_n_step=1),
+        Field(NONE, Source.POSITION, 0, 5, dtype=torch.int64),
+    ]
+    expected = gather(model_of(native), fields, resolutions, n_steps)
+    by_row = resolutions[:, 3].argsort(stable=True)
+    for order in (None, torch.arange(count), torch.arange(count).flip(0), torch.randperm(count), by_row):
+        for ops in (model_of(native), native, cpu.on_host()):
+            got = gather(ops, fields, resolutions, n_steps, 1, order)
+            assert all(map(same_bits, got, expected))
+
+
+@pytest.mark.parametrize("num_fields", [0, 15, 16, 17, 33])
+def test_more_fields_than_one_launch_takes(native: Ops, num_fields: int) -> None:
+    torch.manual_seed(num_fields)
+    columns = [random_bits(torch.float32, NUM_ROWS, 1 + i % 5) for i in range(num_fields)]
+    some = [torch.float32, torch.float64, torch.bfloat16]
+    fields = [
+        Field(column, offset=i % 7 - 3, length=1 + i % 4, mask=i, dtype=some[i % 3])
+        for i, column in enumerate(columns)
+    ]
+    check(native, fields, resolutions_of(70))
+
+
+@pytest.mark.parametrize("length", [1, 4, 20])
+@pytest.mark.parametrize("padded", [[], [300], [0, 599]])
+def test_blocks_of_whole_windows(native: Ops, length: int, padded: list[int]) -> None:
+    """Many samples without padding, of every size that has a loop of its own, and some with padding."""
+    torch.manual_seed(length)
+    count, slot = 600, 3  # the longest trajectory
+    sizes, zero = (1, 2, 3, 4, 8, 12, 44, 64, 65, 68, 600, 2000), torch.zeros(count, dtype=torch.int64)
+    anchor = torch.randint(length - 1, LENGTHS[slot] - 1, (count,))
+    known = zero + slot, zero + slot, zero, zero + FIRST_ROWS[slot], zero + LENGTHS[slot]
+    resolutions = torch.stack((*known, anchor, zero, zero), 1)
+    for sample in padded:
+        resolutions[sample, 5] = 0 if sample else LENGTHS[slot] - 1
+    if length > 1 and padded:
+        resolutions[17, :7] = torch.tensor(NO_SAMPLE)
+    n_steps = torch.randint(0, 2, (count,))
+    columns = [random_bits(torch.uint8, NUM_ROWS, size) for size in sizes]
+    fields = [Field(column, offset=1 - length, length=length, mask=0) for column in columns]
+    other = random_bits(torch.float32, NUM_ROWS, 11)
+    fields.append(Field(other, Source.STEPS_PLUS_ONE, 2 - length, length, mask=1))
+    fields.append(Field(other, Source.STEPS_PLUS_ONE, 1 - length, length, after_n_step=1, mask=2, pad=3.0))
+    check(native, fields, resolutions, n_steps)
+
+
+# ---- conversions: alignments, lengths and periods, whatever a kernel reads and writes at once --------
+
+
+def runs_of(lengths: range) -> tuple[Tensor, int]:
+    """Trajectories of these lengths, one after the other, each read at its last step; and all their rows."""
+    rows, samples = 0, []
+    for slot, length in enumerate(lengths):
+        samples.append([slot, slot, 0, rows, length, length - 1, 0, 0])
+        rows += length
+    return torch.tensor(samples), rows
+
+
+@pytest.mark.parametrize("target", DTYPES)
+@pytest.mark.parametrize("source", DTYPES)
+def test_every_conversion(native: Ops, source: str, target: str) -> None:
+    """Both give the same bits, or both refuse; runs of 1 to 70 elements from every address, to any."""
+    torch.manual_seed(1)
+    from_dtype, to_dtype = DTYPES[source], DTYPES[target]
+    column, resolutions = random_bits(from_dtype, NUM_ROWS, 61), resolutions_of(33)
+    scale = scaling(*torch.randn(2, 61, dtype=torch.float64))
+    for shift, gain in ((NONE, NONE), scale):
+        window: dict[str, Any] = {"offset": -2, "length": 5, "dtype": to_dtype, "shift": shift, "gain": gain}
+        fields = [Field(column, pad=pad, **window) for pad in (0.0, 1.0, "edge")]
+        if meaning.is_allowed(from_dtype, to_dtype, len(shift) > 0):
+            check(native, fields, resolutions)
+        else:
+            for ops in (REFERENCE, native):
+                with pytest.raises(REFUSED, match=r"conver|floating"):
+                    gather(ops, fields, resolutions)
+    if source != target and meaning.is_allowed(from_dtype, to_dtype, False):
+        runs, rows = runs_of(range(1, 71))  # the last one ends with its column
+        values = random_bits(from_dtype, rows)
+        columns = [at_offset(values, offset) for offset in range(0, 16, from_dtype.itemsize)]
+        window = {"offset": -70, "length": 71, "align": Align.RIGHT, "dtype": to_dtype}
+        out = check(native, [Field(column, **window) for column in columns], runs)
+        assert all(same_bits(one, out[0]) for one in out[: len(columns)])
+
+
+@pytest.mark.parametrize("target", ["float16", "bfloat16"])
+def test_rounding_to_16_bits_at_every_boundary(native: Ops, target: str) -> None:
+    """All values of the target, the ties between them, and the floats beside both."""
+    dtype = DTYPES[target]
+    every = torch.arange(1 << 16).to(torch.int32).to(torch.int16).view(dtype)
+    finite = every[every.isfinite()].double().unique()
+    ties = (finite[1:] + finite[:-1]) / 2
+    edge = torch.tensor([65519.996, 65520.0, 3.3961775e38, 1e-46, 2.0**-25], dtype=torch.float64)
+    exact = torch.cat((finite, ties, edge, -edge)).float()
+    nan = torch.tensor([0x7F800001, 0x7FC00000, -1], dtype=torch.int32).view(torch.float32)
+    around = [exact, exact.nextafter(torch.tensor(torch.inf)), exact.nextafter(torch.tensor(-torch.inf)), nan]
+    column = torch.cat(around)
+    resolutions = torch.tensor([[0, 0, 0, 0, len(column), 0, 0, 0]])
+    out = check(native, [Field(column, length=len(column), dtype=dtype)], resolutions)[0]
+    assert torch.equal(out.view(-1)[:-3].float(), column[:-3].to(dtype).float())
+    # And back: every value of the narrow type, each NaN with its payload.
+    resolutions[0, 4] = 1 << 16
+    check(native, [Field(every, length=1 << 16, dtype=torch.float32)], resolutions)
+
+
+SCALED = [
+    (torch.uint8, torch.float32),
+    (torch.uint8, torch.bfloat16),
+    (torch.int16, torch.float64),
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float32),
+    (torch.float64, torch.float16),
+    (torch.int64, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("source", "target"), SCALED)
+def test_shifts_and_gains(native: Ops, source: torch.dtype, target: torch.dtype) -> None:
+    """One for all elements, one for each of a row, and more than a row has."""
+    resolutions, rows = runs_of(range(1, 14))
+    for elements in (1, 3, 11, 44, 61):
+        torch.manual_seed(elements)
+        values = random_bits(source, rows, elements)
+        shift, gain = scaling(*torch.randn(2, elements, dtype=torch.float64))
+        fields = [
+            Field(column, offset=-5, length=7, pad=pad, dtype=target, shift=s, gain=g)
+            for column in (values, at_offset(values, 16 - source.itemsize))
+            for pad in (2.0, "edge")
+            for s, g in ((shift[:1], gain[:1]), (shift, gain), (shift.repeat(3), gain.repeat(3)))
+        ]
+        out = check(native, fields, resolutions)
+        assert all(map(same_bits, out[1:12:3], out[2:12:3]))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_row_sizes_and_odd_addresses(native: Ops, dtype: torch.dtype) -> None:
+    window: dict[str, Any] = {"offset": -3, "length": 7, "pad": "edge", "mask": 0}
+    columns = [random_bits(dtype, NUM_ROWS, elements) for elements in (1, 2, 3, 11, 61, 7056)]
+    columns.append(at_offset(random_bits(dtype, NUM_ROWS, 3), dtype.itemsize))
+    check(native, [Field(column, **window) for column in columns], resolutions_of(33))
+
+
+@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16, torch.float64, torch.int32])
+def test_frames(native: Ops, target: torch.dtype) -> None:
+    """Rows of 7056 bytes: each lane of a team reads many times."""
+    resolutions, rows = runs_of(range(1, 5))
+    shift, gain = scaling(*torch.rand(2, 7056, dtype=torch.float64))
+    values, fields = random_bits(torch.uint8, rows, 7056), []
+    for column in (at_offset(values, offset) for offset in (0, 1, 6, 15)):
+        fields.append(Field(column, offset=-2, length=3, dtype=target))
+        for s, g in ((shift, gain), (shift[:1], gain[:1])) if target.is_floating_point else ():
+            fields.append(Field(column, offset=-3, length=5, pad="edge", dtype=target, shift=s, gain=g))
+    check(native, fields, resolutions)
+
+
+def guarded(count: int) -> tuple[Tensor, mmap.mmap]:
+    """Map bytes between pages that cannot be read."""
+    page = mmap.PAGESIZE
+    size = -(-count // page) * page
+    area = mmap.mmap(-1, size + 2 * page)
+    every = torch.frombuffer(area, dtype=torch.uint8)
+    libc = ctypes.CDLL(None, use_errno=True)
+    for start in (0, page + size):
+        assert libc.mprotect(ctypes.c_void_p(every.data_ptr() + start), ctypes.c_size_t(page), 0) == 0
+    return every[page : page + size], area
+
+
+@pytest.mark.parametrize("target", [torch.float64, torch.bfloat16])
+def test_nothing_is_read_around_the_column(kernels_on_host: Ops, target: torch.dtype) -> None:
+    """In a process of its own, as the system ends one that does."""
+    memory, _ = guarded(1)
+    # Of each trajectory no step is read, and its rows would lie in front.
+    nothing = torch.tensor([[0, 0, 0, -6, 1, 0, 0, 0]]).repeat(9, 1)
+    child = os.fork()
+    if child == 0:
+        for length, offset in itertools.product(range(1, 40), range(4)):
+            for side in (memory[: 4 * length], memory[len(memory) - 4 * length :]):
+                # The runs lie at different alignments of the batch, by the padding in front.
+                field = Field(side.view(torch.float32), offset=-offset, length=length + offset, dtype=target)
+                gather(kernels_on_host, [field], torch.tensor([[0, 0, 0, 0, length, 0, 0, 0]]))
+        gather(kernels_on_host, [Field(memory.view(torch.float32), offset=4, dtype=target)], nothing)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+# ---- columns that hold only the steps that are read --------------------------------------------------
+
+STEPS = 6  # of the trajectory; it has one row more
+COLUMN = torch.arange((STEPS + 1) * 3, dtype=torch.float32).view(-1, 3) + 1
+WINDOWS = [(o, n) for o in (-9, -6, -2, -1, 0, 1, 2, 6, 9) for n in (1, 3, 20)]
+CASES = list(itertools.product(WINDOWS, (0, 3, STEPS - 1), (0, 1)))  # window, anchor, whether n steps follow
+TWO = torch.tensor([2])
+
+
+def record(anchor: int, first_row: int, num_steps: int = STEPS) -> Tensor:
+    return torch.tensor([[0, 0, 0, first_row, num_steps, anchor, 0, 0]])
+
+
+def steps_of(field: Field, anchor: int, n_step: int = 0) -> list[int]:
+    """Return the steps that a window reads, by definition: the real ones, at an edge the nearest."""
+    held = STEPS + (field.source == Source.STEPS_PLUS_ONE)
+    first = anchor + field.offset + (n_step if field.after_n_step else 0)
+    every = range(first, first + field.length)
+    if field.pad == "edge":
+        return sorted({min(max(step, 0), held - 1) for step in every})
+    return [step for step in every if 0 <= step < held]
+
+
+def is_refused(ops: Ops, fields: list[Field], resolutions: Tensor, n_steps: Tensor | None = None) -> None:
+    given = arguments_of(fields, resolutions, n_steps)
+    refuse(ops, "gather_", given, r"resolution 0 .*must lie in the columns")
+
+
+@pytest.mark.parametrize(
+    ("align", "pad"),
+    [(Align.IN_PLACE, 7.5), (Align.IN_PLACE, "edge"), (Align.LEFT, "edge"), (Align.RIGHT, 0.0)],
+)
+@pytest.mark.parametrize("source", [Source.STEPS, Source.STEPS_PLUS_ONE])
+def test_a_column_of_the_steps_that_are_read(native: Ops, source: int, align: int, pad: float | str) -> None:
+    """It gives what the whole trajectory gives; where nothing is read, first_row may be anything."""
+    for (offset, length), anchor, follows in CASES:
+        field = Field(COLUMN, source, offset, length, align, follows, pad, mask=0)
+        want, steps = gather(CPU, [field], record(anchor, 0), TWO), steps_of(field, anchor, 2)
+        low, high = (steps[0], steps[-1] + 1) if steps else (anchor, anchor + 1)
+        field.column = COLUMN[low:high].clone()
+        for first_row in (-low,) if steps else (-low, -(1 << 62), 1 << 62):
+            got = check(native, [field], record(anchor, first_row), TWO)
+            assert all(map(same_bits, got, want))
+
+
+@pytest.mark.parametrize("pad", [0.0, "edge"])
+@pytest.mark.parametrize("source", [Source.STEPS, Source.STEPS_PLUS_ONE])
+def test_one_row_too_few_is_refused(on_host: Ops, source: int, pad: float | str) -> None:
+    for (offset, length), anchor, follows in CASES:
+        field = Field(COLUMN, source, offset, length, after_n_step=follows, pad=pad, mask=0)
+        if steps := steps_of(field, anchor, 2):
+            field.column = COLUMN[steps[0] : steps[-1] + 1].clone()
+            for first_row in (-steps[0] - 1, -steps[0] + 1, -(1 << 63), (1 << 63) - 1):
+                is_refused(on_host, [field], record(anchor, first_row), TWO)
+
+
+def test_only_the_part_is_read(native: Ops, careful: Ops) -> None:
+    """The window begins 3 steps before the trajectory and ends 3 behind it; its outer parts only pad."""
+    for first, count, low, high in ((0, 2, 0, 0), (2, 3, 0, 1), (5, 3, 2, 4), (8, 2, 5, 5), (10, 2, 5, 5)):
+        parts: dict[str, Any] = {"offset": -5, "length": 12, "pad": "edge", "first": first, "count": count}
+        want = gather(REFERENCE, [Field(COLUMN, **parts, mask=0)], record(2, 0))
+        some = Field(COLUMN[low : high + 1].clone(), **parts, mask=0)
+        assert all(map(same_bits, check(native, [some], record(2, -low)), want))
+        is_refused(careful, [some], record(2, 1 - low))
+
+
+def test_every_column_is_looked_at(careful: Ops) -> None:
+    """Each alone is inside; a column of T rows may read a step that one of T+1 rows does not, and reverse."""
+    last = Field(COLUMN[:1], offset=1, pad="edge")  # reads step T - 1
+    final = Field(COLUMN[:1], Source.STEPS_PLUS_ONE, offset=1, pad="edge")  # reads step T
+    anchor = STEPS - 1
+    gather(careful, [last], record(anchor, -anchor))
+    gather(careful, [final], record(anchor, -STEPS))
+    for fields in ([last, final], [final, last]):
+        for first_row in (-anchor, -STEPS):
+            is_refused(careful, fields, record(anchor, first_row))
+        two = [Field(COLUMN[:2], f.source, f.offset, pad="edge") for f in fields]
+        gather(careful, two, record(anchor, -anchor))
+    unread = Field(COLUMN[:1], offset=1)
+    gather(careful, [unread, final], record(anchor, -STEPS))
+
+
+# ---- returns -----------------------------------------------------------------------------------------
+
+EXTENTS = torch.tensor([[0, 1], [1, 7], [8, 0], [9, 33], [50, 200]])  # rows 42..49 belong to no process
+NUM_REWARDS = 250
+
+
+def rewards_of(dtype: torch.dtype) -> Tensor:
+    torch.manual_seed(0)
+    if not dtype.is_floating_point:
+        return torch.randint(-(1 << 40), 1 << 40, (NUM_REWARDS,)).to(dtype)
+    reward = torch.randn(NUM_REWARDS, dtype=torch.float64) * 10.0 ** torch.randint(-3, 4, (NUM_REWARDS,))
+    reward[60:62], reward[100] = torch.tensor([torch.inf, -torch.inf]), torch.nan
+    reward[0] = -0.0
+    return reward.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+def test_suffix_sum(native: Ops, dtype: torch.dtype) -> None:
+    for extents in (EXTENTS, EXTENTS[:0], EXTENTS[2:3]):
+        (found,) = compare(native, "suffix_sum_", torch.full((NUM_REWARDS,), 9.0), rewards_of(dtype), extents)
+        assert (found[42:50] == 9.0).all()
+
+
+def outs_of(count: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.full((count,), 9.0), torch.full((count,), 9.0), torch.full((count,), 9)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+def test_n_step(native: Ops, dtype: torch.dtype) -> None:
+    reward = rewards_of(dtype)
+    often, truncated = torch.rand(2, NUM_REWARDS) < 0.1
+    at_32 = (torch.arange(NUM_REWARDS) - 50) % 32 == 31  # a warp's last step, of windows at the first row
+    never = truncated & False
+    for count in (0, 1, 33, 240):
+        trajectory = torch.tensor([0, 1, 3, 4])[torch.randint(0, 4, (count,))]
+        first, length = EXTENTS[trajectory].unbind(1)
+        zero = torch.zeros_like(first)
+        anchor = torch.minimum((torch.rand(count) * length).long(), length - 1)
+        anchor[: count // 3] = 0
+        resolutions = torch.stack((zero, trajectory, zero, first, length, anchor, zero, zero), dim=1)
+        resolutions[5::9, :7] = torch.tensor(NO_SAMPLE)
+        for n, terminated, ends, gamma in (
+            (1, often, None, 0.9),
+            (3, often, truncated, 0.99),
+            (300, often, never, 1.0),
+            (5, often, truncated, 0.0),
+            (31, never, None, 0.99),  # about the lanes of a warp
+            (32, never, never, 0.98),
+            (33, at_32, never, 0.97),
+            (300, at_32, None, 0.99),
+            (64, never, at_32, 1.0),
+        ):
+            given = reward, terminated, ends, powers_of(gamma, n), resolutions, n
+            found = compare(native, "n_step_", *outs_of(count), *given)
+            assert not any(out[5::9].any() for out in found), "of no sample"
+
+
+@pytest.mark.parametrize("n", [1, 2, 9])
+def test_n_step_of_the_steps_that_are_read(native: Ops, on_host: Ops, n: int) -> None:
+    for anchor in (0, 3, STEPS - 1):
+        reward, some = torch.randn(STEPS), slice(anchor, min(anchor + n, STEPS))
+
+        def given(reward: Tensor, first_row: int, anchor: int = anchor) -> tuple[Any, ...]:
+            flags = torch.zeros_like(reward, dtype=torch.bool)
+            return *outs_of(1), reward, flags, flags, powers_of(0.9, n), record(anchor, first_row), n
+
+        want = compare(native, "n_step_", *given(reward, 0))
+        assert all(map(same_bits, compare(native, "n_step_", *given(reward[some].clone(), -anchor)), want))
+        for shift in (-1, 1):
+            refuse(on_host, "n_step_", given(reward[some].clone(), shift - anchor), "must lie in the columns")
+
+
+# ---- what is refused ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [(3, -1), (3, NUM_ROWS), (3, 1 << 62), (4, 0), (4, (1 << 63) - 1), (5, -1), (5, 1), (1, -1)],
+)
+def test_resolution_outside_the_columns_is_refused(on_host: Ops, word: int, value: int) -> None:
+    if word == Resolution.SLOT and on_host.name.startswith("kernels"):
+        pytest.skip("a kernel needs no slot for rows of steps")
+    resolutions = torch.tensor([[0, 0, 0, 0, 1, 0, 0, 0]]).repeat(3, 1)
+    field, flags = Field(torch.zeros(NUM_ROWS, 2)), torch.zeros(NUM_ROWS, dtype=torch.bool)
+    gather(on_host, [field], resolutions)
+    resolutions[2, word] = value
+    text = r"resolution 2 .*must lie in the columns"
+    refuse(on_host, "gather_", arguments_of([field], resolutions), text)
+    if word > 1:
+        rest = torch.zeros(NUM_ROWS), flags, None, powers_of(0.9, 1), resolutions, 1
+        refuse(on_host, "n_step_", (*outs_of(3), *rest), text)
+
+
+def test_final_row_and_slots_are_checked(on_host: Ops) -> None:
+    resolutions = torch.tensor([[0, 4, 0, 2, 3, 0, 0, 0]])
+    column = torch.zeros(5, 2)
+    gather(on_host, [Field(column, offset=3, pad="edge")], resolutions)
+    gather(on_host, [Field(column, Source.TRAJECTORY)], resolutions)
+    final = Field(column, Source.STEPS_PLUS_ONE, offset=3, pad="edge")
+    for field in (final, Field(column[:4], Source.TRAJECTORY)):
+        refuse(on_host, "gather_", arguments_of([field], resolutions), "must lie in the columns")
+
+
+@pytest.mark.parametrize(
+    ("word", "value"), [(0, 0), (0, -2), (1, 99), (1, -2), (2, 1), (3, 1), (3, -1), (4, -1), (5, 1), (6, 1)]
+)
+@pytest.mark.parametrize("source", [Source.STEPS, Source.TRAJECTORY])
+def test_a_record_that_is_almost_no_sample_is_refused(
+    on_host: Ops, source: int, word: int, value: int
+) -> None:
+    """It has no anchor, or its slot lies outside."""
+    resolutions, field = torch.tensor([[*NO_SAMPLE, 5]]), Field(torch.ones(NUM_ROWS, 2), source)
+    gather(on_host, [field], resolutions)
+    resolutions[0, word] = value
+    refuse(on_host, "gather_", arguments_of([field], resolutions), "must lie")
+
+
+PARTS = [(5, -1, 2), (5, 2, 0), (5, 4, 2), (5, 5, 1), (5, 0, 6), (5, (1 << 63) - 1, 5)]
+
+
+@pytest.mark.parametrize(
+    ("field", "match"),
+    [
+        (Field(torch.zeros(50, 2), length=0), "length"),
+        (Field(torch.zeros(50, 2), offset=1 << 41), "offset"),
+        (Field(torch.zeros(50, 2), Source.TRAJECTORY, length=2), "per trajectory"),
+        (Field(torch.zeros(50, dtype=torch.int8), pad=128.0, offset=-1), "whole number"),
+        (Field(torch.zeros(50, dtype=torch.int64), pad=0.5, offset=-1), "whole number"),
+        (Field(torch.zeros(50, dtype=torch.bool), pad=2.0, offset=-1), "whole number"),
+        (Field(torch.zeros(50, 2), after_n_step=1), "n_steps"),
+        (Field(torch.zeros(50, 2), Source.TRAJECTORY, first=1, count=1), "first and count must be a part"),
+        *(
+            (Field(torch.zeros(50, 2), length=n, first=first, count=count), "first and count must be a part")
+            for n, first, count in PARTS
+        ),
+    ],
+)
+def test_impossible_field_is_refused(careful: Ops, field: Field, match: str) -> None:
+    with pytest.raises(REFUSED, match=match):
+        gather(careful, [field], torch.tensor([[0, 0, 0, 0, 1, 0, 0, 0]]))
+
+
+def test_an_order_that_is_none_is_refused(on_host: Ops) -> None:
+    given = arguments_of([Field(torch.zeros(NUM_ROWS, 2))], resolutions_of(3))
+    for order in ([0, 1, 3], [-1, 0, 1], *([] if on_host.name.startswith("kernels") else [[0, 1, 1]])):
+        refuse(
+            on_host, "gather_", (*given, torch.tensor(order)), r"order must have every index of \[0, 3\) once"
+        )
+
+
+def test_an_order_of_another_kind_is_refused(cpu: Ops, kernels_on_host: Ops) -> None:
+    given = arguments_of([Field(torch.zeros(NUM_ROWS, 2))], resolutions_of(3))
+    for ops in (cpu, kernels_on_host):
+        refuse(ops, "gather_", (*given, torch.arange(2)), "order must have 3 values, got 2")
+        refuse(ops, "gather_", (*given, torch.arange(3, dtype=torch.int32)), "order must be Long")
