@@ -10,7 +10,6 @@ from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.store.cuda_registration import (
     CudaRuntime,
     Registration,
-    Runtime,
     as_device_tensor,
     memory_span,
     plan,
@@ -39,7 +38,7 @@ class HostRows:
         sizes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
         device: torch.device,
         at: str,
-        runtime: Runtime | None = None,
+        runtime: CudaRuntime | None = None,
     ) -> None:
         self._device, self._registration = device, None
         spans, end = {}, 0

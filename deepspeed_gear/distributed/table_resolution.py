@@ -144,12 +144,12 @@ def group_spec_of(group: GroupConfig, schema: Schema, read: Iterable[str], num_s
         num_slots: Trajectories that the store can hold; 0: it is a data set, which no group leaves.
         read: The columns that batches and the sampler read, or that its options name.
     """
-    conditions = []
-    for column, condition in group.where.items():
-        for statistic in STATISTICS:
-            bounds = getattr(condition, statistic)
-            if bounds is not None:
-                conditions.append(GroupCondition(column, statistic, bounds.min, bounds.max))
+    conditions = [
+        GroupCondition(column, statistic, bounds.min, bounds.max)
+        for column, condition in group.where.items()
+        for statistic in STATISTICS
+        if (bounds := getattr(condition, statistic)) is not None
+    ]
     needed, remember = set(read), group.remember
     if remember is None:
         remember = 0 if group.after_s is None else MOST_REMEMBERED

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,52 +11,35 @@ import torch
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.table_spec import RETURN_TO_GO, TableSpec
 
+Arrays = dict[str, np.ndarray]  # by the names of columns, and the derived one by RETURN_TO_GO
 
-class ColumnArrays(NamedTuple):
-    """The columns of a table in this process by name, and the derived one under the name RETURN_TO_GO.
 
-    Thread and process safety: none of its own. A row is written by one process only, before others read it.
+def mapped_columns(spec: TableSpec, views: Mapping[str, np.ndarray]) -> tuple[Arrays, Arrays, Arrays]:
+    """Map the columns of a store in this process.
+
+    In memory, arrivals lie after the store's own rows, in one region. A mapped data set is read-only, so its
+    arrivals have separate regions. A row is written by one process only, before others read it.
 
     Args:
-        own: The store's own rows. [num_rows or num_slots, *shape].
-        arrivals: Writable rows for what arrives from other nodes. [arrival_rows or arrival_slots, *shape].
-        gathered: The rows that batches are gathered from. [rows, *shape].
+        views: The regions of its store by name.
+    Returns:
+        The store's own rows, [num_rows or num_slots, *shape]; writable rows for what arrives from other
+        nodes, [arrival_rows or arrival_slots, *shape]; and those that batches are gathered from.
     """
-
-    own: dict[str, np.ndarray]
-    arrivals: dict[str, np.ndarray]
-    gathered: dict[str, np.ndarray]
-
-    @classmethod
-    def mapped(cls, spec: TableSpec, views: Mapping[str, np.ndarray]) -> ColumnArrays:
-        """Map the columns of a store.
-
-        In memory, arrivals lie after the store's own rows, in one region. A mapped data set is read-only, so
-        its arrivals have separate regions.
-
-        Args:
-            views: The regions of its store by name.
-        """
-        arrays = cls({}, {}, {})
+    own, arrivals, gathered = Arrays(), Arrays(), Arrays()
+    for column in spec.schema:
+        gathered[column.name] = views[f"column/{column.name}"] if spec.in_memory else part_of(spec, column)
+    if spec.return_to_go:
+        gathered[RETURN_TO_GO] = views[RETURN_TO_GO]
+    per_trajectory = {column.name for column in spec.schema if column.rows == "1"}
+    for name, region in gathered.items():
+        end = len(region)
         if spec.in_memory:
-            regions = {column.name: views[f"column/{column.name}"] for column in spec.schema}
-        else:
-            regions = {column.name: part_of(spec, column) for column in spec.schema}
-        if spec.return_to_go:
-            regions[RETURN_TO_GO] = views[RETURN_TO_GO]
-        per_trajectory = {column.name for column in spec.schema if column.rows == "1"}
-        for name, region in regions.items():
-            end = len(region)
-            if spec.in_memory:
-                end = spec.num_slots if name in per_trajectory else spec.num_rows
-            arrays.own[name], arrays.arrivals[name], arrays.gathered[name] = (
-                region[:end],
-                region[end:],
-                region,
-            )
-            if spec.has_arrivals and not spec.in_memory:
-                arrays.arrivals[name] = arrays.gathered[name] = views[f"arrival/{name}"]
-        return arrays
+            end = spec.num_slots if name in per_trajectory else spec.num_rows
+        own[name], arrivals[name] = region[:end], region[end:]
+        if spec.has_arrivals and not spec.in_memory:
+            arrivals[name] = gathered[name] = views[f"arrival/{name}"]
+    return own, arrivals, gathered
 
 
 def part_of(spec: TableSpec, column: Column) -> np.ndarray:

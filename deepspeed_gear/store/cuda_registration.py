@@ -12,7 +12,7 @@ import fcntl
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -131,25 +131,8 @@ def memory_span(memory: SharedMemory) -> Span:
     return Span(begin, begin + memory.num_bytes)
 
 
-class Runtime(Protocol):
-    """Calls that register memory. They return the runtime's error codes, 0 for success."""
-
-    def reads_host_addresses(self) -> bool:
-        """Return whether the device reads registered memory at the address that it has on the host."""
-        ...
-
-    def register(self, begin: int, num_bytes: int) -> int: ...
-
-    def unregister(self, begin: int) -> int: ...
-
-    def clear_error(self) -> None:
-        """Clear the error of a failed call, which would else be raised at the next launch."""
-
-    def text(self, error: int) -> str: ...
-
-
 class CudaRuntime:
-    """CUDA's own calls. They register memory for all devices.
+    """CUDA's calls. They register memory for all devices, and return the runtime's error codes.
 
     Args:
         device: The device that reads the memory. It is current while memory is registered, so torch takes
@@ -161,6 +144,7 @@ class CudaRuntime:
         self._calls: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
     def reads_host_addresses(self) -> bool:
+        """Return whether the device reads registered memory at the address that it has on the host."""
         driver = ctypes.CDLL("libcuda.so.1")  # torch's runtime has no call for attributes
         device, found = ctypes.c_int(), ctypes.c_int()
         failed = driver.cuDeviceGet(ctypes.byref(device), self._device.index)
@@ -175,7 +159,7 @@ class CudaRuntime:
         return int(self._calls.cudaHostUnregister(begin))
 
     def clear_error(self) -> None:
-        # Torch checks for an error after each launch, and clears it when it raises it.
+        """Clear the error of a failed call, which torch would else raise at the next launch."""
         with contextlib.suppress(RuntimeError):
             torch.ones((), device=self._device)
 
@@ -196,7 +180,7 @@ class Registration:
         runtime: The calls that register them.
     """
 
-    def __init__(self, memory: SharedMemory, wanted: RegistrationPlan, runtime: Runtime) -> None:
+    def __init__(self, memory: SharedMemory, wanted: RegistrationPlan, runtime: CudaRuntime) -> None:
         self._runtime, self.calls = runtime, list[Span]()
         self.left_out = dict(wanted.left_out)
         failed = "" if runtime.reads_host_addresses() else NO_HOST_ADDRESSES

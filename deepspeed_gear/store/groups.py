@@ -15,7 +15,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Final
+from types import SimpleNamespace
+from typing import Any, Final
 
 import numpy as np
 
@@ -124,17 +125,12 @@ class TableGroups:
         return found
 
     @property
-    def num_incomplete(self) -> int:
-        """Groups in the table that are not complete. Cost: one pass over the slots."""
-        return len(distinct(self.numbers(self._incomplete())))
-
-    @property
     def statistics(self) -> dict[str, int]:
-        """Return how many groups are held, and how many were left out."""
+        """Return how many groups are held, and how many were left out. Cost: one pass over the slots."""
         words = self._count_words
         return {
             "complete": words[GroupCount.HELD],
-            "incomplete": self.num_incomplete,
+            "incomplete": len(distinct(self.numbers(self._incomplete()))),
             **{name: words[word] for name, word in COUNTED.items()},
         }
 
@@ -300,7 +296,12 @@ class TableGroups:
         begins = _begins(numbers)
         counts = _sizes(begins, len(slots))
         is_small = counts <= self.spec.max_trajectories
-        passes = self._holds(slots, _begins(numbers, members), begins)
+        of_member, passes = _begins(numbers, members), np.ones(len(begins), bool)
+        last = slots[np.append(of_member[1:], len(slots)) - 1]  # of each member
+        first = np.searchsorted(of_member, begins)
+        for condition, values, column in self._conditions:
+            sizes = _sizes(first, len(of_member))
+            passes &= condition.holds(as_numbers(values[last], column), first, sizes)
         self.counts[GroupCount.OVERSIZED] += np.count_nonzero(~is_small)
         self.counts[GroupCount.REJECTED] += np.count_nonzero(is_small & ~passes)
         passes &= is_small
@@ -330,16 +331,6 @@ class TableGroups:
     def recent(self) -> tuple[int, int]:
         """How many of the latest groups are complete, and how many failed a condition or were too large."""
         return self._count_words[GroupCount.RECENT_PASSED], self._count_words[GroupCount.RECENT_FAILED]
-
-    def _holds(self, slots: np.ndarray, of_member: np.ndarray, of_group: np.ndarray) -> np.ndarray:
-        """Return which groups pass all conditions. [groups], bool."""
-        passes = np.ones(len(of_group), bool)
-        last = slots[np.append(of_member[1:], len(slots)) - 1]  # of each member
-        first = np.searchsorted(of_member, of_group)
-        for condition, values, column in self._conditions:
-            sizes = _sizes(first, len(of_member))
-            passes &= condition.holds(as_numbers(values[last], column), first, sizes)
-        return passes
 
     def _link(self, slots: np.ndarray, groups: np.ndarray) -> np.ndarray:
         """Write the words of groups; return their leaders. [groups], int64.
@@ -384,19 +375,17 @@ class TableGroups:
             self.counts[GroupCount.EVICTED_UNSAMPLED] += unsampled
         return members
 
-    def _evict(self, members: np.ndarray) -> None:
-        """Evict whole groups. [n], int64."""
-        assert self._extents is not None
-        self.counts[GroupCount.HELD] -= np.count_nonzero(self.is_leader(members))
-        for slot in members.tolist():
-            self._extents.retire(slot)
-
-    def _drop(self, slots: np.ndarray, word: int) -> None:
-        """Count trajectories whose group is complete without them; those of no data set are evicted."""
-        self.counts[word] += len(slots)
+    def _evict(self, slots: np.ndarray) -> None:
+        """Evict whole groups, or trajectories of none; a data set keeps them. [n], int64."""
         if self._extents is not None:
+            self.counts[GroupCount.HELD] -= np.count_nonzero(self.is_leader(slots))
             for slot in slots.tolist():
                 self._extents.retire(slot)
+
+    def _drop(self, slots: np.ndarray, word: int) -> None:
+        """Count and evict trajectories whose group is complete without them."""
+        self.counts[word] += len(slots)
+        self._evict(slots)
 
     # ---- groups that have left the table ---------------------------------------------------------
 
@@ -484,22 +473,6 @@ class TableGroups:
 _CHANGED = ("slots", "groups", "group_counts", "consumed_groups", "retention", "control")
 
 
-class _CopiedExtents:
-    """Stands in for a table's extents: evictions change the copied slots only; no stream reads the log."""
-
-    def __init__(self, slots: np.ndarray) -> None:
-        self._slots = slots
-
-    def changed_since(self, seen: int) -> None:
-        """Return None: every slot may have changed."""
-        del seen
-
-    def retire(self, slot: int) -> None:
-        self._slots[slot, Slot.STATE] = SlotState.EVICTED
-
-    def note(self, slot: int) -> None: ...
-
-
 def forecast_groups(
     name: str, spec: GroupSpec, schema: Schema, views: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
@@ -516,8 +489,13 @@ def forecast_groups(
     """
     found = {**views, **{region: np.array(views[region]) for region in _CHANGED}}
     columns = {column.name: views[f"column/{column.name}"] for column in schema}
-    extents = _CopiedExtents(found["slots"])
-    groups = TableGroups(name, spec, schema, found, columns, extents)  # type: ignore[arg-type]
+    # Evictions change the copied slots only; every slot may have changed, and no stream reads the log.
+    extents: Any = SimpleNamespace(
+        changed_since=lambda seen: None,
+        note=lambda slot: None,
+        retire=lambda slot: found["slots"][:, Slot.STATE].put(slot, SlotState.EVICTED),
+    )
+    groups = TableGroups(name, spec, schema, found, columns, extents)
     groups.update()
     return found, groups.statistics
 

@@ -64,11 +64,14 @@ def living_stores(process: int | None = None) -> list[LiveStore]:
                 rule = f"must be a running process of user {os.geteuid()}"
                 raise StoreError(f"process {pid}", rule, error.strerror) from error
     stores = []
-    for key, candidates in paths.items():
-        mapped = (_open(path, key, strict=process is not None) for path in candidates)
+    for identity, candidates in paths.items():
+        mapped = (_open(path, identity, strict=process is not None) for path in candidates)
         found = next((one for one in mapped if one is not None), None)  # the first that is still open
-        if found is not None and "table" in found[1].meaning:  # not places of simulators
-            stores.append(LiveStore(str(found[1].meaning["table"]), tuple(holders[key]), *found))
+        if found is not None:
+            run, layout, views = found
+            stores.append(
+                LiveStore(str(layout.meaning["table"]), tuple(holders[identity]), run, layout, views)
+            )
     return stores
 
 
@@ -95,23 +98,21 @@ def _open(
         return None
     try:
         status = os.fstat(fd)
-        size = status.st_size
-        if (status.st_dev, status.st_ino) != identity:
+        is_same = (status.st_dev, status.st_ino) == identity
+        if not is_same or os.pread(fd, len(MAGIC), 0) != MAGIC:  # another program's, or not initialised yet
             return None
-        if os.pread(fd, len(MAGIC), 0) != MAGIC:  # another program's, or not initialised yet
-            return None
-        memory = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
+        memory = mmap.mmap(fd, status.st_size, mmap.MAP_SHARED, mmap.PROT_READ)
     except OSError:  # no permission to map it
         return None
     finally:
         os.close(fd)
     try:
-        layout, run = read_header(memory, size, str(path))
+        layout, run = read_header(memory, status.st_size, str(path))
     except StoreError:
         if strict:
             raise
         return None  # of another version
-    if "table" not in layout.meaning:  # a policy board
+    if "table" not in layout.meaning:  # a policy board, or places of simulators
         return None
     return run, layout, layout.views(memory)
 

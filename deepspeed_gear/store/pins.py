@@ -44,21 +44,20 @@ class SelectionPins:
     def __init__(self, table: Table) -> None:
         self._table, views = table, table.views
         names = [name.removesuffix(_LAST_DRAWN) for name in views if name.endswith(_LAST_DRAWN)]
-        self._readers = [self._reader(name) for name in names]
+        self._readers = [
+            _Reader(
+                views[f"{name}/position"],
+                views[f"{name}/last_drawn"],
+                views[f"{name}/consumed"],
+                views[f"{name}/sums"][: table.spec.num_slots],
+                StepPriorities.find(table.ops, views, name),
+                f"{name}/walked" in views,
+            )
+            for name in names
+        ]
         meaning = table.layout.meaning
         described = {name: meaning.get(name.removeprefix("stream/"), {}) for name in names}
         self.orders = [name for name in names if str(described[name].get("walks", "")) != "False"]
-
-    def _reader(self, name: str) -> _Reader:
-        views, table = self._table.views, self._table
-        return _Reader(
-            views[f"{name}/position"],
-            views[f"{name}/last_drawn"],
-            views[f"{name}/consumed"],
-            views[f"{name}/sums"][: table.spec.num_slots],
-            StepPriorities.find(table.ops, views, name),
-            f"{name}/walked" in views,
-        )
 
     @property
     def pins(self) -> list[tuple[int, int, int]]:
@@ -95,17 +94,14 @@ class SelectionPins:
         """Return which slots a selection has drawn that some process still reads. [n] -> [n], bool."""
         found = np.zeros(len(slots), bool)
         for reader in self._readers:
-            found |= reader.last_drawn[slots] >= self._consumed(reader)
+            consumed = reader.consumed
+            attached = self._table.peers[: len(consumed), Peer.PID] != 0
+            for peer in np.nonzero((consumed <= reader.last_drawn.max()) & attached)[0].tolist():
+                if not self._table.memory.is_alive(peer):
+                    consumed[peer] = NEVER_LATE
+            # Below the smallest number, all living processes have released the selections.
+            found |= reader.last_drawn[slots] >= consumed[attached].min(initial=NEVER_LATE)
         return found
-
-    def _consumed(self, reader: _Reader) -> int:
-        """Return the number of selections that all living processes have released."""
-        memory, attached = self._table.memory, self._table.peers[: len(reader.consumed), Peer.PID] != 0
-        drawn = reader.last_drawn.max()
-        for peer in np.nonzero((reader.consumed <= drawn) & attached)[0].tolist():
-            if not memory.is_alive(peer):
-                reader.consumed[peer] = NEVER_LATE
-        return int(reader.consumed[attached].min(initial=NEVER_LATE))
 
     # ---- rows ------------------------------------------------------------------------------------
 

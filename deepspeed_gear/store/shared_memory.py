@@ -340,38 +340,6 @@ def _await_removal(fd: int) -> None:
     wait_until(lambda: not is_held(fd, _NO_PEER, 1), _REMOVAL_S, 1e-3)
 
 
-def stores(prefix: str) -> list[Path]:
-    """Return this user's store files of a prefix, living or not; files of other programs are left out.
-
-    Raises:
-        ConfigError: The prefix could lead out of /dev/shm.
-        StoreError: This process has too many files open.
-    """
-    pattern = f"{glob.escape(file_path(prefix).name)}-*"
-    try:
-        return [path for path in sorted(SHM.glob(pattern)) if _is_store(path)]
-    except OSError as error:
-        _refuse_no_descriptor(SHM, error)
-        raise
-
-
-def _is_store(path: Path) -> bool:
-    try:
-        status = os.lstat(path)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-            return False
-        with path.open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError as error:
-        _refuse_no_descriptor(path, error)
-        return False  # removed, or not readable
-
-
-def living(prefix: str) -> list[Path]:
-    """Return this user's store files of a prefix that a process is attached to."""
-    return [path for path, fd in opened(prefix) if is_held(fd, 0, WHOLE)]
-
-
 def is_held(fd: int, first: int, count: int) -> bool:
     """Return whether another process holds a lock on bytes of an open file; a count of 0: to its end."""
     return _record_lock(fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, first, count) != fcntl.F_UNLCK
@@ -380,19 +348,41 @@ def is_held(fd: int, first: int, count: int) -> bool:
 def opened(prefix: str) -> Iterator[tuple[Path, int]]:
     """Iterate over this user's store files of a prefix, living or not, each open during its turn.
 
+    Files of other programs are left out.
+
     Raises:
+        ConfigError: The prefix could lead out of /dev/shm.
         StoreError: This process has too many files open.
     """
-    for path in stores(prefix):
+    pattern = f"{glob.escape(file_path(prefix).name)}-*"
+    try:
+        paths = sorted(SHM.glob(pattern))
+    except OSError as error:
+        _refuse_no_descriptor(SHM, error)
+        raise
+    for path in paths:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError as error:
+        except OSError as error:  # removed, no file, or another user's
             _refuse_no_descriptor(path, error)
             continue
         try:
-            yield path, fd
+            status = os.fstat(fd)
+            is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+            if is_own and os.pread(fd, len(MAGIC), 0) == MAGIC:
+                yield path, fd
         finally:
             os.close(fd)
+
+
+def stores(prefix: str) -> list[Path]:
+    """Return this user's store files of a prefix, living or not; raises as `opened`."""
+    return [path for path, _ in opened(prefix)]
+
+
+def living(prefix: str) -> list[Path]:
+    """Return this user's store files of a prefix that a process is attached to."""
+    return [path for path, fd in opened(prefix) if is_held(fd, 0, WHOLE)]
 
 
 def remove_garbage(prefix: str) -> list[Path]:

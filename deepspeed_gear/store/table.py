@@ -19,8 +19,8 @@ from deepspeed_gear.data.trajectory_checks import as_numbers, no_values
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Slot, SlotState
-from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store.column_arrays import ColumnArrays, as_tensor, part_of
+from deepspeed_gear.schema import Schema
+from deepspeed_gear.store.column_arrays import as_tensor, mapped_columns, part_of
 from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.memory_layout import Layout, Region, RunIdentity, read_header, write_header
 from deepspeed_gear.store.records import Control, Peer, Refusal
@@ -49,8 +49,8 @@ class Table:
         self.slots: np.ndarray = views["slots"]
         if spec.dataset is not None:
             spec.dataset.files.guard(ops.native)
-        #: By name, and the derived column as RETURN_TO_GO: see `ColumnArrays`.
-        self.columns, self.arrivals, self._gathered = ColumnArrays.mapped(spec, views)
+        #: By name, and the derived column as RETURN_TO_GO.
+        self.columns, self.arrivals, self._gathered = mapped_columns(spec, views)
         #: Called with the lock held after the death of its owner: they rebuild derived state.
         self.recoveries: list[Callable[[], None]] = []
         itself: Table = weakref.proxy(self)  # its parts must not keep it and its memory alive
@@ -228,14 +228,10 @@ class Table:
 
     def rows(self, slot: int) -> dict[str, np.ndarray]:
         """Return views of a trajectory's rows, each column with its own number of rows."""
-        first, steps = int(self.slots[slot, Slot.FIRST_ROW]), int(self.slots[slot, Slot.NUM_STEPS])
-        return {column.name: self._rows_of(column, slot, first, steps) for column in self.spec.schema}
-
-    def _rows_of(self, column: Column, slot: int, first: int, steps: int) -> np.ndarray:
-        data = self.columns[column.name]
-        if column.rows == "1":
-            return data[slot, ...]
-        return data[first : first + steps + (1 if column.rows == "T+1" else 0)]
+        first = int(self.slots[slot, Slot.FIRST_ROW])
+        end = first + int(self.slots[slot, Slot.NUM_STEPS])
+        at: dict[str, Any] = {"1": slot, "T": slice(first, end), "T+1": slice(first, end + 1)}
+        return {column.name: self.columns[column.name][at[column.rows], ...] for column in self.spec.schema}
 
     # ---- writing ---------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from deepspeed_gear.data.dataset import Dataset
@@ -65,9 +65,8 @@ class TableSpec:
     @property
     def sizes(self) -> dict[str, Any]:
         """Return the sizes, JSON-able, from which a process without a config builds it (`of_capacity`)."""
-        values = {name: getattr(self, name) for name in TableSpec.__dataclass_fields__}
-        for name in ("name", "schema", "dataset", "in_memory"):
-            del values[name]
+        fixed = ("name", "schema", "dataset", "in_memory")
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in fixed}
         values["shard"] = None if self.shard is None else asdict(self.shard)
         values["retention"] = self.retention.to_json()
         values["group"] = None if self.group is None else self.group.to_json()
