@@ -69,7 +69,7 @@ class InferenceClient(VectorWriter):
         self._aside: dict[int, list[dict[str, np.ndarray]]] = {}  # steps that do not fit into a place's rows
         self._aside_steps = np.zeros(len(places), np.int64)
         self._finalizer = weakref.finalize(self, slots.leave, places)
-        writer.close_with(self)
+        writer.clients.add(self)
 
     # ---- requests --------------------------------------------------------------------------------
 

@@ -256,7 +256,7 @@ class Gateway:
         self._max_message_bytes = max_message_bytes
         self.table, self.run_id = writer.table, writer.run
         self._writer, self.sessions, self._id = writer, Sessions(writer.add), secrets.token_hex(16)
-        writer.check_while_waiting(self.sessions.check)
+        writer.waiting_checks.append(self.sessions.check)
         actions = {"hello": self._hello, "put": self._put, "bye": self._bye}
         handlers = {
             name: grpc.unary_unary_rpc_method_handler(partial(_answer, action))

@@ -232,11 +232,6 @@ class Inserter:
             return number
 
     @property
-    def limit(self) -> EpisodeLimit:
-        """The longest trajectory, and what a longer episode does."""
-        return EpisodeLimit(self.max_length, self.table.spec.whole_fields)
-
-    @property
     def version_column(self) -> str:
         """The column of policy versions, if ranks wait for open trajectories of old versions; else ""."""
         retention = self.table.spec.retention

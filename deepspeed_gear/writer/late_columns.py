@@ -44,21 +44,16 @@ def fill(table: Table, trajectory_id: int, columns: Mapping[str, Any], timeout_s
     with quiet(table, timeout_s):
         slot = int(table.slots_of(np.array([trajectory_id]))[0])
         if slot < 0:
-            raise StoreError(
-                f"{name}: id", "must be stored on this node", trajectory_id, "it may have been evicted"
-            )
+            rule, remedy = "must be stored on this node", "it may have been evicted"
+            raise StoreError(f"{name}: id", rule, trajectory_id, remedy)
         retention = table.views["retention"]
         if retention[slot, SlotRetention.OPEN]:
             raise DataError(f"{name}: id {trajectory_id}", "must have ended before late columns are written")
-        if retention[slot, SlotRetention.PRESENT] & bits:
-            written = [
-                column
-                for column in arrays
-                if retention[slot, SlotRetention.PRESENT] & schema.late_bits([column])
-            ]
-            raise DataError(
-                f"{name}: column {written[0]}", "must be written once", f"id {trajectory_id} has it"
-            )
+        present = int(retention[slot, SlotRetention.PRESENT])
+        written = [column for column in arrays if present & schema.late_bits([column])]
+        if written:
+            rule = "must be written once"
+            raise DataError(f"{name}: column {written[0]}", rule, f"id {trajectory_id} has it")
         _write(table, slot, arrays)
         if table.groups is not None:
             table.groups.note_time(slot)

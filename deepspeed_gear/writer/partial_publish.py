@@ -140,7 +140,8 @@ class Publisher:
             rule = "must have no groups for steps of open trajectories to be published"
             self._unsuited = rule, "a group can be sampled when all of it has ended"
         self._num_begun = 0  # trajectories with published steps
-        self._counts: list[np.ndarray] = []
+        #: Words of `StepCount` of the native calls that add through this publisher.
+        self.counts: list[np.ndarray] = []
 
     @property
     def is_suited(self) -> bool:
@@ -151,11 +152,7 @@ class Publisher:
     def num_added(self) -> int:
         """Number of trajectories with published steps, and of those that native calls have stored whole."""
         words = (StepCount.WHOLE_ADDED, StepCount.BEGUN)
-        return self._num_begun + sum(int(counts[word]) for counts in self._counts for word in words)
-
-    def count(self, counts: np.ndarray) -> None:
-        """Count what a native call adds: the words of `StepCount`."""
-        self._counts.append(counts)
+        return self._num_begun + sum(int(counts[word]) for counts in self.counts for word in words)
 
     def look(self) -> None:
         """Raise if writing has ended; end the trajectories of writers that were dropped."""

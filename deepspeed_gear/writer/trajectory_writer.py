@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, overload
@@ -21,7 +22,7 @@ from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.attach_writer import attach
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
-from deepspeed_gear.writer.inserter import Inserter
+from deepspeed_gear.writer.inserter import EpisodeLimit, Inserter
 from deepspeed_gear.writer.late_columns import fill
 from deepspeed_gear.writer.open_trajectory import OpenTrajectory
 from deepspeed_gear.writer.partial_publish import Publisher
@@ -29,8 +30,7 @@ from deepspeed_gear.writer.vector_writer import VectorWriter
 
 # Names that other modules of this package use, and no program.
 INTERNAL = frozenset(
-    "check_goes_on check_while_waiting close_with end_with_replay limit publisher run_goes_on "
-    "store_name".split()
+    "check_goes_on clients end_with_replay limit publisher run_goes_on store_name waiting_checks".split()
 )
 _CHECK_S = 0.5  # how often a writer checks that the run goes on
 
@@ -87,11 +87,14 @@ class TrajectoryWriter(ProcessBound):
     def __init__(self, table: Table, inserter: Inserter, watch: RunWatch | None = None) -> None:
         self._table, self._inserter, self._watch, self._open = table, inserter, watch, True
         self._finalizer = None if watch is None else weakref.finalize(self, table.close)
-        self._clients: weakref.WeakSet[VectorWriter] = weakref.WeakSet()
+        #: What writes through this writer, and is closed with it.
+        self.clients: weakref.WeakSet[VectorWriter] = weakref.WeakSet()
+        #: Called too while `add` waits; they raise to end the wait. Only for attached writers.
+        self.waiting_checks = [] if watch is None else watch.checks
         #: The publisher of this writer's open trajectories.
-        self.publisher = Publisher(inserter, self._look)
+        self.publisher = Publisher(inserter, partial(self.check_goes_on, at_once=False))
         #: The longest trajectory, and what a longer episode does.
-        self.limit = inserter.limit
+        self.limit = EpisodeLimit(inserter.max_length, table.spec.whole_fields)
         self._num_whole = 0
 
     @classmethod
@@ -198,7 +201,7 @@ class TrajectoryWriter(ProcessBound):
             NotReadyError: The ranks have not sampled in time, as the table's rate limiter requires.
             StoreError: The run has ended.
         """
-        self._look()
+        self.check_goes_on(at_once=False)
         if split_by_flags:
             return [self.add(part) for part in self._inserter.split(trajectory, final)]
         number = self._inserter.add(trajectory)
@@ -216,7 +219,7 @@ class TrajectoryWriter(ProcessBound):
         Raises:
             DataError, StoreError: As `Replay.fill`.
         """
-        self._look()
+        self.check_goes_on(at_once=False)
         fill(self._table, trajectory_id, columns, self._table.lock.timeout_s)
 
     def trajectory(self, **per_trajectory: Any) -> OpenTrajectory:
@@ -250,32 +253,21 @@ class TrajectoryWriter(ProcessBound):
         """Name of the table's store in /dev/shm."""
         return self._table.memory.path.name
 
-    def close_with(self, client: VectorWriter) -> None:
-        """Close a client, which writes through this writer, with it."""
-        self._clients.add(client)
-
-    def check_while_waiting(self, check: Callable[[], None]) -> None:
-        """Call `check` too while `add` waits; it raises to end the wait. Only for attached writers."""
-        assert self._watch is not None
-        self._watch.checks.append(check)
-
     # ---- end -------------------------------------------------------------------------------------
 
-    def _look(self, at_once: bool = False) -> None:
-        """Raise unless this writer is open and a rank is attached; look for the rank at times, or at once."""
+    def check_goes_on(self, at_once: bool = True) -> None:
+        """Raise unless the writer is open and a rank of the run is attached.
+
+        Args:
+            at_once: False: look for the rank only if the last time is a while ago.
+        Raises:
+            StoreError: No rank is attached to the store any more, or this writer is closed.
+        """
         if not self._open:
             remedy = "the writer was closed, by itself or with its Replay"
             raise StoreError(f"table {self._table.spec.name}", "must be open", None, remedy)
         if self._watch is not None:
             self._watch.look(at_once)
-
-    def check_goes_on(self) -> None:
-        """Raise unless the writer is open and a rank of the run is attached.
-
-        Raises:
-            StoreError: No rank is attached to the store any more, or this writer is closed.
-        """
-        self._look(at_once=True)
 
     @property
     def run_goes_on(self) -> bool:
@@ -291,7 +283,7 @@ class TrajectoryWriter(ProcessBound):
         if self._open:
             self.publisher.close()
         self._open = False
-        for client in self._clients:
+        for client in self.clients:
             client.close()
         if self._finalizer is not None:
             self._finalizer()

@@ -118,7 +118,7 @@ class VectorWriter(ProcessBound):
         self._next = own.first.copy()  # row of each environment's next state
         self._use(own, native if staging is None else None)
         if publisher is not None:
-            publisher.count(self._counts)
+            publisher.counts.append(self._counts)
 
     @property
     def num_steps(self) -> int:
