@@ -1,4 +1,7 @@
-"""Room for new trajectories: who goes, and who is waited for. Deaths: tests/crash/test_crash.py."""
+"""Room for new trajectories: who goes, and who is waited for.
+
+Random lengths under every policy: tests/property/test_moving.py. Deaths: tests/crash/test_crash.py.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,6 @@ from deepspeed_gear.store.retention import RateLimiter, Retention
 from deepspeed_gear.writer.inserter import Inserter
 
 Make = Callable[..., StoreScene]
-BY_STEP = {"unit": "step", "priorities": priority_rule(initial=1.0, normalize="table")}
 
 
 @pytest.fixture
@@ -153,10 +155,8 @@ def test_the_lowest_priority_goes_first(make: Make, unit: str) -> None:
     stream.release(0)
     slots = scene.table.slots_of(np.arange(4))
     for number, priority in enumerate((2.0, 0.25, 0.25, 3.0)):
-        first = (
-            int(scene.table.slots[slots[number], Slot.FIRST_ROW]) if unit == "step" else int(slots[number])
-        )
-        stream.masses.values[first : first + (4 if unit == "step" else 1)] = priority
+        slot, row = slots[number], scene.table.slots[slots[number], Slot.FIRST_ROW]
+        stream.masses.values[slice(row, row + 4) if unit == "step" else slot] = priority
     for wanted in ([0, 2, 3, 4], [0, 3, 4, 5], [3, 4, 5, 6], [4, 5, 6, 7], [5, 6, 7, 8]):
         add(scene, 4)  # those that no selection has seen go last, the oldest of them first
         assert ids(scene) == wanted
@@ -169,19 +169,6 @@ def test_open_trajectories_stay(make: Make) -> None:
     scene.table.views["retention"][scene.table.slots_of(np.array([0, 1, 3])), SlotRetention.OPEN] = 1
     add(scene, 4)
     assert ids(scene) == [0, 1, 3, 4]
-
-
-@pytest.mark.parametrize("removal", ["fifo", "lifo", "uniform"])
-def test_random_lengths_never_overlap(make: Make, removal: str) -> None:
-    scene = make(removal, num_slots=12, num_rows=60)
-    chance, by = np.random.default_rng(0), inserter(scene)
-    for steps in chance.integers(1, 25, 300).tolist():
-        number = add(scene, steps, by)
-        assert number in ids(scene)
-        check_rows(scene)
-    check_whole(scene.table, [])
-    if removal == "fifo":
-        assert ids(scene) == list(range(300 - len(ids(scene)), 300))
 
 
 @pytest.mark.parametrize(("options", "steps"), [({}, 20), ({"max_steps": 10}, 11)])
@@ -309,33 +296,6 @@ def test_one_native_call_and_plain_steps_leave_equal_stores(removal: Any, spare_
     assert (views[0]["control"][words] == views[1]["control"][words]).all()
     for scene in scenes:
         scene.close()
-
-
-# ---- steps with priorities -----------------------------------------------------------------------
-
-
-def test_rows_of_the_gone_are_never_drawn(make: Make) -> None:
-    """Each step has a priority of its own; reused rows have those of their new owner."""
-    scene = make("fifo", [stream_spec(batch=64, **BY_STEP)], num_slots=8, num_rows=40)
-    stream, chance, by = scene.streams[0], np.random.default_rng(2), inserter(scene)
-    for key in range(30):
-        for steps in chance.integers(1, 12, chance.integers(0, 4)).tolist():
-            add(scene, steps, by)
-        if not ids(scene):
-            add(scene, 3, by)
-        records = take(scene, key)
-        assert set(records[:, 0].tolist()) <= set(ids(scene))
-        codes = scene.table.columns["code"][records[:, 3] + records[:, 5]]
-        numbers = scene.table.columns["task"][records[:, 1]]
-        assert (codes == numbers * STEP + records[:, 5]).all()
-        stream.release(key)
-        check_whole(scene.table, scene.streams)
-        with scene.table.lock:
-            items = np.nonzero(stream.masses.leaves)[0]
-            stored = scene.table.slots[scene.table.slots[:, Slot.STATE] == SlotState.COMMITTED]
-            extents = stored[:, [Slot.FIRST_ROW, Slot.NUM_STEPS]].tolist()
-            rows = [first + step for first, steps in extents for step in range(steps)]
-            assert items.tolist() == sorted(rows)
 
 
 def test_what_is_being_written_counts(make: Make) -> None:

@@ -121,32 +121,26 @@ def test_processes_must_agree_on_the_shard(dataset: Dataset) -> None:
 # ---- arrivals ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("arrivals", [(5, 3), (5, 0), (0, 3)])
 @pytest.mark.parametrize("in_memory", [True, False])
-def test_arrivals_are_collected_at_the_first_arrival(dataset: Dataset, in_memory: bool) -> None:
-    with table_of(spec_of(dataset, 2, 4, in_memory, (5, 3))) as table:
+def test_arrivals_are_gathered_from_the_first_arrival_on(
+    dataset: Dataset, in_memory: bool, arrivals: tuple[int, int]
+) -> None:
+    with table_of(spec_of(dataset, 2, 4, in_memory, arrivals)) as table:
         row, slot = table.first_arrival
         assert (row, slot) == ((table.spec.num_rows, 2) if in_memory else (0, 0))
         assert table.gathers_own_rows == in_memory
         for name in NAMES:
             own, before = table.columns[name], table.columns[name].copy()
-            arrivals, at = table.arrivals[name], slot if name == "task" else row
-            assert len(arrivals) == (3 if name == "task" else 5)
-            assert arrivals.dtype == own.dtype
-            assert arrivals.shape[1:] == own.shape[1:]
-            arrivals[...] = 1
+            received, at = table.arrivals[name], slot if name == "task" else row
+            assert len(received) == arrivals[int(name == "task")]
+            assert (received.dtype, received.shape[1:]) == (own.dtype, own.shape[1:])
+            received[...] = 1
             gathered = table.gather_source(name)
-            assert len(gathered) == at + len(arrivals)
+            assert len(gathered) == at + len(received)
             assert (gathered[at:] == 1).all()
             np.testing.assert_array_equal(gathered[:at].numpy(), own[:at])
             np.testing.assert_array_equal(own, before)
-
-
-@pytest.mark.parametrize(("rows", "slots"), [(5, 0), (0, 3)])
-@pytest.mark.parametrize("in_memory", [True, False])
-def test_arrivals_of_one_kind(dataset: Dataset, in_memory: bool, rows: int, slots: int) -> None:
-    with table_of(spec_of(dataset, 2, 4, in_memory, (rows, slots))) as table:
-        assert {len(table.arrivals[name]) for name in NAMES if name != "task"} == {rows}
-        assert len(table.arrivals["task"]) == slots
 
 
 def test_the_derived_column_and_a_column_of_its_name_are_two(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Columns that come later, policy versions and ages, through a Replay."""
+"""Columns that come later, policy versions and ages, through a Replay.
+
+With deaths and checkpoints: tests/property/test_online_machine.py.
+"""
 
 from __future__ import annotations
 
@@ -108,42 +111,6 @@ def test_wrong_fills_change_nothing() -> None:
             found.fill(number + 1, advantage=np.ones(3))
     with pytest.raises(SchemaError, match="must not be late with the role reward"):
         Column("reward", "float32", role="reward", late=True)
-
-
-def test_a_death_while_filling_is_not_seen() -> None:
-    with replay() as found:
-        number, table = found.add(trajectory(4)), found.tables["main"]
-
-        def die() -> None:
-            from deepspeed_gear.writer import late_columns
-
-            write = late_columns._write
-
-            def half(*arguments: Any) -> None:
-                write(*arguments)
-                os.kill(os.getpid(), signal.SIGKILL)
-
-            late_columns._write = half
-            late_columns.fill(table, number, {"advantage": np.full(3, 9, np.float32)}, 20.0)
-
-        assert exit_status(in_child(die)) == -signal.SIGKILL
-        assert not found.can_sample()
-        found.fill(number, advantage=np.full(3, 8, np.float32))
-        assert set(found.sample()["advantage"].tolist()) == {8}
-
-
-def test_what_is_late_is_in_a_checkpoint(tmp_path: Any) -> None:
-    with replay() as found:
-        ids = [found.add(trajectory(number)) for number in range(3)]
-        found.fill(ids[1], advantage=np.array([1, 2, 3], np.float32))
-        found.sample()
-        state = found.save(tmp_path / "saved")
-        wanted = found.sample()["advantage"].tolist()
-    with replay() as found:
-        found.load(tmp_path / "saved", state)
-        assert found.sample()["advantage"].tolist() == wanted
-        found.fill(ids[2], advantage=np.array([4, 5, 6], np.float32))
-        assert drawn(found) == {1, 2}
 
 
 # ---- completed trajectories ----------------------------------------------------------------------

@@ -1,8 +1,10 @@
-"""Steps of open trajectories that batches hold already. Deaths with the lock held: test_growth_machine."""
+"""Steps of open trajectories that batches hold already.
+
+In any order, with deaths, evictions, late columns and checkpoints: tests/property/test_online_machine.py.
+"""
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gear_support import wait_until
-from process_support import exit_status, in_child
+from process_support import in_child, kill
 from replay_support import streams_of
 
 from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
@@ -43,13 +45,12 @@ def replay(sampler: Any = None, schema: Schema = SCHEMA, fields: Any = None, **t
     return Replay(section, schemas={"main": schema})
 
 
+def observed(number: int) -> dict[str, Any]:
+    return {"observation": np.full(2, number, np.float32)}
+
+
 def step(number: int) -> dict[str, Any]:
-    return {
-        "observation": np.full(2, number, np.float32),
-        "which": number,
-        "truncated": False,
-        "terminated": False,
-    }
+    return {**observed(number), "which": number, "truncated": False, "terminated": False}
 
 
 def append(opened: Any, numbers: Iterable[int], publish: bool = True) -> None:
@@ -92,20 +93,7 @@ def test_steps_are_drawn_as_soon_as_they_are_published(sampler: dict[str, Any]) 
             expected = {known - 1} if sampler.get("anchors") == "end" else set(range(known))
             assert drawn(found) == expected
         assert found.read([opened.trajectory_id])[0]["task"].item() == 3
-        opened.append(observation=np.full(2, 6, np.float32))
-
-
-@pytest.mark.parametrize("unit", ["step", "trajectory"])
-def test_priorities_of_known_steps_stay(unit: str) -> None:
-    sampler = {"kind": "prioritized", "unit": unit, "alpha": 1.0}
-    with replay(sampler) as found, found.writer().trajectory(task=0) as opened:
-        append(opened, range(4))
-        batch = found.sample()
-        found.update_priorities(batch, torch.where(batch["which"] == 1, 0.0, 5.0))
-        append(opened, [4])
-        for _ in range(4):
-            assert drawn(found) == ({0, 2, 3} if unit == "step" else {0, 1, 2, 3})
-        opened.append(observation=np.full(2, 5, np.float32))
+        opened.append(**observed(6))
 
 
 def test_a_late_priority_of_a_step_that_is_no_anchor_changes_nothing() -> None:
@@ -120,51 +108,14 @@ def test_a_late_priority_of_a_step_that_is_no_anchor_changes_nothing() -> None:
         found.update_priorities(late, torch.full((64,), 9.0))
         append(opened, [5])
         assert drawn(found) == {4}
-        opened.append(observation=np.full(2, 6, np.float32))
+        opened.append(**observed(6))
 
 
-def test_a_whole_one_is_as_if_it_had_been_added() -> None:
-    with replay() as found, replay() as other:
-        writer = found.writer()
-        for number, steps in ((0, 5), (1, 8)):
-            rows = whole(number, steps)
-            other.add(rows)
-            with writer.trajectory(task=number) as opened:
-                for t in range(steps):
-                    opened.append(**{n: rows[n][t] for n in rows if n != "task"}, publish=t % 2 == 0)
-                opened.append(observation=rows["observation"][steps])
-        mine, theirs = found.tables["main"], other.tables["main"]
-        words = [
-            Control.FREE_ROWS,
-            Control.NUM_COMMITTED,
-            Control.PENDING,
-            Control.ROWS_HELD,
-            Control.STEPS_INSERTED,
-        ]
-        assert (mine.control[words] == theirs.control[words]).all()
-        assert (mine.slots == theirs.slots).all()
-        for column in SCHEMA.names:
-            assert all(
-                torch.equal(a[column], b[column])
-                for a, b in zip(found.read([0, 1]), other.read([0, 1]), strict=True)
-            )
-        assert drawn(found) == drawn(other)
-
-
-@pytest.mark.parametrize("is_broken", [True, False])
-def test_what_is_cut_short_stays_as_truncated(is_broken: bool) -> None:
-    error, text = (RuntimeError, "is broken") if is_broken else (DataError, "must have the rows of 3 steps")
-
-    def simulate(opened: Any) -> None:
-        with opened:
-            append(opened, range(4))
-            if is_broken:
-                raise RuntimeError("the simulator is broken")
-
+def test_a_trajectory_without_its_last_state_stays_as_truncated() -> None:
     with replay() as found:
         opened = found.writer().trajectory(task=0)
-        with pytest.raises(error, match=text):
-            simulate(opened)
+        with pytest.raises(DataError, match="must have the rows of 3 steps"), opened:
+            append(opened, range(4))
         assert found.read([opened.trajectory_id])[0]["truncated"].tolist() == [False, False, True]
         table = found.tables["main"]
         assert table.control[Control.FREE_ROWS] == table.spec.capacity_rows - 4
@@ -230,23 +181,6 @@ def test_an_environment_that_goes_on_too_long_is_cut() -> None:
 # ---- room ----------------------------------------------------------------------------------------
 
 
-def test_open_ones_do_not_go_to_make_room() -> None:
-    for remove in ("fifo", "lifo", "uniform"):
-        with replay(remove=remove, capacity_steps=3 * LONGEST) as found:
-            writer = found.writer()
-            with writer.trajectory(task=0) as opened:
-                append(opened, range(3))
-                for number in range(1, 9):
-                    writer.add(whole(number, 5))
-                    assert set(found.read([opened.trajectory_id])[0]["which"].tolist()) == {0, 1}
-                opened.append(observation=np.full(2, 3, np.float32))
-            table = found.tables["main"]
-            assert (
-                table.control[Control.ROWS_HELD] + table.control[Control.FREE_ROWS]
-                == table.spec.capacity_rows
-            )
-
-
 def test_too_many_open_ones_find_no_room() -> None:
     with replay(capacity_steps=2 * LONGEST) as found:
         vector = begun(found, 3)
@@ -267,7 +201,7 @@ def test_what_follows_a_removed_part_is_another_trajectory(how: str) -> None:
             opened.append(**step(5), publish=True)
             assert opened.trajectory_id != first
             assert drawn(found) == {3, 4, 100, 101}
-            opened.append(observation=np.full(2, 6, np.float32))
+            opened.append(**observed(6))
         assert found.read([opened.trajectory_id])[0]["which"].tolist() == [3, 4, 5]
         assert found.read([opened.trajectory_id])[0]["task"].item() == 7
         table = found.tables["main"]
@@ -285,7 +219,7 @@ def test_a_rate_counts_published_steps() -> None:
             assert table.num_steps == 9
             assert found.can_sample()
             with pytest.raises(NotReadyError, match="must be sampled from first"):
-                opened.append(observation=np.full(2, 8, np.float32), publish=True)
+                opened.append(**observed(8), publish=True)
             assert table.num_steps == 9
             found.sample()  # the step is appended already: the end publishes it
         assert table.control[Control.STEPS_INSERTED] == 10
@@ -309,8 +243,7 @@ def test_many_that_publish_at_once_pass_the_smallest_buffer() -> None:
         for _ in range((32 * 4 * 4 - 48) // 64):
             found.sample()
         wait_until(lambda: found.tables["main"].num_steps == 32 * 4, "publishing")
-        os.kill(child, signal.SIGKILL)
-        exit_status(child)
+        kill(child)
 
 
 def test_who_is_dropped_without_being_closed_keeps_no_room() -> None:
@@ -359,7 +292,7 @@ def test_growth_is_seen_where_the_log_of_changes_was_too_short(anchors: str) -> 
             found.add(whole(number, 1))
         steps = {step for _ in range(20) for step in found.sample()["which"].tolist() if step < 100}
         assert steps == ({4} if anchors == "end" else set(range(5)))
-        opened.append(observation=np.full(2, 6, np.float32))
+        opened.append(**observed(6))
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -430,8 +363,7 @@ def test_what_a_dead_writer_has_published_stays(notices: str) -> None:
         name = table.memory.path.name
         child = in_child(write)
         wait_until(lambda: table.num_steps == 3, "publishing")
-        os.kill(child, signal.SIGKILL)
-        exit_status(child)
+        kill(child)
         if notices == "a cut":
             streams_of(found)["train"]._next_cleaning = 0.0
             assert drawn(found) == {0, 1, 2}
@@ -458,7 +390,7 @@ def test_a_checkpoint_has_what_was_published(kind: str, tmp_path: Path) -> None:
         append(opened, [5])  # waits for the next selection
         state = found.save(tmp_path)
         expected = found.sample()["which"].clone()
-        opened.append(observation=np.full(2, 6, np.float32))
+        opened.append(**observed(6))
     with replay(sampler) as again:
         again.load(tmp_path, state)
         assert torch.equal(again.sample()["which"], expected)
