@@ -20,7 +20,7 @@ import copy
 from typing import Any
 
 import torch
-from device_loop import EPSILON, Captured, Clock, Environments, arguments, result, run
+from device_loop import EPSILON, Environments, act_and_learn, arguments, result, run
 from torch import Tensor, nn
 
 from deepspeed_gear import DeviceReplay
@@ -103,9 +103,12 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         goals = torch.zeros_like(masses).scatter_add_(1, lower, masses * (1 - upper_part))
         return goals.scatter_add_(1, (lower + 1).clamp_max(ATOMS - 1), masses * upper_part)
 
+    def add() -> None:
+        replay.add_steps_(envs.row, {"observation": envs.following})
+
     def learn() -> None:
         """Add the newest steps, draw, step the network, and report the cross entropies as priorities."""
-        replay.add_steps_(envs.row, {"observation": envs.following})
+        add()
         replay.sample_(batch)
         log_masses = network(batch["observation"])[samples, batch["action"]].log_softmax(1)
         errors = -(goal() * log_masses).sum(1)
@@ -120,19 +123,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
     with DeviceReplay(section(envs, args), args.device) as replay:
         batch = replay.new_batch()
-        act_, learn_ = (Captured(each, args.compile, args.cudagraphs) for each in (act, learn))
-        clock = Clock(args.device, args.random_steps + 20)
-        for turn in clock.turns(args.steps):
-            if turn < args.random_steps:
-                envs.act_at_random()
-            else:
-                act_()
-            envs.fetch()  # the only wait of the host in a turn
-            if turn > args.random_steps:
-                learn_()  # the device learns while the host steps the environments
-            elif turn > 0:
-                replay.add_steps_(envs.row, {"observation": envs.following})
-            envs.step()
+        clock = act_and_learn(args, envs, act, [learn], add)
         replay.check()
         numbers = {"test": envs.evaluate(best), "loss": last_loss.item(), "held": replay.num_steps}
         return result(args, envs, clock, **numbers)

@@ -14,7 +14,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import gymnasium
@@ -188,6 +188,36 @@ class Clock:
         if self._is_cuda:
             torch.cuda.synchronize()
         return time.perf_counter()
+
+
+def act_and_learn(
+    args: argparse.Namespace,
+    envs: Environments,
+    act: Callable[[], None],
+    learns: Sequence[Callable[[], None]],
+    add: Callable[[], None],
+) -> Clock:
+    """Step the environments, first at random; learn in each later turn, by each function of `learns` in turn.
+
+    Args:
+        act: Writes the actions.
+        learns: Each begins with what `add` does.
+        add: Adds the newest steps, before there is something to learn from.
+    """
+    act_, *learns_ = (Captured(each, args.compile, args.cudagraphs) for each in (act, *learns))
+    clock = Clock(args.device, args.random_steps + 20)
+    for turn in clock.turns(args.steps):
+        if turn < args.random_steps:
+            envs.act_at_random()
+        else:
+            act_()
+        envs.fetch()  # the only wait of the host in a turn
+        if turn > args.random_steps:
+            learns_[turn % len(learns_)]()  # the device learns while the host steps the environments
+        elif turn > 0:
+            add()
+        envs.step()
+    return clock
 
 
 def result(args: argparse.Namespace, envs: Environments, clock: Clock, **numbers: float) -> dict[str, Any]:

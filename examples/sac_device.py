@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from device_loop import EPSILON, SAMPLERS, Captured, Clock, Environments, arguments, result, run, transitions
+from device_loop import EPSILON, SAMPLERS, Environments, act_and_learn, arguments, result, run, transitions
 from torch import Tensor, nn
 
 from deepspeed_gear import DeviceReplay
@@ -78,9 +78,12 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         soft = value - log_temperature.exp() * log_density
         return batch["reward"] + GAMMA * (1 - batch["terminated"].float()) * soft  # truncation bootstraps
 
+    def add() -> None:
+        replay.add_transitions_(envs.row, {"observation": envs.following})
+
     def learn() -> None:
         """Add the newest transitions, draw, step all networks, and report the errors as priorities."""
-        replay.add_transitions_(envs.row, {"observation": envs.following})
+        add()
         replay.sample_(batch)
         goals = critic_goals()
         errors = [value - goals for value in values_of(critics, batch["observation"], batch["action"])]
@@ -107,19 +110,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
     with DeviceReplay(transitions(envs, CAPACITY, BATCH, args), args.device) as replay:
         batch = replay.new_batch()
-        act_, learn_ = (Captured(each, args.compile, args.cudagraphs) for each in (act, learn))
-        clock = Clock(args.device, args.random_steps + 20)
-        for turn in clock.turns(args.steps):
-            if turn < args.random_steps:
-                envs.act_at_random()
-            else:
-                act_()
-            envs.fetch()  # the only wait of the host in a turn
-            if turn > args.random_steps:
-                learn_()  # the device learns while the host steps the environments
-            elif turn > 0:
-                replay.add_transitions_(envs.row, {"observation": envs.following})
-            envs.step()
+        clock = act_and_learn(args, envs, act, [learn], add)
         replay.check()
         test = envs.evaluate(lambda seen: torch.tanh(actor(seen).chunk(2, 1)[0]) * largest)
         return result(args, envs, clock, test=test, loss=last_loss.item(), held=replay.num_steps)

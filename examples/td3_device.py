@@ -17,7 +17,7 @@ import copy
 from typing import Any
 
 import torch
-from device_loop import EPSILON, SAMPLERS, Captured, Clock, Environments, arguments, result, run, transitions
+from device_loop import EPSILON, SAMPLERS, Environments, act_and_learn, arguments, result, run, transitions
 from torch import Tensor, nn
 
 from deepspeed_gear import DeviceReplay
@@ -66,9 +66,12 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         value = torch.stack(values_of(target_critics, following, action)).amin(0)
         return batch["reward"] + GAMMA * (1 - batch["terminated"].float()) * value  # truncation bootstraps
 
+    def add() -> None:
+        replay.add_transitions_(envs.row, {"observation": envs.following})
+
     def learn_critics() -> None:
         """Add the newest transitions, draw, step the critics, and report the errors as priorities."""
-        replay.add_transitions_(envs.row, {"observation": envs.following})
+        add()
         replay.sample_(batch)
         goals = critic_goals()
         errors = [value - goals for value in values_of(critics, batch["observation"], batch["action"])]
@@ -94,20 +97,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
     with DeviceReplay(transitions(envs, CAPACITY, BATCH, args), args.device) as replay:
         batch = replay.new_batch()
-        how = args.compile, args.cudagraphs
-        act_, *learn_ = (Captured(each, *how) for each in (act, learn_both, learn_critics))  # a graph each
-        clock = Clock(args.device, args.random_steps + 20)
-        for turn in clock.turns(args.steps):
-            if turn < args.random_steps:
-                envs.act_at_random()
-            else:
-                act_()
-            envs.fetch()  # the only wait of the host in a turn
-            if turn > args.random_steps:
-                learn_[min(turn % DELAY, 1)]()  # the device learns while the host steps the environments
-            elif turn > 0:
-                replay.add_transitions_(envs.row, {"observation": envs.following})
-            envs.step()
+        clock = act_and_learn(args, envs, act, [learn_both, *[learn_critics] * (DELAY - 1)], add)
         replay.check()
         numbers = {"test": envs.evaluate(lambda seen: actor(seen) * largest), "loss": last_loss.item()}
         return result(args, envs, clock, **numbers, held=replay.num_steps)
