@@ -40,7 +40,8 @@ class _Failed(NamedTuple):
 class NodeChannel:
     """Messages between the nodes that hold a table. One thread at a time; all nodes call in one order.
 
-    A wait that fails leaves messages that a later exchange could receive: the channel stays broken.
+    Construction is collective over the ranks that exchange. A wait that fails leaves messages that a later
+    exchange could receive: the channel stays broken.
 
     Args:
         topology: Places and nodes of all ranks.
@@ -65,33 +66,28 @@ class NodeChannel:
         members = [topology.ranks_of(node)[0] for node in self.nodes]
         #: Global rank of each node that sends and receives.
         self.ranks = members if group is None else [dist.get_global_rank(group, rank) for rank in members]
-        self._purpose = purpose
-        self._up: Any = None  # the group of messages to nodes after their sender
-        self._down: Any = None  # the group of messages to nodes before it
-        self._tag = 0  # of this channel's messages among those of the groups
+        # Messages to nodes after their sender and to those before it have groups of their own: while a thread
+        # sends, gloo's thread that is notified of a message between the same two ranks of the same group
+        # spins, maybe on the core that the sender needs.
+        self._up, self._down = (
+            lane(tuple(sorted(self.ranks)), f"{purpose}, {way}", timeout_s + GRACE_S)
+            for way in ("up", "down")
+        )
+        #: Of this channel's messages among those of the groups.
+        self._tag = _tags[self._up] = _tags.get(self._up, 0) + 1
         self._others = [(self.index + i) % self.count for i in range(1, self.count)]
         self._members = np.argsort(np.argsort(self.ranks)).tolist()  # of the group, whose ranks ascend
         self._peer_words = [FIRST_WORDS] * self.count  # words of the receive buffer that each node has for us
         self._spare = [np.empty(FIRST_WORDS, np.int64) for _ in self.nodes]  # the last message of each node
         self._buffers: dict[int, tuple[np.ndarray, Any]] = {}  # for the next message of each node
+        for node in self._others:
+            buffer = np.empty(FIRST_WORDS, np.int64)
+            self._buffers[node] = buffer, self._begin_receive(node, buffer)
         self._broken: LostNodeError | None = None
         self._detector = detector
         self.bytes_sent = self.bytes_received = 0
         self.num_exchanges, self.last_wait_s = 0, 0.0
         self.left = False  # whether a node has announced that it makes no further selection
-
-    def open(self) -> None:
-        """Make the groups. Collective over the ranks that exchange.
-
-        Each direction has a group of its own: while a thread sends, gloo's thread that is notified of a
-        message between the same two ranks of the same group spins, maybe on the core that the sender needs.
-        """
-        ranks, timeout_s = tuple(sorted(self.ranks)), self.timeout_s + GRACE_S
-        self._up, self._down = (lane(ranks, f"{self._purpose}, {way}", timeout_s) for way in ("up", "down"))
-        self._tag = _tags[self._up] = _tags.get(self._up, 0) + 1
-        for node in self._others:
-            buffer = np.empty(FIRST_WORDS, np.int64)
-            self._buffers[node] = buffer, self._begin_receive(node, buffer)
 
     def name(self, index: int) -> str:
         """Return the name of a node in errors."""

@@ -296,6 +296,5 @@ def _barrier(plan: Resolved, table: Table, turns: Turns, detector: FailureDetect
     over_nodes = len(order) > 1 and topology.node in order
     if over_nodes and topology.leads_node:
         channel = NodeChannel(topology, order, "turns", timeout_s, plan.group, detector)
-        channel.open()
     early = only_readers and config.prefetch > 0
     return BatchBarrier(table, topology, only_readers, timeout_s, channel, over_nodes, early, detector)

@@ -118,11 +118,9 @@ class NodeExchange:
         plan, config = self._plan, self._plan.config
         order, timeout_s = plan.placement.order, config.timeout_s
         channel = NodeChannel(plan.topology, order, purpose, timeout_s, plan.group, detector)
-        channel.open()
         self._channels[trains] = channel
         if config.exchange != "host":
-            transport = self._transports[trains] = DeviceTransport(channel, self._device)
-            transport.open()
+            self._transports[trains] = DeviceTransport(channel, self._device)
 
     def take_metrics(self) -> dict[str, float]:
         """Return the mean of the training selections' exchanges since the last call; empty elsewhere.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -145,17 +145,12 @@ class DeviceTransport:
 
     def __init__(self, channel: NodeChannel, device: torch.device) -> None:
         self._channel, self._device = channel, device
-        self._group: Any = None
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        self._group = lane(tuple(sorted(channel.ranks)), "rows", channel.timeout_s + GRACE_S, backend)
         self._buffers: dict[str, torch.Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def open(self) -> None:
-        """Make the group. Collective over the ranks that exchange."""
-        backend = "nccl" if self._device.type == "cuda" else "gloo"
-        timeout_s = self._channel.timeout_s + GRACE_S
-        self._group = lane(tuple(sorted(self._channel.ranks)), "rows", timeout_s, backend)
 
     def exchange(self, messages: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.ndarray]:
         """Send each node its rows, and receive those of each. Collective.

@@ -62,11 +62,9 @@ def opened(node: int, order: list[int], groups: Callable[[str], Any]) -> NodeCha
     topology: Any = SimpleNamespace(
         node=node, ranks_of=lambda node: [node], describe=lambda node: f"node {node}"
     )
-    made = NodeChannel(topology, order, "test", 1.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(node_channel, "lane", lambda ranks, purpose, timeout_s: groups(purpose))
-        made.open()
-    return made
+        return NodeChannel(topology, order, "test", 1.0)
 
 
 def links(count: int) -> tuple[list[NodeChannel], dict[str, Wire]]:
