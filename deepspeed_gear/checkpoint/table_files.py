@@ -198,14 +198,13 @@ def _manifest_of(folder: Path, save_id: str | None, of_shard: bool) -> dict[str,
     path = folder / save_folders.MANIFEST
     manifest = save_folders.read_versioned(path, FORMAT)
     kinds = {"save": str, "schema": dict, "next_id": int, "inserted": list, "files": dict}
-    for name, kind in kinds.items():
+    for name, kind in {**kinds, "shard": dict}.items() if of_shard else kinds.items():
         save_folders.entry(manifest, name, kind, str(path))
     inserted = dict(zip(("trajectories", "steps"), manifest["inserted"], strict=False))
     for name in ("trajectories", "steps"):
         save_folders.entry(inserted, name, int, f"{path}: inserted")
     for name in ("index", "count") if of_shard else ():
-        shard = save_folders.entry(manifest, "shard", dict, str(path))
-        save_folders.entry(shard, name, int, f"{path}: shard")
+        save_folders.entry(manifest["shard"], name, int, f"{path}: shard")
     if save_id is not None and manifest["save"] != save_id:
         raise CheckpointError(str(folder), f"must be of the save {save_id}", manifest["save"])
     return manifest

@@ -185,20 +185,32 @@ class AddFilter:
     """
 
     def __init__(self, conditions: Sequence[Condition], schema: Schema, device: torch.device) -> None:
-        self._conditions, self._among = tuple(conditions), dict[str, Tensor]()
         #: The columns that are read.
         self.columns = frozenset(condition.column for condition in conditions)
+        # Of each condition its column, least and largest value, and the values that pass; None: any.
+        self._tests: list[tuple[str, float | None, float | None, Tensor | None]] = []
         limits = torch.iinfo(torch.int64)
         for condition in conditions:
             name, dtype = condition.column, DTYPES[schema[condition.column].dtype]
+            least, most, among = condition.minimum, condition.maximum, condition.among
             if schema[name].late:
                 rule = "must not be late where gear.sampler.where names it, in a table on devices"
                 raise SchemaError(f"column {name}", rule)
-            if condition.among is not None and dtype.is_floating_point:
-                self._among[name] = torch.tensor([float(n) for n in condition.among], dtype=dtype).to(device)
-            elif condition.among is not None:  # no integer is equal to the others
-                held = [int(n) for n in condition.among if limits.min <= n <= limits.max and n == int(n)]
-                self._among[name] = torch.tensor(held, dtype=torch.int64).to(device)
+            if not dtype.is_floating_point:
+                # A float bound would round large integers: compared are integers, with bounds that int64
+                # holds; no integer is equal to other values, or beyond the bounds.
+                dtype = torch.int64
+                if among is not None:
+                    among = tuple(n for n in among if limits.min <= n <= limits.max and n == int(n))
+                if (least or 0) > limits.max or (most or 0) < limits.min:
+                    least, most, among = None, None, ()
+                least = None if least is None else max(math.ceil(least), limits.min)
+                most = None if most is None else min(math.floor(most), limits.max)
+            number = float if dtype.is_floating_point else int
+            passing = (
+                None if among is None else torch.tensor([number(n) for n in among], dtype=dtype).to(device)
+            )
+            self._tests.append((name, least, most, passing))
 
     def lengths(self, columns: Columns, lengths: Tensor | None, steps: int) -> Tensor | None:
         """Return the lengths of trajectories, 0 for those that fail a condition; None: all are `steps`.
@@ -207,26 +219,16 @@ class AddFilter:
             columns: Of the trajectories. [E, *shape].
             lengths: Steps of each; None: all `steps`. [E], int64.
         """
-        for condition in self._conditions:
-            holds = self._holds(condition, columns[condition.column])
+        for name, least, most, passing in self._tests:
+            values = columns[name]
+            values = values if values.dtype.is_floating_point else values.long()
+            holds = torch.ones_like(values, dtype=torch.bool)
+            if least is not None:
+                holds &= values >= least
+            if most is not None:
+                holds &= values <= most
+            if passing is not None:
+                holds &= (values[:, None] == passing).any(1)
             kept = torch.full_like(holds, steps, dtype=torch.int64) if lengths is None else lengths
             lengths = torch.where(holds, kept, torch.zeros_like(kept))
         return lengths
-
-    def _holds(self, condition: Condition, values: Tensor) -> Tensor:
-        least, most = condition.minimum, condition.maximum
-        if not values.dtype.is_floating_point:
-            # A float bound would round large integers: compared are integers, with bounds that int64 holds.
-            values, limits = values.long(), torch.iinfo(torch.int64)
-            if (least or 0) > limits.max or (most or 0) < limits.min:
-                return torch.zeros_like(values, dtype=torch.bool)
-            least = None if least is None else max(math.ceil(least), limits.min)
-            most = None if most is None else min(math.floor(most), limits.max)
-        holds = torch.ones_like(values, dtype=torch.bool)
-        if least is not None:
-            holds &= values >= least
-        if most is not None:
-            holds &= values <= most
-        if condition.among is not None:
-            holds &= (values[:, None] == self._among[condition.column]).any(1)
-        return holds

@@ -23,7 +23,7 @@ from deepspeed_gear.errors import ConfigError, ShapeError
 from deepspeed_gear.ops.constants import tree_size
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.public_names import public_names
-from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
+from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 
@@ -64,21 +64,15 @@ def replica_broadcast(plan: Resolved, device: torch.device) -> Callable[[Tensor]
 class DeviceLoader:
     """Fills batches of fixed tensors, and takes their priority updates. Waits for nothing.
 
-    Args:
-        broadcast: Of this replica's ranks (`replica_broadcast`); None: it is one rank.
+    Construction is collective over all ranks.
     """
 
-    def __init__(
-        self,
-        mixture: TableMixture,
-        broadcast: Callable[[Tensor], None] | None,
-        data_rank: int,
-        burn_in: BurnIn | None,
-        info: BatchInfo,
-        owner: object,
-    ) -> None:
-        self._mixture, self._broadcast, self._data_rank = mixture, broadcast, data_rank
-        self._burn_in, self._owner, self._info = burn_in, owner, info
+    def __init__(self, plan: Resolved, mixture: TableMixture, burn_in: BurnIn | None, owner: object) -> None:
+        self._mixture, self._data_rank = mixture, plan.topology.data_rank
+        #: Of this replica's ranks; None: it is one rank, or nothing is reported.
+        self._broadcast = replica_broadcast(plan, mixture.device) if mixture.is_prioritized else None
+        self._burn_in, self._owner = burn_in, owner
+        info = self._info = plan.info
         count = info.micro * info.accumulation
         self._all = torch.zeros(count, Resolution.NUM_WORDS, dtype=torch.int64, device=mixture.device)
         self._all_weights = torch.ones(count if mixture.is_prioritized else 0, device=mixture.device)

@@ -15,30 +15,12 @@ from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig, PriorityOptions
 from deepspeed_gear.device import added_columns, device_checkpoint
-from deepspeed_gear.device.device_loader import (
-    DeviceBatch,
-    DeviceEvaluation,
-    DeviceLoader,
-    replica_broadcast,
-    reported,
-)
-from deepspeed_gear.device.device_table import (
-    DeviceTable,
-    TableMixture,
-    device_of,
-    ops_of,
-    table_of,
-)
+from deepspeed_gear.device.device_loader import DeviceBatch, DeviceEvaluation, DeviceLoader, reported
+from deepspeed_gear.device.device_table import DeviceTable, TableMixture, device_of, ops_of, table_of
 from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.distributed.resolved_plan import Resolved, resolve_plan
 from deepspeed_gear.distributed.topology import RankCoordinates
-from deepspeed_gear.errors import (
-    ConfigError,
-    DataError,
-    SchemaError,
-    ShapeError,
-    StoreError,
-)
+from deepspeed_gear.errors import ConfigError, DataError, SchemaError, ShapeError, StoreError
 from deepspeed_gear.ops.records import RingState
 from deepspeed_gear.replay.batch_assembler import Transform
 from deepspeed_gear.replay.metrics import Totals
@@ -95,14 +77,11 @@ class DeviceReplay(ReplayBase):
             to = plan.exchange.agree("the device", lambda: device_of(device))
             super().__init__(plan, to, engine_dtype)
             plan.exchange.agree("the table on the device", lambda: self._build(plan, engine_dtype))
-            broadcast = replica_broadcast(plan, self.device) if self._mixture.is_prioritized else None
+            self._loader = DeviceLoader(plan, self._mixture, self._burn_in, owner=self)
         except BaseException:
             self._close_tables()
             plan.exchange.close()
             raise
-        self._loader = DeviceLoader(
-            self._mixture, broadcast, plan.topology.data_rank, self._burn_in, plan.info, owner=self
-        )
         self._clamp_warnings = self._new_clamp_warnings()
         self._num_before_load = 0  # global batches selected here, less the position of the latest load
         self._transform: Transform | None = None

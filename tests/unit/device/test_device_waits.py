@@ -143,54 +143,45 @@ def test_a_step_of_environments(sampler: str) -> None:
         assert stub.waits == []
 
 
-def test_steps_of_environments_of_several_replicas(replicate: Replicate) -> None:
-    """Each replica has `num_envs` environments, and draws their steps alone."""
-    section = section_of("prioritized")
-    section["tables"]["main"] |= {"num_envs": device_support.ENVS}
-    drawn: list[int] = []
+@pytest.mark.parametrize(("adds", "accumulation"), [("steps", 1), ("mixture", 1), ("mixture", 2)])
+def test_replicas_draw_alone_and_share_no_random_word(
+    adds: str, accumulation: int, replicate: Replicate
+) -> None:
+    """Each replica has tables, or `num_envs` environments, of its own."""
+    section = {**section_of("prioritized"), "gradient_accumulation_steps": accumulation}
+    of, table, names = section["sampler"], section["tables"]["main"], ["main"]
+    if adds == "steps":
+        table["num_envs"] = device_support.ENVS
+    else:
+        names = ["a", "b"]
+        section["sampler"] = {"kind": "mixture", "shares": {"a": 0.25, "b": 0.75}, "of": of}
+        section["tables"] = dict.fromkeys(names, table)
+    drawn: list[tuple[int, int]] = []  # table and number of each sample
     for replica in range(REPLICAS):
         replicate(replica)
         added = columns(replica)
         with DeviceStub() as stub, DeviceReplay(section, DEVICE) as replay:
-            assert replay.table.num_envs == device_support.ENVS
+            assert replay.table.num_envs == (device_support.ENVS if adds == "steps" else 0)
+            batches = [replay.new_batch() for _ in range(accumulation)]
             stub.waits.clear()
             for turn in range(STEPS):
                 row = {name: values[:, turn] for name, values in added.items()}
-                replay.add_steps_(row, {"observation": added["observation"][:, turn + 1]})
-                batch = replay.sample()
-                replay.update_priorities_(batch, batch["reward"].abs() + 1)
-            assert stub.waits == []
-            drawn += held(batch.sample_number).tolist()
-    assert len(set(drawn)) == len(drawn), "no two share a random word"
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_mixture_of_replicas_with_tables_of_their_own(replicate: Replicate, accumulation: int) -> None:
-    section = section_of("prioritized")
-    of, table = section["sampler"], section["tables"]["main"]
-    section["sampler"] = {"kind": "mixture", "shares": {"a": 0.25, "b": 0.75}, "of": of}
-    section |= {"tables": {"a": table, "b": table}, "gradient_accumulation_steps": accumulation}
-    drawn: tuple[list[int], list[int]] = [], []
-    for replica in range(REPLICAS):
-        replicate(replica)
-        added = columns(replica)
-        with DeviceStub() as stub, DeviceReplay(section, DEVICE) as replay:
-            batches = [replay.new_batch() for _ in range(accumulation)]
-            stub.waits.clear()
-            for _ in range(STEPS):
-                for name in "ab":
-                    replay.add_(added, table=name)
+                for name in names:
+                    if adds == "steps":
+                        replay.add_steps_(row, {"observation": added["observation"][:, turn + 1]})
+                    else:
+                        replay.add_(added, table=name)
                 for batch in batches:
                     replay.sample_(batch)
                     replay.update_priorities_(batch, batch["reward"].abs() + batch.probability)
             assert stub.waits == []
             for batch in batches:
-                source, number = held(batch.source), held(batch.sample_number)
-                for of_table, found in enumerate(drawn):
-                    found += number[source == of_table].tolist()
-    assert [len(found) for found in drawn] == [device_support.BATCH // 4, device_support.BATCH * 3 // 4]
-    for found in drawn:
-        assert len(set(found)) == len(found), "no two share a random word"
+                source = [0] * batch.num_samples if adds == "steps" else held(batch.source).tolist()
+                drawn += zip(source, held(batch.sample_number).tolist(), strict=True)
+    counts = [sum(source == index for source, _ in drawn) for index in range(len(names))]
+    batch_size = device_support.BATCH
+    assert counts == ([batch_size] if adds == "steps" else [batch_size // 4, batch_size * 3 // 4])
+    assert len(set(drawn)) == len(drawn)
 
 
 def of_data(tmp_path: Path, sampler: dict[str, Any]) -> dict[str, Any]:

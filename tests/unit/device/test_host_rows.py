@@ -9,7 +9,7 @@ import torch
 from ring_cases import SAMPLERS, add_some, assert_same, online, trajectories
 
 from deepspeed_gear import DeviceReplay
-from deepspeed_gear.device.host_rows import HostRows
+from deepspeed_gear.device.ring_table import HostRows
 from deepspeed_gear.errors import ConfigError, StoreFullError
 
 CPU = torch.device("cpu")
