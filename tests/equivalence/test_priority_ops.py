@@ -1,4 +1,4 @@
-"""Masses, weights, minima, rows and highest priorities: against the reference, bit for bit."""
+"""Masses, weights, minima, reports and updates: against the reference, bit for bit."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from op_comparison import REFERENCE, REFUSED, compare, same_bits
 from priority_op_cases import (
     ALPHAS,
     BAD_PRIORITIES,
     NUM_ITEMS,
-    REFUSED,
     SIZES,
-    SameBits,
     any_priorities,
     masses_of,
     store_of,
@@ -23,7 +22,7 @@ from priority_op_cases import (
 )
 from torch import Tensor
 
-from deepspeed_gear.ops import Ops, records
+from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import (
     FAN_OUT,
     MOST_MASS_BITS,
@@ -33,52 +32,23 @@ from deepspeed_gear.ops.constants import (
     most_mass_bits,
     tree_size,
 )
-from deepspeed_gear.ops.records import MassUnit, Resolution, Slot, SlotState, UpdateCount
+from deepspeed_gear.ops.records import LogEntry, MassUnit, Resolution, Slot, SlotState, UpdateCount
 
+ALL = [0, 0, 1, 1 << 40, 0]
+RULES = [ALL, [0, 0, 1, 1, 1], ALL, [1, 1, 2, 2, 0], ALL, [0, 0, 1, 1, 1], [1, 0, 2, 3, 1]]  # by count
 
-def test_a_committed_slot_is_what_the_store_calls_so() -> None:
-    assert records.SlotState.COMMITTED == SlotState.COMMITTED
+# ---- masses, weights and the least mass --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("count", [*SIZES, 1000])
-def test_mass(reference: Ops, native: Ops, count: int, alpha: int) -> None:
+def test_mass(native: Ops, count: int, alpha: int) -> None:
     torch.manual_seed(count)
     for priorities in (any_priorities(count), torch.rand(count) * 2):
-        expected, got = torch.full((2, count), -1).unbind()
-        expected, got = expected.clone(), got.clone()
         for most_bits in (MOST_MASS_BITS, 27, 1):
-            reference.mass_(expected, priorities, alpha, most_bits)
-            native.mass_(got, priorities, alpha, most_bits)
-            assert torch.equal(got, expected)
-            assert torch.equal(expected == 0, priorities == 0)
-            assert (expected <= 1 << most_bits).all()
-
-
-@pytest.mark.parametrize("bad", BAD_PRIORITIES)
-def test_mass_of_no_priority(careful: Ops, kernels_on_host: Ops, bad: float) -> None:
-    masses, priorities = torch.full((9,), -1), torch.ones(9)
-    priorities[4] = bad
-    with pytest.raises(REFUSED, match=r"priority 4 must be finite and at least 0, got -?(1|inf|nan)"):
-        careful.mass_(masses, priorities, 1 << 61, 40)
-    assert (masses == -1).all()
-    with pytest.raises(RuntimeError, match="leads outside"):
-        kernels_on_host.mass_(masses, priorities, 1 << 61, 40)
-
-
-@pytest.mark.parametrize("alpha", [-1, ONE_Q62 + 1])
-def test_exponent_outside(careful: Ops, alpha: int) -> None:
-    resolutions = torch.ones(1, Resolution.NUM_WORDS, dtype=torch.int64)
-    with pytest.raises(REFUSED, match="alpha must be in"):
-        careful.mass_(torch.zeros(1).long(), torch.ones(1), alpha, 40)
-    with pytest.raises(REFUSED, match="beta must be in"):
-        careful.importance_(torch.zeros(1), resolutions, 1, 1, alpha)
-
-
-@pytest.mark.parametrize("most_bits", [0, MOST_MASS_BITS + 1])
-def test_largest_mass_outside(careful: Ops, most_bits: int) -> None:
-    with pytest.raises(REFUSED, match=r"most_bits must be in \[1, 40\], got"):
-        careful.mass_(torch.zeros(1).long(), torch.ones(1), 1, most_bits)
+            (found,) = compare(native, "mass_", torch.full((count,), -1), priorities, alpha, most_bits)
+            assert torch.equal(found == 0, priorities == 0)
+            assert (found <= 1 << most_bits).all()
 
 
 @pytest.mark.parametrize("num_items", [0, 1, 2**21 - 1, 2**21, 2**24, 10**8, 2**40 - 1])
@@ -86,46 +56,30 @@ def test_masses_of_a_full_table_do_not_overflow(num_items: int) -> None:
     most_bits = most_mass_bits(num_items)
     assert 1 <= most_bits <= MOST_MASS_BITS
     assert 2 * num_items << most_bits < 1 << 62
-    assert (
-        most_bits == MOST_MASS_BITS or 8 * (num_items + 1) << most_bits >= 1 << 62
-    )  # no less than it may be
+    is_least = 8 * (num_items + 1) << most_bits >= 1 << 62  # no less than it may be
+    assert most_bits == MOST_MASS_BITS or is_least
 
 
 @pytest.mark.parametrize("beta", ALPHAS)
 @pytest.mark.parametrize("count", [*SIZES, 500])
-def test_importance(reference: Ops, cpu: Ops, same_bits: SameBits, count: int, beta: int) -> None:
+def test_importance(cpu: Ops, count: int, beta: int) -> None:
     torch.manual_seed(count)
     resolutions = torch.randint(0, 1 << 62, (count, Resolution.NUM_WORDS))
     resolutions[:, Resolution.MASS] >>= torch.randint(0, 60, (count,))
     resolutions[:, Resolution.MASS] += 1
     most = (1 << 63) - 1
     for numerator, num_items in ((1, 1), (1 << 50, 1000), (most, 1), (1, most), (12345, 7)):
-        expected, got = torch.full((count,), -1.0), torch.full((count,), -1.0)
-        reference.importance_(expected, resolutions, numerator, num_items, beta)
-        cpu.importance_(got, resolutions, numerator, num_items, beta)
-        assert same_bits(got, expected)
+        out = torch.full((count,), -1.0)
+        (found,) = compare(cpu, "importance_", out, resolutions, numerator, num_items, beta)
         exact = (numerator / (num_items * resolutions[:, Resolution.MASS].double())) ** (beta / ONE_Q62)
-        assert torch.allclose(expected.double(), exact, rtol=1e-6, atol=0)
+        assert torch.allclose(found.double(), exact, rtol=1e-6, atol=0)
 
 
 def test_importance_of_the_least_mass_is_one(cpu: Ops) -> None:
-    resolutions = torch.randint(1, 1 << 40, (50, Resolution.NUM_WORDS))
     weights = torch.zeros(1)
-    for row in resolutions:
+    for row in torch.randint(1, 1 << 40, (50, Resolution.NUM_WORDS)):
         cpu.importance_(weights, row[None], int(row[Resolution.MASS]), 1, round(0.4 * ONE_Q62))
         assert weights.item() == 1.0
-
-
-def test_importance_refuses(careful: Ops) -> None:
-    resolutions, weights = torch.ones(3, Resolution.NUM_WORDS, dtype=torch.int64), torch.full((3,), -1.0)
-    for numerator, count in ((0, 1), (1, 0), (-1, 1)):
-        with pytest.raises(REFUSED, match="numerator and count must be positive"):
-            careful.importance_(weights, resolutions, numerator, count, 1)
-    for bad in (0, -5):
-        resolutions[1, Resolution.MASS] = bad
-        with pytest.raises(REFUSED, match=rf"mass of resolution 1 must be positive, got {bad}"):
-            careful.importance_(weights, resolutions, 1, 1, 1)
-        assert (weights == -1).all()
 
 
 def minima_by_hand(masses: Tensor) -> list[int]:
@@ -140,29 +94,21 @@ def minima_by_hand(masses: Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("num_items", NUM_ITEMS)
-def test_minima(reference: Ops, native: Ops, num_items: int) -> None:
+def test_minima(native: Ops, num_items: int) -> None:
     torch.manual_seed(num_items)
     masses = masses_of(num_items)
-    sums = tree_of(masses, reference)
-    minima = torch.full((minima_size(num_items),), 77)
-    for ops in (reference, native):
-        minima.fill_(77)
-        ops.minima_build_(minima, sums, num_items)
-        assert minima.tolist() == minima_by_hand(masses)
+    sums = tree_of(masses, REFERENCE)
+    (minima,) = compare(native, "minima_build_", torch.full((minima_size(num_items),), 77), sums, num_items)
+    assert minima.tolist() == minima_by_hand(masses)
     for count in SIZES if num_items else (0,):
         # Small ranges have many equal items; small masses are the least of their groups, and vanish again.
         items = torch.randint(0, max(min(num_items, 70 if count < 33 else num_items), 1), (count,))
         new = masses_of(count) >> torch.randint(0, 40, (count,))
-        reference.tree_update_(sums, num_items, items, new)
-        expected, got = minima.clone(), minima.clone()
-        reference.minima_update_(expected, sums, num_items, items)
-        native.minima_update_(got, sums, num_items, items)
-        assert torch.equal(got, expected)
-        assert got.tolist() == minima_by_hand(sums[:num_items])
+        REFERENCE.tree_update_(sums, num_items, items, new)
+        (minima,) = compare(native, "minima_update_", minima, sums, num_items, items)
+        assert minima.tolist() == minima_by_hand(sums[:num_items])
         some = sums[:num_items][sums[:num_items] > 0]
-        least = op_wrappers.least_mass(sums, got, num_items)
-        assert least == (int(some.min()) if len(some) else 0)
-        minima = got
+        assert op_wrappers.least_mass(sums, minima, num_items) == (int(some.min()) if len(some) else 0)
 
 
 def test_minima_rise_and_vanish(native: Ops) -> None:
@@ -181,64 +127,7 @@ def test_minima_rise_and_vanish(native: Ops) -> None:
     assert op_wrappers.least_mass(sums, minima, num_items) == 0
 
 
-def test_minima_refuse(careful: Ops) -> None:
-    sums, minima = tree_of(torch.ones(40).long(), careful), torch.zeros(minima_size(40)).long()
-    for bad in (-1, 40):
-        with pytest.raises(REFUSED, match=r"items.* must lie in \[0, 40\)"):
-            careful.minima_update_(minima, sums, 40, torch.tensor([0, bad]))
-
-
-@pytest.mark.parametrize("size", [31, 33])
-def test_minima_of_another_size(native: Ops, size: int) -> None:
-    sums = tree_of(torch.ones(40).long(), native)
-    with pytest.raises(RuntimeError, match=f"minima of 40 items must have 32 words, got {size}"):
-        native.minima_build_(torch.zeros(size).long(), sums, 40)
-
-
-@pytest.mark.parametrize("num_slots", [1, 7, 33, 150])
-def test_resolve_rows(reference: Ops, cpu: Ops, num_slots: int) -> None:
-    torch.manual_seed(num_slots)
-    slots, row_slots = store_of(torch.randint(1, 20, (num_slots,)).tolist())
-    sums = tree_of(masses_of(len(row_slots)).clamp(max=1 << 30) * (row_slots >= 0), cpu)
-    total = op_wrappers.tree_total(sums, len(row_slots))
-    if total == 0:
-        sums = tree_of((row_slots >= 0).long(), cpu)
-        total = op_wrappers.tree_total(sums, len(row_slots))
-    for count in (*SIZES, 200):
-        coordinates = torch.randint(0, total, (count,))
-        expected, got = (torch.full((count, Resolution.NUM_WORDS), -1) for _ in range(2))
-        for ops, out in ((reference, expected), (cpu, got)):
-            ops.resolve_rows_(out, sums, slots, row_slots, coordinates, 1 << 40)
-        assert torch.equal(got, expected)
-        row, slot = expected[:, 3] + expected[:, 5], expected[:, 1]
-        assert torch.equal(row_slots[row].long(), slot)
-        assert torch.equal(expected[:, (0, 2, 3, 4)], slots[slot][:, (2, 1, 3, 4)])
-        assert torch.equal(expected[:, Resolution.MASS], sums[row])
-        assert torch.equal(expected[:, 7], torch.arange(count) + (1 << 40))
-        ends = sums[: len(row_slots)].cumsum(0)
-        assert torch.equal(row, torch.searchsorted(ends, coordinates, right=True))
-
-
-@pytest.mark.parametrize(
-    ("bad_slot", "word", "value"),
-    [(-1, 0, 2), (3, 0, 2), (1, 3, 6), (1, 3, -1), (1, 4, 1), (-(1 << 31), 0, 2), ((1 << 31) - 1, 0, 2)],
-)
-def test_row_of_no_slot(careful: Ops, bad_slot: int, word: int, value: int) -> None:
-    """Row 5 is the second step of slot 1."""
-    slots = torch.tensor([[2, 1, 10 + i, i * 4, 4, 4, 0, 0] for i in range(3)])
-    row_slots = torch.arange(3, dtype=torch.int32).repeat_interleave(4)
-    sums, out = tree_of(torch.ones(12).long(), careful), torch.zeros(2, 8).long()
-    row_slots[5], slots[1, word] = bad_slot, value
-    with pytest.raises(REFUSED, match="coordinate 1 must hit a row that is a step of its slot"):
-        careful.resolve_rows_(out, sums, slots, row_slots, torch.tensor([0, 5]), 0)
-
-
-@pytest.mark.parametrize("bad", [-1, 12, 1 << 62])
-def test_coordinate_beyond_the_rows(careful: Ops, bad: int) -> None:
-    sums, out = tree_of(torch.ones(12).long(), careful), torch.zeros(1, 8).long()
-    slots, row_slots = torch.ones(3, 8).long(), torch.zeros(12, dtype=torch.int32)
-    with pytest.raises(REFUSED, match=r"coordinates.* must lie in \[0, 12\)"):
-        careful.resolve_rows_(out, sums, slots, row_slots, torch.tensor([bad]), 0)
+# ---- the highest priorities --------------------------------------------------------------------------
 
 
 def orders(count: int) -> dict[str, Tensor]:
@@ -256,24 +145,106 @@ def orders(count: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("order", orders(0))
-@pytest.mark.parametrize("num_items", [0, 1, 7, 33, 63, 64, 65, 1025, 20000])
-def test_top_k(reference: Ops, cpu: Ops, num_items: int, order: str) -> None:
+@pytest.mark.parametrize("num_items", [0, 1, 33, 63, 64, 65, 1025, 20000])
+def test_top_k(cpu: Ops, num_items: int, order: str) -> None:
     torch.manual_seed(num_items)
     priorities, masses = orders(num_items)[order], masses_of(num_items + 3)
+    values, leaves = priorities.tolist(), torch.nonzero(masses[:num_items])[:, 0].tolist()
+    by_hand = sorted(leaves, key=lambda i: (-values[i], i))
     for k in (0, 1, 7, 33, 300, max(num_items - 1, 0), num_items + 1):
-        expected, got = torch.full((k,), 5), torch.full((k,), 5)
-        reference.top_k_(expected, priorities, masses)
-        cpu.top_k_(got, priorities, masses)
-        assert torch.equal(got, expected)
-        leaves = [i for i in range(num_items) if masses[i] > 0] if num_items < 2000 else None
-        if leaves is not None:
-            values = priorities.tolist()
-            by_hand = sorted(leaves, key=lambda i: (-values[i], i))[:k]
-            assert got.tolist() == by_hand + [-1] * (k - len(by_hand))
+        (found,) = compare(cpu, "top_k_", torch.full((k,), 5), priorities, masses)
+        assert found.tolist() == by_hand[:k] + [-1] * (k - len(by_hand))
+
+
+# ---- reports and updates -----------------------------------------------------------------------------
+
+
+def updates_of(slots: Tensor, count: int) -> Tensor:
+    """Updates of few slots, so that items repeat; some of each kind that must be ignored."""
+    index = torch.randint(0, len(slots), (count,))
+    anchor = (torch.rand(count) * slots[index, 4]).long()
+    updates = torch.stack((index, slots[index, 1], anchor, any_priorities(count).view(torch.int32).long()), 1)
+    kind = torch.randint(0, 14, (count,))
+    updates[kind == 0, 0] = -1
+    updates[kind == 1, 0] = len(slots)
+    updates[kind == 2, 1] += 1
+    updates[kind == 3, 2] = -1
+    updates[kind == 4, 2] = slots[index[kind == 4], 4]
+    updates[kind == 5, 0] = 1 << 60
+    small = kind > 9
+    updates[small, 3] = torch.rand(int(small.sum())).view(torch.int32).long()
+    return updates
+
+
+def arrays(num_items: int, keeps_minima: bool) -> list[Tensor]:
+    """What updates change: sums, minima, priorities and counts."""
+    sums = tree_of(masses_of(num_items), REFERENCE)
+    minima = torch.zeros(minima_size(num_items) if keeps_minima else 0, dtype=torch.int64)
+    if keeps_minima:
+        REFERENCE.minima_build_(minima, sums, num_items)
+    return [sums, minima, torch.rand(num_items), torch.zeros(UpdateCount.NUM_WORDS).long()]
+
+
+@pytest.mark.parametrize("alpha", [0, round(0.6 * ONE_Q62), ONE_Q62])
+@pytest.mark.parametrize(
+    ("unit", "keeps_minima"), [(MassUnit.TRAJECTORY, True), (MassUnit.STEP, True), (MassUnit.STEP, False)]
+)
+@pytest.mark.parametrize("num_slots", [1, 33, 1025])
+def test_prioritize(cpu: Ops, num_slots: int, unit: int, keeps_minima: bool, alpha: int) -> None:
+    torch.manual_seed(num_slots)
+    slots, row_slots = store_of(torch.randint(1, 9, (num_slots,)).tolist())
+    slots[torch.rand(num_slots) < 0.1, 0] = SlotState.COMMITTED + 1
+    kept = arrays(len(row_slots) if unit == MassUnit.STEP else num_slots, keeps_minima)
+    for count, rule in zip((*SIZES, 64, 65, 500), RULES, strict=True):
+        updates = updates_of(slots, count)
+        kept = compare(cpu, "prioritize_", *kept, slots, updates, rule, alpha, unit, 40)
+
+
+@pytest.mark.parametrize("count", [*SIZES, 300])
+@pytest.mark.parametrize("kind", ["in order", "two halves", "any"])
+def test_reports_count_by_batch_and_number(cpu: Ops, kind: str, count: int) -> None:
+    """Equal ones in the order in which they stand."""
+    torch.manual_seed(count)
+    slots, _ = store_of([3, 1, 8])
+    kept, updates = arrays(3, True), updates_of(slots, count)
+    keys = torch.randint(-3, 3, (count, 2)) << 40
+    order = sorted(range(count), key=lambda i: keys[i].tolist())
+    if kind != "any":
+        keys = keys[order]
+        order = list(range(count))
+    if kind == "two halves":  # as two ranks report
+        keys = torch.cat([keys[::2], keys[1::2]])
+        order = sorted(order, key=lambda i: keys[i].tolist())
+    reports, rest = torch.cat([updates, keys], dim=1), (ALL, 1, MassUnit.TRAJECTORY, 40)
+    expected = compare(cpu, "prioritize_", *kept, slots, updates[order], *rest)
+    before = reports.clone()
+    assert all(map(same_bits, compare(cpu, "prioritize_", *kept, slots, reports, *rest), expected))
+    assert torch.equal(before, reports)
+
+
+def samples_of(count: int) -> Tensor:
+    return torch.randint(-(1 << 62), 1 << 62, (count, Resolution.NUM_WORDS))
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 33, 100])
+def test_report(cpu: Ops, size: int) -> None:
+    torch.manual_seed(size)
+    log, tail = torch.randint(-9, 9, (size, LogEntry.NUM_WORDS)), (1 << 40) + 5
+    for count in (0, 1, 7, 32, 33, 99, 100, 0, 1):
+        if count > size:
+            continue
+        samples, priorities = samples_of(count), any_priorities(count)
+        (found,) = compare(cpu, "append_reports_", log, samples, priorities, tail, count - 2)
+        bits = [x & 0xFFFFFFFF for x in priorities.view(torch.int32).tolist()]
+        for i, (sample, word) in enumerate(zip(samples.tolist(), bits, strict=True)):
+            update = [sample[Resolution.SLOT], sample[Resolution.GENERATION], sample[Resolution.ANCHOR], word]
+            log[(tail + i) % size] = torch.tensor([*update, count - 2, sample[Resolution.SAMPLE_NUMBER]])
+        assert torch.equal(found, log)
+        tail += count
 
 
 @given(data=st.data())
-def test_slot_priorities(reference: Ops, cpu: Ops, data: st.DataObject) -> None:
+def test_slot_priorities(cpu: Ops, data: st.DataObject) -> None:
     """Slots that change, step by step: the arrays stay those of the reference."""
     by_step, keeps_minima = data.draw(st.booleans()), data.draw(st.booleans())
     num_slots, length = 6, 7
@@ -282,20 +253,16 @@ def test_slot_priorities(reference: Ops, cpu: Ops, data: st.DataObject) -> None:
     unit = MassUnit.STEP if by_step else data.draw(st.sampled_from([MassUnit.TRAJECTORY, MassUnit.LENGTH]))
     slots = torch.zeros(num_slots, Slot.NUM_WORDS, dtype=torch.int64)
     slots[:, Slot.FIRST_ROW], slots[:, Slot.NUM_ROWS] = torch.arange(num_slots) * length, length
-
-    def arrays() -> list[Tensor]:
-        words = minima_size(num_items) if keeps_minima else 0
-        return [
-            torch.zeros(tree_size(num_items), dtype=torch.int64),
-            torch.zeros(words, dtype=torch.int64),
-            torch.zeros(num_items),
-            torch.zeros(UpdateCount.NUM_WORDS, dtype=torch.int64),
-            *torch.zeros(2, num_slots, dtype=torch.int64),
-            torch.zeros(num_slots if by_step else 0, dtype=torch.int64),
-            torch.zeros(num_items if by_step else 0, dtype=torch.int32),
-        ]
-
-    expected, got, log, first = arrays(), arrays(), torch.zeros(16, dtype=torch.int64), 0
+    kept = [
+        torch.zeros(tree_size(num_items), dtype=torch.int64),
+        torch.zeros(minima_size(num_items) if keeps_minima else 0, dtype=torch.int64),
+        torch.zeros(num_items),
+        torch.zeros(UpdateCount.NUM_WORDS, dtype=torch.int64),
+        *torch.zeros(2, num_slots, dtype=torch.int64),
+        torch.zeros(num_slots if by_step else 0, dtype=torch.int64),
+        torch.zeros(num_items if by_step else 0, dtype=torch.int32),
+    ]
+    log, first = torch.zeros(16, dtype=torch.int64), 0
     for _ in range(data.draw(st.integers(1, 6))):
         changed = data.draw(st.lists(st.integers(0, num_slots - 1), max_size=8))
         for slot in changed:
@@ -306,23 +273,31 @@ def test_slot_priorities(reference: Ops, cpu: Ops, data: st.DataObject) -> None:
         log[torch.arange(first, last) % len(log)] = torch.tensor(changed, dtype=torch.int64)
         initial = data.draw(st.sampled_from([0, 0x3F800000, 0x3F000001]))
         rest = slots, log, first, last, rule, int(unit), initial, 1 << 61, 40
-        reference.slot_priorities_(*expected, *rest)
-        cpu.slot_priorities_(*got, *rest)
-        for mine, other in zip(got, expected, strict=True):
-            assert torch.equal(mine, other)
-        first = last
+        kept, first = compare(cpu, "slot_priorities_", *kept, *rest), last
 
 
-def test_slot_priorities_outside(cpu: Ops, reference: Ops) -> None:
-    slots = torch.tensor([[SlotState.COMMITTED, 1, 0, 3, 2, 2, 0, 0]])
-    log, zeros = torch.zeros(4, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    for ops in (cpu, reference):
-        sums, counts = torch.zeros(tree_size(4), dtype=torch.int64), torch.zeros(5, dtype=torch.int64)
-        known = zeros.clone(), zeros.clone(), zeros.clone(), torch.zeros(4, dtype=torch.int32)
-        given = sums, torch.empty(0, dtype=torch.int64), torch.zeros(4), counts, *known, slots, log
-        rest = [0, 0, 1, 9, 0], 1, 0x3F800000, 1 << 61, 40
-        with pytest.raises(REFUSED, match="must lie in"):
-            ops.slot_priorities_(*given, 0, 1, *rest)
-        with pytest.raises(REFUSED, match="entries must be in a log of 4"):
-            ops.slot_priorities_(*given, 0, 5, *rest)
-        assert not sums.any()
+# ---- what is refused changes nothing; test_every_op.py has the table of it ---------------------------
+
+
+@pytest.mark.parametrize("bad", BAD_PRIORITIES)
+def test_what_is_no_priority_changes_nothing(careful: Ops, kernels_on_host: Ops, bad: float) -> None:
+    priorities = torch.ones(80)
+    priorities[79] = bad
+    masses, log = torch.full((80,), -1), torch.full((80, LogEntry.NUM_WORDS), -1)
+    slots, _ = store_of([3, 4])
+    kept, updates = arrays(2, True), updates_of(slots, 80)
+    updates[:, 3] = priorities.view(torch.int32)
+    updates[:, 0] = -1  # also of a trajectory that is gone
+    changed = [t.clone() for t in kept]
+    for call in (
+        lambda: careful.mass_(masses, priorities, 1 << 61, 40),
+        lambda: careful.append_reports_(log, samples_of(80), priorities, 3, 0),
+        lambda: careful.prioritize_(*changed, slots, updates, ALL, 1, MassUnit.TRAJECTORY, 40),
+    ):
+        with pytest.raises(REFUSED, match=r"priority 79 must be finite and at least 0, got -?(1|inf|nan)"):
+            call()
+    assert (masses == -1).all()
+    assert (log == -1).all()
+    assert all(map(torch.equal, changed, kept))
+    with pytest.raises(RuntimeError, match="leads outside"):
+        kernels_on_host.mass_(masses, priorities, 1 << 61, 40)

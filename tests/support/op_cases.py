@@ -27,6 +27,7 @@ ON_DEVICE = ["tree_build_", "mass_", "minima_build_", "suffix_sum_", "n_step_", 
 # The pieces of copy_pieces_ stay in memory of the host: tests/gpu/test_host_placement.py.
 HOST_ONLY = [name for name in OP_NAMES if name not in (*ON_DEVICE, "copy_pieces_")]
 NUM_SLOTS, LENGTH, COUNT = 1500, 40, 33
+HOST_SLOTS, HOST_COUNT = 40, 7
 ALL_ANCHORS = [0, 0, 1, 1 << 40, 0]
 RING_SHAPE = [5000, NUM_SLOTS, 1, 9]  # rows, slots, a row more than steps, the longest trajectory
 SCRATCH = slice(16, 22)  # of a ring's state: what kernels pass to each other
@@ -49,6 +50,8 @@ def window(column: Tensor, offset: int, length: int) -> list[int]:
 
 def arguments(name: str) -> tuple[Any, ...]:
     """Arguments of an op in host memory, outputs first."""
+    if name in HOST_ONLY or name == "copy_pieces_":
+        return host_arguments(name)
     torch.manual_seed(0)
     if name in RING_NAMES:
         return ring_arguments(name)
@@ -86,6 +89,112 @@ def arguments(name: str) -> tuple[Any, ...]:
             1,
             torch.randperm(COUNT),
         ),
+    }[name]
+
+
+def host_arguments(name: str) -> tuple[Any, ...]:
+    """Arguments of an op that works in host memory alone."""
+    torch.manual_seed(0)
+    out = torch.zeros(HOST_COUNT, dtype=torch.int64)
+    slots = torch.arange(HOST_SLOTS)[:, None] * torch.tensor([0, 0, 1, 5, 0, 0, 0, 0])
+    slots[:, 4] = 5
+    sums = torch.zeros(tree_size(HOST_SLOTS), dtype=torch.int64)
+    sums[:HOST_SLOTS], sums[64:66] = 3, torch.tensor([96, 24])
+    rows = torch.randn(HOST_SLOTS * 5, 3)
+    slot, zero = torch.randint(0, HOST_SLOTS, (HOST_COUNT,)), torch.zeros(HOST_COUNT, dtype=torch.int64)
+    resolutions = torch.stack((slot, slot, zero, slot * 5, zero + 5, zero + 2, zero, zero), dim=1)
+    none = torch.empty(0)
+    two, pads = [none, none], [0.0, 1.0]
+    masses = torch.full((HOST_COUNT,), 9)
+    weighed = torch.cat((resolutions[:, :6], masses[:, None], masses[:, None]), dim=1)
+    row_slots = torch.arange(HOST_SLOTS // 5, dtype=torch.int32).repeat_interleave(5)
+    table = slots.clone()
+    table[:, 0] = 2
+    minima, priorities = torch.zeros(minima_size(HOST_SLOTS), dtype=torch.int64), torch.rand(HOST_SLOTS)
+    updates = torch.tensor([[1, 0, 2, 0x3F000000], [1, 0, 2, 0x40000000], [9, 1, 2, 0x3F000000]])
+    rows_bytes, messages = torch.zeros(64).byte(), [torch.arange(n) << 40 | 7 for n in (2, 3)]
+    nodes, room = torch.arange(2), [1, 9, 0, 9, 50, 5]
+    sampled, words, readers = torch.zeros(2, 7).long(), torch.zeros(2, 4).long(), torch.tensor([[1]])
+    rows_wanted = (
+        torch.tensor([[0, 0, 3, 9, 4, 0, -1], [1, 0, 2, 9, 8, 0, -1]]),
+        torch.tensor([[0, 0, -1, 2, 0, 0, 0]]),
+        torch.ones(1, 1, dtype=torch.bool),
+        torch.tensor([[0, 0, 4]]),
+        nodes + 0,
+    )
+    needs, reported = torch.zeros(2, 1, dtype=torch.int16), torch.arange(18).view(3, 6)
+    taken = torch.zeros(3, 8).long(), torch.zeros(3).long(), sampled + 0, nodes + 0, torch.zeros(1).long()
+    asked = torch.tensor([1]), torch.tensor([2]), needs
+    return {
+        "draw_": (out, 5, 1, 100, 1 << 40),
+        "permute_": (out, 5, 1, 2, 3, 100),
+        "tree_update_": (sums, HOST_SLOTS, torch.tensor([1, 1, 39]), torch.tensor([7, 9, 0])),
+        "slot_masses_": (sums, slots, nodes, 0, 2, [0, 0, 1, 9, 0], 1),
+        "resolve_": (resolutions * 0, sums, slots, out + 11, [0, 0, 1, 9, 0], 0, 5, 1, 100),
+        "resolve_rows_": (resolutions * 0, sums.clone(), slots, row_slots, out + 11, 100),
+        "importance_": (torch.zeros(HOST_COUNT), weighed, 3, 1, 1 << 61),
+        "minima_update_": (minima, sums, HOST_SLOTS, torch.tensor([1, 1, 39])),
+        "top_k_": (out, priorities, sums),
+        "append_reports_": (
+            torch.zeros(HOST_COUNT + 2, 6, dtype=torch.int64),
+            weighed,
+            torch.rand(HOST_COUNT),
+            5,
+            1,
+        ),
+        "prioritize_": (
+            *(sums, minima, priorities, out[:5].clone(), table, updates),
+            *([0, 0, 1, 9, 0], 1 << 61, 0, 40),
+        ),
+        "slot_priorities_": (
+            sums * 0,
+            minima,
+            priorities,
+            out[:5].clone(),
+            *torch.zeros(2, HOST_SLOTS, dtype=torch.int64),
+            none.long(),
+            none.int(),
+            table,
+            nodes,
+            0,
+            2,
+            [0, 0, 1, 9, 0],
+            0,
+            0x3F000000,
+            1 << 61,
+            40,
+        ),
+        "draw_goals_": (out + 0, resolutions, 5, 1, 0, 1 << 61, 1),
+        "pack_": (
+            [torch.zeros(9, 3), torch.zeros(9).long()],
+            [rows, none.long()],
+            two,
+            two,
+            resolutions[:2],
+            torch.tensor([1, 6]),
+            [0, 1, 1, 0, 0, 0, 3, 0, 0, 1, 3, 0, 1, 0, 0, 0, 1, 0, 0, 1],
+            pads,
+            2,
+            9,
+        ),
+        "plan_packs_": (out + 0, out + 0, out[:1] + 0, torch.arange(1, HOST_COUNT + 1), 9, 1, 1, 2, 9),
+        "encode_rows_": (out + 0, nodes + 0, [rows.view(-1).view(torch.uint8)], *rows_wanted, table),
+        "decode_rows_": (
+            [rows_bytes],
+            weighed,
+            nodes + 0,
+            nodes + 5,
+            messages,
+            nodes + 0,
+            *rows_wanted,
+            room,
+        ),
+        "assign_draws_": (*torch.zeros(3, 3).long(), slot[:1] * 0, slot[:3], torch.tensor([9, 99]), 1),
+        "encode_draws_": (sampled, words, nodes + 0, weighed[:2], nodes, None, None, readers, needs, 0, 0, 0),
+        "decode_draws_": (*taken, [words.view(-1) + 1] * 2, weighed[:1], nodes[:1], None, *asked, 0, 0, 0, 1),
+        "encode_reports_": (torch.zeros(3, 3).long(), nodes[:1] + 0, reported, 9),
+        "copy_pieces_": (rows_bytes + 0, [slot, rows], torch.tensor([[0, 3, 5, 9], [1, 8, 20, 40]])),
+        "decode_reports_": (reported * 0, torch.arange(9).view(3, 3), 9),
     }[name]
 
 
