@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import host_kernels
-import op_comparison
 import pytest
 import torch
 from op_cases import HOST_ONLY
@@ -93,11 +92,6 @@ def named(request: pytest.FixtureRequest) -> Ops:
     if request.param == "cuda":
         return through_device(load_backend("cuda"), torch.device("cuda"))
     return request.getfixturevalue(request.param)
-
-
-@pytest.fixture(scope="session")
-def same_bits() -> Callable[[Tensor, Tensor], bool]:
-    return op_comparison.same_bits
 
 
 def through_device(ops: Ops, device: torch.device) -> Ops:

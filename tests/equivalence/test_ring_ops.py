@@ -10,16 +10,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_ops import reference_ops
-from ring_op_cases import ONE, Ring, assert_alike
+from op_comparison import REFERENCE, REFUSED, at_offset, compare, model_of, same_bits
+from ring_op_cases import ONE, Both, Environments, Ring
 from torch import Tensor
 
-from deepspeed_gear.errors import ShapeError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import HIGHEST_SO_FAR, ONE_Q62, minima_size
 from deepspeed_gear.ops.records import (
     MassUnit,
     Normalize,
+    OpenTrajectory,
+    PlacedStep,
     PlacedTrajectory,
     Resolution,
     RingState,
@@ -30,24 +31,8 @@ from deepspeed_gear.ops.records import (
 )
 
 ALL_ANCHORS, SOME_ANCHORS, FROM_THE_END = [0, 0, 1, 1 << 40, 0], [1, 1, 2, 3, 0], [0, 1, 2, 1 << 40, 1]
-
-
-STEPS = st.one_of(
-    st.tuples(st.just("add"), st.lists(st.integers(-1, 8), min_size=1, max_size=4)),
-    st.tuples(st.just("remove"), st.lists(st.integers(-3, 30), max_size=5, unique=True)),
-    st.tuples(st.just("select"), st.integers(0, 1 << 20)),
-    st.tuples(st.just("limited"), st.integers(0, 1 << 20)),
-    st.tuples(st.just("top k"), st.integers(0, 1 << 20)),
-    st.tuples(st.just("update"), st.integers(0, 1 << 20)),
-)
-VALUES = torch.tensor([0.0, 0.5, 1.0, 3.0, 1e9, float("nan"), -1.0, float("inf"), -0.0])
-
-
-def rings(kind: tuple[Any, ...], ops: Ops) -> Ring:
-    unit, rule, prioritized, with_minima, final_row = kind
-    return Ring(ops, 50, 9, final_row, 7, unit, rule, prioritized, with_minima)
-
-
+Launched = Callable[[], list[int]]
+# unit, anchors, whether it is prioritized, whether it keeps minima, a row more than steps
 KINDS = [
     (MassUnit.TRAJECTORY, ALL_ANCHORS, False, False, 0),
     (MassUnit.STEP, SOME_ANCHORS, False, False, 1),
@@ -56,54 +41,56 @@ KINDS = [
     (MassUnit.STEP, ALL_ANCHORS, True, True, 1),
     (MassUnit.STEP, FROM_THE_END, True, False, 0),
 ]
+LONG = os.environ.get("GEAR_LONG_TESTS") == "1"
+
+
+def ring_of(kind: tuple[Any, ...], ops: Ops) -> Ring:
+    unit, rule, prioritized, with_minima, final_row = kind
+    return Ring(ops, 50, 9, final_row, 7, unit, rule, prioritized, with_minima)
+
+
+def both_of(native: Ops, *sizes: Any) -> Both:
+    return Both(Ring(model_of(native), *sizes), Ring(native, *sizes))
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("add"), st.lists(st.integers(-1, 8), min_size=1, max_size=4)),
+    st.tuples(st.just("remove"), st.lists(st.integers(-3, 30), max_size=5, unique=True)),
+    st.tuples(st.sampled_from(["select", "limited", "top k", "update"]), st.integers(0, 1 << 20)),
+)
+VALUES = torch.tensor([0.0, 0.5, 1.0, 3.0, 1e9, float("nan"), -1.0, float("inf"), -0.0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@given(steps=st.lists(STEPS, min_size=1, max_size=14), seed=st.integers(0, 1000))
+@given(actions=st.lists(ACTIONS, min_size=1, max_size=14), seed=st.integers(0, 1000))
 @settings(max_examples=25, deadline=None)
-def test_equals_the_reference(
-    native: Ops,
-    same_bits: Callable[[Tensor, Tensor], bool],
-    kind: tuple[Any, ...],
-    steps: list[Any],
-    seed: int,
-) -> None:
-    both = [rings(kind, reference_ops()), rings(kind, native)]
-    latest: list[list[Tensor]] = []
-    for what, argument in steps:
+def test_equals_the_reference(native: Ops, kind: tuple[Any, ...], actions: list[Any], seed: int) -> None:
+    both, latest = Both(ring_of(kind, model_of(native)), ring_of(kind, native)), list[Tensor]()
+    for what, number in actions:
         if what == "remove":
-            newest = int(both[0].state[RingState.NEXT])
-            found = [ring.remove([newest - number for number in argument]) for ring in both]
-            assert torch.equal(*found)
-        elif what == "add":
-            placed = [ring.add(argument) for ring in both]
-            assert torch.equal(*placed)
-        elif what == "select":
-            draw = [seed, argument % 7, 1 + argument % 2, argument % 2, argument % 3 == 0, argument % 3]
-            if draw[5] == Normalize.TABLE and not both[0].with_minima:
-                draw[5] = Normalize.BATCH
-            found = [ring.select(40, draw, [0, ONE_Q62 // 2, ONE_Q62]) for ring in both]
-            assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
-            latest.append([pair[0] for pair in found])
-        elif (what == "limited" and not both[0].by_row) or (what == "top k" and both[0].prioritized):
-            count, draw = (
-                1 + argument % 9,
-                [seed, argument % 7, 1 + argument % 2, argument % 2, 0, argument % 3],
-            )
-            if what == "top k":
-                found = [ring.top_k(count, draw) for ring in both]
-            else:
-                draw[5] = draw[5] if both[0].with_minima else Normalize.BATCH
-                found = [ring.select_limited(count, draw, [ONE_Q62 // 2], most=3) for ring in both]
-            assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
-            latest.append([pair[0].repeat(40, 1)[:40] for pair in found])
-        elif what == "update" and latest and both[0].prioritized:
-            torch.manual_seed(argument)
+            newest = int(both.state[RingState.NEXT])
+            both.remove([newest - back for back in number])
+            continue
+        if what == "add":
+            both.add(number)
+            continue
+        draw = [seed, number % 7, 1 + number % 2, number % 2, number % 3 == 0, number % 3]
+        if draw[5] == Normalize.TABLE and not both.with_minima:
+            draw[5] = Normalize.BATCH
+        if what == "select":
+            latest.append(both.select(40, draw, [0, ONE_Q62 // 2, ONE_Q62])[0])
+        elif what == "limited" and not both.by_row:
+            draw[4] = 0
+            found = both.select_limited(1 + number % 9, draw, [ONE_Q62 // 2], most=3)[0]
+            latest.append(found.repeat(40, 1)[:40])
+        elif what == "top k" and both.prioritized:
+            draw[4:] = 0, number % 3
+            latest.append(both.top_k(1 + number % 9, draw)[0].repeat(40, 1)[:40])
+        elif what == "update" and latest and both.prioritized:
+            torch.manual_seed(number)
             values = VALUES[torch.randint(len(VALUES), (40,))]
-            which = latest[argument % len(latest)]  # also an old one
-            for ring, resolutions in zip(both, which, strict=True):
-                ring.update(resolutions, values)
-        assert_alike(both)
+            both.update(latest[number % len(latest)], values)  # also of an old one
+        both.assert_alike()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -113,7 +100,7 @@ def test_the_newest_trajectories_are_stored_and_nothing_overlaps(
     cpu: Ops, kind: tuple[Any, ...], adds: list[list[int]]
 ) -> None:
     """Against a list: what is stored is a suffix of what was added, as long as rows and slots allow."""
-    ring, lengths, refused = rings(kind, cpu), [], 0
+    ring, lengths, refused = ring_of(kind, cpu), [], 0
     for argument in adds:
         placed = ring.add(argument)
         lengths += [steps for steps in argument if 0 < steps <= 7]
@@ -122,60 +109,49 @@ def test_the_newest_trajectories_are_stored_and_nothing_overlaps(
         state = ring.state.tolist()
         stored = ring.slots[ring.slots[:, Slot.STATE] == SlotState.COMMITTED]
         stored = stored[stored[:, Slot.ID].argsort()]
+        held = lengths[state[RingState.TAIL] :]
         assert state[RingState.NEXT] == len(lengths)
         assert stored[:, Slot.ID].tolist() == list(range(state[RingState.TAIL], len(lengths)))
-        assert stored[:, Slot.NUM_STEPS].tolist() == lengths[state[RingState.TAIL] :]
-        assert state[RingState.STEPS] == sum(lengths[state[RingState.TAIL] :])
-        assert state[RingState.REFUSED] == refused
+        assert stored[:, Slot.NUM_STEPS].tolist() == held
+        assert [state[word] for word in (RingState.STEPS, RingState.REFUSED)] == [sum(held), refused]
         rows = torch.zeros(50, dtype=torch.int64)
         for first, count in stored[:, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist():
             rows[first : first + count] += 1
             assert first + count <= 50
         assert int(rows.max()) <= 1
-        wanted = sum(steps + kind[4] for steps in lengths[state[RingState.TAIL] :])
-        longest = 7 + kind[4]
+        wanted, longest = sum(steps + kind[4] for steps in held), 7 + kind[4]
         assert state[RingState.TAIL] == 0 or len(stored) == 9 or wanted > 50 - 2 * longest
-        built = ring.sums.clone()
         items = 50 if ring.by_row else 9
-        cpu.tree_build_(built, items)
-        assert torch.equal(built, ring.sums)
+        assert torch.equal(compare(cpu, "tree_build_", ring.sums, items)[0], ring.sums)
         assert int((ring.sums[:items] > 0).sum()) == state[RingState.COUNTS + UpdateCount.DRAWABLE]
         if ring.with_minima and minima_size(items):
-            least = ring.minima.clone()
-            cpu.minima_build_(least, ring.sums, items)
-            assert torch.equal(least, ring.minima)
+            assert torch.equal(compare(cpu, "minima_build_", ring.minima, ring.sums, items)[0], ring.minima)
 
 
 # Slots, longest trajectory, and most of an add and of a batch: all by one launch, and by several.
-SMALL, LARGE = (1500, 9, 300, 300), (3000, 30, 1100, 1100)
+SMALL, LARGE = (1500, 9, 300), (3000, 30, 1100)
 
 
-@pytest.mark.parametrize(("num_slots", "most_steps", "most_added", "count"), [SMALL, LARGE])
-@pytest.mark.parametrize("normalize", [Normalize.NONE, Normalize.BATCH, Normalize.TABLE])
+@pytest.mark.parametrize(
+    ("sizes", "normalize"),
+    [(SMALL, Normalize.NONE), (SMALL, Normalize.TABLE), *((LARGE, kind) for kind in range(3))],
+)
 def test_a_large_ring_that_is_full_many_times_over(
-    native: Ops, cpu: Ops, num_slots: int, most_steps: int, most_added: int, count: int, normalize: int
+    kernels: Ops, sizes: tuple[int, int, int], normalize: int
 ) -> None:
     """Several levels of the tree, adds of many trajectories, and the end of the ring inside an add."""
     torch.manual_seed(0)
-    size = num_slots * most_steps // 2
-    both = [
-        Ring(ops, size, num_slots, 1, most_steps, MassUnit.STEP, ALL_ANCHORS, True, True)
-        for ops in (cpu, native)
-    ]
-    for _ in range(14 if count == SMALL[3] else 4):
-        lengths = torch.randint(0, most_steps + 1, (int(torch.randint(1, most_added, ())),)).tolist()
-        placed = [ring.add(lengths) for ring in both]
-        assert torch.equal(*placed)
-        found = [ring.select(count, [1, 2, 1, 0, 0, normalize], [ONE_Q62]) for ring in both]
-        assert torch.equal(found[0][0], found[1][0])
-        assert torch.equal(found[0][1], found[1][1])
-        values = torch.rand(count)
-        for ring, (resolutions, _) in zip(both, found, strict=True):
-            ring.update(resolutions, values)
-    assert_alike(both)
+    num_slots, longest, count = sizes
+    size = num_slots * longest // 2, num_slots, 1, longest
+    both = both_of(kernels, *size, MassUnit.STEP, ALL_ANCHORS, True, True)
+    for _ in range(14 if sizes == SMALL else 4):
+        both.add(torch.randint(0, longest + 1, (int(torch.randint(1, count, ())),)).tolist())
+        resolutions, _ = both.select(count, [1, 2, 1, 0, 0, normalize], [ONE_Q62])
+        both.update(resolutions, torch.rand(count))
+    both.assert_alike()
 
 
-def ids_of(ring: Ring) -> Tensor:
+def ids_of(ring: Any) -> Tensor:
     """The trajectory of each item, -1 where it has no mass."""
     items = torch.arange(ring.num_rows if ring.by_row else ring.num_slots)
     slots = ring.row_slots.long() if ring.by_row else items
@@ -183,90 +159,171 @@ def ids_of(ring: Ring) -> Tensor:
 
 
 @pytest.mark.parametrize("unit", [MassUnit.STEP, MassUnit.TRAJECTORY])
-def test_the_highest_of_a_full_ring_begin_with_the_oldest(native: Ops, cpu: Ops, unit: int) -> None:
+def test_the_highest_of_a_full_ring_begin_with_the_oldest(kernels: Ops, unit: int) -> None:
     """Many equal priorities, on both sides of the end of the ring, against sorting by priority and id."""
     torch.manual_seed(1)
-    both = [Ring(ops, 3000, 700, 1, 9, unit, ALL_ANCHORS, True, False) for ops in (cpu, native)]
+    both = both_of(kernels, 3000, 700, 1, 9, unit, ALL_ANCHORS, True, False)
+
+    def ranked() -> list[tuple[float, int, int]]:
+        rows = zip(both.priorities.tolist(), ids_of(both).tolist(), strict=True)
+        return sorted((-value, number, item) for item, (value, number) in enumerate(rows) if number >= 0)
+
     for turn in range(14):
-        lengths = torch.randint(0, 10, (200,)).tolist()
-        assert torch.equal(*[ring.add(lengths, [ONE, HIGHEST_SO_FAR][turn % 2]) for ring in both])
-        ids, items = ids_of(both[0]), torch.arange(len(both[0].priorities))
-        has_mass = ids >= 0
-        keys = zip(-both[0].priorities[has_mass], ids[has_mass], items[has_mass], strict=True)
-        expected = sorted((float(p), int(number), int(item)) for p, number, item in keys)
-        for count in (1, 33, 600, len(expected), len(expected) + 1):
-            found = [ring.top_k(count, [1, 2, 1, 0, 0, 0]) for ring in both]
-            assert torch.equal(found[0][0], found[1][0]), count
-            assert torch.equal(found[0][1], found[1][1])
-            records = found[1][0]
+        both.add(torch.randint(0, 10, (200,)).tolist(), [ONE, HIGHEST_SO_FAR][turn % 2])
+        for count in (1, 33, 600, len(ranked()), len(ranked()) + 1):
+            expected = ranked()
+            records, weights = both.top_k(count, [1, 2, 1, 0, 0, 0])
             if count > len(expected):
                 assert (records[:, Resolution.ID] == -1).all()
-                assert not found[1][1].any()
+                assert not weights.any()
                 break
             assert records[:, Resolution.ID].tolist() == [number for _, number, _ in expected[:count]]
             if unit == MassUnit.STEP:
                 rows = records[:, Resolution.FIRST_ROW] + records[:, Resolution.ANCHOR]
                 assert rows.tolist() == [item for *_, item in expected[:count]]
-            values = torch.randint(0, 3, (count,)).float() / 2
-            for ring in both:
-                ring.update(records, values)
-            ids, expected = (
-                ids_of(both[0]),
-                sorted(
-                    (-float(both[0].priorities[item]), int(number), int(item))
-                    for item, number in enumerate(ids_of(both[0]))
-                    if number >= 0
-                ),
-            )
-    assert int(both[1].state[RingState.TAIL]) > 700
-    assert_alike(both)
+            both.update(records, torch.randint(0, 3, (count,)).float() / 2)
+    assert int(both.state[RingState.TAIL]) > 700
+    both.assert_alike()
 
 
-@pytest.mark.parametrize("normalize", [Normalize.NONE, Normalize.BATCH, Normalize.TABLE])
-@pytest.mark.parametrize("most", [1, 2, 40])
-def test_limited_draws_of_a_large_ring(native: Ops, cpu: Ops, most: int, normalize: int) -> None:
+@pytest.mark.parametrize(
+    ("most", "normalize"), [(1, Normalize.BATCH), (2, Normalize.TABLE), (40, Normalize.NONE)]
+)
+def test_limited_draws_of_a_large_ring(kernels: Ops, most: int, normalize: int) -> None:
     """Several levels, trajectories that are used up in one round and over several, and too few draws."""
     torch.manual_seed(most)
-    both = [
-        Ring(ops, 20_000, 1500, 0, 9, MassUnit.TRAJECTORY, ALL_ANCHORS, True, True) for ops in (cpu, native)
-    ]
+    both = both_of(kernels, 20_000, 1500, 0, 9, MassUnit.TRAJECTORY, ALL_ANCHORS, True, True)
     times: dict[int, int] = {}
     for turn in range(9):
-        lengths = torch.randint(0, 10, ([7, 300][turn > 1],)).tolist()
-        assert torch.equal(*[ring.add(lengths) for ring in both])
-        left = sum(most - times.get(number, 0) for number in ids_of(both[0]).tolist() if number >= 0)
+        both.add(torch.randint(0, 10, ([7, 300][turn > 1],)).tolist())
+        left = sum(most - times.get(number, 0) for number in ids_of(both).tolist() if number >= 0)
         for count in (15, 200):
-            found = [ring.select_limited(count, [1, 2, 1, 0, 0, normalize], [ONE_Q62], most) for ring in both]
-            assert torch.equal(found[0][0], found[1][0])
-            assert torch.equal(found[0][1], found[1][1])
-            drawn = found[1][0][:, Resolution.ID].tolist()
+            records, _ = both.select_limited(count, [1, 2, 1, 0, 0, normalize], [ONE_Q62], most)
+            drawn = records[:, Resolution.ID].tolist()
             assert (drawn == [-1] * count) == (left < count)
             for number in drawn if left >= count else []:
                 times[number] = times.get(number, 0) + 1
                 left -= 1
-        values = torch.rand(count) ** 4
-        for ring, (resolutions, _) in zip(both, found, strict=True):
-            ring.update(resolutions, values)
-    stored = both[1].slots[both[1].slots[:, Slot.STATE] == SlotState.COMMITTED]
+        both.update(records, torch.rand(count) ** 4)
+    stored = both.slots[both.slots[:, Slot.STATE] == SlotState.COMMITTED]
     for number, count in stored[:, [Slot.ID, Slot.TIMES_SAMPLED]].tolist():
         assert times.get(number, 0) == count < most
     assert max(times.values()) == most or most == 40
-    assert_alike(both)
+    both.assert_alike()
 
 
 @pytest.mark.parametrize("num_rows", [50, 2100])
-def test_transitions_of_one_row_evict_as_many(native: Ops, cpu: Ops, num_rows: int) -> None:
+def test_transitions_of_one_row_evict_as_many(kernels: Ops, num_rows: int) -> None:
     """The most trajectories that rows can evict, and slots left over."""
     torch.manual_seed(0)
-    both = [
-        Ring(ops, num_rows, num_rows + 9, 0, 1, MassUnit.STEP, ALL_ANCHORS, True, True)
-        for ops in (cpu, native)
-    ]
+    both = both_of(kernels, num_rows, num_rows + 9, 0, 1, MassUnit.STEP, ALL_ANCHORS, True, True)
     for _ in range(8):
-        lengths = torch.randint(0, 2, (int(torch.randint(num_rows // 3, num_rows // 2, ())),)).tolist()
-        assert torch.equal(*[ring.add(lengths) for ring in both])
-        assert_alike(both)
-    assert int(both[1].state[RingState.TAIL]) > 0
+        both.add(torch.randint(0, 2, (int(torch.randint(num_rows // 3, num_rows // 2, ())),)).tolist())
+        both.assert_alike()
+    assert int(both.state[RingState.TAIL]) > 0
+
+
+def some_lengths(count: int, most: int) -> list[int]:
+    """Lengths, among them ones that add nothing and ones that are refused."""
+    lengths, kind = torch.randint(1, most + 1, (count,)), torch.rand(count)
+    lengths[kind < 0.15], lengths[kind > 0.9], lengths[kind > 0.95] = 0, -1, most + 1
+    return lengths.tolist()
+
+
+PLACES = [0, 1, 31, 32, 33, 63, 64, 992, 993, 1023, 1024, 1025, 2047, 2048, 2049, 3072]
+COUNTS = [1, 31, 32, 33, 64, 1023, 1025, *([1024, 2081, 4096] if LONG else [])]  # as a block takes them
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_many_trajectories_are_placed_at_once(native: Ops, count: int) -> None:
+    """Warps and rounds of every fill: the ring's end lies in front of, in and behind each."""
+    if native.name == "cpu" and count > 64:
+        pytest.skip("one after the other, as fewer")
+    torch.manual_seed(count)
+    most, num_slots, num_rows = 5, count + 40, (count + 2) * 6 + 7
+    lengths = some_lengths(count, most)
+    ahead = torch.tensor([0, *(steps + 1 if 0 < steps <= most else 0 for steps in lengths)]).cumsum(0)
+    places = [place for place in (*PLACES, count) if place <= count]
+    sizes = num_rows, num_slots, 1, most, MassUnit.TRAJECTORY, ALL_ANCHORS, False
+    for place in places[:: -1 - count // 1000]:
+        for rows in (-1, 0, 1):  # of the trajectory at this place that are behind the end
+            both = both_of(native, *sizes)
+            for ring in both.rings:
+                ring.state[RingState.HEAD] = 3 * num_rows - int(ahead[place]) + rows
+                ring.state[RingState.NEXT] = ring.state[RingState.TAIL] = 2 * num_slots - place
+            for added in (lengths, lengths[::-1])[: 1 + (place == count)]:
+                both.add(added)
+            both.assert_alike()
+
+
+@pytest.mark.parametrize("why", ["new", "only lengths that add nothing", "no priority above 0"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_ring_without_masses_gives_none_and_goes_on(native: Ops, kind: tuple[Any, ...], why: str) -> None:
+    if why == "no priority above 0" and not kind[2]:
+        pytest.skip("such items have no priorities")
+    both = Both(ring_of(kind, model_of(native)), ring_of(kind, native))
+    if why == "only lengths that add nothing":
+        both.add([0, -1, 8])
+    elif why == "no priority above 0":
+        both.add([3, 5])
+        both.update(both.select(400, [0, 0, 1, 0, 0, Normalize.NONE], [0])[0], torch.zeros(400))
+    expected = both.state.clone()
+    turns = 3 if kind[3] else 2
+    for normalize in range(turns):
+        first = int(both.state[RingState.SAMPLES])
+        records, weights = both.select(33, [3, 1, 2, 1, normalize == 1, normalize], [ONE_Q62 // 2])
+        none = [Resolution.NO_SAMPLE, Resolution.NO_SAMPLE, 0, 0, 0, 0, 0]
+        assert records.tolist() == [[*none, (first + i) * 2 + 1] for i in range(33)]
+        assert same_bits(weights, torch.zeros(33 if kind[2] else 0))
+        if kind[2]:
+            both.update(records, torch.ones(33))
+    expected[RingState.EMPTY] += turns
+    expected[RingState.COUNTS + UpdateCount.STALE] += 33 * turns * kind[2]
+    expected[RingState.TOTAL] = 0
+    assert all(ring.state[:16].tolist() == expected[:16].tolist() for ring in both.rings)
+    both.add([4])
+    records, _ = both.select(40, [3, 1, 2, 1, 0, 1], [ONE_Q62])
+    assert both.state[RingState.EMPTY] == turns
+    assert (records[:, 0] >= 0).all()
+    both.assert_alike()
+
+
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=6), st.sampled_from([1, 3, 11, 16]), st.integers(0, 3)
+)
+@settings(max_examples=20, deadline=None)
+def test_rows_are_written_to_their_places(native: Ops, lengths: list[int], width: int, shift: int) -> None:
+    placed = Ring(REFERENCE, 60, 20, 1, 5, MassUnit.STEP, ALL_ANCHORS, False).add(lengths)
+    n = len(lengths)
+    values = [
+        torch.randint(0, 256, (n, 5, width), dtype=torch.uint8),
+        torch.randn(n, 6, width),
+        torch.randn(n, 2, dtype=torch.float64),
+    ]
+    place = at_offset(torch.zeros(60, width, dtype=torch.uint8), shift)
+    columns = [place, torch.zeros(60, width), torch.zeros(20, 2).double()]
+    compare(
+        native, "scatter_", columns, values, placed, [Source.STEPS, Source.STEPS_PLUS_ONE, Source.TRAJECTORY]
+    )
+
+
+def test_what_cannot_be_is_refused(careful: Ops) -> None:
+    ring = Ring(careful, 50, 9, 1, 7, MassUnit.STEP, ALL_ANCHORS, True)
+    with pytest.raises(REFUSED, match="must fit"):
+        ring.add([1] * 6)
+    ring.add([3, 5])
+    assert set(ring.select(64, [0, 0, 1, 0, 0, 0], [0])[0][:, Resolution.ID].tolist()) == {0, 1}
+    column, values = torch.zeros(50, 2), torch.zeros(1, 7, 2)
+    for place in ([0, 45, 6], [0, 0, 8]):
+        with pytest.raises(REFUSED, match="must lie in the columns"):
+            careful.scatter_([column], [values], torch.tensor([place]), [Source.STEPS])
+    envs = Environments(careful, 2, (MassUnit.STEP, ALL_ANCHORS, True, False, 1), most=4, part=9)
+    with pytest.raises(REFUSED, match="two longest trajectories"):
+        envs.step(torch.zeros(2, dtype=torch.bool), None, None)
+    assert not any(tensor.any() for name, tensor in envs.tensors.items() if name != "state")
+
+
+# ---- nodes of a captured graph -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -280,11 +337,7 @@ def test_transitions_of_one_row_evict_as_many(native: Ops, cpu: Ops, num_rows: i
     ],
 )
 def test_nodes_of_a_graph(
-    kernels_on_host: Ops,
-    launched: Callable[[], list[int]],
-    count: int,
-    most_steps: int,
-    nodes: tuple[int, int, int],
+    kernels_on_host: Ops, launched: Launched, count: int, most_steps: int, nodes: tuple[int, int, int]
 ) -> None:
     """Adding, drawing and updating: one launch where one block, or its last one, can do the rest."""
     num_rows = 1024 + (count + 2) * most_steps
@@ -306,9 +359,7 @@ def test_nodes_of_a_graph(
 
 
 @pytest.mark.parametrize("added", [0, 100, 900])
-def test_nodes_of_limited_draws_and_top_k(
-    kernels_on_host: Ops, launched: Callable[[], list[int]], added: int
-) -> None:
+def test_nodes_of_limited_draws_and_top_k(kernels_on_host: Ops, launched: Launched, added: int) -> None:
     """As many in every table: a captured step is one graph, with anything to draw or nothing."""
     ring = Ring(kernels_on_host, 4000, 1000, 0, 4, MassUnit.TRAJECTORY, ALL_ANCHORS, True, True)
     ring.add([1] * added)
@@ -322,128 +373,110 @@ def test_nodes_of_limited_draws_and_top_k(
     assert len(launched()) == 21  # two memsets, four for the digits of a pass, four to sort
 
 
-def empty(ops: Ops, kind: tuple[Any, ...], why: str) -> Ring:
-    """A ring in which no item has a mass."""
-    ring = rings(kind, ops)
-    if why == "only lengths that add nothing":
-        ring.add([0, -1, 8])
-    elif why == "no priority above 0":
-        ring.add([3, 5])
-        resolutions, _ = ring.select(400, [0, 0, 1, 0, 0, Normalize.NONE], [0])
-        ring.update(resolutions, torch.zeros(400))
-    return ring
+def test_nodes_of_steps(kernels_on_host: Ops, launched: Launched) -> None:
+    """As the model of costs counts them: the plan, evictions, slots and items, and each level above."""
+    ring = Environments(kernels_on_host, 33, (MassUnit.STEP, ALL_ANCHORS, True, True, 1), most=30)
+    assert 1024 < ring.shape[0] <= 1024 * 32  # three levels
+    ring.step(torch.zeros(33, dtype=torch.bool), None, None)
+    assert len(launched()) == 3 + 2
 
 
-def some_lengths(count: int, most: int) -> list[int]:
-    """Lengths, among them ones that add nothing and ones that are refused."""
-    lengths, kind = torch.randint(1, most + 1, (count,)), torch.rand(count)
-    lengths[kind < 0.15], lengths[kind > 0.9], lengths[kind > 0.95] = 0, -1, most + 1
-    return lengths.tolist()
+# ---- steps of environments ---------------------------------------------------------------------------
+
+STEP_KINDS = [
+    (MassUnit.TRAJECTORY, ALL_ANCHORS, False, False, 0),
+    (MassUnit.STEP, SOME_ANCHORS, False, False, 1),
+    (MassUnit.LENGTH, [1, 0, 2, 2, 1], False, False, 1),
+    (MassUnit.TRAJECTORY, SOME_ANCHORS, True, True, 1),
+    (MassUnit.STEP, ALL_ANCHORS, True, True, 1),
+    (MassUnit.STEP, [1, 0, 2, 2, 1], True, True, 0),
+    (MassUnit.STEP, SOME_ANCHORS, True, False, 1),
+]
 
 
-LONG = os.environ.get("GEAR_LONG_TESTS") == "1"
-PLACES = [0, 1, 31, 32, 33, 63, 64, 992, 993, 1023, 1024, 1025, 2047, 2048, 2049, 3072]
+def flags(num_envs: int, share: float, generator: torch.Generator) -> Tensor:
+    return torch.rand(num_envs, generator=generator) < share
 
 
-COUNTS = [1, 31, 32, 33, 64, 1023, 1025, *([1024, 2081, 4096] if LONG else [])]  # as a block takes them
-
-
-@pytest.mark.parametrize("count", COUNTS)
-def test_many_trajectories_are_placed_at_once(native: Ops, cpu: Ops, reference: Ops, count: int) -> None:
-    """Warps and rounds of every fill: the ring's end lies in front of, in and behind each."""
-    if native is cpu and count > 64:
-        pytest.skip("one after the other, as fewer")
-    torch.manual_seed(count)
-    most, num_slots, num_rows = 5, count + 40, (count + 2) * 6 + 7
-    lengths = some_lengths(count, most)
-    ahead = torch.tensor([0, *(steps + 1 if 0 < steps <= most else 0 for steps in lengths)]).cumsum(0)
-    places = [place for place in (*PLACES, count) if place <= count]
-    for place in places[:: -1 - count // 1000]:
-        for rows in (-1, 0, 1):  # of the trajectory at this place that are behind the end
-            both = [
-                Ring(ops, num_rows, num_slots, 1, most, MassUnit.TRAJECTORY, ALL_ANCHORS, False)
-                for ops in (reference if native is cpu else cpu, native)
-            ]
-            for ring in both:
-                ring.state[RingState.HEAD] = 3 * num_rows - int(ahead[place]) + rows
-                ring.state[RingState.NEXT] = ring.state[RingState.TAIL] = 2 * num_slots - place
-            for added in (lengths, lengths[::-1])[: 1 + (place == count)]:
-                assert torch.equal(*[ring.add(added) for ring in both]), (place, rows)
-            assert_alike(both)
-
-
-@pytest.mark.parametrize("why", ["new", "only lengths that add nothing", "no priority above 0"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_ring_without_masses_gives_none_and_goes_on(
-    native: Ops, same_bits: Callable[[Tensor, Tensor], bool], kind: tuple[Any, ...], why: str
-) -> None:
-    if why == "no priority above 0" and not kind[2]:
-        pytest.skip("such items have no priorities")
-    both = [empty(ops, kind, why) for ops in (reference_ops(), native)]
-    before = both[0].state.clone()
-    for normalize in range(3 if kind[3] else 2):
-        draw = [3, 1, 2, 1, normalize == 1, normalize]
-        for ring in both:
-            first = int(ring.state[RingState.SAMPLES])
-            records, weights = ring.select(33, draw, [ONE_Q62 // 2])
-            assert (
-                records[:, : Resolution.SAMPLE_NUMBER].tolist()
-                == [[Resolution.NO_SAMPLE, Resolution.NO_SAMPLE, 0, 0, 0, 0, 0]] * 33
-            )
-            assert records[:, Resolution.SAMPLE_NUMBER].tolist() == [(first + i) * 2 + 1 for i in range(33)]
-            assert same_bits(weights, torch.zeros(33 if kind[2] else 0))
-            if kind[2]:
-                ring.update(records, torch.ones(33))
-    turns = normalize + 1
-    for ring in both:
-        changed = {RingState.EMPTY: turns}
-        changed |= {
-            RingState.COUNTS + UpdateCount.STALE: 33 * turns * kind[2],
-            RingState.TOTAL: -int(before[RingState.TOTAL]),
-        }
-        expected = before.clone()
-        for word, more in changed.items():
-            expected[word] += more
-        assert ring.state[:16].tolist() == expected[:16].tolist()
-        ring.add([4])
-    found = [ring.select(40, [3, 1, 2, 1, 0, 1], [ONE_Q62]) for ring in both]
-    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
-    assert both[1].state[RingState.EMPTY] == turns
-    assert (found[1][0][:, 0] >= 0).all()
-    assert_alike(both)
-
-
+@pytest.mark.parametrize("kind", STEP_KINDS)
 @given(
-    st.lists(st.integers(0, 5), min_size=1, max_size=6), st.sampled_from([1, 3, 11, 16]), st.integers(0, 3)
+    seed=st.integers(0, 1000),
+    num_envs=st.sampled_from([1, 3, 33]),
+    shares=st.tuples(st.sampled_from([0.0, 0.2, 0.9]), st.sampled_from([0.1, 0.9, 1.0])),
+    next_step=st.booleans(),
 )
-@settings(max_examples=20, deadline=None)
-def test_rows_are_written_to_their_places(native: Ops, lengths: list[int], width: int, shift: int) -> None:
-    reference = reference_ops()
-    placed = Ring(reference, 60, 20, 1, 5, MassUnit.STEP, ALL_ANCHORS, False).add(lengths)
-    n = len(lengths)
-    values = [
-        torch.randint(0, 256, (n, 5, width), dtype=torch.uint8),
-        torch.randn(n, 6, width),
-        torch.randn(n, 2, dtype=torch.float64),
-    ]
-    columns = [torch.zeros(60, width, dtype=torch.uint8), torch.zeros(60, width), torch.zeros(20, 2).double()]
-    place = torch.zeros(60 * width + shift, dtype=torch.uint8)[shift:].view(60, width)
-    got = [place, columns[1].clone(), columns[2].clone()]
-    sources = [Source.STEPS, Source.STEPS_PLUS_ONE, Source.TRAJECTORY]
-    reference.scatter_(columns, values, placed, sources)
-    native.scatter_(got, values, placed, sources)
-    assert all(torch.equal(a, b) for a, b in zip(columns, got, strict=True))
+@settings(max_examples=12, deadline=None)
+def test_steps_equal_the_reference(
+    native: Ops, kind: tuple[Any, ...], seed: int, num_envs: int, shares: tuple[float, float], next_step: bool
+) -> None:
+    """`shares` of the environments end, and take part in a call."""
+    both = Both(*(Environments(ops, num_envs, kind) for ops in (model_of(native), native)))
+    (ends, present), generator = shares, torch.Generator().manual_seed(seed)
+    for turn in range(30):
+        terminated, truncated = flags(num_envs, ends, generator), flags(num_envs, ends / 2, generator)
+        mask = None if present == 1 else flags(num_envs, present, generator)
+        both.step(terminated, None if turn % 5 == 0 else truncated, mask, next_step)
+        if turn % 4 == 3:
+            drawn, _ = both.select(20, [seed + turn, 1, 1, 0, 0, Normalize.BATCH], [ONE_Q62])
+        if kind[2] and turn > 3 and turn % 4 < 2:  # late: a step that was an anchor may be none
+            both.update(drawn, torch.rand(20, generator=torch.Generator().manual_seed(seed + turn)) * 4)
+        if turn % 6 == 5:
+            both.rings[0].check()
+        both.assert_alike()
 
 
-def test_what_cannot_be_is_refused(cpu: Ops, reference: Ops) -> None:
-    for ops in (cpu, reference):
-        ring = Ring(ops, 50, 9, 1, 7, MassUnit.STEP, ALL_ANCHORS, True)
-        with pytest.raises((RuntimeError, ShapeError), match="must fit"):
-            ring.add([1] * 6)
-        ring.add([3, 5])
-        assert set(ring.select(64, [0, 0, 1, 0, 0, 0], [0])[0][:, Resolution.ID].tolist()) == {0, 1}
-        column, values = torch.zeros(50, 2), torch.zeros(1, 7, 2)
-        with pytest.raises((RuntimeError, ShapeError), match="must lie in the columns"):
-            ops.scatter_([column], [values], torch.tensor([[0, 45, 6]]), [Source.STEPS])
-        with pytest.raises((RuntimeError, ShapeError), match="must lie in the columns"):
-            ops.scatter_([column], [values], torch.tensor([[0, 0, 8]]), [Source.STEPS])
+@pytest.mark.parametrize("num_envs", [1024, 1025])
+def test_more_environments_than_threads_of_a_block(kernels: Ops, num_envs: int) -> None:
+    kind = (MassUnit.TRAJECTORY, ALL_ANCHORS, False, False, 1)
+    both = Both(*(Environments(ops, num_envs, kind, most=2) for ops in (model_of(kernels), kernels)))
+    generator = torch.Generator().manual_seed(num_envs)
+    for _ in range(4):
+        both.step(flags(num_envs, 0.4, generator), None, flags(num_envs, 0.8, generator))
+    both.assert_alike()
+
+
+def test_an_open_trajectory_is_never_evicted_while_all_environments_step(cpu: Ops) -> None:
+    """One environment has longest trajectories, the others ones of a step."""
+    for final in (0, 1):
+        kind, most = (MassUnit.STEP, ALL_ANCHORS, True, True, final), 7
+        ring = Environments(cpu, 5, kind, most, part=most + final + (1 + final) * (most + 1))
+        for turn in range(200):
+            terminated = torch.ones(5, dtype=torch.bool)
+            terminated[2] = False
+            placed, _ = ring.step(terminated, None, None)
+            assert placed[2, PlacedStep.STEP] == turn % most
+            ring.check()
+        assert ring.state[RingState.DROPPED] == 0
+        lasts = ring.slots[ring.slots[:, Slot.NUM_STEPS] == most]
+        ended = lasts[lasts[:, Slot.ID] != ring.tensors["opened"][2, OpenTrajectory.ID]]
+        assert ring.truncations[ended[:, Slot.FIRST_ROW] + most - 1].all()
+
+
+def test_an_environment_that_pauses_begins_another_trajectory(native: Ops) -> None:
+    ring = Environments(native, 3, (MassUnit.STEP, ALL_ANCHORS, True, True, 1))
+    never, all_but_one = torch.zeros(3, dtype=torch.bool), torch.tensor([True, False, True])
+    ring.step(never, None, None)
+    for _ in range(60):
+        ring.step(never, None, all_but_one)
+        ring.check()
+    placed, begun = ring.step(never, None, None)
+    assert placed[1, PlacedStep.STEP] == 0
+    assert begun[1, 0] == placed[1, PlacedStep.SLOT] >= 0
+    ring.check()
+
+
+def test_a_step_whose_call_evicts_its_trajectory_is_dropped_and_counted(native: Ops) -> None:
+    ring = Environments(native, 2, (MassUnit.STEP, ALL_ANCHORS, False, False, 0), most=4, part=8)
+    never, first = torch.zeros(2, dtype=torch.bool), torch.tensor([True, False])
+    ring.step(never, None, None)  # trajectories 0 and 1
+    for _ in range(11):  # 0, 2 and 3, in the rows of 0
+        ring.step(never, None, first)
+    assert (ring.state[RingState.TAIL], ring.state[RingState.DROPPED]) == (1, 0)
+    placed, _ = ring.step(torch.tensor([False, True]), None, None)  # 4, in the rows of 2: 1 is older
+    assert placed[:, PlacedStep.SLOT].tolist() == [4, -1]
+    assert (ring.state[RingState.TAIL], ring.state[RingState.DROPPED]) == (3, 1)
+    assert ring.tensors["opened"][1, OpenTrajectory.ENDED] == 1
+    ring.check()
+    placed, _ = ring.step(never, None, None)
+    assert placed[1, [PlacedStep.SLOT, PlacedStep.STEP]].tolist() == [5, 0]
+    ring.check()

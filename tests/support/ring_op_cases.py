@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from reference_ops import reference_ops
+from op_cases import SCRATCH, tensors_of
+from op_comparison import REFERENCE, same_bits
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops
@@ -26,7 +26,6 @@ from deepspeed_gear.ops.records import (
 )
 from deepspeed_gear.sampling.mass_rules import AnchorRule
 
-SCRATCH = slice(16, 22)  # of the state: what kernels pass to each other
 ONE = 0x3F800000
 
 
@@ -188,11 +187,10 @@ class Environments(Ring):
         assert int(used.max()) <= 1
         items = num_rows if self.by_row else self.num_slots
         sums, minima = self.sums.clone(), self.minima.clone()
-        reference = reference_ops()
-        reference.tree_build_(sums, items)
+        REFERENCE.tree_build_(sums, items)
         assert torch.equal(sums, self.sums)
         if len(minima):
-            reference.minima_build_(minima, sums, items)
+            REFERENCE.minima_build_(minima, sums, items)
             assert torch.equal(minima, self.minima)
         if self.by_row:
             anchors = AnchorRule(*self.rule)
@@ -205,9 +203,29 @@ class Environments(Ring):
         )
 
 
-def assert_alike(both: Sequence[Ring]) -> None:
-    """Check that two rings have the same bits, but for what kernels pass to each other."""
-    one, other = (ring.content for ring in both)
-    for name, tensor in one.items():
-        as_bytes = (found.contiguous().reshape(-1).view(torch.uint8) for found in (tensor, other[name]))
-        assert torch.equal(*as_bytes), name
+class Both:
+    """A ring on two backends: whatever is done to both gives the same bits.
+
+    Attributes are those of the first one; a method runs on both, and must return the same.
+    """
+
+    def __init__(self, one: Ring, other: Ring) -> None:
+        self.rings = one, other
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.rings[0], name)
+        if not callable(value):
+            return value
+
+        def run(*arguments: Any, **named: Any) -> Any:
+            found = [getattr(ring, name)(*arguments, **named) for ring in self.rings]
+            assert all(map(same_bits, *map(tensors_of, found))), name
+            return found[0]
+
+        return run
+
+    def assert_alike(self) -> None:
+        """Check that both have the same bits, but for what kernels pass to each other."""
+        one, other = (ring.content for ring in self.rings)
+        for name, tensor in one.items():
+            assert same_bits(tensor, other[name]), name

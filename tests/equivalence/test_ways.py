@@ -1,4 +1,4 @@
-"""The three ways to a device give the batches of the gatherer, whatever is gathered; here on the CPU."""
+"""The three ways to a device give the batches of the gatherer, whatever is gathered; here on the host."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from gear_support import config_of
 from hypothesis import given
 from hypothesis import strategies as st
+from op_comparison import same_bits
 
 from deepspeed_gear import Column, Replay, Schema
 from deepspeed_gear.batching.gather import Gatherer
@@ -27,6 +28,7 @@ from deepspeed_gear.batching.transfer.copy_engine import (
 from deepspeed_gear.batching.transfer.cuda_streams import HostStream
 from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer, FieldTransfer, Reach
 from deepspeed_gear.config import NStepConfig, ResolvedField
+from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.gather_spec import GatherSpec
 from deepspeed_gear.ops.records import Slot, Source
 from deepspeed_gear.ops.reference.gather import bounds
@@ -66,6 +68,12 @@ def trajectory(steps: int) -> dict[str, Any]:
     ends = np.arange(steps) == steps - 1
     made["reward"] = words.random(steps).astype(np.float32)
     return {**made, "terminated": ends & (steps % 2 == 0), "truncated": ends & (steps % 2 == 1)}
+
+
+@pytest.fixture(scope="module", params=["cpu", "kernels_on_host"])
+def placed_ops(request: pytest.FixtureRequest) -> Ops:
+    """What gathers on the device."""
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -112,17 +120,17 @@ def records_of(table: Table, draw: st.DrawFn) -> torch.Tensor:
     return torch.tensor(rows)
 
 
-def placed(way: str, reached: frozenset[str], options: dict[str, Any]) -> DeviceGatherer:
+def placed(ops: Ops, way: str, reached: frozenset[str], options: dict[str, Any]) -> DeviceGatherer:
     table: Table = options["table"]
     reach = Reach({name: table.gather_source(name) for name in reached})
     n_step = {"reward", "terminated", "truncated"} <= reached
-    transfer = FieldTransfer(HostStream(), table.ops, way, lambda name: name in reached, n_step, 2)
+    transfer = FieldTransfer(HostStream(), ops, way, lambda name: name in reached, n_step, 2)
     return DeviceGatherer(transfer, reach, **options)
 
 
 @given(data=st.data(), way=st.sampled_from(WAYS), n=st.none() | st.integers(1, 4))
-def test_every_way_gives_the_batches_of_the_collector(
-    table: Table, data: st.DataObject, way: str, n: int | None
+def test_every_way_gives_the_batches_of_the_gatherer(
+    table: Table, placed_ops: Ops, data: st.DataObject, way: str, n: int | None
 ) -> None:
     count = data.draw(st.integers(0 if n else 1, 5))
     wanted = [data.draw(fields(f"field{i}", n is not None)) for i in range(count)]
@@ -132,7 +140,7 @@ def test_every_way_gives_the_batches_of_the_collector(
     n_step = None if n is None else NStepConfig(n=n, gamma=0.9)
     options: dict[str, Any] = {"fields": wanted, "table": table, "statistics": {}, "n_step": n_step}
     options |= {"num_samples": len(records), "depth": 2, "engine_dtype": torch.bfloat16, "threads": 1}
-    plain, other = Gatherer(**options), placed(way, reached, options)
+    plain, other = Gatherer(**options), placed(placed_ops, way, reached, options)
     if everything and way == DIRECT:
         assert set(other.ways.values()) <= {DIRECT}
     for turn in range(3):
@@ -140,16 +148,14 @@ def test_every_way_gives_the_batches_of_the_collector(
         for expected, got in zip(here, there, strict=True):
             assert expected.keys() == got.keys()
             for name in expected:
-                same = (
-                    expected[name].view(torch.uint8) if expected[name].dtype != torch.bool else expected[name]
-                )
-                found = got[name].view(torch.uint8) if got[name].dtype != torch.bool else got[name]
-                assert torch.equal(found, same), (name, other.ways)
+                assert same_bits(got[name], expected[name]), (name, other.ways)
     assert torch.equal(other.totals(), plain.totals())
 
 
 @given(data=st.data(), way=st.sampled_from(WAYS))
-def test_parts_of_a_batch_from_several_collectors(table: Table, data: st.DataObject, way: str) -> None:
+def test_parts_of_a_batch_from_several_gatherers(
+    table: Table, placed_ops: Ops, data: st.DataObject, way: str
+) -> None:
     wanted = [data.draw(fields(f"field{i}", True)) for i in range(3)]
     options: dict[str, Any] = {"fields": wanted, "table": table, "statistics": {}, "threads": 1, "depth": 2}
     options |= {"n_step": NStepConfig(n=2, gamma=0.5), "engine_dtype": torch.float16}
@@ -158,11 +164,11 @@ def test_parts_of_a_batch_from_several_collectors(table: Table, data: st.DataObj
     options["num_samples"] = sum(len(records) for records in some)
     reached = data.draw(st.frozensets(st.sampled_from(NAMES)) | st.just(frozenset(NAMES)))
     plain = Gatherer(**options).gather(torch.cat(some))
-    gatherers = [placed(way, reached, options) for _ in some]
+    gatherers = [placed(placed_ops, way, reached, options) for _ in some]
     parts = [(gatherer, records, None) for gatherer, records in zip(gatherers, some, strict=True)]
     got = gatherers[0].gather_from(parts)
     for expected, found in zip(plain, got, strict=True):
-        assert all(torch.equal(found[name], expected[name]) for name in expected), gatherers[0].ways
+        assert all(same_bits(found[name], expected[name]) for name in expected), gatherers[0].ways
 
 
 def test_what_cannot_go_a_way_goes_another(table: Table) -> None:
@@ -178,12 +184,27 @@ def test_what_cannot_go_a_way_goes_another(table: Table) -> None:
     options: dict[str, Any] = {"fields": list(kinds.values()), "table": table, "statistics": {}, "depth": 1}
     options |= {"n_step": NStepConfig(n=1, gamma=1.0), "engine_dtype": torch.float32, "threads": 1}
     reached = frozenset(NAMES) - {"c"}
-    found = {way: placed(way, reached, {**options, "num_samples": 2}) for way in WAYS}
+    found = {way: placed(table.ops, way, reached, {**options, "num_samples": 2}) for way in WAYS}
     always = {"far": STAGED, "goal": STAGED}
     assert found[DIRECT].ways == {**dict.fromkeys(kinds, DIRECT), **always}
     assert found[COPIES].ways == {**found[DIRECT].ways, "window": COPIES}
     assert found[STAGED].ways == dict.fromkeys(kinds, STAGED)
     assert [found[way].reads_in_place for way in WAYS] == [True, True, False]
+
+
+def bytes_of(pieces: np.ndarray) -> dict[int, int]:
+    """Return from where to where each byte is copied."""
+    return {
+        piece[CopyPiece.TARGET] + i: piece[CopyPiece.SOURCE] + i
+        for piece in pieces.tolist()
+        for i in range(piece[CopyPiece.NUM_BYTES])
+    }
+
+
+def check_cuts(pieces: np.ndarray, cuts: np.ndarray) -> None:
+    """Check that a copy ends at each cut, or lies elsewhere."""
+    begin = pieces[:, CopyPiece.SOURCE, None]
+    assert not ((begin < cuts) & (begin + pieces[:, CopyPiece.NUM_BYTES, None] > cuts)).any()
 
 
 @given(
@@ -209,17 +230,9 @@ def test_pieces_are_the_real_rows(
     pieces = pieces_of(found, records, 4, 11, 1000, cuts)
     assert (pieces[:, CopyPiece.COLUMN] == 4).all()
     assert (pieces[:, CopyPiece.NUM_BYTES] > 0).all()
-    copied = {
-        piece[CopyPiece.TARGET] + i: piece[CopyPiece.SOURCE] + i
-        for piece in pieces.tolist()
-        for i in range(piece[CopyPiece.NUM_BYTES])
-    }
+    copied = bytes_of(pieces)
     assert len(copied) == pieces[:, CopyPiece.NUM_BYTES].sum()
-    for cut in cuts:  # a copy ends there, or is elsewhere
-        assert not (
-            (pieces[:, CopyPiece.SOURCE] < cut)
-            & (pieces[:, CopyPiece.SOURCE] + pieces[:, CopyPiece.NUM_BYTES] > cut)
-        ).any()
+    check_cuts(pieces, cuts)
     expected = {}
     for i, (_, _, _, begin, steps, anchor, _, _) in enumerate(rows):
         span = bounds(offset, length, align, torch.tensor([anchor]), torch.tensor([steps + final]))
@@ -237,18 +250,6 @@ def test_pieces_are_the_real_rows(
 def test_split_keeps_every_byte(spans: list[tuple[int, int]], cuts: set[int]) -> None:
     pieces = np.array([[1, begin, 500 + 50 * i, size] for i, (begin, size) in enumerate(spans)], np.int64)
     limits = np.array(sorted(cuts), np.int64)
-
-    def bytes_of(some: np.ndarray) -> dict[int, int]:
-        return {
-            p[CopyPiece.TARGET] + k: p[CopyPiece.SOURCE] + k
-            for p in some.tolist()
-            for k in range(p[CopyPiece.NUM_BYTES])
-        }
-
     parts = split(pieces.reshape(-1, 4).copy(), limits)
     assert bytes_of(parts) == bytes_of(pieces.reshape(-1, 4))
-    for cut in cuts:
-        assert not (
-            (parts[:, CopyPiece.SOURCE] < cut)
-            & (parts[:, CopyPiece.SOURCE] + parts[:, CopyPiece.NUM_BYTES] > cut)
-        ).any()
+    check_cuts(parts, limits)

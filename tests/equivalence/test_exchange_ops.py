@@ -1,4 +1,7 @@
-"""What nodes tell each other: the C++ against the reference, and what is taken against what was sent."""
+"""What nodes send each other: the C++ against the reference, and what is taken against what was sent.
+
+`tests/property/test_rows.py` walks row by row through what travels.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reference_ops import reference_ops
+from op_comparison import CPU, REFERENCE, compare
 from torch import Tensor
 
-from deepspeed_gear.errors import ShapeError
-from deepspeed_gear.ops import Ops, load_backend
+from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import ANY_SLOT, SHARD_BITS, UNKNOWN
-from deepspeed_gear.ops.records import LogEntry, PriorityUpdate, Resolution, RowSample
+from deepspeed_gear.ops.records import LogEntry, PriorityUpdate, Resolution, RowSample, Slot
 from deepspeed_gear.sampling.priority_log import NEVER
 
 MOST_32, MOST_BACK = (1 << 32) - 1, (1 << 16) - 1
 words_32 = st.integers(0, MOST_32) | st.sampled_from([0, 1 << 31, MOST_32])
 words_62 = st.integers(0, 1 << 62) | st.sampled_from([0, 1 << 62])
-PLAIN, FAST = reference_ops(), load_backend("cpu")
 
 
 def resolutions(count: int, words: np.random.Generator) -> Tensor:
@@ -35,7 +36,7 @@ def test_draws_are_assigned(count: int, totals: list[int], data: st.DataObject) 
     total, index = torch.tensor(totals), data.draw(st.integers(0, len(totals) - 1))
     points = [data.draw(st.integers(0, sum(totals) - 1)) for _ in range(count)] if sum(totals) else []
     coordinates = torch.tensor(points, dtype=torch.int64)
-    plain, fast = (op_wrappers.assign_draws(coordinates, total, index, ops=o) for o in (PLAIN, FAST))
+    plain, fast = (op_wrappers.assign_draws(coordinates, total, index, ops=o) for o in (REFERENCE, CPU))
     assert all(map(torch.equal, plain, fast))
     begin = sum(totals[:index])
     assert [points[i] - begin for i in fast[1].tolist()] == fast[2].tolist()
@@ -67,7 +68,7 @@ def test_draws_arrive_as_they_were_made(
         own = torch.nonzero(owner == node)[:, 0]
         given_steps = steps[own] if has_steps else None
         found = []
-        for ops in (PLAIN, FAST):
+        for ops in (REFERENCE, CPU):
             route = (*asks, 0, node) if all_asked else (readers, need_of, offset, node)
             more = {"steps": given_steps, "goals": goals[own], "takes_own": takes_own}
             found.append(op_wrappers.encode_draws(records[own], own, *route, ops=ops, **more))
@@ -89,7 +90,7 @@ def test_draws_arrive_as_they_were_made(
                 takes_own=takes_own,
                 ops=ops,
             )
-            for ops in (PLAIN, FAST)
+            for ops in (REFERENCE, CPU)
         ]
         assert all(map(torch.equal, *took))
         ring, origins, samples, which = took[1]
@@ -130,7 +131,7 @@ def reports(draw: st.DrawFn) -> tuple[Tensor, int]:
 @given(reports())
 def test_reports(drawn: tuple[Tensor, int]) -> None:
     made, latest = drawn
-    for ops in (PLAIN, FAST):
+    for ops in (REFERENCE, CPU):
         packed, ends = op_wrappers.encode_reports(made, latest, 4, ops=ops)
         found = op_wrappers.decode_reports(packed, latest, ops=ops)
         shard = made[:, PriorityUpdate.SLOT] >> SHARD_BITS
@@ -141,7 +142,7 @@ def test_reports(drawn: tuple[Tensor, int]) -> None:
         assert ends.tolist() == [int((shard <= index).sum()) for index in range(4)]
 
 
-@pytest.mark.parametrize("ops", [PLAIN, FAST], ids=["reference", "cpu"])
+@pytest.mark.parametrize("ops", [REFERENCE, CPU], ids=["reference", "cpu"])
 @pytest.mark.parametrize("batch", [NEVER, -1, 0, 1_000_000 - MOST_BACK - 1, 1_000_000 - MOST_BACK])
 def test_batches_that_lie_far_back_are_not_told_apart(ops: Ops, batch: int) -> None:
     latest, report = 1_000_000, torch.tensor([[3, 1, 2, 4, batch, 9]])
@@ -150,17 +151,58 @@ def test_batches_that_lie_far_back_are_not_told_apart(ops: Ops, batch: int) -> N
     assert torch.equal(op_wrappers.decode_reports(packed, latest, ops=ops), report)
 
 
-def test_what_is_outside_is_refused() -> None:
-    records, own = torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    readers, need_of = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(2, 1, dtype=torch.int16)
-    received = [torch.zeros(0, dtype=torch.int64)] * 2
-    taken = received, own, own, records[:0], own[:0], need_of
-    for work, match in (
-        (lambda: op_wrappers.encode_draws(records, own, readers + 2, need_of, 0, 0), "readers must be nodes"),
-        (lambda: op_wrappers.encode_draws(records, own - 1, readers, need_of, 0, 0), "own must lie in"),
-        (lambda: op_wrappers.decode_draws(*taken, 1, 0, 0, 1), "received must have 4 values, got 0"),
-        (lambda: op_wrappers.decode_draws(*taken[:2], own + 1, *taken[3:], 1, 0, 0, 0), "asked must lie in"),
-        (lambda: op_wrappers.decode_draws(received, own + 2, *taken[2:], 1, 0, 0, 0), "owner must lie in"),
-    ):
-        with pytest.raises((ShapeError, RuntimeError), match=match):
-            work()
+# ---- rows --------------------------------------------------------------------------------------------
+
+
+def any_layout(num_needs: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Windows of some groups, which needs have them, and columns that read them or have one row each."""
+    groups = torch.randint(1, 4, (int(torch.randint(0, 4, ())),))
+    windows = torch.zeros(int(groups.sum()), 7, dtype=torch.int64)
+    count = len(windows)
+    windows[:, 0] = torch.repeat_interleave(torch.arange(len(groups)), groups)
+    windows[:, 1] = torch.rand(count) < 0.2
+    windows[:, 2] = torch.randint(-6, 6, (count,))
+    windows[:, 3] = windows[:, 2] + torch.randint(1, 9, (count,))
+    windows[:, 4:] = torch.rand(count, 3) < 0.4
+    members = torch.rand(count + 2, num_needs) < 0.7
+    columns = torch.zeros(6, 3, dtype=torch.int64)
+    columns[:, 0] = torch.randint(-1, max(len(groups), 1), (6,)) if len(groups) else -1
+    columns[:, 1] = torch.randint(0, count + 2, (6,))
+    columns[:, 2] = torch.tensor([0, 1, 3, 8, 20, 9001])[torch.randperm(6)]
+    return windows, members, columns
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("count", [1, 7, 33, 200])
+def test_rows_of_any_layout(cpu: Ops, count: int, seed: int) -> None:
+    torch.manual_seed(100 * count + seed)
+    num_peers, num_needs, num_slots, steps = [1, 2, 127, 300][seed % 4], 1 + seed % 3, 9, 21
+    slots = torch.zeros(num_slots, 8, dtype=torch.int64)
+    slots[:, Slot.FIRST_ROW] = torch.randperm(num_slots) * (steps + 1)
+    lengths = torch.randint(1, steps + 1, (num_slots,))
+    slot, peer = torch.randint(0, num_slots, (count,)), torch.randint(0, num_peers, (count,))
+    anchor = (torch.rand(count) * lengths[slot]).long()
+    goal = torch.where(torch.rand(count) < 0.5, -1, anchor)
+    n_steps = torch.minimum(torch.randint(0, 4, (count,)), lengths[slot])
+    need = torch.randint(0, num_needs, (count,))
+    samples = torch.stack((peer, need, slot, lengths[slot], anchor, n_steps, goal), dim=1)
+    heads = torch.randint(0, 5, (num_peers,)) * 4
+    given = samples, *any_layout(num_needs), heads
+    row_bytes, rows = given[3][:, 2].tolist(), num_slots * (steps + 1)
+    stored = [torch.randint(0, 256, (rows * size,), dtype=torch.uint8) for size in row_bytes]
+    empty, sizes = torch.zeros(0).long(), torch.zeros(num_peers, dtype=torch.int64)
+    _, sizes = compare(cpu, "encode_rows_", empty, sizes, stored, *given, slots)
+    ends = ((heads + sizes + 7) // 8).cumsum(0)
+    out = torch.full((int(ends[-1]) + 1,), 9)
+    message, same = compare(cpu, "encode_rows_", out, sizes * 0, stored, *given, slots)
+    assert torch.equal(same, sizes)
+    direct = out.clone()
+    cpu.on_host().encode_rows_(direct, sizes * 0, stored, *given, slots)
+    assert torch.equal(direct, message)
+    messages = [part.clone() for part in message[: int(ends[-1])].tensor_split(ends[:-1])]
+    for num_rows, room_slots in ((rows, 40), (rows, 0), (3, 40)):
+        arrivals = [torch.zeros((rows + 60) * size, dtype=torch.uint8) for size in row_bytes]
+        outs = torch.full((count + 3, 8), -1), sizes * 0, torch.zeros(2, dtype=torch.int64)
+        which = torch.randperm(count + 3)[:count]
+        room = [4, num_rows, 5, room_slots, 1000, 70]
+        compare(cpu, "decode_rows_", arrivals, *outs, messages, which, *given, room)
