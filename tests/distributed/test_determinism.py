@@ -19,7 +19,7 @@ def test_batches_are_the_same_in_every_division(monkeypatch: pytest.MonkeyPatch,
     determinism = importlib.import_module("determinism")
     ragged = importlib.import_module("support.ragged")
     context = multiprocessing.get_context("forkserver")  # ranks import torch once together
-    context.set_forkserver_preload(["torch.distributed", "deepspeed_gear.replay.replay"])
+    context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "deepspeed_gear.replay.replay"])
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
     rows = determinism.run(quick=True, launcher=False)
     assert [row for row in rows if not row.equal] == []

@@ -15,11 +15,10 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from gear_support import ROOT, wait_until
-from process_support import Process, Ranks, environment
+from process_support import Ranks, environment
 
 SCRIPT = Path(__file__).resolve().parents[1] / "cluster" / "cluster.sh"
 PROGRAMS = Path(__file__).resolve().parents[1] / "cluster" / "programs"
@@ -32,17 +31,6 @@ def why_no_cluster() -> str | None:
     """Say why this machine cannot run a cluster; None if it can."""
     checked = subprocess.run([str(SCRIPT), "check"], capture_output=True, text=True, timeout=30)
     return checked.stderr.strip() if checked.returncode else None
-
-
-@dataclass(frozen=True)
-class Counters:
-    """What has gone through a node's eth0 since it started, in bytes, with all headers."""
-
-    rx_bytes: int
-    tx_bytes: int
-
-    def __sub__(self, other: Counters) -> Counters:
-        return Counters(self.rx_bytes - other.rx_bytes, self.tx_bytes - other.tx_bytes)
 
 
 class Launch:
@@ -237,11 +225,11 @@ class Cluster:
         """Pull a node's cable out ("down") or plug it in again ("up")."""
         subprocess.run([str(SCRIPT), "link", str(node), state], env=self._env, check=True, timeout=30)
 
-    def counters(self, node: int) -> Counters:
-        """Read what has gone through a node's network."""
+    def sent_bytes(self, node: int) -> int:
+        """Return what a node has sent since it started, with all headers."""
         lines = Path(f"/proc/{self._inits[node]}/net/dev").read_text().splitlines()
         fields = next(line.split(":")[1].split() for line in lines if line.strip().startswith("eth0:"))
-        return Counters(int(fields[0]), int(fields[8]))
+        return int(fields[8])
 
     def shm(self, node: int) -> Path:
         """Return where this machine sees a node's /dev/shm."""
@@ -276,14 +264,14 @@ class NodeRanks(Ranks):
         env = {"MASTER_ADDR": "10.77.0.1", "GLOO_SOCKET_IFNAME": "eth0", "PATH": rank_environment()["PATH"]}
         super().__init__(PROGRAMS / program, nodes * ranks, *arguments, **env)
 
-    def start(self, rank: int, program: list[str], env: dict[str, str]) -> Process:
+    def start(self, rank: int, program: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
         local = f"LOCAL_RANK={rank % self.ranks}"
         world = f"LOCAL_WORLD_SIZE={self.ranks}"
         python = ["env", local, world, sys.executable, "-u", *program]
         command, pipe = self.cluster.command(rank // self.ranks, *python), subprocess.PIPE
         return subprocess.Popen(command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
 
-    def end(self, process: Process) -> None:
+    def end(self, process: subprocess.Popen[str]) -> None:
         self.cluster.sweep()  # the process itself is only what has entered the namespaces
         process.kill()
 

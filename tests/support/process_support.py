@@ -18,8 +18,6 @@ from typing import Any
 from gear_support import ROOT, SHM, prefix
 from warm_python import WarmProcess
 
-Process = subprocess.Popen[str] | WarmProcess
-
 _ports = itertools.count()
 PROGRAMS = Path(__file__).resolve().parents[1] / "distributed" / "programs"
 
@@ -83,13 +81,13 @@ class Ranks:
 
     def __init__(self, program: Path | str, count: int, *arguments: str, **env: str) -> None:
         self.port, path = str(free_port()), PROGRAMS / program
-        self.processes: list[Process] = []
+        self.processes: list[subprocess.Popen[str]] = []
         for rank in range(count):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
             rank_env = environment(**{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port, **place, **env})
             self.processes.append(self.start(rank, [str(path), *arguments], rank_env))
 
-    def start(self, rank: int, program: list[str], env: dict[str, str]) -> Process:
+    def start(self, rank: int, program: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
         """Start a rank."""
         del rank
         return WarmProcess(program, env, subprocess.PIPE, subprocess.STDOUT)
@@ -97,7 +95,7 @@ class Ranks:
     def wait(self, timeout_s: float = 120.0) -> list[tuple[int, str]]:
         """Return exit status and output of every rank; kill what is left after the timeout."""
 
-        def result(process: Process) -> tuple[int, str]:
+        def result(process: subprocess.Popen[str]) -> tuple[int, str]:
             try:
                 output, _ = process.communicate(timeout=timeout_s)
             except subprocess.TimeoutExpired:
@@ -111,7 +109,7 @@ class Ranks:
         remove_buffers(self.port)
         return found
 
-    def end(self, process: Process) -> None:
+    def end(self, process: subprocess.Popen[str]) -> None:
         """Kill a rank."""
         process.kill()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import io
 import json
 import os
 import runpy
@@ -18,7 +17,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -35,130 +33,63 @@ _MOST_BYTES = 1 << 17  # of a request
 _server: socket.socket | None = None
 
 
-class WarmProcess:
-    """A program of the server, with the methods of `subprocess.Popen` that tests use.
+class WarmProcess(subprocess.Popen):
+    """A program of the server, with the pipes and methods of a child of this process.
 
     Args:
         arguments: After `python -u`: a path, "-m" and a module, or "-c" and a text; and its arguments.
         env: The environment.
-        stdout, stderr: As of Popen: None, PIPE, STDOUT or a file.
-        stdin: None or PIPE.
-        cwd: The working directory; None: that of the server.
-        start_new_session, text: As of Popen.
+        stdout, stderr, text, **options: As of Popen, of which the server heeds `cwd` and `start_new_session`.
     """
 
     def __init__(
         self,
-        arguments: Sequence[str],
+        arguments: Sequence[object],
         env: Mapping[str, str],
         stdout: IO[Any] | int | None = None,
         stderr: IO[Any] | int | None = None,
-        stdin: int | None = None,
-        cwd: Path | None = None,
-        start_new_session: bool = False,
         text: bool = True,
+        **options: Any,
     ) -> None:
-        self.args, self.returncode = list(arguments), None
-        self.stdout: IO[Any] | None = None
-        self.stderr: IO[Any] | None = None
-        self.stdin: IO[Any] | None = None
-        theirs = [0, 1, 2]
-        made: list[int] = []
-        if stdin == PIPE:
-            theirs[0], mine = os.pipe()
-            made.append(theirs[0])
-            self.stdin = os.fdopen(mine, "w" if text else "wb")
-        for number, (name, given) in enumerate((("stdout", stdout), ("stderr", stderr)), 1):
-            if given == PIPE:
-                mine, theirs[number] = os.pipe()
-                made.append(theirs[number])
-                setattr(self, name, os.fdopen(mine, errors="replace") if text else os.fdopen(mine, "rb"))
-            elif given == subprocess.STDOUT:
-                theirs[number] = theirs[1]
-            elif given == subprocess.DEVNULL:
-                theirs[number] = os.open(os.devnull, os.O_WRONLY)
-                made.append(theirs[number])
-            elif given is not None:
-                theirs[number] = given if isinstance(given, int) else given.fileno()
-        self._status, status = os.pipe()
+        errors = "replace" if text else None
+        super().__init__(
+            list(map(str, arguments)), env=env, stdout=stdout, stderr=stderr, errors=errors, **options
+        )
+
+    def _execute_child(self, *given: Any) -> None:
+        """Send the server what Popen has prepared; -1 is a stream of this process."""
+        arguments, cwd, env, is_session = given[0], given[5], given[6], given[21]
+        pipes = given[10:16]  # stdin, stdout, stderr: the end to read from, the end to write to
+        theirs = [end if end != -1 else number for number, end in enumerate((pipes[0], pipes[3], pipes[5]))]
         request = {
-            "arguments": [str(word) for word in arguments],
+            "arguments": arguments,
             "env": dict(env),
             "cwd": str(cwd or os.getcwd()),
-            "session": start_new_session,
+            "session": is_session,
         }
         message = json.dumps(request).encode()
         assert len(message) < _MOST_BYTES
+        self._status, status = os.pipe()
         socket.send_fds(_running(), [message], [*theirs, status])
-        for one in (*made, status):
-            os.close(one)
+        os.close(status)
+        self._close_pipe_fds(*pipes)
         self.pid = int(os.read(self._status, 16))
+        self._child_created = True
 
-    def poll(self) -> int | None:
-        """Return the exit status, or None while it runs."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.wait(0)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; return the exit status, or minus the signal that ended it."""
+    def _wait(self, timeout: float | None) -> int:
         if self.returncode is None:
-            if not select.select([self._status], [], [], timeout)[0]:
+            if not select.select([self._status], [], [], None if timeout is None else max(timeout, 0))[0]:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            found = os.read(self._status, 16)
+            status = os.read(self._status, 16)
             os.close(self._status)
-            assert found, "the server of warm processes has ended"
-            self.returncode = int(found)
+            assert status, "the server of warm processes has ended"
+            self.returncode = int(status)
         return self.returncode
 
-    def communicate(self, timeout: float | None = None) -> tuple[str | None, str | None]:
-        """Read its pipes to their ends and wait for it; return what `stdout` and `stderr` held."""
-        until = None if timeout is None else time.monotonic() + timeout
-        if self.stdin is not None:
-            self.stdin.close()
-        kept = self.__dict__.setdefault("_kept", {})
-        pipes = {pipe.fileno(): pipe for pipe in (self.stdout, self.stderr) if pipe and not pipe.closed}
-        for number in pipes:
-            kept.setdefault(number, io.BytesIO())
-        waiting = set(pipes)
-        while waiting:
-            left = None if until is None else max(until - time.monotonic(), 0)
-            ready = select.select(waiting, [], [], left)[0]
-            if not ready:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            for number in ready:
-                part = os.read(number, 1 << 16)
-                kept[number].write(part)
-                if not part:
-                    waiting.remove(number)
-        self.wait(None if until is None else max(until - time.monotonic(), 0))
-        found = {pipe: kept[number].getvalue().decode(errors="replace") for number, pipe in pipes.items()}
-        for pipe in pipes.values():
-            pipe.close()
-        return (
-            None if self.stdout is None else found.get(self.stdout, ""),
-            None if self.stderr is None else found.get(self.stderr, ""),
-        )
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal to it, if it has not ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def __enter__(self) -> WarmProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for pipe in (self.stdin, self.stdout, self.stderr):
-            if pipe is not None:
-                pipe.close()
-        self.wait()
+    def _internal_poll(self, **_: Any) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._wait(0)
+        return self.returncode
 
 
 def _running() -> socket.socket:
@@ -180,12 +111,11 @@ def run_warm(
     """Run a program to its end, as `subprocess.run` with captured output."""
     with WarmProcess(arguments, env, PIPE, PIPE, cwd=cwd) as process:
         try:
-            output, errors = process.communicate(timeout_s)
+            output, errors = process.communicate(timeout=timeout_s)
         except BaseException:
             process.kill()
             raise
-    assert process.returncode is not None
-    return subprocess.CompletedProcess(process.args, process.returncode, output or "", errors or "")
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 # ---- the server ----------------------------------------------------------------------------------
@@ -259,10 +189,11 @@ def _run(request: dict[str, Any]) -> None:
         return
     sys.argv = ["-c", *rest[1:]] if first == "-c" else [first, *rest]
     text = rest[0] if first == "-c" else Path(first).read_bytes()
+    path = os.path.abspath(first)
     program, main = compile(text, first, "exec"), sys.modules["__main__"].__dict__
     for name in [name for name in main if not name.startswith("__")]:
         del main[name]  # this module's own
-    main["__file__"] = first
+    main["__file__"] = path
     exec(program, main)
 
 
