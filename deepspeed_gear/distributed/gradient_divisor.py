@@ -4,7 +4,7 @@ Losses l_1 .. l_n are those of the ranks that have one of their own: replicas ti
 ranks of a replica share one). The weights are updated by the gradient of (l_1 + ... + l_n) / divisor: losses
 that are multiplied by the divisor before `backward` are summed.
 
-Sources: what DeepSpeed 0.19.8 and torch 2.13 do, measured by tests/distributed/test_gradient_divisor.py; the
+Sources: what DeepSpeed 0.19.8 and torch 2.13 do, measured by tests/distributed/test_gradients.py; the
 table is in docs/design/0013-gradient-divisor.md. In their files: `runtime/engine.py` (allreduce_bucket),
 `runtime/zero/stage_1_and_2.py` (average_tensor, gradient_reduction_w_predivide), `runtime/zero/stage3.py`
 (__avg_scatter_grads, __avg_scatter_contiguous_grads), `nn/parallel/distributed.py`,

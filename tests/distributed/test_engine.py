@@ -1,4 +1,4 @@
-"""Engines under DeepSpeed's own launcher: the same global batches in every division, and a life with them."""
+"""Engines on several ranks: the same global batches in every division, and a life with them."""
 
 from __future__ import annotations
 
@@ -122,11 +122,11 @@ def test_a_checkpoint_continues_on_another_number_of_ranks(
 
 
 def test_attach_enable_evaluate_report_and_end(
-    dataset: Path, tmp_path: Path, deepspeed_run: Callable[..., str]
+    dataset: Path, tmp_path: Path, ranks_run: Callable[..., str]
 ) -> None:
     """One launch that ends with exit code 0 although its last engine is not destroyed."""
     gear = section(dataset)
-    deepspeed_run("engine_attach.py", 2, {"gear": gear, "out": str(tmp_path)})
+    ranks_run("engine_attach.py", 2, {"gear": gear, "out": str(tmp_path)})
     assert shared_files(gear["shared_memory"]["prefix"]) == []
     check_evaluation(gear, tmp_path)
     check_metrics(tmp_path / "csv")

@@ -28,69 +28,49 @@ def torch_case(kind: str, divisor: float | str, **options: Any) -> dict[str, Any
 WHOLE = {"reduce_scatter": False}
 SMALL = {"reduce_scatter": False, "reduce_bucket_size": 150}  # smaller than the largest parameter
 CPU = {"offload_optimizer": {"device": "cpu"}}
+PREDIVIDE = {"gradient_predivide_factor": 2.0}
 
-#: By world and name. DeepSpeed keeps an engine's groups in globals, so those of one kind follow each other.
+
+def of_stages(name: str, divisors: dict[int, float], **options: Any) -> dict[str, dict[str, Any]]:
+    """Return a case for each stage with its divisor; the stage is put into the name."""
+    return {name.format(stage): zero(stage, divisor, **options) for stage, divisor in divisors.items()}
+
+
+#: By world and name, beside those of KINDS. Engines of one kind follow each other: DeepSpeed keeps groups in
+#: globals.
 CASES: dict[int, dict[str, dict[str, Any]]] = {
-    1: {
-        **{f"zero{stage}": zero(stage, 1.0) for stage in range(4)},
-        "ddp": torch_case("ddp", 1.0),
-        "plain": torch_case("plain", 1.0),
-    },
+    1: {"ddp": torch_case("ddp", 1.0), "plain": torch_case("plain", 1.0)},
     2: {
-        **{f"zero{stage}": zero(stage, 2.0) for stage in range(4)},
-        **{f"zero{stage} offload": zero(stage, 2.0, section=CPU) for stage in (1, 2, 3)},
-        **{
-            f"zero{stage} sum": zero(stage, 1.0, config={"gradient_allreduce_op": "sum"})
-            for stage in (0, 1, 2)
-        },
-        **{
-            f"zero{stage} predivide 2": zero(
-                stage, divisor, section=WHOLE, config={"gradient_predivide_factor": 2.0}
-            )
-            for stage, divisor in ((0, 2.0), (1, 2.0), (2, 2.0), (3, 4.0))
-        },
-        **{
-            f"zero{stage} prescale": zero(stage, 2.0, section=WHOLE, config={"prescale_gradients": True})
-            for stage in range(4)
-        },
-        **{
-            f"zero{stage} accumulation 4": zero(stage, 8.0, config={"gradient_accumulation_steps": 4})
-            for stage in (0, 3)
-        },
-        **{f"zero{stage} bf16": zero(stage, 2.0, config=BF16, error=0.03) for stage in (1, 2, 3)},
+        **of_stages("zero{} offload", dict.fromkeys((1, 2, 3), 2.0), section=CPU),
+        **of_stages("zero{} sum", dict.fromkeys((0, 1, 2), 1.0), config={"gradient_allreduce_op": "sum"}),
+        **of_stages("zero{} predivide 2", {0: 2.0, 1: 2.0, 2: 2.0, 3: 4.0}, section=WHOLE, config=PREDIVIDE),
+        **of_stages(
+            "zero{} prescale",
+            dict.fromkeys(range(4), 2.0),
+            section=WHOLE,
+            config={"prescale_gradients": True},
+        ),
+        **of_stages("zero{} accumulation 4", {0: 8.0, 3: 8.0}, config={"gradient_accumulation_steps": 4}),
+        **of_stages("zero{} bf16", dict.fromkeys((1, 2, 3), 2.0), config=BF16, error=0.03),
         "zero2 overlap": zero(2, 2.0, section={"overlap_comm": True}),
         "ddp": torch_case("ddp", 2.0),
-        "ddp no_sync": torch_case("ddp", 2.0, no_sync=True),
         "ddp other hook": torch_case("ddp", "noop_hook", hook=True),
-        "fsdp1": torch_case("fsdp1", 2.0, strategy="FULL_SHARD"),
         "fsdp1 no shard": torch_case("fsdp1", 2.0, strategy="NO_SHARD"),
-        "fsdp2": torch_case("fsdp2", 2.0),
         "fsdp2 divide factor": torch_case("fsdp2", 8.0, factor=8.0),
         "fsdp2 a part": torch_case("fsdp2", "must be wrapped as a whole", whole=False),
-        **{
-            f"ulysses zero{stage}": zero(stage, divisor, sequence=2)
-            for stage, divisor in enumerate((1.0, 1.0, 1.0, 2.0))
-        },
         "ulysses zero3 all-reduce": zero(3, 1.0, sequence=2, section=WHOLE),
         "ulysses zero3 small buckets": zero(
             3, "zero_optimization.reduce_bucket_size", sequence=2, section=SMALL
         ),
-        "ulysses zero2 predivide 2": zero(
-            2, 2.0, sequence=2, section=WHOLE, config={"gradient_predivide_factor": 2.0}
-        ),
+        "ulysses zero2 predivide 2": zero(2, 2.0, sequence=2, section=WHOLE, config=PREDIVIDE),
         "ulysses zero1 bf16": zero(1, "zero_optimization.stage", sequence=2, config=BF16),
         "mesh zero2": zero(2, "mesh_param", mesh=(1, 2)),
         "mesh zero3": zero(3, 2.0, mesh=(1, 2)),
     },
     4: {
-        "zero2": zero(2, 4.0),
         "fsdp1 hybrid": torch_case("fsdp1", 4.0, strategy="HYBRID_SHARD"),
         "fsdp2 hybrid": torch_case("fsdp2", 4.0, hybrid=True),
-        **{
-            f"ulysses zero{stage}": zero(stage, divisor, sequence=2)
-            for stage, divisor in enumerate((2.0, 2.0, 2.0, 4.0))
-        },
-        **{f"tensor zero{stage}": zero(stage, 2.0, tensor=2) for stage in (0, 1, 2, 3)},
+        **of_stages("tensor zero{}", dict.fromkeys(range(4), 2.0), tensor=2),
     },
 }
 
@@ -115,15 +95,18 @@ SHORT = [(loss, BUDGETS[number % len(BUDGETS)]) for number, loss in enumerate(LO
 
 STAGES = [f"zero{stage}" for stage in range(4)]
 ULYSSES = [f"{name} sequence 2" for name in STAGES]
-#: Of each number of ranks. Engines of one kind follow each other: DeepSpeed keeps groups in globals.
-KINDS = {
-    1: STAGES,
-    2: [*STAGES, "ddp", "fsdp1", "fsdp2", *ULYSSES],
-    4: ["zero2", "fsdp2", *ULYSSES],  # ULYSSES: two replicas of two sequence ranks
+#: By number of ranks: what each kind divides by.
+KINDS: dict[int, dict[str, float]] = {
+    1: dict.fromkeys(STAGES, 1.0),
+    2: {
+        **dict.fromkeys([*STAGES, "ddp", "fsdp1", "fsdp2"], 2.0),
+        **dict(zip(ULYSSES, (1.0, 1.0, 1.0, 2.0), strict=True)),
+    },
+    # ULYSSES: two replicas of two sequence ranks
+    4: {"zero2": 4.0, "fsdp2": 4.0, **dict(zip(ULYSSES, (2.0, 2.0, 2.0, 4.0), strict=True))},
 }
 
 
 def cases_of(world: int, every: bool) -> dict[str, list[tuple[str, int]]]:
     """Return the cases of each kind: all, or every fourth one of `SHORT`, those of neighbours the others."""
-    kinds = KINDS[world]
-    return {kind: ALL if every else SHORT[number % 4 :: 4] for number, kind in enumerate(kinds)}
+    return {kind: ALL if every else SHORT[number % 4 :: 4] for number, kind in enumerate(KINDS[world])}

@@ -7,29 +7,23 @@ sequence at a time; every rank compares its weights with it.
 
 from __future__ import annotations
 
-import contextlib
-import time
 from typing import Any
 
-import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.sequence.layer import DistributedAttention
-from deepspeed.utils import groups
 from gear_support import prefix
 from gradient_cases import LOSSES
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from trainers import EngineTrainer, ModuleTrainer, Weights
 from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 
 from deepspeed_gear import MicroBatch, Replay
 from deepspeed_gear.distributed.deepspeed_compat import place_of
 from deepspeed_gear.distributed.gradient_divisor import gradient_divisor
-from deepspeed_gear.distributed.topology import RankCoordinates
 
 VOCABULARY, WIDTH, MOST = 50, 16, 40
 GROUPS, SIZE = 10, 4
@@ -39,7 +33,6 @@ COLUMNS = {
     "prompt": {"dtype": "int64", "rows": "1"},
     "member": {"dtype": "int64", "rows": "1"},
 }
-Weights = dict[str, Tensor]
 
 
 def responses() -> list[dict[str, Any]]:
@@ -91,11 +84,14 @@ def ulysses(
 AttentionInterface.register("ulysses", ulysses)
 
 
-def model_of(attention: str = "sdpa") -> Any:
+def model_of(group: Any = None) -> Any:
+    """Return the model; with a group of sequence ranks, for their slices."""
     torch.manual_seed(0)
     sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Qwen2Config(vocab_size=VOCABULARY, attn_implementation=attention, **sizes, **heads)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY, attn_implementation="sdpa" if group is None else "ulysses", **sizes, **heads
+    )
     return Qwen2ForCausalLM(config)
 
 
@@ -144,101 +140,7 @@ def deviation(before: Weights, after: Weights, wanted: Weights) -> float:
     return most / max(float(values.abs().max()) for values in wanted.values())
 
 
-# ---- ways of training ------------------------------------------------------------------------------
-
-
-class EngineTrainer:
-    """A DeepSpeed engine: "zero2", or "zero2 sequence 2" with slices of two sequence ranks."""
-
-    def __init__(self, kind: str) -> None:
-        groups.mpu = groups.mesh_device = None  # DeepSpeed keeps the mpu that it was given last
-        mpu, attention = None, "sdpa"
-        if kind.endswith("sequence 2"):
-            mpu, attention = parallel_state_sp, "ulysses"
-            if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:
-                parallel_state_sp.initialize_sequence_parallel(2)
-        self.model = model_of(attention)
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "managed_gradient_accumulation": False,
-            "gradient_clipping": 0.0,
-            "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {
-                "stage": int(kind.removeprefix("zero")[0]),
-                "stage3_param_persistence_threshold": 0,
-            },
-            "data_types": {"grad_accum_dtype": "fp32"},
-        }
-        parameters = self.model.parameters()
-        self.trained = deepspeed.initialize(
-            model=self.model, model_parameters=parameters, config=config, mpu=mpu
-        )[0]
-        assert self.trained.zero_optimization_stage() == int(kind.removeprefix("zero")[0])
-        self.place: RankCoordinates | None = place_of(self.trained)
-
-    def weights(self) -> Weights:
-        found = {}
-        for name, parameter in self.model.named_parameters():
-            is_part = hasattr(parameter, "ds_id")
-            with deepspeed.zero.GatheredParameters([parameter], enabled=is_part):
-                found[name] = parameter.detach().clone()
-        return found
-
-    def backward(self, loss: Tensor, is_last: bool) -> None:
-        del is_last
-        self.trained.backward(loss)
-
-    def step(self) -> None:
-        self.trained.step()
-
-    def close(self) -> None:
-        self.trained.destroy()
-
-
-class ModuleTrainer:
-    """A module of torch: "ddp" with no_sync, "fsdp1" and "fsdp2" with every layer a unit of its own."""
-
-    place = None
-
-    def __init__(self, kind: str) -> None:
-        self.kind, model = kind, model_of()
-        layers = model.model.layers
-        if kind == "ddp":
-            self.trained: Any = nn.parallel.DistributedDataParallel(model)
-        elif kind == "fsdp1":
-            options = {"device_id": torch.device("cpu"), "use_orig_params": True}
-            for number in range(len(layers)):
-                layers[number] = FullyShardedDataParallel(layers[number], **options)
-            self.trained = FullyShardedDataParallel(model, **options)
-        else:
-            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-            for layer in layers:
-                fully_shard(layer, mesh=mesh)
-            self.trained = fully_shard(model, mesh=mesh)
-        self.optimizer = torch.optim.SGD(self.trained.parameters(), lr=1.0)
-
-    def weights(self) -> Weights:
-        if self.kind == "fsdp1":
-            with FullyShardedDataParallel.summon_full_params(self.trained):
-                named = list(self.trained.named_parameters())
-                return {name.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for name, p in named}
-        if self.kind == "fsdp2":
-            return {name: p.full_tensor().detach().clone() for name, p in self.trained.named_parameters()}
-        return {name: p.detach().clone() for name, p in self.trained.module.named_parameters()}
-
-    def backward(self, loss: Tensor, is_last: bool) -> None:
-        waits = self.kind == "ddp" and not is_last
-        with self.trained.no_sync() if waits else contextlib.nullcontext():
-            loss.backward()
-
-    def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def close(self) -> None:
-        del self.trained
+# ---- the comparison --------------------------------------------------------------------------------
 
 
 def nll(model: Any, micro: MicroBatch, is_slice: bool) -> Tensor:
@@ -247,9 +149,6 @@ def nll(model: Any, micro: MicroBatch, is_slice: bool) -> Tensor:
         inputs["block_mask"] = micro.block_mask
     logits = model(**inputs).logits
     return F.cross_entropy(logits[0], micro.targets[0], reduction="none")[None]
-
-
-# ---- the comparison --------------------------------------------------------------------------------
 
 
 def section(loss: dict[str, Any], tokens: int) -> dict[str, Any]:
@@ -270,28 +169,42 @@ def section(loss: dict[str, Any], tokens: int) -> dict[str, Any]:
     }
 
 
-def train(trainer: Any, config: dict[str, Any], stored: list[dict[str, Any]]) -> list[int]:
+def trainer_of(kind: str) -> EngineTrainer | ModuleTrainer:
+    """Return the trainer of a kind, such as "zero2", "zero2 sequence 2" or "ddp"."""
+    if not kind.startswith("zero"):
+        return ModuleTrainer(model_of, ("model.layers", ["0", "1"]), kind, no_sync=kind == "ddp")
+    sequence = 2 if kind.endswith("sequence 2") else 1
+    config = {"data_types": {"grad_accum_dtype": "fp32"}}
+    return EngineTrainer(model_of, {"zero": int(kind[4]), "sequence": sequence, "config": config})
+
+
+def train(trainer: Any, divisor: float, config: dict[str, Any], stored: list[dict[str, Any]]) -> list[int]:
     """Train one packed step; return the loss tokens of this rank's micro batches."""
     counts = []
-    with Replay(config, place=trainer.place) as replay:
+    place = place_of(trainer.trained) if isinstance(trainer, EngineTrainer) else None
+    with Replay(config, place=place) as replay:
         if dist.get_rank() == 0:
             for response in stored:
                 replay.add(response)
         dist.barrier()
-        replay.gradient_divisor = gradient_divisor(trainer.trained)
+        replay.gradient_divisor = divisor
         step = replay.step()
         assert step.num_trajectories == len(stored)
-        is_slice = trainer.place is not None and trainer.place.sequence_world > 1
+        is_slice = place is not None and place.sequence_world > 1
         for number, micro in enumerate(step):
             counts.append(int(micro.loss_mask.sum()))
-            trainer.backward(micro.sum(nll(trainer.trained, micro, is_slice)), number == len(step) - 1)
+
+            def loss(micro: MicroBatch = micro) -> Tensor:
+                return micro.sum(nll(trainer.trained, micro, is_slice))
+
+            trainer.backward(loss, number == len(step) - 1)
         trainer.step()
     return counts
 
 
 def compare(trainer: Any, reference: nn.Module, loss: dict[str, Any], tokens: int) -> dict[str, Any]:
-    stored, before = responses(), trainer.weights()
-    counts = train(trainer, section(loss, tokens), stored)
+    stored, before, divisor = responses(), trainer.weights(), gradient_divisor(trainer.trained)
+    counts = train(trainer, divisor, section(loss, tokens), stored)
     after = trainer.weights()
     reference.load_state_dict({**reference.state_dict(), **before})
     if dist.get_rank() == 0:
@@ -302,7 +215,7 @@ def compare(trainer: Any, reference: nn.Module, loss: dict[str, Any], tokens: in
     dist.broadcast(flat, 0)
     parts = flat.split([values.numel() for values in before.values()])
     wanted = {name: part.view(before[name].shape) for name, part in zip(before, parts, strict=True)}
-    return {"deviation": deviation(before, after, wanted), "counts": counts}
+    return {"deviation": deviation(before, after, wanted), "counts": counts, "divisor": divisor}
 
 
 def outcomes(cases_of_kind: dict[str, Any]) -> dict[str, Any]:
@@ -310,13 +223,10 @@ def outcomes(cases_of_kind: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     reference = model_of()
     for kind, cases in cases_of_kind.items():
-        began = time.perf_counter()
-        trainer = (EngineTrainer if kind.startswith("zero") else ModuleTrainer)(kind)
-        of_kind = [
+        trainer = trainer_of(kind)
+        found[kind] = [
             {"loss": loss, "tokens": tokens, **compare(trainer, reference, LOSSES[loss], tokens)}
             for loss, tokens in cases
         ]
         trainer.close()
-        model, seconds = type(reference).__name__, time.perf_counter() - began
-        found[kind] = {"model": model, "outcomes": of_kind, "seconds": seconds}
     return found
