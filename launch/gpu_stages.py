@@ -248,7 +248,7 @@ def stage_b(here: Machine) -> list[Wave]:
         [
             pytest_step(
                 "two ranks on one card",
-                "tests/gpu/test_two_ranks.py",
+                "tests/distributed/test_device_ranks.py",
                 limit_s=150,
                 elsewhere="tests/distributed runs the same programs",
             )

@@ -1,33 +1,30 @@
-"""Tables in the memory of each rank's device, with several replicas."""
+"""Tables in the memory of each rank's device, with several replicas: of a CPU, or two of one GPU."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import pytest
 from gear_support import config_of, lengths_of, write_dataset
 from process_support import run_ranks
 
 TABLE = {"capacity_steps": 100, "max_length": 4, "remove": "fifo", "placement": "device"}
+ON_GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.timeout(900)])
 
 
-def test_replicas_draw_from_their_own_tables(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+def test_replicas_draw_from_their_own_tables(device: str, tmp_path: Path) -> None:
+    """And an engine trains from them, and goes on from a checkpoint."""
     data = write_dataset(tmp_path / "set", lengths_of(30))
     fields = {"observation": {"offset": -3, "length": 4}, "task": {}}
-    sampler = {"kind": "uniform", "unit": "step"}
     options = {"fields": fields, "batch_size": 24, "gradient_accumulation_steps": 2}
-    shared = config_of(data, sampler=sampler, **options)
-    added = {**config_of(**options), "tables": {"main": TABLE}}
-    added["sampler"] = {"kind": "prioritized", "unit": "step"}
-    arguments = json.dumps(shared), json.dumps(added), str(tmp_path / "saved")
-    for output in run_ranks("device_ranks.py", 2, *arguments):
-        assert output.endswith("done\n")
-
-
-def test_an_engine_trains_from_its_devices_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    fields = {"observation": {"offset": -1, "length": 4}, "action": {}, "reward": {}, "code": {}}
-    sampler = {"kind": "prioritized", "unit": "step"}
-    section = {**config_of(fields=fields, sampler=sampler), "tables": {"main": TABLE}}
-    given = json.dumps({"section": section, "out": str(tmp_path / "checkpoints")})
-    for output in run_ranks("engine_device.py", 2, given):
-        assert output.endswith("done\n")
+    prioritized = {"kind": "prioritized", "unit": "step"}
+    added = {**config_of(**options, sampler=prioritized), "tables": {"main": TABLE}}
+    shared = config_of(data, sampler={"kind": "uniform", "unit": "step"}, **options)
+    task = {"shared": shared, "added": added, "out": str(tmp_path)}
+    if device == "cpu":
+        own = {"observation": {"offset": -1, "length": 4}, "action": {}, "reward": {}, "code": {}}
+        task["engine"] = {**config_of(fields=own, sampler=prioritized), "tables": {"main": TABLE}}
+    place = {} if device == "cpu" else {"GEAR_TEST_DEVICE": device, "LOCAL_RANK": "0"}
+    run_ranks("device_ranks.py", 2, json.dumps(task), timeout_s=400, **place)

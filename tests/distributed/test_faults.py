@@ -59,14 +59,25 @@ def section_of(data: Path | str, name: str, **options: Any) -> dict[str, Any]:
     }
 
 
+def write_plan(folder: Path, sections: list[Any], **plan: Any) -> None:
+    """Write what `faults_train.py` does: `steps` and `raise_on`."""
+    folder.mkdir(exist_ok=True)
+    whole = {"sections": sections, "steps": None, "raise_on": None, **plan}
+    (folder / "plan.json").write_text(json.dumps(whole))
+
+
+def run_training(folder: Path, sections: list[Any], **plan: Any) -> Ranks:
+    """Start `faults_train.py` without the launcher."""
+    write_plan(folder, sections, **plan)
+    return Ranks("faults_train.py", len(sections), str(folder))
+
+
 class Run:
     """`faults_train.py` under the real launcher, in a session of its own."""
 
     def __init__(self, folder: Path, sections: list[Any], **plan: Any) -> None:
-        folder.mkdir()
         self.folder, self.num_ranks = folder, len(sections)
-        whole = {"sections": sections, "steps": None, "raise_on": None, **plan}
-        (folder / "plan.json").write_text(json.dumps(whole))
+        write_plan(folder, sections, **plan)
         command = launcher("faults_train.py", self.num_ranks, str(folder))
         self._port = command[command.index("--master_port") + 1]
         self._log = (folder / "log").open("w")
@@ -143,26 +154,29 @@ def test_kill_at_any_time_leaves_nothing_after_the_next_start(name: str, data: P
     for number in range(ROUNDS):
         folder, when = tmp_path / f"run{number}", ["named", "one rank", "all", "start"][number % 4]
         section = section_of(data, name, prefetch=number % 3)
-        if when in ("named", "start"):
+        if when == "one rank":
+            with Run(folder, [section] * 2) as run:
+                run.wait_for("step")
+                assert shared_files(name) == []  # neither its own nor those of the rounds before
+                time.sleep(chance.uniform(0, 0.5))
+                os.kill(run.pid(number // 4 % 2), signal.SIGKILL)
+                assert run.end(60) != 0
+                assert shared_files(name) == []
+            continue
+        if when == "all":
+            ranks = run_training(folder, [section] * 2)
+            wait_until(lambda: len(list(folder.glob("step-*"))) == 2, "the first steps", START_S)  # noqa: B023
+            time.sleep(chance.uniform(0, 0.5))
+        else:
             mode = "paused" if when == "named" else "rounds"
             ranks = run_samples(mode, folder, {**section, "batch_size": 8}, 1000)
             if when == "named":
                 wait_until((folder / "linked").exists, "a store with a name", START_S)
             else:
-                time.sleep(chance.uniform(4, 12) if ROUNDS > 4 else chance.uniform(3, 6))
-            ranks.kill()
-            assert len(shared_files(name)) == 1 or when == "start", "it had no name when it was killed"
-            continue
-        with Run(folder, [section] * 2) as run:
-            run.wait_for("step")
-            assert shared_files(name) == []  # neither its own nor those of the rounds before
-            time.sleep(chance.uniform(0, 0.5))
-            if when == "all":
-                run.kill()
-            else:
-                os.kill(run.pid(number // 4 % 2), signal.SIGKILL)
-                assert run.end(60) != 0
-            assert shared_files(name) == []
+                time.sleep(chance.uniform(0.5, 3))
+        ranks.kill()
+        left = shared_files(name)
+        assert len(left) == {"named": 1, "all": 0}.get(when, len(left))
     check_success(run_samples("rounds", tmp_path / "next", section_of(data, name, batch_size=8)))
     assert shared_files(name) == []
 
@@ -177,9 +191,7 @@ def test_sigterm_ends_the_launcher_and_all_ranks(name: str, data: Path, tmp_path
 
 
 def test_an_exception_on_one_rank_ends_the_other(name: str, data: Path, tmp_path: Path) -> None:
-    plan = {"sections": [section_of(data, name, prefetch=1)] * 2, "steps": None, "raise_on": 1}
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    results = Ranks("faults_train.py", 2, str(tmp_path)).wait(START_S)
+    results = run_training(tmp_path, [section_of(data, name, prefetch=1)] * 2, raise_on=1).wait(START_S)
     assert [status for status, _ in results] == [1, 1], results
     assert "RuntimeError: a fault in the user's training loop" in results[1][1]
     assert shared_files(name) == []
@@ -196,9 +208,7 @@ def test_a_wrong_config_on_one_rank_ends_all(wrong: str, name: str, data: Path, 
     if wrong == "file":
         path.write_text('{"gear": {')
         bad, text = str(path), f"config {path} must be JSON"
-    plan = {"sections": [section_of(data, name), bad], "steps": 1, "raise_on": None}
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    results = Ranks("faults_train.py", 2, str(tmp_path)).wait(START_S)
+    results = run_training(tmp_path, [section_of(data, name), bad], steps=1).wait(START_S)
     for (status, output), kind in zip(results, ("PeerError", "ConfigError"), strict=True):
         assert status == 1, output
         assert kind in output
@@ -206,10 +216,11 @@ def test_a_wrong_config_on_one_rank_ends_all(wrong: str, name: str, data: Path, 
     assert list(tmp_path.glob("step-*")) == []
 
 
-def refused_cases(name: str) -> list[tuple[str, list[Any], list[str], list[str], list[str]]]:
-    """Return label, section per rank, folder per rank, kind of error per rank, parts of every rank's text."""
+def refused_cases(name: str) -> list[dict[str, Any]]:
+    """Return sections and folders of both ranks, the kind of error of each, and parts of both texts."""
     fine = section_of("data", name, batch_size=8)
-    same, config = ["a", "a"], ["ConfigError"] * 2
+    divide = "gear.batch_size must be micro_batch_size * gradient_accumulation_steps * ranks"
+    same = "must be the same on all ranks"
 
     def other(**options: Any) -> dict[str, Any]:
         return {**fine, **options}
@@ -217,86 +228,35 @@ def refused_cases(name: str) -> list[tuple[str, list[Any], list[str], list[str],
     def source(**options: Any) -> dict[str, Any]:
         return other(data={"path": "data", "load": "memory", **options})
 
-    divide = "gear.batch_size must be micro_batch_size * gradient_accumulation_steps * ranks"
+    def case(
+        first: Any, second: Any, *parts: str, kinds: str = "ConfigError ConfigError", **more: Any
+    ) -> Any:
+        sections, folders = [first, second], more.get("folders", "a a").split()
+        return {"sections": sections, "folders": folders, "kinds": kinds.split(), "parts": parts}
+
+    first, second, lost = "ConfigError PeerError", "PeerError ConfigError", "PeerError DataError"
+    unequal = "must be the same data set on all ranks"
+    nowhere = other(sampler={"where": {"task": {"min": 1e9}}})
+    vast = capacity(name, 1 << 44)
     return [
-        (
-            "typo",
-            [fine, other(sampler={"kindd": 1})],
-            same,
-            ["PeerError", "ConfigError"],
-            ["gear.sampler.kindd"],
-        ),
-        ("no mapping", [[1], fine], same, ["ConfigError", "PeerError"], ["gear must be"]),
-        (
-            "batch size",
-            [fine, other(batch_size=16)],
-            same,
-            config,
-            ["must be the same on all ranks", "batch_size", "8", "16"],
-        ),
-        (
-            "seed",
-            [other(seed=5), other(seed=77)],
-            same,
-            config,
-            ["rank 0 and rank 1", "gear.seed", "5", "77"],
-        ),
-        (
-            "prefix",
-            [fine, other(shared_memory={"prefix": f"{name}b"})],
-            same,
-            config,
-            [f"{name}b", "shared_memory.prefix"],
-        ),
-        (
-            "split",
-            [fine, source(split={"eval": 0.5})],
-            same,
-            config,
-            ["must be the same on all ranks", "split"],
-        ),
-        (
-            "tables",
-            [fine, {**capacity(name, 100), "data": None}],
-            same,
-            config,
-            ["must be the same on all ranks"],
-        ),
-        ("missing data", [fine] * 2, ["a", "empty"], ["PeerError", "DataError"], ["data", "must be"]),
-        ("broken data", [fine] * 2, ["a", "broken"], ["PeerError", "DataError"], ["code.npy"]),
-        (
-            "unequal data",
-            [fine] * 2,
-            ["a", "b"],
-            ["DataError"] * 2,
-            ["must be the same data set on all ranks", "rank 0", "rank 1"],
-        ),
-        ("placement", [fine, source(load="mmap")], same, config, ["gear.tables.main.data.load", "mmap"]),
-        ("7 by 2", [other(batch_size=7)] * 2, same, config, [divide, "7"]),
-        (
-            "8 by 2 * 3",
-            [other(gradient_accumulation_steps=3)] * 2,
-            same,
-            config,
-            ["gear.batch_size must be a multiple", "8"],
-        ),
-        ("8 is not 2 * 2", [other(micro_batch_size=2)] * 2, same, config, [divide, "8"]),
-        ("no size", [other(batch_size=None)] * 2, same, config, ["gear.batch_size must be given"]),
-        (
-            "nothing admitted",
-            [other(sampler={"where": {"task": {"min": 1e9}}})] * 2,
-            same,
-            ["StoreError"] * 2,
-            ["outside of sampler.where.task"],
-        ),
-        (
-            "no room",
-            [capacity(name, 1 << 44)] * 2,
-            same,
-            ["StoreFullError", "PeerError"],
-            ["/dev/shm", "TiB free"],
-        ),
-        ("fine", [fine] * 2, same, ["none"] * 2, ["["]),
+        case(fine, other(sampler={"kindd": 1}), "gear.sampler.kindd", kinds=second),
+        case([1], fine, "gear must be", kinds=first),
+        case(fine, other(batch_size=16), same, "batch_size", "8", "16"),
+        case(other(seed=5), other(seed=77), "rank 0 and rank 1", "gear.seed", "5", "77"),
+        case(fine, other(shared_memory={"prefix": f"{name}b"}), f"{name}b", "shared_memory.prefix"),
+        case(fine, source(split={"eval": 0.5}), same, "split"),
+        case(fine, {**capacity(name, 100), "data": None}, same),
+        case(fine, fine, "data", "must be", kinds=lost, folders="a empty"),
+        case(fine, fine, "code.npy", kinds=lost, folders="a broken"),
+        case(fine, fine, unequal, "rank 0", "rank 1", kinds="DataError DataError", folders="a b"),
+        case(fine, source(load="mmap"), "gear.tables.main.data.load", "mmap"),
+        case(other(batch_size=7), other(batch_size=7), divide, "7"),
+        case(*[other(gradient_accumulation_steps=3)] * 2, "gear.batch_size must be a multiple", "8"),
+        case(*[other(micro_batch_size=2)] * 2, divide, "8"),
+        case(*[other(batch_size=None)] * 2, "gear.batch_size must be given"),
+        case(nowhere, nowhere, "outside of sampler.where.task", kinds="StoreError StoreError"),
+        case(vast, vast, "/dev/shm", "TiB free", kinds="StoreFullError PeerError"),
+        case(fine, fine, "[", kinds="none none"),
     ]
 
 
@@ -314,16 +274,15 @@ def test_every_rank_refuses_what_one_rank_cannot_do(name: str, tmp_path: Path) -
     (tmp_path / "empty").mkdir()
     os.truncate(tmp_path / "broken" / "data" / "columns" / "code.npy", 200)
     cases = refused_cases(name)
-    whole = [{"sections": sections, "folders": folders} for _, sections, folders, *_ in cases]
-    (tmp_path / "cases.json").write_text(json.dumps(whole))
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
     results = Ranks("faults_refused.py", 2, str(tmp_path)).wait(START_S)
     for rank, (status, output) in enumerate(results):
         assert status == 0, output
         found = [json.loads(line[6:]) for line in output.splitlines() if line.startswith("FOUND ")]
         assert len(found) == len(cases), output
-        for (label, _, _, kinds, parts), got in zip(cases, found, strict=True):
-            assert got["kind"] == kinds[rank], (label, rank, got)
-            assert all(part in got["text"] for part in parts), (label, rank, got)
+        for case, got in zip(cases, found, strict=True):
+            assert got["kind"] == case["kinds"][rank], (case, rank, got)
+            assert all(part in got["text"] for part in case["parts"]), (case, rank, got)
     assert shared_files(name) == []
 
 
@@ -397,8 +356,7 @@ def test_the_lock_of_a_killed_build_stops_no_launch(data: Path, tmp_path: Path, 
     lock.parent.mkdir(exist_ok=True)
     lock.touch()
     os.utime(lock, (time.time() - 60,) * 2)
-    plan = {"sections": [section_of(data, name)] * 2, "steps": 1, "raise_on": None}
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    write_plan(tmp_path, [section_of(data, name)] * 2, steps=1)
     outputs = run_ranks("faults_train.py", 2, str(tmp_path), TORCH_EXTENSIONS_DIR=str(builds))
     assert not lock.exists()
     assert [text.count(f"removed {lock}") for text in outputs] in ([0, 1], [1, 0])

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from batch_records import in_plan_order
 from gear_support import shared_files
 from rollout_support import section
 
@@ -17,18 +18,6 @@ WIDTH = 4  # ranks that packs are planned for
 
 def results(out: Path, action: str, world: int) -> list[dict[str, Any]]:
     return [json.loads((out / f"{action}{world}.{rank}.json").read_text()) for rank in range(world)]
-
-
-def in_plan_order(ranks: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Return the packs of each step, micro step by micro step of the plan and rank by rank of it."""
-    per_rank, found = WIDTH // len(ranks), []
-    for steps in zip(*(rank["steps"] for rank in ranks), strict=True):
-        packs = []
-        for first in range(0, len(steps[0]), per_rank):
-            for own in steps:
-                packs += own[first : first + per_rank]
-        found.append(packs)
-    return found
 
 
 def test_a_rollout_batch_goes_on_on_other_ranks(ranks_run: Callable[..., str], tmp_path: Path) -> None:
@@ -42,14 +31,14 @@ def test_a_rollout_batch_goes_on_on_other_ranks(ranks_run: Callable[..., str], t
     task = {"gear": gear, "checkpoints": str(tmp_path / "checkpoints"), "out": str(tmp_path)}
     ranks_run("packed_resume.py", 2, {**task, "action": "save"})
     saved = results(tmp_path, "save", 2)
-    wanted = in_plan_order(saved)
+    wanted = in_plan_order([rank["steps"] for rank in saved])
     assert len(wanted) == 5
     assert all(len(packs) >= WIDTH and any(pack["ids"] for pack in packs) for packs in wanted)
     for world in (1, 4):
         ranks_run("packed_resume.py", world, {**task, "action": "load"})
         found = results(tmp_path, "load", world)
         assert {rank["first"] for rank in found} == {1}
-        assert in_plan_order(found) == wanted  # ids and columns, to the bit
+        assert in_plan_order([rank["steps"] for rank in found]) == wanted  # ids and columns, to the bit
         assert {tuple(rank["following"]) for rank in found} == {tuple(saved[0]["following"])}
         for one, other in zip(found[0]["weights"], saved[0]["weights"], strict=True):
             assert np.array(one) == pytest.approx(np.array(other), abs=1e-6)  # sums in another order

@@ -86,7 +86,7 @@ def test_a_cut_that_fails_is_an_error_on_all_at_once(
         for kind, message, seconds in found["errors"]:
             assert kind in ("StoreError", "PeerError")
             assert "trajectories (24 steps) of priority 0" in message
-            assert float(seconds) < 5
+            assert float(seconds) < 3.5
         assert found["end"] is None
 
 

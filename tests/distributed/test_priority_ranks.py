@@ -34,7 +34,7 @@ def section(**options: Any) -> dict[str, Any]:
 
 
 def cases(folder: Path, world: int) -> dict[str, Any]:
-    """Return what a group of ranks runs: two ranks save what one and four go on with."""
+    """Return what a group of ranks runs: two save what one and four go on with; they report late, too."""
     changing: dict[str, Any] = {"last": NUM_BATCHES, "changes": True}
     accumulated = section(gradient_accumulation_steps=4)
     found: dict[str, Any] = {
@@ -52,6 +52,16 @@ def cases(folder: Path, world: int) -> dict[str, Any]:
         found[f"resumed.{prefetch}"] = {**resumed, **action}
     if world == 2:
         found["stopping"] = {"section": section(timeout_s=3.0), "last": 0}
+        sampler = {"kind": "prioritized", "unit": "step", "alpha": 0.7, "beta": 0.5}
+        options = {"sampler": sampler, "fields": {"code": {}}, "batch_size": 16}
+        data = write_dataset(folder / "set", lengths_of(20))
+        found["late"] = {
+            "sections": [
+                config_of(data, **options, prefetch=prefetch, gradient_accumulation_steps=accumulation)
+                for prefetch in PREFETCHES
+                for accumulation in (1, 2)
+            ]
+        }
     return found
 
 
@@ -123,16 +133,3 @@ def test_the_runs_show_something(ran: Path) -> None:
     is_relabelled = goals["goal_step"] >= 0
     assert 0 < is_relabelled.sum() < is_relabelled.size
     assert (goals["goal"][is_relabelled] % 1000 == goals["goal_step"][is_relabelled]).all()
-
-
-def test_late_reports_give_the_batches_of_early_ones_and_errors_on_all(tmp_path: Path) -> None:
-    data = write_dataset(tmp_path / "set", lengths_of(20))
-    sampler = {"kind": "prioritized", "unit": "step", "alpha": 0.7, "beta": 0.5}
-    options = {"sampler": sampler, "fields": {"code": {}}, "batch_size": 16}
-    sections = [
-        config_of(data, **options, prefetch=prefetch, gradient_accumulation_steps=accumulation)
-        for prefetch in (0, 2)
-        for accumulation in (1, 2)
-    ]
-    for output in run_ranks("late_ranks.py", 2, json.dumps(sections)):
-        assert output.endswith("done\n")

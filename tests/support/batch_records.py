@@ -88,6 +88,20 @@ def in_order(parts: Sequence[Arrays], size: int | None = None) -> Arrays:
     return {name: array[np.arange(len(order))[:, None], order] for name, array in whole.items()}
 
 
+def in_plan_order(ranks: Sequence[Sequence[Sequence[Any]]], width: int = 4) -> list[list[Any]]:
+    """Return the packs of each step, micro step by micro step of the plan and rank by rank of it.
+
+    Args:
+        ranks: The packs of each step of each rank.
+        width: Ranks that packs are planned for.
+    """
+    per_rank, steps = width // len(ranks), []
+    for of_ranks in zip(*ranks, strict=True):
+        firsts = range(0, len(of_ranks[0]), per_rank)
+        steps.append([pack for first in firsts for own in of_ranks for pack in own[first : first + per_rank]])
+    return steps
+
+
 def samples_of(arrays: Arrays) -> np.ndarray:
     """Return number, trajectory and anchor of each sample. [..., 3]."""
     return np.stack([arrays[name] for name in SAMPLES], axis=-1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,20 @@ def section(data: Path) -> dict[str, Any]:
     return config_of(data, fields=FIELDS, pipeline=ENDS, seed=3, timeout_s=60.0)
 
 
+def check_modes(
+    run: Callable[[dict[str, Any]], str], dataset: Path, out: Path, modes: Sequence[str], ranks: int
+) -> None:
+    """Run parallel_matrix.py with a task; its ranks must have seen their parts of one process's batches."""
+    gear, replicas = section(dataset), {mode: MODES[mode][1] for mode in modes}
+    output = run({"gear": gear, "cases": CASES, "steps": STEPS, "out": str(out), "modes": replicas})
+    assert output.count(f"gear: global batch {BATCH} = ") == len(modes) * len(CASES)
+    for case, whole in batches_alone(dataset).items():
+        digest = digest_of(dataset, case, whole)
+        for mode in modes:
+            check_case(read(out / mode.replace(":", "."), case, ranks), case, whole, replicas[mode], digest)
+
+
+@functools.cache
 def batches_alone(dataset: Path) -> dict[str, Arrays]:
     """Return the global batches of one process without an engine, by case."""
     return {

@@ -136,7 +136,7 @@ def without_masses(engine: Any) -> dict[str, Any]:
     errors = []
     for _ in range(2):
         errors.append(attempt(engine))
-        time.sleep(6)  # who still waits for this rank's reports must not wait for so long
+        time.sleep(4)  # who still waits for this rank's reports must not wait for so long
     engine.gear.set_priorities([3], [1.0], [0])
     return {"errors": errors, "end": attempt(engine)}
 

@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from batch_records import SAMPLES, Arrays, record, stacked
 from gear_support import SCHEMA, trajectory
-from replay_support import streams_of
+from replay_support import late_updates_of, streams_of
 from store_support import check_whole
 
 from deepspeed_gear import Batch, Replay
-from deepspeed_gear.errors import PeerError
+from deepspeed_gear.batching.transfer.cuda_streams import HostEvent
+from deepspeed_gear.errors import DataError, PeerError
 
 folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
 dist.init_process_group("gloo")
@@ -116,9 +121,60 @@ def running(name: str, case: dict[str, Any]) -> None:
         dist.barrier()
 
 
+class Elsewhere(torch.Tensor):
+    """A tensor that says that it is on a device."""
+
+    is_cpu, is_cuda = False, True
+
+
+class Later:
+    """Memory of the host to which values come after some time."""
+
+    def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, HostEvent]:
+        event = HostEvent()
+        threading.Timer(random.random() * 0.02, event.finish).start()
+        return values.as_subclass(torch.Tensor).clone(), event
+
+    def give_back(self, host: torch.Tensor) -> None: ...
+
+
+def batches_of(section: dict[str, Any], is_late: bool) -> list[list[int]]:
+    """Return what a rank sees whose device computes priorities late, or early."""
+    found = []
+    with Replay(section) as replay:
+        late_updates_of(replay)._blocks = Later()
+        for turn in range(20):
+            batch = replay.sample()
+            found.append(batch.sample_number.tolist() + batch.trajectory_id.tolist())
+            values = (batch.sample_number % 13 + 1).float() * (batch.anchor + 1)
+            if (turn + rank) % 5 != 4:  # no process has to report
+                replay.update_priorities(batch, values.as_subclass(Elsewhere) if is_late else values)
+    dist.barrier()
+    return found
+
+
+def reporting_late(sections: list[dict[str, Any]]) -> None:
+    """Late reports give the batches of early ones, and errors on all ranks."""
+    random.seed(rank)
+    for section in sections:
+        assert batches_of(section, True) == batches_of(section, False), section
+    with Replay(sections[0]) as replay:
+        late_updates_of(replay)._blocks = Later()
+        batch = replay.sample()
+        values = torch.full((batch.num_samples,), torch.nan if rank == 1 else 1.0)
+        replay.update_priorities(batch, values.as_subclass(Elsewhere))
+        wrong = pytest.raises(DataError if rank == 1 else PeerError, match="priority 0 must be finite")
+        with tempfile.TemporaryDirectory() as where, wrong:
+            replay.save(where)
+        replay.sample()
+    dist.barrier()
+
+
 for name, case in cases.items():
     if name == "stopping":
         stopping(case)
+    elif name == "late":
+        reporting_late(case["sections"])
     else:
         running(name, case)
 dist.destroy_process_group()
