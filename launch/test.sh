@@ -10,12 +10,11 @@ if [ "$#" -gt 0 ]; then exec python -m pytest "$@"; fi
 
 reports="$(mktemp -d)"
 slowest=(--durations=25 --durations-min=5)  # what to shorten first
-# Two cores run two groups at once: whichever is free takes the next one, the longest first. The first one mostly waits (ranks and
-# nodes), the others mostly compute; the second has every test that is in none of those that are named. Reports of the second core
-# are printed at the end.
-examples="tests/examples/test_cartpole_example.py tests/examples/test_ddp_example.py tests/examples/test_parallel_examples.py"
+# Two cores run two groups at once: whichever is free takes the next one, the longest first, so that both end at about the same
+# time. The first one mostly waits (ranks and nodes), the others mostly compute; the second has every test that is in none of those
+# that are named. Reports of the second core are printed at the end.
 units="$(echo tests/unit/{actors,batching,checkpoint,cli,config,data,device,distributed})"
-groups=("tests/cluster tests/distributed tests/crash $examples" "$units" tests/equivalence tests/property)
+groups=("tests/cluster tests/distributed tests/crash tests/examples/test_examples.py" "$units" tests/equivalence tests/unit/ops tests/property)
 read -ra named <<<"${groups[*]}"
 groups=("${groups[0]}" "tests ${named[*]/#/--ignore=}" "${groups[@]:1}")
 
