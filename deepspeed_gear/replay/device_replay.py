@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, DataError, SchemaError, ShapeError, StoreError
 from deepspeed_gear.ops.records import RingState
 from deepspeed_gear.replay.batch_assembler import Transform
-from deepspeed_gear.replay.metrics import Totals
+from deepspeed_gear.replay.metrics import Progress
 from deepspeed_gear.replay.replay_base import ReplayBase
 from deepspeed_gear.replay.table_warnings import ClampWarning
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
@@ -421,8 +422,9 @@ class DeviceReplay(ReplayBase):
         found = self.statistics()
         return {name: float(found[name]) for name in ("steps", "trajectories", "refused")}
 
-    def _totals(self) -> Totals:
-        return Totals(self._num_selected() * self.batch_info.global_batch, None, None)
+    def _totals(self) -> Progress:
+        elapsed_s = time.perf_counter() - self._begin_s
+        return Progress(self._num_selected() * self.batch_info.global_batch, elapsed_s, None, None)
 
     def check(self) -> None:
         """Raise if the device has refused a trajectory or a priority, or had nothing to draw. Waits for it.
@@ -527,22 +529,10 @@ class DeviceReplay(ReplayBase):
         """Return the clamp warnings of `check`: of each table, on the first rank of a node."""
         if not self._mixture.is_prioritized or not self._topology.leads_node:
             return []
-        return [self._clamp_warning(each) for each in self._mixture.tables]
-
-    @staticmethod
-    def _clamp_warning(each: DeviceTable) -> ClampWarning:
-        before = each.table.priority_counts()
-
-        def recent() -> tuple[int, int]:
-            nonlocal before
-            last, before = before, each.table.priority_counts()
-            return before[0] - last[0], before[1] - last[1]
-
-        def num_clamped() -> int:
-            return each.table.priority_counts()[1]
-
-        when = "since the last check()"
-        return ClampWarning(each.name, each.table.items.most_bits, num_clamped, recent, when)
+        return [
+            ClampWarning(each.name, each.table.items.most_bits, each.table.priority_counts)
+            for each in self._mixture.tables
+        ]
 
     def _settle(self) -> None:
         """Apply all waiting updates; only between two global batches."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,14 +91,6 @@ class Metrics:
         }
 
 
-class Totals(NamedTuple):
-    """Sums since a replay was made, and its latest lag; as in `Progress`."""
-
-    num_samples: int
-    wait_s: float | None
-    lag: float | None
-
-
 @dataclass(frozen=True)
 class Progress:
     """Progress of the training stream in a period; `str` is one line for a log.
@@ -142,20 +133,21 @@ class Progress:
 
 
 class ProgressMeter:
-    """Measures the progress between two readings."""
+    """Measures the progress between two readings; each is of the time since a replay was made."""
 
-    def __init__(self, begin: Totals, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock, self._begin, self._begin_s = clock, begin, clock()
+    def __init__(self, begin: Progress) -> None:
+        self._before = begin
 
-    def read(self, totals: Totals) -> Progress:
+    def read(self, now: Progress) -> Progress:
         """Return the progress since the last reading."""
-        now_s = self._clock()
-        before, before_s = self._begin, self._begin_s
-        self._begin, self._begin_s = totals, now_s
-        wait_s = None
-        if totals.wait_s is not None and before.wait_s is not None:
-            wait_s = totals.wait_s - before.wait_s
-        return Progress(totals.num_samples - before.num_samples, now_s - before_s, wait_s, totals.lag)
+        before, self._before = self._before, now
+        waits = now.wait_s is not None and before.wait_s is not None
+        return Progress(
+            now.num_samples - before.num_samples,
+            now.elapsed_s - before.elapsed_s,
+            (now.wait_s or 0.0) - (before.wait_s or 0.0) if waits else None,
+            now.lag,
+        )
 
 
 Selections = list[tuple[BatchStream, RecentSelections]]  # of one global batch: one a table

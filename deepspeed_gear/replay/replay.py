@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
@@ -27,7 +28,7 @@ from deepspeed_gear.replay.batch_assembler import Transform
 from deepspeed_gear.replay.batch_loader import BatchLoader, Evaluation
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.can_sample import Readiness
-from deepspeed_gear.replay.metrics import Metrics, Totals
+from deepspeed_gear.replay.metrics import Metrics, Progress
 from deepspeed_gear.replay.packing_check import check_packing
 from deepspeed_gear.replay.replay_base import ReplayBase
 from deepspeed_gear.replay.replay_checkpoint import ReplayCheckpoint
@@ -678,12 +679,13 @@ class Replay(ReplayBase):
             **metrics.of_last_batch(self._parts.train),
         }
 
-    def _totals(self) -> Totals:
+    def _totals(self) -> Progress:
         if self._rollouts is None:
             samples = self.metrics.num_batches * self.batch_info.micro * self.batch_info.data_world
         else:
             samples = int(self.metrics.trained["trajectories"])
-        return Totals(samples, self.metrics.wait_s, metrics.policy_lag(self._parts.train))
+        elapsed_s, lag = time.perf_counter() - self._begin_s, metrics.policy_lag(self._parts.train)
+        return Progress(samples, elapsed_s, self.metrics.wait_s, lag)
 
     def statistics(self) -> dict[str, Any]:
         """Return sizes of the store, how the training stream draws, and times since the last call.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
@@ -19,7 +20,7 @@ from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.errors import CheckpointError, PeerError, StoreError
 from deepspeed_gear.public_names import public_names
 from deepspeed_gear.replay.batch_assembler import Transform
-from deepspeed_gear.replay.metrics import Progress, ProgressMeter, Totals
+from deepspeed_gear.replay.metrics import Progress, ProgressMeter
 from deepspeed_gear.replay.normalizer import Normalizer
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.store.process_bound import ProcessBound
@@ -50,7 +51,7 @@ class ReplayBase(ProcessBound, ABC):
         self._closed = False
         self._last_saves: dict[str, Mapping[str, Any]] = {}  # by folder: state of its latest save
         self._folder_locks = FolderLocks()
-        self._meter = ProgressMeter(Totals(0, 0.0, None))
+        self._begin_s, self._meter = time.perf_counter(), ProgressMeter(Progress(0, 0.0, 0.0, None))
 
     def __repr__(self) -> str:
         kind, info = self.config.sampler.kind, self.batch_info
@@ -316,8 +317,8 @@ class ReplayBase(ProcessBound, ABC):
         return self._meter.read(self._totals())
 
     @abstractmethod
-    def _totals(self) -> Totals:
-        """Return the samples and the time in `sample` since this replay was made, and the lag."""
+    def _totals(self) -> Progress:
+        """Return the progress since this replay was made."""
 
     # ---- end -------------------------------------------------------------------------------------
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
 from deepspeed_gear.ops.constants import EXACT_MASS_BITS, MASS_BITS
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.priority_masses import WINDOW
+from deepspeed_gear.sampling.priority_masses import WINDOW, PriorityMasses
 from deepspeed_gear.sampling.rate_limiting import MOST_ASKED
 from deepspeed_gear.store.group_spec import GroupCount
 from deepspeed_gear.store.groups import TableGroups
@@ -27,30 +28,30 @@ class ClampWarning:
 
     Args:
         most_bits: log2 of the largest mass.
-        num_clamped: Returns the number of updates ever clamped.
-        recent: Returns the number of updates applied recently, and how many of them were clamped.
-        when: Text of the period of `recent`.
+        counts: Returns the numbers of updates that were ever applied, and ever clamped.
+        recent: Returns these numbers of the latest global batches; None: since the last `check`.
     """
 
     def __init__(
         self,
         table: str,
         most_bits: int,
-        num_clamped: Callable[[], int],
-        recent: Callable[[], tuple[int, int]],
-        when: str,
+        counts: Callable[[], tuple[int, int]],
+        recent: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
-        self._table, self._largest, self._when = table, most_bits - MASS_BITS, when
-        self._num_clamped, self._recent = num_clamped, recent
-        self._seen, self._next = num_clamped(), 0.0
+        self._table, self._largest = table, most_bits - MASS_BITS
+        self._counts, self._recent = counts, recent
+        self._seen, self._next = counts(), 0.0
 
     def check(self) -> None:
-        """Log a warning if one is due. Cost: reads one word if nothing was clamped."""
-        count = self._num_clamped()
-        if count == self._seen or time.monotonic() < self._next:
+        """Log a warning if one is due. Cost: reads a few words if nothing was clamped."""
+        now, before = self._counts(), self._seen
+        if now[1] == before[1] or time.monotonic() < self._next:
             return
-        self._seen = count
-        applied, clamped = self._recent()
+        self._seen, when = now, "since the last check()"
+        applied, clamped = now[0] - before[0], now[1] - before[1]
+        if self._recent is not None:
+            (applied, clamped), when = self._recent(), f"in the latest {WINDOW} global batches"
         if clamped <= MOST_CLAMPED * applied:
             return
         self._next = time.monotonic() + PAUSE_S
@@ -64,7 +65,7 @@ class ClampWarning:
             self._largest,
             clamped,
             applied,
-            self._when,
+            when,
         )
 
 
@@ -137,9 +138,12 @@ def warnings_of(streams: Sequence[BatchStream]) -> list[ClampWarning | GroupWarn
     for stream in streams:
         masses, groups = stream.state.priorities, stream.table.groups
         if masses is not None:
-            name, when = stream.table.spec.name, f"in the latest {WINDOW} global batches"
-            most_bits = masses.rule.most_bits
-            found.append(ClampWarning(name, most_bits, masses.num_clamped, masses.recent, when))
+            counts, most_bits = partial(_counts, masses), masses.rule.most_bits
+            found.append(ClampWarning(stream.table.spec.name, most_bits, counts, masses.recent))
         if groups is not None and stream.table.spec.dataset is None:
             found.append(GroupWarning(stream, groups))
     return found
+
+
+def _counts(masses: PriorityMasses) -> tuple[int, int]:
+    return 0, masses.num_clamped()  # `recent` has how many were applied

@@ -21,7 +21,7 @@ from warm_python import run_warm
 from deepspeed_gear import Replay
 from deepspeed_gear.errors import ConfigError, DataError, StoreError, StoreFullError
 from deepspeed_gear.replay.builder import ReplayParts
-from deepspeed_gear.replay.metrics import Progress, ProgressMeter, Totals
+from deepspeed_gear.replay.metrics import Progress, ProgressMeter
 
 # ---- configs -------------------------------------------------------------------------------------
 
@@ -211,16 +211,15 @@ def test_statistics(data: Path) -> None:
 
 
 def test_a_meter_measures_from_reading_to_reading() -> None:
-    times = iter([10.0, 14.0, 14.5, 14.5])
-    meter = ProgressMeter(Totals(100, 1.0, None), lambda: next(times))
-    first = meter.read(Totals(48100, 1.5, 2.25))
+    meter = ProgressMeter(Progress(100, 10.0, 1.0, None))
+    first = meter.read(Progress(48100, 14.0, 1.5, 2.25))
     assert first == Progress(48000, 4.0, 0.5, 2.25)
     assert (first.samples_per_s, first.wait_share) == (12000.0, 0.125)
     assert str(first) == "12,000 samples/s, 12.5% of the time waiting for data, policy lag 2.2"
-    second = meter.read(Totals(48101, None, None))
+    second = meter.read(Progress(48101, 14.5, None, None))
     assert second == Progress(1, 0.5, None, None)
     assert str(second) == "2 samples/s"
-    assert str(meter.read(Totals(48101, 1.5, None))) == "0 samples/s"
+    assert str(meter.read(Progress(48101, 14.5, 1.5, None))) == "0 samples/s"
 
 
 def test_progress_is_that_since_the_last_call(data: Path) -> None:
