@@ -166,7 +166,7 @@ class _Pack:
     def __init__(self, data: RolloutData, pack: np.ndarray, rows: int) -> None:
         part, lengths = data.parts[0], data.lengths[pack]
         self._gatherer, self.outs = part.gatherer, part.gatherer.outputs(rows)
-        self._records = part.records[torch.from_numpy(data._row[pack])].contiguous()
+        self._records = part.rows[torch.from_numpy(data._row[pack])].contiguous()
         self._places = torch.from_numpy(np.cumsum(lengths) - lengths)
         self._arrays = [np.ascontiguousarray(v) for v in _pieces(data, self._records.numpy(), self.outs)]
         self._pointers = [ctypes.c_void_p(values.ctypes.data) for values in self._arrays]

@@ -31,7 +31,8 @@ from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.records import SlotRetention
 from deepspeed_gear.store.table import Table
 
-TARGETS, FLAGS = "\0targets", "\0flags"  # fields of the gatherers that are none of a micro batch
+TARGETS, MASK = "\0targets", "\0mask"  # what is gathered and is no field of a micro batch
+_STEPS = lower([GatherSpec(Source.STEPS)])
 Fill = Callable[[MicroBatch, Mapping[str, torch.Tensor]], None]
 StepObserver = Callable[[Any], None]  # takes a TrainStep
 T = TypeVar("T")
@@ -71,17 +72,15 @@ class PackSettings:
         return self.schema.role("token") is not None
 
     def gathered(self) -> list[ResolvedField]:
-        """Return the fields that packs are gathered with: those of a micro batch, targets and flags."""
+        """Return the fields that packs are gathered with: those of a micro batch, and targets."""
         found = []
         for field in self.fields:  # tokens become int64, which every embedding takes
             is_token = field.column is not None and field.column.role == "token"
             unchanged = field.column is not None and field.dtype == field.column.dtype
             found.append(replace(field, dtype="int64") if is_token and unchanged else field)
-        token, flags = self.schema.role("token"), self.schema.role("loss_mask")
+        token = self.schema.role("token")
         if token is not None:
             found.append(ResolvedField(TARGETS, token, offset=1, dtype="int64"))
-        if flags is not None:
-            found.append(ResolvedField(FLAGS, flags, offset=int(self.predicts), dtype=flags.dtype))
         return found
 
 
@@ -89,7 +88,6 @@ class RolloutSession:
     """The ranks of a replay that train rollout batches together.
 
     Args:
-        exchange: Of all ranks.
         barrier: Of ranks that train together; None: they need not.
         is_spread: Whether nodes exchange rows.
         divisor: Returns what the framework divides the sum of all ranks' gradients by.
@@ -187,11 +185,7 @@ class TablePart:
 
     def values(self, name: str) -> np.ndarray:
         """Return a per-trajectory column's stored values, bfloat16 as float32. [n, *shape]."""
-        own = self.table.tensor(name)[torch.from_numpy(self._slots)]
-        if own.dtype != torch.bfloat16:
-            return self._joined(own.numpy())
-        joined = torch.from_numpy(self._joined(own.view(torch.int16).numpy()))
-        return np.asarray(joined.view(torch.bfloat16).float().numpy())
+        return self._joined(self.table.values(name, self._slots))
 
     def flags(self, ops: Ops, name: str, offset: int) -> np.ndarray:
         """Return which steps have a flag that is not 0, as `flags_of`. [sum of their steps], bool."""
@@ -228,14 +222,7 @@ class TablePart:
 
 
 class RolloutData:
-    """The trajectories of a rollout batch, in the order of the selection, table by table.
-
-    Args:
-        settings: How packs are made.
-        session: The ranks that train it.
-        number: Of the rollout batch.
-        metrics: Counts and times; None: its own.
-    """
+    """The trajectories of a rollout batch, in the order of the selection, table by table."""
 
     def __init__(
         self,
@@ -391,12 +378,12 @@ class RolloutData:
                     per_trajectory[name] = values.new_zeros(len(index), *values.shape[1:])
                 per_trajectory[name][own] = values
         gatherer.finish(tensors, min(max(shape.num_tokens - first, 0), part))
-        mask = self._mask_of(tensors, shape)
+        own_columns = self._own_columns(index, shape)
+        mask = own_columns.pop(MASK)
         token_weights = torch.from_numpy(shape.spread(weights[index].astype(np.float32))).mul_(mask)
         share = int(np.count_nonzero(mask.numpy())) / max(loss_tokens, 1)
         targets = tensors.pop(TARGETS, None)
-        tensors.pop(FLAGS, None)
-        tensors.update(self._own_columns(index, shape))
+        tensors.update(own_columns)
         made = {name: tensor.to(device, non_blocking=True)[None] for name, tensor in tensors.items()}
         for name, tensor in per_trajectory.items():
             made[name] = tensor.to(device, non_blocking=True)
@@ -430,32 +417,17 @@ class RolloutData:
         self.metrics.gathered(time.perf_counter() - begin)
         return micro
 
-    def _mask_of(self, tensors: Mapping[str, torch.Tensor], shape: PackShape) -> torch.Tensor:
-        """Return which places of this rank count in the loss. [rows], bool."""
-        if FLAGS in tensors:
-            return tensors[FLAGS] != 0  # padding is 0
-        counted = np.zeros(shape.end - shape.first, bool)
-        counted[: max(shape.num_tokens - shape.first, 0)] = True
-        if self.settings.predicts:
-            last = np.cumsum(shape.lengths) - 1 - shape.first
-            counted[last[(last >= 0) & (last < len(counted))]] = False
-        return torch.from_numpy(counted)
-
     def _own_columns(self, index: np.ndarray, shape: PackShape) -> dict[str, torch.Tensor]:
-        """Gather the columns of this rollout batch only."""
-        if not self.columns:
-            return {}
-        rows, names = shape.end - shape.first, list(self.columns)
-        buffers = [self.columns[name] for name in names]
-        outs = [torch.zeros(rows, dtype=buffer.dtype) for buffer in buffers]
+        """Gather the columns of this rollout batch only, and the loss mask as MASK."""
+        rows, buffers = shape.end - shape.first, {MASK: torch.from_numpy(self.mask), **self.columns}
+        outs = {name: torch.zeros(rows, dtype=buffer.dtype) for name, buffer in buffers.items()}
         if len(index):
             records = self.records[torch.from_numpy(index)]
             records[:, Resolution.FIRST_ROW] = torch.from_numpy(self.starts[index])
-            none = [torch.empty(0)] * len(names)
-            spec, pads = lower([GatherSpec(Source.STEPS)] * len(names)), [0.0] * len(names)
-            places = torch.from_numpy(shape.starts)
-            self.ops.pack_(outs, buffers, none, none, records, places, spec, pads, shape.first, rows)
-        return dict(zip(names, outs, strict=True))
+            into, columns, none = list(outs.values()), list(buffers.values()), [torch.empty(0)] * len(outs)
+            places, spec, pads = torch.from_numpy(shape.starts), _STEPS * len(outs), [0.0] * len(outs)
+            self.ops.pack_(into, columns, none, none, records, places, spec, pads, shape.first, rows)
+        return outs
 
     # ---- columns of this rollout batch -------------------------------------------------------------
 
@@ -505,7 +477,6 @@ class PlannedPacks:
     """The packs of all replicas: rows and costs of each. Pure.
 
     Args:
-        lengths: Of the trajectories. [n], int64.
         replicas: Ranks that train on different samples.
         tokens: Of a pack; None: `pack.tokens`.
     """

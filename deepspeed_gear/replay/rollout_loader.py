@@ -41,7 +41,6 @@ class SelectedItems:
     """The items of one selection. Those of several tables take turns, in proportion to their numbers.
 
     Args:
-        key: Number of the selection.
         heads: Its head in each table.
         parts: Its trajectories in each table; those of one item are neighbours.
     """
@@ -79,7 +78,6 @@ class RolloutLoader:
     """Loads this rank's rollout batches. Called by one thread.
 
     Args:
-        engine_dtype: The dtype of `"as": "engine"`.
         device: Of the micro batches.
         divisor: Returns what the framework divides the sum of all ranks' gradients by.
     """
