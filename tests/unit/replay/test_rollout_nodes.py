@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,21 +18,10 @@ from deepspeed_gear.errors import DataError, PeerError
 from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.rollout_data import PackSettings, Records, RolloutData, TablePart
-from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import Shard
 
 TYPES = {"half": {"dtype": "bfloat16", "rows": "1"}, "pair": {"dtype": "float64", "shape": [2], "rows": "1"}}
 LATE = {"score": {"dtype": "float32", "rows": "1", "late": True}}
-
-
-class TableOfNode:
-    """A table of which a node holds a shard."""
-
-    def __init__(self, table: Table, shard: int) -> None:
-        self._table, self.spec = table, SimpleNamespace(name=table.spec.name, shard=Shard(shard, 2, 0, 0))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._table, name)
 
 
 def spread_over(num_nodes: int, index: int, **more: Any) -> Any:
@@ -56,7 +47,8 @@ class Nodes:
 
     def data(self, shard: int) -> RolloutData:
         whole, [part] = self._whole, self._whole.parts
-        table: Any = TableOfNode(part.table, shard)
+        table = copy.copy(part.table)
+        table.spec = replace(table.spec, shard=Shard(shard, 2, 0, 0))
         exchange = SimpleNamespace(sum=self._send if shard == 0 else self._add)
         session: Any = SimpleNamespace(exchange=exchange)
         records = part.records._replace(origins=torch.from_numpy(self._origins))

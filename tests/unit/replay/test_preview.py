@@ -1,0 +1,264 @@
+"""`gear preview` against what a Replay hands out: the micro batches of ranks, and packs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gear_support import lengths_of, shared_files, write_dataset
+from rollout_support import ranks_of, rolled_out, seen_by
+from rollout_support import section as packed_section
+
+from deepspeed_gear import Replay
+from deepspeed_gear.cli.main import main
+from deepspeed_gear.config import parse
+from deepspeed_gear.errors import ConfigError, DataError, show_bytes
+from deepspeed_gear.replay.preview import pack_preview, preview, read_lengths
+
+FIELDS = {
+    "observation": {"offset": -3, "length": 4},
+    "action": {"offset": -3, "length": 4, "align": "right"},
+    "reward": {},
+    "timestep": {"offset": -3, "length": 4},
+}
+ENDS = {"inputs": ["observation", "mask.action"], "labels": ["action", "reward"]}
+BYTES = {"observation": 12, "action": 8, "reward": 4, "timestep": 8}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("preview") / "set", lengths_of(30))
+
+
+@pytest.fixture
+def shown_by(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return what `gear preview` writes for a config."""
+
+    def run(config: dict[str, Any], *options: str, status: int = 0) -> str:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(config))
+        assert main(["preview", str(path), *options]) == status
+        shown = capsys.readouterr()
+        return shown.err if status else shown.out
+
+    return run
+
+
+def section(data: Path, **options: Any) -> dict[str, Any]:
+    return {
+        "data": str(data),
+        "seed": 5,
+        "fields": FIELDS,
+        "pipeline": ENDS,
+        "sampler": {"kind": "uniform", "unit": "step"},
+        "shared_memory": {"prefix": "gpreview"},
+        **options,
+    }
+
+
+def test_ranks_get_what_a_replay_gives(data: Path) -> None:
+    """Ids, bytes and padding of the first micro batch; digests of global batches."""
+    gear = section(data)
+    found = preview(parse(gear), 4, 3, {"data": 2, "sequence": 2}, 1, 3)
+    assert found.info.global_batch == 24
+    with Replay({**gear, "batch_size": 24, "verify_every": 1}) as replay:
+        digests, batches = [], []
+        for _ in range(3):
+            batches.append(replay.sample().clone())
+            digests.append(replay.statistics()["digest"][1])
+    assert found.digests == digests
+    assert len(set(digests)) == 3
+    for rank in found.ranks:
+        place = rank.place
+        mine = batches[0].trajectory_id[place.data_rank :: 6][:4]
+        assert rank.ids == mine.tolist()
+        assert rank.shapes["observation"] == (4, 2, 3)
+        assert rank.num_bytes == 4 * (2 * (12 + 8 + 8) + 4)
+        part = slice(2 * place.sequence_rank, 2 * place.sequence_rank + 2)
+        masks = [batches[0].mask[name][place.data_rank :: 6] for name in FIELDS]
+        shown = np.concatenate([m[:, part].flatten() if m.dim() == 2 else m for m in masks])
+        assert rank.padding == pytest.approx(1 - shown.mean())
+    assert shared_files("gpreview") == []
+
+
+def test_stages_and_traffic(data: Path) -> None:
+    """A row goes to a node once, of the fields that the node's stages read; inner nodes hold and get none."""
+    gear = section(data)
+    found = preview(parse(gear), 4, 1, {"pipe": 3, "data": 2, "tensor": 2}, 3, 1)
+    shapes = [sorted(rank.shapes) for rank in found.ranks]
+    assert shapes == [["mask.action", "observation"]] * 4 + [[]] * 4 + [["action", "reward"]] * 4
+    with Replay({**gear, "batch_size": 8}) as replay:
+        batch, lengths = replay.sample(), replay.datasets["main"].lengths
+        size = lengths * replay.datasets["main"].schema.row_bytes
+    before = np.concatenate([[0], np.cumsum(size)])
+    middle = np.searchsorted(before, before[-1] / 2)
+    second = batch.trajectory_id.numpy() >= middle
+    real = {name: batch.mask[name].reshape(8, -1).sum(1).numpy() * BYTES[name] for name in FIELDS}
+    wanted = np.zeros((3, 3), np.int64)
+    wanted[2, 0] = real["observation"][second].sum()
+    wanted[0, 2] = (real["action"] + real["reward"])[~second].sum()
+    assert (found.traffic == wanted).all()
+
+
+def test_a_thousand_ranks_fit_one_screen(shown_by: Any, data: Path) -> None:
+    """Equal ranks and nodes share lines; --full adds a line for each rank and each two nodes."""
+    options = ["--pp", "4", "--dp", "64", "--tp", "4", "--nodes", "128"]
+    config = {**section(data), "micro_batch_size": 1}
+    shown = [shown_by(config, *options, *more) for more in ([], ["--full"], ["--json"])]
+    lines, full, known = shown[0].splitlines(), shown[1].splitlines(), json.loads(shown[2])
+    assert len(lines) < 30
+    assert max(map(len, lines)) < 120
+    others = set(full) - set(lines)
+    assert [line for line in full if line and line not in others] == [line for line in lines if line]
+    traffic, ranks = np.array(known["traffic"]), known["ranks"]
+    assert "ranks 0-255 (256): pipe 0 of 4, data 0-63 of 64, tensor 0-3 of 4" in lines
+    assert "ranks 256-767 (512): pipe 1-2 of 4, data 0-63 of 64, tensor 0-3 of 4" in lines
+    padding = [rank["padding"] for rank in ranks[:256]]
+    text = f"{show_bytes(ranks[0]['bytes'])} a micro batch; padding {min(padding):.1%} to {max(padding):.1%}"
+    assert any(text in line for line in lines)
+    cells = next(re.split(r"  +", line) for line in lines if line.startswith("0-31 "))
+    most = int(traffic[:32].sum(1).argmax())
+    sizes = 8 * ranks[0]["bytes"], ranks[0]["bytes"], traffic[:32].sum()
+    assert cells[1:5] == ["8", *map(show_bytes, sizes)]
+    assert cells[5] == f"{show_bytes(traffic[most].sum())} (node {most})"
+    text = f"between all nodes: {show_bytes(traffic.sum())}, at most {show_bytes(traffic.max())} from"
+    assert any(text in line for line in lines)
+    each = [line.split()[:2] for line in full if line[:1].isdigit() and "data" in line]
+    assert each == [[str(rank["rank"]), str(rank["node"])] for rank in ranks]
+    for a, b in np.argwhere(traffic).tolist():
+        assert f"node {a} -> node {b}  {show_bytes(traffic[a, b])}" in full
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [
+        ({"train_batch_size": 24}, (12, 1)),
+        ({"train_batch_size": 24, "gradient_accumulation_steps": 3}, (4, 3)),
+        ({"train_micro_batch_size_per_gpu": 4, "train_batch_size": 24}, (4, 3)),
+        ({"train_micro_batch_size_per_gpu": 4}, (4, 1)),
+    ],
+)
+def test_sizes_of_a_ds_config(data: Path, shown_by: Any, sizes: dict[str, int], wanted: Any) -> None:
+    config = {**sizes, "gear": section(data)}
+    shown = json.loads(shown_by(config, "--dp", "2", "--json", "--batches", "1"))
+    assert (shown["micro"], shown["accumulation"]) == wanted
+    assert [rank["data"] for rank in shown["ranks"]] == [0, 1]
+    text = shown_by(config, "--dp", "2", "--nodes", "2")
+    assert f"digest {shown['digests'][0]}" in text
+    assert "Rows between all nodes" in text
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "text"),
+    [
+        ({"train_batch_size": 7}, ["--dp", "2"], "train_batch_size must be micro batch"),
+        ({}, [], "gear.batch_size must be given where there is no engine"),
+        ({"gradient_accumulation_steps": 2}, [], "train_batch_size must be given"),
+        ({"train_batch_size": 8}, ["--nodes", "3"], "nodes must divide the 1 ranks, got 3"),
+        ({"train_batch_size": 8}, ["--sp", "3"], "length must be a multiple of the sequence ranks (3)"),
+    ],
+)
+def test_what_is_refused(
+    data: Path, shown_by: Any, config: dict[str, int], options: list[str], text: str
+) -> None:
+    assert text in shown_by({**config, "gear": section(data)}, *options, status=2)
+
+
+def test_without_data_there_is_nothing_to_draw() -> None:
+    tables = {"main": {"capacity_steps": 9, "schema": {"columns": {"reward": {"dtype": "float32"}}}}}
+    with pytest.raises(ConfigError, match="must hold a data set"):
+        preview(parse({"tables": tables}), 2, 1, {}, 1, 1)
+
+
+# ---- packs -----------------------------------------------------------------------------------------
+
+
+COST = [30, 1]
+
+
+def packed(**pack: Any) -> dict[str, Any]:
+    return packed_section(pack={"tokens": 128, "cost": COST, "pad": {"multiple": 16}, **pack})
+
+
+@pytest.mark.parametrize("plan_width", [None, 12])
+@pytest.mark.parametrize("pad", ["multiple", "step", "budget"])
+@pytest.mark.parametrize(("replicas", "sequence"), [(1, 1), (3, 1), (4, 2)])
+def test_numbers_are_those_of_the_trained_packs(
+    pad: str, plan_width: int | None, replicas: int, sequence: int
+) -> None:
+    """K, fill and imbalance, from the micro batches of every rank."""
+    config = packed(pad={"to": pad, "multiple": 16}, plan_width=plan_width)
+    with rolled_out(pack=config["pack"]) as (rollout, _):
+        found = pack_preview(parse(config), rollout.lengths.numpy(), replicas, sequence)
+        places, costs = 0, []  # of all ranks; of each rank's micro batches
+        loops = [iter(seen_by(rollout, place)) for place in ranks_of(replicas, sequence)]  # kept open
+        steps = [next(loop) for loop in loops]
+        imbalance = steps[0].packs.imbalance
+        for number, step in enumerate(steps):
+            assert len(step) == found.micro_batches
+            micros = list(step)
+            places += sum(micro["tokens"].numel() for micro in micros)
+            if number % sequence == 0:
+                lengths = [micro.lengths.numpy() for micro in micros]
+                costs.append([int((COST[0] * own + COST[1] * own * own).sum()) for own in lengths])
+    by_rank = np.array(costs)
+    assert (found.trajectories, found.tokens) == (rollout.num_trajectories, rollout.num_tokens)
+    assert (found.longest, found.truncated) == (int(rollout.lengths.max()), 0)
+    assert found.rows == places
+    assert found.fill == pytest.approx(rollout.num_tokens / places)
+    slowest = by_rank.max(axis=0).sum() * replicas / by_rank.sum() - 1
+    assert found.step_imbalance == pytest.approx(slowest)
+    assert imbalance == pytest.approx(slowest)
+    assert found.rank_imbalance == pytest.approx(by_rank.sum(axis=1).max() * replicas / by_rank.sum() - 1)
+    assert found.bound <= found.micro_batches
+    assert found.bound >= rollout.num_tokens / (128 * replicas)
+
+
+def test_truncated_trajectories_have_the_budget() -> None:
+    config = parse(packed(tokens=40, too_long="truncate"))  # 32, the multiple below
+    found = pack_preview(config, np.array([10, 32, 33, 500]), 2)
+    assert (found.tokens, found.longest, found.truncated) == (10 + 3 * 32, 500, 2)
+    assert (found.micro_batches, found.rows, found.bound) == (2, 16 + 3 * 32, 2)
+
+
+def test_what_is_printed_of_packs(tmp_path: Path, shown_by: Any) -> None:
+    config, text, array = {"gear": packed()}, tmp_path / "lengths.txt", tmp_path / "lengths.npy"
+    text.write_text("60\n60\n8\n")
+    np.save(array, np.array([60, 60, 8], np.int32))
+    for file in (text, array):
+        assert shown_by(config, "--dp", "2", "--lengths", str(file)).splitlines() == [
+            "3 trajectories, 128 tokens, longest 60",
+            "micro batches of each of 2 replicas: 1 (at least 1)",
+            "fill: 88.9% of 144 places",  # 64 of 60, 80 of 60 + 8
+            "imbalance: 2.74% over micro steps, 2.74% over ranks",  # (5400 + 304) / ((10800 + 304) / 2)
+        ]
+    shown = json.loads(shown_by(config, "--dp", "2", "--lengths", str(text), "--json"))
+    assert (shown["micro_batches"], shown["rows"], shown["fill"]) == (1, 144, pytest.approx(128 / 144))
+    assert shown["step_imbalance"] == pytest.approx(5704 / 5552 - 1)
+
+
+@pytest.mark.filterwarnings("ignore:loadtxt")
+def test_lengths_and_packs_that_are_refused(tmp_path: Path, shown_by: Any) -> None:
+    for name, content in (("a", "1\nx\n"), ("b", "0\n"), ("c", "1 2\n3 4\n"), ("d", "1.5\n"), ("e", "")):
+        file = tmp_path / f"{name}.txt"
+        file.write_text(content)
+        with pytest.raises(DataError, match="whole numbers"):
+            read_lengths(file)
+    np.save(tmp_path / "f.npy", np.array([1.0, 2.0]))
+    with pytest.raises(DataError, match="must be whole numbers of at least 1, got 'float64"):
+        read_lengths(tmp_path / "f.npy")
+    with pytest.raises(DataError, match="must be a file of whole numbers"):
+        read_lengths(tmp_path / "none.txt")
+    with pytest.raises(ConfigError, match=r"must hold the longest trajectory \(129 steps\)"):
+        pack_preview(parse(packed()), np.array([5, 129]), 1)
+    with pytest.raises(ConfigError, match=r"gear\.pack\.plan_width must be a multiple of the replicas \(3\)"):
+        pack_preview(parse(packed(plan_width=4)), np.array([5]), 3)
+    plain = {key: value for key, value in packed_section().items() if key not in ("pack", "rollout")}
+    with pytest.raises(ConfigError, match=r"gear\.pack must be given for a preview of lengths"):
+        pack_preview(parse({**plain, "batch_size": 4}), np.array([5]), 1)
+    assert shown_by(packed(), status=2)
