@@ -55,6 +55,10 @@ def section(fields: dict[str, Any] | None = None, **options: Any) -> dict[str, A
     }
 
 
+def main(**options: Any) -> dict[str, Any]:
+    return {"tables": {"main": {"capacity_steps": 60, **options}}}
+
+
 def made(fields: dict[str, Any] | None = None, **options: Any) -> Replay:
     return Replay(section(fields, **options), schemas={"main": SCHEMA})
 
@@ -89,10 +93,8 @@ def test_batches_have_the_values_of_their_samples(prefetch: int, transfer: dict[
 
 def test_values_are_read_before_rows_are_freed() -> None:
     """A queue evicts what is drawn, and its rows are written again at once."""
-    sampler, rate = {"kind": "fifo", "unit": "trajectory"}, {"queue": 6}
-    table = {"capacity_steps": 40, "capacity_trajectories": 6, "max_length": 3, "remove": "fifo"}
-    options = {"sampler": sampler, "batch_size": 3, "prefetch": 0}
-    with made(tables={"main": {**table, "rate_limiter": rate}}, **options) as replay:
+    tables = main(capacity_trajectories=6, max_length=3, remove="fifo", rate_limiter={"queue": 6})
+    with made(sampler={"kind": "fifo"}, batch_size=3, **tables) as replay:
         for first in range(0, 30, 3):
             for number in range(first, first + 3):
                 replay.add(trajectory(number))
@@ -153,8 +155,8 @@ def test_tables_of_a_mixture() -> None:
     tables = {name: {"capacity_steps": 60, "capacity_trajectories": 6} for name in ("old", "new")}
     shares = {"old": 0.25, "new": 0.75}
     sampler = {"kind": "mixture", "shares": shares, "of": {"kind": "uniform", "unit": "step"}}
-    section_ = section(tables=tables, sampler=sampler)
-    with Replay(section_, schemas=dict.fromkeys(tables, SCHEMA)) as replay:
+    config = section(tables=tables, sampler=sampler)
+    with Replay(config, schemas=dict.fromkeys(tables, SCHEMA)) as replay:
         for number in range(3):
             replay.add(trajectory(number), "old")
             replay.add(trajectory(10 + number), "new")
@@ -253,18 +255,6 @@ def test_saves_hold_them(tmp_path: Path) -> None:
 # ---- refusals ------------------------------------------------------------------------------------
 
 
-TABLES: list[tuple[dict[str, Any], str]] = [
-    (
-        {"remove": "keep_best", "keep_best": "raw"},
-        r"keep_best must name .* one number per tr.*'raw'",
-    ),
-    (
-        {"version": {"column": "note", "max_lag": 1}},
-        r"version\.column must name .* one integer.*'note'",
-    ),
-]
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -275,7 +265,8 @@ TABLES: list[tuple[dict[str, Any], str]] = [
         ({"sampler": {"kind": "weighted", "weight": "raw"}}, r"sampler\.weight must name a column with one"),
         ({"sampler": {"kind": "uniform", "where": {"note": {"min": 1}}}}, r"where\.note must name a column"),
         ({"pipeline": {"inputs": ["which"], "labels": ["raw"]}}, r"pipeline\.labels\[0\] must name a field"),
-        *[({"tables": {"main": {"capacity_steps": 60, **more}}}, text) for more, text in TABLES],
+        (main(remove="keep_best", keep_best="raw"), r"main\.keep_best must name .* one number per tr.*'raw'"),
+        (main(version={"column": "note", "max_lag": 1}), r"version\.column must name .* one integer.*'note'"),
     ],
 )
 def test_options_that_need_numbers_refuse_them(options: dict[str, Any], text: str) -> None:
@@ -284,17 +275,17 @@ def test_options_that_need_numbers_refuse_them(options: dict[str, Any], text: st
 
 
 def test_tables_on_devices_refuse_them() -> None:
-    table = {"capacity_steps": 60, "max_length": 5, "remove": "fifo", "placement": "device"}
+    tables = main(max_length=5, remove="fifo", placement="device")
     with pytest.raises(ConfigError, match="must not have a column of dtype bytes on devices, got 'raw'"):
-        DeviceReplay(section({"which": {}}, tables={"main": table}), "cpu", schemas={"main": SCHEMA})
+        DeviceReplay(section({"which": {}}, **tables), "cpu", schemas={"main": SCHEMA})
 
 
 def test_the_schema_of_a_config() -> None:
     columns = {"which": {"dtype": "int64"}, "raw": {"dtype": "bytes", "rows": "1", "max_bytes": 4}}
-    table = {"capacity_steps": 60, "schema": {"columns": columns}}
-    with Replay(section({"which": {}, "raw": {}}, tables={"main": table})) as replay:
+    tables = main(schema={"columns": columns})
+    with Replay(section({"which": {}, "raw": {}}, **tables)) as replay:
         replay.add({"which": [1], "raw": "abcd"})
         assert replay.sample().opaque("raw") == [b"abcd"] * 16
     del columns["raw"]["max_bytes"]
     with pytest.raises(ConfigError, match="max_bytes must be an integer in"):
-        Replay(section({"which": {}}, tables={"main": table}))
+        Replay(section({"which": {}}, **tables))

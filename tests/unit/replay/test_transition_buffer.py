@@ -97,10 +97,8 @@ def test_sampled_transitions_are_those_of_the_environments(mode: str) -> None:
             assert len(held) == 300
             assert sampled(held, 10) == set(env.record)
         return
-    modes = gymnasium.vector.AutoresetMode
-    envs = gymnasium.vector.SyncVectorEnv(
-        [lambda i=i: Recorder(i) for i in range(3)], autoreset_mode=modes[mode.upper()]
-    )
+    how = gymnasium.vector.AutoresetMode[mode.upper()]
+    envs = gymnasium.vector.SyncVectorEnv([lambda i=i: Recorder(i) for i in range(3)], autoreset_mode=how)
     with buffer(n_envs=envs) as held:
         observation, _ = envs.reset()
         for _ in range(150):
@@ -126,26 +124,24 @@ def test_a_reset_by_the_program_begins_a_trajectory_and_loses_nothing() -> None:
         assert len(held.replay) > sum(1 for one in env.record if one[-1] or one[-2])
 
 
-def test_next_step_leaves_out_the_resetting_step_only() -> None:
-    """Also where the program resets after an end: the transition after it is one."""
-    with buffer(autoreset="next_step") as held:
-        row = np.zeros(3, np.float32)
-        held.add(row, row + 1, 0, 1.0, False, True)
-        held.add(row + 1, row + 2, 0, 0.0, False, False)  # resets
-        held.add(row + 2, row + 3, 0, 2.0, True, False)
-        held.add(row + 7, row + 8, 0, 3.0, False, False)  # after a reset by the program
-        assert len(held) == 3
-        assert {(one[0], one[3], one[7]) for one in sampled(held, 1)} == {(0, 1, 1), (2, 3, 2), (7, 8, 3)}
-
-
-def test_after_a_termination_the_next_observation_may_be_of_the_next_episode() -> None:
-    """CleanRL's programs replace it by the last one only where an episode was truncated."""
-    with buffer(autoreset="same_step") as held:
-        row = np.zeros(3, np.float32)
-        held.add(row, row + 1, 0, 1.0, True, False)
-        held.add(row + 1, row + 2, 0, 2.0, False, False)
-        assert len(held.replay) == 2
-        assert {(one[0], one[3], one[7], one[8]) for one in sampled(held, 1)} == {(0, 1, 1, 1), (1, 2, 2, 0)}
+@pytest.mark.parametrize(
+    ("mode", "steps", "wanted"),
+    [
+        # The step that resets is left out, but not the one after a reset by the program.
+        ("next_step", [(0, 1, 0, 1), (1, 0, 0, 0), (2, 2, 1, 0), (7, 3, 0, 0)], [(0, 1), (2, 2), (7, 3)]),
+        # After a termination the next observation may be of the next episode: CleanRL's programs replace it
+        # by the last one only where an episode was truncated.
+        ("same_step", [(0, 1, 1, 0), (1, 2, 0, 0)], [(0, 1), (1, 2)]),
+    ],
+)
+def test_what_the_modes_leave_out(mode: Any, steps: list[tuple[int, ...]], wanted: list[Any]) -> None:
+    with buffer(autoreset=mode) as held:
+        for state, reward, *ends in steps:
+            row = np.full(3, state, np.float32)
+            held.add(row, row + 1, 0, reward, *map(bool, ends))
+        assert len(held) == len(wanted)
+        assert len(held.replay) == len(wanted)
+        assert {(one[0], one[3], one[7]) for one in sampled(held, 1)} == {(s, s + 1, r) for s, r in wanted}
 
 
 @pytest.mark.parametrize("num_envs", [1, 6])
@@ -208,24 +204,15 @@ def test_priorities_are_reported_by_the_batch() -> None:
         assert {one[0] for one in sampled(held, 1)} == {4}
 
 
-SPACES: list[Callable[[], Any]] = [
-    lambda: gymnasium.spaces.Discrete(6),
-    lambda: gymnasium.spaces.MultiDiscrete([3, 4]),
-    lambda: gymnasium.spaces.MultiBinary(4),
-    lambda: gymnasium.spaces.Box(-1, 1, (2, 2), np.float64),
-]
-
-
 def test_every_plain_space() -> None:
-    for make in SPACES:
-        space = make()
+    spaces = gymnasium.spaces
+    every = spaces.Discrete(6), spaces.MultiDiscrete([3, 4]), spaces.MultiBinary(4)
+    for space in (*every, spaces.Box(-1, 1, (2, 2), np.float64)):
         with TransitionBuffer(100, space, space, n_envs=2, autoreset="disabled", **SMALL) as held:
             before, after, action = (np.stack([space.sample(), space.sample()]) for _ in range(3))
             held.add(before, after, action, [1, 2], [True, False], [False, True])
             data = held.sample()
-            narrow = [
-                rows.astype("float32" if rows.dtype.kind == "f" else "int8") for rows in (before, after)
-            ]
+            narrow = [rows.astype("f4" if rows.dtype.kind == "f" else "i1") for rows in (before, after)]
             held.add(narrow[0], after, action, [3.0, 4.0], *[np.zeros(2, bool)] * 2)
             held.add(narrow[1], before, action, [5.0, 6.0], *[np.zeros(2, bool)] * 2)
             assert len(held) == 6

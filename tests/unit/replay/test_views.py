@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from gear_support import SCHEMA, STEP, config_of, prefix, shared_files, trajectory
+from process_support import environment
+from warm_python import run_warm
 
 from deepspeed_gear import Replay
 from deepspeed_gear.errors import StoreError
@@ -49,15 +49,11 @@ def read_all() -> None:
     codes.zero_()
 
 
-def test_views_can_be_read_after_close(
-    run_python: Callable[..., subprocess.CompletedProcess[str]], checkout: Path
-) -> None:
-    result = run_python("-c", "import test_views; test_views.read_all()", env={"PYTHONPATH": paths(checkout)})
-    assert result.returncode == 0, f"{result.returncode}: {result.stderr}"
-
-
-def paths(checkout: Path) -> str:
-    return f"{checkout}:{checkout / 'tests' / 'support'}:{Path(__file__).parent}"
+def test_views_can_be_read_after_close() -> None:
+    program = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); "
+    program += "import test_views; test_views.read_all()"
+    done = run_warm("-c", program, env=environment(), timeout_s=60.0)
+    assert done.returncode == 0, f"{done.returncode}: {done.stderr}"
 
 
 @pytest.mark.parametrize("kind", ["uniform", "prioritized"])
