@@ -70,6 +70,12 @@ class HindsightRelabelling:
         self._draw_goals(goal_step, records, self._seed, stream_key, strategy, fraction, self._final_row)
         return goal_step
 
+    @staticmethod
+    def together(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """Concatenate the goals of samples of several tables."""
+        given = [part for part in parts if part is not None]
+        return torch.cat(given) if given else None
+
     def reward(self, batch: Batch) -> None:
         """Replace the rewards of a batch by those of the program's function.
 

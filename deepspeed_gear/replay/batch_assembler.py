@@ -104,40 +104,39 @@ class BatchAssembler:
             goals = self._relabelling.draw(stream.spec.key, own.records)
             parts.append((self._collectors[stream], own.records, goals))
         stream, own = taken[0]
-        gatherer, every = parts[0][0], [own for _, own in taken]
-        tensors, mask = gatherer.gather_from(parts)
-        records, epochs = _together([one.records for one in every]), _together([one.epochs for one in every])
-        assert records is not None
-        opaque: dict[str, list[Any]] = {}
-        for field in self._needs.opaque:
-            assert field.column is not None
-            values = [read_opaque(one.table, field.column, own.records) for one, own in taken]
-            opaque[field.name] = list(chain.from_iterable(values))
-        source = probability = None
-        origin = own.origins
-        if shares is not None:
-            source = torch.repeat_interleave(torch.tensor([len(one.records) for one in every]))
-            each = [_probability(*one) * share for one, share in zip(taken, shares, strict=True)]
-            probability = torch.cat(each)
-            if any(one.origins is not None for one in every):
-                slots = [o.records[:, Resolution.SLOT] if o.origins is None else o.origins for o in every]
-                origin = torch.cat(slots)
-        samples = BatchSamples(
-            records=records,
-            valid=self._valid if pass_size is None else records[:, Resolution.SAMPLE_NUMBER] < pass_size,
-            step_items=shares is None and stream.state.has_unit_masses,
-            total=own.head[Head.TOTAL] if shares is None else 0,
-            epoch=self._no_epoch if epochs is None else epochs,
-            is_weight=_together([one.weights for one in every]),
-            source=source,
-            probability=probability,
-            goal_step=_together([goals for _, _, goals in parts]),
-            burn_in=self._burn_in,
-            origin=origin,
-            first_index=part,
-            index_step=num_parts,
-            opaque=opaque or None,
-        )
+        gatherer, records, goals = parts[0]
+        valid, opaque = self._valid, self._opaque(taken) if self._needs.opaque else None
+        if shares is None:
+            tensors, mask = gatherer.gather(records, goals)
+            if pass_size is not None:
+                valid = records[:, Resolution.SAMPLE_NUMBER] < pass_size
+            unit, total = stream.state.has_unit_masses, own.head[Head.TOTAL]
+            epochs = self._no_epoch if own.epochs is None else own.epochs
+            rest = (goals, self._burn_in, own.origins, part, num_parts, opaque)
+            samples = BatchSamples(records, valid, unit, total, epochs, own.weights, None, None, *rest)
+        else:
+            tensors, mask = gatherer.gather_from(parts)
+            every = [own for _, own in taken]
+            is_spread = any(own.origins is not None for own in every)
+            slots = [own.records[:, Resolution.SLOT] if own.origins is None else own.origins for own in every]
+            samples = BatchSamples(
+                records=torch.cat([own.records for own in every]),
+                valid=valid,
+                step_items=False,
+                total=0,
+                epoch=torch.cat([own.epochs for own in every if own.epochs is not None]),
+                is_weight=torch.cat([own.weights for own in every if own.weights is not None]),
+                source=torch.repeat_interleave(torch.tensor([len(own.records) for own in every])),
+                probability=torch.cat(
+                    [_probability(*one) * share for one, share in zip(taken, shares, strict=True)]
+                ),
+                goal_step=self._relabelling.together([goals for _, _, goals in parts]),
+                burn_in=self._burn_in,
+                origin=torch.cat(slots) if is_spread else None,
+                first_index=part,
+                index_step=num_parts,
+                opaque=opaque,
+            )
         batch = Batch(tensors, mask, samples)
         gatherer.lend(batch)
         keys = None
@@ -194,6 +193,15 @@ class BatchAssembler:
             batch.lifetime.follow(changed)  # it may have the same tensors
         return changed
 
+    def _opaque(self, taken: Sequence[tuple[BatchStream, SelectionPart]]) -> dict[str, list[Any]]:
+        """Return the values of opaque fields, part after part."""
+        found: dict[str, list[Any]] = {}
+        for field in self._needs.opaque:
+            assert field.column is not None
+            values = [read_opaque(stream.table, field.column, own.records) for stream, own in taken]
+            found[field.name] = list(chain.from_iterable(values))
+        return found
+
     def _gatherer(self, stream: BatchStream) -> Gatherer:
         info, ahead = self._info, self._config.prefetch * self._info.accumulation
         prepared = ahead + 1 + self._held if ahead and stream.spec.name == TRAIN else 0
@@ -214,12 +222,6 @@ class BatchAssembler:
             "engine_dtype": self._engine_dtype,
             "threads": self._config.threads,
         }
-
-
-def _together(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Return the tensors of several tables, one after the other; that of one table is it itself."""
-    given = [part for part in parts if part is not None]
-    return given[0] if len(given) == 1 else torch.cat(given) if given else None
 
 
 def _probability(stream: BatchStream, own: SelectionPart) -> torch.Tensor:
