@@ -159,18 +159,17 @@ class Batch(Mapping[str, torch.Tensor]):
         Raises:
             FieldError: The batch has no part of this name.
         """
-        if not isinstance(name, str):
-            raise FieldError(f"{name!r}", "must be a field or part of the batch")
-        if name in self._tensors:
-            return self._tensors[name]
-        if name.startswith(MASK):
-            return self._mask_of(name.removeprefix(MASK))
-        if name.startswith(LEARNS):
-            return self.learns(name.removeprefix(LEARNS))
-        if name not in SAMPLE_NAMES:
-            raise FieldError(f"{name!r}", "must be a field or part of the batch")
-        found: torch.Tensor = getattr(self, name)
-        return found
+        if isinstance(name, str):
+            if name in self._tensors:
+                return self._tensors[name]
+            if name.startswith(MASK):
+                return self._mask_of(name.removeprefix(MASK))
+            if name.startswith(LEARNS):
+                return self.learns(name.removeprefix(LEARNS))
+            if name in SAMPLE_NAMES:
+                found: torch.Tensor = getattr(self, name)
+                return found
+        raise FieldError(f"{name!r}", "must be a field or part of the batch")
 
     def opaque(self, name: str) -> list[Any]:
         """Return the values of a field whose column has the dtype "bytes" or "json", one a sample.

@@ -15,7 +15,7 @@ from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.constants import MASS_BITS, ONE_Q62
 from deepspeed_gear.ops.records import Slot, SlotState
-from deepspeed_gear.sampling.exclusions import Exclusion, count_exclusions, count_waiting, rule_of_json
+from deepspeed_gear.sampling.exclusions import Exclusion, count_exclusions, rule_of_json
 from deepspeed_gear.sampling.mass_rules import AnchorRule
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.group_spec import COUNTED, GroupSpec
@@ -144,8 +144,8 @@ def of_living(store: LiveStore) -> Distribution | None:
             return as_numbers(views[f"column/{name}"][slots], schema[name])
 
         is_readable = all(f"column/{column.name}" in views for column in schema)  # else they are in files
-        arguments = rule_of_json(known), schema, TRAIN, views, values if is_readable else None
-        excluded, waiting = count_exclusions(*arguments), count_waiting(*arguments)
+        rule = rule_of_json(known)
+        excluded, waiting = count_exclusions(rule, schema, TRAIN, views, values if is_readable else None)
     return Distribution(
         table=store.table,
         kind=known.get("kind", ""),

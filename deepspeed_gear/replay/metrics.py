@@ -12,7 +12,8 @@ import torch
 
 from deepspeed_gear.ops.records import Resolution, Slot
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.sample_counts import RecentSelections, recent_selections
+from deepspeed_gear.sampling.sample_counts import recent_selections
+from deepspeed_gear.sampling.selection import SelectionPart
 from deepspeed_gear.sampling.staleness import dropped
 from deepspeed_gear.store.group_spec import GroupCount
 from deepspeed_gear.store.records import Control, Head, SlotRetention
@@ -150,7 +151,7 @@ class ProgressMeter:
         )
 
 
-Selections = list[tuple[BatchStream, RecentSelections]]  # of one global batch: one a table
+Selections = list[tuple[BatchStream, SelectionPart]]  # of one global batch: one a table
 
 
 def of_store(tables: Sequence[Table]) -> dict[str, Any]:
@@ -276,7 +277,7 @@ def _histogram(values: np.ndarray) -> dict[int, int]:
 
 def _batches(streams: Sequence[BatchStream], most: int) -> list[Selections]:
     """Return the latest global batches with every table's selection, the newest first."""
-    selections = [{one.key: one for one in recent_selections(s.spec, s.table, most)} for s in streams]
+    selections = [recent_selections(stream.spec, stream.table, most) for stream in streams]
     keys = set.intersection(*(set(known) for known in selections))
     return [
         [(stream, known[key]) for stream, known in zip(streams, selections, strict=True)]
@@ -302,14 +303,14 @@ def _duplicates(batch: Selections) -> float:
     return 1 - different / max(total, 1)
 
 
-def _ages(stream: BatchStream, selection: RecentSelections) -> np.ndarray:
+def _ages(stream: BatchStream, selection: SelectionPart) -> np.ndarray:
     shard, counter = stream.table.spec.shard, int(stream.table.control[Control.NEXT_ID])
     count = shard.count if shard is not None and stream.table.spec.dataset is None else 1
     newest = counter * count - 1  # of this node: ids alternate between nodes
     return np.asarray(newest - selection.records.numpy()[:, Resolution.ID])
 
 
-def _age(stream: BatchStream, selections: Sequence[RecentSelections]) -> dict[str, Any] | None:
+def _age(stream: BatchStream, selections: Sequence[SelectionPart]) -> dict[str, Any] | None:
     """Return mean and largest age, in newer trajectories and in global batches."""
     ages = np.concatenate([_ages(stream, selection) for selection in selections] or [np.empty(0, np.int64)])
     if not len(ages):
@@ -318,7 +319,9 @@ def _age(stream: BatchStream, selections: Sequence[RecentSelections]) -> dict[st
     if stream.table.spec.dataset is None:
         # Global batches from the commit of each trajectory that is stored to the one that drew it.
         born = stream.table.slots[:, Slot.BORN]
-        since = np.maximum(np.concatenate([one.key - born[_slots(stream, one)] for one in selections]), 0)
+        since = np.maximum(
+            np.concatenate([one.head[Head.KEY] - born[_slots(stream, one)] for one in selections]), 0
+        )
         found["batches"] = _mean_and_max(since) if len(since) else None
     return found
 
@@ -334,7 +337,7 @@ def _lag(batch: Selections) -> float | None:
     return float(each.mean()) if len(each) else None
 
 
-def _slots(stream: BatchStream, selection: RecentSelections) -> np.ndarray:
+def _slots(stream: BatchStream, selection: SelectionPart) -> np.ndarray:
     """Return the slots of the samples whose trajectories are still in this node's store. [n], int64."""
     records = selection.records.numpy()
     records = records[records[:, Resolution.SLOT] < len(stream.table.slots)]

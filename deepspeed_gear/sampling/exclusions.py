@@ -39,7 +39,7 @@ class Exclusion:
 
 def count_exclusions(
     rule: MassRule, schema: Schema, stream: str, views: Mapping[str, np.ndarray], values: Values | None
-) -> list[Exclusion]:
+) -> tuple[list[Exclusion], int]:
     """Count the items that a stream cannot draw, each trajectory under the first reason that holds.
 
     Args:
@@ -48,54 +48,37 @@ def count_exclusions(
         views: The regions of the store; they are only read.
         values: Gives a column's values of slots; None: columns cannot be read.
     Returns:
-        The reasons that exclude something, in the order of the checks. Where items are groups, those after
-        the groups' own count the leaders.
+        The reasons that exclude something, in the order of the checks; where items are groups, those after
+        the groups' own count the leaders. And the leaves of the tree that the next selection adds, as they
+        were written since the latest one: steps where these have priorities, else trajectories or groups.
     Cost: one pass over the slots; with priorities of steps one over the rows.
     """
     found, left = _admitted(rule, schema, views, values)
-    # Items without mass in the tree of the latest selection although the rule admits them.
-    slots = views["slots"]
-    sums = views[stream + "sums"]
+    slots, sums = views["slots"], views[stream + "sums"]
     if stream + "priorities" not in views:
+        waits = sums[left] == 0  # without mass as of the latest selection, although the rule admits it
         if rule.window is not None:
-            is_out = (sums[left] == 0) & (views[stream + "queued"][left] <= 0)
+            is_inside = views[stream + "queued"][left] > 0
             reason = "too old for the window of the sampler, or newer than the latest selection"
-            _add(found, slots, left[is_out], reason, "check sampler.newest and sampler.within")
-        return found
-    left = left[_has_priority(stream, views, left)]  # the next selection adds the others
+            _add(found, slots, left[waits & ~is_inside], reason, "check sampler.newest and sampler.within")
+            waits &= is_inside
+        return found, int(waits.sum())
+    is_current = views[stream + "generations"][left] == slots[left, Slot.GENERATION]
+    is_known = is_current & (views[stream + "bases"][left] > 0)  # had a priority, 0 or above
+    known = left[is_known]
     reason, remedy = "of priority 0", "report priorities above 0"
     if rule.unit != "step":
-        _add(found, slots, left[sums[left] == 0], reason, remedy)
-        return found
+        _add(found, slots, known[sums[known] == 0], reason, remedy)
+        return found, int((~is_known).sum())
+    before = np.where(is_known, rule.anchors.num_anchors(views[stream + "steps"][left]), 0)
+    now = rule.anchors.num_anchors(slots[left, Slot.NUM_STEPS])
     ends = np.append(0, np.cumsum(sums[: len(views[stream + "priorities"])] > 0))
-    first = slots[left, Slot.FIRST_ROW]
-    drawable = ends[first + slots[left, Slot.NUM_STEPS]] - ends[first]
-    fewer = rule.anchors.num_anchors(views[stream + "steps"][left]) - drawable  # later steps are new
+    first = slots[known, Slot.FIRST_ROW]
+    drawable = ends[first + slots[known, Slot.NUM_STEPS]] - ends[first]
+    fewer = before[is_known] - drawable  # later steps are new
     if (fewer > 0).any():
         found.append(Exclusion(reason, remedy, int((fewer > 0).sum()), int(fewer[fewer > 0].sum())))
-    return found
-
-
-def count_waiting(
-    rule: MassRule, schema: Schema, stream: str, views: Mapping[str, np.ndarray], values: Values | None
-) -> int:
-    """Count the items that the next selection adds to those that a stream can draw.
-
-    They are leaves of the tree that were written since the latest selection: steps where these have
-    priorities, else trajectories or groups. Arguments as of `count_exclusions`.
-    """
-    _, left = _admitted(rule, schema, views, values)
-    if stream + "priorities" in views:
-        known = _has_priority(stream, views, left)
-        if rule.unit != "step":
-            return int((~known).sum())
-        before = np.where(known, rule.anchors.num_anchors(views[stream + "steps"][left]), 0)
-        now = rule.anchors.num_anchors(views["slots"][left, Slot.NUM_STEPS])
-        return int(np.maximum(now - before, 0).sum())
-    is_new = views[stream + "sums"][left] == 0
-    if rule.window is not None:  # it may be outside
-        is_new &= views[stream + "queued"][left] > 0
-    return int(is_new.sum())
+    return found, int(np.maximum(now - before, 0).sum())
 
 
 def _admitted(
@@ -143,12 +126,6 @@ def _admitted(
     return found, left
 
 
-def _has_priority(stream: str, views: Mapping[str, np.ndarray], slots: np.ndarray) -> np.ndarray:
-    """Return which slots had a priority, 0 or above, at the latest selection. [n] -> [n], bool."""
-    is_current = views[stream + "generations"][slots] == views["slots"][slots, Slot.GENERATION]
-    return np.asarray(is_current & (views[stream + "bases"][slots] > 0))
-
-
 def _add(found: list[Exclusion], slots: np.ndarray, which: np.ndarray, reason: str, remedy: str) -> None:
     if len(which):
         found.append(Exclusion(reason, remedy, len(which), int(slots[which, Slot.NUM_STEPS].sum())))
@@ -160,7 +137,7 @@ def summary_of(masses: ItemMasses) -> tuple[str, str]:
     Requires the table's lock.
     """
     table, spec = masses.table, masses.spec
-    found = count_exclusions(spec.rule, table.spec.schema, spec.at, table.views, table.values)
+    found, _ = count_exclusions(spec.rule, table.spec.schema, spec.at, table.views, table.values)
     held = f"{table.num_trajectories} trajectories, {table.num_steps} steps held"
     remedy = max(found, key=lambda one: one.steps).remedy if found else ""
     return "; ".join([held, *map(str, found)]), remedy

@@ -139,12 +139,12 @@ class AgeWindow:
     column: str | None = None  # a per-trajectory column that grows with time; None for no limit
     distance: float = 0  # how far its values may lie below the largest one
 
-    def edge(self, ids: np.ndarray, num_items: np.ndarray, column: Callable[[str], np.ndarray]) -> WindowEdge:
+    def edge(self, ids: np.ndarray, num_items: np.ndarray, values: np.ndarray | None) -> WindowEdge:
         """Return the window's edge among trajectories; the trajectory at the edge is in the window.
 
         Args:
             ids: A larger one is newer. [n], int64.
-            column: Returns the values of a per-trajectory column. [n].
+            values: Of the window's column, if it has one. [n].
         """
         there = np.asarray(num_items) > 0
         oldest = NO_ID
@@ -152,18 +152,15 @@ class AgeWindow:
             order = np.argsort(ids)[::-1]
             newer = np.cumsum(num_items[order]) - num_items[order]
             oldest = int(ids[order][newer < self.newest].min())
-        return WindowEdge(
-            oldest, newest_of(column(self.column)[there]) if self.column and there.any() else None
-        )
+        return WindowEdge(oldest, None if values is None or not there.any() else newest_of(values[there]))
 
     def admits(
-        self, edge: WindowEdge, ids: np.ndarray, num_items: np.ndarray, column: Callable[[str], np.ndarray]
+        self, edge: WindowEdge, ids: np.ndarray, num_items: np.ndarray, values: np.ndarray | None
     ) -> np.ndarray:
         """Return which trajectories are in a window that begins at an edge. [n], bool."""
         inside = (np.asarray(num_items) > 0) & (ids >= edge.oldest)
-        if self.column is not None and edge.newest is not None:
-            # A Python number: small integers would overflow.
-            inside &= column(self.column) >= edge.newest - self.distance
+        if values is not None and edge.newest is not None:
+            inside &= values >= edge.newest - self.distance  # a Python number: small integers would overflow
         return inside
 
 

@@ -398,14 +398,14 @@ class PriorityMasses(ItemMasses):
 
     def statistics(self) -> dict[str, int]:
         """Return how many updates were applied, ignored because their item was evicted, and clamped."""
-        words = {
-            "priorities_applied": UpdateCount.APPLIED,
-            "priorities_ignored": UpdateCount.STALE,
-            "priorities_clamped": UpdateCount.CLAMPED,
+        counts, (applied, clamped) = self._count_words, self.recent()
+        return {
+            "priorities_applied": counts[UpdateCount.APPLIED],
+            "priorities_ignored": counts[UpdateCount.STALE],
+            "priorities_clamped": counts[UpdateCount.CLAMPED],
+            "priorities_applied_recent": applied,
+            "priorities_clamped_recent": clamped,
         }
-        applied, clamped = self.recent()
-        recent = {"priorities_applied_recent": applied, "priorities_clamped_recent": clamped}
-        return {name: int(self.counts[word]) for name, word in words.items()} | recent
 
     # ---- content ---------------------------------------------------------------------------------
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 
 from deepspeed_gear.ops.records import Resolution, Slot
+from deepspeed_gear.sampling.selection import SelectionPart
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.sum_tree import ItemMasses
 from deepspeed_gear.store.memory_layout import Region
@@ -85,25 +84,16 @@ class SampleCounts:
         return rows_of(self._table.slots[slots])[0] if self._by_step else slots
 
 
-class RecentSelections(NamedTuple):
-    """A copy of a selection: its number, its words, and its resolutions. [B, 8], int64."""
-
-    key: int
-    head: list[int]
-    records: torch.Tensor
-
-
-def recent_selections(spec: StreamSpec, table: Table, most: int) -> list[RecentSelections]:
-    """Return copies of the latest selections of a stream, the newest first. Takes the lock."""
+def recent_selections(spec: StreamSpec, table: Table, most: int) -> dict[int, SelectionPart]:
+    """Return copies of the latest selections of a stream by their numbers, ascending. Takes the lock."""
     heads, ring = table.views[spec.at + "heads"], table.views[spec.at + "ring"]
     with table.lock:
         keys = heads[:, Head.KEY].tolist()
         entries = sorted((i for i, key in enumerate(keys) if key != NOTHING), key=keys.__getitem__)[-most:]
-        words = [heads[entry, : Head.NUM_SET].tolist() for entry in reversed(entries)]
-        rows = [ring[entry].copy() for entry in reversed(entries)]
-    found = []
-    for head, records in zip(words, rows, strict=True):
+        copies = [(heads[entry, : Head.NUM_SET].tolist(), ring[entry].copy()) for entry in entries]
+    found = {}
+    for head, records in copies:
         known = records[: head[Head.COUNT]]
         known = known[known[:, Resolution.ID] >= 0]  # without samples that only other nodes resolve
-        found.append(RecentSelections(head[Head.KEY], head, torch.from_numpy(known)))
+        found[head[Head.KEY]] = SelectionPart(head, torch.from_numpy(known))
     return found

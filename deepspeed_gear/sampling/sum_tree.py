@@ -341,18 +341,17 @@ class AgeMasses(ItemMasses):
         super().apply(key)
 
     def contents(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Return ids, numbers of items and values of the window's column of all admitted trajectories."""
-        slots, _, counts = self._counted()
-        window = self.spec.rule.window
-        assert window is not None
-        values = None if window.column is None else self.table.values(window.column, slots)
-        return self.table.slots[slots, Slot.ID], counts, values
+        """Return ids, numbers of items and values of the window's column of all committed trajectories."""
+        return self._contents()[2:]
 
-    def _counted(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the committed slots, the mass by the rule and the number of items of each."""
-        committed = np.nonzero(self.table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
-        masses = self.of(committed)
-        return committed, masses, masses if self.spec.rule.unit == "step" else (masses > 0).astype(np.int64)
+    def _contents(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+        """Return the committed slots, the mass of each by the rule, and their `contents`."""
+        slots = np.nonzero(self.table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
+        masses, rule = self.of(slots), self.spec.rule
+        counts = masses if rule.unit == "step" else (masses > 0).astype(np.int64)
+        column = None if rule.window is None else rule.window.column
+        values = None if column is None else self.table.values(column, slots)
+        return slots, masses, self.table.slots[slots, Slot.ID], counts, values
 
     def queue_window(self, edge: WindowEdge | None = None) -> None:
         """Queue the mass changes of trajectories that enter or leave the window after queued changes.
@@ -363,16 +362,10 @@ class AgeMasses(ItemMasses):
         window = self.spec.rule.window
         if window is None:
             return
-        committed, masses, counts = self._counted()
-        ids = self.table.slots[committed, Slot.ID]
-
-        def column(name: str) -> np.ndarray:
-            return self.table.values(name, committed)
-
-        edge = window.edge(ids, counts, column) if edge is None else edge
-        inside = window.admits(edge, ids, counts, column)
+        slots, masses, ids, counts, values = self._contents()
+        edge = window.edge(ids, counts, values) if edge is None else edge
         wanted = np.zeros(self.num_items, np.int64)
-        wanted[committed] = np.where(inside, masses, 0)
+        wanted[slots] = np.where(window.admits(edge, ids, counts, values), masses, 0)
         changed = np.nonzero(np.where(self.queued >= 0, self.queued, self.leaves) != wanted)[0]
         self.queue(changed, wanted[changed])
 

@@ -136,9 +136,10 @@ def test_the_edge_is_that_of_all_together(
     found, _ = edges(window, parts)
     assert all(repr(edge) == repr(found[0]) for edge in found), "NaN equals itself here"
     ids, counts, values = (np.concatenate(of) for of in zip(*parts, strict=True))
-    whole = window.edge(ids, counts, lambda _: values)
+    content = ids, counts, None if column is None else values
+    whole = window.edge(*content)
     assert repr(found[0].newest) == repr(whole.newest) or found[0].newest == whole.newest
-    admitted = [window.admits(edge, ids, counts, lambda _: values).tolist() for edge in (found[0], whole)]
+    admitted = [window.admits(edge, *content).tolist() for edge in (found[0], whole)]
     assert admitted[0] == admitted[1]
     if newest is not None and counts.sum() > newest:  # else everything is in it
         assert newest <= counts[ids >= found[0].oldest].sum()

@@ -165,11 +165,8 @@ def test_windows(items: Any, newest: Any, distance: Any, dtype: str, seed: int) 
     ids = np.random.default_rng(seed).permutation(100)[: len(items)]
     counts, values = np.array([n for n, _ in items]), np.array([v for _, v in items], dtype)
     window = AgeWindow(newest, None if distance is None else "age", distance or 0)
-
-    def column(name: str) -> np.ndarray:
-        return {"age": values}[name]
-
-    found = window.admits(window.edge(ids, counts, column), ids, counts, column)
+    content = ids, counts, None if distance is None else values
+    found = window.admits(window.edge(*content), *content)
     best = max((float(v) for n, v in items if n), default=0.0)
     for i, (count, value) in enumerate(items):
         newer = counts[ids > ids[i]].sum()
@@ -181,7 +178,7 @@ def test_windows(items: Any, newest: Any, distance: Any, dtype: str, seed: int) 
 
 def test_a_value_that_is_none_is_never_new() -> None:
     values = np.array([3.0, np.nan, 2.5, 1.0], np.float32)
-    window, content = AgeWindow(None, "age", 1.0), (np.arange(4), np.ones(4), lambda _: values)
+    window, content = AgeWindow(None, "age", 1.0), (np.arange(4), np.ones(4), values)
     found = window.admits(window.edge(*content), *content)
     assert found.tolist() == [True, False, True, False]
 
