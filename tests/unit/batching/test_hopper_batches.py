@@ -25,10 +25,11 @@ def test_no_two_batches_are_equal(data: Path, expected: list[str]) -> None:
     assert not set(expected) & set(digests("hopper.json", "cpu", data, BATCHES, seed=1))
 
 
-def test_a_table_in_the_memory_of_a_device_gives_them(data: Path, expected: list[str]) -> None:
-    assert digests("hopper_device.json", "cpu", data, BATCHES) == expected
-
-
-@pytest.mark.parametrize("way", ["direct", "copies", "staged"])
-def test_every_way_gives_them(data: Path, expected: list[str], way: str) -> None:
-    assert digests("hopper.json", "cpu", data, BATCHES, transfer={"way": way}) == expected
+@pytest.mark.parametrize("way", ["direct", "copies", "staged", None])
+def test_every_way_and_a_table_in_the_memory_of_a_device_give_them(
+    data: Path, expected: list[str], way: str | None
+) -> None:
+    if way is None:
+        assert digests("hopper_device.json", "cpu", data, BATCHES) == expected
+    else:
+        assert digests("hopper.json", "cpu", data, BATCHES, transfer={"way": way}) == expected

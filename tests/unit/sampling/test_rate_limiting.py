@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import subprocess
-import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from gear_support import config_of
+from gear_support import config_of, wait_until
 from gear_support import trajectory as plain_trajectory
-from process_support import environment
+from process_support import exit_status, in_child
 from replay_support import streams_of
 from store_support import StoreScene, reserve, stream_spec
 
-from deepspeed_gear import Column, Replay, Schema
+from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
 from deepspeed_gear.cli.inspect_distribution import of_living
 from deepspeed_gear.context import Context
 from deepspeed_gear.errors import ConfigError, NotReadyError, StoreError
@@ -28,7 +26,7 @@ from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.sampling.rate_limiting import NodeRate, SelectionLimiter
 from deepspeed_gear.store.live_stores import living_stores
 from deepspeed_gear.store.pins import SelectionPins
-from deepspeed_gear.store.records import Control, Head, Position
+from deepspeed_gear.store.records import Control, Head, Peer, Position
 from deepspeed_gear.store.retention import RateLimiter, Retention
 from deepspeed_gear.store.table_spec import Shard
 from deepspeed_gear.writer.inserter import Inserter
@@ -206,46 +204,40 @@ def test_the_only_process_that_can_add_does_not_wait(table: dict[str, Any], pref
             assert "actors" not in str(caught.value)
 
 
-WRITER = """
-import json, sys, time, numpy as np
-from deepspeed_gear import TrajectoryWriter
-with TrajectoryWriter.attach(json.loads(sys.argv[1]), wait_s=60) as writer:
-    print("attached", flush=True)
-    for number in range(int(sys.argv[2])):
-        time.sleep(0.3)
-        writer.add({"which": np.full(3, number)})
-    sys.stdin.readline()
-"""
-
-
-def writing(adds: int, **options: Any) -> tuple[dict[str, Any], list[str]]:
-    """Return the section of a table that takes writers, and the command of a process that adds to it."""
+def of_writers(**options: Any) -> dict[str, Any]:
+    """Return the section of a table that takes writers."""
     columns = {"which": {"dtype": "int64"}, "late": {"dtype": "int64", "late": True}}
     table = {"capacity_steps": 90, "writers": 2, "remove": "fifo", "schema": {"columns": columns}}
-    section = config_of(tables={"main": table}, fields={"which": {}}, batch_size=4)
-    section = {**section, **options}
-    return section, [sys.executable, "-c", WRITER, json.dumps(section), str(adds)]
+    return config_of(tables={"main": table}, **{"fields": {"which": {}}, "batch_size": 4, **options})
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_an_empty_table_waits_for_a_writer_that_lives(prefetch: int) -> None:
-    section, command = writing(1, timeout_s=20.0, prefetch=prefetch)
+    section, (told, tell) = of_writers(timeout_s=20.0, prefetch=prefetch), os.pipe()
+
+    def write() -> None:
+        os.read(told, 1)
+        with TrajectoryWriter.attach(section, wait_s=60) as writer:
+            time.sleep(0.3)
+            writer.add({"which": np.full(3, 0)})
+            os.read(told, 1)
+
+    child = in_child(write)
     with Replay(section) as found:
         with pytest.raises(NotReadyError, match=r"must hold what the sampler admits first.*0 trajectories"):
             found.sample()  # no writer
-        pipe = subprocess.PIPE
-        with subprocess.Popen(command, env=environment(), stdin=pipe, stdout=pipe, text=True) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "attached\n"
-            assert numbers(found.sample()) == [0] * 4
-            found.clear()
-            for _ in range(prefetch + 1):  # the batches that were prefetched
-                with contextlib.suppress(NotReadyError):
-                    streams_of(found)["train"].state.limiter_wait.timeout_s = 0.3
-                    found.sample()
-            with pytest.raises(NotReadyError, match=r"must hold what the sampler admits within 0\.[3-9]"):
-                found.sample()  # it lives, but adds no more
-            process.communicate("end")
+        os.write(tell, b".")
+        wait_until(lambda: (found.tables["main"].peers[:, Peer.PID] == child).any(), "attaching")
+        assert numbers(found.sample()) == [0] * 4
+        found.clear()
+        for _ in range(prefetch + 1):  # the batches that were prefetched
+            with contextlib.suppress(NotReadyError):
+                streams_of(found)["train"].state.limiter_wait.timeout_s = 0.3
+                found.sample()
+        with pytest.raises(NotReadyError, match=r"must hold what the sampler admits within 0\.[3-9]"):
+            found.sample()  # it lives, but adds no more
+        os.write(tell, b".")
+        assert exit_status(child) == 0
         with pytest.raises(NotReadyError, match="must hold what the sampler admits first"):
             found.sample()
         found.add({"which": np.full(3, 7)})
@@ -254,7 +246,7 @@ def test_an_empty_table_waits_for_a_writer_that_lives(prefetch: int) -> None:
 
 @pytest.mark.parametrize("rate_limiter", [None, {"min_size": 10, "timeout_s": 0.2}])
 def test_a_late_column_that_lacks_is_named(rate_limiter: dict[str, Any] | None) -> None:
-    section, _ = writing(0, fields={"which": {}, "late": {}})
+    section = of_writers(fields={"which": {}, "late": {}})
     section["tables"]["main"] |= {} if rate_limiter is None else {"rate_limiter": rate_limiter}
     with Replay(section) as found:
         ids = [found.add({"which": np.full(3, 7)}) for _ in range(10)]

@@ -33,10 +33,13 @@ def replay_of(num_steps: int, batch: int, sampler: dict[str, Any], **options: An
     return Replay(config_of(batch_size=batch, sampler=sampler, tables={"main": table}, **options))
 
 
-def test_outliers_end_no_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True)
+def propagating(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine in this process may have turned it off."""
     monkeypatch.setattr(logging.getLogger("deepspeed_gear"), "propagate", True)
+
+
+def test_outliers_end_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with replay_of(4000, 256, {"alpha": 0.6}) as replay:
         for _ in range(40):
             replay.add({"x": np.arange(100, dtype=np.uint8)})
@@ -62,10 +65,7 @@ def test_outliers_end_no_run(
         assert (found["priorities_clamped"], found["priorities_clamped_recent"]) == (14 + 768, 768)
 
 
-def test_a_table_on_a_device_warns_as_well(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("deepspeed_gear"), "propagate", True)
+def test_a_table_on_a_device_warns_as_well(caplog: pytest.LogCaptureFixture) -> None:
     with DeviceReplay(on_device(PRIORITIZED), "cpu") as replay:
         replay.add_(trajectories(6, 5))
         for _ in range(3):
@@ -77,11 +77,8 @@ def test_a_table_on_a_device_warns_as_well(
 
 
 @pytest.mark.parametrize("device", [False, True])
-def test_small_scales_are_warned_of(
-    device: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_scales_are_warned_of(device: bool, caplog: pytest.LogCaptureFixture) -> None:
     """1e-7 and 3e-7 are drawn 2 : 5; a thousand times as much is drawn 1 : 3, without a warning."""
-    monkeypatch.setattr(logging.getLogger("deepspeed_gear"), "propagate", True)
     for scale, num_clamped in ((1e-7, 2), (1e-4, 0)):
         caplog.clear()
         of = {"kind": "prioritized", "unit": "trajectory", "alpha": 1.0, "normalize": None}
