@@ -27,11 +27,8 @@ _POLL_S, _AGREE_S = 200e-6, 0.25
 class Evictor:
     """Reserves rows for the trajectories that this process adds, where the native module cannot.
 
-    Thread and process safety: methods require the table's lock where documented; `wait` takes no lock.
-
-    Args:
-        context: Longest wait, and the check while it waits.
-        samples: Whether this process samples too: it must not wait for itself.
+    Thread and process safety: methods require the table's lock where documented; `wait` takes no lock. A
+    process that samples too (`samples`) must not wait for itself.
     """
 
     def __init__(self, table: Table, readers: SelectionPins, context: Context, samples: bool = False) -> None:

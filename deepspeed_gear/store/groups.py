@@ -145,11 +145,7 @@ class TableGroups:
         return np.nonzero(is_held & (self.words[:, SlotGroup.LEADER] == 0))[0]
 
     def _of_numbers(self, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the committed slots of groups, and for each the index of its group.
-
-        Args:
-            wanted: Numbers of groups, ascending, at least one. [n], int64.
-        """
+        """Return the committed slots of groups, and for each the index of its group in `wanted`."""
         slots = np.nonzero(self._slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
         numbers = self.numbers(slots)
         at = np.minimum(np.searchsorted(wanted, numbers), len(wanted) - 1)
@@ -159,11 +155,7 @@ class TableGroups:
     # ---- adding ----------------------------------------------------------------------------------
 
     def check_room(self, slot: int) -> None:
-        """Raise if the group of a written slot cannot have one more trajectory.
-
-        Raises:
-            DataError: It has `max_trajectories`.
-        """
+        """Raise if the group of a written slot has `max_trajectories` already."""
         if self.spec.member is None:  # what comes after `size` is late
             return
         number, most = self.numbers(np.array([slot])), self.spec.max_trajectories
@@ -214,7 +206,15 @@ class TableGroups:
             is_held = self._slots[slots, Slot.STATE] == SlotState.COMMITTED
             waiting = slots[is_held & (self.words[slots, SlotGroup.LEADER] == 0)]
         if len(waiting):
-            self._evaluate(distinct(self.numbers(waiting)), now)
+            wanted = distinct(self.numbers(waiting))
+            members, group = self._of_numbers(wanted)
+            has_leader = self.words[members, SlotGroup.LEADER] != 0
+            is_formed = np.zeros(len(wanted), bool)
+            is_formed[group[has_leader]] = True
+            has_left = ~is_formed & self._is_consumed(wanted)
+            self._drop(members[is_formed[group] & ~has_leader], GroupCount.LATE)
+            self._drop(members[has_left[group]], GroupCount.LATE_CONSUMED)
+            self._form(members[~(is_formed | has_left)[group]], now)
         words[GroupCount.SEEN] = self._control[Control.CHANGED]
 
     @contextmanager
@@ -226,17 +226,6 @@ class TableGroups:
             yield
         finally:
             self._is_kept = False
-
-    def _evaluate(self, wanted: np.ndarray, now: int) -> None:
-        """Form those of some groups that are complete; evict late trajectories. Numbers, ascending, int64."""
-        slots, group = self._of_numbers(wanted)
-        has_leader = self.words[slots, SlotGroup.LEADER] != 0
-        is_formed = np.zeros(len(wanted), bool)
-        is_formed[group[has_leader]] = True
-        has_left = ~is_formed & self._is_consumed(wanted)
-        self._drop(slots[is_formed[group] & ~has_leader], GroupCount.LATE)
-        self._drop(slots[has_left[group]], GroupCount.LATE_CONSUMED)
-        self._form(slots[~(is_formed | has_left)[group]], now)
 
     def _form(self, slots: np.ndarray, now: int) -> None:
         """Form those groups of slots that are complete; none of the slots has a leader. [n], int64."""
@@ -288,10 +277,8 @@ class TableGroups:
     def _accept(self, slots: np.ndarray, numbers: np.ndarray, members: np.ndarray) -> None:
         """Form complete groups, or evict those that fail a condition.
 
-        Args:
-            slots: Their trajectories, by group, member and id. [n], int64.
-            numbers: Of their groups. [n], int64.
-            members: Of their members. [n], int64.
+        Slots of their trajectories, by group, member and id, and the numbers of group and member of each:
+        [n] each, int64.
         """
         begins = _begins(numbers)
         counts = _sizes(begins, len(slots))
@@ -335,9 +322,7 @@ class TableGroups:
     def _link(self, slots: np.ndarray, groups: np.ndarray) -> np.ndarray:
         """Write the words of groups; return their leaders. [groups], int64.
 
-        Args:
-            slots: Their trajectories, group by group, in order. [n], int64.
-            groups: What tells the groups apart. [n], int64.
+        Slots of their trajectories, group by group, in order, and what tells the groups apart: [n], int64.
         """
         begins = _begins(groups)
         ends, counts = np.append(begins[1:], len(slots)), _sizes(begins, len(slots))

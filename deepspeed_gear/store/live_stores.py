@@ -216,13 +216,7 @@ def run_names(option: str | None, given: str | None = None) -> list[str]:
 
 
 def new_run_name(option: str | None) -> str:
-    """Return the name of a run that begins; "" without one.
-
-    Args:
-        option: `gear.shared_memory.run`.
-    Raises:
-        ConfigError: It cannot be a name, or config and environment name two runs.
-    """
+    """Return the name of a run that begins, "" without one; ConfigError: config and environment differ."""
     names = run_names(option)
     if len(names) > 1:
         rule = f"must be the run that {RUN_VARIABLE} names, where both are given"

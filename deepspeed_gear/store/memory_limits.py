@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from deepspeed_gear.errors import StoreFullError, show_bytes
 
@@ -30,8 +30,7 @@ _FILES = {
 }
 
 
-@dataclass(frozen=True)
-class MemoryLimit:
+class MemoryLimit(NamedTuple):
     """A bound on what this process may still allocate."""
 
     name: str  # the file that sets it
@@ -64,11 +63,7 @@ def read_file(path: str) -> str | None:
 
 
 def tightest(read: Read) -> MemoryLimit | None:
-    """Return the limit that leaves the least memory, None where no limit is known.
-
-    Args:
-        read: Returns the text of a file, None for one that is missing.
-    """
+    """Return the limit that leaves the least memory; None: no limit is known, where `read` finds no file."""
     return min(_limits(read), key=lambda limit: limit.available, default=None)
 
 

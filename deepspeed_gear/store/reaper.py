@@ -87,30 +87,26 @@ def unlink_same(path: str, fd: int) -> bool:
     return False
 
 
-def reap(path: str, device: int, inode: int, pipe: int) -> None:
-    """Wait until the file has its name, then until no process is attached; remove it."""
-    os.write(pipe, _READY)
-    os.read(pipe, 1)  # it is linked, or the process that would link it has ended
-    os.close(pipe)
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    status = os.fstat(fd)
-    if (status.st_dev, status.st_ino) == (device, inode):
-        whole = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, WHOLE, 0)
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, whole)
-        unlink_same(path, fd)
-
-
 def main(words: list[str]) -> None:
-    """Run as a reaper."""
+    """Wait until the file has its name, then until no process is attached; remove it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if os.fork():
         os._exit(0)  # the child goes on, and is no child of the job
     with open("/proc/self/comm", "w") as name:
         name.write(NAME)
-    path, device, inode, pipe = words
+    path = words[0]
+    device, inode, pipe = map(int, words[1:])
     try:
-        reap(path, int(device), int(inode), int(pipe))
+        os.write(pipe, _READY)
+        os.read(pipe, 1)  # it is linked, or the process that would link it has ended
+        os.close(pipe)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        status = os.fstat(fd)
+        if (status.st_dev, status.st_ino) == (device, inode):
+            whole = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, WHOLE, 0)
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, whole)
+            unlink_same(path, fd)
     except OSError:  # the file was never linked, or is gone
         os._exit(0)
 
