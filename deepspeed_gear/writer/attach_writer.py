@@ -71,12 +71,7 @@ def attach(
 
 
 def _open(store: NamedStore) -> tuple[Table, Mapping[str, Any]]:
-    """Attach to a store.
-
-    Raises:
-        StoreGoneError: Its run has ended.
-        StoreError: It has its maximum of writers.
-    """
+    """Attach to a store; StoreGoneError: its run has ended."""
     memory = SharedMemory.attach_one_of(store.file, store.places)
     try:
         layout, _ = read_header(memory.buffer, memory.num_bytes, str(memory.path))
@@ -111,11 +106,7 @@ class _Search:
         self.others: list[str] = []  # stores that do not match, and why
 
     def look(self) -> tuple[Table, Mapping[str, Any]] | None:
-        """Attach to the one store that matches; None: there is none now.
-
-        Raises:
-            StoreError: Several match.
-        """
+        """Attach to the one store that matches; None: there is none now."""
         found, foreign = named_stores(self.prefix)
         fitting, others = [], []
         for store in found:

@@ -31,20 +31,6 @@ class EpisodeLimit(NamedTuple):
     max_length: int | None  # most steps of a trajectory; None: as many as fit
     whole_fields: tuple[str, ...] = ()  # names of such fields
 
-    def check_parts(self, env: int) -> None:
-        """Raise unless the episode of an environment may be stored as several trajectories.
-
-        Raises:
-            DataError: A field needs the whole episode.
-        """
-        if self.whole_fields:
-            rule = (
-                f"must have at most max_length = {self.max_length} steps, since field "
-                f"{self.whole_fields[0]} needs whole episodes"
-            )
-            remedy = "raise gear.tables.<name>.max_length, or drop the episode by reset with a mask"
-            raise DataError(f"the episode of environment {env}", rule, None, remedy)
-
 
 class Inserter:
     """Adds the trajectories of this process to a table with a capacity.
@@ -101,11 +87,10 @@ class Inserter:
         self._adds_natively = evicts and committed is None and not spec.return_to_go
 
     def vector_options(self) -> dict[str, Any]:
-        """Return where and how the native steps of a VectorWriter are stored, for their `set_store`.
+        """Return the arguments of `set_store` of the native steps of a VectorWriter.
 
-        Returns:
-            The native store, its longest trajectory and its timeout; whether whole trajectories may be
-            stored, whose values were checked, and first steps be published where no eviction is needed.
+        `whole`: whole trajectories may be stored, whose values were checked; `begins`: first steps may be
+        published where no eviction is needed.
         """
         return {
             "of_store": self._address,
@@ -178,11 +163,7 @@ class Inserter:
         return self._add_natively(columns, num_steps)
 
     def check(self, columns: dict[str, np.ndarray]) -> None:
-        """Raise unless columns of one value per trajectory are valid for the streams.
-
-        Raises:
-            DataError: A weight is negative, infinite or NaN.
-        """
+        """Raise unless columns of one value per trajectory are valid for the streams, such as weights."""
         for check in self._checks:
             check(columns)
 

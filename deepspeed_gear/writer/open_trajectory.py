@@ -111,11 +111,7 @@ class OpenTrajectory(ProcessBound):
             self._publish()
 
     def _stored(self, column: str, row: Any) -> np.ndarray:
-        """Return a copy of a row in its stored form: environments reuse their arrays.
-
-        Raises:
-            DataError: It does not fit, or is not finite and must be.
-        """
+        """Return a copy of a row in its stored form: environments reuse their arrays."""
         dtype, largest = self._floats.get(column, (None, -1.0))
         given = row
         if type(row) is float and abs(row) <= largest:

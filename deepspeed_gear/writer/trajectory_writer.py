@@ -35,40 +35,6 @@ INTERNAL = frozenset(
 _CHECK_S = 0.5  # how often a writer checks that the run goes on
 
 
-class RunWatch:
-    """Checks that a rank is still attached to the store that this process writes to.
-
-    Args:
-        table: Of the store.
-        checks: Called while this process waits; they raise to end the wait.
-    """
-
-    def __init__(self, table: Table, checks: list[Callable[[], None]]) -> None:
-        self._table, self.checks = table, checks
-        self._looked = 0.0
-
-    def look(self, at_once: bool = True) -> None:
-        """Raise unless a rank is attached.
-
-        Args:
-            at_once: False: look only if the last time was longer than `_CHECK_S` ago.
-        Raises:
-            StoreError: No rank is attached.
-        """
-        if not at_once and time.monotonic() - self._looked <= _CHECK_S:
-            return
-        self._looked = time.monotonic()
-        if not self._table.has_living_rank:
-            name = f"table {self._table.spec.name}"
-            raise StoreError(name, "must belong to a living run", None, "its ranks have ended")
-
-    def check(self) -> None:
-        """Raise if a wait for ranks cannot end: `look`, and the other checks."""
-        for check in self.checks:
-            check()
-        self.look()
-
-
 class TrajectoryWriter(ProcessBound):
     """Adds trajectories to a table of this node's store.
 
@@ -80,17 +46,19 @@ class TrajectoryWriter(ProcessBound):
     Args:
         table: Of the store.
         inserter: Adds to it.
-        watch: Checks the ranks of the run, for a writer that was attached by itself; `close` detaches it.
-            None: the writer and the table belong to a rank's replay.
+        waiting_checks: Of a writer that was attached by itself: called while `add` waits; they raise to end
+            the wait. `close` detaches the table. None: writer and table belong to a rank's replay.
     """
 
-    def __init__(self, table: Table, inserter: Inserter, watch: RunWatch | None = None) -> None:
-        self._table, self._inserter, self._watch, self._open = table, inserter, watch, True
-        self._finalizer = None if watch is None else weakref.finalize(self, table.close)
+    def __init__(
+        self, table: Table, inserter: Inserter, waiting_checks: list[Callable[[], None]] | None = None
+    ) -> None:
+        self._table, self._inserter, self._open = table, inserter, True
+        self._is_attached, self._looked = waiting_checks is not None, 0.0  # when it looked for the ranks
+        self._finalizer = weakref.finalize(self, table.close) if self._is_attached else None
         #: What writes through this writer, and is closed with it.
         self.clients: weakref.WeakSet[VectorWriter] = weakref.WeakSet()
-        #: Called too while `add` waits; they raise to end the wait. Only for attached writers.
-        self.waiting_checks = [] if watch is None else watch.checks
+        self.waiting_checks = [] if waiting_checks is None else waiting_checks
         #: The publisher of this writer's open trajectories.
         self.publisher = Publisher(inserter, partial(self.check_goes_on, at_once=False))
         #: The longest trajectory, and what a longer episode does.
@@ -129,9 +97,17 @@ class TrajectoryWriter(ProcessBound):
             check_weights(f"column {weight}", np.atleast_1d(columns[weight]))
 
         checks = () if weight is None else (check_weight,)
-        watch = RunWatch(of, [] if check is None else [check])
-        context = Context(timeout_s=float(options["timeout_s"]), check=watch.check)
-        return cls(of, Inserter(of, SelectionPins(of), context, options["max_length"], checks), watch)
+        waiting: list[Callable[[], None]] = [] if check is None else [check]
+
+        def check_wait() -> None:
+            for each in waiting:
+                each()
+
+        context = Context(timeout_s=float(options["timeout_s"]), check=check_wait)
+        inserter = Inserter(of, SelectionPins(of), context, options["max_length"], checks)
+        writer = cls(of, inserter, waiting)
+        waiting.append(writer.check_goes_on)
+        return writer
 
     def __repr__(self) -> str:
         end = "" if self._open else ", closed"
@@ -259,15 +235,18 @@ class TrajectoryWriter(ProcessBound):
         """Raise unless the writer is open and a rank of the run is attached.
 
         Args:
-            at_once: False: look for the rank only if the last time is a while ago.
+            at_once: False: look for the rank only if the last time was longer than `_CHECK_S` ago.
         Raises:
             StoreError: No rank is attached to the store any more, or this writer is closed.
         """
+        name, now = f"table {self._table.spec.name}", time.monotonic()
         if not self._open:
             remedy = "the writer was closed, by itself or with its Replay"
-            raise StoreError(f"table {self._table.spec.name}", "must be open", None, remedy)
-        if self._watch is not None:
-            self._watch.look(at_once)
+            raise StoreError(name, "must be open", None, remedy)
+        if self._is_attached and (at_once or now - self._looked > _CHECK_S):
+            self._looked = now
+            if not self._table.has_living_rank:
+                raise StoreError(name, "must belong to a living run", None, "its ranks have ended")
 
     @property
     def run_goes_on(self) -> bool:

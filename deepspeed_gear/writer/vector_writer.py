@@ -86,7 +86,6 @@ class VectorWriter(ProcessBound):
         self._state = [c for c in steps if c.rows == "T+1" or c.role == "observation"]
         self._done_by = [c for c in steps if c not in self._state]
         self._once = [column for column in schema if column.rows == "1" and not column.late]
-        self._truncated = schema.role("truncated")
         self._flags = {role: schema.role(role) for role in ("terminated", "truncated")}
         self._names = {role: role if column is None else column.name for role, column in self._flags.items()}
         self.num_trajectories = 0
@@ -145,7 +144,7 @@ class VectorWriter(ProcessBound):
         given = [(column, True) for column in self._state] + [(column, False) for column in self._done_by]
         words = (self._next, staging.first, self._waits, self._unstored, self._was_truncated,
                  self._checks_resets, self._counts, self._just_completed, self._growing_words)  # fmt: skip
-        columns = [column.name for column, _ in given]
+        columns, truncated = [column.name for column, _ in given], self._flags["truncated"]
         self._native_steps = native.VectorSteps(
             columns=[(c.name, address(staging.arrays[c.name]), form_of(native, c), is_state)
                      for c, is_state in given],
@@ -154,7 +153,7 @@ class VectorWriter(ProcessBound):
             length=staging.length,
             words=[address(array) for array in words],
             autoreset=self.autoreset,
-            truncated_column=-1 if self._truncated is None else columns.index(self._truncated.name),
+            truncated_column=columns.index(truncated.name) if truncated is not None else -1,
         )  # fmt: skip
         self._steps_address = self._native_steps.address
         if self._publisher is None:
@@ -186,11 +185,7 @@ class VectorWriter(ProcessBound):
             raise DataError(f"column {error.args[0]}", f"must be in every {what}") from None
 
     def _refuse_others(self, call: str, given: Mapping[str, Any], names: frozenset[str]) -> None:
-        """Raise if a name is none that a call takes.
-
-        Raises:
-            DataError: It would be ignored.
-        """
+        """Raise if a name is none that a call takes: it would be ignored."""
         if given.keys() <= names:
             return
         name = min(given.keys() - names)
@@ -311,7 +306,10 @@ class VectorWriter(ProcessBound):
         if is_full.any():
             self._done_rows.check(done_by, rows)
             self._state_rows.check(state, np.minimum(following, first + length))
-            self._make_room(envs[is_full])
+            if self._max_length is None or length < self._max_length:
+                self._grow(min(2 * length, self._max_length or 2 * length))
+            else:
+                self._truncate(envs[is_full])
             rows, following = self._rows_for(envs, waits)
         self._done_rows.put(done_by, rows)  # rows that do not count yet, if the next line raises
         self._state_rows.put(state, following)
@@ -375,11 +373,9 @@ class VectorWriter(ProcessBound):
         return np.asarray(self._next != self._staging.first)
 
     def _check_states(self, envs: np.ndarray, last_rows: np.ndarray) -> None:
-        """Compare the last states of truncated episodes with the first ones of those after them.
+        """Compare the last states of truncated episodes with the first ones, which are in their first rows.
 
-        Args:
-            envs: The environments, whose first rows hold the first states. [n], int64.
-            last_rows: Rows of the last states. [n], int64.
+        Environments and the rows of their last states: [n] each, int64.
         """
         cut = self._was_truncated[envs]
         if self._check.is_done or not cut.any():
@@ -400,9 +396,7 @@ class VectorWriter(ProcessBound):
         """Take a step of all environments by one native call, which stores and publishes too.
 
         Args:
-            columns: By name.
             final: As `step`, not nested.
-            publish: As `step`.
             observed: The observations that the step was taken at, which must be the last states, or begin an
                 episode with "disabled"; None: the last states. [N, *shape].
         Returns:
@@ -467,12 +461,8 @@ class VectorWriter(ProcessBound):
         """Return columns of one value per trajectory in the stored form. Column -> [len(envs), *shape].
 
         Args:
-            columns: The given columns.
-            envs: Numbers of the environments.
             num_rows: Rows of the given columns.
-            kept: Those rows that belong to them, as an index.
-        Raises:
-            DataError: One does not fit, or is not finite and must be.
+            kept: Those rows that belong to the environments, as an index.
         """
         given = [column for column in self._once if column.name in columns]
         values = {c.name: as_stored(columns[c.name], c, "the steps", num_rows)[kept] for c in given}
@@ -486,11 +476,7 @@ class VectorWriter(ProcessBound):
     def _finals(
         self, at: np.ndarray, envs: np.ndarray, final: Mapping[str, Any] | None
     ) -> dict[str, np.ndarray]:
-        """Return the last states of episodes that end in rows `at` of the step. Column -> [len(at), *shape].
-
-        Raises:
-            DataError: One is missing, does not fit, or is not finite and must be.
-        """
+        """Return the last states of episodes that end in rows `at`. Column -> [len(at), *shape]."""
         rows = {}
         if final is not None:
             final = flatten("final", final, self._column_names)
@@ -517,11 +503,7 @@ class VectorWriter(ProcessBound):
     ) -> None:
         """Add the trajectories that end in rows `at` of the step; their last states are in rows `_next`.
 
-        Args:
-            at: Rows of the step.
-            envs: The environments of the step. [n], int64.
-            finals: With "same_step": their last states, which are written there first.
-            state: The states of the environments now, column by column.
+        With "same_step" they are written there first, from `finals`, and `state` begins the next episodes.
         """
         ended = envs[at]
         first = self._staging.first
@@ -627,25 +609,19 @@ class VectorWriter(ProcessBound):
 
     # ---- room ------------------------------------------------------------------------------------
 
-    def _make_room(self, envs: np.ndarray) -> None:
-        """Grow the staging, or truncate trajectories: the rows of environments are full. [n], int64."""
-        length = 2 * self._staging.length
-        if self._max_length is None or self._staging.length < self._max_length:
-            self._grow(length if self._max_length is None else min(length, self._max_length))
-        else:
-            self._truncate(envs)
-
     def _truncate(self, envs: np.ndarray) -> None:
-        """Add trajectories of max_length as truncated; the next ones begin at their last states.
-
-        Raises:
-            DataError: A field needs whole episodes; nothing has changed.
-        """
-        self._limit.check_parts(int(envs[0]))
+        """Add trajectories of max_length as truncated; the next ones begin at their last states."""
+        if self._limit.whole_fields:
+            rule = (
+                f"must have at most max_length = {self._max_length} steps, since field "
+                f"{self._limit.whole_fields[0]} needs whole episodes"
+            )
+            remedy = "raise gear.tables.<name>.max_length, or drop the episode by reset with a mask"
+            raise DataError(f"the episode of environment {envs[0]}", rule, None, remedy)
         for env in envs.tolist():
             steps = int(self._next[env] - self._staging.first[env] - 1)
-            if self._truncated is not None:
-                self._staging.of(self._truncated.name, env)[steps - 1] = True
+            if self._flags["truncated"] is not None:
+                self._staging.of(self._names["truncated"], env)[steps - 1] = True
             self._commit(env, steps, is_truncated=True)
             self._go_on(env, steps)
 

@@ -235,7 +235,7 @@ def test_an_interrupt_while_waiting_leaves_the_lock_free(scene: Scene) -> None:
     def hold() -> None:
         with scene.make(SharedMemory.attach(scene.name, 1)):
             scene.words[0] = os.getpid()
-            time.sleep(3.0)
+            time.sleep(2.0)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

@@ -75,8 +75,6 @@ def whole(number: int, steps: int) -> dict[str, Any]:
 
 SAMPLERS = [
     {"kind": "uniform", "unit": "step"},
-    {"kind": "prioritized", "unit": "step"},
-    {"kind": "uniform", "unit": "trajectory"},
     {"kind": "prioritized", "unit": "trajectory"},
     {"kind": "uniform", "unit": "step", "anchors": "end"},
 ]
@@ -274,7 +272,7 @@ def test_a_writer_that_publishes_learns_that_the_run_has_ended() -> None:
     append(opened, range(3))
     assert writer.num_added == 1
     found.close()
-    writer._watch._looked = 0.0
+    writer._looked = 0.0
     with pytest.raises(StoreError, match="its ranks have ended"):
         append(opened, [3])
     writer.close()

@@ -22,7 +22,7 @@ from deepspeed_gear.store.live_stores import living_stores
 from deepspeed_gear.store.memory_layout import HEADER
 from deepspeed_gear.writer import attach_writer as attach_module
 
-COLUMNS = {
+COLUMNS: dict[str, dict[str, Any]] = {
     "observation": {"dtype": "float32", "shape": [2], "role": "observation", "rows": "T+1"},
     "action": {"dtype": "int64", "role": "action"},
     "reward": {"dtype": "float32", "role": "reward"},
@@ -38,14 +38,9 @@ def section(**options: Any) -> dict[str, Any]:
     return {"tables": {"main": table}, "batch_size": 4, "shared_memory": shared, **options}
 
 
-def episode(steps: int = 3) -> dict[str, Any]:
-    return {
-        "observation": np.zeros((steps + 1, 2), np.float32),
-        "action": np.zeros(steps, np.int64),
-        "reward": np.zeros(steps, np.float32),
-        "terminated": np.zeros(steps, bool),
-        "truncated": np.zeros(steps, bool),
-    }
+def episode() -> dict[str, Any]:
+    shapes = {name: (4, 2) if name == "observation" else (3,) for name in COLUMNS}
+    return {name: np.zeros(shape, COLUMNS[name]["dtype"]) for name, shape in shapes.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -78,14 +73,11 @@ def test_two_runs_of_one_config(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         with pytest.raises(StoreError, match=r"of run third, within 0 s, got .*its run is not third"):
             TrajectoryWriter.attach(config, run="third", wait_s=0.0)
         assert main(["inspect", "--living", str(os.getpid()), "--json"]) == 0
-        found = {entry["run"]["id"]: entry["run"]["name"] for entry in _inspected(capsys)}
+        inspected = json.loads(capsys.readouterr().out)["stores"]
+        found = {entry["run"]["id"]: entry["run"]["name"] for entry in inspected}
         assert found.items() >= {one.run: None, two.run: "second"}.items()
         assert main(["inspect", "--living", str(os.getpid())]) == 0
         assert f"  run           second ({two.run})\n" in capsys.readouterr().out
-
-
-def _inspected(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
-    return list(json.loads(capsys.readouterr().out)["stores"])
 
 
 def test_started_actors_add_to_their_own_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +145,12 @@ def test_an_actor_waits_for_its_own_run() -> None:
     own, other = section(), section(seed=1)
     own["tables"]["main"]["rate_limiter"] = rate
     found: list[Any] = []
-    actor = threading.Thread(target=lambda: found.append(_run_of(own)))
+
+    def act() -> None:
+        with TrajectoryWriter.attach(own, wait_s=60.0) as writer:
+            found.append(writer.run)
+
+    actor = threading.Thread(target=act)
     with Replay(other) as stranger:
         actor.start()
         actor.join(0.3)
@@ -161,11 +158,6 @@ def test_an_actor_waits_for_its_own_run() -> None:
         with Replay(own) as replay:
             actor.join()
             assert found == [replay.run] != [stranger.run]
-
-
-def _run_of(config: dict[str, Any]) -> str:
-    with TrajectoryWriter.attach(config, wait_s=60.0) as writer:
-        return writer.run
 
 
 def test_a_run_that_ends_while_it_is_attached_to(monkeypatch: pytest.MonkeyPatch) -> None:
