@@ -6,7 +6,7 @@ its contents. Windows of samples that overlap, or whose item was drawn twice, ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -14,48 +14,20 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.errors import ShapeError
-from deepspeed_gear.ops.records import Resolution, RowColumn, RowWindow, Slot
+from deepspeed_gear.ops.records import Resolution, RowColumn, RowSample, RowWindow, Slot
 
 WORD_BYTES = 8
-Rows = set[tuple[int, int]]  # trajectory and row
-
-
-class _Sample(NamedTuple):
-    peer: int
-    need: int
-    slot: int
-    num_steps: int
-    anchor: int
-    n_steps: int
-    goal: int
-
-
-class _Window(NamedTuple):
-    group: int
-    is_goal: int
-    first: int
-    end: int
-    follows: int
-    edge: int
-    final_row: int
+Row = tuple[int, int]  # a trajectory of the plan, and one of its rows
 
 
 class _Plan(NamedTuple):
-    """Rows that are sent between nodes for a selection.
+    """Rows that are sent between nodes for a selection."""
 
-    Args:
-        known: Peer and slot of each trajectory, ascending.
-        trajectory: Of each sample.
-        spans: First row and end of what each sample reads.
-        rows: Of each column, ascending.
-        sizes: Bytes of rows in each peer's message.
-    """
-
-    known: list[tuple[int, int]]
-    trajectory: list[int]
-    spans: list[tuple[int, int]]
-    rows: list[list[tuple[int, int]]]
-    sizes: list[int]
+    known: list[tuple[int, int]]  # peer and slot of each trajectory, ascending
+    trajectory: list[int]  # of each sample
+    spans: list[tuple[int, int]]  # first row and end of what each sample reads
+    rows: list[list[Row]]  # of each column, ascending
+    sizes: list[int]  # bytes of rows in each peer's message
 
 
 def encode_rows_(
@@ -96,12 +68,10 @@ def encode_rows_(
     begins, data = [0, *accumulate(spans)], message.view(torch.uint8)
     if begins[-1] > len(data):
         return
-
-    def row_of(which: int, row: int, single: bool) -> int:
-        slot = plan.known[which][1]
-        return slot if single else int(slots[slot, Slot.FIRST_ROW]) + row
-
-    for column, at, peer, begin, size in list(_places(plan, columns, heads, stored, row_of)):
+    own_slots = [slot for _, slot in plan.known]
+    first_rows = slots[own_slots, Slot.FIRST_ROW].tolist()
+    own_rows = {(which, row): first_rows[which] + row for rows in plan.rows for which, row in rows}
+    for column, at, peer, begin, size in _places(plan, columns, heads, stored, own_rows, own_slots):
         begin += begins[peer]
         data[begin : begin + size] = stored[column][at : at + size]
 
@@ -141,12 +111,14 @@ def decode_rows_(
     """
     first_row, num_rows, first_slot, num_slots, base_row, base_slot = room
     plan = _plan(samples, windows, members, columns, len(heads))
-    place = {at: index for index, at in enumerate(sorted(_blocks(plan.trajectory, plan.spans)))}
+    spans = zip(plan.trajectory, plan.spans, strict=True)
+    blocks = sorted({(which, row) for which, span in spans for row in range(*span)})
+    place = {row: first_row + index for index, row in enumerate(blocks)}
     sizes.copy_(torch.tensor(plan.sizes, dtype=torch.int64))
     needed.copy_(torch.tensor([len(place), len(plan.known)]))
     for at, number, (low, high) in zip(which.tolist(), plan.trajectory, plan.spans, strict=True):
-        shift = place[number, low] - low if low < high else 0
-        ring[at, Resolution.FIRST_ROW] = base_row + first_row + shift
+        shift = place[number, low] - low if low < high else first_row
+        ring[at, Resolution.FIRST_ROW] = base_row + shift
         ring[at, Resolution.SLOT] = base_slot + first_slot + number
     if len(place) > num_rows or len(plan.known) > num_slots:
         return
@@ -154,33 +126,52 @@ def decode_rows_(
     for message, head, size in zip(as_bytes, heads.tolist(), plan.sizes, strict=True):
         if size and len(message) < head + size:
             raise ShapeError("messages", "must hold the rows of samples", len(message))
-
-    def row_of(number: int, row: int, single: bool) -> int:
-        return first_slot + number if single else first_row + place[number, row]
-
-    for column, at, peer, begin, size in list(_places(plan, columns, heads, arrivals, row_of)):
+    own_slots = [first_slot + number for number in range(len(plan.known))]
+    for column, at, peer, begin, size in _places(plan, columns, heads, arrivals, place, own_slots):
         arrivals[column][at : at + size] = as_bytes[peer][begin : begin + size]
 
 
 def _plan(samples: Tensor, windows: Tensor, members: Tensor, columns: Tensor, num_peers: int) -> _Plan:
-    requested = [_Sample(*words) for words in samples.tolist()]
-    reads = [_Window(*words) for words in windows.tolist()]
-    known = sorted({(sample.peer, sample.slot) for sample in requested})
-    number = {pair: index for index, pair in enumerate(known)}
-    trajectory = [number[sample.peer, sample.slot] for sample in requested]
-    of_groups, spans = _rows_read(requested, trajectory, reads, members)
+    drawn = samples.tolist()
+    known = sorted({(sample[RowSample.PEER], sample[RowSample.SLOT]) for sample in drawn})
+    trajectory = [known.index((sample[RowSample.PEER], sample[RowSample.SLOT])) for sample in drawn]
+    groups: dict[int, set[Row]] = {}
+    spans = []
+    for sample, which in zip(drawn, trajectory, strict=True):
+        every: set[int] = set()
+        for window, has in zip(windows.tolist(), members.tolist(), strict=False):
+            if has[sample[RowSample.NEED]]:
+                read, nearest = _read(sample, window)
+                groups.setdefault(window[RowWindow.GROUP], set()).update((which, row) for row in read)
+                every.update(read, nearest)  # ops check the row that is nearest, even if it is not read
+        spans.append((min(every), max(every) + 1) if every else (0, 0))
     rows, sizes = [], [0] * num_peers
     for column in columns.tolist():
         if column[RowColumn.GROUP] >= 0:
-            travels = of_groups[column[RowColumn.GROUP]]
+            travels = groups.get(column[RowColumn.GROUP], set())
         else:
             has = members[column[RowColumn.MEMBERS]].tolist()
-            pairs = zip(trajectory, requested, strict=True)
-            travels = {(which, 0) for which, sample in pairs if has[sample.need]}
+            pairs = zip(trajectory, drawn, strict=True)
+            travels = {(which, 0) for which, sample in pairs if has[sample[RowSample.NEED]]}
         rows.append(sorted(travels))
         for which, _ in travels:
             sizes[known[which][0]] += column[RowColumn.ROW_BYTES]
     return _Plan(known, trajectory, spans, rows, sizes)
+
+
+def _read(sample: list[int], window: list[int]) -> tuple[range, range]:
+    """Return the rows that a window reads of a sample, and the row that is nearest to the window."""
+    _, _, _, num_steps, anchor, n_steps, goal = sample
+    _, is_goal, first, end, after_n_step, edge, final_row = window
+    if is_goal:
+        row = range(goal, goal + 1) if goal >= 0 else range(0)
+        return row, row
+    held = num_steps + final_row
+    at = anchor + first + (n_steps if after_n_step else 0)
+    read = range(max(at, 0), max(min(at + end - first, held), 0))
+    inside = min(max(at, 0), held - 1)
+    nearest = range(inside, inside + 1)
+    return (nearest if edge and not read else read), nearest
 
 
 def _places(
@@ -188,54 +179,27 @@ def _places(
     columns: Tensor,
     heads: Tensor,
     data: Sequence[Tensor],
-    row_of: Callable[[int, int, bool], int],
-) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield each row's column, its first byte there, its peer, its first byte in the message, its size.
+    rows: Mapping[Row, int],
+    slots: Sequence[int],
+) -> list[tuple[int, int, int, int, int]]:
+    """Return each row's column, its first byte there, its peer, its first byte in the message, its size.
 
+    Args:
+        plan, columns, heads: As of `encode_rows_`.
+        data: The bytes of each column.
+        rows: The place of each row in its column.
+        slots: The place of each trajectory in columns of one row per trajectory.
     Raises:
-        ShapeError: It lies outside its column.
+        ShapeError: One lies outside its column.
     """
-    filled = heads.tolist()
-    for c, (column, rows) in enumerate(zip(columns.tolist(), plan.rows, strict=True)):
+    filled, places = heads.tolist(), []
+    for c, (column, travelling) in enumerate(zip(columns.tolist(), plan.rows, strict=True)):
         size = column[RowColumn.ROW_BYTES]
-        for which, row in rows:
-            at, peer = row_of(which, row, column[RowColumn.GROUP] < 0) * size, plan.known[which][0]
+        for which, row in travelling:
+            at = (slots[which] if column[RowColumn.GROUP] < 0 else rows[which, row]) * size
+            peer = plan.known[which][0]
             if not 0 <= at <= len(data[c]) - size:
                 raise ShapeError("rows of samples", "must lie in the columns", at)
-            yield c, at, peer, filled[peer], size
+            places.append((c, at, peer, filled[peer], size))
             filled[peer] += size
-
-
-def _rows_read(
-    samples: list[_Sample], trajectory: list[int], windows: list[_Window], members: Tensor
-) -> tuple[list[Rows], list[tuple[int, int]]]:
-    """Return the rows that each group of windows reads, and the span of rows of each sample."""
-    rows: list[Rows] = [set() for _ in {window[RowWindow.GROUP] for window in windows}]
-    spans = []
-    for sample, which in zip(samples, trajectory, strict=True):
-        every: set[int] = set()
-        for window, has in zip(windows, members.tolist(), strict=False):
-            if has[sample.need]:
-                read, nearest = _read(sample, window)
-                rows[window.group].update((which, row) for row in read)
-                every.update(read, nearest)  # ops check the row that is nearest, even if it is not read
-        spans.append((min(every), max(every) + 1) if every else (0, 0))
-    return rows, spans
-
-
-def _read(sample: _Sample, window: _Window) -> tuple[range, range]:
-    """Return the rows that a window reads of a sample, and the row that is nearest to the window."""
-    if window.is_goal:
-        goal = range(sample.goal, sample.goal + 1) if sample.goal >= 0 else range(0)
-        return goal, goal
-    held = sample.num_steps + window.final_row
-    at = sample.anchor + window.first + (sample.n_steps if window.follows else 0)
-    read = range(max(at, 0), max(min(at + window.end - window.first, held), 0))
-    first = min(max(at, 0), held - 1)
-    nearest = range(first, first + 1)
-    return (nearest if window.edge and not read else read), nearest
-
-
-def _blocks(trajectory: list[int], spans: list[tuple[int, int]]) -> Rows:
-    """Return the rows that have a place in the arrivals: the whole span of each sample."""
-    return {(which, row) for which, span in zip(trajectory, spans, strict=True) for row in range(*span)}
+    return places

@@ -100,19 +100,6 @@ def bounds(offset: Tensor | int, length: int, align: int, anchor: Tensor, rows: 
     )
 
 
-def window_rows(span: Span, length: int) -> tuple[Tensor, Tensor]:
-    """Return the trajectory's row at every place of the windows (padding: the edge's), and which are real.
-
-    Returns:
-        [B, length] int64, and [B, length] bool.
-    """
-    place = torch.arange(length)
-    in_front = place < span.place[:, None]
-    real = ~in_front & (place < (span.place + span.end - span.begin)[:, None])
-    edge = torch.where(in_front, span.before[:, None], span.after[:, None])
-    return torch.where(real, (span.begin - span.place)[:, None] + place, edge), real
-
-
 def gather_(
     outs: Sequence[Tensor],
     masks: Sequence[Tensor],
@@ -168,9 +155,20 @@ def gather_(
     for each in zip(fields, outs, columns, shifts, gains, pad_values, strict=True):
         field, out, column, shift, gain, pad = each
         row, real = _rows_of(field, resolutions, n_steps)
-        values = _values(field, out.dtype, column, shift, gain, resolutions, row, real)
-        if field.source != Source.POSITION:
-            has_edge = field.pad == Pad.EDGE
+        has_edge = field.pad == Pad.EDGE
+        if field.source == Source.POSITION:
+            places = torch.arange(field.part_first, field.part_first + field.part_count)
+            values = places.repeat(len(row), 1)[:, :, None]
+        else:
+            if field.source == Source.TIMESTEP:
+                values = row[:, :, None].clone()
+            else:
+                is_read = real | (has_edge & ~none[:, None])
+                if field.source != Source.TRAJECTORY:
+                    row = row + resolutions[:, Resolution.FIRST_ROW, None]
+                stored = column.new_zeros(*row.shape, field.elements)
+                stored[is_read] = column.reshape(-1, field.elements)[row[is_read]]
+                values = _converted(stored, out.dtype, shift, gain)
             padded = none[:, None].expand_as(real) if has_edge else ~real
             values[padded] = rounded_pad(0.0 if has_edge else pad, out.dtype)
         out.copy_(values.view(out.shape))
@@ -198,7 +196,10 @@ def _check_field(field: GatherSpec, n_steps: Tensor | None) -> None:
 
 
 def _rows_of(field: GatherSpec, resolutions: Tensor, n_steps: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the row at every place of the part, and which places are real. [B, count] each."""
+    """Return the trajectory's row at every place of the part, and which are real. [B, count] each.
+
+    The row of a place that is not real is that of the nearest edge.
+    """
     is_sample = ~is_no_sample(resolutions)
     if field.source == Source.TRAJECTORY:
         return resolutions[:, Resolution.SLOT, None], is_sample[:, None]
@@ -207,36 +208,13 @@ def _rows_of(field: GatherSpec, resolutions: Tensor, n_steps: Tensor | None) -> 
         offset = offset + n_steps
     rows = resolutions[:, Resolution.NUM_STEPS] + is_sample * (field.source == Source.STEPS_PLUS_ONE)
     span = bounds(offset, field.length, field.align, resolutions[:, Resolution.ANCHOR], rows)
-    row, real = window_rows(span, field.length)
+    place = torch.arange(field.length)
+    in_front = place < span.place[:, None]
+    real = ~in_front & (place < (span.place + span.end - span.begin)[:, None])
+    edge = torch.where(in_front, span.before[:, None], span.after[:, None])
+    row = torch.where(real, (span.begin - span.place)[:, None] + place, edge)
     part = slice(field.part_first, field.part_first + field.part_count)
     return row[:, part], real[:, part]
-
-
-def _values(
-    field: GatherSpec,
-    dtype: torch.dtype,
-    column: Tensor,
-    shift: Tensor,
-    gain: Tensor,
-    resolutions: Tensor,
-    row: Tensor,
-    real: Tensor,
-) -> Tensor:
-    """Read and convert the rows of every part. [B, count, elements], of `dtype`.
-
-    A place that is not real is read only where the edge pads it; elsewhere its value is undefined.
-    """
-    if field.source == Source.POSITION:
-        places = torch.arange(field.part_first, field.part_first + field.part_count)
-        return places.repeat(len(row), 1)[:, :, None]
-    if field.source == Source.TIMESTEP:
-        return row[:, :, None].clone()
-    is_read = real | ((field.pad == Pad.EDGE) & ~is_no_sample(resolutions)[:, None])
-    if field.source != Source.TRAJECTORY:
-        row = row + resolutions[:, Resolution.FIRST_ROW, None]
-    values = column.new_zeros(*row.shape, field.elements)
-    values[is_read] = column.reshape(-1, field.elements)[row[is_read]]
-    return _converted(values, dtype, shift, gain)
 
 
 def _converted(values: Tensor, dtype: torch.dtype, shift: Tensor, gain: Tensor) -> Tensor:

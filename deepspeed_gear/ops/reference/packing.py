@@ -16,9 +16,9 @@ Every choice is among integers, and ties go to the lower pack or the longer traj
 from __future__ import annotations
 
 import bisect
-import heapq
-from dataclasses import dataclass
+from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +33,7 @@ _WINDOW = 32  # shorter trajectories that one is compared with
 _TOLERANCE_BITS = 12  # a cost is balanced at 2^-12 above its target
 _SHARES = 8  # of a pack in the bound by long trajectories
 _COST_END = 1 << MOST_TOTAL_BITS  # of all trajectories
+_NEVER = np.iinfo(np.int64).max  # above any cost and any length
 _NONE = -1  # in place of a trajectory
 
 
@@ -66,30 +67,25 @@ def plan_packs_(
     Raises:
         ShapeError: A length or an argument lies outside its range, or all costs together are 2^62 or more;
             nothing is written.
-    Cost: O(n log n) for the packs and O(packs) to balance them; if not even the fewest packs that the tokens
-        need suffice, as much again for each number of them that is tried.
+    Cost: as C++, O(n log n) for the packs and O(packs) to balance them; if not even the fewest packs that the
+        tokens need suffice, as much again for each number of them that is tried.
     """
     _check(lengths, tokens, linear, quadratic, width, trajectories)
-    values = lengths.tolist()
-    if not values:
+    if not len(lengths):
         num_micro[0] = 0
         return
-    items = _Items.of(values, linear, quadratic)
-    packs = _Filling(items, tokens, width, trajectories).run()
-    _Balancing(items, width, packs).run()
-    order = packs.by_cost()
-    ranks = [(0, r) for r in range(width)]  # cost so far, rank
-    place = [(0, 0)] * len(order)
-    for k in range(packs.num_micro):
-        ranks.sort()
-        for r, pack in enumerate(order[k * width : (k + 1) * width]):
-            cost, chosen = ranks[r]
-            place[pack] = k, chosen
-            ranks[r] = cost + packs.cost[pack], chosen
-    places = torch.tensor([place[pack] for pack in packs.pack], dtype=torch.int64)
-    index = torch.tensor(items.index, dtype=torch.int64)
-    micro[index], rank[index] = places[:, 0], places[:, 1]
-    num_micro[0] = packs.num_micro
+    filling = _Filling(lengths.numpy(), tokens, linear, quadratic, width, trajectories)
+    packs = filling.run()
+    _Balancing(filling, packs).run()
+    micro_of, rank_of = np.empty_like(packs.cost), np.empty_like(packs.cost)
+    spent = np.zeros(width, np.int64)  # of each rank so far
+    for k, step in enumerate(packs.by_cost().reshape(-1, width)):
+        ranks = np.argsort(spent, kind="stable")
+        micro_of[step], rank_of[step] = k, ranks
+        spent[ranks] += packs.cost[step]
+    micro[filling.index] = torch.from_numpy(micro_of[packs.pack])
+    rank[filling.index] = torch.from_numpy(rank_of[packs.pack])
+    num_micro[0] = len(packs.cost) // width
 
 
 def _check(lengths: Tensor, tokens: int, linear: int, quadratic: int, width: int, trajectories: int) -> None:
@@ -112,220 +108,169 @@ def _check(lengths: Tensor, tokens: int, linear: int, quadratic: int, width: int
         raise ShapeError("the cost of all trajectories", "must be below 2^62", [linear, quadratic])
 
 
-@dataclass(frozen=True)
-class _Items:
-    """The trajectories, by falling length."""
-
-    index: list[int]
-    length: list[int]
-    cost: list[int]
-
-    @classmethod
-    def of(cls, lengths: list[int], linear: int, quadratic: int) -> _Items:
-        index = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-        length = [lengths[i] for i in index]
-        return cls(index, length, [linear * n + quadratic * n * n for n in length])
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-
-@dataclass
 class _Packs:
-    """What lies in which of num_micro * width packs."""
+    """What lies in which pack.
 
-    num_micro: int
-    tokens: int
-    pack: list[int]  # of each trajectory, by falling length
-    cost: list[int]  # of each pack
-    room: list[int]  # of each pack, in tokens
-    places: list[int]  # of each pack, in trajectories
-    num_empty: int
+    Attributes:
+        pack: Of each trajectory, by falling length.
+        cost, room, places: Of each pack; what is free in tokens and trajectories.
+    """
 
-    def put(self, i: int, pack: int, items: _Items) -> None:
-        self.num_empty -= self.room[pack] == self.tokens
-        self.pack[i] = pack
-        self.cost[pack] += items.cost[i]
-        self.room[pack] -= items.length[i]
-        self.places[pack] -= 1
+    def __init__(self, filling: _Filling, count: int) -> None:
+        self.pack = np.zeros(len(filling.index), np.int64)
+        self.cost = np.zeros(count, np.int64)
+        self.room = np.full(count, filling.tokens)
+        self.places = np.full(count, filling.trajectories)
 
-    def by_cost(self) -> list[int]:
+    def by_cost(self) -> np.ndarray:
         """Return the packs by falling cost: `width` neighbours are a micro step."""
-        return sorted(range(len(self.cost)), key=lambda pack: (-self.cost[pack], pack))
+        return np.argsort(-self.cost, kind="stable")
 
 
 class _Filling:
-    """Fills as few packs as possible."""
+    """Fills as few packs as possible.
 
-    def __init__(self, items: _Items, tokens: int, width: int, trajectories: int) -> None:
-        self._items, self._tokens, self._width, self._trajectories = items, tokens, width, trajectories
+    Attributes:
+        index: The trajectories, by falling length.
+        length, cost: Of each of them, and 0 in place of none.
+    """
+
+    def __init__(
+        self, lengths: np.ndarray, tokens: int, linear: int, quadratic: int, width: int, trajectories: int
+    ) -> None:
+        self.index = np.argsort(-lengths, kind="stable")
+        self.length = np.append(lengths[self.index], 0)
+        self.cost = linear * self.length + quadratic * self.length * self.length
+        self.tokens, self.width, self.trajectories = tokens, width, trajectories
 
     def run(self) -> _Packs:
-        num_micro = -(-self._count_at_least() // self._width)
+        num_micro = -(-self._count_at_least() // self.width)
         packs = self._fill(num_micro, by_cost=True)
         num_best_fit = 0 if packs else self._count_best_fit()
         while packs is None:
             num_micro += 1
-            packs = self._fill(num_micro, by_cost=num_micro * self._width >= num_best_fit)
+            packs = self._fill(num_micro, by_cost=num_micro * self.width >= num_best_fit)
         return packs
-
-    def _fill(self, num_micro: int, by_cost: bool) -> _Packs | None:
-        """Fill the packs; `by_cost`: also by the ways that look at costs, and take longer."""
-        spread, most = self._spread(num_micro) if by_cost else (self._empty(num_micro), 0)
-        if most == len(self._items):
-            return spread
-        packs = self._fill_roomiest(num_micro) or self._fill_in_rounds(num_micro, evenly=False)
-        packs = packs or self._fill_in_rounds(num_micro, evenly=True)
-        return packs or (self._fill_by_best_fit(num_micro, spread.pack, most) if by_cost else None)
-
-    def _empty(self, num_micro: int) -> _Packs:
-        size, count = num_micro * self._width, len(self._items)
-        room, places = [self._tokens] * size, [self._trajectories] * size
-        return _Packs(num_micro, self._tokens, [0] * count, [0] * size, room, places, size)
 
     def _count_at_least(self) -> int:
         """No plan has fewer packs: of trajectories longer than a k-th of it, a pack holds less than k."""
-        lengths = self._items.length
-        bounds = [-(-sum(lengths) // self._tokens), -(-len(lengths) // self._trajectories)]
+        bounds = [-(-int(self.length.sum()) // self.tokens), -(-len(self.index) // self.trajectories)]
         for k in range(2, _SHARES + 1):
-            bounds.append(-(-sum(length > self._tokens // k for length in lengths) // (k - 1)))
+            bounds.append(-(-int((self.length > self.tokens // k).sum()) // (k - 1)))
         return max(bounds)
-
-    def _fill_roomiest(self, num_micro: int) -> _Packs | None:
-        """Put each trajectory into the pack with the most room; None if there is none."""
-        items, packs = self._items, self._empty(num_micro)
-        rooms = [(-room, pack) for pack, room in enumerate(packs.room)]
-        for i, length in enumerate(items.length):
-            if not rooms or -rooms[0][0] < length:
-                return None
-            _, pack = heapq.heappop(rooms)
-            packs.put(i, pack, items)
-            if packs.places[pack]:
-                heapq.heappush(rooms, (-packs.room[pack], pack))
-        return packs
-
-    def _fill_in_rounds(self, num_micro: int, evenly: bool) -> _Packs | None:
-        """Give every pack one trajectory a round, the longest to the one with the most room.
-
-        Args:
-            num_micro: Micro steps.
-            evenly: At first the longest to those packs that get one less than the others.
-        """
-        packs, count = self._empty(num_micro), len(self._items)
-        size = len(packs.room)
-        most = -(-count // size)
-        fewer = most * size - count if evenly else 0
-        longest = fewer * (most - 1)
-        parts = (range(longest), range(fewer)), (range(longest, count), range(fewer, size))
-        is_filled = all(self._put_in_rounds(packs, items, into) for items, into in parts)
-        return packs if is_filled else None
-
-    def _put_in_rounds(self, packs: _Packs, items: range, into: range) -> bool:
-        for first in items[:: max(1, len(into))]:
-            order = sorted(into, key=lambda pack: (-packs.room[pack], pack))
-            for i, pack in zip(range(first, items.stop), order, strict=False):
-                if packs.room[pack] < self._items.length[i]:
-                    return False
-                packs.put(i, pack, self._items)
-        return True
-
-    def _fill_by_best_fit(self, num_micro: int, spread: list[int], most: int) -> _Packs | None:
-        """Leave as many of the longest as they were spread, and put the others where they fit best."""
-        least, packs = 0, None
-        for _ in range(_HALVINGS):
-            if least >= most:
-                break
-            first = (least + most) // 2
-            packed = self._best_fit(num_micro, spread, first)
-            if packed:
-                packs, least = packed, first
-            else:
-                most = first
-        return packs or self._best_fit(num_micro, spread, 0)
-
-    def _targets(self, num_micro: int) -> list[int]:
-        """Return what a pack of each micro step should cost: the same, but no less than its longest item."""
-        targets: list[int] = []
-        rest, is_level = sum(self._items.cost), False
-        for k in range(num_micro):
-            level = rest // ((num_micro - k) * self._width)
-            longest = self._items.cost[k * self._width] if k * self._width < len(self._items) else 0
-            is_level = is_level or longest <= level
-            targets.append(level if is_level else longest)
-            rest = max(0, rest - targets[k] * self._width)
-        return targets
-
-    def _spread(self, num_micro: int) -> tuple[_Packs, int]:
-        """Put each trajectory into the pack furthest below its target, of those with room for it.
-
-        Returns:
-            The packs, and the number of trajectories up to the first one that has no room.
-        """
-        items, width, targets = self._items, self._width, self._targets(num_micro)
-        packs = self._empty(num_micro)
-        open_ = [(-targets[p // width], p) for p in range(num_micro * width)]
-        heapq.heapify(open_)
-        full: list[tuple[int, int]] = []  # by falling room: packs without room for the last trajectory
-        for i, length in enumerate(items.length):
-            while full and -full[0][0] >= length:
-                pack = heapq.heappop(full)[1]
-                heapq.heappush(open_, (packs.cost[pack] - targets[pack // width], pack))
-            while open_ and (not packs.places[open_[0][1]] or packs.room[open_[0][1]] < length):
-                pack = heapq.heappop(open_)[1]
-                if packs.places[pack]:
-                    heapq.heappush(full, (-packs.room[pack], pack))
-            if not open_:
-                return packs, i
-            pack = open_[0][1]
-            if packs.num_empty >= len(items) - i and packs.room[pack] < self._tokens:
-                return packs, i  # each of the others has to go into an empty pack
-            packs.put(i, pack, items)
-            heapq.heapreplace(open_, (packs.cost[pack] - targets[pack // width], pack))
-        return packs, len(items)
-
-    def _best_fit(self, num_micro: int, spread: list[int], first: int) -> _Packs | None:
-        """Put each trajectory from `first` on into the fullest pack with room; None if there is none."""
-        items = self._items
-        packs = self._empty(num_micro)
-        for i in range(first):
-            packs.put(i, spread[i], items)
-        rooms = sorted((room, pack) for pack, room in enumerate(packs.room) if packs.places[pack])
-        for i in range(first, len(items)):
-            needs_empty = packs.num_empty >= len(items) - i
-            found = bisect.bisect_left(rooms, (self._tokens if needs_empty else items.length[i], -1))
-            if found == len(rooms):
-                return None
-            _, pack = rooms.pop(found)
-            packs.put(i, pack, items)
-            if packs.places[pack]:
-                bisect.insort(rooms, (packs.room[pack], pack))
-        return packs
 
     def _count_best_fit(self) -> int:
         """Return the packs that best fit needs if any number may be opened."""
         rooms: list[tuple[int, int]] = []  # room and places of each pack with a place
         count = 0
-        for length in self._items.length:
+        for length in self.length[:-1].tolist():
             fits = bisect.bisect_left(rooms, (length, 0))
             count += fits == len(rooms)
-            room, places = rooms.pop(fits) if fits < len(rooms) else (self._tokens, self._trajectories)
+            room, places = rooms.pop(fits) if fits < len(rooms) else (self.tokens, self.trajectories)
             if places > 1:
                 bisect.insort(rooms, (room - length, places - 1))
         return count
+
+    def _fill(self, num_micro: int, by_cost: bool) -> _Packs | None:
+        """Fill the packs; `by_cost`: also by the ways that look at costs, and take longer."""
+        count, spread, most = num_micro * self.width, None, 0
+        if by_cost:
+            spread, targets = _Packs(self, count), self._targets(num_micro)
+            most = self._put(spread, 0, lambda packs: packs.cost - targets, may_stop=True)
+            if most == len(self.index):
+                return spread
+        roomiest = _Packs(self, count)
+        if self._put(roomiest, 0, lambda packs: -packs.room) == len(self.index):
+            return roomiest
+        packs = self._fill_in_rounds(count, evenly=False) or self._fill_in_rounds(count, evenly=True)
+        if packs is None and spread is not None:
+            packs = self._fill_by_best_fit(spread, most)
+        return packs
+
+    def _put(
+        self, packs: _Packs, first: int, score: Callable[[_Packs], np.ndarray], may_stop: bool = False
+    ) -> int:
+        """Put each trajectory from `first` on into the pack of least score, of those with room for it.
+
+        As soon as only empty packs are left for the others, each goes into one; `may_stop`: or it ends there.
+
+        Returns:
+            The first one that has no pack.
+        """
+        for i in range(first, len(self.index)):
+            needs_empty = (packs.room == self.tokens).sum() >= len(self.index) - i
+            least = self.tokens if needs_empty and not may_stop else self.length[i]
+            fits = (packs.places > 0) & (packs.room >= least)
+            pack = int(np.argmin(np.where(fits, score(packs), _NEVER)))
+            if not fits[pack] or (needs_empty and packs.room[pack] < self.tokens):
+                return i
+            self._place(packs, i, pack)
+        return len(self.index)
+
+    def _place(self, packs: _Packs, i: int, pack: int) -> None:
+        packs.pack[i] = pack
+        packs.cost[pack] += self.cost[i]
+        packs.room[pack] -= self.length[i]
+        packs.places[pack] -= 1
+
+    def _targets(self, num_micro: int) -> np.ndarray:
+        """Return what each pack should cost: as all of its micro steps, but no less than its longest item."""
+        targets: list[int] = []
+        rest, is_level = int(self.cost.sum()), False
+        for k in range(num_micro):
+            level = rest // ((num_micro - k) * self.width)
+            longest = int(self.cost[min(k * self.width, len(self.index))])
+            is_level = is_level or longest <= level
+            targets.append(level if is_level else longest)
+            rest = max(0, rest - targets[k] * self.width)
+        return np.repeat(targets, self.width)
+
+    def _fill_in_rounds(self, count: int, evenly: bool) -> _Packs | None:
+        """Give every pack one trajectory a round, the longest to the one with the most room.
+
+        `evenly`: at first the longest to those packs that get one less than the others.
+        """
+        packs, num_items = _Packs(self, count), len(self.index)
+        most = -(-num_items // count)
+        fewer = most * count - num_items if evenly else 0
+        longest = fewer * (most - 1)
+        for items, into in ((range(longest), range(fewer)), (range(longest, num_items), range(fewer, count))):
+            for first in items[:: max(1, len(into))]:
+                order = sorted(into, key=lambda pack: (-packs.room[pack], pack))
+                for i, pack in zip(range(first, items.stop), order, strict=False):
+                    if packs.room[pack] < self.length[i]:
+                        return None
+                    self._place(packs, i, pack)
+        return packs
+
+    def _fill_by_best_fit(self, spread: _Packs, most: int) -> _Packs | None:
+        """Leave as many of the longest as they were spread, and put the others where they fit best."""
+
+        def fill(first: int) -> _Packs | None:
+            packs = _Packs(self, len(spread.cost))
+            for i in range(first):
+                self._place(packs, i, int(spread.pack[i]))
+            return packs if self._put(packs, first, lambda packs: packs.room) == len(self.index) else None
+
+        least, best = 0, None
+        for _ in range(_HALVINGS):
+            if least >= most:
+                break
+            first = (least + most) // 2
+            packs = fill(first)
+            best, least, most = (packs, first, most) if packs else (best, least, first)
+        return best or fill(0)
 
 
 class _Balancing:
     """Exchanges trajectories, so that the packs of a micro step cost the same."""
 
-    def __init__(self, items: _Items, width: int, packs: _Packs) -> None:
-        self._items, self._width, self._packs = items, width, packs
-        count = len(packs.cost)
-        self._members: list[list[int]] = [[] for _ in range(count)]
-        for i, pack in enumerate(packs.pack):
-            self._members[pack].append(i)
-        self._excess, self._tolerance = [0] * count, [0] * count  # excess: cost above the micro step's target
-        self._lowest: list[int] = []  # packs by excess, as the pass began
-        self._next_lowest = 0
+    def __init__(self, items: _Filling, packs: _Packs) -> None:
+        self._items, self._packs = items, packs
+        self._members = [np.flatnonzero(packs.pack == pack).tolist() for pack in range(len(packs.cost))]
+        self._excess = np.zeros_like(packs.cost)  # cost above the micro step's target
+        self._tolerance = np.zeros_like(packs.cost)
+        self._lowest: list[int] = []  # packs by excess as the pass began, without those that can take no more
 
     def run(self) -> None:
         for _ in range(_PASSES):
@@ -335,15 +280,11 @@ class _Balancing:
                 return
 
     def _set_targets(self) -> None:
-        order, width = self._packs.by_cost(), self._width
-        for k in range(self._packs.num_micro):
-            packs = order[k * width : (k + 1) * width]
-            target = sum(self._packs.cost[pack] for pack in packs) // width
-            for pack in packs:
-                self._excess[pack] = self._packs.cost[pack] - target
-                self._tolerance[pack] = target >> _TOLERANCE_BITS
-        self._lowest = sorted(range(len(order)), key=lambda pack: (self._excess[pack], pack))
-        self._next_lowest = 0
+        steps = self._packs.by_cost().reshape(-1, self._items.width)
+        costs = self._packs.cost[steps]
+        targets = costs.sum(axis=1, keepdims=True) // self._items.width
+        self._excess[steps], self._tolerance[steps] = costs - targets, targets >> _TOLERANCE_BITS
+        self._lowest = np.argsort(self._excess, kind="stable").tolist()
 
     def _lower(self, pack: int) -> bool:
         """Lower the cost of a pack to its target; return whether anything was changed."""
@@ -355,65 +296,59 @@ class _Balancing:
 
     def _give_to_lowest(self, pack: int) -> bool:
         """Move a trajectory to the pack furthest below its target, or exchange two."""
-        lowest, excess = self._lowest, self._excess
-        while self._next_lowest < len(lowest) and excess[lowest[self._next_lowest]] >= 0:
-            self._next_lowest += 1
-        if self._next_lowest == len(lowest):
+        while self._lowest and self._excess[self._lowest[0]] >= 0:
+            self._lowest.pop(0)
+        if not self._lowest:
             return False
-        other = lowest[self._next_lowest]
+        other = self._lowest[0]
         mine, theirs = self._members[pack], self._members[other]
         can_move = len(mine) > 1 and self._packs.places[other] > 0
         takes = [*([_NONE] if can_move else []), *theirs[:_MEMBERS]]
-        best, chosen = excess[pack], None
-        for give in mine[:_MEMBERS]:
-            for take in takes:
-                cost, length = self._difference(give, take)
-                most = max(excess[pack] - cost, excess[other] + cost)
-                if most < best and self._packs.room[other] >= length:
-                    best, chosen = most, (give, take)
-        if chosen is None:
-            self._next_lowest += 1
-            return False
-        self._apply(pack, other, *chosen)
-        return True
+        is_changed = self._exchange(pack, mine[:_MEMBERS], np.array([takes], np.int64), other)
+        if not is_changed:
+            self._lowest.pop(0)
+        return is_changed
 
     def _give_to_similar(self, pack: int) -> bool:
         """Exchange a trajectory for a slightly shorter one of any other pack."""
-        excess, best, chosen = self._excess, self._excess[pack], None
-        for give in self._members[pack][:_MEMBERS]:
-            for take in range(give + 1, min(len(self._items), give + 1 + _WINDOW)):
-                cost, length = self._difference(give, take)
-                if cost >= 2 * excess[pack]:
-                    break
-                other = self._packs.pack[take]
-                most = max(excess[pack] - cost, excess[other] + cost)
-                if most < best and other != pack and self._packs.room[other] >= length:
-                    best, chosen = most, (give, take)
-        if chosen is None:
+        gives = self._members[pack][:_MEMBERS]
+        takes = np.array(gives)[:, None] + np.arange(1, _WINDOW + 1)
+        takes = np.minimum(takes, len(self._items.index) - 1)
+        return self._exchange(pack, gives, takes, self._packs.pack[takes], 2 * int(self._excess[pack]))
+
+    def _exchange(
+        self, pack: int, gives: list[int], takes: np.ndarray, others: np.ndarray | int, cost_end: int = _NEVER
+    ) -> bool:
+        """Make the exchange after which the costlier of two packs exceeds its target least, if it gains.
+
+        Args:
+            pack: Gives one.
+            gives: Its trajectories. [g]
+            takes: What it may get for each of them, `_NONE` for nothing. [g or 1, t]
+            others: The pack that each of these lies in, or all of them. [g, t]
+            cost_end: By less than this the cost of the pack may fall.
+        """
+        items, packs, excess = self._items, self._packs, self._excess
+        give, take, other = np.broadcast_arrays(np.array(gives)[:, None], takes, others)
+        cost, length = items.cost[give] - items.cost[take], items.length[give] - items.length[take]
+        most = np.maximum(excess[pack] - cost, excess[other] + cost)
+        most[(other == pack) | (packs.room[other] < length) | (cost >= cost_end)] = _NEVER
+        if most.min(initial=_NEVER) >= excess[pack]:
             return False
-        self._apply(pack, self._packs.pack[chosen[1]], *chosen)
-        return True
-
-    def _difference(self, give: int, take: int) -> tuple[int, int]:
-        """Return by how much the cost and the tokens of a pack fall."""
-        items = self._items
-        if take == _NONE:
-            return items.cost[give], items.length[give]
-        return items.cost[give] - items.cost[take], items.length[give] - items.length[take]
-
-    def _apply(self, pack: int, other: int, give: int, take: int) -> None:
-        cost, length = self._difference(give, take)
-        for p, sign in ((pack, -1), (other, 1)):
-            self._packs.cost[p] += sign * cost
-            self._packs.room[p] -= sign * length
-            self._packs.places[p] -= sign * (take == _NONE)
-            self._excess[p] += sign * cost
-        mine, theirs = self._members[pack], self._members[other]
-        self._packs.pack[give] = other
-        if take == _NONE:
-            mine.remove(give)
-            theirs.append(give)
+        best = np.unravel_index(int(np.argmin(most)), most.shape)
+        given, taken, to = int(give[best]), int(take[best]), int(other[best])
+        for p, sign in ((pack, -1), (to, 1)):
+            packs.cost[p] += sign * cost[best]
+            packs.room[p] -= sign * length[best]
+            packs.places[p] -= sign * (taken == _NONE)
+            excess[p] += sign * cost[best]
+        mine, theirs = self._members[pack], self._members[to]
+        packs.pack[given] = to
+        if taken == _NONE:
+            mine.remove(given)
+            theirs.append(given)
         else:
-            self._packs.pack[take] = pack
-            mine[mine.index(give)] = take
-            theirs[theirs.index(take)] = give
+            packs.pack[taken] = pack
+            mine[mine.index(given)] = taken
+            theirs[theirs.index(taken)] = given
+        return True

@@ -117,16 +117,11 @@ def tree_build_(sums: Tensor, num_items: int) -> None:
 
 
 def tree_update_(sums: Tensor, num_items: int, items: Tensor, masses: Tensor) -> None:
-    """Set leaves and add the changes to the nodes above them; of equal items the last wins."""
-    if len(items) == 0:
-        return
+    """Set leaves and the nodes above them; of equal items the last wins."""
     check_items(items, num_items)
-    nodes, group = torch.unique(items, return_inverse=True)
-    last = torch.zeros_like(nodes).scatter_reduce_(0, group, torch.arange(len(items)), "amax")
-    change = masses[last] - sums[nodes]
-    for offset, _ in tree_levels(num_items):
-        sums.index_add_(0, offset + nodes, change)
-        nodes = nodes // FAN_OUT
+    for item, mass in zip(items.tolist(), masses.tolist(), strict=True):
+        sums[item] = mass
+    tree_build_(sums, num_items)
 
 
 def slot_masses_(
