@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Split and print one line for each part."""
     from deepspeed_gear.data.dataset import Dataset
-    from deepspeed_gear.data.dataset_part_writer import write_parts
+    from deepspeed_gear.data.dataset_writer import write_parts
     from deepspeed_gear.distributed.row_exchange.exchange_plan import shards_of
     from deepspeed_gear.distributed.shard_placement import non_empty
 

@@ -20,6 +20,7 @@ from deepspeed_gear.data.dataset_files import (
     FileRecord,
     check_array_file,
     check_file,
+    check_types,
     column_file,
     fingerprint_of,
     payload_digest,
@@ -235,14 +236,12 @@ class Dataset:
         if not 0 <= i < len(self):
             raise DataError("trajectory id", f"must be in [0, {len(self)})", i)
         first, length = int(self.first_rows[i]), int(self.lengths[i])
-        ends = {"T": first + length, "T+1": first + length + 1}
-        rows: dict[str, slice | int] = {kind: slice(first, end) for kind, end in ends.items()}
-        rows["1"] = i
-        result = {c.name: np.asarray(self.columns[c.name][rows[c.rows]]) for c in self.schema}
+        result: dict[str, Any] = {}
         for column in self.schema:
-            if column.is_opaque:
-                name = f"{self.path}: column {column.name}"
-                result[column.name] = decode(result[column.name], column, name)
+            end = first + length + int(column.rows == "T+1")
+            rows = np.asarray(self.columns[column.name][i if column.rows == "1" else slice(first, end)])
+            name = f"{self.path}: column {column.name}"
+            result[column.name] = decode(rows, column, name) if column.is_opaque else rows
         return result
 
     def __len__(self) -> int:
@@ -262,18 +261,9 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> dict[str, FileRe
             "use the version of deepspeed_gear that wrote it, or make the data set again with gear ingest"
         )
         raise DataError(f"{name}: format", f"must be {FORMAT}", manifest["format"], remedy)
-    kinds = {
-        "num_trajectories": int,
-        "num_steps": int,
-        "num_rows": int,
-        "split": dict,
-        "source": dict,
-        "fingerprint": str,
-        "files": dict,
-    }
-    for key, kind in kinds.items():
-        if type(manifest.get(key)) is not kind:  # True is no number
-            raise DataError(f"{name}: {key}", f"must be {kind.__name__}", manifest.get(key), REMAKE)
+    numbers = dict.fromkeys(("num_trajectories", "num_steps", "num_rows"), int)
+    kinds = {**numbers, "split": dict, "source": dict, "fingerprint": str, "files": dict}
+    check_types(f"{name}: ", manifest, kinds, REMAKE)
     if manifest["num_trajectories"] < 1:
         raise DataError(
             f"{name}: num_trajectories", "must be at least 1", manifest["num_trajectories"], REMAKE

@@ -87,9 +87,7 @@ class DatasetPart:
         kinds = {f.name: str if f.name == "whole" else int for f in fields(cls) if f.name != "end"}
         if not isinstance(entry, dict) or set(entry) != set(kinds):
             raise DataError(name, f"must record {', '.join(kinds)}", entry, _REMAKE_PARTS)
-        for key, kind in kinds.items():
-            if type(entry[key]) is not kind:
-                raise DataError(f"{name}.{key}", f"must be {kind.__name__}", entry[key], _REMAKE_PARTS)
+        check_types(f"{name}.", entry, kinds, _REMAKE_PARTS)
         part = cls(**entry, end=entry["first"] + num_trajectories)
         is_consistent = (
             0 <= part.index < part.count
@@ -107,6 +105,13 @@ class DatasetPart:
             f"part {self.index} of {self.count}, trajectories {self.first} to {self.end - 1} of "
             f"{self.trajectories} of {self.whole[:12]}"
         )
+
+
+def check_types(prefix: str, entry: Mapping[str, Any], kinds: Mapping[str, type], remedy: str) -> None:
+    """Raise DataError for a value of JSON that is not of its type; True is no number."""
+    for key, kind in kinds.items():
+        if type(entry.get(key)) is not kind:
+            raise DataError(f"{prefix}{key}", f"must be {kind.__name__}", entry.get(key), remedy)
 
 
 def column_file(column: Column) -> str:

@@ -277,22 +277,6 @@ def check_split(split: Mapping[str, float]) -> dict[str, float]:
     return {name: float(split[name]) for name in sorted(split)}
 
 
-def training_trajectories(num_trajectories: int, split: Mapping[str, float]) -> NDArray[np.bool_]:
-    """Return which trajectories belong to the training split. [n], bool.
-
-    Raises:
-        ConfigError: The split is malformed.
-        DataError: None does.
-    """
-    split = check_split(split)
-    keep = split_of(np.arange(num_trajectories, dtype=np.int64), split) == 0
-    if not keep.any():
-        remedy = "use smaller shares or more trajectories"
-        rule = f"must leave at least one of {num_trajectories} trajectories for training"
-        raise DataError("split", rule, dict(split), remedy)
-    return np.asarray(keep)
-
-
 def compute_statistics(
     schema: Schema,
     columns: Mapping[str, NDArray[Any]],
@@ -302,8 +286,16 @@ def compute_statistics(
 ) -> dict[str, ColumnStatistics]:
     """Compute the statistics of all columns but opaque ones over the training split.
 
+    Raises:
+        ConfigError: The split is malformed.
+        DataError: No trajectory is left for training.
     Cost: one pass over the data.
     """
-    rows = KeptRows(first_rows, lengths, training_trajectories(len(lengths), split), schema.has_final_row)
+    split = check_split(split)
+    keep = split_of(np.arange(len(lengths), dtype=np.int64), split) == 0
+    if not keep.any():
+        rule = f"must leave at least one of {len(lengths)} trajectories for training"
+        raise DataError("split", rule, dict(split), "use smaller shares or more trajectories")
+    rows = KeptRows(first_rows, lengths, keep, schema.has_final_row)
     numeric = [column for column in schema if not column.is_opaque]
     return {column.name: column_statistics(columns[column.name], column, rows) for column in numeric}

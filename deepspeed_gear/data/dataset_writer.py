@@ -1,13 +1,15 @@
-"""Writing an on-disk data set, trajectory by trajectory."""
+"""Writing an on-disk data set, trajectory by trajectory, or the parts of another one."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
 from array import array as packed
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -20,6 +22,7 @@ from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import (
     EXTENTS_FILE,
     FORMAT,
+    REMAKE,
     SCHEMA_FILE,
     STATS_FILE,
     ArrayFile,
@@ -27,6 +30,7 @@ from deepspeed_gear.data.dataset_files import (
     FileRecord,
     column_file,
     fingerprint_of,
+    read_json,
     write_json,
 )
 from deepspeed_gear.data.dataset_statistics import check_split, compute_statistics
@@ -36,8 +40,9 @@ from deepspeed_gear.errors import DataError
 from deepspeed_gear.liveness import hold, release
 from deepspeed_gear.schema import Schema
 
-_LOCK_FILE = ".gear-partial"
+_LOCK_FILE, _PARTIAL = ".gear-partial", ".partial"
 _REPLACED = ".replaced"
+_BLOCK_BYTES = 4 * 1024 * 1024
 
 
 class DatasetWriter:
@@ -79,19 +84,19 @@ class DatasetWriter:
         self._num_rows = 0
         self._files: dict[str, ArrayFile] = {}
         self._part: DatasetPart | None = None
+        self._statistics: dict[str, Any] | None = None  # those of the whole, where this is a part
         self._closed = False
         check_destination(self.dest, overwrite)
-        self._partial = self.dest.with_name(self.dest.name + ".partial")
+        self._partial = self.dest.with_name(self.dest.name + _PARTIAL)
         try:
             self._lock = _claim(self._partial)
+        except OSError as error:
+            raise unwritable(self.dest, error) from error
+        with self._failing():
             (self._partial / "columns").mkdir()
             for column in schema:
                 path = self._partial / column_file(column)
                 self._files[column.name] = ArrayFile(path, column.numpy_dtype, column.shape)
-        except OSError as error:
-            if hasattr(self, "_lock"):
-                self.discard()
-            raise unwritable(self.dest, error) from error
 
     @overload
     def add(
@@ -143,16 +148,33 @@ class DatasetWriter:
             return [self.add(part, name) for part in split_episodes(name, self.schema, trajectory, final)]
         arrays, length = check_trajectory(name, self.schema, trajectory)
         check_finite(name, self.schema, arrays)
-        try:
+        with self._failing():
             for column in self.schema:
                 is_shorter = column.rows == "T" and self.schema.has_final_row
                 self._files[column.name].append(arrays[column.name], and_zero_row=is_shorter)
-        except OSError as error:
-            self.discard()
-            raise unwritable(self.dest, error) from error
         self._lengths.append(length)
         self._num_rows += length + int(self.schema.has_final_row)
         return len(self._lengths) - 1
+
+    def copy_part(self, whole: Dataset, part: DatasetPart, digests: Mapping[str, Any]) -> None:
+        """Make this a part of a data set by copying its rows; the statistics are those of the whole.
+
+        Args:
+            whole: The data set.
+            part: Its place there.
+            digests: Hash of each column, to which its rows are added.
+        """
+        self._part, self._statistics = part, read_json(whole.path / STATS_FILE)
+        first, end = whole.row_of(part.first), whole.row_of(part.end)
+        for column in whole.schema:
+            low, high = (part.first, part.end) if column.rows == "1" else (first, end)
+            rows = max(1, _BLOCK_BYTES // max(1, column.row_bytes))
+            for at in range(low, high, rows):
+                block = whole.columns[column.name][at : min(at + rows, high)]
+                self._files[column.name].append(block)
+                digests[column.name].update(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
+        self._lengths.extend(whole.lengths[part.first : part.end].tolist())
+        self._num_rows = end - first
 
     def close(self) -> Dataset:
         """Complete the data set, compute its statistics and move it into place.
@@ -165,18 +187,24 @@ class DatasetWriter:
         """
         if self._closed:
             raise DataError(str(self.dest), "must be closed once only")
-        try:
+        with self._failing():
             if not self._lengths:
                 rule, remedy = "must get at least one trajectory", "an empty data set is not written"
                 raise DataError(str(self.dest), rule, 0, remedy)
             self._complete()
             self._publish()
+        return Dataset.open(self.dest)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Discard all files on an exception; one of the file system becomes a DataError."""
+        try:
+            yield
         except BaseException as error:
             self.discard()
             if isinstance(error, OSError):
                 raise unwritable(self.dest, error) from error
             raise
-        return Dataset.open(self.dest)
 
     def _complete(self) -> None:
         lengths = np.frombuffer(self._lengths, dtype=np.int64)
@@ -188,7 +216,14 @@ class DatasetWriter:
         for column in self.schema:
             rows = len(lengths) if column.rows == "1" else self._num_rows
             records[column_file(column)] = self._files[column.name].finish(rows)
-        records[STATS_FILE] = self._write_statistics(extents)
+        statistics = self._statistics
+        if statistics is None:
+            columns = {c.name: np.load(self._partial / column_file(c), mmap_mode="r") for c in self.schema}
+            first_rows = np.ascontiguousarray(extents[:, 0])
+            computed = compute_statistics(self.schema, columns, first_rows, lengths, self._split)
+            entries = {name: entry.to_json() for name, entry in computed.items()}
+            statistics = {"split": self._split, "columns": entries}
+        records[STATS_FILE] = write_json(self._partial / STATS_FILE, statistics)
         manifest = {
             "format": FORMAT,
             "num_trajectories": len(lengths),
@@ -202,13 +237,6 @@ class DatasetWriter:
             **({} if self._part is None else {"part": self._part.to_json()}),
         }
         write_json(self._partial / SCHEMA_FILE, manifest)
-
-    def _write_statistics(self, extents: NDArray[np.int64]) -> FileRecord:
-        columns = {c.name: np.load(self._partial / column_file(c), mmap_mode="r") for c in self.schema}
-        first_rows, lengths = (np.ascontiguousarray(extents[:, i]) for i in range(2))
-        statistics = compute_statistics(self.schema, columns, first_rows, lengths, self._split)
-        entries = {name: entry.to_json() for name, entry in statistics.items()}
-        return write_json(self._partial / STATS_FILE, {"split": self._split, "columns": entries})
 
     def _publish(self) -> None:
         """Move the complete folder into place, in exchange for an old one, which is then removed."""
@@ -281,3 +309,95 @@ def unwritable(dest: Path, error: OSError) -> DataError:
     """Return the error of a destination that cannot be written."""
     remedy = "free some space" if error.errno == errno.ENOSPC else "check the path and its permissions"
     return DataError(str(dest), "must be writable", error.strerror or str(error), remedy)
+
+
+# ---- parts: contiguous slices, each a data set of its own ----------------------------------------------
+
+
+def write_parts(
+    dataset: Dataset, folder: str | Path, bounds: NDArray[np.int64], overwrite: bool = False
+) -> list[Dataset]:
+    """Write every part of a data set to FOLDER/part-0, FOLDER/part-1 ...
+
+    Each part is complete before it gets its name; the last one only if all bytes read are those written when
+    the data set was made. On a failure, all that was written is removed.
+
+    Args:
+        bounds: First trajectory of each part, and their number. [count + 1], int64, strictly growing.
+        overwrite: Replace the parts that are there; anything else is never replaced.
+    Returns:
+        The parts, opened, in order.
+    Raises:
+        DataError: The data set is a part or has changed, a part would be empty, or `folder` exists or cannot
+            be written.
+    Cost: reads and writes all bytes once, a few MiB at a time.
+    """
+    folder = Path(folder)
+    if dataset.part is not None:
+        raise DataError(str(dataset.path), "must be a whole data set", str(dataset.part), "split the whole")
+    are_ends = len(bounds) > 1 and bounds[0] == 0 and bounds[-1] == len(dataset)
+    if not are_ends or (np.diff(bounds) < 1).any():
+        rule = f"must divide its {len(dataset)} trajectories into parts of at least one"
+        raise DataError(str(dataset.path), rule, np.asarray(bounds).tolist(), "ask for fewer parts")
+    _make_folder(folder, overwrite)
+    digests = {column.name: hashlib.sha256() for column in dataset.schema}
+    parts: list[Dataset] = []
+    try:
+        for index in range(len(bounds) - 1):
+            part = DatasetPart(
+                index=index,
+                count=len(bounds) - 1,
+                first=int(bounds[index]),
+                end=int(bounds[index + 1]),
+                trajectories=len(dataset),
+                rows=dataset.num_rows,
+                steps=dataset.num_steps,
+                longest=dataset.longest,
+                whole=dataset.fingerprint,
+            )
+            path, split, source = folder / f"part-{index}", dataset.split, dataset.source
+            writer = DatasetWriter(path, dataset.schema, split=split, overwrite=overwrite, source=source)
+            with writer:
+                writer.copy_part(dataset, part, digests)
+                for column in dataset.schema if part.index == part.count - 1 else ():
+                    if digests[column.name].hexdigest() != dataset.digest_of(column):
+                        rule = "must hold the bytes that were written"
+                        raise DataError(f"{dataset.path}: column {column.name}", rule, None, REMAKE)
+                parts.append(writer.close())
+    except BaseException:
+        for written in parts:  # together with older parts they could pass for a complete set
+            shutil.rmtree(written.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        raise
+    for left in _entries(folder):
+        if not left.name.endswith(_PARTIAL) and int(left.name.removeprefix("part-")) >= len(parts):
+            shutil.rmtree(left)
+    return parts
+
+
+def _make_folder(folder: Path, overwrite: bool) -> None:
+    """Make the folder, or raise DataError unless it holds nothing but parts and may be replaced."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+    except FileExistsError:
+        if not overwrite:
+            remedy = "choose another OUT or overwrite it (--overwrite)"
+            raise DataError(str(folder), "must not exist yet", None, remedy) from None
+        is_folder = folder.is_dir() and not folder.is_symlink()
+        if not is_folder or len(_entries(folder)) < len(list(folder.iterdir())):
+            rule = "must hold parts only to be overwritten"
+            raise DataError(str(folder), rule, None, "choose another OUT") from None
+    except OSError as error:
+        raise unwritable(folder, error) from error
+
+
+def _entries(folder: Path) -> list[Path]:
+    """Return the parts in a folder, and what an interrupted split left of them."""
+    found = []
+    for path in folder.glob("part-*"):
+        number = path.name.removeprefix("part-").removesuffix(_PARTIAL)
+        if path.is_dir() and not path.is_symlink() and number.isdecimal():
+            found.append(path)
+    return found

@@ -81,9 +81,6 @@ def _num_steps(name: str, schema: Schema, arrays: Mapping[str, np.ndarray]) -> i
 
     It is that of most columns; on a tie that of the columns of T rows, because a program more often omits the
     last observation of the T+1 columns.
-
-    Raises:
-        DataError: A column has the rows of another number of steps; names that column.
     """
     given = [column for column in schema if column.rows != "1" and column.name in arrays]
     steps = [len(arrays[column.name]) - int(column.rows == "T+1") for column in given]
@@ -140,8 +137,6 @@ def as_stored(value: Any, column: Column, table: str, num_rows: int | None = Non
             f"name the columns {column.name}.<key> to store its parts" if isinstance(value, Mapping) else ""
         )
         raise DataError(name, f"must be convertible to {column.dtype}", str(array.dtype), parts)
-    if column.dtype == "bfloat16" and not are_bits:
-        array = _as_bfloat16(array, name)
     single = column.rows == "1" and num_rows is None
     rank = len(column.shape) + (0 if single else 1)
     wrong = array.ndim != rank or tuple(array.shape[array.ndim - len(column.shape) :]) != column.shape
@@ -149,7 +144,7 @@ def as_stored(value: Any, column: Column, table: str, num_rows: int | None = Non
         lead = column.rows if num_rows is None else num_rows
         shape = list(column.shape) if single else [lead, *column.shape]
         raise DataError(name, f"must have shape {shape}", list(array.shape))
-    return cast(np.asarray(array), column, name)
+    return np.asarray(array) if are_bits and column.dtype == "bfloat16" else cast(array, column, name)
 
 
 def cast(array: np.ndarray, column: Column, name: str, remedy: str = CORRECT) -> np.ndarray:
@@ -162,12 +157,16 @@ def cast(array: np.ndarray, column: Column, name: str, remedy: str = CORRECT) ->
         DataError: A value does not fit: an integer out of range, a fraction in an integer column, a number
             but 0 and 1 in a bool column, a finite number that becomes infinite.
     """
-    if array.dtype == column.numpy_dtype:
+    if array.dtype == column.numpy_dtype and column.dtype != "bfloat16":
         return array
     with np.errstate(over="ignore", invalid="ignore"):
-        stored = array.astype(column.numpy_dtype)
+        if column.dtype == "bfloat16":
+            single = torch.from_numpy(array.astype(np.float32, order="C"))
+            stored = single.to(torch.bfloat16).view(torch.uint16).numpy()
+        else:
+            stored = array.astype(column.numpy_dtype)
     if column.is_floating:
-        held = np.isfinite(stored) | ~np.isfinite(array)
+        held = ~not_finite(stored, column) | ~np.isfinite(array)
     else:
         held = stored == array
         if column.dtype == "int64" and array.dtype.kind == "f":
@@ -176,17 +175,6 @@ def cast(array: np.ndarray, column: Column, name: str, remedy: str = CORRECT) ->
         value = array[~held].flat[0].item()
         raise DataError(name, f"must hold values that {column.dtype} can hold", value, remedy)
     return stored
-
-
-def _as_bfloat16(array: np.ndarray, name: str) -> np.ndarray:
-    """Round to bfloat16, as uint16; a finite value that becomes infinite is refused."""
-    with np.errstate(over="ignore"):
-        single = array.astype(np.float32, order="C")
-    rounded = torch.from_numpy(single).to(torch.bfloat16)
-    held = rounded.isfinite().numpy() | ~np.isfinite(array)
-    if not held.all():
-        raise DataError(name, "must hold values that bfloat16 can hold", array[~held].flat[0].item(), CORRECT)
-    return np.asarray(rounded.view(torch.uint16).numpy())
 
 
 def not_finite(stored: np.ndarray, column: Column) -> np.ndarray:
@@ -314,11 +302,7 @@ def _finals(
     last: np.ndarray,
     terminated: np.ndarray,
 ) -> dict[str, np.ndarray]:
-    """Return the states after the last steps of the parts that end inside. Column -> [len(last), *shape].
-
-    Raises:
-        DataError: One is malformed, unknown, or missing after a step that has not terminated.
-    """
+    """Return the states after the last steps of the parts that end inside. Column -> [len(last), *shape]."""
     given = flatten(f"{name}: final", final, frozenset(column.name for column in states))
     known = [column.name for column in states]
     for odd in sorted(given.keys() - set(known)):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.dataset_part_writer import write_parts
+from deepspeed_gear.data.dataset_writer import write_parts
 from deepspeed_gear.distributed.row_exchange.exchange_plan import shards_of
 from deepspeed_gear.distributed.shard_placement import non_empty, shard_of_node
 from deepspeed_gear.ops import load_backend

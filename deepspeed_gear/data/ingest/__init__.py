@@ -170,16 +170,8 @@ def ingest(
                     print(f"{reader.path}: {note}", file=sys.stderr)
         source = {"sources": [{**reader.description, "notes": reader.notes} for reader in readers]}
         total = sum(reader.num_steps for reader in readers)
-        bar = stack.enter_context(
-            tqdm(
-                total=total,
-                unit="step",
-                unit_scale=True,
-                desc="ingest",
-                file=sys.stderr,
-                disable=not progress,
-            )
-        )
+        shown = tqdm(total=total, desc="ingest", unit="step", unit_scale=True, disable=not progress)
+        bar = stack.enter_context(shown)
         writer = DatasetWriter(dest, schema, split=split, overwrite=overwrite, source=source)
         with writer:
             for name, arrays in _trajectories(readers, schema):

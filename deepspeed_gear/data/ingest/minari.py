@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -79,8 +80,6 @@ def decode_jpeg(where: str, frames: list[bytes], expansion: Expansion) -> NDArra
             for their bytes.
     """
     try:
-        import io
-
         from PIL import Image
     except ImportError:
         raise DataError(where, "must be decoded from JPEG", None, "pip install pillow") from None
@@ -127,9 +126,9 @@ class Hdf5Store(EpisodeStore):
         rows = read_rows(where, array, 0, len(array))
         ragged = h5py.check_vlen_dtype(array.dtype) == np.uint8
         packed = array.dtype == np.uint8 and array.ndim == 2 and len(rows) and rows[0, :3].tobytes() == _JPEG
-        return (
-            decode_jpeg(where, [row.tobytes() for row in rows], self._expansion) if ragged or packed else rows
-        )
+        if ragged or packed:
+            return decode_jpeg(where, [row.tobytes() for row in rows], self._expansion)
+        return rows
 
 
 class MinariReader(Reader):
@@ -279,6 +278,12 @@ class TableStore(EpisodeStore):
     """Folders `<n>` with one table each, of T + 1 rows; the last is padding but in observations and infos."""
 
     def __init__(self, folder: Path, form: str, metadata: Mapping[str, Any], expansion: Expansion) -> None:
+        try:
+            import pyarrow.dataset
+        except ImportError:
+            rule = f"must be read with pyarrow, as its form is {form}"
+            raise DataError(str(folder), rule, None, "pip install pyarrow") from None
+        self._arrow: Any = pyarrow
         self._folder, self._form, self._expansion = folder, form, expansion
         names = (entry.name for entry in folder.iterdir() if entry.is_dir())
         self.numbers = sorted(int(name) for name in names if name.isdigit())
@@ -316,28 +321,35 @@ class TableStore(EpisodeStore):
 
     def _leaves(self, number: int) -> dict[Key, Any]:
         """Return (array, field) of every leaf of an episode; one episode is kept in memory."""
-        if self._loaded is None or self._loaded[0] != number:
-            self._loaded = (number, _flatten(self._read(number)))
-        return self._loaded[1]
+        if self._loaded is not None and self._loaded[0] == number:
+            return self._loaded[1]
+        table = self._read(number)
+        leaves: dict[Key, Any] = {}
+
+        def visit(key: Key, array: Any, field: Any) -> None:
+            if self._arrow.types.is_struct(array.type):
+                for i, child in enumerate(array.type):
+                    visit((*key, child.name), array.field(i), child)
+            else:
+                leaves[key] = (array, field)
+
+        for field in table.schema:
+            column = table.column(field.name)
+            visit((field.name,), column.chunk(0) if column.num_chunks else column.combine_chunks(), field)
+        self._loaded = (number, leaves)
+        return leaves
 
     def _read(self, number: int) -> Any:
-        try:
-            import pyarrow
-            import pyarrow.dataset
-        except ImportError:
-            rule = f"must be read with pyarrow, as its form is {self._form}"
-            raise DataError(str(self._folder), rule, None, "pip install pyarrow") from None
         path = self._folder / str(number)
         files = sorted(path.glob(f"*.{self._form}"))
         if not files:
             raise DataError(str(path), f"must hold a .{self._form} file", None, "download the data set again")
         try:
             table = self._read_bounded(path, files)
-        except (pyarrow.ArrowException, OSError) as error:
+        except (self._arrow.ArrowException, OSError) as error:
+            rule = f"must be a readable {self._form} file"
             remedy = "the file is damaged or incomplete; download the data set again"
-            raise DataError(
-                str(files[0]), f"must be a readable {self._form} file", str(error), remedy
-            ) from error
+            raise DataError(str(files[0]), rule, str(error), remedy) from error
         steps = self.facts(number).get("total_steps", table.num_rows - 1)
         if table.num_rows != steps + 1:
             raise DataError(str(path), f"must have {steps + 1} rows for {steps} steps", table.num_rows)
@@ -349,39 +361,33 @@ class TableStore(EpisodeStore):
         A record batch of Arrow is checked before it is decompressed. Parquet is read in small batches, since
         a value that is repeated takes no bytes there.
         """
-        import pyarrow
-        import pyarrow.dataset
-
-        file_bytes = sum(file.stat().st_size for file in files)
+        arrow, file_bytes = self._arrow, sum(file.stat().st_size for file in files)
         if self._form == "arrow":
             for file in files:
-                with pyarrow.memory_map(str(file)) as source:
+                with arrow.memory_map(str(file)) as source:
                     source.seek(_ARROW_MAGIC_BYTES)
                     stated = sum(
                         decompressed_bytes(message) or 0
-                        for message in pyarrow.ipc.MessageReader.open_stream(source)
+                        for message in arrow.ipc.MessageReader.open_stream(source)
                         if message.type in ("record batch", "dictionary")
                     )
                 self._expansion.check(str(file), stated, file.stat().st_size)
-        read = pyarrow.dataset.dataset([str(file) for file in files], format=self._form)
+        read = arrow.dataset.dataset([str(file) for file in files], format=self._form)
         ahead = {"batch_size": _BATCH_ROWS, "batch_readahead": 1, "fragment_readahead": 1}
         batches, num_bytes = [], 0
         for batch in read.scanner(**ahead).to_batches():
             num_bytes += batch.nbytes
             self._expansion.check(str(path), num_bytes, file_bytes)
             batches.append(batch)
-        return pyarrow.Table.from_batches(batches, read.schema)
+        return arrow.Table.from_batches(batches, read.schema)
 
     def _decode(self, where: str, key: Key, array: Any, field: Any) -> NDArray[Any]:
-        import pyarrow
-
         if array.null_count:
-            raise DataError(
-                where, "must not have empty values", array.null_count, "leave it out with --columns"
-            )
-        if pyarrow.types.is_binary(array.type):
+            remedy = "leave it out with --columns"
+            raise DataError(where, "must not have empty values", array.null_count, remedy)
+        if self._arrow.types.is_binary(array.type):
             return decode_jpeg(where, array.to_pylist(), self._expansion)
-        if not pyarrow.types.is_fixed_size_list(array.type):
+        if not self._arrow.types.is_fixed_size_list(array.type):
             return np.asarray(array.to_numpy(zero_copy_only=False))
         size = array.type.list_size
         text = (field.metadata or {}).get(b"shape", str(size).encode())
@@ -390,24 +396,6 @@ class TableStore(EpisodeStore):
         if int(np.prod(shape)) != size:
             raise DataError(where, f"must have rows of shape {list(shape)} as in the space", [size])
         return np.asarray(array.flatten().to_numpy(zero_copy_only=False)).reshape(len(array), *shape)
-
-
-def _flatten(table: Any) -> dict[Key, Any]:
-    import pyarrow
-
-    leaves: dict[Key, Any] = {}
-
-    def visit(key: Key, array: Any, field: Any) -> None:
-        if pyarrow.types.is_struct(array.type):
-            for i, child in enumerate(array.type):
-                visit((*key, child.name), array.field(i), child)
-        else:
-            leaves[key] = (array, field)
-
-    for field in table.schema:
-        column = table.column(field.name)
-        visit((field.name,), column.chunk(0) if column.num_chunks else column.combine_chunks(), field)
-    return leaves
 
 
 def leaf_shapes(space: Mapping[str, Any], *key: str) -> dict[Key, tuple[int, ...]]:

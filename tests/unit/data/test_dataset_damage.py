@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gear_support import prefix
+from process_support import exit_status, in_child
 
 from deepspeed_gear import Replay
 from deepspeed_gear.data import mapped_files
@@ -147,21 +148,30 @@ def test_a_damaged_file_is_refused_by_name(
 def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name in ("file", "missing"):
-        with pytest.raises(DataError) as caught:
+        rule = "must be the folder of a data set; make one with gear ingest SOURCE DEST"
+        with pytest.raises(DataError, match=f"{name} {rule}$"):
             Dataset.open(tmp_path / name)
-        remedy = "make one with gear ingest SOURCE DEST"
-        assert str(caught.value) == f"{tmp_path / name} must be the folder of a data set; {remedy}"
 
 
 def test_verify_finds_what_open_does_not_look_at(tmp_path: Path) -> None:
-    schema = Schema([Column("x", "uint8", (1000,))])
-    with DatasetWriter(tmp_path / "set", schema) as writer:
+    with DatasetWriter(tmp_path / "set", Schema([Column("x", "uint8", (1000,))])) as writer:
         writer.add({"x": np.zeros((300, 1000), np.uint8)})
-    Dataset.open(tmp_path / "set").verify()
     poke(tmp_path / "set" / "columns" / "x.npy", 150_000)
     dataset = Dataset.open(tmp_path / "set")
     with pytest.raises(DataError, match=r"columns/x.npy must hold the bytes that were written"):
         dataset.verify()
+
+
+def forge(folder: Path, schema: Schema, extents: np.ndarray, **changes: Any) -> None:
+    """Replace the extents as a program with a fault would leave them: consistent with every digest."""
+    (folder / EXTENTS).write_bytes(npy_header(extents.dtype, extents.shape) + extents.tobytes())
+    manifest = {**json.loads((folder / MANIFEST).read_text()), **changes}
+    for name, entry in manifest["files"].items():
+        file = folder / name
+        entry.update(bytes=file.stat().st_size, probe=probe_digest(file, name in (EXTENTS, STATS)))
+    records = {name: FileRecord.from_json(name, entry) for name, entry in manifest["files"].items()}
+    found = fingerprint_of(schema, manifest["num_trajectories"], manifest["num_rows"], records)
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "fingerprint": found}))
 
 
 def test_extents_must_cover_the_rows(tmp_path: Path) -> None:
@@ -170,14 +180,9 @@ def test_extents_must_cover_the_rows(tmp_path: Path) -> None:
     for row, value in ((0, (1, 2)), (1, (5, 1)), (1, (4, 0)), (2, (6, 32))):
         extents = good.copy()
         extents[row] = value
-        # As a program with a fault would leave them: consistent with every digest.
-        (tmp_path / "set" / EXTENTS).write_bytes(npy_header(extents.dtype, extents.shape) + extents.tobytes())
-        manifest = json.loads((tmp_path / "set" / MANIFEST).read_text())
-        manifest["files"][EXTENTS]["probe"] = probe_digest(tmp_path / "set" / EXTENTS, whole=True)
-        edit(tmp_path / "set" / MANIFEST, files=manifest["files"])
-        with pytest.raises(
-            DataError, match=r"extents.npy must cover the 40 rows without gaps or empty trajectories"
-        ):
+        forge(tmp_path / "set", SCHEMA, extents)
+        rule = r"extents.npy must cover the 40 rows without gaps or empty trajectories"
+        with pytest.raises(DataError, match=rule):
             Dataset.open(tmp_path / "set")
 
 
@@ -187,25 +192,9 @@ def test_open_does_not_read_all_bytes(tmp_path: Path) -> None:
     with DatasetWriter(tmp_path / "set", schema) as writer:
         writer.add({"x": np.zeros((1, 256), np.float32)})
     path, rows = tmp_path / "set" / "columns" / "x.npy", 3 * 2**20
-    extents = np.array([[0, rows]])
-    (tmp_path / "set" / EXTENTS).write_bytes(npy_header(extents.dtype, extents.shape) + extents.tobytes())
     path.write_bytes(npy_header(np.dtype(np.float32), (rows, 256)))
     os.truncate(path, path.stat().st_size + rows * 1024)
-    manifest = json.loads((tmp_path / "set" / MANIFEST).read_text())
-    for name in (EXTENTS, "columns/x.npy"):
-        file = tmp_path / "set" / name
-        manifest["files"][name].update(
-            bytes=file.stat().st_size, probe=probe_digest(file, whole=name == EXTENTS)
-        )
-    records = {name: FileRecord.from_json(name, entry) for name, entry in manifest["files"].items()}
-    print_ = fingerprint_of(schema, 1, rows, records)
-    edit(
-        tmp_path / "set" / MANIFEST,
-        files=manifest["files"],
-        num_rows=rows,
-        num_steps=rows,
-        fingerprint=print_,
-    )
+    forge(tmp_path / "set", schema, np.array([[0, rows]]), num_rows=rows, num_steps=rows)
 
     def bytes_read() -> int:
         return int(Path("/proc/self/io").read_text().split()[1])
@@ -226,29 +215,27 @@ def test_open_does_not_read_all_bytes(tmp_path: Path) -> None:
 
 # ---- files that change while they are mapped -------------------------------------------------------
 
+SAME = "must not change while it is mapped, got '.*"
 CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (lambda p: os.truncate(p, 200), r"size \d+ -> 200"),
-    "written again": (lambda p: poke(p, -1), r"modification time \(ns\) \d+ -> \d+"),
-    "replaced": (lambda p: shutil.copy2(p, f"{p}.new") and os.replace(f"{p}.new", p), r"inode \d+ -> \d+"),
+    "truncated": (lambda p: os.truncate(p, 200), rf"{SAME}size \d+ -> 200"),
+    "written again": (lambda p: poke(p, -1), rf"{SAME}modification time \(ns\) \d+ -> \d+"),
+    "replaced": (
+        lambda p: shutil.copy2(p, f"{p}.new") and os.replace(f"{p}.new", p),
+        rf"{SAME}inode \d+ -> \d+",
+    ),
+    "removed": (Path.unlink, "must exist while it is used, got 'No such file"),
 }
 
 
 @pytest.mark.parametrize("name", [ACTION, "columns/observation.npy", EXTENTS])
-@pytest.mark.parametrize(("change", "value"), CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(("change", "text"), CHANGES.values(), ids=CHANGES)
 def test_a_change_while_mapped_is_found(
-    tmp_path: Path, change: Callable[[Path], object], value: str, name: str
+    tmp_path: Path, change: Callable[[Path], object], text: str, name: str
 ) -> None:
     data = write(tmp_path / "data")
     data.files.check()
     change(tmp_path / "data" / name)
-    with pytest.raises(DataError, match=rf"/data/{name} must not change while it is mapped, got '.*{value}"):
-        data.files.check()
-
-
-def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
-    data = write(tmp_path / "data")
-    (tmp_path / "data" / ACTION).unlink()
-    with pytest.raises(DataError, match=f"/data/{ACTION} must exist while it is used, got 'No such file"):
+    with pytest.raises(DataError, match=f"/data/{name} {text}"):
         data.files.check()
 
 
@@ -283,37 +270,26 @@ def test_a_change_during_the_copy_is_found(tmp_path: Path, monkeypatch: pytest.M
         Replay({**section, "shared_memory": {"prefix": prefix()}})
 
 
-def test_an_access_behind_the_end_names_the_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_faulthandler", [False, True])
+def test_an_access_behind_the_end_names_the_file(tmp_path: Path, has_faulthandler: bool) -> None:
     """The signal goes on to the default action, or to faulthandler's handler."""
-    write(tmp_path / "data")
-    program = """
-import faulthandler, os, sys
-from deepspeed_gear.ops import load_backend
-from deepspeed_gear.data.dataset import Dataset
-data, native = Dataset.open("data"), load_backend("cpu").native
-os.truncate("data/columns/action.npy", 0)
-for name in ("plain", "faulthandler"):
-    if (child := os.fork()) == 0:
-        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT, 0o600), 2)
-        if name == "faulthandler":
-            faulthandler.enable()
+    data, native = write(tmp_path / "data"), load_backend("cpu").native
+    os.truncate(tmp_path / "data" / ACTION, 0)
+
+    def read() -> None:
+        os.dup2(os.open(tmp_path / "shown", os.O_WRONLY | os.O_CREAT, 0o600), 2)
+        faulthandler.enable(file=2) if has_faulthandler else faulthandler.disable()
         data.files.guard(native)
         data.columns["action"].sum()
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-    found = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert found.stdout.split() == [str(-signal.SIGBUS)] * 2, found.stderr
-    for name in ("plain", "faulthandler"):
-        shown = (tmp_path / name).read_text()
-        assert f"gear: fatal: the file {tmp_path}/data/{ACTION} was truncated, or its disk failed" in shown
-        assert ("Fatal Python error: Bus error" in shown) == (name == "faulthandler")
+
+    assert exit_status(in_child(read)) == -signal.SIGBUS
+    shown = (tmp_path / "shown").read_text()
+    assert f"gear: fatal: the file {tmp_path}/data/{ACTION} was truncated, or its disk failed" in shown
+    assert ("Fatal Python error: Bus error" in shown) == has_faulthandler
 
 
 def test_a_map_that_ended_is_not_named(tmp_path: Path) -> None:
     native = load_backend("cpu").native
-    assert native is not None
     data = write(tmp_path / "data")
     data.files.guard(native)
     entry = native.map_guard_add(1 << 40, 4096, b"next free")

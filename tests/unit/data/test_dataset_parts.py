@@ -13,10 +13,10 @@ import pytest
 from gear_support import SCHEMA, run_command, write_dataset
 
 from deepspeed_gear.cli import inspect, split
-from deepspeed_gear.data import dataset_part_writer
+from deepspeed_gear.data import dataset_writer
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import DatasetPart
-from deepspeed_gear.data.dataset_part_writer import write_parts
+from deepspeed_gear.data.dataset_writer import DatasetWriter, write_parts
 from deepspeed_gear.errors import ConfigError, DataError, show_bytes
 
 LENGTHS = [3, 1, 7, 2, 5, 4]
@@ -36,7 +36,7 @@ def whole(tmp_path: Path) -> Dataset:
 def test_parts_together_are_the_whole(
     whole: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
-    monkeypatch.setattr(dataset_part_writer, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(dataset_writer, "_BLOCK_BYTES", block_bytes)
     parts = write_parts(whole, tmp_path / "out", BOUNDS)
     assert [part.path for part in parts] == [tmp_path / "out" / f"part-{i}" for i in range(3)]
     for part in parts:
@@ -62,31 +62,21 @@ def test_a_part_knows_its_place(whole: Dataset, tmp_path: Path) -> None:
         assert part.longest == 7
     assert (whole.part, whole.first_id) == (None, 0)
     assert len({whole.fingerprint, *(part.fingerprint for part in parts)}) == 4
+    (only,) = write_parts(whole, tmp_path / "one", np.array([0, 6]))
+    assert only.part == DatasetPart(0, 1, 0, 6, 6, whole.num_rows, 22, 7, whole.fingerprint)
+    assert only.fingerprint != whole.fingerprint
     assert str(parts[1].part) == f"part 1 of 3, trajectories 1 to 3 of 6 of {whole.fingerprint[:12]}"
 
 
 def test_equal_bytes_at_another_place_are_another_part(tmp_path: Path) -> None:
     """Two trajectories of one step with the same values: only the place tells the parts apart."""
-    from deepspeed_gear.data.dataset_writer import DatasetWriter
-
+    rows = {"T": (1,), "T+1": (2,), "1": ()}
     with DatasetWriter(tmp_path / "set", SCHEMA) as writer:
         for _ in range(2):
-            values = {c.name: np.zeros((2, *c.shape), c.numpy_dtype) for c in SCHEMA}
-            rows = {
-                c.name: {"T": values[c.name][:1], "T+1": values[c.name], "1": np.array(0)}[c.rows]
-                for c in SCHEMA
-            }
-            writer.add(rows)
+            writer.add({c.name: np.zeros((*rows[c.rows], *c.shape), c.numpy_dtype) for c in SCHEMA})
     a, b = write_parts(Dataset.open(tmp_path / "set"), tmp_path / "out", np.array([0, 1, 2]))
     assert a.fingerprint != b.fingerprint
     assert a.digest_of(SCHEMA["code"]) == b.digest_of(SCHEMA["code"])
-
-
-def test_one_part_is_a_part_of_itself(whole: Dataset, tmp_path: Path) -> None:
-    [part] = write_parts(whole, tmp_path / "out", np.array([0, 6]))
-    assert part.part is not None
-    assert (part.part.index, part.part.count, part.part.end) == (0, 1, 6)
-    assert part.fingerprint != whole.fingerprint == part.whole_fingerprint
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -99,14 +89,10 @@ def test_bounds_that_are_none(whole: Dataset, tmp_path: Path, bounds: list[int])
     assert not (tmp_path / "out").exists()
 
 
-def test_a_part_is_not_split(whole: Dataset, tmp_path: Path) -> None:
+def test_what_needs_the_whole(whole: Dataset, tmp_path: Path) -> None:
     part = write_parts(whole, tmp_path / "out", BOUNDS)[1]
     with pytest.raises(DataError, match=r"must be a whole data set, got 'part 1 of 3.*; split the whole"):
         write_parts(part, tmp_path / "other", np.array([0, 1, 3]))
-
-
-def test_statistics_of_another_split_need_the_whole(whole: Dataset, tmp_path: Path) -> None:
-    part = write_parts(whole, tmp_path / "out", BOUNDS)[1]
     with pytest.raises(DataError, match="must be a whole data set to compute the statistics"):
         part.statistics_for({"eval": 0.2})
 

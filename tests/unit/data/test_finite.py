@@ -227,23 +227,6 @@ def test_a_refused_step_changes_nothing_and_can_be_taken_again(publish: bool, mo
     assert len(stored[0]) > 3
 
 
-def test_a_trajectory_can_be_dropped_after_a_refusal() -> None:
-    with replay_of(STEPS) as replay:
-        vector = replay.vector_writer(2, autoreset="same_step")
-        start = {"observation": np.zeros((2, 2), np.float32), "goal": np.ones(2, np.float32)}
-        vector.reset(**start)
-        vector.step(**step_of(1))
-        with pytest.raises(
-            DataError, match="column reward must be finite, got 'inf at step 1 of environment 1'"
-        ):
-            vector.step(**spoiled(step_of(2), "reward", np.inf))
-        vector.reset(np.array([False, True]), **start)
-        vector.step(**step_of(2))
-        assert len(vector.step(**step_of(3, ends=True, same_step=True))) == 1
-        (found,) = replay.read([0])
-        assert found["reward"].tolist() == [-2, -3]
-
-
 # ---- one trajectory step by step -----------------------------------------------------------------
 
 

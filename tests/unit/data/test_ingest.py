@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,11 @@ import h5py
 import numpy as np
 import pytest
 from gear_support import run_command
+from process_support import exit_status, in_child
 
 from deepspeed_gear.cli import ingest as command
 from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.data.dataset_writer import DatasetWriter
 from deepspeed_gear.data.ingest import READERS, ingest, open_source
 from deepspeed_gear.data.ingest.reader import RowReader
 from deepspeed_gear.errors import ConfigError, DataError
@@ -140,15 +141,8 @@ def test_dtypes_of_a_source(tmp_path: Path, d4rl: Maker) -> None:
         timeouts=np.zeros(8, np.uint8),
     )
     dataset = ingest([tmp_path / "a.hdf5"], tmp_path / "out")
-    assert [c.dtype for c in dataset.schema] == [
-        "float64",
-        "int64",
-        "float64",
-        "bool",
-        "bool",
-        "float64",
-        "int64",
-    ]
+    dtypes = "float64 int64 float64 bool bool float64 int64".split()
+    assert [c.dtype for c in dataset.schema] == dtypes
     assert dataset.schema["observation"].shape == ()
     np.testing.assert_array_equal(dataset.columns["observation"], [0, 1, 2, 2, 3, 3, 4, 5, 6, 7, 7])
     assert dataset.columns["return"].tolist() == [3.0, 3.0, 22.0]
@@ -184,12 +178,10 @@ def test_sources_must_agree(tmp_path: Path, d4rl: Maker) -> None:
 
 def test_the_same_source_gives_the_same_bytes(tmp_path: Path, d4rl: Maker) -> None:
     d4rl(tmp_path / "a.hdf5")
-    first = ingest([tmp_path / "a.hdf5"], tmp_path / "one", split={"eval": 0.3})
-    second = ingest([tmp_path / "a.hdf5"], tmp_path / "two", split={"eval": 0.3})
-    assert first.fingerprint == second.fingerprint
-    assert digests(tmp_path / "one") == digests(tmp_path / "two")
-    other_split = ingest([tmp_path / "a.hdf5"], tmp_path / "three")
-    assert other_split.fingerprint == first.fingerprint
+    splits: list[dict[str, float]] = [{"eval": 0.3}, {"eval": 0.3}, {}]
+    made = [ingest([tmp_path / "a.hdf5"], tmp_path / f"{i}", split=split) for i, split in enumerate(splits)]
+    assert digests(tmp_path / "0") == digests(tmp_path / "1")
+    assert len({dataset.fingerprint for dataset in made}) == 1
 
 
 def test_nan_is_allowed_by_a_flag_and_left_out_of_statistics(tmp_path: Path, d4rl: Maker) -> None:
@@ -235,15 +227,8 @@ def test_formats_are_found_by_content(tmp_path: Path, d4rl: Maker, minari: Maker
     minari(tmp_path / "set" / "data")
     minari(tmp_path / "arrow" / "data", "arrow")
     assert open_source(tmp_path / "no_suffix").format == "d4rl"
-    main_file = tmp_path / "set" / "data" / "main_data.hdf5"
-    for path in (
-        tmp_path / "set",
-        tmp_path / "set" / "data",
-        main_file,
-        tmp_path / "arrow",
-        tmp_path / "arrow" / "data",
-    ):
-        assert open_source(path).format == "minari"
+    for path in ("set", "set/data", "set/data/main_data.hdf5", "arrow", "arrow/data"):
+        assert open_source(tmp_path / path).format == "minari"
     assert list(READERS) == ["d4rl", "minari"]
 
 
@@ -285,26 +270,22 @@ def test_wrong_splits_are_refused(tmp_path: Path, d4rl: Maker, options: list[str
     assert os.listdir(tmp_path) == ["a.hdf5"]
 
 
-KILLED = """
-import os, signal, sys
-from deepspeed_gear.data import dataset_writer
-from deepspeed_gear.data.ingest import ingest
-add = dataset_writer.DatasetWriter.add
-def add_then_die(self, *arguments):
-    if add(self, *arguments) == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-dataset_writer.DatasetWriter.add = add_then_die
-ingest([sys.argv[1]], sys.argv[2])
-"""
-
-
-def test_a_killed_ingest_leaves_nothing_that_looks_complete(
-    tmp_path: Path, d4rl: Maker, run_python: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
+def test_a_killed_ingest_leaves_nothing_that_looks_complete(tmp_path: Path, d4rl: Maker) -> None:
     d4rl(tmp_path / "a.hdf5")
     source, dest = tmp_path / "a.hdf5", tmp_path / "out"
-    run = run_python("-c", KILLED, str(source), str(dest))
-    assert run.returncode == -signal.SIGKILL, run.stderr
+    add = DatasetWriter.add
+
+    def add_then_die(self: DatasetWriter, *arguments: Any) -> Any:
+        number = add(self, *arguments)
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number
+
+    def run() -> None:
+        DatasetWriter.add = add_then_die  # type: ignore[method-assign, assignment]
+        ingest([source], dest)
+
+    assert exit_status(in_child(run)) == -signal.SIGKILL
     assert sorted(os.listdir(tmp_path)) == ["a.hdf5", "out.partial"]
     for path in (dest, tmp_path / "out.partial"):
         with pytest.raises(DataError):

@@ -123,9 +123,8 @@ def test_links_out_of_a_folder(tmp_path: Path, minari: Maker, form: str) -> None
         (tmp_path / "set" / name).symlink_to(target)
         refuse(tmp_path / "set", rf"{name} must not be a link out of .*cp -rL", tmp_path / "out")
         (tmp_path / "set" / name).unlink()
-        shutil.copytree(*[tmp_path / one / name for one in ("outside", "set")]) if form == "arrow" else (
-            shutil.copy(*[tmp_path / one / name for one in ("outside", "set")])
-        )
+        copy = shutil.copytree if form == "arrow" else shutil.copy
+        copy(tmp_path / "outside" / name, tmp_path / "set" / name)
     (tmp_path / "set" / "again").symlink_to(name)
     (tmp_path / "by_link").symlink_to(tmp_path / "set")  # which the user has named
     assert len(ingest([tmp_path / "by_link"], tmp_path / "out")) == 3
