@@ -33,20 +33,24 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 DEVICE = "cuda"
 
 
-def captured(replay: DeviceReplay, batch: Any, added: dict[str, Tensor]) -> Callable[[], None]:
-    """Capture a step; what the warm-up has changed is put back."""
+def graph_of(replay: DeviceReplay, action: Callable[[], None]) -> Callable[[], None]:
+    """Capture an action; what the warm-up has changed is put back."""
     before = replay.export_table()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
-            step(replay, batch, added)
+            action()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step(replay, batch, added)
+        action()
     replay.import_table(before)
     return graph.replay
+
+
+def captured(replay: DeviceReplay, batch: Any, added: dict[str, Tensor]) -> Callable[[], None]:
+    return graph_of(replay, plainly(replay, batch, added))
 
 
 @pytest.mark.parametrize("sampler", [*SAMPLERS, *LIMITED])
@@ -85,7 +89,7 @@ def test_a_compiled_step_gives_the_same_batches(sampler: str, mode: str) -> None
 def test_a_table_without_masses_gives_batches_without_samples(sampler: str) -> None:
     """And ends no kernel; a graph that was captured of such a step draws as soon as there is something."""
 
-    def run(device: str, wrap: Callable[[Callable[[], None]], Callable[[], None]]) -> list[list[Tensor]]:
+    def run(device: str, captures: bool) -> list[list[Tensor]]:
         found = []
         with DeviceReplay(section(sampler), device) as replay:
             batch, added = replay.new_batch(), columns(0, device)
@@ -97,12 +101,8 @@ def test_a_table_without_masses_gives_batches_without_samples(sampler: str) -> N
                 if sampler != "uniform":
                     replay.update_priorities_(batch, batch["reward"].abs() + 0.5)
 
-            before = replay.export_table()
-            for _ in range(3):
-                whole()
-            replay.import_table(before)
+            step = graph_of(replay, whole) if captures else whole
             replay.add_(added, lengths)
-            step = wrap(whole)
             for steps in (0, 0, STEPS):
                 lengths.fill_(steps)
                 step()
@@ -110,16 +110,10 @@ def test_a_table_without_masses_gives_batches_without_samples(sampler: str) -> N
                 found.append([*facts(batch), batch.valid.cpu(), state])
         return found
 
-    def capture(whole: Callable[[], None]) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            whole()
-        return graph.replay
-
-    expected = run("cpu", lambda whole: whole)
+    expected = run("cpu", captures=False)
     assert [bool(of_turn[-2].any()) for of_turn in expected] == [False, False, True]
-    assert_equal(run(DEVICE, lambda whole: whole), expected)
-    assert_equal(run(DEVICE, capture), expected)
+    assert_equal(run(DEVICE, captures=False), expected)
+    assert_equal(run(DEVICE, captures=True), expected)
 
 
 def test_nothing_waits_for_the_device() -> None:
@@ -175,19 +169,7 @@ def environment_steps(sampler: str, rows: str, device: str, captures: bool) -> l
             if sampler != "uniform":
                 replay.update_priorities_(batch, batch["reward"].abs() + 0.5)
 
-        run, state = whole, replay.export_table()
-        if captures:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(3):
-                    whole()
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                whole()
-            replay.import_table(state)
-            run = graph.replay
+        run = graph_of(replay, whole) if captures else whole
         for turn in range(120):
             random = torch.Generator().manual_seed(turn)
             for name, values in columns(turn, "cpu").items():

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hopper_support import digests, hopper_data
+from process_support import free_port
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 STEPS = 4000  # of the configs
 LEAST_RETURN = 3400  # docs/tutorials/decision-transformer.md has the returns of the CPU
+Run = Callable[..., subprocess.CompletedProcess[str]]
 CONFIGS = {"host": "hopper.json", "device": "hopper_device.json"}
 
 
@@ -40,14 +41,14 @@ def test_the_batches_of_a_whole_run_are_those_of_the_cpu(
 
 @pytest.mark.parametrize("placement", CONFIGS)
 def test_it_trains_to_the_return_of_the_cpu(
-    checkout: Path, tmp_path: Path, placement: str, capsys: pytest.CaptureFixture[str]
+    run_python: Run, checkout: Path, tmp_path: Path, placement: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The time in `gear_sample()` is printed, not judged."""
     for package in ("gymnasium", "mujoco", "matplotlib", "tensorboard"):
         pytest.importorskip(package, reason="the job evaluates in its environment and draws curves")
     (tmp_path / "data").mkdir()
     hopper_data(tmp_path / "data")
-    result = run_job(checkout, tmp_path, CONFIGS[placement])
+    result = run_job(run_python, checkout, tmp_path, CONFIGS[placement])
     with capsys.disabled():
         print(
             f"\nHopper, table in the memory of the {placement}: return {result['return_after']} after "
@@ -59,22 +60,15 @@ def test_it_trains_to_the_return_of_the_cpu(
     assert result["return_after"] >= LEAST_RETURN
 
 
-def run_job(checkout: Path, folder: Path, config: str) -> dict[str, Any]:
+def run_job(run_python: Run, checkout: Path, folder: Path, config: str) -> dict[str, Any]:
     """Run the example on one rank in a folder that has its data; return its last line."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "DS_ACCELERATOR": "cuda"}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     place["PYTHONPATH"] = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
-    program = str(checkout / "examples" / "hopper.py")
-    run = subprocess.run(
-        [sys.executable, program, "--config", str(checkout / "configs" / config)],
-        cwd=folder,
-        env={**os.environ, **place},
-        capture_output=True,
-        text=True,
-        timeout=600,
+    program, options = (
+        str(checkout / "examples" / "hopper.py"),
+        ("--config", str(checkout / "configs" / config)),
     )
+    run = run_python("-u", program, *options, env=place, cwd=folder, timeout_s=600.0)
     assert run.returncode == 0, run.stderr
     return dict(json.loads(run.stdout.splitlines()[-1]))

@@ -15,7 +15,6 @@ from torch import nn
 import deepspeed_gear
 from deepspeed_gear import Batch, Column, DatasetWriter, Schema
 
-HOPPER = {"observation": 11, "action": 3}
 COLUMNS = {  # of a table of CartPole
     "observation": {"dtype": "float32", "shape": [4], "role": "observation", "rows": "T+1"},
     "action": {"dtype": "int64", "role": "action"},
