@@ -14,7 +14,6 @@ import shutil
 import site
 import sys
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,60 +67,21 @@ def environment_of(variable: str) -> None:
         sys.exit(f"{variable}=1: {', '.join(missing)}; {' and '.join(missing.values())}, or leave it out.")
 
 
-def cpu_extension() -> Any:
-    """Describe the prebuilt CPU op: the just-in-time build's builder, portable flags."""
-    from deepspeed_gear.ops.builder import GearBuilder
-
-    return GearBuilder().builder()
-
-
-def cuda_extension() -> Any:
-    """Describe the bindings of the kernels; `BuildNative` adds the kernels, which only nvcc compiles.
-
-    torch may be built without CUDA: the bindings use its headers of the host alone. The runtime is static,
-    with hidden names, so that it is not mixed with the one that torch has loaded.
-    """
-    from torch.utils.cpp_extension import CppExtension
-
-    from deepspeed_gear.errors import GearError
-    from deepspeed_gear.ops import builder as builders
-    from deepspeed_gear.ops.native_op import CXX_FLAGS
-
-    try:
-        runtime = builders.static_runtime()
-    except GearError as error:
-        sys.exit(f"DS_BUILD_GEAR_CUDA=1: {error}")
-    builder = builders.GearCudaBuilder()
-    return CppExtension(
-        builder.absolute_name(),
-        builder.bindings(),
-        include_dirs=builder.include_paths(),
-        extra_compile_args={"cxx": [*CXX_FLAGS, "-mtune=generic"]},
-        extra_objects=[str(runtime)],
-        # libtorch.so needs libtorch_cuda.so where torch has CUDA; a function of it is looked up lazily.
-        extra_link_args=[
-            f"-Wl,--exclude-libs,{runtime.name}",
-            "-Wl,-z,lazy",
-            "-Wl,--no-as-needed",
-            "-ltorch",
-            "-lrt",
-            "-ldl",
-            "-lpthread",
-        ],
-    )
-
-
-def native_ops(wanted: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+def native_ops(wanted: list[str]) -> dict[str, Any]:
     """Describe prebuilt ops to setuptools, by the variables that ask for them."""
-    environment_of(next(iter(wanted)))
+    environment_of(wanted[0])
     from torch.utils.cpp_extension import BuildExtension
 
+    from deepspeed_gear.errors import GearError
     from deepspeed_gear.ops import toolchain
     from deepspeed_gear.ops.builder import GearBuilder, GearCudaBuilder, compile_kernels, nvcc_flags
 
-    builders = {op.absolute_name(): op for op in (GearBuilder(), GearCudaBuilder())}
-    extensions = [describe() for describe in wanted.values()]
-    for extension in extensions:
+    ops = [op for op in (GearBuilder(), GearCudaBuilder()) if op.BUILD_VAR in wanted]
+    try:
+        extensions = {op.NAME: op.builder() for op in ops}
+    except GearError as error:
+        sys.exit(f"{wanted[-1]}=1: {error}")
+    for extension in extensions.values():
         # setuptools wants paths below the project.
         extension.sources = [os.path.relpath(source, ROOT) for source in extension.sources]
 
@@ -137,38 +97,30 @@ def native_ops(wanted: dict[str, Callable[[], Any]]) -> dict[str, Any]:
             self._record(Path(self.get_finalized_command("build_py").get_package_dir("deepspeed_gear.ops")))
 
         def build_extensions(self) -> None:
-            for extension in self.extensions:
-                if extension.name == GearCudaBuilder().absolute_name():
-                    extension.extra_objects[:0] = self._kernels()
+            if GearCudaBuilder.NAME in extensions:
+                flags = nvcc_flags()
+                parts = {"flags": flags, "sources": GearCudaBuilder().source_digest()}
+                folder = Path(self.build_temp, f"kernels-{toolchain.short_key(parts)}")
+                extensions[GearCudaBuilder.NAME].extra_objects[:0] = compile_kernels(folder, flags)
             super().build_extensions()
-            self._record(Path(self.get_ext_fullpath(extensions[0].name)).parent)
+            self._record(Path(self.get_ext_fullpath(ops[0].absolute_name())).parent)
 
         def get_outputs(self) -> list[str]:
             folder = Path(self.build_lib, "deepspeed_gear", "ops")
-            records = [str(folder / self._record_name(extension.name)) for extension in extensions]
-            return [*super().get_outputs(), *records]
-
-        def _kernels(self) -> list[str]:
-            flags = nvcc_flags()
-            parts = {"flags": flags, "sources": GearCudaBuilder().source_digest()}
-            return compile_kernels(Path(self.build_temp, f"kernels-{toolchain.short_key(parts)}"), flags)
+            return [*super().get_outputs(), *(str(folder / f"{name}_op.json") for name in extensions)]
 
         def _record(self, folder: Path) -> None:
             folder.mkdir(parents=True, exist_ok=True)
-            for extension in extensions:
-                record = builders[extension.name].prebuilt_record()
-                if extension.name == GearCudaBuilder().absolute_name():
+            for op in ops:
+                record = op.prebuilt_record()
+                if op.NAME == GearCudaBuilder.NAME:
                     record["architectures"] = os.environ["TORCH_CUDA_ARCH_LIST"]
-                (folder / self._record_name(extension.name)).write_text(json.dumps(record, indent=1) + "\n")
+                (folder / f"{op.NAME}_op.json").write_text(json.dumps(record, indent=1) + "\n")
 
-        @staticmethod
-        def _record_name(extension: str) -> str:
-            return f"{extension.rpartition('.')[2]}.json"
-
-    return {"ext_modules": extensions, "cmdclass": {"build_py": BuildPy, "build_ext": BuildNative}}
+    commands = {"build_py": BuildPy, "build_ext": BuildNative}
+    return {"ext_modules": [*extensions.values()], "cmdclass": commands}
 
 
 os.chdir(ROOT)
-OPS = {"DS_BUILD_GEAR": cpu_extension, "DS_BUILD_GEAR_CUDA": cuda_extension}
-WANTED = {variable: describe for variable, describe in OPS.items() if os.environ.get(variable) == "1"}
+WANTED = [name for name in ("DS_BUILD_GEAR", "DS_BUILD_GEAR_CUDA") if os.environ.get(name) == "1"]
 setup(**(native_ops(WANTED) if WANTED else {"cmdclass": {"build_py": BuildPy}}))

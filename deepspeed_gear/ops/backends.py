@@ -98,7 +98,13 @@ def load_backend(name: str = "auto") -> Ops:
         with_kernels = name == "auto" and torch.cuda.is_available()
         return _native_ops("cpu", load_native(with_kernels=with_kernels))
     if name == "cuda":
-        return _native_ops(name, _load_cuda())
+        from .load import load_native, load_native_cuda
+
+        if native_op.CudaOp().fitting()[0] is not None:  # first: the error is then of the driver
+            load_native_cuda()
+        native_op.require_device()
+        load_native_cuda()
+        return _native_ops(name, load_native())
     raise ConfigError("gear.backend", "must be auto, cpu or cuda", name)
 
 
@@ -129,13 +135,3 @@ def _register_fakes() -> None:
 
 def _mutate_only(*_: object) -> None:
     """Change no shape, dtype or device: every op writes into tensors of its caller."""
-
-
-def _load_cuda() -> ModuleType:
-    from .load import load_native, load_native_cuda
-
-    if native_op.CudaOp().fitting()[0] is not None:  # first: the error is then of the driver
-        load_native_cuda()
-    native_op.require_device()
-    load_native_cuda()
-    return load_native()

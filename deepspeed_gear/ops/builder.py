@@ -29,6 +29,7 @@ from .native_op import CXX_FLAGS, CpuOp, CudaOp, NativeOp
 _CUDA_ARCHITECTURES = "8.0;9.0;10.0+PTX"
 #: Flags of DeepSpeed that begin so are left out: fast-math, and switches of half types.
 _DROPPED_FLAGS = ("--use_fast_math", "-D__CUDA_NO", "-U__CUDA_NO")
+PORTABLE_FLAGS = [*CXX_FLAGS, "-mtune=generic"]  # of a wheel
 _NVCC_FLAGS = ["--fmad=false", "-lineinfo"]
 #: What nvcc and the choice of architectures read from the environment.
 _NVCC_VARIABLES = ("TORCH_CUDA_ARCH_LIST", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
@@ -53,36 +54,6 @@ class _DeepSpeedOp(NativeOp):
         if missing and verbose:
             self.warning(f"{self.NAME}: {'; '.join(missing)}")  # type: ignore[attr-defined]
         return not missing
-
-    def load(
-        self,
-        verbose: bool = False,
-        timeout_s: float = jit.BUILD_TIMEOUT_S,
-        beside: Callable[[], None] | None = None,
-    ) -> ModuleType:
-        """Load the op: the process's own copy, else the prebuilt one, else one built just in time.
-
-        Args:
-            verbose: Show the compiler's output while it builds.
-            timeout_s: How long to wait for another process that builds it.
-            beside: Called in the one process that builds it, before it compiles.
-        Raises:
-            BuildError: It cannot be built or loaded; names what is missing and the remedy.
-        """
-        return jit.load_once(self.NAME, functools.partial(self._load, verbose, timeout_s, beside))
-
-    def _load(self, verbose: bool, timeout_s: float, beside: Callable[[], None] | None) -> ModuleType:
-        module = self.load_finished()
-        if module is not None:
-            return module
-        self.require_tools()
-
-        def build() -> ModuleType:
-            if beside is not None:
-                beside()
-            return self.jit_load(verbose)
-
-        return jit.build_or_import(self.jit_name(), build, timeout_s)
 
     def jit_load(self, verbose: bool = False) -> ModuleType:
         """Compile and import through DeepSpeed, under the name that holds the key.
@@ -116,7 +87,7 @@ class GearBuilder(_DeepSpeedOp, CpuOp, CPUOpBuilder):
 
     def cxx_args(self) -> list[str]:
         """Flags for this machine in a JIT build, portable ones in a wheel; CPUOpBuilder's would add -g."""
-        return self.jit_flags() if self.jit_mode else [*CXX_FLAGS, "-mtune=generic"]
+        return self.jit_flags() if self.jit_mode else [*PORTABLE_FLAGS]
 
 
 class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
@@ -129,26 +100,21 @@ class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
 
         Minor versions of one major version are compatible; torch's own check only warns of them.
         """
-        missing = super().missing()
-        if torch.version.cuda is None:
-            return {
-                f"torch {torch.__version__} is built without CUDA": "install a CUDA build of torch",
-                **missing,
-            }
+        missing, cuda = super().missing(), torch.version.cuda
+        if cuda is None:
+            lack = f"torch {torch.__version__} is built without CUDA"
+            return {lack: "install a CUDA build of torch", **missing}
+        remedy = f"install the CUDA {cuda} toolkit"
         if not torch.cuda.is_available():
             missing["torch sees no CUDA device"] = "check the driver and CUDA_VISIBLE_DEVICES"
         if toolchain.hook_cuda_home() is None:
-            return {
-                **missing,
-                "no CUDA toolkit (nvcc)": f"install the CUDA {torch.version.cuda} toolkit, set CUDA_HOME",
-            }
-        remedy = f"install the CUDA {torch.version.cuda} toolkit"
+            return {**missing, "no CUDA toolkit (nvcc)": f"{remedy}, set CUDA_HOME"}
         try:
             major, minor = installed_cuda_version(self.NAME)
         except MissingCUDAException as error:
             return {**missing, " ".join(str(error).split()): remedy}
-        if str(major) != torch.version.cuda.partition(".")[0]:
-            missing[f"toolkit {major}.{minor} is not for torch's CUDA {torch.version.cuda}"] = remedy
+        if str(major) != cuda.partition(".")[0]:
+            missing[f"toolkit {major}.{minor} is not for torch's CUDA {cuda}"] = remedy
         return missing
 
     def require_tools(self) -> None:
@@ -195,6 +161,26 @@ class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
             cross_compile_archs = cross_compile_archs or _CUDA_ARCHITECTURES
         args: list[str] = super().compute_capability_args(cross_compile_archs)
         return args
+
+    def builder(self) -> Any:
+        """Describe the bindings to setuptools; the kernels, which only nvcc compiles, are linked with them.
+
+        torch may be built without CUDA: the bindings use its headers of the host alone. The runtime is
+        static, with hidden names, so that it is not mixed with the one that torch has loaded.
+        """
+        from torch.utils.cpp_extension import CppExtension
+
+        runtime = static_runtime()
+        # libtorch.so needs libtorch_cuda.so where torch has CUDA; a function of it is looked up lazily.
+        libraries = ["-Wl,-z,lazy", "-Wl,--no-as-needed", "-ltorch", "-lrt", "-ldl", "-lpthread"]
+        return CppExtension(  # type: ignore[no-untyped-call]
+            self.absolute_name(),
+            self.bindings(),
+            include_dirs=self.include_paths(),
+            extra_compile_args={"cxx": [*PORTABLE_FLAGS]},
+            extra_objects=[str(runtime)],
+            extra_link_args=[f"-Wl,--exclude-libs,{runtime.name}", *libraries],
+        )
 
 
 BUILDERS: dict[str, type[GearBuilder] | type[GearCudaBuilder]] = {

@@ -148,7 +148,13 @@ def build_or_import(name: str, build: Callable[[], ModuleType], timeout_s: float
         with suppress(OSError):
             if failure.stat().st_mtime_ns > asked_at:
                 raise BuildError(name, failure.read_text())
-        _discard(folder)
+        # A build that never finished is renamed: a compiler that outlived its killed parent writes there, not
+        # here.
+        dead = folder.with_suffix(f".dead-{os.getpid()}")
+        with suppress(FileNotFoundError):
+            folder.rename(dead)
+            shutil.rmtree(dead, ignore_errors=True)
+        folder.mkdir(mode=0o755, exist_ok=True)
         _say(f"building the native op {name} in {folder} (once; other processes wait)")
         started = time.monotonic()
         try:
@@ -162,18 +168,6 @@ def build_or_import(name: str, build: Callable[[], ModuleType], timeout_s: float
         (folder / _FINISHED).write_text(json.dumps({"bytes": library.stat().st_size}))
         _say(f"built {name} in {time.monotonic() - started:.0f} s")
         return module
-
-
-def _discard(folder: Path) -> None:
-    """Empty the folder of a build that never finished.
-
-    It is renamed first: a compiler that outlived its killed parent writes there, not here.
-    """
-    dead = folder.with_suffix(f".dead-{os.getpid()}")
-    with suppress(FileNotFoundError):
-        folder.rename(dead)
-        shutil.rmtree(dead, ignore_errors=True)
-    folder.mkdir(mode=0o755, exist_ok=True)
 
 
 def import_built(name: str) -> ModuleType | None:

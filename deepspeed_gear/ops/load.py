@@ -8,11 +8,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from types import ModuleType
+from typing import Any
 
 from ..errors import BuildError
-from .jit import BUILD_TIMEOUT_S, load_once, loaded
+from .jit import BUILD_TIMEOUT_S, loaded
 from .native_op import CpuOp, CudaOp
 
 #: Builds the kernels in a process of its own: two builds in one would share torch's and DeepSpeed's globals.
@@ -35,16 +35,8 @@ def load_native(timeout_s: float = BUILD_TIMEOUT_S, with_kernels: bool = False) 
     Raises:
         BuildError: No compiler, a compile error, or a wait that was too long; names the remedy.
     """
-    return load_once(CpuOp.NAME, partial(_load_cpu, timeout_s, with_kernels))
-
-
-def _load_cpu(timeout_s: float, with_kernels: bool) -> ModuleType:
-    module = CpuOp().load_finished()
-    if module is not None:
-        return module
-    with _without_accelerator_warning():
-        from .builder import GearBuilder
-    return GearBuilder().load(timeout_s=timeout_s, beside=start_kernels if with_kernels else None)
+    beside = start_kernels if with_kernels else None
+    return CpuOp().load(timeout_s=timeout_s, beside=beside, builder=lambda: _builder("GearBuilder"))
 
 
 def start_kernels() -> None:
@@ -80,22 +72,19 @@ def load_native_cuda(timeout_s: float = BUILD_TIMEOUT_S) -> ModuleType:
             no toolkit, or they do not compile.
     """
     op = CudaOp()
-    if loaded(op.NAME) is None and op.fitting()[0] is not None:
-        load_native(timeout_s)
-        return load_once(op.NAME, partial(_load_prebuilt, op))
+    is_prebuilt = op.fitting()[0] is not None
+    if not is_prebuilt:
+        op = _builder("GearCudaBuilder")
+        if loaded(op.NAME) is None and op.finished() is None:
+            op.require_tools()
+    load_native(timeout_s, with_kernels=not is_prebuilt)
+    return op.load(timeout_s=timeout_s)
+
+
+def _builder(name: str) -> Any:
     with _without_accelerator_warning():
-        from .builder import GearCudaBuilder
-    builder = GearCudaBuilder()
-    if loaded(builder.NAME) is None and builder.finished() is None:
-        builder.require_tools()
-    load_native(timeout_s, with_kernels=True)
-    return builder.load(timeout_s=timeout_s)
-
-
-def _load_prebuilt(op: CudaOp) -> ModuleType:
-    module = op.load_finished()
-    assert module is not None, "it is prebuilt"
-    return module
+        from . import builder
+    return getattr(builder, name)()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import os
 import platform
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -79,21 +79,48 @@ class NativeOp(ABC):
         """Return the name of the JIT build; it differs for every version of anything it depends on."""
         return f"{self.NAME}_{toolchain.short_key(self.key_parts())}"
 
+    def load(
+        self,
+        verbose: bool = False,
+        timeout_s: float = jit.BUILD_TIMEOUT_S,
+        beside: Callable[[], None] | None = None,
+        builder: Callable[[], Any] | None = None,
+    ) -> ModuleType:
+        """Load the op: the process's own copy, else the prebuilt one, else one built just in time.
+
+        Args:
+            verbose: Show the compiler's output while it builds.
+            timeout_s: How long to wait for another process that builds it.
+            beside: Called in the one process that builds it, before it compiles.
+            builder: Makes the DeepSpeed op builder that compiles it, where this is none.
+        Raises:
+            BuildError: It cannot be built or loaded; names what is missing and the remedy.
+        """
+
+        def load() -> ModuleType:
+            module = self.load_finished()
+            if module is not None:
+                return module
+            compiler: Any = self if builder is None else builder()
+            compiler.require_tools()
+
+            def build() -> ModuleType:
+                if beside is not None:
+                    beside()
+                module: ModuleType = compiler.jit_load(verbose)
+                return module
+
+            return jit.build_or_import(compiler.jit_name(), build, timeout_s)
+
+        return jit.load_once(self.NAME, load)
+
     def load_finished(self) -> ModuleType | None:
         """Import the prebuilt op, else a finished build; None where there is neither.
 
         Raises:
             BuildError: It cannot be loaded, or another copy of the package has registered the op.
         """
-        op = self.registered_op()
-        if op is not None:
-            raise BuildError(
-                "torch.ops.gear",
-                "is registered already by another copy of deepspeed_gear in this process",
-                op,
-                "start a new process, and import deepspeed_gear from one place only",
-            )
-        prebuilt, _ = self.prebuilt()
+        prebuilt, _ = self.fitting()
         if prebuilt is not None:
             return jit.import_file(self.absolute_name(), prebuilt)
         name = self.finished()
@@ -103,10 +130,6 @@ class NativeOp(ABC):
         """Return the name of the JIT build that can be loaded, None where one has to be made."""
         name = self.jit_name()
         return name if jit.is_built(name) else None
-
-    def registered_op(self) -> str | None:
-        """Return an op that exists before this builder loaded any; torch aborts if it is registered again."""
-        return None
 
     def require_tools(self) -> None:
         """Check what a build needs.
@@ -144,6 +167,10 @@ class NativeOp(ABC):
         ]
         return (None, f"prebuilt for {', '.join(differing)}") if differing else (found, "prebuilt")
 
+    def fitting(self) -> tuple[Path | None, str]:
+        """Find the op that was built with the wheel, if it fits the devices here; as `prebuilt`."""
+        return self.prebuilt()
+
     def prebuilt_record(self) -> dict[str, str]:
         """Return the record beside a prebuilt op, which must be equal where it is loaded."""
         versions = {**toolchain.abi(), "torch": toolchain.release(str(torch.__version__))}
@@ -164,8 +191,19 @@ class CpuOp(NativeOp):
         rest = sorted(set(self.csrc.glob("*/*.cpp")) - set(folder.glob("*.cpp")))
         return existing([folder / "library.cpp", folder / "module.cpp", *rest])
 
+    def load_finished(self) -> ModuleType | None:
+        op = self.registered_op()
+        if op is not None:
+            raise BuildError(
+                "torch.ops.gear",
+                "is registered already by another copy of deepspeed_gear in this process",
+                op,
+                "start a new process, and import deepspeed_gear from one place only",
+            )
+        return super().load_finished()
+
     def registered_op(self) -> str | None:
-        """Return an op of the namespace `gear`, whose schemas this library defines."""
+        """Return an op whose schema this library defines; torch aborts if it is registered again."""
         return next((n for n in torch._C._dispatch_get_all_op_names() if n.startswith("gear::")), None)
 
 
@@ -211,15 +249,11 @@ class CudaOp(NativeOp):
         The prebuilt ones load without a driver and with a torch that is built without CUDA, so that an image
         can be checked where it is made.
         """
-        found, _ = self.fitting()
-        if found is None:
-            name = self.finished()
-            return None if name is None else jit.import_built(name)
         # Functions resolve at their first call: a torch without CUDA lacks its CUDA stream.
         before = sys.getdlopenflags()
         sys.setdlopenflags(os.RTLD_LAZY | os.RTLD_LOCAL)
         try:
-            return jit.import_file(self.absolute_name(), found)
+            return super().load_finished()
         finally:
             sys.setdlopenflags(before)
 

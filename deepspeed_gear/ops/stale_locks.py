@@ -47,6 +47,10 @@ class StaleLock:
     unseen: str
     identity: tuple[int, int, int]
 
+    @property
+    def is_dead(self) -> bool:
+        return not self.unseen and self.age_s > _LEAST_AGE_S
+
 
 def find() -> list[StaleLock]:
     """Find locks in torch's folder of extensions that no visible process holds.
@@ -85,33 +89,29 @@ def remove() -> list[Path]:
     Returns:
         What was removed.
     """
-    first = find()
+    first, removed = find(), []
     for lock in first:
         if lock.unseen and lock.age_s > _LONG_BUILD_S:
             LOG.warning("gear: %s", as_error(lock))
-    if not any(map(_is_dead, first)):
+    dead = [lock for lock in first if lock.is_dead]
+    if not dead:
         return []
     try:
         with build_lock(build_folder("any").with_name(_GUARD), _GUARD_TIMEOUT_S):
-            return _remove_dead()
+            seen = {lock.identity for lock in find() if lock.is_dead}
+            if not seen:  # another process has removed them
+                return []
+            time.sleep(_SECOND_LOOK_S)
+            for lock in find():
+                if lock.identity in seen:
+                    # No process creates the file while it exists, and only its dead holder would remove it.
+                    lock.path.unlink(missing_ok=True)
+                    removed.append(lock.path)
+                    text = "gear: removed %s, made %.0f s ago by a build that has died"
+                    LOG.warning(text, lock.path, lock.age_s)
     except (BuildError, OSError) as error:  # this run may not need what that lock keeps from being built
-        for lock in filter(_is_dead, first):
+        for lock in dead:
             LOG.warning("gear: %s; it could not be removed: %s", as_error(lock), error)
-        return []
-
-
-def _remove_dead() -> list[Path]:
-    seen = {lock.identity for lock in find() if _is_dead(lock)}
-    if not seen:  # another process has removed them
-        return []
-    time.sleep(_SECOND_LOOK_S)
-    removed = []
-    for lock in find():
-        if lock.identity in seen:
-            # No process creates the file while it exists, and only its dead holder would remove it.
-            lock.path.unlink(missing_ok=True)
-            removed.append(lock.path)
-            LOG.warning("gear: removed %s, made %.0f s ago by a build that has died", lock.path, lock.age_s)
     return removed
 
 
@@ -122,10 +122,6 @@ def as_error(lock: StaleLock) -> BuildError:
         value += f" that can be seen ({lock.unseen})"
         remedy += ", if no process builds"
     return BuildError(str(lock.path), "must be held by a process that builds", value, remedy)
-
-
-def _is_dead(lock: StaleLock) -> bool:
-    return not lock.unseen and lock.age_s > _LEAST_AGE_S
 
 
 def _open_locks() -> tuple[set[tuple[int, int]], str]:

@@ -173,23 +173,24 @@ def workshop(tmp_path: Path, checkout: Path) -> Iterator[Workshop]:
 def test_the_name_changes_with_everything_that_changes_the_build(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    builder = GearBuilder()
+    assert CpuOp().jit_name() == GearBuilder().jit_name()
+    assert toolchain.deepspeed_version() == deepspeed.__version__
+    builder, second = GearBuilder(), workshop.csrc / "cpu" / "second.cpp"
     builder.csrc = workshop.csrc
+    changes: list[Callable[[], object]] = [
+        lambda: workshop.answer(2),
+        lambda: second.write_text("int Second() { return 2; }\n"),
+        lambda: second.rename(second.with_name("third.cpp")),
+        lambda: monkeypatch.setattr(torch, "__version__", "2.99.0+cpu"),
+        lambda: monkeypatch.setattr(builder, "jit_flags", lambda: ["-O1"]),
+        lambda: monkeypatch.setattr(toolchain, "cpu_features", lambda: "x86_64 sse2"),
+        lambda: monkeypatch.setattr(toolchain, "compiler_version", lambda: "c++ 99"),
+        lambda: monkeypatch.setattr(toolchain, "deepspeed_version", lambda: "0.99"),
+    ]
     names = [builder.jit_name()]
-    workshop.answer(2)
-    names.append(builder.jit_name())
-    (workshop.csrc / "cpu" / "second.cpp").write_text("int Second() { return 2; }\n")
-    names.append(builder.jit_name())
-    (workshop.csrc / "cpu" / "second.cpp").rename(workshop.csrc / "cpu" / "third.cpp")
-    names.append(builder.jit_name())
-    monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
-    names.append(builder.jit_name())
-    monkeypatch.setattr(builder, "jit_flags", lambda: ["-O1"])
-    names.append(builder.jit_name())
-    monkeypatch.setattr(toolchain, "cpu_features", lambda: "x86_64 sse2")
-    names.append(builder.jit_name())
-    monkeypatch.setattr(toolchain, "compiler_version", lambda: "c++ 99")
-    names.append(builder.jit_name())
+    for change in changes:
+        change()
+        names.append(builder.jit_name())
     assert len(set(names)) == len(names)
     # A change of the kernels must not rebuild the CPU op.
     (workshop.csrc / "cuda").mkdir()
@@ -260,22 +261,18 @@ def test_a_finished_build_of_the_kernels_is_taken_where_all_that_it_depends_on_a
     assert gpu.finished() is None
 
 
-def test_another_deepspeed_makes_another_build_of_the_cpu_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert toolchain.deepspeed_version() == deepspeed.__version__
-    name = GearBuilder().jit_name()
-    monkeypatch.setattr(toolchain, "deepspeed_version", lambda: "0.99")
-    assert GearBuilder().jit_name() != name
-    assert CpuOp().jit_name() == GearBuilder().jit_name()
-
-
 # The build
 
 
-def test_a_build_is_reused_and_a_changed_source_is_built_again(workshop: Workshop) -> None:
+def test_a_build_is_reused_as_long_as_it_is_whole_and_its_sources_are_the_same(workshop: Workshop) -> None:
     assert workshop.load() == "answer 1"
     assert len(workshop.compilations()) == 2
     assert workshop.load() == "answer 1"
     assert len(workshop.compilations()) == 2
+    library = workshop.built() / f"{workshop.built().name}.so"
+    library.write_bytes(library.read_bytes()[:1000])
+    assert workshop.load() == "answer 1", "a truncated library is built again"
+    assert len(workshop.compilations()) == 4
     workshop.answer(2)
     assert workshop.load() == "answer 2"
 
@@ -319,14 +316,12 @@ def test_the_kernels_are_built_where_they_will_be_used(
 ) -> None:
     module, beside = load.load_native(), []
 
-    def build(self: GearBuilder, **options: Any) -> ModuleType:
+    def build(self: CpuOp, **options: Any) -> ModuleType:
         beside.append(options["beside"])
         return module
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(jit, "_loaded", {})
-    monkeypatch.setattr(CpuOp, "load_finished", lambda self: None)
-    monkeypatch.setattr(GearBuilder, "load", build)
+    monkeypatch.setattr(CpuOp, "load", build)
     load_backend(backend)
     assert beside == [load.start_kernels if expected else None]
 
@@ -354,14 +349,6 @@ def test_a_killed_build_does_not_block_the_next(workshop: Workshop) -> None:
     assert [path.name for path in workshop.extensions.iterdir() if ".dead" in path.name] == []
 
 
-def test_a_truncated_library_is_built_again(workshop: Workshop) -> None:
-    assert workshop.load() == "answer 1"
-    library = workshop.built() / f"{workshop.built().name}.so"
-    library.write_bytes(library.read_bytes()[:1000])
-    assert workshop.load() == "answer 1"
-    assert len(workshop.compilations()) == 4
-
-
 def test_the_wait_for_another_build_is_bounded(workshop: Workshop) -> None:
     builder = workshop.start(GATE=str(workshop.gate))
     until(lambda: len(workshop.compilations()) >= 1)
@@ -371,17 +358,6 @@ def test_the_wait_for_another_build_is_bounded(workshop: Workshop) -> None:
     assert "after 0.3 s" in printed
     workshop.gate.touch()
     assert builder.finish() == "answer 1"
-
-
-def test_a_compile_error_shows_the_compilers_words(workshop: Workshop) -> None:
-    workshop.answer("no_such_name")
-    printed = workshop.load()
-    assert printed.startswith("error the native op gear failed to compile in ")
-    assert "no_such_name" in printed
-    assert "answer.h:1:" in printed
-    assert str(workshop.built()) in printed
-    workshop.answer(3)
-    assert workshop.load() == "answer 3"
 
 
 def has_open(pid: int, path: Path) -> bool:
@@ -394,7 +370,7 @@ def has_open(pid: int, path: Path) -> bool:
     return str(path.resolve()) in found
 
 
-def test_who_waits_for_a_failing_build_gets_its_error(workshop: Workshop) -> None:
+def test_a_compile_error_is_raised_here_and_where_that_build_is_waited_for(workshop: Workshop) -> None:
     workshop.answer("no_such_name")
     first = workshop.start(GATE=str(workshop.gate))
     until(lambda: len(workshop.compilations()) >= 1)
@@ -403,12 +379,17 @@ def test_who_waits_for_a_failing_build_gets_its_error(workshop: Workshop) -> Non
     lock = Path(f"{workshop.built()}.lock")
     until(lambda: has_open(second.pid, lock))
     workshop.gate.touch()
-    assert "no_such_name" in first.finish()
+    printed = first.finish()
+    assert printed.startswith(f"error the native op gear failed to compile in {workshop.built()}")
+    assert "answer.h:1:" in printed
+    assert "no_such_name" in printed
     compilations = len(workshop.compilations())
     printed = second.finish()
     assert "failed to build in another process" in printed
     assert "no_such_name" in printed
     assert len(workshop.compilations()) == compilations
+    workshop.answer(3)
+    assert workshop.load() == "answer 3"
 
 
 def test_without_a_compiler_the_remedy_is_named(workshop: Workshop) -> None:
@@ -438,14 +419,6 @@ def test_an_extensions_folder_that_cannot_be_made_is_named(workshop: Workshop, t
     printed = workshop.load(TORCH_EXTENSIONS_DIR=str(tmp_path / "file" / "below"))
     assert printed.startswith("error ")
     assert "set TORCH_EXTENSIONS_DIR to a folder" in printed
-
-
-def test_the_lock_serves_one_process_after_the_other(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    with jit.build_lock(path, 1.0):
-        assert f"pid {os.getpid()}" in path.read_text()
-    with jit.build_lock(path, 0.0):
-        assert path.exists()
 
 
 def test_a_build_that_others_can_write_is_not_loaded(workshop: Workshop) -> None:

@@ -32,21 +32,22 @@ def test_what_only_this_user_and_root_can_write_is_loaded(tmp_path: Path) -> Non
     jit.check_folders(library.parent.parent / "not_there")
 
 
+PLACES = pytest.mark.parametrize("up", [0, 1, 2], ids=["library", "build folder", "extensions folder"])
+
+
 @pytest.mark.parametrize("mode", [0o757, 0o777, 0o722])
-@pytest.mark.parametrize("up", [0, 1, 2], ids=["library", "build folder", "extensions folder"])
+@PLACES
 def test_what_others_can_write_is_refused(tmp_path: Path, up: int, mode: int) -> None:
     library = chain(tmp_path)
     path = [library, *library.parents][up]
     path.chmod(mode)
-    text = (
-        rf"{path} must not be writable by group or others: .*, got '{oct(mode)}'; chmod go-w {path}, or set"
-    )
+    text = rf"{path} must not be writable by group or others: .*, got '{oct(mode)}'; chmod go-w {path}, or"
     with pytest.raises(BuildError, match=text):
         jit.import_file("gear_0", library)
 
 
 @AS_ROOT
-@pytest.mark.parametrize("up", [0, 1, 2], ids=["library", "build folder", "extensions folder"])
+@PLACES
 def test_what_belongs_to_another_user_is_refused(tmp_path: Path, up: int) -> None:
     library = chain(tmp_path)
     path = [library, *library.parents][up]
