@@ -32,7 +32,7 @@ from deepspeed_gear.ops.reference.priorities import (
     importance_,
     is_priority,
     mass_of,
-    minima_update_,
+    minima_build_,
     prioritize_,
     resolve_rows_,
     updates_of,
@@ -44,53 +44,48 @@ from deepspeed_gear.ops.reference.select import (
     num_anchors,
     philox,
     resolve_,
-    tree_update_,
+    tree_build_,
 )
 
 _NO_STEP = [-1, 0, 0, -1, 0, 0]
 
 
-class _Changes:
-    """Items whose masses change, applied together; the last of equal ones wins.
+class _Items:
+    """The items of a table, a slot or a row each: their priorities, masses, and the trees above these."""
 
-    Args:
-        by_row: An item is a row; else a slot.
-    """
-
-    def __init__(self, state: Tensor, sums: Tensor, minima: Tensor, priorities: Tensor, by_row: bool) -> None:
-        self.state, self.sums, self.minima, self.priorities = state, sums, minima, priorities
-        self.by_row = by_row
-        self.masses: list[tuple[int, int]] = []  # item and mass
+    def __init__(
+        self, state: Tensor, trees: Sequence[Tensor], shape: Sequence[int], unit: int = MassUnit.TRAJECTORY
+    ) -> None:
+        self.state, (self.sums, self.minima, self.priorities) = state, trees
+        self.are_rows = len(self.priorities) > 0 and unit == MassUnit.STEP
+        self.masses = self.sums[: shape[0] if self.are_rows else shape[1]]
+        self.num_drawable = int((self.masses > 0).sum())
 
     def set(self, item: int, mass: int, bits: int) -> None:
-        self.masses.append((item, mass))
+        self.masses[item] = mass
         if len(self.priorities):
             self.priorities[item] = torch.tensor([bits]).to(torch.int32).view(torch.float32)[0]
 
     def clear(self, slots: Tensor, slot: int, num_steps: int) -> None:
         """Remove the trajectory of a slot from the table."""
         first = int(slots[slot, Slot.FIRST_ROW])
-        for item in range(first, first + num_steps) if self.by_row else [slot]:
+        for item in range(first, first + num_steps) if self.are_rows else [slot]:
             self.set(item, 0, 0)
         self.state[RingState.STEPS] -= num_steps
         slots[slot, Slot.STATE] = SlotState.FREE
 
-    def apply(self, num_items: int) -> None:
-        items, masses = torch.tensor(self.masses, dtype=torch.int64).reshape(-1, 2).unbind(1)
-        distinct = torch.unique(items)
-        before = (self.sums[distinct] > 0).sum()
-        tree_update_(self.sums, num_items, items, masses)
-        if len(self.minima) and len(items):
-            minima_update_(self.minima, self.sums, num_items, items)
-        self.state[RingState.COUNTS + UpdateCount.DRAWABLE] += (self.sums[distinct] > 0).sum() - before
+    def repair(self) -> None:
+        """Set the nodes above the masses that have changed, and count those that can be drawn."""
+        tree_build_(self.sums, len(self.masses))
+        if len(self.minima):
+            minima_build_(self.minima, self.sums, len(self.masses))
+        change = int((self.masses > 0).sum()) - self.num_drawable
+        self.state[RingState.COUNTS + UpdateCount.DRAWABLE] += change
 
-
-def _first_priority(
-    state: Tensor, priorities: Tensor, initial: int, alpha: int, most_bits: int
-) -> tuple[int, int]:
-    """Return the float32 bits of the priority of new items, and their mass; 0 without priorities."""
-    bits = initial if initial >= 0 else int(state[RingState.INITIAL])
-    return bits, int(mass_of(torch.tensor([bits]), alpha, most_bits)[0]) if len(priorities) else 0
+    def first_priority(self, initial: int, alpha: int, most_bits: int) -> tuple[int, int]:
+        """Return the float32 bits of the priority of new items, and their mass; 0 without priorities."""
+        bits = initial if initial >= 0 else int(self.state[RingState.INITIAL])
+        return bits, int(mass_of(torch.tensor([bits]), alpha, most_bits)[0]) if len(self.priorities) else 0
 
 
 def ring_add_(
@@ -122,7 +117,8 @@ def ring_add_(
     num_rows, num_slots, final_row, most_steps = shape
     if len(lengths) > num_slots or len(lengths) >= num_rows // (most_steps + final_row):
         raise ShapeError("lengths", "must fit, and one more, into the rows and slots", len(lengths))
-    bits, mass = _first_priority(state, priorities, initial, alpha, most_bits)
+    items = _Items(state, (sums, minima, priorities), shape, unit)
+    bits, mass = items.first_priority(initial, alpha, most_bits)
     head, following, tail = (int(state[word]) for word in (RingState.HEAD, RingState.NEXT, RingState.TAIL))
     old_next = following
     for i, steps in enumerate(lengths.tolist()):
@@ -135,28 +131,26 @@ def ring_add_(
         begin = head if at + rows <= num_rows else head - at + num_rows
         placed[i] = torch.tensor([following % num_slots, begin % num_rows, steps, following, begin])
         head, following = begin + rows, following + 1
-    by_row = len(priorities) > 0 and unit == MassUnit.STEP
-    changes = _Changes(state, sums, minima, priorities, by_row)
     while tail < old_next:
         slot = tail % num_slots
         if int(begins[slot]) + num_rows >= head and tail >= following - num_slots:
             break
-        changes.clear(slots, slot, int(slots[slot, Slot.NUM_STEPS]))
+        items.clear(slots, slot, int(slots[slot, Slot.NUM_STEPS]))
         tail += 1
     for slot, first, steps, number, begin in placed[placed[:, PlacedTrajectory.SLOT] >= 0].tolist():
         record = [SlotState.COMMITTED, number // num_slots, number, first, steps, steps + final_row, 0]
         slots[slot] = torch.tensor([*record, int(state[RingState.BATCH])])
         begins[slot] = begin
         state[RingState.STEPS] += steps
-        if by_row:
+        if items.are_rows:
             admitted = _anchors(rule, steps)
             row_slots[first : first + steps] = slot
             for step in range(steps):
-                changes.set(first + step, mass * (step in admitted), bits * (step in admitted))
+                items.set(first + step, mass * (step in admitted), bits * (step in admitted))
         else:
             own = int(masses_by_rule(rule, unit, torch.tensor(steps)))
-            changes.set(slot, mass if own and len(priorities) else own, bits if own else 0)
-    changes.apply(num_rows if by_row else num_slots)
+            items.set(slot, mass if own and len(priorities) else own, bits if own else 0)
+    items.repair()
     state[RingState.HEAD], state[RingState.NEXT], state[RingState.TAIL] = head, following, tail
 
 
@@ -210,8 +204,8 @@ def ring_extend_(
     if num_rows % num_envs or part < 2 * (most_steps + final_row) or num_slots < 2 * num_envs:
         rule_ = "must have rows for two longest trajectories, and two slots, of each environment"
         raise ShapeError("shape", rule_, list(shape))
-    by_row = len(priorities) > 0 and unit == MassUnit.STEP
-    bits, mass = _first_priority(state, priorities, initial, alpha, most_bits)
+    items = _Items(state, (sums, minima, priorities), shape, unit)
+    bits, mass = items.first_priority(initial, alpha, most_bits)
     following, tail = int(state[RingState.NEXT]), int(state[RingState.TAIL])
     stays = tail  # the first id that is not evicted
     for env in range(num_envs):
@@ -242,9 +236,8 @@ def ring_extend_(
             if owner[Slot.STATE] == SlotState.COMMITTED and 0 <= ahead < owner[Slot.NUM_ROWS]:
                 stays = max(stays, owner[Slot.ID] + 1)
     stays = max(stays, following - (num_slots - num_envs))
-    changes = _Changes(state, sums, minima, priorities, by_row)
     for slot in (number % num_slots for number in range(tail, stays)):
-        changes.clear(slots, slot, int(slots[slot, Slot.NUM_STEPS]))
+        items.clear(slots, slot, int(slots[slot, Slot.NUM_STEPS]))
     for env in range(num_envs):
         slot, row, _, number, first, step = placed[env].tolist()
         if slot < 0:
@@ -265,17 +258,17 @@ def ring_extend_(
         slots[slot, Slot.NUM_STEPS], slots[slot, Slot.NUM_ROWS] = steps, steps + final_row
         state[RingState.STEPS] += 1
         before, after = (int(masses_by_rule(rule, unit, torch.tensor(n))) for n in (step, steps))
-        if by_row:
+        if items.are_rows:
             old, new = _anchors(rule, step), _anchors(rule, steps)
             for anchor in sorted(old ^ new):
-                changes.set(first + anchor, mass * (anchor in new), bits * (anchor in new))
+                items.set(first + anchor, mass * (anchor in new), bits * (anchor in new))
         elif not len(priorities):
-            changes.set(slot, after, 0)
+            items.set(slot, after, 0)
         elif before == 0 or after == 0:
-            changes.set(slot, mass * (after > 0), bits * (after > 0))
+            items.set(slot, mass * (after > 0), bits * (after > 0))
         next_row = first - env * part + steps + final_row
         opened[env] = torch.tensor([0 if ended else steps, number, next_row, int(ended)])
-    changes.apply(num_rows if by_row else num_slots)
+    items.repair()
     state[RingState.NEXT], state[RingState.TAIL] = following, stays
 
 
@@ -295,19 +288,18 @@ def ring_remove_(
     Their rows and slots are used again when they would have been evicted. `removed` has the slot of each id,
     -1 where nothing was removed, or another of equal ids was. `shape` and `unit` are those of `ring_add_`.
     """
-    num_rows, num_slots, final_row, _ = shape
-    by_row = len(priorities) > 0 and unit == MassUnit.STEP
-    changes = _Changes(state, sums, minima, priorities, by_row)
+    _, num_slots, final_row, _ = shape
+    items = _Items(state, (sums, minima, priorities), shape, unit)
     removed.fill_(-1)
     for i, number in enumerate(ids.tolist()):
         slot = number % num_slots
         record = slots[slot].tolist()
         if number < 0 or record[Slot.STATE] != SlotState.COMMITTED or record[Slot.ID] != number:
             continue
-        changes.clear(slots, slot, record[Slot.NUM_ROWS] - final_row)
+        items.clear(slots, slot, record[Slot.NUM_ROWS] - final_row)
         slots[slot, Slot.NUM_STEPS] = 0
         removed[i] = slot
-    changes.apply(num_rows if by_row else num_slots)
+    items.repair()
 
 
 def ring_select_(
@@ -349,8 +341,7 @@ def ring_select_(
             resolve_rows_(one, sums, slots, row_slots, point, number)
         else:
             resolve_(one, sums, slots, point, rule, unit, seed, stream, number)
-    if len(weights):
-        _weigh(state, resolutions, weights, sums, minima, betas, draw, total)
+    _weigh(state, resolutions, weights, sums, minima, betas, draw, total)
     _advance(state, total, count)
 
 
@@ -374,14 +365,14 @@ def ring_select_limited_(
     mass to 0 before the next sample is drawn, with all nodes above. The last sample leaves masses as they
     are; all that are used up are for `ring_remove_`. The weights are of the masses after the last draw, their
     total is that before the first. Where fewer draws are left than samples, the batch has no samples, and
-    nothing but the state changes. Items are slots.
+    nothing but the state items. Items are slots.
     """
     seed, stream, _, _, stratified, _ = draw
-    num_items, count = shape[1], len(resolutions)
+    count = len(resolutions)
     if stratified or most < 1:
         raise ShapeError("draw", "must not be stratified, and most at least 1", [*draw, most])
     numbers, first_total = _numbers(state, count, draw), int(sums[-32:].sum())
-    left = (most - slots[:, Slot.TIMES_SAMPLED])[sums[:num_items] > 0].sum()
+    left = (most - slots[:, Slot.TIMES_SAMPLED])[sums[: shape[1]] > 0].sum()
     if first_total == 0 or left < count:
         _no_samples(state, resolutions, weights, numbers)
         return
@@ -392,11 +383,10 @@ def ring_select_limited_(
         slot = int(one[0, Resolution.SLOT])
         slots[slot, Slot.TIMES_SAMPLED] += 1
         if slots[slot, Slot.TIMES_SAMPLED] >= most and i + 1 < count:
-            used_up = _Changes(state, sums, minima, torch.zeros(0), by_row=False)
-            used_up.set(slot, 0, 0)
-            used_up.apply(num_items)
-    if len(weights):
-        _weigh(state, resolutions, weights, sums, minima, betas, draw, first_total)
+            items = _Items(state, (sums, minima, torch.zeros(0)), shape)
+            items.set(slot, 0, 0)
+            items.repair()
+    _weigh(state, resolutions, weights, sums, minima, betas, draw, first_total)
     _advance(state, first_total, count)
 
 
@@ -477,7 +467,9 @@ def _weigh(
     draw: Sequence[int],
     total: int,
 ) -> None:
-    """Compute the weights of samples."""
+    """Compute the weights of samples, unless there are none to compute."""
+    if not len(weights):
+        return
     beta = int(betas[min(int(state[RingState.BATCH]), len(betas) - 1)])
     numerator, divisor, normalize = total, int(state[RingState.COUNTS + UpdateCount.DRAWABLE]), draw[5]
     if normalize == Normalize.BATCH:
