@@ -104,15 +104,26 @@ def pack(lengths: list[int], rows: int, part: slice | None = None) -> MicroBatch
     )
 
 
-def difference(model: Any, micro: MicroBatch, inputs: dict[str, Any]) -> float:
-    """Return how far logits of the pack are from those of each trajectory alone, relative to the largest."""
-    most = 0.0
+def alone(model: Any, micro: MicroBatch) -> list[Tensor]:
+    """Return the logits of each trajectory of a pack alone."""
+    tokens = micro["tokens"][:, : micro.num_tokens].split(micro.lengths.tolist(), 1)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # compiling flex attention takes long
-        packed = model(**inputs).logits[0]
-        ends = micro.lengths.cumsum(0).tolist()
-        for begin, end in zip([0, *ends], ends, strict=False):
-            alone = model(input_ids=micro["tokens"][:, begin:end], use_cache=False).logits[0]
-            most = max(most, float((packed[begin:end] - alone).abs().max() / alone.abs().max()))
+        return [model(input_ids=part, use_cache=False).logits[0] for part in tokens]
+
+
+def difference(
+    model: Any, micro: MicroBatch, inputs: dict[str, Any], wanted: list[Tensor] | None = None
+) -> float:
+    """Return how far logits of the pack are from those of each trajectory alone, relative to the largest.
+
+    Args:
+        wanted: What `alone` returned for the same weights; None: it is called.
+    """
+    wanted, most = wanted or alone(model, micro), 0.0
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        packed = model(**inputs).logits[0][: micro.num_tokens].split(micro.lengths.tolist())
+    for logits, expected in zip(packed, wanted, strict=True):
+        most = max(most, float((logits - expected).abs().max() / expected.abs().max()))
     return most
 
 
