@@ -15,6 +15,7 @@ import torch
 from deepspeed_gear.batching.batch import Batch, LentTensors
 from deepspeed_gear.batching.prefetcher import Prefetcher
 from deepspeed_gear.checkpoint.position import LoaderPosition, after, batches, start
+from deepspeed_gear.config.cross_checks import SPLITS
 from deepspeed_gear.distributed.batch_barrier import NO_DIGEST, BatchBarrier
 from deepspeed_gear.errors import CheckpointError, ConfigError, EmptyTableError, NotReadyError, StoreError
 from deepspeed_gear.ops.records import Resolution
@@ -222,6 +223,9 @@ class Evaluation:
         return sum(-(-stream.num_items // stream.spec.batch) for stream in self._streams(split))
 
     def _streams(self, split: str) -> list[BatchStream]:
+        if self._parts.plan.config.pack is not None:
+            rule = "must not be given where splits are iterated over: their batches are windows"
+            raise ConfigError("gear.pack", rule, None, SPLITS)
         by_table = self._parts.streams.values()
         found = [streams[split] for streams in by_table if split in streams]
         if not found or split == TRAIN:

@@ -18,7 +18,6 @@ from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig
-from deepspeed_gear.config.cross_checks import SPLITS
 from deepspeed_gear.distributed.gradient_divisor import gradient_divisor
 from deepspeed_gear.distributed.resolved_plan import resolve_plan
 from deepspeed_gear.distributed.topology import RankCoordinates
@@ -525,16 +524,9 @@ class Replay(ReplayBase):
         return barrier.agree(action, self._windows.take_digest)
 
     def _begin_pass(self, split: str) -> Iterator[Batch]:
-        self._refuse_splits()
         return self._passes.batches(split, self._check_open)
 
-    def _refuse_splits(self) -> None:
-        if self._rollouts is not None:
-            rule = "must not be given where splits are iterated over: their batches are windows"
-            raise ConfigError("gear.pack", rule, None, SPLITS)
-
     def _num_batches(self, split: str) -> int:
-        self._refuse_splits()
         return self._passes.num_batches(split)
 
     # ---- priorities ------------------------------------------------------------------------------

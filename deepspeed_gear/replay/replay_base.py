@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -118,7 +119,7 @@ class ReplayBase(ProcessBound, ABC):
         """
         self._check_reads()
         arguments.one_of("stream", stream, str, "a name")
-        return self._endless() if stream == TRAIN else self._begin_pass(stream)
+        return (self.sample() for _ in count()) if stream == TRAIN else self._begin_pass(stream)
 
     def num_batches(self, stream: str) -> int:
         """Return the number of batches of each rank in one pass over a split.
@@ -128,10 +129,6 @@ class ReplayBase(ProcessBound, ABC):
         """
         self._check_open()
         return self._num_batches(arguments.one_of("stream", stream, str, "a name"))
-
-    def _endless(self) -> Iterator[Batch]:
-        while True:
-            yield self.sample()
 
     @abstractmethod
     def _begin_pass(self, split: str) -> Iterator[Batch]: ...
