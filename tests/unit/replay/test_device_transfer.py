@@ -6,12 +6,13 @@ a busy stream is, only when a test says so.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from device_stub import DEVICE, DeviceStub, DeviceTensor
@@ -39,6 +40,7 @@ FIELDS = {
     "timestep": WINDOW,
     "return_to_go": WINDOW,
 }
+GOAL = {"column": "desired", "hindsight": "achieved"}
 GOALS = Schema([*SCHEMA, Column("desired", "float32", (3,)), Column("achieved", "float32", (3,))])
 STEPS = {"kind": "uniform", "unit": "step"}
 
@@ -80,13 +82,20 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateLane]:
     lane.end()
 
 
+def row(number: int, steps: int, **flags: bool) -> dict[str, Any]:
+    goals = np.arange(steps)[:, None] + np.array([0.0, 100.0 * number, 1000.0])
+    return {**trajectory(number, steps, **flags), "desired": -goals, "achieved": goals}
+
+
 def online(way: str, device: Any = "cpu", **options: Any) -> Replay:
     given = {"fields": FIELDS, "batch_size": 8, "n_step": {"n": 1, "gamma": 1.0}, "transfer": {"way": way}}
+    if "hindsight" in options:
+        del given["n_step"]
     section = config_of(**{**given, **options})
-    replay = Replay(section, schemas=dict.fromkeys(section["tables"], SCHEMA), device=device)
+    replay = Replay(section, schemas=dict.fromkeys(section["tables"], GOALS), device=device)
     for number, steps in enumerate([1, 4, 9, 20]):
         for table in replay.tables:
-            replay.add(trajectory(number, steps, terminated=number % 2 == 0), table)
+            replay.add(row(number, steps, terminated=number % 2 == 0), table)
     return replay
 
 
@@ -94,17 +103,6 @@ def assert_same(got: Batch, expected: Batch) -> None:
     assert got == expected
     assert same(got, expected)
     assert torch.equal(got.goal_step, expected.goal_step)
-
-
-def compare(make: Callable[[str], Replay], way: str, count: int = 9) -> None:
-    """Compare batches by a way with those that the host gathers in place."""
-    found: dict[str, list[Batch]] = {}
-    for chosen in (way, "auto"):
-        with make(chosen) as replay:
-            assert ("transfer" in replay.statistics()) == (chosen != "auto")
-            found[chosen] = take(replay, count)
-    for got, expected in zip(found[way], found["auto"], strict=True):
-        assert_same(got, expected)
 
 
 PRIORITIZED = {"kind": "prioritized", "alpha": 0.6, "beta": 0.4, "unit": "step"}
@@ -123,25 +121,18 @@ MIXTURE = {
         {"n_step": {"n": 2, "gamma": 0.5}, "prefetch": 2, "gradient_accumulation_steps": 2},
         {"n_step": {"n": 1, "gamma": 1.0}, "sampler": PRIORITIZED},
         {"n_step": {"n": 3, "gamma": 0.9}, "prefetch": 1, **MIXTURE},
+        {"hindsight": {}, "fields": {"goal": GOAL, "action": WINDOW}},
     ],
-    ids=["plain", "prefetch", "prioritized", "mixture"],
+    ids=["plain", "prefetch", "prioritized", "mixture", "hindsight"],
 )
 def test_every_way_gives_the_same_batches(way: str, options: dict[str, Any]) -> None:
-    compare(lambda chosen: online(chosen, **options), way)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_goals_of_hindsight(way: str) -> None:
-    def make(chosen: str) -> Replay:
-        fields = {"goal": {"column": "desired", "hindsight": "achieved"}, "action": WINDOW}
-        section = config_of(fields=fields, batch_size=16, hindsight={}, transfer={"way": chosen})
-        replay = Replay(section, schemas={"main": GOALS})
-        for number in range(4):
-            rows = torch.arange(9.0)[:, None] + torch.tensor([0.0, 100.0 * number, 1000.0])
-            replay.add({**trajectory(number, 9), "desired": -rows.numpy(), "achieved": rows.numpy()})
-        return replay
-
-    compare(make, way)
+    found: dict[str, list[Batch]] = {}
+    for chosen in (way, "auto"):
+        with online(chosen, **options) as replay:
+            assert ("transfer" in replay.statistics()) == (chosen != "auto")
+            found[chosen] = take(replay, 9)
+    for got, expected in zip(found[way], found["auto"], strict=True):
+        assert_same(got, expected)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -279,13 +270,11 @@ def test_what_is_staged_is_read_when_the_call_returns() -> None:
 
 def blocks(action: Callable[[], Any], release: Callable[[], None]) -> None:
     """Check that an action in a thread waits until the device is released."""
-    thread = threading.Thread(target=action, daemon=True)
-    thread.start()
-    thread.join(0.2)
-    assert thread.is_alive()
-    release()
-    thread.join(20)
-    assert not thread.is_alive()
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(action)
+        assert not wait([done], 0.2).done
+        release()
+        done.result(20)
 
 
 def test_sampling_waits_for_the_device_only_when_the_ring_of_cuts_is_full(late: LateLane) -> None:
@@ -306,7 +295,7 @@ def test_adding_waits_until_the_device_has_read_what_goes(late: LateLane) -> Non
         late.is_late = True
         drawn = set(replay.sample().trajectory_id.tolist())
         assert drawn == {0, 1, 2, 3}
-        blocks(lambda: replay.add(trajectory(9, 9)), late.finish)
+        blocks(lambda: replay.add(row(9, 9)), late.finish)
         assert 4 in replay.sample().trajectory_id.tolist()
         late.end()
 
@@ -318,10 +307,10 @@ def test_a_full_table_waits_for_what_the_device_still_reads(late: LateLane) -> N
         late.is_late = True
         assert 3 in replay.sample().trajectory_id
         replay.remove([3])
-        blocks(lambda: replay.add(trajectory(9, 20)), late.end)
+        blocks(lambda: replay.add(row(9, 20)), late.end)
         assert len(replay) == 4
         with pytest.raises(StoreFullError):
-            replay.add(trajectory(9, 20))
+            replay.add(row(9, 20))
 
 
 def test_closing_waits_for_the_device(late: LateLane) -> None:
