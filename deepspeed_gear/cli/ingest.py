@@ -52,25 +52,8 @@ def run(args: argparse.Namespace) -> int:
     from deepspeed_gear.data.ingest import ingest, open_source
 
     check_destination(Path(args.dest), args.overwrite)
-    columns = parse_columns(args.columns)
-    dataset = ingest(
-        [open_source(path, args.format, columns, args.max_expansion) for path in args.source],
-        args.dest,
-        split=parse_split(args.split),
-        allow_nan=args.allow_nan,
-        overwrite=args.overwrite,
-        progress=not args.quiet,
-        split_by_flags=args.split_by_flags,
-    )
-    size = show_bytes(dataset.num_bytes)
-    print(f"{dataset.path}: {len(dataset):,} trajectories, {dataset.num_steps:,} steps, {size}")
-    return 0
-
-
-def parse_split(options: list[str]) -> dict[str, float]:
-    """Read `NAME=SHARE` options; raise ConfigError if one is malformed or named twice."""
     split: dict[str, float] = {}
-    for option in options:
+    for option in args.split:
         name, _, share = option.partition("=")
         try:
             value = float(share)
@@ -79,11 +62,19 @@ def parse_split(options: list[str]) -> dict[str, float]:
         if name in split:
             raise ConfigError("--split", "must name every part once", option)
         split[name] = value
-    return split
-
-
-def parse_columns(options: list[str] | None) -> list[str] | None:
-    """Return the patterns of all `--columns` options, or None without any."""
-    if options is None:
-        return None
-    return [pattern.strip() for option in options for pattern in option.split(",") if pattern.strip()]
+    columns = None
+    if args.columns is not None:
+        patterns = (pattern.strip() for option in args.columns for pattern in option.split(","))
+        columns = [pattern for pattern in patterns if pattern]
+    dataset = ingest(
+        [open_source(path, args.format, columns, args.max_expansion) for path in args.source],
+        args.dest,
+        split=split,
+        allow_nan=args.allow_nan,
+        overwrite=args.overwrite,
+        progress=not args.quiet,
+        split_by_flags=args.split_by_flags,
+    )
+    size = show_bytes(dataset.num_bytes)
+    print(f"{dataset.path}: {len(dataset):,} trajectories, {dataset.num_steps:,} steps, {size}")
+    return 0

@@ -13,15 +13,7 @@ from numpy.typing import NDArray
 
 from deepspeed_gear.checkpoint import position, save_folders
 from deepspeed_gear.cli import grid_of
-from deepspeed_gear.cli.inspect_distribution import (
-    GEAR,
-    LEVELS,
-    distribution,
-    newest_tag,
-    of_living,
-    of_saved,
-    saved_tables,
-)
+from deepspeed_gear.cli.inspect_distribution import LEVELS, distribution, find_saves, of_living, of_saved
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import SCHEMA_FILE
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
@@ -58,11 +50,8 @@ def run(args: argparse.Namespace) -> int:
         _refuse_verify(args)
         document, lines = describe_living(args.living or None)
     else:
-        folder = newest_tag(Path(args.dest))
-        held_in = next(
-            (one for one in (folder, folder / GEAR) if (one / save_folders.POSITION).is_file()), None
-        )
-        tables = saved_tables(folder)
+        folder = Path(args.dest)
+        held_in, tables = find_saves(folder)
         if held_in is not None or tables:
             _refuse_verify(args)
             document, lines = describe_saved(held_in, tables)

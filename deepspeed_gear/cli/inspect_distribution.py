@@ -24,7 +24,7 @@ from deepspeed_gear.store.live_stores import LiveStore
 from deepspeed_gear.store.step_priorities import rows_of
 
 TRAIN = "stream/train/"
-GEAR = "gear"  # folder of an engine's checkpoint, in that of its tag
+_GEAR = "gear"  # folder of an engine's checkpoint, in that of its tag
 _LATEST = "latest"  # file beside the tags, with the name of the newest
 _SHARES = (0.01, 0.1)
 LEVELS = (0.1, 0.5, 0.9)  # quantiles of values of trajectories
@@ -171,24 +171,25 @@ def _admitted_steps(slots: np.ndarray, anchors: list[int]) -> tuple[np.ndarray, 
 # ---- saved ---------------------------------------------------------------------------------------
 
 
-def newest_tag(folder: Path) -> Path:
-    """Return the folder of an engine's latest tag if `folder` holds checkpoints of an engine, else itself."""
+def find_saves(folder: Path) -> tuple[Path | None, list[Path]]:
+    """Return the folders of a checkpoint's position, None without one, and of its saved tables.
+
+    Args:
+        folder: Of an engine's checkpoints, of which the latest tag is taken; of a tag, its gear folder or a
+            table.
+    """
     latest = folder / _LATEST
-    if not latest.is_file():
-        return folder
-    tag = folder / latest.read_text().strip()
-    if not tag.is_dir():
-        raise CheckpointError(
-            str(latest), "must name a folder beside it", tag.name, "take another checkpoint"
-        )
-    return tag
-
-
-def saved_tables(folder: Path) -> list[Path]:
-    """Return the folders of saved tables in a checkpoint's tag, its gear folder, or a table's own."""
+    if latest.is_file():
+        folder /= latest.read_text().strip()
+        if not folder.is_dir():
+            raise CheckpointError(
+                str(latest), "must name a folder beside it", folder.name, "take another checkpoint"
+            )
     if save_folders.manifests_in(folder):
-        return [folder]
-    return [table for one in (folder, folder / GEAR) for table in save_folders.newest_tables(one)]
+        return None, [folder]
+    folders = (folder, folder / _GEAR)
+    position = next((one for one in folders if (one / save_folders.POSITION).is_file()), None)
+    return position, [table for one in folders for table in save_folders.newest_tables(one)]
 
 
 def of_saved(folder: Path) -> Distribution:

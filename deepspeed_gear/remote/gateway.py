@@ -50,13 +50,9 @@ _MOST_CALLS = 1024  # including calls that wait for a worker; gRPC refuses more,
 
 @dataclass(frozen=True)
 class Certificate:
-    """A TLS certificate and its private key, in PEM.
+    """A TLS certificate and its private key, in PEM."""
 
-    Args:
-        chain: The certificate, and those between it and the root.
-    """
-
-    chain: bytes
+    chain: bytes  # the certificate, and those between it and the root
     key: bytes
 
     @classmethod
@@ -312,11 +308,7 @@ class Gateway:
             raise ConfigError("--max-message", rule, max_message_bytes / (1 << 20))
 
     def run(self, is_over: Callable[[], bool] = lambda: False) -> GearError:
-        """Serve until the run ends or `is_over` returns True; return why it ended.
-
-        Args:
-            is_over: Whether the gateway is to end.
-        """
+        """Serve until the run ends or `is_over` returns True; return why it ended."""
         while self.sessions.error is None:
             time.sleep(_POLL_S)
             try:
@@ -328,7 +320,6 @@ class Gateway:
                 self.sessions.end(StoreError("the gateway", "must run", None, "its end was requested"))
         wait_until(lambda: self.sessions.all_notified, _END_S, 0.02)
         self.shutdown()
-        self.sessions.close()
         self._writer.close()
         return self.sessions.error
 
@@ -336,6 +327,7 @@ class Gateway:
         """Accept no more calls, and end those that are not answered within 3 s; safe to call twice."""
         self._server.stop(_END_S).wait()
         self._workers.shutdown()
+        self.sessions.close()
 
     # ---- calls -----------------------------------------------------------------------------------
 

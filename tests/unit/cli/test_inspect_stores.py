@@ -21,7 +21,7 @@ from warm_python import PIPE, WarmProcess
 
 from deepspeed_gear import DeviceReplay, Replay
 from deepspeed_gear.cli import inspect
-from deepspeed_gear.cli.inspect_distribution import Distribution, of_living, of_saved, saved_tables
+from deepspeed_gear.cli.inspect_distribution import Distribution, find_saves, of_living, of_saved
 from deepspeed_gear.errors import CheckpointError, ConfigError, StoreError, show_bytes
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.live_stores import LiveStore, living_stores
@@ -148,7 +148,7 @@ def test_a_store_of_each_sampler(name: str, tmp_path: Path, capsys: pytest.Captu
         left = masses.leaves[rows_of(table.slots[slots])[0] if by_steps else slots]
         replay.save(tmp_path / "evicted")
     for folder in (tmp_path / "tag", gear, gear / "main"):
-        assert saved_tables(folder) == [gear / "main"]
+        assert find_saves(folder)[1] == [gear / "main"]
     found = of_saved(gear / "main")
     assert (found.num_trajectories, found.num_steps) == (5, sum(LENGTHS) - 2)
     check(found, known)
@@ -163,7 +163,7 @@ def test_a_store_of_each_sampler(name: str, tmp_path: Path, capsys: pytest.Captu
     shutil.copytree(gear / "main", shards)
     into_shards(shards, 3, by_steps)
     for folder in (tmp_path / "shards", shards.parent, shards):
-        assert saved_tables(folder) == [shards]
+        assert find_saves(folder)[1] == [shards]
     assert of_saved(shards).summary() == found.summary()
     assert run(str(tmp_path / "shards")) == 0
     assert "  trajectories  5\n" in capsys.readouterr().out

@@ -281,7 +281,6 @@ def _gateway(replay: Replay, **options: Any) -> Iterator[Gateway]:
         made = Gateway(writer, TOKEN, **options)
         yield made
         made.shutdown()
-        made.sessions.close()
 
 
 WRITES = """
