@@ -17,12 +17,14 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
+from gear_support import ROOT
+from process_support import environment
+from warm_python import run_warm
 
 from deepspeed_gear.batching.transfer import device_gather
 from deepspeed_gear.ops import load_backend
 
 LONG = pytest.mark.skipif(os.environ.get("GEAR_LONG_TESTS") != "1", reason="long: GEAR_LONG_TESTS=1")
-Run = Callable[..., subprocess.CompletedProcess[str]]
 Load = Callable[[str], ModuleType]
 
 
@@ -33,17 +35,22 @@ def load(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> Load:
     return importlib.import_module
 
 
-def rows_of(run_python: Run, path: Path, script: str, *arguments: str) -> list[dict[str, Any]]:
-    """Run a benchmark as its user does and return its rows."""
-    result = run_python(f"benchmarks/{script}.py", "--quick", "--json", str(path), *arguments)
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a benchmark as its user does, in a process that has imported torch."""
+    return run_warm(str(ROOT / "benchmarks" / f"{script}.py"), *arguments, env=environment(), cwd=ROOT)
+
+
+def rows_of(path: Path, script: str, *arguments: str) -> list[dict[str, Any]]:
+    """Return the rows of a quick run of a benchmark."""
+    result = run(script, "--quick", "--json", str(path), *arguments)
     assert result.returncode == 0, result.stderr
     document = json.loads(path.read_text())
     assert {"commit", "date", "command", "machine", "versions", "disturbance", "rows"} <= set(document)
     return list(document["rows"])
 
 
-def test_gather_runs(run_python: Run, tmp_path: Path) -> None:
-    rows = rows_of(run_python, tmp_path / "gather.json", "gather", "--ranks", "2")
+def test_gather_runs(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path / "gather.json", "gather", "--ranks", "2")
     assert {row["what"] for row in rows} == {"op", "sample", "index_select", "two_ranks"}
     windows = {("W1", "whole"), ("W1", "100"), ("W1", "20"), ("W3", "frames")}
     assert {(row["workload"], row["window"]) for row in rows} == windows
@@ -53,15 +60,15 @@ def test_gather_runs(run_python: Run, tmp_path: Path) -> None:
         assert row["ratio"] == pytest.approx(row["ms"] / row["limit_ms"], rel=1.0)
 
 
-def test_scale_runs(run_python: Run, tmp_path: Path) -> None:
-    rows = rows_of(run_python, tmp_path / "scale.json", "scale")
+def test_scale_runs(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path / "scale.json", "scale")
     assert [(row["nodes"], row["samples"]) for row in rows] == [(1, 8), (2, 16), (4, 32)]
     for row in rows[1:]:
         assert {"begin: record, status", "own samples, owners", "rest"} <= set(row["parts_ms"])
 
 
-def test_select_runs(run_python: Run, tmp_path: Path) -> None:
-    rows = rows_of(run_python, tmp_path / "selection.json", "selection", "--ranks", "2")
+def test_select_runs(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path / "selection.json", "selection", "--ranks", "2")
     mine = [row for row in rows if row["what"] == "batch" and row["system"] == "gear"]
     wanted = [(sampler, size) for sampler in ("prioritized", "uniform") for size in (256, 4096)]
     assert [(row["sampler"], row["B"]) for row in mine] == wanted
@@ -76,17 +83,17 @@ def test_select_runs(run_python: Run, tmp_path: Path) -> None:
 PARTS_OF_INGEST = ("inference", "add", "steps", "reader")
 
 
-def test_ingest_runs(run_python: Run, tmp_path: Path) -> None:
+def test_ingest_runs(tmp_path: Path) -> None:
     parts = PARTS_OF_INGEST if os.environ.get("GEAR_LONG_TESTS") else ("add",)
-    rows = rows_of(run_python, tmp_path / "ingest.json", "ingest", "--parts", *parts)
+    rows = rows_of(tmp_path / "ingest.json", "ingest", "--parts", *parts)
     added = [row for row in rows if row["what"] == "add"]
     assert len(added) == 2
     for row in added:
         assert row["mb_per_s"] == pytest.approx(row["adds_per_s"] * row["bytes"] / 1e6)
 
 
-def test_fixed_cost_runs(run_python: Run, tmp_path: Path) -> None:
-    rows = rows_of(run_python, tmp_path / "fixed.json", "fixed_cost")
+def test_fixed_cost_runs(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path / "fixed.json", "fixed_cost")
     parts, calls = ([row for row in rows if key in row] for key in ("part", "call"))
     assert {"the op: gather_", "the selection, in one native call"} < {row["part"] for row in parts}
     assert all(row["warm_us"] > 0 and row["cold_us"] > 0 for row in parts)
@@ -94,8 +101,8 @@ def test_fixed_cost_runs(run_python: Run, tmp_path: Path) -> None:
     assert all(row["us"] > 0 for row in calls)
 
 
-def test_adding_runs(run_python: Run, tmp_path: Path) -> None:
-    rows = rows_of(run_python, tmp_path / "adding.json", "adding")
+def test_adding_runs(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path / "adding.json", "adding")
     assert {row["system"] for row in rows} >= {"numpy ring", "gear", "gear, published"}
     assert all(row["step_us"] > 0 for row in rows)
 
@@ -113,7 +120,7 @@ for _ in range(int(options["--total-timesteps"]) // envs.num_envs):
 """
 
 
-def test_lean_runs(run_python: Run, tmp_path: Path) -> None:
+def test_lean_runs(tmp_path: Path) -> None:
     """With a program in the place of a peer's that only acts."""
     pytest.importorskip("gymnasium", reason="the examples act in its environments")
     (tmp_path / "cleanrl").mkdir()
@@ -122,13 +129,13 @@ def test_lean_runs(run_python: Run, tmp_path: Path) -> None:
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "peer"]):
         subprocess.run([*git, *command], check=True)
     options = ("--algorithms", "ppo", "--cleanrl", str(tmp_path))
-    gear, peer = rows_of(run_python, tmp_path / "lean.json", "lean", *options)
+    gear, peer = rows_of(tmp_path / "lean.json", "lean", *options)
     assert (gear["system"], peer["system"]) == ("gear", "CleanRL")
     assert 0 < gear["steps_per_cpu_s"] < peer["steps_per_cpu_s"], "which learns nothing"
     versions = json.loads((tmp_path / "lean.json").read_text())["peers"]
     assert versions["torch"] == torch.__version__
     assert len(versions["CleanRL"]) == 40
-    result = run_python("benchmarks/lean.py", "--lean", str(tmp_path))
+    result = run("lean", "--lean", str(tmp_path))
     assert result.returncode == 2
     assert "must be a checkout of LeanRL" in result.stderr
 
@@ -175,9 +182,9 @@ GPU_FIGURES = {
 }
 
 
-def test_gpu_runs_without_a_gpu(run_python: Run, tmp_path: Path) -> None:
+def test_gpu_runs_without_a_gpu(tmp_path: Path) -> None:
     """All of its code but what needs CUDA: events, graphs, streams, the registration."""
-    rows = rows_of(run_python, tmp_path / "gpu.json", "gpu", "--device", "cpu")
+    rows = rows_of(tmp_path / "gpu.json", "gpu", "--device", "cpu")
     assert {row["figure"] for row in rows} == GPU_FIGURES
     document = json.loads((tmp_path / "gpu.json").read_text())
     assert document["device"]["name"] == "cpu"
@@ -220,8 +227,8 @@ def test_gpu_measures_host_memory_as_a_replay_reads_it(load: Load, monkeypatch: 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_gpu_says_that_there_is_none(run_python: Run) -> None:
-    result = run_python("benchmarks/gpu.py")
+def test_gpu_says_that_there_is_none() -> None:
+    result = run("gpu")
     assert result.returncode == 2
     assert "sees no CUDA device" in result.stderr
 
@@ -241,16 +248,16 @@ def test_a_figure_that_fails_is_a_row(load: Load, capsys: pytest.CaptureFixture[
 
 
 @LONG
-def test_memory_runs(run_python: Run, tmp_path: Path) -> None:
-    store, ranks = rows_of(run_python, tmp_path / "memory.json", "memory")
+def test_memory_runs(tmp_path: Path) -> None:
+    store, ranks = rows_of(tmp_path / "memory.json", "memory")
     assert store["holds"]
     assert store["store_bytes"] > store["payload_bytes"]
     assert ranks["holds"]
     assert ranks["shared_bytes_1"] >= store["payload_bytes"]
 
 
-def test_starvation_runs(run_python: Run, tmp_path: Path) -> None:
-    rows = rows_of(run_python, tmp_path / "starvation.json", "starvation")
+def test_starvation_runs(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path / "starvation.json", "starvation")
     assert len(rows) == 4
     assert all(row["holds"] and row["starved"] == 0 for row in rows)
 

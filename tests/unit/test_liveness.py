@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from deepspeed_gear.store.memory_layout import MAGIC
 from deepspeed_gear.store.shared_memory import SharedMemory, remove_garbage
 
 
-def killed_with_a_living_child(hold: Callable[[], Any]) -> int:
-    """Run `hold` in a process that forks a child and is killed; return the child."""
+@contextmanager
+def left_by_the_killed(hold: Callable[[], Any]) -> Iterator[None]:
+    """Run `hold` in a process that forks a child and is killed; the child lives on inside the block."""
     read, write = os.pipe()
 
     def run() -> None:
@@ -36,42 +38,35 @@ def killed_with_a_living_child(hold: Callable[[], Any]) -> int:
     os.close(read)
     os.close(write)
     kill(parent)
-    return child
+    yield
+    os.kill(child, signal.SIGKILL)
 
 
-def test_a_store(tmp_path: Path) -> None:
+def test_what_the_killed_have_held_is_free(tmp_path: Path) -> None:
+    """A store, the place of a data set's writer, and the folder of saves."""
     path = SHM / f"{prefix()}-forked"
 
-    def hold() -> SharedMemory:
+    def make_store() -> SharedMemory:
         memory = SharedMemory.create(4096, 0)
         memory.buffer[: len(MAGIC)] = MAGIC
         memory.link(path.name)
         return memory
 
-    child = killed_with_a_living_child(hold)
-    assert remove_garbage(prefix()) == [path]
-    os.kill(child, signal.SIGKILL)
-
-
-def test_the_writer_of_a_data_set(tmp_path: Path) -> None:
-    child = killed_with_a_living_child(lambda: DatasetWriter(tmp_path / "set", SCHEMA))
-    DatasetWriter(tmp_path / "set", SCHEMA).discard()
-    living = DatasetWriter(tmp_path / "set", SCHEMA)
-    with pytest.raises(DataError, match="must not be written by two at once"):
-        DatasetWriter(tmp_path / "set", SCHEMA)
-    living.discard()
-    os.kill(child, signal.SIGKILL)
-
-
-def test_the_folder_of_saves(tmp_path: Path) -> None:
-    def hold() -> FolderLocks:
+    def lock() -> FolderLocks:
         locks = FolderLocks()
         locks.acquire(tmp_path)
         return locks
 
-    child = killed_with_a_living_child(hold)
-    FolderLocks().acquire(tmp_path)
-    os.kill(child, signal.SIGKILL)
+    with left_by_the_killed(make_store):
+        assert remove_garbage(prefix()) == [path]
+    with left_by_the_killed(lambda: DatasetWriter(tmp_path / "set", SCHEMA)):
+        DatasetWriter(tmp_path / "set", SCHEMA).discard()
+        living = DatasetWriter(tmp_path / "set", SCHEMA)
+        with pytest.raises(DataError, match="must not be written by two at once"):
+            DatasetWriter(tmp_path / "set", SCHEMA)
+        living.discard()
+    with left_by_the_killed(lock):
+        lock()
 
 
 def test_a_child_keeps_the_number_and_the_files_of_its_own(tmp_path: Path) -> None:
