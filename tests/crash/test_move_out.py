@@ -44,10 +44,8 @@ class Episodes:
     def begin(self, ended: np.ndarray) -> None:
         for env in np.flatnonzero(ended).tolist():
             self._next += 1
-            is_long = self._next % 20 == 0
-            self.left[env] = (
-                self._random.integers(LONGEST - 9, LONGEST + 1) if is_long else self._random.integers(1, 9)
-            )
+            bounds = (LONGEST - 9, LONGEST + 1) if self._next % 20 == 0 else (1, 9)
+            self.left[env] = self._random.integers(*bounds)
             self.code[env] = self._next * 1000
 
     def rows(self) -> np.ndarray:
@@ -126,9 +124,7 @@ def test_death_while_a_trajectory_moves_out() -> None:
             check_rows(table)
             check_whole(table, [])
         replay.clear()
-        replay.add(
-            {"code": np.repeat(np.arange(3)[:, None], WIDE, 1), "again": np.zeros((2, WIDE), np.int64)}
-        )
+        replay.add({name: np.zeros((rows, WIDE), np.int64) for name, rows in (("code", 3), ("again", 2))})
         replay.clear()
         with table.lock:
             assert table.control[Control.FREE_ROWS] == table.spec.capacity_rows

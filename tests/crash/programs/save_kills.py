@@ -41,12 +41,7 @@ from deepspeed_gear.ops.records import Slot, SlotState
 TAG, MODEL = "tag", "mp_rank_00_model_states.pt"
 SECTION: dict[str, Any] = {
     "tables": {
-        "main": {
-            "capacity_steps": 40_000,
-            "capacity_trajectories": 4000,
-            "max_length": 30,
-            "remove": "fifo",
-        }
+        "main": {"capacity_steps": 40_000, "capacity_trajectories": 4000, "max_length": 30, "remove": "fifo"}
     },
     "sampler": {"kind": "prioritized", "unit": "step"},
     "fields": {"observation": {"offset": -3, "length": 4}, "code": {}},
@@ -58,9 +53,8 @@ SECTION: dict[str, Any] = {
 def digest_of(replay: Replay) -> str:
     """Return a digest of the ids that all stores of the run hold. Collective."""
     slots = replay.tables["main"].slots
-    ids = (
-        slots[slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.ID].tolist() if replay.is_node_leader else []
-    )
+    held = slots[slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.ID].tolist()
+    ids = held if replay.is_node_leader else []
     gathered = [ids]
     if dist.is_initialized():
         gathered = [None] * dist.get_world_size()
@@ -76,22 +70,13 @@ def write(path: Path, content: Any) -> None:
 
 
 class Moments:
-    """Moments for kills: inside of the load, or of one of the saves behind it, however fast the machine is.
-
-    Args:
-        seed: Of the random choice.
-    """
+    """Moments for kills: in the load or in one of the saves behind it, however fast the machine is."""
 
     def __init__(self, seed: int) -> None:
         self._chance, self._pace_s = random.Random(seed), 0.1
 
     def wait(self, ready: Path, ended: Callable[[], Any]) -> None:
-        """Wait for the next moment.
-
-        Args:
-            ready: Comes into being before the load, and grows by a byte with each save.
-            ended: Whether there is nothing more to wait for.
-        """
+        """Wait for the next moment or the end; `ready` is made before the load and grows with each save."""
         wait_until(lambda: ready.exists() or ended(), "a launch", 300.0)
         start, saves = time.monotonic(), self._chance.choice((0, 1, 2))
         wait_until(lambda: ended() or ready.stat().st_size >= saves, "saves", 300.0)

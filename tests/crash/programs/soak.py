@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torn import BATCH, SCHEMA, WINDOW, rows, start, wrong
+from torn import BATCH, COLUMNS, FIELDS, rows, start, wrong
 
 from deepspeed_gear import Replay, TrajectoryWriter
 from deepspeed_gear.store.records import Control
@@ -32,7 +32,6 @@ from deepspeed_gear.store.records import Control
 MOST_STEPS, WRITERS, ATTACH_EVERY = 5000, 2, 500
 PREFIX = f"gearsoak{os.environ.get('GEAR_SOAK', '')}"
 REMOVE = {"oldest": "fifo", "any": "uniform"}  # by table
-COLUMNS = {c.name: {"dtype": c.dtype, "shape": list(c.shape), "role": c.role, "rows": c.rows} for c in SCHEMA}
 SECTION: dict[str, Any] = {
     "tables": {
         name: {
@@ -50,12 +49,7 @@ SECTION: dict[str, Any] = {
         "shares": {"oldest": 0.5, "any": 0.5},
         "of": {"kind": "prioritized", "unit": "step"},
     },
-    "fields": {
-        "mark": {"offset": 1 - WINDOW, "length": WINDOW},
-        "after": {"column": "mark", "offset": 1},
-        "again": {"offset": 1 - WINDOW, "length": WINDOW},
-        "key": {},
-    },
+    "fields": FIELDS,
     "batch_size": BATCH,
     "shared_memory": {"prefix": PREFIX},
     "timeout_s": 60.0,

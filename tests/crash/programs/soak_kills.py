@@ -24,30 +24,28 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from gear_support import prefix, shared_files, wait_until
-from process_support import in_child
+from process_support import in_child, kill
+from torn import COLUMNS, FIELDS, rows, wrong
 
 from deepspeed_gear import Replay, TrajectoryWriter
 from deepspeed_gear.errors import CheckpointError, GearError, StoreError
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.records import Slot, SlotState
 
-MOST_STEPS, CAPACITY, SHIFT = 300, 2000, 20
-COLUMNS = {"code": {"dtype": "int64", "shape": [8]}, "number": {"dtype": "int64", "rows": "1"}}
+MOST_STEPS = 300
 TABLE = {
-    "capacity_steps": CAPACITY,
+    "capacity_steps": 2000,
     "capacity_trajectories": 200,
     "max_length": MOST_STEPS,
     "remove": "uniform",
     "writers": 3,
-    "schema": {"columns": COLUMNS},
 }
 SECTION: dict[str, Any] = {
-    "tables": {"main": TABLE},
+    "tables": {"main": {**TABLE, "schema": {"columns": COLUMNS}}},
     "sampler": {"kind": "prioritized", "unit": "step"},
-    "fields": {"code": {}, "number": {}},
+    "fields": FIELDS,
     "batch_size": 32,
     "prefetch": 1,
     "timeout_s": 30.0,
@@ -61,18 +59,6 @@ def section(part: str) -> dict[str, Any]:
     return {**SECTION, "shared_memory": {"prefix": f"{prefix()}{part}"}}
 
 
-def trajectory(number: int, steps: int) -> dict[str, Any]:
-    """Return a trajectory whose rows name it."""
-    rows = (number << SHIFT) + np.arange(steps)
-    return {"code": np.repeat(rows[:, None], 8, 1), "number": number}
-
-
-def check_rows(code: np.ndarray, number: np.ndarray) -> None:
-    """Raise unless rows are whole and of their trajectories. [n, 8] and [n]."""
-    assert (code == code[:, :1]).all(), "a torn row"
-    assert (code[:, 0] >> SHIFT == number).all(), "a row of another trajectory"
-
-
 def check_content(replay: Replay) -> None:
     """Read all trajectories of a table and check them; the writer may evict some meanwhile."""
     slots = replay.tables["main"].slots
@@ -81,18 +67,12 @@ def check_content(replay: Replay) -> None:
             (one,) = replay.read([number])
         except StoreError:
             continue
-        check_rows(one["code"], np.repeat(one["number"], len(one["code"])))
-        assert (np.diff(one["code"][:, 0]) == 1).all(), "steps in another order"
+        wanted = rows(int(one["key"]), len(one["again"]))
+        assert all((one[name].numpy() == wanted[name]).all() for name in wanted), "a torn trajectory"
 
 
 class Part:
-    """A process of the soak: its loop counts what it does in a file, and what it gets as errors.
-
-    Args:
-        name: rank, writer or loader.
-        folder: Of the soak.
-        seed: Of its random choices.
-    """
+    """A rank, writer or loader: its loop counts what it does in a file, and what it gets as errors."""
 
     def __init__(self, name: str, folder: Path, seed: int) -> None:
         self.name, self.folder, self.chance = name, folder, random.Random(seed)
@@ -125,13 +105,13 @@ class Part:
                 check_content(replay)
                 self.count("resumed")
             else:
-                replay.add(trajectory(0, 10))
+                replay.add(rows(0, 10))
             if self.chance.random() < 0.3:
                 self.leave_child()
             while True:
                 for _ in range(self.chance.randrange(1, 30)):
                     batch = replay.sample()
-                    check_rows(batch["code"].numpy(), batch["number"].numpy())
+                    assert not wrong(batch), "a torn row"
                     replay.update_priorities(batch, torch.rand(len(batch.trajectory_id)) + 0.1)
                     self.count("batches")
                 self.save(replay, saves)
@@ -154,8 +134,9 @@ class Part:
                     if self.chance.random() < 0.3:
                         self.leave_child()
                     while True:
-                        number = self.chance.randrange(1 << 40)
-                        writer.add(trajectory(number, self.chance.randrange(1, MOST_STEPS + 1)))
+                        writer.add(
+                            rows(self.chance.randrange(1 << 40), self.chance.randrange(1, MOST_STEPS + 1))
+                        )
                         self.count("added")
                         time.sleep(0.002)
             except GearError as error:
@@ -179,7 +160,7 @@ class Part:
                     check_content(replay)
                     self.count("loads")
                     batch = replay.sample()
-                    check_rows(batch["code"].numpy(), batch["number"].numpy())
+                    assert not wrong(batch), "a torn row"
                 if len(replay) and self.chance.random() < 0.3:
                     self.save(replay, saves)
 
@@ -201,15 +182,13 @@ def soak(seconds: float, seed: int, folder: Path) -> dict[str, Any]:
     while time.monotonic() < until and not failures():
         time.sleep(chance.choice((0.05, 0.5, 1.0, 3.0)) * chance.random() + 0.01)
         name = chance.choice(names)
-        os.kill(children[name], 9)
-        os.waitpid(children[name], 0)
+        kill(children[name])
         kills[name] += 1
         if chance.random() < 0.2:
             time.sleep(chance.random())  # the others meet its absence
         children[name] = start(name)
     for child in children.values():
-        os.kill(child, 9)
-        os.waitpid(child, 0)
+        kill(child)
     counts = {path.name.removeprefix("count-"): path.stat().st_size for path in folder.glob("count-*")}
     return {"kills": dict(kills), **dict(sorted(counts.items())), "failures": failures()}
 

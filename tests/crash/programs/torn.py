@@ -38,9 +38,16 @@ SCHEMA = Schema(
         Column("key", "int64", rows="1"),
     ]
 )
+COLUMNS = {c.name: {"dtype": c.dtype, "shape": list(c.shape), "role": c.role, "rows": c.rows} for c in SCHEMA}
 WINDOW, BATCH, WRITERS, MOST_STEPS, ENVIRONMENTS = 8, 256, 4, 60, 3
 MOST_LATE_S = 60.0  # how much longer a slow machine may take to add enough
 PREFIX = f"geartorn{os.environ.get('GEAR_TORN', '')}"
+FIELDS = {
+    "mark": {"offset": 1 - WINDOW, "length": WINDOW},
+    "after": {"column": "mark", "offset": 1},
+    "again": {"offset": 1 - WINDOW, "length": WINDOW},
+    "key": {},
+}
 SECTION: dict[str, Any] = {
     "tables": {
         "main": {
@@ -52,12 +59,7 @@ SECTION: dict[str, Any] = {
         }
     },
     "sampler": {"kind": "uniform", "unit": "step"},
-    "fields": {
-        "mark": {"offset": 1 - WINDOW, "length": WINDOW},
-        "after": {"column": "mark", "offset": 1},
-        "again": {"offset": 1 - WINDOW, "length": WINDOW},
-        "key": {},
-    },
+    "fields": FIELDS,
     "batch_size": BATCH,
     "shared_memory": {"prefix": PREFIX},
     "timeout_s": float(os.environ.get("GEAR_TORN_TIMEOUT", "30")),

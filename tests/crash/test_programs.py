@@ -1,0 +1,66 @@
+"""Programs that are killed, stopped or go on for long; the long forms are commands of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process_support import environment
+from warm_python import run_warm
+
+LONG = bool(os.environ.get("GEAR_LONG_TESTS"))
+MARK = str(os.getpid())
+
+
+def run(program: str, *arguments: Any, timeout_s: float = 280.0, **env: str) -> Any:
+    """Run a program; return what it prints last."""
+    path = Path(__file__).parent / "programs" / program
+    found = run_warm(str(path), *map(str, arguments), env=environment(**env), timeout_s=timeout_s)
+    assert found.returncode == 0, found.stdout + found.stderr[-3000:]
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+@pytest.mark.timeout(3600 if LONG else 300)
+@pytest.mark.parametrize(("what", "kills"), [("replay", 400 if LONG else 6), ("engine", 200 if LONG else 3)])
+def test_no_kill_loses_a_checkpoint(what: str, kills: int, tmp_path: Path) -> None:
+    found = run("save_kills.py", what, "--folder", tmp_path, "--kills", kills, timeout_s=3500)
+    assert (found["kills"], found["lost"]) == (kills, 0)
+    assert found.get("loaded", 1) > 0
+
+
+def test_random_kills_while_saves_are_loaded() -> None:
+    """The long form is a command of CONTRIBUTING.md."""
+    result = run("soak_kills.py", "--minutes", 2 if LONG else 0.1, "--seed", 7)
+    assert result["failures"] == result["left_in_shm"] == []
+    assert sum(result["kills"].values()) > 0
+
+
+def test_a_run_that_goes_on_does_not_grow() -> None:
+    result = run("soak.py", "--seconds", 120 if LONG else 8, GEAR_SOAK=MARK)
+    assert result["wrong"] == 0
+    assert result["grown"] == result["left"] == []
+    assert result["added"] > 1_000, "every extent is used again and again"
+
+
+def test_stopped_writers_end_nothing() -> None:
+    stops = 100 if LONG else 4
+    seconds = stops * 2.6  # 1 s of work and up to 3 s of standing still, 1.5 s in the mean
+    env = {"GEAR_TORN": MARK, "GEAR_TORN_TIMEOUT": "6"}
+    result = run("torn.py", "--seconds", seconds, "--stop", stops, timeout_s=600, **env)
+    assert result["wrong"] == result["lost_rows"] == result["used_slots"] == 0
+    assert result["stops"] > stops // 2
+    assert result["writers"] == 4, "no writer has ended"
+
+
+@pytest.mark.parametrize(("remove", "kill"), [("fifo", True), ("uniform", True), *[("fifo", False)] * LONG])
+def test_no_batch_is_torn(remove: str, kill: bool) -> None:
+    arguments = ["--seconds", 60 if LONG else 4, "--least-added", 1200, *["--kill"] * kill]
+    result = run("torn.py", *arguments, GEAR_TORN=MARK, GEAR_TORN_REMOVE=remove)
+    assert result["wrong"] == result["lost_rows"] == result["used_slots"] == 0
+    assert result["samples"] > 10_000
+    assert result["added"] > 1_000, "every extent is used again and again"
+    assert not kill or result["writers"] > 8
+    assert not list(Path("/dev/shm").glob(f"geartorn{MARK}*"))
