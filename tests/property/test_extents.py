@@ -197,8 +197,6 @@ class ExtentsMachine(RuleBasedStateMachine):
 
     @invariant()
     def right(self) -> None:
-        if not hasattr(self, "extents"):
-            return
         extents, control, slots = self.extents, self.extents.control, self.extents.slots
         for slot in range(self.num_slots):
             state, rows, steps = self.held.get(slot, (SlotState.FREE, 0, 0))
@@ -216,32 +214,21 @@ class ExtentsMachine(RuleBasedStateMachine):
         assert extents.longest_run == self._longest_run()
         assert sorted([*free_slots(extents), *self.held]) == list(range(self.num_slots))
         assert ring(extents, extents.ends, SlotLink.NEWER, SlotLink.OLDER) == self.old
-        assert (
-            extents.retired().tolist()
-            == ring(extents, extents.retired_ends, SlotLink.NEWER, SlotLink.OLDER)
-            == self.gone
-        )
+        retired = ring(extents, extents.retired_ends, SlotLink.NEWER, SlotLink.OLDER)
+        assert extents.retired().tolist() == retired == self.gone
         grown = [slot for slot in self.old if slot not in self.open]
         assert extents.first_complete(SlotLink.NEWER) == (grown[0] if grown else -1)
         assert extents.first_complete(SlotLink.OLDER) == (grown[-1] if grown else -1)
 
     @invariant()
     def counted(self) -> None:
-        if not hasattr(self, "extents"):
-            return
         control = self.extents.control
         assert control[Control.NUM_COMMITTED] == len(self.old)
         assert control[Control.STEPS_COMMITTED] == sum(self.held[slot][2] for slot in self.old)
-        held = [
-            rows
-            for state, rows, _ in self.held.values()
-            if state in (SlotState.RESERVED, SlotState.COMMITTED)
-        ]
+        held = [rows for state, rows, _ in self.held.values() if state != SlotState.EVICTED]
         assert control[Control.ROWS_HELD] == sum(held)
-        assert control[[Control.INSERTED, Control.STEPS_INSERTED]].tolist() == [
-            self.inserted,
-            self.steps_inserted,
-        ]
+        inserted = control[[Control.INSERTED, Control.STEPS_INSERTED]].tolist()
+        assert inserted == [self.inserted, self.steps_inserted]
         assert control[Control.NEXT_ID] == self.inserted
         reserved = [self.held[slot][2] for slot in self._of(SlotState.RESERVED)]
         assert control[[Control.PENDING, Control.STEPS_PENDING]].tolist() == [len(reserved), sum(reserved)]
@@ -254,26 +241,17 @@ class ExtentsMachine(RuleBasedStateMachine):
     @invariant()
     def rebuilt_is_the_same(self) -> None:
         """Of a copy: the same lists, although the search for rows may begin elsewhere."""
-        if not hasattr(self, "extents"):
-            return
         views = {name: view.copy() for name, view in self.views.items()}
         views["links"][:] = 12345
-        derived = [
-            Control.FREE_ROWS,
-            Control.NUM_COMMITTED,
-            Control.STEPS_COMMITTED,
-            Control.ROWS_HELD,
-            Control.PENDING,
-            Control.STEPS_PENDING,
-        ]
+        derived = [Control.FREE_ROWS, Control.NUM_COMMITTED, Control.STEPS_COMMITTED]
+        derived += [Control.ROWS_HELD, Control.PENDING, Control.STEPS_PENDING]
         views["control"][[Control.FREE_SLOT, *derived]] = 12345
         copy = allocator(views, self.num_rows)
         copy.rebuild()
         assert sorted(free_slots(copy)) == sorted(free_slots(self.extents))
         ends = self.extents.ends
-        assert ring(copy, ends, SlotLink.AFTER, SlotLink.BEFORE) == ring(
-            self.extents, ends, SlotLink.AFTER, SlotLink.BEFORE
-        )
+        by_address = [ring(one, ends, SlotLink.AFTER, SlotLink.BEFORE) for one in (copy, self.extents)]
+        assert by_address[0] == by_address[1]
         assert ring(copy, ends, SlotLink.NEWER, SlotLink.OLDER) == self.old
         assert sorted(copy.retired().tolist()) == sorted(self.gone)
         words = [*derived, Control.NEXT_ID, Control.CHANGED, Control.INSERTED, Control.STEPS_INSERTED]

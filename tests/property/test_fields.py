@@ -14,13 +14,14 @@ from gear_support import config_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_gear import Batch, Column, DatasetWriter, Replay, Schema
+from deepspeed_gear import Batch, Column, DatasetWriter, DeviceReplay, Replay, Schema
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES
 from deepspeed_gear.config.field_checks import DERIVED
+from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.schema import DTYPES, FLOATING
 
 BATCH = 24
-WIDE = ("float64", "int64", "int32")  # converted in float64, as float32 would lose bits
+NEXT = ("after", "next_observation.a")  # a column of next observations, by its role or by its name
 
 
 class Scene(NamedTuple):
@@ -51,6 +52,10 @@ def scenes(draw: st.DrawFn) -> Scene:
     for i in range(draw(st.integers(1, 4))):
         dtype, shape = draw(st.sampled_from(list(DTYPES))), draw(st.sampled_from([(), (1,), (3,), (2, 2)]))
         columns.append(Column(f"c{i}", dtype, shape, "other", draw(st.sampled_from(["T", "T+1", "1"]))))
+    if draw(st.booleans()):
+        name, dtype = draw(st.sampled_from(NEXT)), draw(st.sampled_from(list(DTYPES)))
+        role = "next_observation" if name == "after" else "observation"
+        columns.append(Column(name, dtype, (2,), role))
     schema, trajectories = Schema(columns), []
     for steps in draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)):
         rows = {"T": (steps,), "T+1": (steps + 1,), "1": ()}
@@ -79,7 +84,7 @@ def draw_fields(draw: st.DrawFn, schema: Schema, has_n_step: bool) -> dict[str, 
         own = DERIVED.get(source) or schema[source].dtype
         computed = source in ("timestep", "position")
         if column is None or column.rows != "1":
-            follows = has_n_step and (column is None or column.rows == "T+1")
+            follows = has_n_step and (column is None or column.rows == "T+1" or source in NEXT)
             field["offset"] = draw(st.integers(-12, 12) | st.sampled_from(["n_step"] * follows or [0]))
             if source == "position" or draw(st.booleans()):
                 field["length"] = draw(st.integers(1, 12))
@@ -91,24 +96,13 @@ def draw_fields(draw: st.DrawFn, schema: Schema, has_n_step: bool) -> dict[str, 
             field["scale"] = draw(st.sampled_from([0.001, -2.0, 3.0]))
         if not computed and draw(st.integers(0, 3)) == 0:
             field["as"] = draw(st.sampled_from(["float32", "float64"]))
-        fields[f"f{i}"] = {
-            **field,
-            "scale": field.get("scale", 1.0) * (1 + i * 2**-20) if "scale" in field else 1.0,
-        }
-    return drop_duplicates(fields)
-
-
-def drop_duplicates(fields: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Two fields that hold the same are refused by the config."""
-    kept: dict[str, dict[str, Any]] = {}
-    for name, field in fields.items():
-        source = (field.get("column"), field.get("derived"), field.get("offset", 0), field.get("length"))
-        taken = [
-            (k.get("column"), k.get("derived"), k.get("offset", 0), k.get("length")) for k in kept.values()
-        ]
-        if source not in taken:
-            kept[name] = field
-    return kept
+        fields[f"f{i}"] = {"scale": 1.0, **field}
+    # Two fields that hold the same are refused by the config.
+    held = {
+        (f.get("column", f.get("derived")), f.get("offset", 0), f.get("length")): name
+        for name, f in fields.items()
+    }
+    return {name: fields[name] for name in held.values()}
 
 
 # ---- the oracle ----------------------------------------------------------------------------------
@@ -161,7 +155,9 @@ class Oracle:
         rows, edge = self.rows(number, field), field.get("pad") == "edge"
         if field.get("column") and self.scene.schema[field["column"]].rows == "1":
             return [rows], [True]
-        offset = self.returns(number, anchor)[2] if field["offset"] == "n_step" else field["offset"]
+        offset = field["offset"]
+        if offset == "n_step":  # row t of next observations is the state after step t
+            offset = self.returns(number, anchor)[2] - (field.get("column") in NEXT)
         wanted = [anchor + offset + i for i in range(field.get("length") or 1)]
         real = [row for row in wanted if 0 <= row < len(rows)]
         if not real:
@@ -283,36 +279,6 @@ def two_columns() -> Schema:
     return Schema([Column("observation", "float32", (2,), "observation", "T+1"), Column("x", "int64")])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_dtype_of_an_engine(dtype: torch.dtype) -> None:
-    """`as: engine` and a capacity table: only the fields that ask for it."""
-    section = config_of(fields={"observation": {"as": "engine"}, "x": {}}, batch_size=4)
-    with Replay(section, schemas={"main": two_columns()}, engine_dtype=dtype) as replay:
-        replay.add({"observation": np.full((3, 2), 1.2345, np.float32), "x": np.arange(2)})
-        batch = replay.sample()
-        assert batch["observation"].dtype == dtype
-        assert torch.equal(batch["observation"], torch.full((4, 2), 1.2345).to(dtype))
-        assert batch["x"].dtype == torch.int64
-
-
-@pytest.mark.parametrize(
-    ("fields", "wanted"),
-    [
-        ({}, {"observation": (4, 2), "x": (4,)}),
-        ({"x": {"length": 1}}, {"x": (4, 1)}),
-        ({"observation": {"length": 5, "offset": -2}}, {"observation": (4, 5, 2)}),
-    ],
-)
-def test_shapes(fields: dict[str, Any], wanted: dict[str, tuple[int, ...]]) -> None:
-    with Replay(config_of(fields=fields, batch_size=4), schemas={"main": two_columns()}) as replay:
-        replay.add({"observation": np.zeros((2, 2), np.float32), "x": np.zeros(1, np.int64)})
-        batch = replay.sample()
-        assert {name: tuple(batch[name].shape) for name in batch} == wanted
-        for name in wanted:
-            time = 1 if fields.get(name, {}).get("length") else 0
-            assert batch.mask[name].shape == batch[name].shape[: 1 + time]
-
-
 @pytest.mark.parametrize("anchors", ["fits", "start", "end", {"every": 3}])
 def test_anchors_of_a_config(anchors: Any) -> None:
     """No window of an anchor that fits is padded; the others stand where they say."""
@@ -336,3 +302,68 @@ def test_anchors_of_a_config(anchors: Any) -> None:
         if anchors == "fits":
             assert batch.mask["x"].all()
             assert batch.mask["observation"].all()
+
+
+# ---- the state that an n-step return bootstraps from ---------------------------------------------------
+
+FLAGS = [
+    Column(name, dtype, (), name)
+    for name, dtype in (("reward", "float32"), ("terminated", "bool"), ("truncated", "bool"))
+]
+FORMS = {
+    "T+1": [Column("observation", "float32", (2,), "observation", "T+1")],
+    "role": [Column("after", "float32", (2,), "next_observation")],
+    "name": [Column("next_observation.a", "float32", (2,), "observation")],
+    "none": [Column("observation", "float32", (2,), "observation")],
+}
+
+
+def n_step_replay(form: str, placement: str, **sampler: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return a replay and an episode of 5 steps whose state t is t."""
+    schema = Schema([*FLAGS, *FORMS[form]])
+    table = {"capacity_steps": 200, "max_length": 7, "remove": "fifo", "placement": placement}
+    section = {
+        "batch_size": 16,
+        "tables": {"main": table},
+        "sampler": {"unit": "step", **sampler},
+        "n_step": {"n": 3, "gamma": 0.5},
+        "fields": {"next": {"column": FORMS[form][0].name, "offset": "n_step"}, "reward": {}},
+    }
+    states, ends = torch.arange(6.0)[:, None].repeat(1, 2), torch.arange(5) == 4
+    rows = {
+        "observation": states,
+        "after": states[1:],
+        "next_observation.a": states[1:],
+        "reward": torch.ones(5),
+    }
+    episode = {**rows, "terminated": ends, "truncated": ends & False}
+    options = {"schemas": {"main": schema}}
+    made = Replay(section, **options) if placement == "host" else DeviceReplay(section, "cpu", **options)
+    return made, {name: episode[name] for name in schema.names}
+
+
+@pytest.mark.parametrize("form", ["T+1", "role", "name"])
+def test_the_state_after_the_steps_that_are_summed_on_a_device(form: str) -> None:
+    replay, episode = n_step_replay(form, "device")
+    with replay:
+        replay.add_({name: value[None] for name, value in episode.items()})
+        batch = replay.sample()
+        after = (batch.anchor + 3).clamp(max=5)
+        assert torch.equal(batch["next"], after[:, None].float().repeat(1, 2))
+        assert batch.mask["next"].all()
+        assert torch.equal(batch["discount"], torch.where(after == 5, 0, torch.tensor(0.125)))
+
+
+@pytest.mark.parametrize("placement", ["host", "device"])
+def test_a_column_without_that_state_is_refused(placement: str) -> None:
+    text = r"next\.column must have a row after the last step .*role next_observation"
+    with pytest.raises(ConfigError, match=text):
+        n_step_replay("none", placement)
+
+
+def test_anchors_that_fit_have_that_state() -> None:
+    """Of a column of next observations every step fits that has n steps from it on."""
+    replay, episode = n_step_replay("role", "host", anchors="fits")
+    with replay:
+        replay.add(episode)
+        assert np.unique(replay.sample().anchor).tolist() == [0, 1, 2]

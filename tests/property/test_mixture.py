@@ -13,7 +13,7 @@ from deepspeed_gear.sampling.mixture import Mixture
 
 def mixture(shares: list[float], batch: int) -> Mixture:
     names = [str(i) for i in range(len(shares))]
-    return Mixture(names, [lambda _, s=s: s for s in shares], batch)  # type: ignore[misc]
+    return Mixture(names, [lambda _, s=s: s for s in shares], batch)
 
 
 def normalised(weights: list[int]) -> list[float]:
@@ -48,7 +48,7 @@ def test_each_table_has_its_share_within_a_sample_at_all_times(
 )
 def test_shares_that_change_hold_within_two_samples(weights: list[list[int]], batch: int) -> None:
     shares = np.array([normalised(row) for row in weights])
-    mine = Mixture("abcd", [lambda n, t=t: shares[n, t] for t in range(4)], batch)  # type: ignore[misc]
+    mine = Mixture("abcd", [lambda n, t=t: shares[n, t] for t in range(4)], batch)
     counts = np.array([mine.counts(number) for number in range(len(shares))])
     assert (counts.sum(1) == batch).all()
     assert (counts >= 0).all()

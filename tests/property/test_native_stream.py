@@ -160,7 +160,7 @@ def test_a_plain_stream_is_native(kind: str) -> None:
         assert side.could
         side.do("add", 0)
         assert len(side.do("sample", 0)) == 5  # looks for dead writers, as once a second
-        side.stream.get = None  # type: ignore[assignment, method-assign]
+        side.stream.get = None
         assert len(side.do("sample", 0)) == 5
         side.do("update", 1)
         side.do("step", 2)

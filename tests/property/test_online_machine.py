@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gear_support import SHM
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -85,12 +86,10 @@ class OnlineMachine(RuleBasedStateMachine):
         self.first: dict[int, int] = {}  # the first of them that is not another trajectory's
         self.known: dict[tuple[int, int], float] = {}  # priorities of items that a selection has seen
         self.reports: list[tuple[int, list[tuple[int, int]], np.ndarray]] = []
-        self.unknown: set[int] = (
-            set()
-        )  # open ones whose published part is gone, which their writer does not know
+        self.unknown: set[int] = set()  # open ones whose writer does not know that its part is gone
         self.batches: list[tuple[int, Batch]] = []
         self.count = self.next_id = self.num_batches = 0
-        self.folder = Path(tempfile.mkdtemp())
+        self.folder = Path(tempfile.mkdtemp(dir=SHM))  # no disk is waited for
 
     @initialize(
         kind=st.sampled_from(["uniform", "prioritized"]),
@@ -98,13 +97,8 @@ class OnlineMachine(RuleBasedStateMachine):
         wants_late=st.booleans(),
     )
     def make(self, kind: str, unit: str, wants_late: bool) -> None:
-        table = {
-            "capacity_steps": 200,
-            "capacity_trajectories": CAPACITY,
-            "remove": "fifo",
-            "max_length": LONGEST,
-            "writers": 1,
-        }
+        table = {"capacity_steps": 200, "capacity_trajectories": CAPACITY, "max_length": LONGEST}
+        table |= {"remove": "fifo", "writers": 1}
         fields = ("state", "action", *(["after"] if wants_late else []))
         first = {"initial": 1.0} if kind == "prioritized" else {}
         section = {
@@ -252,13 +246,8 @@ class OnlineMachine(RuleBasedStateMachine):
         for _ in range(count if ready else 0):
             batch = self.replay.sample()
             self.settle()
-            for key, anchor, state, action in zip(
-                batch.trajectory_id.tolist(),
-                batch.anchor.tolist(),
-                batch["state"],
-                batch["action"],
-                strict=True,
-            ):
+            samples = batch.trajectory_id.tolist(), batch.anchor.tolist(), batch["state"], batch["action"]
+            for key, anchor, state, action in zip(*samples, strict=True):
                 held = ready[key]
                 assert 0 <= anchor < held.steps
                 assert int(state) == 1000 * held.number + held.first + anchor == -int(action)
@@ -272,11 +261,8 @@ class OnlineMachine(RuleBasedStateMachine):
 
     def settle(self) -> None:
         """Do what a selection does to priorities: new items get their first one, then reports come in."""
-        items = {
-            (key, step)
-            for key, held in self.ready().items()
-            for step in range(held.steps if self.by_step else 1)
-        }
+        count = {key: held.steps if self.by_step else 1 for key, held in self.ready().items()}
+        items = {(key, step) for key, steps in count.items() for step in range(steps)}
         self.known = {item: self.known.get(item, 1.0) for item in items}
         for _, reported, values in sorted(self.reports, key=lambda report: report[0]):  # the last batch wins
             self.known.update({i: float(v) for i, v in zip(reported, values, strict=True) if i in items})
@@ -337,10 +323,8 @@ class OnlineMachine(RuleBasedStateMachine):
 
             for t in range(steps):
                 if (where, t) in (("first", 0), ("last", steps - 1)):
-                    writer._inserter.publish, extents.grow = (
-                        dying(writer._inserter.publish),
-                        dying(extents.grow),
-                    )
+                    writer._inserter.publish = dying(writer._inserter.publish)
+                    extents.grow = dying(extents.grow)
                 state = 1000 * number + t
                 opened.append(state=state + 1, action=-state, truncated=False, publish=True)
 
@@ -398,10 +382,8 @@ class OnlineMachine(RuleBasedStateMachine):
         assert control[Control.PENDING] == 0
         grow = len(self.stored) - len(closed)
         assert control[Control.ROWS_HELD] == sum(h.steps + 1 for h in closed) + grow * (LONGEST + 1)
-        retired = self.table.slots[self.table.extents.retired(), 5].sum()
-        assert (
-            control[Control.FREE_ROWS] + control[Control.ROWS_HELD] + retired == self.table.spec.capacity_rows
-        )
+        free = control[Control.FREE_ROWS] + self.table.slots[self.table.extents.retired(), 5].sum()
+        assert free + control[Control.ROWS_HELD] == self.table.spec.capacity_rows
 
     def teardown(self) -> None:
         if hasattr(self, "replay"):

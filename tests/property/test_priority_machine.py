@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from gear_support import trajectory
 from hypothesis import settings
@@ -105,13 +106,12 @@ class PriorityMachine(RuleBasedStateMachine):
         self, peer: int, updates: np.ndarray, values: list[float], order: Any, items: list[Item]
     ) -> None:
         orders = np.broadcast_to(order, len(items)).tolist()
+        given = updates, np.array(values, np.float32), order
         if self.waiting[peer] + len(items) > 40:
-            try:
-                self.streams[peer].masses.reports.add_items(updates, np.array(values, np.float32), order)
-                raise AssertionError("more than the log holds")
-            except StoreError:
-                return
-        self.streams[peer].masses.reports.add_items(updates, np.array(values, np.float32), order)
+            with pytest.raises(StoreError):
+                self.streams[peer].masses.reports.add_items(*given)
+            return
+        self.streams[peer].masses.reports.add_items(*given)
         self.waiting[peer] += len(items)
         for place, item, value in zip(orders, items, values, strict=True):
             self.reported.append((self.asked[peer], place, peer, item, float(np.float32(value))))
@@ -159,12 +159,10 @@ class PriorityMachine(RuleBasedStateMachine):
         self._apply()
         total = sum(masses_of(list(self.known.values()), self.alpha_at))
         if not self._enough(total):
-            try:
+            with pytest.raises(StoreError):
                 self.streams[peer].get(self.key)
-                raise AssertionError("there was nothing to draw")
-            except StoreError:
-                self.alpha_of.setdefault(self.key, self.alpha)
-                return
+            self.alpha_of.setdefault(self.key, self.alpha)
+            return
         cut = self.streams[peer].get(self.key)
         records = cut.resolutions.numpy().copy()
         self._check(cut.head, records, total)
@@ -185,11 +183,8 @@ class PriorityMachine(RuleBasedStateMachine):
     def _apply(self) -> None:
         """Do what a selection does: content, then reports before key - lag, sorted, the last wins."""
         first = self.initial if self.initial is not None else self.highest
-        items = {
-            (number, step)
-            for number, steps in self.stored.items()
-            for step in range(steps if self.unit == "step" else 1)
-        }
+        count = {number: steps if self.unit == "step" else 1 for number, steps in self.stored.items()}
+        items = {(number, step) for number, steps in count.items() for step in range(steps)}
         self.known = {item: self.known.get(item, first) for item in items}
         due = [entry for entry in self.reported if entry[0] < self.key - self.lag]
         self.reported = [entry for entry in self.reported if entry[0] >= self.key - self.lag]
@@ -206,11 +201,8 @@ class PriorityMachine(RuleBasedStateMachine):
         if self.unit == "trajectory":
             return [(int(slots[s, Slot.ID]), 0) for s in used]
         used.sort(key=lambda s: int(slots[s, Slot.FIRST_ROW]))
-        return [
-            (int(slots[s, Slot.ID]), step)
-            for s in used
-            for step in range(self.stored[int(slots[s, Slot.ID])])
-        ]
+        ids = slots[used, Slot.ID].tolist()
+        return [(number, step) for number in ids for step in range(self.stored[number])]
 
     def _check(self, head: np.ndarray, records: np.ndarray, total: int) -> None:
         order = self._order()
@@ -221,10 +213,8 @@ class PriorityMachine(RuleBasedStateMachine):
         if self.kind == "stratified":
             coordinates = [(j * total + c) // self.batch for j, c in enumerate(coordinates)]
         if self.kind == "top":
-            ranked = sorted(
-                (item for item in order if self.known[item] > 0), key=lambda i: (-self.known[i], i)
-            )
-            wanted = ranked[: self.batch]
+            some = (item for item in order if self.known[item] > 0)
+            wanted = sorted(some, key=lambda item: (-self.known[item], item))[: self.batch]
         else:
             wanted = [order[i] for i in np.searchsorted(ends, coordinates, side="right").tolist()]
         found = [(int(r[0]), int(r[5]) if self.unit == "step" else 0) for r in records]
@@ -242,8 +232,7 @@ class PriorityMachine(RuleBasedStateMachine):
 
     @invariant()
     def whole(self) -> None:
-        if hasattr(self, "scene"):
-            check_whole(self.scene.table, self.scene.streams)
+        check_whole(self.scene.table, self.scene.streams)
 
     def teardown(self) -> None:
         if hasattr(self, "scene"):

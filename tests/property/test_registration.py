@@ -196,16 +196,8 @@ def test_the_driver_is_asked_whether_addresses_are_shared(
         pytest.skip("needs the header of a CUDA toolkit and a C++ compiler")
     source, library = tmp_path / "driver.cpp", tmp_path / "libcuda.so.1"
     source.write_text(DRIVER)
-    command = [
-        *toolchain.compiler(),
-        "-shared",
-        "-fPIC",
-        f"-I{home}/include",
-        str(source),
-        "-o",
-        str(library),
-    ]
-    subprocess.run(command, check=True)
+    flags = ["-shared", "-fPIC", f"-I{home}/include", str(source), "-o", str(library)]
+    subprocess.run([*toolchain.compiler(), *flags], check=True)
     driver = ctypes.CDLL(str(library))
     monkeypatch.setattr(ctypes, "CDLL", {"libcuda.so.1": driver}.__getitem__)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: None)

@@ -17,6 +17,7 @@ from deepspeed_gear.store.group_spec import GroupCount
 from deepspeed_gear.store.records import Head
 
 BATCH = 5
+LOG_ORDER = [PriorityUpdate.GENERATION, PriorityUpdate.SLOT, LogEntry.SAMPLE_NUMBER, LogEntry.BATCH]
 
 
 def stored(random: np.random.Generator, count: int) -> np.ndarray:
@@ -67,7 +68,6 @@ def content_of(random: np.random.Generator, records: np.ndarray, by_step: bool, 
 
 def shards_of(whole: SavedShard, division: ShardDivision, count: int, by_step: bool) -> list[SavedShard]:
     """Divide a whole into what the stores of several nodes save."""
-    assert whole.slots is not None
     found = []
     for index in range(count):
         chosen = division.chosen(index)
@@ -80,29 +80,12 @@ def shards_of(whole: SavedShard, division: ShardDivision, count: int, by_step: b
 
 def assert_same(one: SavedShard, other: SavedShard) -> None:
     """Compare content. Where rows lie does not matter; of reports the order of those of one item does."""
-    assert one.slots is not None
-    assert other.slots is not None
     words = [word for word in range(Slot.NUM_WORDS) if word != Slot.FIRST_ROW]
     np.testing.assert_array_equal(one.slots[:, words], other.slots[:, words])
     for name, array in one.streams["train"].items():
         pair = [array, other.streams["train"][name]]
         if name == "log":
-            pair = [
-                log[
-                    np.lexsort(
-                        log[
-                            :,
-                            [
-                                PriorityUpdate.GENERATION,
-                                PriorityUpdate.SLOT,
-                                LogEntry.SAMPLE_NUMBER,
-                                LogEntry.BATCH,
-                            ],
-                        ].T
-                    )
-                ]
-                for log in pair
-            ]
+            pair = [log[np.lexsort(log[:, LOG_ORDER].T)] for log in pair]
         np.testing.assert_array_equal(*pair, err_msg=name)
 
 
@@ -118,7 +101,6 @@ def test_any_shards_of_a_table_are_the_whole_again(
     again = reshard.merge(shards_of(whole, division, count, by_step))
     assert again.next_id >= whole.next_id
     assert_same(whole, again)
-    assert again.slots is not None
     order = np.lexsort((records[:, Slot.FIRST_ROW], division.owner))  # rows follow shards
     np.testing.assert_array_equal(reshard.in_rows(again.slots), order)
 
@@ -138,17 +120,13 @@ def test_shards_of_shards_are_those_of_the_whole(
     random = np.random.default_rng(seed)
     records = stored(random, size)
     whole = reshard.merge([SavedShard(records, None, 0, {"train": content_of(random, records, by_step, 2)})])
-    assert whole.slots is not None
 
     def divide(table: SavedShard, number: int) -> list[SavedShard]:
-        assert table.slots is not None
         division = reshard.divide_rows("main", table.slots, by_rows, [(size, 1000)] * number)
         return shards_of(table, division, number, by_step)
 
     between = reshard.merge(divide(whole, before))
     for direct, over in zip(divide(whole, count), divide(between, count), strict=True):
-        assert direct.slots is not None
-        assert over.slots is not None
         if by_rows:  # slots stand in the order of shards: compare trajectories, in the order of rows
             a, b = reshard.in_rows(direct.slots), reshard.in_rows(over.slots)
             np.testing.assert_array_equal(direct.slots[a], over.slots[b])
@@ -160,12 +138,17 @@ def test_shards_of_shards_are_those_of_the_whole(
             assert_same(direct, over)
 
 
-def test_a_shard_names_slots_of_its_store_and_knows_its_own_samples_only() -> None:
+def divided(count: int) -> tuple[SavedShard, ShardDivision, list[SavedShard]]:
+    """Return a table of 12 trajectories and its shards."""
     random = np.random.default_rng(0)
     records = stored(random, 12)
     whole = reshard.merge([SavedShard(records, None, 40, {"train": content_of(random, records, True, 3)})])
-    division = reshard.divide_rows("main", records, False, [(12, 1000)] * 3)
-    shards = shards_of(whole, division, 3, True)
+    division = reshard.divide_rows("main", records, False, [(12, 1000)] * count)
+    return whole, division, shards_of(whole, division, count, True)
+
+
+def test_a_shard_names_slots_of_its_store_and_knows_its_own_samples_only() -> None:
+    whole, division, shards = divided(3)
     ring, heads = whole.streams["train"]["ring"], whole.streams["train"]["heads"]
     drawn = np.arange(BATCH) < heads[:, Head.COUNT, None]
     for index, shard in enumerate(shards):
@@ -197,10 +180,8 @@ def test_reports_of_other_shards_go_where_their_trajectories_went() -> None:
         content = content_of(np.random.default_rng(1), records, False, 0)
         content["log"] = np.zeros((len(words), LogEntry.NUM_WORDS), np.int64)
         for entry, (index, slot, generation) in zip(content["log"], words, strict=True):
-            entry[PriorityUpdate.SLOT], entry[PriorityUpdate.GENERATION] = (
-                index << SHARD_BITS | slot,
-                generation,
-            )
+            entry[PriorityUpdate.SLOT] = index << SHARD_BITS | slot
+            entry[PriorityUpdate.GENERATION] = generation
             entry[LogEntry.SAMPLE_NUMBER] = LogEntry.BY_ID if slot == ANY_SLOT else slot
         return SavedShard(records, np.array(numbers), 5, {"train": content})
 
@@ -233,8 +214,7 @@ def test_a_table_is_divided_wherever_whole_trajectories_fit(
         if used + 1 > slots or filled + length > most:
             used, filled, shards = 0, 0, shards + 1
         used, filled = used + 1, filled + length
-        fits_alone = slots >= 1 and length <= most
-        if not fits_alone:
+        if slots < 1 or length > most:  # it fits nowhere
             shards = count + 1
     try:
         division = reshard.divide_rows("main", records, True, [(slots, most)] * count)
@@ -256,11 +236,7 @@ def test_a_data_set_is_divided_by_the_bounds_of_its_ids() -> None:
 
 
 def test_cuts_are_dropped_where_a_shard_has_lost_its_samples() -> None:
-    random = np.random.default_rng(0)
-    records = stored(random, 12)
-    whole = reshard.merge([SavedShard(records, None, 40, {"train": content_of(random, records, True, 3)})])
-    division = reshard.divide_rows("main", records, False, [(12, 1000)] * 2)
-    shards = shards_of(whole, division, 2, True)
+    _, _, shards = divided(2)
     for name in ("heads", "ring", "epochs"):
         shards[1].streams["train"][name] = shards[1].streams["train"][name][:0]
     assert len(reshard.merge(shards).streams["train"]["heads"]) == 0
@@ -284,8 +260,6 @@ def test_groups_stay_whole_and_in_order(size: int, before: int, count: int, seed
     whole = SavedShard(records, None, 0, {}, groups=SavedGroups(groups, counts, np.empty(0, np.int64)))
     order = leaders_of(whole)
     for parts in (before, count):
-        assert whole.slots is not None
-        assert whole.groups is not None
         division = reshard.divide_groups(
             "main", whole.slots, numbers, whole.groups.records, [(size, 1000)] * parts
         )
@@ -303,15 +277,12 @@ def test_groups_stay_whole_and_in_order(size: int, before: int, count: int, seed
         numbers = numbers[np.argsort(division.owner, kind="stable")]
         whole = reshard.merge(shards)
         assert leaders_of(whole) == order
-        assert whole.groups is not None
         words = [GroupCount.INSERTED, GroupCount.LATE]
         assert whole.groups.counts[words].tolist() == [held + 5, 3]
 
 
 def leaders_of(shard: SavedShard) -> list[int]:
     """Return the ids of the leaders of complete groups, in stored order; check their trajectories."""
-    assert shard.slots is not None
-    assert shard.groups is not None
     leaders = shard.groups.records[:, 0] - 1
     formed = np.nonzero(leaders >= 0)[0]
     assert (leaders[leaders[formed]] == leaders[formed]).all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,15 +11,11 @@ import torch
 from scipy import stats
 from store_support import StoreScene, priority_rule, stream_spec
 
-from deepspeed_gear.ops import Ops, load_backend
-from deepspeed_gear.ops.constants import tree_size
 from deepspeed_gear.ops.records import Resolution, Slot
 from deepspeed_gear.replay import table_access
-from deepspeed_gear.sampling.mass_rules import AgeWindow
 from deepspeed_gear.sampling.samplers.random_samplers import stratify_
 
 BATCH, NUM_BATCHES = 20_000, 6
-LONG = bool(os.environ.get("GEAR_LONG_TESTS"))
 
 
 @pytest.fixture
@@ -146,13 +141,6 @@ def test_weights(scenes: Any, kind: str, unit: str) -> None:
     assert p_value(rows, wanted) > 1e-3
 
 
-@pytest.mark.parametrize("unit", ["step", "trajectory"])
-def test_recent(scenes: Any, unit: str) -> None:
-    scene = scenes("random", unit, [3] * 20, window=AgeWindow(12))
-    inside = 4 if unit == "step" else 12
-    assert p_value(counted(scene), np.arange(20) >= 20 - inside) > 1e-3
-
-
 @pytest.mark.parametrize("total", [1, 5, 1000, 1001, (1 << 62) - 1])
 def test_strata_are_equal_parts(total: int) -> None:
     """Sample j lies in the j-th part; over all samples each coordinate is equally likely, exactly."""
@@ -177,28 +165,6 @@ def test_strata_spread_a_batch(scenes: Any) -> None:
         assert (counted(scene, 1, by_row=True)[scene.streams[0].masses.leaves > 0] == 1).all()
 
 
-@pytest.mark.parametrize("kind", ["top_k", "fifo", "lifo"])
-@pytest.mark.parametrize("unit", ["step", "trajectory"])
-@pytest.mark.parametrize("batch", [1, 33, 200])
-def test_selected_items_are_those_of_a_sort(scenes: Any, kind: str, unit: str, batch: int) -> None:
-    chance = np.random.default_rng(batch)
-    lengths = chance.integers(1, 9, 200).tolist()
-    options = {"priorities": priority_rule(alpha=1.0, log_size=2000)} if kind == "top_k" else {}
-    scene = scenes(kind, unit, lengths, batch=batch, **options)
-    items = [(n, s) for n, steps in enumerate(lengths) for s in range(steps if unit == "step" else 1)]
-    values = chance.integers(1, 20, len(items))
-    if kind == "top_k":
-        prioritized(scene, values)
-        order = np.lexsort((np.arange(len(items)), -values))
-    else:
-        order = np.arange(len(items))[:: -1 if kind == "lifo" else 1]
-    stream = scene.streams[0]
-    stream.state.ask(0)
-    records = stream.get(0).resolutions.numpy()
-    found = [(int(r[0]), int(r[5]) if unit == "step" else 0) for r in records]
-    assert found == [items[i] for i in order[:batch]]
-
-
 @pytest.mark.parametrize("drop", [False, True])
 def test_an_epoch_has_every_order(scenes: Any, drop: bool) -> None:
     """Each of 6 items is at each place of a batch of 4 equally often, also where tails are dropped."""
@@ -218,30 +184,3 @@ def test_removed_items_leave_the_others_their_shares(scenes: Any) -> None:
     table_access.remove(scene.table, [2, 7])
     wanted = np.where(np.isin(np.arange(8), [2, 7]), 0, priorities.reshape(8, 5).sum(1))
     assert p_value(counted(scene), wanted) > 1e-3
-
-
-@pytest.mark.skipif(not LONG, reason="GEAR_LONG_TESTS=1 runs it")
-@pytest.mark.parametrize(("many", "draws"), [(1 << 25, 8), (10**8, 2)])
-def test_no_item_starves_among_equal_ones(many: int, draws: int) -> None:
-    """Priorities, masses and sums as a stream keeps them; in float32 more than a quarter never came."""
-    ops: Ops = load_backend("cpu")
-    chunk = 1 << 22
-    sums = torch.zeros(tree_size(many), dtype=torch.int64)
-    ops.mass_(sums[:many], torch.full((many,), 0.7), 1 << 61, 40)
-    ops.tree_build_(sums, many)
-    total = int(sums[-32:].sum())
-    mass, slots = int(sums[0]), torch.zeros(1, 8, dtype=torch.int64)
-    slots[0, [0, 1, 4]] = torch.tensor([2, 1, many])
-    rows, out = torch.zeros(many, dtype=torch.int32), torch.empty(chunk, 8, dtype=torch.int64)
-    assert total == mass * many
-    counts = torch.zeros(many, dtype=torch.int32)
-    for first in range(0, draws * many, chunk):
-        coordinates = torch.empty(min(chunk, draws * many - first), dtype=torch.int64)
-        ops.draw_(coordinates, 1, 2, first, total)
-        ops.resolve_rows_(out[: len(coordinates)], sums, slots, rows, coordinates, first)
-        hits = out[: len(coordinates), 5]
-        counts.index_add_(0, hits, torch.ones(len(hits), dtype=torch.int32))
-    statistic = sum(float(((part - draws).double() ** 2).sum()) for part in counts.split(chunk)) / draws
-    assert abs(statistic - many) / np.sqrt((2 + 1 / draws) * many) < 3.1
-    undrawn = int((counts == 0).sum())
-    assert abs(undrawn - many * np.exp(-draws)) < 4 * np.sqrt(many * np.exp(-draws))

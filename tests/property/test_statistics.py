@@ -1,25 +1,32 @@
-"""Statistics of columns against NumPy in float64."""
+"""Statistics of columns against NumPy in float64, and the values that they normalise."""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_gear.batching.gather import affine
+from deepspeed_gear.config.field_checks import ResolvedField
 from deepspeed_gear.data import dataset_statistics
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_statistics import (
     QUANTILES,
+    ColumnStatistics,
     KeptRows,
     Moments,
     column_statistics,
+    compute_statistics,
     sample_positions,
 )
 from deepspeed_gear.data.dataset_writer import DatasetWriter
-from deepspeed_gear.data.splits import split_of
+from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.ops.reference.convert import convert
 from deepspeed_gear.schema import DTYPES, Column, Schema
 
 Rows = st.sampled_from(["T", "T+1", "1"])
@@ -52,7 +59,7 @@ def test_statistics_are_those_of_the_kept_rows(data: st.DataObject, rows: str, d
     keep = data.draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)))
     keep[data.draw(st.integers(0, len(lengths) - 1))] = True
     final = rows == "T+1" or data.draw(st.booleans())
-    column = Column("x", dtype, data.draw(st.sampled_from([(), (3,), (2, 2)])), rows=rows)  # type: ignore[arg-type]
+    column = Column("x", dtype, data.draw(st.sampled_from([(), (3,), (2, 2)])), rows=rows)
     values, kept = make(np.random.default_rng(seed), column, lengths, keep, final)
     block = data.draw(st.sampled_from([1, 7, 33, 1 << 16]))
     with pytest.MonkeyPatch.context() as patch:
@@ -69,7 +76,7 @@ def test_statistics_are_those_of_the_kept_rows(data: st.DataObject, rows: str, d
         np.testing.assert_allclose(
             found.quantiles[level], np.quantile(wanted, float(level), axis=0), rtol=1e-12
         )
-    again = dataset_statistics.ColumnStatistics.from_json(found.to_json(), column)
+    again = ColumnStatistics.from_json(found.to_json(), column)
     assert again.to_json() == found.to_json()
     assert again.mean.shape == column.shape
 
@@ -139,35 +146,6 @@ def test_large_columns_have_approximate_quantiles(monkeypatch: pytest.MonkeyPatc
         assert found.to_json()["quantile_rows"] == 20_000
 
 
-def test_statistics_of_a_split_leave_its_trajectories_out(tmp_path: Path) -> None:
-    schema = Schema(
-        [Column("x", "float32", (2,), rows="T+1"), Column("y", "int64"), Column("z", "float64", rows="1")]
-    )
-    random, split = np.random.default_rng(0), {"eval": 0.3, "test": 0.2}
-    with DatasetWriter(tmp_path / "set", schema, split=split) as writer:
-        for length in random.integers(1, 9, 100):
-            writer.add(
-                {
-                    "x": random.normal(size=(length + 1, 2)).astype(np.float32),
-                    "y": random.integers(0, 9, length),
-                    "z": np.asarray(random.normal()),
-                }
-            )
-    dataset = Dataset.open(tmp_path / "set")
-    train = np.flatnonzero(split_of(np.arange(100), split) == 0)
-    assert 30 < len(train) < 70
-    other = dataset.statistics_for({})
-    for name, found in dataset.statistics.items():
-        wanted = np.concatenate([np.atleast_1d(dataset.trajectory(int(i))[name]) for i in train])
-        assert found.count == len(wanted)
-        np.testing.assert_allclose(found.mean, wanted.mean(0, dtype=np.float64), rtol=1e-12)
-        np.testing.assert_allclose(other[name].count, dataset.columns[name].shape[0] - 100 * (name == "y"))
-    same = dataset.statistics_for(split)
-    assert {n: s.to_json() for n, s in same.items()} == {
-        n: s.to_json() for n, s in dataset.statistics.items()
-    }
-
-
 def test_what_overflows_is_null(tmp_path: Path) -> None:
     values = np.array([1e200, -1e200, 1.7e308, 1.7e308])[:, None] * np.array([1, 1e-200])
     with DatasetWriter(tmp_path / "set", Schema([Column("x", "float64", (2,))])) as writer:
@@ -177,3 +155,75 @@ def test_what_overflows_is_null(tmp_path: Path) -> None:
     assert np.isnan(found.std[0])
     assert (found.min[0], found.max[0]) == (-1e200, 1.7e308)
     assert found.std[1] == pytest.approx(values[:, 1].std())
+
+
+# ---- normalised values -------------------------------------------------------------------------------
+
+OFFSETS = {
+    "uint8": [0, 200],
+    "float16": [0, 512, 30_000],
+    "int32": [0, 2**30],
+    "float32": [0, 1000, 1.7e9, 1e-40, 1e37],
+    "int64": [0, 1_700_000_000_123_456_789, 2**53, 2**60],
+    "float64": [0, 1.7e9, 1e15, -1e-300, 1e306],
+}
+UNITS = {"float32": [1.0, 1e-40, 1e-3, 1e30], "float64": [1.0, 1e-320, 1e-140, 1e300]}
+
+
+def statistics(column: Column, values: np.ndarray) -> ColumnStatistics:
+    first, lengths = np.zeros(1, np.int64), np.array([len(values)])
+    return compute_statistics(Schema([column]), {"x": values}, first, lengths, {})["x"]
+
+
+@settings(deadline=None)
+@given(st.data(), st.sampled_from(list(OFFSETS)), st.sampled_from(["mean_std", "min_max"]))
+def test_normalised_values_are_what_they_are_called(data: st.DataObject, dtype: str, how: str) -> None:
+    column = Column("x", dtype, ())
+    steps = data.draw(st.lists(st.integers(0, 50), min_size=2, max_size=40))
+    offset, unit = (
+        data.draw(st.sampled_from(OFFSETS[dtype])),
+        data.draw(st.sampled_from(UNITS.get(dtype, [1]))),
+    )
+    values = (np.array(steps, np.int64 if dtype == "int64" else np.float64) * unit + offset).astype(dtype)
+    known = statistics(column, values)
+    field = ResolvedField("x", column, normalize=how)
+    spread = float(np.ptp(values.astype(object if dtype == "int64" else np.longdouble)))
+    if spread < 2.0**-41 * abs(offset) or not 1e-300 < spread < 1e300 or abs(offset) >= 2**60:
+        with contextlib.suppress(ConfigError):  # may be refused
+            affine(field, {"x": known}, ())
+        return
+    shift, gain = affine(field, {"x": known}, ())
+    wanted = torch.float64 if dtype == "float64" else torch.float32
+    found = convert(torch.from_numpy(values)[:, None], wanted, shift, gain)[:, 0].double().numpy()
+    if how == "min_max":
+        assert (found.min(), found.max()) == pytest.approx((-1, 1), abs=2e-3)
+    else:
+        assert (found.mean(), found.std()) == pytest.approx((0, 1), abs=2e-3)
+    order = np.argsort(values, kind="stable")
+    assert (np.diff(found[order]) >= 0).all()
+
+
+def test_what_float64_does_not_hold_is_refused_and_constants_become_zero() -> None:
+    wrong = {"float64": [1e15 + np.arange(3), 1e-320 * np.arange(3), 1e308 * np.array([-1, 1])]}
+    wrong["int64"] = [2**60 + np.arange(3), np.full(3, 2**60 + 1)]
+    for dtype, several in wrong.items():
+        for values in several:
+            column = Column("x", dtype, ())
+            for how in ("mean_std", "min_max"):
+                field, known = ResolvedField("x", column, normalize=how), {"x": statistics(column, values)}
+                with pytest.raises(
+                    ConfigError, match=r"spread from 1e-307 .* in element \[\] of x.; store the"
+                ):
+                    affine(field, known, ())
+    column = Column("x", "float32", ())
+    known = {"x": statistics(column, np.full(100_000, 7.3, np.float32))}
+    shift, gain = affine(ResolvedField("x", column, normalize="mean_std"), known, ())
+    assert convert(torch.tensor([[7.3], [9.3]]), torch.float32, shift, gain).tolist() == [[0], [2]]
+
+
+def test_means_of_many_rows_are_exact() -> None:
+    """A sum of 10^5 time stamps has a rounding error above their spread."""
+    values = 1_700_000_000_000_000_000 + 2**20 * np.arange(100_000) % 2**30
+    known = statistics(Column("x", "int64", ()), values)
+    assert known.mean == pytest.approx(np.mean(values - values[0]) + float(values[0]), abs=512)
+    assert known.std == pytest.approx(np.std(values - values[0]), rel=1e-9)

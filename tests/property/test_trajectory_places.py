@@ -22,14 +22,7 @@ READS = RowReads((WindowRead("steps", 0, WHOLE), WindowRead("final", 0, WHOLE, f
 
 
 class Node:
-    """A node's store, with codes as rows, and its row exchange.
-
-    Args:
-        index: Of the node.
-        steps: Of the trajectory in each slot. [SLOTS], int64.
-        room: Rows and slots of its arrivals.
-        mapped: Whether its own rows must be copied to the arrivals.
-    """
+    """A node's store, with codes as rows, and its row exchange; `mapped`: its rows go to the arrivals."""
 
     def __init__(
         self, index: int, nodes: int, steps: np.ndarray, room: tuple[int, int], mapped: bool
@@ -94,13 +87,9 @@ def test_every_node_has_what_it_gathers(count: int, size: int, mapped: bool, see
     for _ in range(3):
         needed = random.random((count, size)) < 0.4
         moves = [of_node.move(needed) for of_node in places]
+        pairs = list(zip(owner.tolist(), slot.tolist(), strict=True))
         lacking = [
-            {
-                (int(owner[n]), int(slot[n]))
-                for n in np.nonzero(needed[index])[0]
-                if mapped or owner[n] != index
-            }
-            - got[index]
+            {pairs[n] for n in np.nonzero(needed[index])[0] if mapped or owner[n] != index} - got[index]
             for index in range(count)
         ]
         if not any(lacking):

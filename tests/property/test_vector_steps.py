@@ -143,9 +143,9 @@ def columns_of(at: int, num_envs: int, given: dict[str, Any]) -> dict[str, Any]:
 def test_native_steps_are_those_of_python(scene: tuple[int, str, bool, list[dict[str, Any]]]) -> None:
     num_envs, mode, rate, steps = scene
     with replay_of(num_envs, rate) as one, replay_of(num_envs, rate) as other:
-        native = one.writer().vector_writer(num_envs, mode)  # type: ignore[arg-type]
+        native = one.writer().vector_writer(num_envs, mode)
         assert native._native_steps is not None
-        plain = in_python(other.writer().vector_writer(num_envs, mode))  # type: ignore[arg-type]
+        plain = in_python(other.writer().vector_writer(num_envs, mode))
         zeros = {"place": np.zeros((num_envs, 2), np.float32), "parts": (np.zeros(num_envs, np.int16),)}
         for writer in (native, plain):
             writer.reset(observation=zeros, info={"task": np.arange(num_envs, dtype=np.int16)})
