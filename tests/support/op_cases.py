@@ -105,6 +105,7 @@ def host_arguments(name: str) -> tuple[Any, ...]:
     resolutions = torch.stack((slot, slot, zero, slot * 5, zero + 5, zero + 2, zero, zero), dim=1)
     none = torch.empty(0)
     two, pads = [none, none], [0.0, 1.0]
+    packed = [0, 1, 1, 0, 0, 0, 3, 0, 0, 1, 3, 0, 1, 0, 0, 0, 1, 0, 0, 1]
     masses = torch.full((HOST_COUNT,), 9)
     weighed = torch.cat((resolutions[:, :6], masses[:, None], masses[:, None]), dim=1)
     row_slots = torch.arange(HOST_SLOTS // 5, dtype=torch.int32).repeat_interleave(5)
@@ -147,47 +148,20 @@ def host_arguments(name: str) -> tuple[Any, ...]:
             *([0, 0, 1, 9, 0], 1 << 61, 0, 40),
         ),
         "slot_priorities_": (
-            sums * 0,
-            minima,
-            priorities,
-            out[:5].clone(),
-            *torch.zeros(2, HOST_SLOTS, dtype=torch.int64),
-            none.long(),
-            none.int(),
-            table,
-            nodes,
-            0,
-            2,
-            [0, 0, 1, 9, 0],
-            0,
-            0x3F000000,
-            1 << 61,
-            40,
+            *(sums * 0, minima, priorities, out[:5].clone()),
+            *(*torch.zeros(2, HOST_SLOTS, dtype=torch.int64), none.long(), none.int()),
+            *(table, nodes, 0, 2, [0, 0, 1, 9, 0], 0, 0x3F000000, 1 << 61, 40),
         ),
         "draw_goals_": (out + 0, resolutions, 5, 1, 0, 1 << 61, 1),
         "pack_": (
-            [torch.zeros(9, 3), torch.zeros(9).long()],
-            [rows, none.long()],
-            two,
-            two,
-            resolutions[:2],
-            torch.tensor([1, 6]),
-            [0, 1, 1, 0, 0, 0, 3, 0, 0, 1, 3, 0, 1, 0, 0, 0, 1, 0, 0, 1],
-            pads,
-            2,
-            9,
+            *([torch.zeros(9, 3), torch.zeros(9).long()], [rows, none.long()], two, two),
+            *(resolutions[:2], torch.tensor([1, 6]), packed, pads, 2, 9),
         ),
         "plan_packs_": (out + 0, out + 0, out[:1] + 0, torch.arange(1, HOST_COUNT + 1), 9, 1, 1, 2, 9),
         "encode_rows_": (out + 0, nodes + 0, [rows.view(-1).view(torch.uint8)], *rows_wanted, table),
         "decode_rows_": (
-            [rows_bytes],
-            weighed,
-            nodes + 0,
-            nodes + 5,
-            messages,
-            nodes + 0,
-            *rows_wanted,
-            room,
+            *([rows_bytes], weighed, nodes + 0, nodes + 5, messages, nodes + 0),
+            *(*rows_wanted, room),
         ),
         "assign_draws_": (*torch.zeros(3, 3).long(), slot[:1] * 0, slot[:3], torch.tensor([9, 99]), 1),
         "encode_draws_": (sampled, words, nodes + 0, weighed[:2], nodes, None, None, readers, needs, 0, 0, 0),

@@ -194,7 +194,7 @@ def test_trajectories_that_are_too_short_or_too_long(scene: StoreScene) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tensors_of_every_dtype_round_trip(dtype: str) -> None:
-    """Other values: tests/property/test_values.py."""
+    """Other values: tests/property/test_ways_in.py."""
     schema = Schema([Column("x", dtype, (2,)), Column("one", dtype, (), "other", "1")])
     low, high = (0, 1) if dtype in ("bool", "uint8") else (-3, 3)
     given = {
