@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from warm_python import run_warm
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
@@ -64,19 +65,18 @@ def checkout() -> Path:
 
 @pytest.fixture(scope="session")
 def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `python *arguments` in a process of its own; `env` is laid over this one's, None removes a name."""
+    """Run `python *arguments`; `env` is laid over this one's, None removes a name.
+
+    Without a GPU, which a fork cannot use, a program's file runs in a warm process. A text (`-c`) never does.
+    """
 
     def run(
         *arguments: str, env: dict[str, str | None] | None = None, cwd: Path = ROOT, timeout_s: float = 240.0
     ) -> subprocess.CompletedProcess[str]:
         merged = {k: v for k, v in {**os.environ, **(env or {})}.items() if v is not None}
-        return subprocess.run(
-            [sys.executable, *arguments],
-            env=merged,
-            cwd=cwd,
-            timeout=timeout_s,
-            capture_output=True,
-            text=True,
-        )
+        if arguments[0].endswith(".py") and not HAS_GPU:
+            return run_warm(*arguments, env=merged, cwd=cwd, timeout_s=timeout_s)
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, env=merged, cwd=cwd, timeout=timeout_s, capture_output=True, text=True)
 
     return run

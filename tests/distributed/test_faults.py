@@ -23,7 +23,7 @@ from gear_support import SHM, lengths_of, shared_files, wait_until, write_datase
 from process_support import Ranks, environment, in_child, kill, launcher, reapers, run_ranks
 from warm_python import WarmProcess
 
-from deepspeed_gear import Replay, TrajectoryWriter
+from deepspeed_gear import TrajectoryWriter
 from deepspeed_gear.errors import StoreError
 
 ROUNDS = 20 if os.environ.get("GEAR_LONG_TESTS") == "1" else 4
@@ -321,26 +321,6 @@ def test_runs_with_the_same_prefix_leave_each_other_alone(name: str, data: Path,
     (tmp_path / "paused" / "go").touch()
     check_success(paused)
     check_success(at_once)
-
-
-def test_an_error_of_the_prefetch_thread_reaches_sample(name: str, data: Path) -> None:
-    def transform(batch: Any, keys: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 4:
-            raise ZeroDivisionError("in the user's transform")
-        return batch
-
-    section, calls = section_of(data, name, batch_size=8), 0
-    with Replay(section) as replay:
-        wanted = [replay.sample().sample_number.tolist() for _ in range(8)]
-    with Replay({**section, "prefetch": 2}) as replay:
-        replay.transform = transform
-        found = [replay.sample().sample_number.tolist() for _ in range(3)]
-        with pytest.raises(ZeroDivisionError, match="in the user's transform"):
-            replay.sample()
-        found += [replay.sample().sample_number.tolist() for _ in range(5)]  # no batch is lost
-    assert found == wanted
 
 
 def test_exit_without_close(name: str, data: Path, tmp_path: Path) -> None:

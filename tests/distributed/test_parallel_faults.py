@@ -94,7 +94,8 @@ def test_a_cut_that_fails_is_an_error_on_all_at_once(
 def test_a_rank_that_dies_or_stands_still(
     kind: str, mode: str, victim: int, dataset: Path, tmp_path: Path
 ) -> None:
-    wanted, ranks = task(dataset, tmp_path, kind, mode, victim=victim), MODES[mode][0]
+    wanted, ranks, timeout_s = task(dataset, tmp_path, kind, mode, victim=victim), MODES[mode][0], 5.0
+    wanted["gear"]["timeout_s"] = timeout_s
     others = [rank for rank in range(ranks) if rank != victim]
     run = Ranks("parallel_faults.py", ranks, json.dumps(wanted))
     try:
@@ -104,8 +105,8 @@ def test_a_rank_that_dies_or_stands_still(
             error, message, seconds = found["end"]
             assert error == "PeerError"
             assert message.startswith(f"rank {victim} must ")
-            assert ("it died" if kind == "killed" else f"within {TIMEOUT_S} s") in message
-            assert float(seconds) < (TIMEOUT_S if kind == "killed" else TIMEOUT_S + 5)
+            assert ("it died" if kind == "killed" else f"within {timeout_s} s") in message
+            assert float(seconds) < timeout_s + 5
     finally:
         run.kill()
     assert shared_files(wanted["gear"]["shared_memory"]["prefix"]) == []

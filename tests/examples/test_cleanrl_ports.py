@@ -123,9 +123,3 @@ def test_a_port_changes_what_the_page_says() -> None:
 def test_another_program_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'ReplayBuffer\(' is in 0 lines"):
         port(RING.replace("ReplayBuffer(", "Ring("))
-
-
-def test_lines_are_counted() -> None:
-    assert num_changed("a\nb\nc\n", "a\nb\nc\n") == 0
-    assert num_changed("a\nb\nc\n", "a\nB\nc\n") == 1
-    assert num_changed("a\nb\nc\n", "a\nc\nd\ne\n") == 3

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gear_support import ROOT, SHM, prefix
+from gear_support import ROOT, prefix
 from hopper_support import hopper_data
-from process_support import environment, free_port, run_ranks
+from process_support import environment, free_port, remove_buffers, run_ranks
+from warm_python import run_warm
 
 pytest.importorskip("mujoco", reason="the example evaluates in MuJoCo")
 pytest.importorskip("gymnasium", reason="likewise")
@@ -35,17 +36,14 @@ def ran(out: Path) -> subprocess.CompletedProcess[str]:
     config["gear"]["data"]["path"] = str(hopper_data(out))
     config["gear"]["shared_memory"] = {"prefix": prefix()}
     (out / "config.json").write_text(json.dumps(config))
-    port = free_port()
-    command = [str(Path(sys.executable).parent / "deepspeed"), *launch_options(), "--master_port", str(port)]
+    port = str(free_port())
+    command = [str(Path(sys.executable).parent / "deepspeed"), *launch_options(), "--master_port", port]
     command += ["examples/hopper.py", "--config", str(out / "config.json"), "--out", str(out / "run")]
     command += ["--steps", str(STEPS), "--evaluate-every", str(EVERY)]
     try:
-        done = subprocess.run(
-            command, env=environment(), cwd=ROOT, timeout=240, capture_output=True, text=True
-        )
+        done = run_warm(*command, env=environment(), cwd=ROOT)
     finally:
-        for left in SHM.glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
-            left.unlink(missing_ok=True)
+        remove_buffers(port)
     assert done.returncode == 0, done.stderr
     return done
 
