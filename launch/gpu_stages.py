@@ -89,11 +89,10 @@ def tool_of(toolkit: Path | None, name: str) -> str | None:
 
 
 def pytest_step(name: str, *arguments: str, limit_s: float, **options: Any) -> Step:
-    command = (PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
-    return Step(name, command, limit_s, **options)
+    return Step(name, tests(*arguments), limit_s, **options)
 
 
-def cpu_tests(*arguments: str) -> tuple[str, ...]:
+def tests(*arguments: str) -> tuple[str, ...]:
     return (PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
 
 
@@ -148,7 +147,7 @@ def stage_a(here: Machine) -> list[Wave]:
     """The machine, every op against the reference, captured steps, figures of device tables."""
     facts = (
         "nvidia-smi; nvidia-smi topo -m; nvidia-smi -q -d CLOCK,PCIE,ECC | head -n 120; nvcc --version; "
-        f"lscpu; free -g; df -h /dev/shm; {PYTHON} -m deepspeed_gear.cli.report --quiet"
+        f"lscpu; free -g; df -h /dev/shm; {PYTHON} -m deepspeed_gear report --quiet"
     )
     both = builds(here)[0]
     support = "tests/unit/test_gpu_support.py"
@@ -159,7 +158,7 @@ def stage_a(here: Machine) -> list[Wave]:
                 "ops against the reference",
                 "tests/gpu/test_cuda_ops.py",
                 limit_s=150,
-                dry=cpu_tests(support, "-k", "arguments"),
+                dry=tests(support, "-k", "arguments"),
             )
         ],
         [
@@ -188,7 +187,7 @@ def stage_a(here: Machine) -> list[Wave]:
                 "captured and compiled steps",
                 "tests/gpu/test_device_graphs.py",
                 limit_s=200,
-                dry=cpu_tests(support, "-k", "repeated and uniform"),
+                dry=tests(support, "-k", "repeated and uniform"),
             )
         ],
     ]
@@ -196,7 +195,7 @@ def stage_a(here: Machine) -> list[Wave]:
 
 def stage_b(here: Machine) -> list[Wave]:
     """Equivalence in processes, tables in host memory, two ranks on one card, the examples."""
-    dry = cpu_tests("--collect-only", "tests/equivalence/test_selection_ops.py")
+    dry = tests("--collect-only", "tests/equivalence/test_selection_ops.py")
     equivalence = [
         pytest_step(
             f"equivalence {shard} of {SHARDS}",
@@ -260,13 +259,13 @@ def stage_b(here: Machine) -> list[Wave]:
 def stage_c(here: Machine) -> list[Wave]:
     """The sanitizers, profiles, the figures once more, and the Hopper job."""
     sanitizer = (here.tool("compute-sanitizer"), "--error-exitcode", "9", "--report-api-errors", "no")
-    tests = cpu_tests("tests/gpu", "-m", "sanitize")
+    command = tests("tests/gpu", "-m", "sanitize")
     # Without torch's cache each tensor has its own allocation, so that accesses beside it are found.
     alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     sanitizers = [
         Step(
             tool,
-            (*sanitizer, "--tool", tool, *tests),
+            (*sanitizer, "--tool", tool, *command),
             280,
             needs=("gpu", "compute-sanitizer"),
             elsewhere="tests/equivalence runs the kernels on the host",

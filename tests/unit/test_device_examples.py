@@ -88,33 +88,26 @@ def test_an_episode_keeps_its_own_last_observation(load: Load) -> None:
         assert returns == pytest.approx(envs.returns[env::ENVS])
 
 
-class Recorded:
-    """The rows that environments gave, turn by turn."""
-
-    def __init__(self, loop: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.rows, step = list[dict[str, Tensor]](), loop.Environments.step
-
-        def record(envs: Any) -> None:
-            step(envs)
-            row = {**envs.row, "following": envs.following}
-            self.rows.append({name: values.clone() for name, values in row.items()})
-
-        monkeypatch.setattr(loop.Environments, "step", record)
-
-
 def test_advantages_end_with_an_episode(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against equation 16 of the paper, from the critic and the environments' rows; some episodes are cut."""
     loop, program = load("device_loop"), load("ppo_device")
     make = partial(gymnasium.make, max_episode_steps=20)
     monkeypatch.setattr(loop, "gymnasium", MagicMock(make=make))
-    recorded, add = Recorded(loop, monkeypatch), DeviceReplay.add_
+    recorded, step, add = list[dict[str, Tensor]](), loop.Environments.step, DeviceReplay.add_
+
+    def record(envs: Any) -> None:
+        step(envs)
+        row = {**envs.row, "following": envs.following}
+        recorded.append({name: values.clone() for name, values in row.items()})
+
+    monkeypatch.setattr(loop.Environments, "step", record)
     networks, network = list[Any](), program.network
     monkeypatch.setattr(program, "network", lambda *sizes: networks.append(network(*sizes)) or networks[-1])
     found: dict[str, Tensor] = {}
 
     def note(replay: Any, columns: dict[str, Tensor]) -> None:
         found.update({name: values.clone() for name, values in columns.items()})
-        rows = {name: torch.stack([row[name] for row in recorded.rows], 1) for name in recorded.rows[0]}
+        rows = {name: torch.stack([row[name] for row in recorded], 1) for name in recorded[0]}
         _, critic = networks
         found["before"], found["after"] = (
             critic(rows[name]).squeeze(2).detach().double() for name in ("observation", "following")
@@ -144,26 +137,18 @@ def test_a_divergence_is_an_error(load: Load) -> None:
         loop.result(Namespace(**OPTIONS), envs, loop.Clock(CPU, 0), loss=float("nan"))
 
 
-class FakeGraph:
-    def __init__(self) -> None:
-        self.num_replays = 0
-
-    def replay(self) -> None:
-        self.num_replays += 1
-
-
 def test_every_call_of_a_captured_function_is_one_call(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three calls run, the fourth captures, which runs nothing on a device, and replays."""
     loop, calls = load("device_loop"), list[str]()
-    stream = MagicMock()
+    stream, graph = MagicMock(), MagicMock()
     for name in ("Stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
     monkeypatch.setattr(torch.cuda, "graph", lambda _: nullcontext())
     step = loop.Captured(lambda: calls.append("call"), False, True)
     for _ in range(10):
         step()
     assert len(calls) == loop.Captured.WARM_UP + 1, "the last one is the capture"
-    assert step._graph.num_replays == 10 - loop.Captured.WARM_UP
+    assert graph.replay.call_count == 10 - loop.Captured.WARM_UP
     assert stream.wait_stream.call_count == 2 * loop.Captured.WARM_UP
