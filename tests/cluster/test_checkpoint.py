@@ -13,6 +13,7 @@ import pytest
 from cluster_support import PROGRAMS, Cluster, rank_environment
 from gear_support import lengths_of, write_dataset
 from process_support import environment
+from warm_python import run_warm
 
 LONG = os.environ.get("GEAR_LONG_TESTS") == "1"
 pytestmark = pytest.mark.timeout(3600 if LONG else 900)  # of several launches, each with a limit of its own
@@ -38,8 +39,7 @@ def outputs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[
     write_dataset(folder / "data" / "b", lengths_of(25))
 
     def alone(*arguments: str) -> str:
-        command = [sys.executable, str(PROGRAMS / PROGRAM), data, *arguments]
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+        done = run_warm(str(PROGRAMS / PROGRAM), data, *arguments, env=environment(), timeout_s=120.0)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

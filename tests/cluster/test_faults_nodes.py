@@ -35,6 +35,11 @@ class TrainingRanks(NodeRanks):
                 return pid
         raise AssertionError(f"rank {rank} does not run")
 
+    def results(self, count: int) -> list[tuple[int, str]]:
+        """Wait for the first ranks, one after the other; return exit status and output of each."""
+        outputs = [process.communicate(timeout=LATE_S)[0] for process in self.processes[:count]]
+        return [(process.returncode, out) for process, out in zip(self.processes, outputs, strict=False)]
+
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
@@ -134,10 +139,7 @@ def test_a_rank_that_ends_early_is_named(train: Callable[..., TrainingRanks], cl
     If its batch was late they are told before they go on.
     """
     ranks = train({"ends": 3}, prefetch=2)
-    since, results = time.monotonic(), []
-    for process in ranks.processes[:3]:
-        output, _ = process.communicate(timeout=LATE_S)
-        results.append((process.returncode, output))
+    since, results = time.monotonic(), ranks.results(3)
     lost = r".*rank 3.* ended after 6 of 7 batch barriers"
     check_named(results, [0, 1, 2], lost, since, or_node="")
     os.kill(ranks.pid(3), signal.SIGKILL)
@@ -149,10 +151,7 @@ def test_a_rank_that_stands_still_is_named(train: Callable[..., TrainingRanks], 
     ranks = train(prefetch=1)
     pid, since = ranks.pid(3), time.monotonic()
     os.kill(pid, signal.SIGSTOP)
-    results = []
-    for process in ranks.processes[:3]:
-        output, _ = process.communicate(timeout=LATE_S)
-        results.append((process.returncode, output))
+    results = ranks.results(3)
     check_named(results, [0, 1, 2], "rank 3 ", since)
     os.kill(pid, signal.SIGKILL)
     ranks.wait(5.0)
@@ -171,10 +170,7 @@ def test_a_node_that_is_lost_is_named(
     else:
         for pid in pids:
             os.kill(pid, signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
-    results = []
-    for process in ranks.processes[:2]:
-        output, _ = process.communicate(timeout=LATE_S)
-        results.append((process.returncode, output))
+    results = ranks.results(2)
     check_named(results, [0, 1], "node 1 ", since)
     if how == "stopped":
         # They find themselves alone, and end. What has started a rank stops and goes on with it.

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import rollout_support
+from batch_records import in_plan_order
 from cluster_support import Cluster
 from gear_support import ROOT
 from packed_node_cases import GROUP, NODES, WIDTH, Case, cases, response, run_case, write_data
+from rollout_support import responses, section
 
 from deepspeed_gear import MicroBatch, Replay
 
@@ -21,7 +22,7 @@ ENGINE = ROOT / "tests" / "distributed" / "programs" / "packed_resume.py"
 RESPONSES = 20  # of each rank of ENGINE
 RANKS = 2
 WORLD = NODES * RANKS
-BOUND = 2e-6  # of the largest gradient, as in tests/distributed/test_packed_gradients.py
+BOUND = 2e-6  # of the largest gradient, as in tests/distributed/test_gradients.py
 NAMES = list(cases("", ""))
 Seen = dict[str, Any]
 
@@ -49,22 +50,6 @@ def outcomes(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Outc
         for name in known
     }
     return Outcomes(known, alone, ranks, out / "saves")
-
-
-def in_plan_order(ranks: list[list[list[Any]]]) -> list[list[Any]]:
-    """Return the packs of each step, micro step by micro step of the plan and rank by rank of it.
-
-    Args:
-        ranks: The packs of each step of each rank.
-    """
-    per_rank, steps = WIDTH // len(ranks), []
-    for of_ranks in zip(*ranks, strict=True):
-        packs: list[Any] = []
-        for first in range(0, len(of_ranks[0]), per_rank):
-            for own in of_ranks:
-                packs += own[first : first + per_rank]
-        steps.append(packs)
-    return steps
 
 
 def numbers(steps: list[list[Seen]]) -> list[list[Any]]:
@@ -148,14 +133,14 @@ def test_an_engine_trains_rollouts_over_nodes(cluster: Cluster, tmp_path: Path) 
     """A rank on each of two nodes adds its own responses; it saves in a rollout batch, too."""
     pack = {"tokens": 128, "pad": {"multiple": 16}, "plan_width": WIDTH}
     size = {"trajectories": 18, "tokens": 450, "minibatches": 3, "epochs": 2}
-    gear = rollout_support.section(pack=pack, rollout=size, sampler={"kind": "epoch"}, timeout_s=60.0)
+    gear = section(pack=pack, rollout=size, sampler={"kind": "epoch"}, timeout_s=60.0)
     task = {"gear": gear, "checkpoints": str(tmp_path / "saves"), "out": str(tmp_path), "action": "save"}
     cluster.run_ranks(ENGINE, json.dumps(task), nodes=NODES, timeout_s=200.0)
     found = [json.loads((tmp_path / f"save{NODES}.{rank}.json").read_text()) for rank in range(NODES)]
     ids = [[[pack["ids"] for pack in step] for step in rank["steps"]] for rank in found]
     with Replay(gear) as replay:
         for seed in range(NODES):
-            for one in rollout_support.responses(RESPONSES, seed):
+            for one in responses(RESPONSES, seed):
                 replay.add(one)
         replay.rollout().close()
         steps = [[ids_on_nodes(micro) for micro in step] for step in replay.rollout()]

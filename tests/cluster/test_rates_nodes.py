@@ -21,22 +21,10 @@ STEPS = {"min_size": 60, "samples_per_insert": 1.0, "error_buffer": 29.0}  # as 
 TRAJECTORIES = {"min_size": 5, "samples_per_insert": 2.0, "error_buffer": 7.0}
 QUEUE = {"queue": 14}
 PHASES: dict[str, dict[str, Any]] = {
-    "both": {"actors": [2, 0, 2, 0], "unit": "step", "rate_limiter": STEPS, "batches": 150, "lose": None},
-    "one": {
-        "actors": [0, 0, 1, 1],
-        "unit": "trajectory",
-        "rate_limiter": TRAJECTORIES,
-        "batches": 80,
-        "lose": None,
-    },
+    "both": {"actors": [2, 0, 2, 0], "unit": "step", "rate_limiter": STEPS, "batches": 150},
+    "one": {"actors": [0, 0, 1, 1], "unit": "trajectory", "rate_limiter": TRAJECTORIES, "batches": 80},
     "lost": {"actors": [2, 0, 2, 0], "unit": "step", "rate_limiter": STEPS, "batches": 100, "lose": 40},
-    "queue": {
-        "actors": [1, 0, 0, 1],
-        "unit": "trajectory",
-        "rate_limiter": {"queue": 14},
-        "batches": 80,
-        "lose": None,
-    },
+    "queue": {"actors": [1, 0, 0, 1], "unit": "trajectory", "rate_limiter": QUEUE, "batches": 80},
 }
 
 
@@ -64,12 +52,10 @@ def run(cluster: Cluster, out: Path, cases: Cases, phases: dict[str, Any], nodes
 def found(cluster: Cluster, cases: Cases, tmp_path_factory: pytest.TempPathFactory) -> Run:
     phases = {}
     for name, phase in PHASES.items():
-        section = section_of(
-            "fifo" if name == "queue" else "uniform", phase["unit"], remove="fifo", writers=2
-        )
-        section["tables"]["main"]["rate_limiter"] = {**phase["rate_limiter"], "timeout_s": 30.0}
+        kind, rate = "fifo" if name == "queue" else "uniform", {**phase["rate_limiter"], "timeout_s": 30.0}
+        section = section_of(kind, phase["unit"], remove="fifo", writers=2, rate_limiter=rate)
         section["shared_memory"] = {"prefix": f"rates{name}"}
-        phases[name] = {**phase, "section": section}
+        phases[name] = {"lose": None, **phase, "section": section}
     return run(cluster, tmp_path_factory.mktemp("two"), cases, phases, 2, 2)
 
 
@@ -148,7 +134,7 @@ def test_a_queue_gives_each_once(found: Run) -> None:
 
 
 def test_who_is_left_goes_on(found: Run) -> None:
-    """Behind the death of the actors of one node those of the other bring what all ranks need."""
+    """After the death of the actors of one node those of the other bring what all ranks need."""
     died = found.seen[2]["phases"]["lost"][PHASES["lost"]["lose"]][1]
     late = [int((np.fromfile(found.out / f"lost.actor{index}")[1::3] > died).sum()) for index in (0, 1)]
     assert sum(late) > 15

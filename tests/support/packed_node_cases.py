@@ -74,74 +74,47 @@ def table(columns: Mapping[str, Any] = COLUMNS, **options: Any) -> dict[str, Any
 
 def cases(data: str, other: str) -> dict[str, Case]:
     """Return sections by name, with what else a case needs."""
-    group = {"column": "prompt", "size": GROUP, "needs": ["reward"]}
-    by_member = {**group, "size": 2, "member": "sample", "max_trajectories": GROUP}
-    varied = {"where": {"reward": {"std": {"min": 0.1}}}}
-    rollout = {"groups": 5, "minibatches": 2, "epochs": 2}
+    group = {"column": "prompt", "size": GROUP}
+    rewarded = {**group, "needs": ["reward"]}
+    members = {**rewarded, "size": 2, "member": "sample", "max_trajectories": GROUP}
+    members["where"] = {"reward": {"std": {"min": 0.1}}}
+    token, sequence, by_group = ({"normalize": name} for name in ("token", "sequence", "group"))
+    uniform = {"kind": "uniform", "unit": "trajectory"}
+    memory, capacity = {"data": {"path": data, "load": "memory"}}, {"tables": {"main": table()}}
 
-    def by_group(kind: str, loss: Any, group: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-        tables = {"main": table({**COLUMNS, **LATE}, group=dict(group), **options)}
-        return section(tables=tables, rollout=rollout, sampler={"kind": kind, "unit": "group"}, loss=loss)
+    def groups(kind: str, loss: Any, group: Mapping[str, Any] = rewarded, **options: Any) -> dict[str, Any]:
+        main = options.pop("main", None) or table({**COLUMNS, **LATE}, group=dict(group), **options)
+        rollout = {"groups": 5, "minibatches": 2, "epochs": 2}
+        sampler = {"kind": kind, "unit": "group"}
+        return section(tables={"main": main}, rollout=rollout, sampler=sampler, loss=loss)
 
-    shares = {"first": 0.5, "second": 0.25, "third": 0.25}
-    three = {
-        "first": {"data": {"path": data, "load": "memory"}},
+    tables = {
+        "first": memory,
         "second": {"data": {"path": other, "load": "memory", "replicate": True}},
         "third": {"data": {"path": other, "load": "mmap"}},
     }
-    uniform = {"kind": "uniform", "unit": "trajectory"}
+    mixture = {"kind": "mixture", "shares": {"first": 0.5, "second": 0.25, "third": 0.25}, "of": uniform}
+    by_tokens = {"trajectories": 20, "tokens": 300, "minibatches": 2}
+    prioritized = {"kind": "prioritized", "unit": "trajectory", "beta": 0.5}
+    replicated = {"data": {"path": data, "replicate": True}, "group": group}
+    by_member = {**sequence, "by": "member"}
     return {
-        "data": {"section": section(data={"path": data, "load": "memory"}, sampler=uniform)},
-        "mapped": {"section": section(data={"path": data, "load": "mmap"}, loss={"normalize": "sequence"})},
-        "groups": {"section": by_group("epoch", {"normalize": "group"}, group), "resumes": True},
-        "members": {
-            "section": {
-                **by_group("uniform", {"normalize": "sequence", "by": "member"}, {**by_member, **varied}),
-                "count_draws": True,
-            }
-        },
-        "used up": {"section": by_group("uniform", {"normalize": "token"}, group, max_times_sampled=2)},
-        "group priorities": {"section": by_group("prioritized", {"normalize": "group"}, group)},
-        "replicated groups": {
-            "section": section(
-                tables={
-                    "main": {
-                        "data": {"path": data, "replicate": True},
-                        "group": {"column": "prompt", "size": GROUP},
-                    }
-                },
-                rollout=rollout,
-                sampler={"kind": "prioritized", "unit": "group"},
-                loss={"normalize": "group"},
-            )
-        },
-        "queue": {"section": by_group("fifo", {"normalize": "token"}, group, max_times_sampled=1)},
-        "tokens": {
-            "section": section(
-                tables={"main": table()}, rollout={"trajectories": 20, "tokens": 300, "minibatches": 2}
-            ),
-            "resumes": True,
-        },
-        "prioritized": {
-            "section": section(
-                tables={"main": table()}, sampler={"kind": "prioritized", "unit": "trajectory", "beta": 0.5}
-            ),
-            "resumes": True,
-        },
-        "mixture": {
-            "section": section(tables=three, sampler={"kind": "mixture", "shares": shares, "of": uniform})
-        },
-        "sequence": {"section": section(data={"path": data, "load": "memory"}), "shares": "node"},
-        "sequence over nodes": {
-            "section": section(data={"path": data, "load": "memory"}),
-            "shares": "nodes",
-        },
-        "tensor over nodes": {
-            "section": section(data={"path": data, "load": "memory"}),
-            "shares": "tensor",
-        },
-        "device": {"section": section(data={"path": data, "load": "memory"}, exchange="device")},
-        "no barrier": {"section": section(data={"path": data, "load": "memory"}), "barrier": False},
+        "data": {"section": section(**memory, sampler=uniform)},
+        "mapped": {"section": section(data={"path": data, "load": "mmap"}, loss=sequence)},
+        "groups": {"section": groups("epoch", by_group), "resumes": True},
+        "members": {"section": {**groups("uniform", by_member, members), "count_draws": True}},
+        "used up": {"section": groups("uniform", token, max_times_sampled=2)},
+        "group priorities": {"section": groups("prioritized", by_group)},
+        "replicated groups": {"section": groups("prioritized", by_group, main=replicated)},
+        "queue": {"section": groups("fifo", token, max_times_sampled=1)},
+        "tokens": {"section": section(**capacity, rollout=by_tokens), "resumes": True},
+        "prioritized": {"section": section(**capacity, sampler=prioritized), "resumes": True},
+        "mixture": {"section": section(tables=tables, sampler=mixture)},
+        "sequence": {"section": section(**memory), "shares": "node"},
+        "sequence over nodes": {"section": section(**memory), "shares": "nodes"},
+        "tensor over nodes": {"section": section(**memory), "shares": "tensor"},
+        "device": {"section": section(**memory, exchange="device")},
+        "no barrier": {"section": section(**memory), "barrier": False},
     }
 
 

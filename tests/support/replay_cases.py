@@ -139,18 +139,11 @@ def priorities(batch: Batch) -> torch.Tensor:
     ).double() / 100 + 0.01
 
 
-def digests(batch: Batch) -> dict[str, str]:
+def digests(batch: Batch, with_ids: bool = True) -> dict[str, str]:
     """Return a digest of everything about each sample, by table and sample number."""
     parts = [batch[name] for name in sorted(batch)] + [batch.mask[name] for name in sorted(batch.mask)]
-    parts += [
-        batch.trajectory_id,
-        batch.anchor,
-        batch.num_steps,
-        batch.is_weight,
-        batch.probability,
-        batch.epoch,
-    ]
-    parts += [batch.valid, batch.goal_step]
+    known = ("anchor", "num_steps", "is_weight", "probability", "epoch", "valid", "goal_step")
+    parts += [getattr(batch, name) for name in (*known, *(["trajectory_id"] if with_ids else []))]
     rows = [part.contiguous().reshape(batch.num_samples, -1).numpy() for part in parts]
     found = {}
     for i, (table, number) in enumerate(
