@@ -40,7 +40,7 @@ void Publish(int64_t& word, int64_t value) {
 // Moves an extent to free rows before it, in pieces: a piece is as long as the distance, so that it
 // overlaps no row that is still to be copied, or as the spare rows, through which it goes then. The
 // control words hold the move; after a death the next owner of the lock finishes it
-// (deepspeed_gear/store/extent_move.py, the same in Python).
+// (RowAllocator.move, the same in Python).
 void Slide(Store& store, int64_t slot, int64_t to) {
   Slot& record = store.slots[slot];
   const int64_t source = record.first_row, num_rows = record.num_rows, distance = source - to;
