@@ -25,6 +25,7 @@ from deepspeed_gear.data.dataset_statistics import (
     sample_positions,
 )
 from deepspeed_gear.data.dataset_writer import DatasetWriter
+from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.reference.convert import convert
 from deepspeed_gear.schema import DTYPES, Column, Schema
@@ -144,6 +145,35 @@ def test_large_columns_have_approximate_quantiles(monkeypatch: pytest.MonkeyPatc
             rank = np.searchsorted(values[:, 0], found.quantiles[level][0]) / 200_000
             assert abs(rank - float(level)) < 0.002
         assert found.to_json()["quantile_rows"] == 20_000
+
+
+def test_statistics_of_a_split_leave_its_trajectories_out(tmp_path: Path) -> None:
+    schema = Schema(
+        [Column("x", "float32", (2,), rows="T+1"), Column("y", "int64"), Column("z", "float64", rows="1")]
+    )
+    random, split = np.random.default_rng(0), {"eval": 0.3, "test": 0.2}
+    with DatasetWriter(tmp_path / "set", schema, split=split) as writer:
+        for length in random.integers(1, 9, 100):
+            writer.add(
+                {
+                    "x": random.normal(size=(length + 1, 2)).astype(np.float32),
+                    "y": random.integers(0, 9, length),
+                    "z": np.asarray(random.normal()),
+                }
+            )
+    dataset = Dataset.open(tmp_path / "set")
+    train = np.flatnonzero(split_of(np.arange(100), split) == 0)
+    assert 30 < len(train) < 70
+    other = dataset.statistics_for({})
+    for name, found in dataset.statistics.items():
+        wanted = np.concatenate([np.atleast_1d(dataset.trajectory(int(i))[name]) for i in train])
+        assert found.count == len(wanted)
+        np.testing.assert_allclose(found.mean, wanted.mean(0, dtype=np.float64), rtol=1e-12)
+        np.testing.assert_allclose(other[name].count, dataset.columns[name].shape[0] - 100 * (name == "y"))
+    same = dataset.statistics_for(split)
+    assert {n: s.to_json() for n, s in same.items()} == {
+        n: s.to_json() for n, s in dataset.statistics.items()
+    }
 
 
 def test_what_overflows_is_null(tmp_path: Path) -> None:
