@@ -98,7 +98,6 @@ def test_without_a_shard_nothing_changes(dataset: Dataset, in_memory: bool) -> N
     assert {region.name for region in one.regions()} == {
         "control",
         "peers",
-        "transfer",
         "slots",
         RETURN_TO_GO,
         *(f"column/{name}" for name in SCHEMA.names if in_memory),
