@@ -329,9 +329,9 @@ def test_the_sampler_has_its_name_in_the_config(
         replay.add(trajectory(0, 5))
         replay.sample()
         replay.save(tmp_path / "gear")
-        assert run("--living", str(os.getpid())) == 0
-        assert run(str(tmp_path / "gear")) == 0
-    assert capsys.readouterr().out.count(f"  sampler       {wanted}\n") == 2
+        for where in (["--living", str(os.getpid())], [str(tmp_path / "gear")]):
+            assert run(*where) == 0  # living: also tables of earlier tests that are not collected yet
+            assert f"  sampler       {wanted}\n" in capsys.readouterr().out
 
 
 def test_summary() -> None:
