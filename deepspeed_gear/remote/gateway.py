@@ -312,7 +312,7 @@ class Gateway:
         while self.sessions.error is None:
             time.sleep(_POLL_S)
             try:
-                self._writer.check_goes_on()
+                self._writer.check_goes_on(at_once=True)
             except GearError as error:
                 self.sessions.end(error)
             self.sessions.expire()

@@ -157,9 +157,10 @@ class Publisher:
     def look(self) -> None:
         """Raise if writing has ended; end the trajectories of writers that were dropped."""
         self._check()
-        for growing in self.inserter.take_orphans() if self.inserter.has_orphans else ():
-            if growing.is_published:
-                self.end(growing, truncated=True)
+        if self.inserter.has_orphans:
+            for growing in self.inserter.take_orphans():
+                if growing.is_published:
+                    self.end(growing, truncated=True)
 
     def check(self) -> None:
         """Raise if steps of open trajectories cannot be published.

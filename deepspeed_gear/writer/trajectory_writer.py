@@ -60,7 +60,7 @@ class TrajectoryWriter(ProcessBound):
         self.clients: weakref.WeakSet[VectorWriter] = weakref.WeakSet()
         self.waiting_checks = [] if waiting_checks is None else waiting_checks
         #: The publisher of this writer's open trajectories.
-        self.publisher = Publisher(inserter, partial(self.check_goes_on, at_once=False))
+        self.publisher = Publisher(inserter, self.check_goes_on)
         #: The longest trajectory, and what a longer episode does.
         self.limit = EpisodeLimit(inserter.max_length, table.spec.whole_fields)
         self._num_whole = 0
@@ -106,7 +106,7 @@ class TrajectoryWriter(ProcessBound):
         context = Context(timeout_s=float(options["timeout_s"]), check=check_wait)
         inserter = Inserter(of, SelectionPins(of), context, options["max_length"], checks)
         writer = cls(of, inserter, waiting)
-        waiting.append(writer.check_goes_on)
+        waiting.append(partial(writer.check_goes_on, at_once=True))
         return writer
 
     def __repr__(self) -> str:
@@ -177,7 +177,7 @@ class TrajectoryWriter(ProcessBound):
             NotReadyError: The ranks have not sampled in time, as the table's rate limiter requires.
             StoreError: The run has ended.
         """
-        self.check_goes_on(at_once=False)
+        self.check_goes_on()
         if split_by_flags:
             return [self.add(part) for part in self._inserter.split(trajectory, final)]
         number = self._inserter.add(trajectory)
@@ -195,7 +195,7 @@ class TrajectoryWriter(ProcessBound):
         Raises:
             DataError, StoreError: As `Replay.fill`.
         """
-        self.check_goes_on(at_once=False)
+        self.check_goes_on()
         fill(self._table, trajectory_id, columns, self._table.lock.timeout_s)
 
     def trajectory(self, **per_trajectory: Any) -> OpenTrajectory:
@@ -231,19 +231,21 @@ class TrajectoryWriter(ProcessBound):
 
     # ---- end -------------------------------------------------------------------------------------
 
-    def check_goes_on(self, at_once: bool = True) -> None:
+    def check_goes_on(self, at_once: bool = False) -> None:
         """Raise unless the writer is open and a rank of the run is attached.
 
         Args:
-            at_once: False: look for the rank only if the last time was longer than `_CHECK_S` ago.
+            at_once: Look for the rank also if the last time was no longer than `_CHECK_S` ago.
         Raises:
             StoreError: No rank is attached to the store any more, or this writer is closed.
         """
+        if self._open and not self._is_attached:
+            return  # before every step, so it costs no more than a call
         name, now = f"table {self._table.spec.name}", time.monotonic()
         if not self._open:
             remedy = "the writer was closed, by itself or with its Replay"
             raise StoreError(name, "must be open", None, remedy)
-        if self._is_attached and (at_once or now - self._looked > _CHECK_S):
+        if at_once or now - self._looked > _CHECK_S:
             self._looked = now
             if not self._table.has_living_rank:
                 raise StoreError(name, "must belong to a living run", None, "its ranks have ended")
