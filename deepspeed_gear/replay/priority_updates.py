@@ -126,8 +126,11 @@ def _parts(tables: Sequence[PriorityMasses], batch: Batch | MicroBatch) -> list[
         which = [torch.nonzero(batch.host_source == index)[:, 0] for index in range(len(tables))]
         parts = [UpdatePart(t.reports, records[own], own) for t, own in zip(tables, which, strict=True)]
     for masses, part in zip(tables, parts, strict=True):
-        rule, ids = masses.spec.rule, part.records[:, Resolution.ID]
-        if rule.split and (split_of(ids.numpy(), rule.split) != rule.split_index).any():
+        rule = masses.spec.rule
+        if not rule.split:
+            continue
+        ids = part.records[:, Resolution.ID].numpy()
+        if (split_of(ids, rule.split) != rule.split_index).any():
             raise DataError("batch", "must be from the training stream", None, "nothing was changed")
     return parts
 
