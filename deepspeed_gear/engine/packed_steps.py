@@ -97,7 +97,7 @@ def attach_packed(engine: Any, replay: Replay, owns: bool) -> None:
         replay: Of the engine; it has a `gear.pack`.
         owns: Whether the engine is the one that the replay was made for, which counts skipped steps.
     """
-    steps = PackedSteps(engine, replay.count_skipped_step if owns else lambda: None)
+    steps = PackedSteps(engine, replay.metrics.skipped_step if owns else lambda: None)
     deepspeed_compat.wrap(engine, "step", steps.step)
     deepspeed_compat.wrap(engine, deepspeed_compat.STEPPING, steps.update)
     engine.gear_step, engine.gear_rollout = replay.step, replay.rollout

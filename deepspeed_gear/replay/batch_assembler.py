@@ -24,7 +24,6 @@ from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import SelectionPart
 from deepspeed_gear.store.records import Head
-from deepspeed_gear.store.table import Table
 
 Transform = Callable[[Batch, torch.Tensor], Batch]
 
@@ -34,7 +33,6 @@ class BatchAssembler:
 
     Args:
         train: The training stream of each sampled table.
-        engine_dtype: The dtype of `"as": "engine"`.
         releases: Deferred releases of selections that the device still reads.
     """
 
@@ -49,10 +47,17 @@ class BatchAssembler:
     ) -> None:
         config, needs, info = plan.config, plan.needs, plan.info
         self._config, self._needs, self._info = config, needs, info
-        self._statistics = plan.statistics(needs.fields)
-        self._engine_dtype, self._device, self._releases = engine_dtype, device, releases
+        self._device, self._releases = device, releases
+        self._options: dict[str, Any] = {  # that every gatherer takes
+            "fields": needs.fields,
+            "statistics": plan.statistics(needs.fields),
+            "n_step": config.n_step if needs.n_step else None,
+            "num_samples": info.micro,
+            "engine_dtype": engine_dtype,
+            "threads": config.threads,
+        }
         self._held = int(plan.topology.num_nodes > 1)  # batches that are kept besides those that wait
-        self.transform: Transform | None = None
+        self._transform: Transform | None = None
         self._valid = torch.ones(info.micro, dtype=torch.bool)
         self._no_epoch = torch.zeros(info.micro, dtype=torch.int64)
         self._train, self._relabelling = train, relabelling
@@ -86,8 +91,7 @@ class BatchAssembler:
 
         Args:
             taken: Streams, and the part of each one's selection: one, or the training streams of a mixture.
-            part: Index of the micro batch.
-            num_parts: Number of micro batches.
+            part: Index of the micro batch among `num_parts`.
             pass_size: Items of an evaluation pass, after which samples are fillers; None: no pass.
             shares: Of a mixture, the share of each table in the global batch.
         Raises:
@@ -140,7 +144,7 @@ class BatchAssembler:
         batch = Batch(tensors, mask, samples)
         gatherer.lend(batch)
         keys = None
-        if self.transform is not None:
+        if self._transform is not None:
             seed = self._config.seed
             keys = torch.cat(
                 [
@@ -149,6 +153,10 @@ class BatchAssembler:
                 ]
             )
         return self._finish(batch, keys, gatherer)
+
+    def use(self, transform: Transform | None) -> None:
+        """Call a program's transform with each batch from now on."""
+        self._transform = transform
 
     def release(self, stream: BatchStream, key: int) -> None:
         """Release a selection that this rank has gathered, once the device has read its rows."""
@@ -168,12 +176,12 @@ class BatchAssembler:
 
     def _finish(self, batch: Batch, keys: torch.Tensor | None, gatherer: Gatherer) -> Batch:
         """Move a batch to the device and call the user's transform."""
-        if self._stays_on_host and self.transform is None:
+        if self._stays_on_host and self._transform is None:
             return batch
         if self.transfer is not None and isinstance(gatherer, DeviceGatherer):
             lane = self.transfer.lane
             with lane.running():
-                if self.transform is not None and keys is not None:  # it runs on the batch's device
+                if self._transform is not None and keys is not None:  # it runs on the batch's device
                     keys = lane.bring([keys])[0]
                 batch = self._change(self.transfer.bring(batch), keys)
             return self.transfer.finish(batch, gatherer)
@@ -184,9 +192,9 @@ class BatchAssembler:
 
     def _change(self, batch: Batch, keys: torch.Tensor | None) -> Batch:
         self._relabelling.reward(batch)
-        if self.transform is None or keys is None:
+        if self._transform is None or keys is None:
             return batch
-        changed = self.transform(batch, keys)
+        changed = self._transform(batch, keys)
         if not isinstance(changed, Batch):
             raise ConfigError("transform", "must return a Batch", type(changed).__name__, "return the batch")
         if changed.lifetime is None and batch.lifetime is not None:
@@ -207,21 +215,8 @@ class BatchAssembler:
         prepared = ahead + 1 + self._held if ahead and stream.spec.name == TRAIN else 0
         depth = max(2, info.accumulation) + prepared
         if self.transfer is None:
-            return Gatherer(**self._options(stream.table, depth))
+            return Gatherer(table=stream.table, depth=depth, **self._options)
         return self.transfer.gatherer(stream.table, depth + 1)
-
-    def _options(self, table: Table, depth: int) -> dict[str, Any]:
-        """Return the arguments that every gatherer takes."""
-        return {
-            "fields": self._needs.fields,
-            "table": table,
-            "statistics": self._statistics,
-            "n_step": self._config.n_step if self._needs.n_step else None,
-            "num_samples": self._info.micro,
-            "depth": depth,
-            "engine_dtype": self._engine_dtype,
-            "threads": self._config.threads,
-        }
 
 
 def _probability(stream: BatchStream, own: SelectionPart) -> torch.Tensor:

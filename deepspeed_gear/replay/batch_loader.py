@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -30,26 +30,16 @@ LOG = logging.getLogger("deepspeed_gear")
 
 
 class PreparedBatch(NamedTuple):
-    """A micro batch of this rank.
-
-    Args:
-        heads: Heads of its selections.
-        digest: Of ids and anchors of the global batch, table by table, equal on all ranks: if it is verified
-            and this is its last micro batch.
-    """
+    """A micro batch of this rank."""
 
     batch: Batch
-    heads: list[list[int]]
+    heads: list[list[int]]  # of its selections
+    #: Of ids and anchors of a global batch that is verified, table by table, with its last micro batch.
     digest: int | None = None
 
 
 class BatchLoader:
-    """Loads this rank's micro batches, one after the other. Called by one thread.
-
-    Args:
-        turns: When ranks that train together wait for each other: after each micro batch, after the last one
-            of a global batch, or when an engine calls `agree` ("schedule").
-    """
+    """Loads this rank's micro batches, one after the other. Called by one thread."""
 
     def __init__(self, parts: ReplayParts, metrics: Metrics, turns: Turns = "micro") -> None:
         self._parts, plan, config = parts, parts.plan, parts.plan.config
@@ -209,14 +199,13 @@ class Evaluation:
         self.begun: dict[str, int] = {}  # by split; a checkpoint has them
 
     def continue_from(self, begun: dict[str, int]) -> None:
-        """Set how many passes of each split have begun."""
         self.begun = begun
 
-    def batches(self, split: str, check: Callable[[], None]) -> Iterator[Batch]:
-        """Begin a pass; return its batches. `check` is called before each."""
+    def batches(self, split: str) -> Iterator[Batch]:
+        """Begin a pass; return its batches."""
         found, number = self._streams(split), self.begun.get(split, 0)
         self.begun[split] = number + 1
-        return chain.from_iterable(self._pass(stream, number, check) for stream in found)
+        return chain.from_iterable(self._pass(stream, number) for stream in found)
 
     def num_batches(self, split: str) -> int:
         """Return the number of a rank's batches in a pass."""
@@ -233,12 +222,11 @@ class Evaluation:
             raise ConfigError("stream", f"must be one of {', '.join(known)}", split, "give gear.data.split")
         return found
 
-    def _pass(self, stream: BatchStream, number: int, check: Callable[[], None]) -> Iterator[Batch]:
+    def _pass(self, stream: BatchStream, number: int) -> Iterator[Batch]:
         plan, assembler = self._parts.plan, self._parts.assembler
         place, index, num_batches = plan.topology.place, 0, 1
         lent = LentTensors(max(2, plan.info.accumulation))
         while index < num_batches:
-            check()
             lent.make_room()
             key = number << PASS_SHIFT | index
             selection = stream.get(key)

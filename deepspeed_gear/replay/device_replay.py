@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from deepspeed_gear.distributed.resolved_plan import Resolved, resolve_plan
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, DataError, SchemaError, ShapeError, StoreError
 from deepspeed_gear.ops.records import RingState
-from deepspeed_gear.replay.batch_assembler import Transform
 from deepspeed_gear.replay.metrics import Progress
 from deepspeed_gear.replay.replay_base import ReplayBase
 from deepspeed_gear.replay.table_warnings import ClampWarning
@@ -85,7 +84,6 @@ class DeviceReplay(ReplayBase):
             raise
         self._clamp_warnings = self._new_clamp_warnings()
         self._num_before_load = 0  # global batches selected here, less the position of the latest load
-        self._transform: Transform | None = None
 
     def _build(self, plan: Resolved, engine_dtype: torch.dtype) -> None:
         info, sampler = plan.info, plan.config.item_sampler
@@ -154,33 +152,18 @@ class DeviceReplay(ReplayBase):
             raise DataError("out", "must be from new_batch", type(out).__name__)
         self._loader.fill_(out)
 
-    @property
-    def transform(self) -> Transform | None:
-        """As `ReplayBase.transform`; `sample` calls it, `sample_` does not."""
-        return self._transform
-
-    @transform.setter
-    def transform(self, transform: Transform | None) -> None:
-        self._transform = None if transform is None else arguments.function("transform", transform)
-
     def sample(self) -> Batch:
         """Return this rank's next micro batch; its tensors are reused after max(2, accumulation) calls."""
         self._check_filled()
         batch = self._loader.next()
-        if self.transform is None:
+        if self._transform is None:
             return batch
         numbers = torch.split(batch.sample_number, self._mixture.sizes[batch.micro])
         keys = [
             position.transform_keys(each.seed, each.key, part)
             for each, part in zip(self._mixture.tables, numbers, strict=True)
         ]
-        return self.transform(batch.again(), torch.cat(keys))
-
-    def _begin_pass(self, split: str) -> Iterator[Batch]:
-        return self._passes.batches(split)
-
-    def _num_batches(self, split: str) -> int:
-        return self._passes.num_batches(split)
+        return self._transform(batch.again(), torch.cat(keys))
 
     # ---- adding ----------------------------------------------------------------------------------
 
@@ -388,8 +371,7 @@ class DeviceReplay(ReplayBase):
 
     # ---- state -----------------------------------------------------------------------------------
 
-    def _contents(self) -> str:
-        """As of every replay; nothing on a GPU: a `repr` must not wait for it, nor break a capture."""
+    def _contents(self) -> str:  # nothing on a GPU: a `repr` must not wait for it, nor break a capture
         return "" if self.device.type == "cuda" else super()._contents()
 
     @property
@@ -455,25 +437,8 @@ class DeviceReplay(ReplayBase):
             warning.check()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: the global batches that were selected. JSON-able. Waits for the device.
-
-        Raises:
-            StoreError: Some micro batches of a global batch were used, and not all.
-        """
         self._settle()
         return device_checkpoint.position_of(self._plan, self.tables)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a position; the table keeps its content, and captured graphs stay valid.
-
-        Raises:
-            CheckpointError: It has another format, config or data set; nothing has changed.
-        """
-        self._check_open()
-        arguments.mapping("state", state, "pass a state from state_dict")
-        selected = self._num_selected()
-        device_checkpoint.seek(self._plan, self.tables, state)
-        self._go_on(selected)
 
     def export_table(self) -> dict[str, Any]:
         """Return a copy of the table and the position, in host memory. Waits for the device.
@@ -508,9 +473,12 @@ class DeviceReplay(ReplayBase):
         self._settle()
         return device_checkpoint.save(self._plan, self.tables, folder, kept)
 
-    def _load(self, folder: Path, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        selected = self._num_selected()
-        loaded = device_checkpoint.load(self._plan, self.tables, folder, state)
+    def _load(self, state: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any] | None:
+        selected, loaded = self._num_selected(), None
+        if folder is None:
+            device_checkpoint.seek(self._plan, self.tables, state)
+        else:
+            loaded = device_checkpoint.load(self._plan, self.tables, folder, state)
         self._go_on(selected)
         return loaded
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -68,7 +68,7 @@ class DeviceTransfer:
 
     Args:
         keep: Latest batches that their user may use.
-        options: Returns what `Gatherer` takes for a table, with a ring of some depth.
+        options: What `Gatherer` takes besides a table and the depth of its ring.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class DeviceTransfer:
         device: torch.device,
         num_samples: int,
         keep: int,
-        options: Callable[[Table, int], dict[str, Any]],
+        options: Mapping[str, Any],
     ) -> None:
         self.lane = lane_of(device)
         self._config, self._keep, self._options = config, keep, options
@@ -122,7 +122,8 @@ class DeviceTransfer:
             self._keep,
             self._least_copy_bytes,
         )
-        return DeviceGatherer(transfer, self._reaches[table.spec.name], **self._options(table, depth))
+        reach = self._reaches[table.spec.name]
+        return DeviceGatherer(transfer, reach, table=table, depth=depth, **self._options)
 
     @property
     def _num_registered(self) -> int:

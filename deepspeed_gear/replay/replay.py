@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, get_args, overload
+from typing import Any, Literal, TypeVar, get_args, overload
 
 import numpy as np
 import torch
@@ -47,13 +47,6 @@ from deepspeed_gear.writer.vector_writer import VectorWriter
 
 Ids = Sequence[int] | torch.Tensor
 T = TypeVar("T")
-
-
-class Closes(Protocol):
-    """Objects that are closed with a replay."""
-
-    def close(self) -> None:
-        """Release resources; safe to call twice."""
 
 
 class Replay(ReplayBase):
@@ -102,7 +95,7 @@ class Replay(ReplayBase):
         self.tables, self._place = parts.tables, plan.topology.place
         self._inserters: dict[str, Inserter] = {}
         self._around = id(sys.exc_info()[1])  # an error that is handled around this replay does not end it
-        self._dependents: weakref.WeakSet[Closes] = weakref.WeakSet()
+        self._dependents: weakref.WeakSet[Any] = weakref.WeakSet()
         self._writers: weakref.WeakSet[TrajectoryWriter] = weakref.WeakSet()
         self.metrics, self._late_updates = Metrics(), parts.late_updates
         self._passes = Evaluation(parts)
@@ -141,21 +134,9 @@ class Replay(ReplayBase):
             self._inserters[name] = table_access.inserter_of(target, streams, max_length, context)
         return self._inserters[name]
 
-    @property
-    def transform(self) -> Transform | None:
-        """As `ReplayBase.transform`."""
-        self._check_open()
-        return self._parts.assembler.transform
-
-    @transform.setter
-    def transform(self, transform: Transform | None) -> None:
-        self._check_open()
-        if transform is not None and self._rollouts is not None:
-            remedy = "convert micro batches in the loop over them"
-            raise ConfigError("transform", "must not be set with gear.pack", None, remedy)
-        self._parts.assembler.transform = (
-            None if transform is None else arguments.function("transform", transform)
-        )
+    def _set_transform(self, transform: Transform | None) -> None:
+        super()._set_transform(transform)
+        self._parts.assembler.use(transform)
 
     # ---- tables --------------------------------------------------------------------------------
 
@@ -298,8 +279,8 @@ class Replay(ReplayBase):
             raise ConfigError("table", f"must be one of {known}", name)
         return self.tables[name]
 
-    def close_with(self, part: Closes) -> None:
-        """Close an object that uses this replay's stores when this replay is closed."""
+    def close_with(self, part: Any) -> None:
+        """Call `close` of an object that uses this replay's stores when this replay is closed."""
         self._dependents.add(part)
 
     def read(self, ids: Sequence[int] | torch.Tensor, table: str | None = None) -> list[dict[str, Any]]:
@@ -434,21 +415,8 @@ class Replay(ReplayBase):
         return check_packing(model, attention, tolerance, self._packed().settings)
 
     def observe_steps(self, begun: Callable[[TrainStep], None]) -> None:
-        """Call a function with each train step before its first micro batch.
-
-        Args:
-            begun: It may raise; the error is raised on all ranks.
-        Raises:
-            ConfigError: There is no `gear.pack`.
-        """
+        """Call a function with each train step before its first micro batch; all ranks raise its error."""
         self._packed().session.observers.append(begun)
-
-    def count_skipped_step(self) -> None:
-        """Count an optimizer step of packed batches whose update was skipped, for an overflow.
-
-        Its train step is consumed; metrics and statistics have the number as `skipped_steps`.
-        """
-        self.metrics.skipped_step()
 
     def _warn(self) -> None:
         for warning in self._warnings:
@@ -506,28 +474,17 @@ class Replay(ReplayBase):
         return missing
 
     def _take_turn(self, action: Callable[[], T]) -> T:
-        """Run an action and pass the batch barrier of the ranks; without a barrier, only run it.
+        """Run an action and pass the batch barrier of the ranks: an error of one rank is raised on all.
 
-        Args:
-            action: The action of this rank; the next turn calls it again if this one fails.
-        Raises:
-            Exception: What `action` raised here.
-            PeerError: Another rank failed, died, ended, or was too late.
+        The next turn calls the action again if this one fails. Without a barrier it is only run.
         """
         self._check_open()
-        arguments.function("action", action)
         barrier = self._parts.barrier
         if barrier is None:
             return action()
         if self._windows is None:
             return barrier.agree(action)
         return barrier.agree(action, self._windows.take_digest)
-
-    def _begin_pass(self, split: str) -> Iterator[Batch]:
-        return self._passes.batches(split, self._check_open)
-
-    def _num_batches(self, split: str) -> int:
-        return self._passes.num_batches(split)
 
     # ---- priorities ------------------------------------------------------------------------------
 
@@ -623,30 +580,15 @@ class Replay(ReplayBase):
         return position.fingerprint(self._plan)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: whole global batches that were used, not those that were prefetched.
-
-        Collective. Equal on all ranks; JSON-able. A global batch of which only some micro batches were used
-        is sampled again.
-        """
         self._check_open()
         return self._checkpoint.state()
 
     def _save(self, folder: Path, kept: Mapping[str, Any] | None) -> dict[str, Any]:
         return self._checkpoint.save(folder, kept)
 
-    def _load(self, folder: Path, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    def _load(self, state: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any] | None:
         self._checkpoint.load(state, folder)
         return None if state["save"] is None else dict(state)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a state, on any number of ranks; tables keep their content. Collective.
-
-        Raises:
-            CheckpointError: It has another format, other data or options that select other samples.
-        """
-        self._check_open()
-        arguments.mapping("state", state, "pass a state from state_dict or save")
-        self._checkpoint.load(state, None)
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics for DeepSpeed's monitor.
@@ -724,11 +666,8 @@ class Replay(ReplayBase):
                 self._rollouts.abandon()  # a loop over its steps may still be there
             self._finalizer()
             self._folder_locks.release()
-            self._drop()
-
-    def _drop(self) -> None:
-        """Drop references to the stores: their memory is freed unless the program holds a part of it."""
-        self.__dict__.pop("_all_priorities", None)
-        self.tables, self._warnings, self._inserters = {}, [], {}
-        self._windows = self._rollouts = None
-        del self._parts, self._passes, self._loader, self._questions, self._checkpoint
+            # Without references to the stores their memory is freed, unless the program holds a part of it.
+            self.__dict__.pop("_all_priorities", None)
+            self.tables, self._warnings, self._inserters = {}, [], {}
+            self._windows = self._rollouts = None
+            del self._parts, self._passes, self._loader, self._questions, self._checkpoint

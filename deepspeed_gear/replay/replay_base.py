@@ -17,10 +17,12 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.checkpoint import save_folders
 from deepspeed_gear.checkpoint.save_folders import FolderLocks
+from deepspeed_gear.device.device_loader import DeviceEvaluation
 from deepspeed_gear.distributed.resolved_plan import Resolved
-from deepspeed_gear.errors import CheckpointError, PeerError, StoreError
+from deepspeed_gear.errors import CheckpointError, ConfigError, PeerError, StoreError
 from deepspeed_gear.public_names import public_names
 from deepspeed_gear.replay.batch_assembler import Transform
+from deepspeed_gear.replay.batch_loader import Evaluation
 from deepspeed_gear.replay.metrics import Progress, ProgressMeter
 from deepspeed_gear.replay.normalizer import Normalizer
 from deepspeed_gear.sampling.batch_info import TRAIN
@@ -28,9 +30,9 @@ from deepspeed_gear.store.process_bound import ProcessBound
 
 Self = TypeVar("Self", bound="ReplayBase")
 T = TypeVar("T")
-# Names that other modules of this package use, and no program.
 _MOST_LOADS = 20  # saves that are replaced while they are read, one after the other
-INTERNAL = frozenset({"close_with", "count_skipped_step", "metrics", "observe_steps"})
+# Names that other modules of this package use, and no program.
+INTERNAL = frozenset({"close_with", "metrics", "observe_steps"})
 
 
 class ReplayBase(ProcessBound, ABC):
@@ -38,11 +40,6 @@ class ReplayBase(ProcessBound, ABC):
 
     Construction, `state_dict`, `load_state_dict`, `save`, `load` and `close` are collective. One thread per
     process uses a replay.
-
-    Args:
-        plan: The plan that all ranks have agreed on.
-        device: The device of the batches.
-        engine_dtype: The dtype of `"as": "engine"`.
     """
 
     def __init__(self, plan: Resolved, device: torch.device, engine_dtype: torch.dtype) -> None:
@@ -50,6 +47,8 @@ class ReplayBase(ProcessBound, ABC):
         self.datasets, self._topology = plan.datasets, plan.topology
         self._plan, self._engine_dtype = plan, engine_dtype
         self._closed = False
+        self._transform: Transform | None = None
+        self._passes: Evaluation | DeviceEvaluation
         self._last_saves: dict[str, Mapping[str, Any]] = {}  # by folder: state of its latest save
         self._folder_locks = FolderLocks()
         self._begin_s, self._meter = time.perf_counter(), ProgressMeter(Progress(0, 0.0, 0.0, None))
@@ -89,17 +88,26 @@ class ReplayBase(ProcessBound, ABC):
     # ---- sampling --------------------------------------------------------------------------------
 
     @property
-    @abstractmethod
     def transform(self) -> Transform | None:
         """A program's transform of batches: (batch, key per sample [B] int64) -> batch; set before sampling.
 
         The keys are random words that depend on seed, stream and sample number only, so values derived from
-        them are the same for any number of ranks. They are on the batch's device.
+        them are the same for any number of ranks. They are on the batch's device. `DeviceReplay.sample_` does
+        not call it.
         """
+        self._check_open()
+        return self._transform
 
     @transform.setter
-    @abstractmethod
-    def transform(self, transform: Transform | None) -> None: ...
+    def transform(self, transform: Transform | None) -> None:
+        self._check_open()
+        if transform is not None and self.config.pack is not None:
+            remedy = "convert micro batches in the loop over them"
+            raise ConfigError("transform", "must not be set with gear.pack", None, remedy)
+        self._set_transform(None if transform is None else arguments.function("transform", transform))
+
+    def _set_transform(self, transform: Transform | None) -> None:
+        self._transform = transform
 
     @abstractmethod
     def sample(self) -> Batch:
@@ -119,7 +127,17 @@ class ReplayBase(ProcessBound, ABC):
         """
         self._check_reads()
         arguments.one_of("stream", stream, str, "a name")
-        return (self.sample() for _ in count()) if stream == TRAIN else self._begin_pass(stream)
+        if stream == TRAIN:
+            return (self.sample() for _ in count())
+        return self._while_open(self._passes.batches(stream))
+
+    def _while_open(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        while True:
+            self._check_open()
+            batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
 
     def num_batches(self, stream: str) -> int:
         """Return the number of batches of each rank in one pass over a split.
@@ -128,13 +146,7 @@ class ReplayBase(ProcessBound, ABC):
             ConfigError: There is no such split.
         """
         self._check_open()
-        return self._num_batches(arguments.one_of("stream", stream, str, "a name"))
-
-    @abstractmethod
-    def _begin_pass(self, split: str) -> Iterator[Batch]: ...
-
-    @abstractmethod
-    def _num_batches(self, split: str) -> int: ...
+        return self._passes.num_batches(arguments.one_of("stream", stream, str, "a name"))
 
     # ---- normalisation ---------------------------------------------------------------------------
 
@@ -145,21 +157,11 @@ class ReplayBase(ProcessBound, ABC):
         return Normalizer.of(plan.config, plan.fields, plan.statistics(plan.fields), self._engine_dtype)
 
     def normalize(self, name: str, values: Any) -> Any:
-        """Convert an input of the model as a batch's field is converted; see `Normalizer.normalize`.
-
-        Args:
-            name: A field of the batch.
-            values: In the units of the field's column. [..., *shape of the column's row].
-        """
+        """Convert an input of the model as a batch's field is converted; see `Normalizer.normalize`."""
         return self.normalizer.normalize(name, values)
 
     def denormalize(self, name: str, values: Any) -> Any:
-        """Convert an output of the model to the units of a field's column; see `Normalizer.denormalize`.
-
-        Args:
-            name: A field of the batch.
-            values: In the units of the batch. [..., *shape of the column's row].
-        """
+        """Convert an output of the model to a field's column's units; see `Normalizer.denormalize`."""
         return self.normalizer.denormalize(name, values)
 
     # ---- priorities ------------------------------------------------------------------------------
@@ -168,27 +170,33 @@ class ReplayBase(ProcessBound, ABC):
     def update_priorities(
         self, batch: Batch, priorities: torch.Tensor, mask: torch.Tensor | None = None
     ) -> None:
-        """Report the priorities of a batch's items, for later selections.
-
-        Args:
-            batch: From `sample`.
-            priorities: [B], or [B, T] to be reduced over a window by `sampler.reduce`.
-            mask: Which steps count. [B, T], bool.
-        """
+        """Report the priorities of a batch's items, [B] or [B, T], for later selections."""
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: whole global batches that were used. JSON-able."""
+        """Return the position: whole global batches that were used, not those that were prefetched.
 
-    @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a position; tables keep their content.
+        Collective. Equal on all ranks; JSON-able. A global batch of which only some micro batches were used
+        is sampled again. A DeviceReplay waits for the device.
 
         Raises:
-            CheckpointError: It has another format, other data or options that select other samples.
+            StoreError: Of a DeviceReplay: only some micro batches of a global batch were used.
         """
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at a state, on any number of ranks; tables keep their content. Collective.
+
+        Captured graphs of a DeviceReplay stay valid.
+
+        Raises:
+            CheckpointError: It has another format, other data or options that select other samples; nothing
+                has changed.
+        """
+        self._check_open()
+        arguments.mapping("state", state, "pass a state from state_dict or save")
+        self._load(state, None)
 
     def save(self, folder: str | Path) -> dict[str, Any]:
         """Save tables' additions, priorities and the position; return the position. Collective.
@@ -242,7 +250,7 @@ class ReplayBase(ProcessBound, ABC):
         at = os.path.realpath(arguments.folder("folder", folder))
         if state is not None:
             arguments.mapping("state", state, "pass a state from save")
-        loaded = self._load_newest(Path(at)) if state is None else self._load(Path(at), state)
+        loaded = self._load_newest(Path(at)) if state is None else self._load(state, Path(at))
         if loaded is not None:
             self._last_saves[at] = loaded
 
@@ -251,7 +259,7 @@ class ReplayBase(ProcessBound, ABC):
         for _ in range(_MOST_LOADS):
             known = self._from_leader(partial(save_folders.read_position, folder))
             try:
-                return self._load(folder, known)
+                return self._load(known, folder)
             except (CheckpointError, PeerError) as error:
                 if not self._from_leader(partial(save_folders.is_replaced, folder, known)):
                     raise
@@ -276,8 +284,12 @@ class ReplayBase(ProcessBound, ABC):
         """Save; `kept` is the state of the latest save in this folder that was loaded or made."""
 
     @abstractmethod
-    def _load(self, folder: Path, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Load; return the state of the save that must be kept, None for a position alone."""
+    def _load(self, state: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any] | None:
+        """Continue at a state; load the tables of a save's folder, or leave them as they are (None).
+
+        Returns:
+            The state of the save, which the next one into this folder keeps; None for a position alone.
+        """
 
     # ---- statistics ------------------------------------------------------------------------------
 

@@ -9,33 +9,35 @@ import pytest
 
 from deepspeed_gear.engine.packed_steps import attach_packed
 from deepspeed_gear.errors import ConfigError, StoreError
+from deepspeed_gear.replay.metrics import Metrics
 
 
 class Step:
-    """A train step: an iterable of numbers."""
+    """A train step: an iterable of as many micro batches as its number."""
 
-    def __init__(self, number: int, micro: int, observers: list[Callable[[Any], None]]) -> None:
-        self.number, self.micro, self.observers = number, micro, observers
+    def __init__(self, number: int, observers: list[Callable[[Any], None]]) -> None:
+        self.number, self.observers = number, observers
         self.num_trajectories, self.name = 100 + number, f"train step {number}"
 
     def __len__(self) -> int:
-        return self.micro
+        return self.number
 
     def __iter__(self) -> Any:
         for begun in self.observers:
             begun(self)
-        yield from range(self.micro)
+        yield from range(self.number)
 
 
 class Source:
     """A replay with packed batches of 1, 2, 3, ... micro batches."""
 
     def __init__(self) -> None:
-        self.number, self.skipped, self.observers = 0, 0, cast(list[Callable[[Any], None]], [])
+        self.number, self.metrics, self.observers = 0, Metrics(), cast(list[Callable[[Any], None]], [])
+        self.observe_steps = self.observers.append
 
     def step(self) -> Step:
         self.number += 1
-        return Step(self.number, self.number, self.observers)
+        return Step(self.number, self.observers)
 
     def rollout(self) -> list[Step]:
         return [self.step(), self.step()]
@@ -43,11 +45,9 @@ class Source:
     def iterator(self, stream: str) -> Any:
         return iter([stream])
 
-    def observe_steps(self, begun: Callable[[Any], None]) -> None:
-        self.observers.append(begun)
-
-    def count_skipped_step(self) -> None:
-        self.skipped += 1
+    @property
+    def skipped(self) -> float:
+        return self.metrics.take_trained()["skipped_steps"]
 
 
 class Engine:
@@ -93,6 +93,10 @@ def test_samples_are_the_trajectories_that_were_trained() -> None:
     engine.backward()
     engine.step()  # other data
     assert engine.global_samples == 306 + 8
+    other = Engine()  # what is bound is the instance only
+    other.backward()
+    other.step()
+    assert other.global_samples == 8
 
 
 def test_a_skipped_step_is_counted_and_its_samples_are_not() -> None:
@@ -107,23 +111,15 @@ def test_a_skipped_step_is_counted_and_its_samples_are_not() -> None:
 
 def test_the_next_step_must_not_begin_before_the_optimizer_step() -> None:
     engine, _ = attached()
+    assert list(engine.gear_step()) == [0]  # a step without gradients may be left
     for _ in engine.gear_step():
         engine.backward()
-    later = engine.gear_step()
-    with pytest.raises(
-        StoreError, match=r"train step 2 must not begin before engine.step\(\) was called for"
-    ):
+    later, text = engine.gear_step(), r"train step 3 must not begin before engine.step\(\) was called for"
+    with pytest.raises(StoreError, match=text):
         next(iter(later))
     engine.step()
     train(engine, later)
-    assert engine.global_samples == 101 + 102
-
-
-def test_a_step_without_gradients_may_be_left() -> None:
-    engine, _ = attached()
-    assert list(engine.gear_step()) == [0]
-    train(engine, engine.gear_step())
-    assert engine.global_samples == 102
+    assert engine.global_samples == 102 + 103
 
 
 def test_every_micro_batch_must_have_its_gradients() -> None:
@@ -132,9 +128,8 @@ def test_every_micro_batch_must_have_its_gradients() -> None:
     for micro in engine.gear_step():
         if micro == 0:
             engine.backward()
-    with pytest.raises(
-        StoreError, match=r"train step 2 must have called .* for all 2 micro batches .*, got 1"
-    ):
+    text = r"train step 2 must have called .* for all 2 micro batches .*, got 1"
+    with pytest.raises(StoreError, match=text):
         engine.step()
     engine.backward()
     engine.step()
@@ -158,19 +153,9 @@ def test_two_engines_share_a_replay() -> None:
 
 def test_windows_are_not_sampled_and_iterators_give_steps() -> None:
     engine, _ = attached()
-    with pytest.raises(
-        ConfigError, match=r"engine.gear_sample must not be called with gear.pack; call engine.g"
-    ):
+    text = r"engine.gear_sample must not be called with gear.pack; call engine.g"
+    with pytest.raises(ConfigError, match=text):
         engine.gear_sample()
     steps = engine.gear_iterator()
     assert [next(steps).number, next(steps).number] == [1, 2]
     assert list(engine.gear_iterator("eval")) == ["eval"]
-
-
-def test_what_is_bound_is_the_instance_only() -> None:
-    engine, _ = attached()
-    assert {"step", "_take_model_step", "gear_step", "gear_rollout"} <= engine.__dict__.keys()
-    other = Engine()
-    other.backward()
-    other.step()
-    assert other.global_samples == 8
