@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.batching.loss_weights import group_advantages, loss_weights
+from deepspeed_gear.batching.loss_weights import group_advantages
 from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.config.pack_options import RolloutConfig
 from deepspeed_gear.errors import ConfigError, FieldError, PeerError, ShapeError, StoreError
@@ -28,13 +28,6 @@ class Rollout:
     """A rollout batch on this rank: an iterable of its optimizer steps. Methods are collective.
 
     It ends with its last step, or where the loop over them is left.
-
-    Args:
-        data: Its trajectories.
-        size: Minibatches and epochs.
-        keys: Seed and 32-bit stream key of the shuffled orders.
-        consume: Releases its rows, and lets the next one begin.
-        steps_done: Steps that were trained before, in a run that is resumed.
     """
 
     def __init__(
@@ -45,7 +38,9 @@ class Rollout:
         consume: Callable[[], None],
         steps_done: int = 0,
     ) -> None:
-        self._data, self._size, self._keys, self._consume = data, size, keys, consume
+        self._data, self._size = data, size
+        self._keys = keys  # seed and 32-bit stream key of the shuffled orders
+        self._consume = consume  # releases its rows, and lets the next one begin
         self._steps_done, self._is_closed = steps_done, False
 
     def __repr__(self) -> str:
@@ -175,10 +170,8 @@ class Rollout:
         data = self._data
         packs = PackSequence(data, np.arange(self.num_trajectories), tokens)
         data.fetch(packs)
-        weights = loss_weights(data.settings.loss, data.counts, data.sequence, data.item)
-        loss_tokens, divisor = int(data.counts.sum()), data.session.divisor()
-        for number, (chosen, rows) in enumerate(zip(packs.packs, packs.rows, strict=True)):
-            yield data.pack(chosen, rows, weights, loss_tokens, divisor, partial(fill, number))
+        for number in range(len(packs)):
+            yield data.pack(packs, number, partial(fill, number))
             self.check_open()  # the loop may be resumed after the batch has ended
 
         def check_filled() -> None:
@@ -385,22 +378,16 @@ class Rollout:
 class TrainStep:
     """One optimizer step: an iterable of this rank's micro batches. Iterated once.
 
-    Args:
-        rollout: The rollout batch.
-        data: Its trajectories.
-        index: Those of the step. [n], int64.
+    Attributes:
         number: Of the step in its rollout batch.
+        index: The trajectories of the step. [n], int64.
+        loss_tokens: Loss tokens of the step, all ranks together.
     """
 
     def __init__(self, rollout: Rollout, data: RolloutData, index: np.ndarray, number: int) -> None:
         self._rollout, self._data, self.number, self.index = rollout, data, number, index
         self.packs = PackSequence(data, index)
-        loss, counts = data.settings.loss, data.counts[index]
-        #: Loss tokens of the step, all ranks together.
-        self.loss_tokens = int(counts.sum())
-        self._weights = np.zeros(len(data.lengths))
-        # A trajectory may be in the batch several times, but each of its samples is another index.
-        self._weights[index] = loss_weights(loss, counts, data.sequence[index], data.item[index])
+        self.loss_tokens = self.packs.loss_tokens
         self._is_used = False
 
     def __len__(self) -> int:
@@ -454,9 +441,8 @@ class TrainStep:
             session.exchange.compare(f"the train step of rollout batch {data.number}", self.number)
         data.fetch(packs)
         data.metrics.gathered(time.perf_counter() - begin)
-        divisor = session.divisor()
-        for index, rows in zip(packs.packs, packs.rows, strict=True):
-            yield data.pack(index, rows, self._weights, self.loss_tokens, divisor)
+        for number in range(len(packs)):
+            yield data.pack(packs, number)
             self._rollout.check_open()  # the loop may be resumed after the batch has ended
         data.metrics.trained_step(
             self.num_trajectories, self.num_tokens, len(packs), packs.fill_fraction, packs.imbalance

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.batching.gather import PackGatherer, flags_of, read_opaque
+from deepspeed_gear.batching.loss_weights import loss_weights
 from deepspeed_gear.batching.micro_batch import PADDING, MicroBatch, PackLoss, PackShape, PackSources
 from deepspeed_gear.batching.packing_plan import PackBudget, plan_packs
 from deepspeed_gear.config import ResolvedField
@@ -40,25 +41,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PackSettings:
-    """How this rank's packs are made. Pure.
-
-    Args:
-        pack: Budget, cost and padding.
-        device: Of the micro batches.
-        schema: Of the tables, which all have the fields of a pack.
-        member: The column that tells the members of a group apart; None: each trajectory is one.
-        reduce: Returns the sum of a tensor over the ranks that share a sequence, with gradients; None: there
-            is one.
-    """
+    """How this rank's packs are made. Pure."""
 
     pack: PackConfig
     loss: LossConfig
     place: RankCoordinates
     device: torch.device
-    schema: Schema
+    schema: Schema  # of the first table; all have the fields of a pack
     fields: tuple[ResolvedField, ...]
     opaque: tuple[ResolvedField, ...] = ()
+    #: The column that tells the members of a group apart; None: each trajectory is one.
     member: str | None = None
+    #: Returns the sum of a tensor over the ranks that share a sequence, with gradients; None: there is one.
     reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
@@ -90,7 +84,7 @@ class RolloutSession:
     Args:
         barrier: Of ranks that train together; None: they need not.
         is_spread: Whether nodes exchange rows.
-        divisor: Returns what the framework divides the sum of all ranks' gradients by.
+        divisor: Returns the gradient divisor.
     """
 
     def __init__(
@@ -115,26 +109,18 @@ class RolloutSession:
 
 
 class Records(NamedTuple):
-    """Selected trajectories of one table.
+    """Selected trajectories of one table."""
 
-    Args:
-        resolutions: Of at most as many steps as a pack has room for; of trajectories of other nodes without
-            slot and rows. [n, 8], int64, contiguous.
-        weights: Their PER weights. [n], float32.
-        origins: shard << 32 | slot of each; the slot, where each node holds all of the table. [n], int64.
-    """
-
-    resolutions: torch.Tensor
-    weights: torch.Tensor
-    origins: torch.Tensor
+    #: Of at most as many steps as a pack has room for; of trajectories of other nodes without slot and rows.
+    resolutions: torch.Tensor  # [n, 8], int64, contiguous
+    weights: torch.Tensor  # PER weights. [n], float32
+    origins: torch.Tensor  # shard << 32 | slot; the slot, where each node holds all of the table. [n], int64
 
 
 class TablePart:
     """The trajectories of a rollout batch that come from one table.
 
-    Args:
-        spread: How the nodes that hold the table exchange its rows; None: each node holds all.
-        contributes: Whether this rank gives the values that its node holds: one of the node does.
+    Where nodes exchange its rows (`spread`), one rank of each gives the values that the node holds.
     """
 
     def __init__(
@@ -342,24 +328,10 @@ class RolloutData:
 
     # ---- packs -----------------------------------------------------------------------------------
 
-    def pack(
-        self,
-        index: np.ndarray,
-        rows: int,
-        weights: np.ndarray,
-        loss_tokens: int,
-        divisor: float,
-        fill: Fill | None = None,
-    ) -> MicroBatch:
-        """Gather this rank's part of a pack.
-
-        Args:
-            index: Its trajectories. [S], int64.
-            rows: N, of all ranks that share the sequence.
-            weights: The loss weight of the tokens of every trajectory of the batch. [n], float64.
-            loss_tokens: Of the whole optimizer step.
-        """
+    def pack(self, packs: PackSequence, number: int, fill: Fill | None = None) -> MicroBatch:
+        """Gather this rank's part of one of its packs."""
         begin, settings, place = time.perf_counter(), self.settings, self.settings.place
+        index, rows = packs.packs[number], packs.rows[number]
         part = rows // place.sequence_world
         first = place.sequence_rank * part
         shape = PackShape(self.lengths[index], rows, first, first + part)
@@ -380,8 +352,9 @@ class RolloutData:
         gatherer.finish(tensors, min(max(shape.num_tokens - first, 0), part))
         own_columns = self._own_columns(index, shape)
         mask = own_columns.pop(MASK)
-        token_weights = torch.from_numpy(shape.spread(weights[index].astype(np.float32))).mul_(mask)
-        share = int(np.count_nonzero(mask.numpy())) / max(loss_tokens, 1)
+        weights = packs.weights[index].astype(np.float32)
+        token_weights = torch.from_numpy(shape.spread(weights)).mul_(mask)
+        share = int(np.count_nonzero(mask.numpy())) / max(packs.loss_tokens, 1)
         targets = tensors.pop(TARGETS, None)
         tensors.update(own_columns)
         made = {name: tensor.to(device, non_blocking=True)[None] for name, tensor in tensors.items()}
@@ -400,7 +373,12 @@ class RolloutData:
             None if targets is None else targets.to(device)[None],
             shape,
             PackLoss(
-                mask.to(device), token_weights.to(device), share, divisor, settings.reduce, settings.loss.by
+                mask.to(device),
+                token_weights.to(device),
+                share,
+                self.session.divisor(),
+                settings.reduce,
+                settings.loss.by,
             ),
             PackSources(
                 which,
@@ -445,26 +423,19 @@ class RolloutData:
 
     def write(self, column: torch.Tensor, micro: MicroBatch, values: torch.Tensor) -> None:
         """Write values of this rank's places of a pack, [rows of this rank], to a column, [num_tokens]."""
-        place = self.settings.place
-        index = micro.index.numpy()
-        rows = micro.loss_mask.numel()
-        first = place.sequence_rank * rows
-        shape = PackShape(self.lengths[index], rows * place.sequence_world, first, first + rows)
-        owners = shape.owners()
+        owners, positions = micro.sequence[0].cpu(), micro.position_ids[0].cpu()
         is_real = owners != PADDING
-        to = self.starts[index][owners[is_real]] + shape.positions()[is_real]
-        given = values.detach().to("cpu", torch.float32)[torch.from_numpy(is_real)]
-        column[torch.from_numpy(to)] = given
+        starts = torch.from_numpy(self.starts)[micro.index]
+        to = starts[owners[is_real]] + positions[is_real]
+        column[to] = values.detach().to("cpu", torch.float32)[is_real]
 
 
 def item_numbers(sample_numbers: np.ndarray, tables: np.ndarray | None = None) -> np.ndarray:
-    """Return the number of each trajectory's item, from 0.
+    """Return the number of each trajectory's item, from 0. [n], int64.
 
     Args:
         sample_numbers: Of trajectories; those of one item are equal and neighbours. [n].
         tables: Which table each is of; None: of one. [n].
-    Returns:
-        [n], int64.
     """
     is_first = np.ones(len(sample_numbers), bool)
     is_first[1:] = sample_numbers[1:] != sample_numbers[:-1]
@@ -474,12 +445,7 @@ def item_numbers(sample_numbers: np.ndarray, tables: np.ndarray | None = None) -
 
 
 class PlannedPacks:
-    """The packs of all replicas: rows and costs of each. Pure.
-
-    Args:
-        replicas: Ranks that train on different samples.
-        tokens: Of a pack; None: `pack.tokens`.
-    """
+    """The packs of all replicas (ranks that train on different samples): rows and costs of each. Pure."""
 
     def __init__(
         self, lengths: np.ndarray, pack: PackConfig, replicas: int, ops: Ops, tokens: int | None = None
@@ -519,7 +485,7 @@ class PackSequence:
     """The packs of some trajectories of a rollout batch on this rank: the same number on every rank.
 
     Args:
-        index: The trajectories. [n], int64.
+        index: The trajectories, whose loss is one mean. [n], int64.
         tokens: Of a pack; None: `gear.pack.tokens`.
     """
 
@@ -537,6 +503,13 @@ class PackSequence:
         num_tokens = sum(int(data.lengths[pack].sum()) for pack in self.packs)
         #: Part of this rank's places that hold a trajectory's step.
         self.fill_fraction = num_tokens / max(sum(self.rows), 1)
+        loss, counts = data.settings.loss, data.counts[index]
+        #: Loss tokens of all ranks together.
+        self.loss_tokens = int(counts.sum())
+        #: The loss weight of the tokens of each trajectory of the rollout batch. [number of these], float64.
+        self.weights = np.zeros(len(data.lengths))
+        # A trajectory may be in the batch several times, but each of its samples is another index.
+        self.weights[index] = loss_weights(loss, counts, data.sequence[index], data.item[index])
 
     def __len__(self) -> int:
         return len(self.packs)

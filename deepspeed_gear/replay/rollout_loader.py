@@ -40,9 +40,7 @@ from deepspeed_gear.store.records import Head
 class SelectedItems:
     """The items of one selection. Those of several tables take turns, in proportion to their numbers.
 
-    Args:
-        heads: Its head in each table.
-        parts: Its trajectories in each table; those of one item are neighbours.
+    It has a head and `parts`, its trajectories, in each table; those of one item are neighbours.
     """
 
     def __init__(self, key: int, heads: list[list[int]], parts: list[Records]) -> None:
@@ -75,12 +73,7 @@ class SelectedItems:
 
 
 class RolloutLoader:
-    """Loads this rank's rollout batches. Called by one thread.
-
-    Args:
-        device: Of the micro batches.
-        divisor: Returns what the framework divides the sum of all ranks' gradients by.
-    """
+    """Loads this rank's rollout batches. Called by one thread."""
 
     def __init__(
         self,
@@ -129,18 +122,10 @@ class RolloutLoader:
         if self._current is not None:
             self._current.close()
         begin, resumed = time.perf_counter(), self._resumed
-        tables = zip(self._gatherers, self._streams, self._take(), strict=True)
-        parts = [
-            TablePart(
-                gatherer,
-                stream.table,
-                records,
-                self.session,
-                self._spread.get(stream.table.spec.name),
-                self._leads,
-            )
-            for gatherer, stream, records in tables
-        ]
+        parts = []
+        for gatherer, stream, records in zip(self._gatherers, self._streams, self._take(), strict=True):
+            table, spread = stream.table, self._spread.get(stream.table.spec.name)
+            parts.append(TablePart(gatherer, table, records, self.session, spread, self._leads))
         ops, number = self._streams[0].table.ops, self._number
         data = RolloutData(parts, self.settings, ops, self.session, number, self._metrics)
         known = resumed.rollout or {}

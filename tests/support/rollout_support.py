@@ -46,11 +46,13 @@ def responses(count: int, seed: int = 0, most: int = MOST) -> list[dict[str, Any
     return found
 
 
-def section(**options: Any) -> dict[str, Any]:
-    """Return a gear section of packed batches."""
-    table = {"capacity_steps": 9000, "max_length": MOST, "schema": {"columns": COLUMNS}}
+TABLE = {"capacity_steps": 9000, "max_length": MOST, "schema": {"columns": COLUMNS}}
+
+
+def section(columns: Mapping[str, Any] = COLUMNS, /, **options: Any) -> dict[str, Any]:
+    """Return a gear section of packed batches, of one table with these columns."""
     return {
-        "tables": {"responses": table},
+        "tables": {"responses": {**TABLE, "schema": {"columns": columns}}},
         "sampler": {"kind": "fifo"},
         "pack": {"tokens": 128, "pad": {"multiple": 16}},
         "rollout": {"trajectories": 24},

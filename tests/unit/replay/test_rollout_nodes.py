@@ -70,10 +70,8 @@ class Nodes:
 
 @pytest.fixture
 def replay() -> Any:
-    columns = {**COLUMNS, **TYPES, **LATE}
-    table = {"capacity_steps": 9000, "max_length": 60, "schema": {"columns": columns}}
-    fields = {"tokens": {}, "logp": {}}
-    with Replay(section(tables={"responses": table}, fields=fields)) as made:
+    columns, fields = {**COLUMNS, **TYPES, **LATE}, {"tokens": {}, "logp": {}}
+    with Replay(section(columns, fields=fields)) as made:
         for number, response in enumerate(responses(40)):
             made.add({**response, "half": number / 3, "pair": [number, -number / 7]})
         yield made

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rollout_support import filled, micros, responses, section
+from rollout_support import TABLE, filled, micros, responses, section
 
 from deepspeed_gear import Replay
 from deepspeed_gear.errors import CheckpointError, NotReadyError
@@ -41,7 +41,7 @@ def test_batches_of_tokens_divide_the_stream(tokens: int, most: int) -> None:
 
 def test_batches_of_tokens_have_whole_items_of_all_tables() -> None:
     """Groups stay whole, an item of more steps than a batch is one, tables keep their shares."""
-    tables = dict.fromkeys("ab", section()["tables"]["responses"])
+    tables = dict.fromkeys("ab", TABLE)
     mixture = {"kind": "mixture", "shares": {"a": 0.75, "b": 0.25}, "of": {"kind": "epoch"}}
     config = section(tables=tables, sampler=mixture, rollout={"trajectories": 16, "tokens": 400})
     with Replay(config) as replay:
@@ -57,11 +57,9 @@ def test_batches_of_tokens_have_whole_items_of_all_tables() -> None:
             for table, ids in taken.items():
                 ids += rollout.trajectory_id[torch.from_numpy(source == table)].tolist()
         assert all(len(ids) == len(set(ids)) for ids in taken.values())
-    table = {**tables["a"], "group": {"column": "prompt", "size": 4}}
-    grouped = section(
-        tables={"a": table}, sampler={"kind": "fifo", "unit": "group"}, rollout={"groups": 3, "tokens": 120}
-    )
-    replay, _ = filled(grouped)
+    table = {"a": {**TABLE, "group": {"column": "prompt", "size": 4}}}
+    size = {"groups": 3, "tokens": 120}
+    replay, _ = filled(section(tables=table, sampler={"kind": "fifo", "unit": "group"}, rollout=size))
     with replay:
         for number in range(8):
             rollout = replay.rollout()
@@ -101,7 +99,7 @@ def test_batches_of_tokens_continue(middle: bool, tmp_path: Path) -> None:
 
 def test_a_batch_of_tokens_waits_for_its_items() -> None:
     """A selection that is missing loses nothing of the one before it."""
-    table = {**section()["tables"]["responses"], "max_times_sampled": 1}
+    table = {**TABLE, "max_times_sampled": 1}
     size = {"trajectories": 10, "tokens": 250}
     replay, _ = filled(section(tables={"responses": table}, rollout=size, timeout_s=0.5), count=10)
     with replay:
