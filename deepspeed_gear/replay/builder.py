@@ -44,13 +44,8 @@ NUM_ANSWERS = 64  # of can_sample() in the ring: the most that a rank may be ahe
 class ReplayParts:
     """The stores that this rank is attached to, and the parts that read them, until `release`. Collective.
 
-    Args:
-        plan: The plan that all ranks have agreed on.
-        turns: When ranks wait for each other; None: never.
-        engine_dtype: The dtype of `"as": "engine"`.
-        device: The device of the batches.
-    Raises:
-        ConfigError, StoreError: On every rank; all resources are released.
+    `turns` is when ranks wait for each other, None for never. An error is raised on every rank, after all
+    resources are released.
     """
 
     assembler: BatchAssembler  # the last part; absent where the building of one before it has failed
@@ -125,15 +120,9 @@ class ReplayParts:
 
     def explain(self, error: BaseException) -> None:
         """Send the error that ends this rank to the others, and add to it which of them is lost."""
-        if self.detector is not None:
-            self.detector.explain(error)
-        elif self.barrier is not None:
-            self.barrier.explain(error)
-
-    @property
-    def prepares(self) -> bool:
-        """Whether a prefetch thread is running."""
-        return any(prefetcher.is_alive for prefetcher in self.prefetchers)
+        failures = self.barrier if self.detector is None else self.detector
+        if failures is not None:
+            failures.explain(error)
 
     def stop_prefetching(self) -> None:
         """Stop the prefetch thread; the next batch starts another."""

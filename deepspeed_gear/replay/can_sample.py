@@ -51,7 +51,8 @@ class Readiness:
         found = True
         for stream in self._streams:
             if stream.state.joint_limiter is not None:
-                may = may_select(exchange, plan.leads_shard, stream, key, self._parts.prepares)
+                prepares = any(prefetcher.is_alive for prefetcher in self._parts.prefetchers)
+                may = may_select(exchange, plan.leads_shard, stream, key, prepares)
             else:
                 look = partial(self._can_select, stream, key)
                 answers = exchange.gather(exchange.agree("looking at its node's items", look))

@@ -75,8 +75,6 @@ class Metrics:
 
         Args:
             counters: Real rows, all rows and bytes gathered so far. [3], int64.
-        Returns:
-            `sample_ms`, `wait_ms`, `bytes`, `padding` (fraction of rows that are padding) and `epoch`.
         """
         now = [*counters.tolist(), self._sample_s, self.num_made, self.wait_s, self.num_batches]
         real, rows, size, sample_s, made, wait_s, batches = (
@@ -87,7 +85,7 @@ class Metrics:
             "sample_ms": 1e3 * sample_s / max(made, 1),
             "wait_ms": 1e3 * wait_s / max(batches, 1),
             "bytes": size / max(made, 1),
-            "padding": 1 - real / rows if rows else 0.0,
+            "padding": 1 - real / rows if rows else 0.0,  # fraction of rows
             "epoch": float(self.epoch),
         }
 
@@ -174,21 +172,14 @@ def of_store(tables: Sequence[Table]) -> dict[str, Any]:
 
 
 def of_groups(tables: Sequence[Table]) -> dict[str, float]:
-    """Return the groups that were left out, of all sampled tables together; empty without groups.
-
-    Returns:
-        `groups_held`, `groups_rejected` (with those that had too many trajectories),
-        `groups_evicted_unsampled`, `late_members` (also of groups that had left the table),
-        `unfilled_members` and `surplus_members`.
-    """
+    """Return the groups that were left out, of all sampled tables together; empty without groups."""
     known = [table.groups for table in tables if table.groups is not None]
     if not known:
         return {}
     words = np.sum([groups.counts for groups in known], axis=0)
-    rejected = words[GroupCount.REJECTED] + words[GroupCount.OVERSIZED]
     counts = {
         "groups_held": words[GroupCount.HELD],
-        "groups_rejected": rejected,
+        "groups_rejected": words[GroupCount.REJECTED] + words[GroupCount.OVERSIZED],
         "groups_evicted_unsampled": words[GroupCount.EVICTED_UNSAMPLED],
         "late_members": words[GroupCount.LATE] + words[GroupCount.LATE_CONSUMED],
         "unfilled_members": words[GroupCount.UNFILLED],
@@ -214,9 +205,7 @@ def of_streams(streams: Sequence[BatchStream]) -> dict[str, int]:
 def of_last_batch(streams: Sequence[BatchStream]) -> dict[str, float]:
     """Return the cheap statistics of the newest global batch; empty before the first one.
 
-    Returns:
-        `effective_samples`, `duplicates` and `age` (mean, in trajectories), as in `of_selection`; `lag` where
-        a table has versions.
+    `effective_samples`, `duplicates` and mean `age` as in `of_selection`; `lag` where a table has versions.
     """
     batches = _batches(streams, 1)
     if not batches:
@@ -244,8 +233,6 @@ def policy_lag(streams: Sequence[BatchStream]) -> float | None:
 def of_selection(streams: Sequence[BatchStream]) -> dict[str, Any]:
     """Return statistics of the training stream's draws, over the selections in its ring.
 
-    Args:
-        streams: The training stream of each sampled table.
     Returns:
         `effective_samples`: (sum w)^2 / sum w^2 of the PER weights, as a fraction of the global batch;
         `duplicates`: fraction of samples whose item is already in the same global batch; both as means over

@@ -33,24 +33,17 @@ States = Mapping[str, Mapping[str, StreamState]]  # by table and stream
 
 @dataclass(frozen=True)
 class SpreadTrajectories:
-    """How packs get the trajectories of a table that several nodes hold.
-
-    Args:
-        plan: Which node has ranks of which replica.
-        room: For trajectories of a rollout batch that other nodes hold.
-        exchange: Sends their rows; None: another rank of this node does.
-    """
+    """How packs get the trajectories of a table that several nodes hold."""
 
     plan: ExchangePlan
-    room: ArrivalRoom
-    exchange: TrajectoryExchange | None
+    room: ArrivalRoom  # for trajectories of a rollout batch that other nodes hold
+    exchange: TrajectoryExchange | None  # sends their rows; None: another rank of this node does
 
 
 class NodeExchange:
     """The exchanges of this rank with other nodes; empty with one node, and on ranks that exchange nothing.
 
-    Args:
-        device: Of this rank; its transport exchanges rows if the config selects it.
+    The transport of its device exchanges rows if the config selects it.
     """
 
     def __init__(self, plan: Resolved, device: torch.device) -> None:
@@ -67,11 +60,8 @@ class NodeExchange:
     ) -> dict[StreamState, SelectionAgreement]:
         """Open the channels and return the selectors of streams that nodes select together. Collective.
 
-        Args:
-            goals: Draws the achieved goals of samples.
-            detector: The failure detector over all ranks.
-        Returns:
-            On the leaders of nodes that hold such tables; empty elsewhere.
+        The leaders of nodes that hold such tables have selectors; elsewhere there are none. `goals` draws the
+        achieved goals of samples.
         """
         every = [state for of_table in states.values() for state in of_table.values()]
         if self._plan.leads_shard and any(state.spec.together for state in every):

@@ -35,21 +35,14 @@ class FieldConversion:
     """The conversion of one field between its column's units and those of a batch.
 
     A value x of the column is (x - shift) * gain in the batch, with one rounding an operation, as in the
-    gather op.
-
-    Args:
-        stored: Dtype of the column.
-        dtype: Dtype in the batch.
-        shape: Of a row of the column.
-        shift: [*shape], or [] for all elements; float64. None: only the dtype changes.
-        gain: As `shift`; both or none.
+    gather op. Without shift and gain only the dtype changes.
     """
 
-    stored: torch.dtype
-    dtype: torch.dtype
-    shape: tuple[int, ...] = ()
-    shift: torch.Tensor | None = None
-    gain: torch.Tensor | None = None
+    stored: torch.dtype  # of the column
+    dtype: torch.dtype  # in the batch
+    shape: tuple[int, ...] = ()  # of a row of the column
+    shift: torch.Tensor | None = None  # [*shape], or [] for all elements; float64
+    gain: torch.Tensor | None = None  # as `shift`; both or none
 
     def to(self, device: torch.device) -> FieldConversion:
         """Return the conversion on a device; itself if it is already there."""
@@ -117,13 +110,10 @@ class Normalizer:
 
     A Normalizer holds a few numbers for each element of a row. It needs neither store nor data set, can be
     pickled, and may be used by several threads.
-
-    Args:
-        fields: Conversion of each field by name.
     """
 
     def __init__(self, fields: Mapping[str, FieldConversion]) -> None:
-        self.fields = dict(fields)
+        self.fields = dict(fields)  # by name
         self._placed: dict[tuple[str, torch.device], FieldConversion] = {}
 
     @classmethod
@@ -134,14 +124,7 @@ class Normalizer:
         statistics: Mapping[str, ColumnStatistics],
         engine_dtype: torch.dtype,
     ) -> Normalizer:
-        """Make the normalizer of resolved fields.
-
-        Args:
-            config: The config.
-            fields: Of a whole batch.
-            statistics: Of the columns that are normalised.
-            engine_dtype: The dtype of `"as": "engine"`.
-        """
+        """Make the normalizer of the resolved fields of a whole batch."""
         numeric = [field for field in fields if not field.is_opaque]
         made = {field.name: _conversion(field, statistics, engine_dtype) for field in numeric}
         if config.n_step is not None:  # computed from the stored rewards

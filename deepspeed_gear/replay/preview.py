@@ -34,37 +34,26 @@ FIRST_IDS = 4
 
 @dataclass(frozen=True)
 class RankPreview:
-    """The first micro batch of one rank.
-
-    Args:
-        num_bytes: Of a micro batch, with padding.
-        padding: Fraction of its rows that is padding.
-        ids: Trajectories of its first samples.
-    """
+    """The first micro batch of one rank."""
 
     rank: int
     node: int
     place: RankCoordinates
     shapes: dict[str, tuple[int, ...]]
-    num_bytes: int
-    padding: float
-    ids: list[int]
+    num_bytes: int  # with padding
+    padding: float  # fraction of its rows
+    ids: list[int]  # trajectories of its first samples
 
 
 @dataclass(frozen=True)
 class Preview:
-    """The first micro batches of all ranks.
-
-    Args:
-        traffic: Bytes of rows sent from a node (first axis) to another one for the first global batch.
-            [nodes, nodes], int64.
-        digests: Of the first global batches; those of `gear.verify_every` in a run.
-    """
+    """The first micro batches of all ranks."""
 
     info: BatchInfo
     ranks: list[RankPreview]
-    traffic: np.ndarray
-    digests: list[int]
+    #: Bytes of rows sent from a node (first axis) to another one for the first global batch.
+    traffic: np.ndarray  # [nodes, nodes], int64
+    digests: list[int]  # of the first global batches; those of `gear.verify_every` in a run
 
 
 def preview(
@@ -73,12 +62,9 @@ def preview(
     """Compute the first micro batch of every rank.
 
     Args:
-        config: The gear section; its sampled tables hold data sets.
         worlds: Ranks of each axis of the grid.
         num_nodes: Nodes, with equally many ranks each, in their order.
         batches: Global batches to draw.
-    Raises:
-        ConfigError: The ranks do not divide by the nodes, or as `Replay`.
     """
     places = grid(worlds)
     if len(places) % num_nodes:
@@ -185,28 +171,17 @@ def _row_bytes(field: ResolvedField) -> int:
 
 @dataclass(frozen=True)
 class PackPreview:
-    """The packs of one optimizer step.
-
-    Args:
-        trajectories, tokens: Of the step, all ranks together.
-        longest: Steps of the longest trajectory.
-        truncated: Trajectories of which only the first steps are trained.
-        micro_batches: K of every rank.
-        bound: The least K that any plan could have.
-        rows: Places of all micro batches, padding included.
-        step_imbalance: Cost of the slowest rank in each micro step, summed, / the mean, minus 1.
-        rank_imbalance: Cost of the slowest rank / the mean, minus 1.
-    """
+    """The packs of one optimizer step, of all ranks together."""
 
     trajectories: int
     tokens: int
-    longest: int
-    truncated: int
-    micro_batches: int
-    bound: int
-    rows: int
-    step_imbalance: float
-    rank_imbalance: float
+    longest: int  # steps of the longest trajectory
+    truncated: int  # trajectories of which only the first steps are trained
+    micro_batches: int  # K of every rank
+    bound: int  # the least K that any plan could have
+    rows: int  # places of all micro batches, padding included
+    step_imbalance: float  # cost of the slowest rank in each micro step, summed, / the mean, minus 1
+    rank_imbalance: float  # cost of the slowest rank / the mean, minus 1
 
     @property
     def fill(self) -> float:
@@ -239,12 +214,9 @@ def pack_preview(config: GearConfig, lengths: np.ndarray, replicas: int, sequenc
     """Plan the packs of one optimizer step.
 
     Args:
-        config: With `gear.pack`.
         lengths: Steps of its trajectories. [n], int64.
         replicas: Ranks that train on different samples.
         sequence: Ranks that share a sequence.
-    Raises:
-        ConfigError: A trajectory is too long, or the ranks do not suit the config.
     """
     pack = config.pack
     if pack is None:

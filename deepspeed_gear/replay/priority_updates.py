@@ -42,12 +42,7 @@ def report(
     mask: object,
     late: AsyncPriorityUpdates,
 ) -> None:
-    """Report the priorities of a batch; see `Replay.update_priorities`.
-
-    Args:
-        place: Of this rank, one that reports.
-        late: Appends updates that a device has yet to compute.
-    """
+    """Report the priorities of a batch, on a rank that reports; see `Replay.update_priorities`."""
     assert isinstance(sampler, PriorityOptions)  # as the tables have priorities
     if not isinstance(batch, (Batch, MicroBatch)):
         rule = "must be from this replay's sample or iterator, or a micro batch of packs"
@@ -112,11 +107,7 @@ def _check_packed(unit: str, micro: MicroBatch, priorities: Tensor, mask: Tensor
 
 
 def _parts(tables: Sequence[PriorityMasses], batch: Batch | MicroBatch) -> list[UpdatePart]:
-    """Divide a batch's samples among the tables.
-
-    Raises:
-        DataError: A sample is of an evaluation pass: a priority would make it a sample of training.
-    """
+    """Divide a batch's samples among the tables; refuse those of a pass, which would become trained ones."""
     records = batch.reported
     if not records.is_cpu:
         records = records.cpu()
@@ -136,11 +127,7 @@ def _parts(tables: Sequence[PriorityMasses], batch: Batch | MicroBatch) -> list[
 
 
 def _rounded(given: Tensor) -> Tensor:
-    """Convert priorities to float32 in host memory, in which positive ones stay above 0.
-
-    Raises:
-        DataError: A float64 one is negative, infinite or NaN, before or after rounding.
-    """
+    """Convert priorities to float32 in host memory, in which positive ones stay above 0; check float64."""
     if given.dtype == torch.float32 and given.is_cpu:
         return given.contiguous()
     given = given.to("cpu")
@@ -164,7 +151,6 @@ def report_by_id(
     """Report priorities of items by id; see `Replay.set_priorities`.
 
     Args:
-        masses: Of the training stream.
         reports: Whether this rank reports priorities.
         shard_of: Ids -> shard of each, -1 for none; None: this store has all. [n] -> [n], int64.
     """
@@ -222,17 +208,11 @@ _BLOCKS = 4  # of pinned memory, allocated at once
 
 
 class UpdatePart(NamedTuple):
-    """The samples of a priority update that belong to one table.
-
-    Args:
-        reports: The priority log of the table.
-        records: Resolutions of its samples. [n, 8], int64, contiguous, in host memory.
-        which: Their indices in the batch; None: all. [n], int64.
-    """
+    """The samples of a priority update that belong to one table."""
 
     reports: PriorityLog
-    records: Tensor
-    which: Tensor | None = None
+    records: Tensor  # resolutions of the samples. [n, 8], int64, contiguous, in host memory
+    which: Tensor | None = None  # their indices in the batch; None: all. [n], int64
 
 
 class _Job(NamedTuple):
@@ -267,9 +247,6 @@ class AsyncPriorityUpdates:
     """Appends priority updates to the logs when their device has computed them. Called by one thread.
 
     Errors in them are raised by the next call of `check` or `drain`; such updates are dropped.
-
-    Args:
-        timeout_s: Longest wait of `close` for the device, in seconds.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -282,7 +259,6 @@ class AsyncPriorityUpdates:
         """Enqueue an update, which is appended to the logs when its values are computed.
 
         Args:
-            parts: The samples of each table.
             values: Priorities of the whole batch, on their device. [B], float32.
             faults: Errors found while computing them, on their device: whether masks differ, and the sample
                 without a step that counts, from 1. [2], float32.

@@ -32,7 +32,7 @@ class ReplayCheckpoint:
         """Return the position, equal on all ranks; see `Replay.state_dict`.
 
         Args:
-            save: Id and manifests of the save of this position; None: no save.
+            save: Id and manifests of the save of this position.
             columns: File of the columns of the rollout batch whose training is under way.
         """
         plan, at, passes = self._parts.plan, self._loader.position, self._passes.begun
@@ -49,11 +49,7 @@ class ReplayCheckpoint:
 
         One node writes replicated tables, and each node its shard of the others. A table's folder is renamed
         to its name when all files are complete on the disk, and the position is written after all tables.
-
-        Args:
-            kept: State of the latest save in this folder that this Replay has loaded or made; None: none.
-        Raises:
-            CheckpointError: A file cannot be written; on every rank, as its own error or as a PeerError.
+        `kept` is the state of the latest save in this folder that this Replay has loaded or made.
         """
         parts, loader = self._parts, self._loader
         parts.plan.exchange.agree("the priority updates", parts.late_updates.drain)
@@ -87,15 +83,10 @@ class ReplayCheckpoint:
         return save_folders.write_save(exchange, folder, names, kept, is_first, write, state)
 
     def load(self, state: State, folder: Path | None) -> None:
-        """Continue at a state.
+        """Continue at a state; an error is raised before anything has changed.
 
         Args:
             folder: Of the save that the state names, whose tables replace those of this run; None: they stay.
-        Raises:
-            CheckpointError: The state has another format, other data or options that select other samples;
-                ranks have states of different saves; or a file is missing, changed or of another save.
-                Nothing changes.
-            StoreFullError: A table is too small; nothing changes.
         """
         parts, loader = self._parts, self._loader
         parts.plan.exchange.agree("the priority updates", parts.late_updates.drain)
