@@ -78,7 +78,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def section(data: Path, **options: Any) -> dict[str, Any]:
+def section(data: Path, /, **options: Any) -> dict[str, Any]:
     given = {"batch_size": 32, "fields": FIELDS, "sampler": {"kind": "uniform", "unit": "step"}, **options}
     return config_of(data, **given)
 
@@ -134,20 +134,17 @@ def test_what_an_environment_returns_is_rounded_as_by_a_writer(data: Path) -> No
 
 
 def test_denormalize_reverses(data: Path) -> None:
-    normalizer = Normalizer.from_config(section(data))
-    given = {c.name: rows_of(9, 20)[c.name] for c in SCHEMA}
+    normalizer, given = Normalizer.from_config(section(data)), rows_of(9, 20)
     for name in sorted({*FIELDS} - {"return_to_go", "timestep"}):
         column = SCHEMA[FIELDS[name].get("column", name)]
         values = torch.from_numpy(np.asarray(given[column.name]))
-        there = normalizer.normalize(name, values)
+        there, field = normalizer.normalize(name, values), normalizer.fields[name]
         back = normalizer.denormalize(name, there)
-        exact = normalizer.fields[name].gain is None
-        floats = column.is_floating or normalizer.fields[name].dtype.is_floating_point
-        assert back.is_floating_point() == floats, name
+        assert back.is_floating_point() == (column.is_floating or field.dtype.is_floating_point), name
         if column.is_floating:
-            assert back.dtype == normalizer.fields[name].stored
-        if exact:
-            assert back.double().equal(values.to(normalizer.fields[name].stored).double()), name
+            assert back.dtype == field.stored
+        if field.gain is None:
+            assert back.double().equal(values.to(field.stored).double()), name
         else:
             eps = max(torch.finfo(t.dtype).eps for t in (there, back))
             assert (back.double() - values.double()).abs().max() <= 8 * eps * values.abs().max(), name
@@ -165,33 +162,33 @@ def test_a_constant_element_becomes_zero_and_keeps_its_distances(data: Path) -> 
 
 
 def test_statistics_are_those_of_the_training_split_of_the_config(data: Path) -> None:
-    own = Normalizer.from_config(section(data))
-    other = section(data)
-    other["data"] = {"path": str(data), "split": {"test": 0.5}}
-    changed = Normalizer.from_config(other)
-    wanted = Dataset.open(data).statistics_for({"test": 0.5})["observation"]
-    shift = changed.fields["observation"].shift
-    assert shift is not None
-    assert shift.tolist() == wanted.mean.tolist()
-    assert shift.tolist() != own.fields["observation"].shift.tolist()  # type: ignore[union-attr]
+    other = section(data, data={"path": str(data), "split": {"test": 0.5}})
+    wanted = Dataset.open(data).statistics_for({"test": 0.5})["observation"].mean.tolist()
     with Replay(other) as replay:
-        assert replay.normalizer.fields["observation"].shift.equal(shift)  # type: ignore[union-attr]
+        for normalizer in (Normalizer.from_config(other), replay.normalizer):
+            assert shift_of(normalizer) == wanted
+    assert shift_of(Normalizer.from_config(section(data))) != wanted
+
+
+def shift_of(normalizer: Normalizer) -> list[float]:
+    """Return the shift of the observations."""
+    shift = normalizer.fields["observation"].shift
+    assert shift is not None
+    return shift.tolist()
 
 
 def test_a_mixture_uses_the_first_table_with_a_data_set(data: Path) -> None:
-    online = {"capacity_steps": 200}
     sampler = {"kind": "mixture", "shares": {"online": 0.5, "main": 0.5}, "of": {"unit": "step"}}
-    tables = {"online": online, "main": {"data": str(data)}}
-    fields = {"observation": FIELDS["observation"]}
-    given = config_of(batch_size=8, sampler=sampler, tables=tables, fields=fields)
+    tables = {"online": {"capacity_steps": 200}, "main": {"data": str(data)}}
+    given = section(data, sampler=sampler, tables=tables, fields={"observation": FIELDS["observation"]})
+    del given["data"]
     with Replay(given, schemas={"online": SCHEMA}) as replay:
         replay.add(rows_of(50, 6), "online")
         batch = replay.sample()
         own = batch.source == 0
         values = rows_of(50, 6)["observation"][batch.anchor[own]]
         assert (replay.normalize("observation", values) == batch["observation"][own].numpy()).all()
-    mean = Dataset.open(data).statistics["observation"].mean
-    assert replay.normalizer.fields["observation"].shift.tolist() == mean.tolist()  # type: ignore[union-attr]
+    assert shift_of(replay.normalizer) == Dataset.open(data).statistics["observation"].mean.tolist()
 
 
 def test_any_leading_dimensions_forms_and_gradients(data: Path) -> None:
@@ -252,11 +249,8 @@ def test_nested_values_go_in_as_writers_take_them() -> None:
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def equal(a: Normalizer, b: Normalizer) -> bool:
-    def facts(one: Normalizer) -> str:
-        return json.dumps({name: conversion.to_json() for name, conversion in one.fields.items()})
-
-    return facts(a) == facts(b)
+def facts(one: Normalizer) -> str:
+    return json.dumps({name: conversion.to_json() for name, conversion in one.fields.items()})
 
 
 def test_a_checkpoint_holds_it_without_data_set_or_engine(data: Path, tmp_path: Path) -> None:
@@ -269,17 +263,16 @@ def test_a_checkpoint_holds_it_without_data_set_or_engine(data: Path, tmp_path: 
     shutil.rmtree(here)
     for folder in (tmp_path / "save", tag, tag / "gear", tmp_path / "engine"):
         found = Normalizer.load(folder)
-        assert equal(found, replay.normalizer)  # usable after the replay is closed
+        assert facts(found) == facts(replay.normalizer)  # usable after the replay is closed
     assert found.fields["half"].dtype == torch.bfloat16
     values = rows_of(2, 8)["observation"]
     assert (found.normalize("observation", values) == replay.normalize("observation", values)).all()
     path = tmp_path / "save" / "normalizer.json"
-    path.write_text(path.read_text().replace('"float16"', '"float32"', 1))
-    with pytest.raises(CheckpointError, match=r"normalizer\.json must be as it was saved; take another"):
-        Normalizer.load(tmp_path / "save")
-    path.write_text("{")
-    with pytest.raises(CheckpointError, match=r"normalizer\.json must be readable"):
-        Normalizer.load(tmp_path / "save")
+    changed = path.read_text().replace('"float16"', '"float32"', 1)
+    for text, rule in ((changed, "be as it was saved; take another"), ("{", "be readable")):
+        path.write_text(text)
+        with pytest.raises(CheckpointError, match=rf"normalizer\.json must {rule}"):
+            Normalizer.load(tmp_path / "save")
     with pytest.raises(CheckpointError, match=r"must hold normalizer.json; give the folder of a save"):
         Normalizer.load(tmp_path)
 
@@ -289,10 +282,10 @@ def test_from_config_is_that_of_the_replay(data: Path, tmp_path: Path) -> None:
     elsewhere = section(tmp_path / "elsewhere", batch_size=None)
     file.write_text(json.dumps({"train_batch_size": 8, "gear": elsewhere}))
     with Replay(section(data)) as replay:
-        made = Normalizer.from_config(section(data))
-        assert equal(made, replay.normalizer)
-        for dataset in (Dataset.open(data), str(data), Path(data)):
-            assert equal(Normalizer.from_config(file, dataset), made)
+        known = facts(replay.normalizer)
+    assert facts(Normalizer.from_config(section(data))) == known
+    for dataset in (Dataset.open(data), str(data), Path(data)):
+        assert facts(Normalizer.from_config(file, dataset)) == known
     with pytest.raises(DataError, match="elsewhere must be the folder of a data set"):
         Normalizer.from_config(file)
     online = config_of(fields={"reward": {"scale": 2.0}})

@@ -63,10 +63,12 @@ def made(fields: dict[str, Any] | None = None, **options: Any) -> Replay:
     return Replay(section(fields, **options), schemas={"main": SCHEMA})
 
 
-def filled(fields: dict[str, Any] | None = None, count: int = 8, **options: Any) -> Replay:
-    replay = made(fields, **options)
-    for number in range(count):
-        replay.add(trajectory(number))
+def filled(fields: dict[str, Any] | None = None, **options: Any) -> Replay:
+    given = section(fields, **options)
+    replay = Replay(given, schemas=dict.fromkeys(given["tables"], SCHEMA))
+    for at, table in enumerate(replay.tables):
+        for number in range(8):
+            replay.add(trajectory(10 * at + number), table)
     return replay
 
 
@@ -80,14 +82,20 @@ def check(batch: Batch) -> None:
 # ---- batches -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("transfer", [{}, {"way": "staged"}])
-def test_batches_have_the_values_of_their_samples(prefetch: int, transfer: dict[str, Any]) -> None:
-    with filled(prefetch=prefetch, transfer=transfer) as replay:
+MIXTURE = {
+    "tables": {name: {"capacity_steps": 60, "capacity_trajectories": 12} for name in ("old", "new")},
+    "sampler": {"kind": "mixture", "shares": {"old": 0.25, "new": 0.75}, "of": {"unit": "step"}},
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": 2}, {"transfer": {"way": "staged"}}, MIXTURE])
+def test_batches_have_the_values_of_their_samples(options: dict[str, Any]) -> None:
+    with filled(**options) as replay:
         for _ in range(4):
             batch = replay.sample()
             check(batch)
             assert set(batch) == {"which"}
+            assert len({number // 10 for number in batch["which"].tolist()}) == len(replay.tables)
         assert len(set(batch["which"].tolist())) > 3
 
 
@@ -129,6 +137,11 @@ def test_parts_and_copies_keep_the_values() -> None:
             replay.sample()
         with pytest.raises(StaleBatchError):
             batch.opaque("raw")
+    with filled({}) as replay:  # fields that are not named
+        batch = replay.sample()
+        assert set(batch) == {"observation", "terminated", "which"}
+        with pytest.raises(FieldError, match=r"it has none; name the column in gear\.fields"):
+            batch.opaque("raw")
 
 
 def test_compiled_code_takes_such_batches() -> None:
@@ -141,29 +154,6 @@ def test_compiled_code_takes_such_batches() -> None:
         for _ in range(4):
             batch = replay.sample()
             assert compiled(batch).tolist() == [2 * number for number in batch["which"].tolist()]
-
-
-def test_fields_that_are_not_named_leave_them_out() -> None:
-    with filled({}) as replay:
-        batch = replay.sample()
-        assert set(batch) == {"observation", "terminated", "which"}
-        with pytest.raises(FieldError, match=r"it has none; name the column in gear\.fields"):
-            batch.opaque("raw")
-
-
-def test_tables_of_a_mixture() -> None:
-    tables = {name: {"capacity_steps": 60, "capacity_trajectories": 6} for name in ("old", "new")}
-    shares = {"old": 0.25, "new": 0.75}
-    sampler = {"kind": "mixture", "shares": shares, "of": {"kind": "uniform", "unit": "step"}}
-    config = section(tables=tables, sampler=sampler)
-    with Replay(config, schemas=dict.fromkeys(tables, SCHEMA)) as replay:
-        for number in range(3):
-            replay.add(trajectory(number), "old")
-            replay.add(trajectory(10 + number), "new")
-        for _ in range(3):
-            batch = replay.sample()
-            check(batch)
-            assert len({number // 10 for number in batch["which"].tolist()}) == 2
 
 
 def test_late_values_keep_samples_back() -> None:
@@ -231,25 +221,20 @@ def test_what_does_not_fit_changes_nothing() -> None:
         for wrong in ({"raw": bytes(13)}, {"note": {"x": "y" * 60}}, {"note": {1: 2}}, {"raw": 1}):
             with pytest.raises(DataError, match=f"table main: column {next(iter(wrong))} must"):
                 replay.add({**trajectory(0), **wrong})
-        assert len(replay) == 0
-    schema = Schema([SCHEMA["which"], SCHEMA["raw"]])  # an array of the shape of a row is checked, too
-    with Replay(section({"which": {}, "raw": {}}), schemas={"main": schema}) as replay:
+        # An array of the shape of a row is checked, too.
         with pytest.raises(DataError, match="raw must hold a value of at most max_bytes = 12"):
-            replay.add({"which": np.arange(3), "raw": np.full(16, 255, np.uint8)})
+            replay.add({**trajectory(0), "raw": np.full(16, 255, np.uint8)})
         assert len(replay) == 0
 
 
 def test_saves_hold_them(tmp_path: Path) -> None:
-    with filled() as replay:
+    with filled() as replay, made() as loaded:
         replay.fill(3, judge=["late"])
         replay.sample()
-        state = replay.save(tmp_path / "saved")
-        wanted = replay.sample().opaque("text")
-    with made() as replay:
-        replay.load(tmp_path / "saved", state)
-        assert replay.sample().opaque("text") == wanted
-        assert replay.read([3])[0]["judge"] == ["late"]
-        assert replay.read([4])[0]["raw"] == b"\x004\x00"
+        loaded.load(tmp_path / "saved", replay.save(tmp_path / "saved"))
+        assert loaded.sample().opaque("text") == replay.sample().opaque("text")
+        assert loaded.read([3])[0]["judge"] == ["late"]
+        assert loaded.read([4])[0]["raw"] == b"\x004\x00"
 
 
 # ---- refusals ------------------------------------------------------------------------------------

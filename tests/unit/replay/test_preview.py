@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gear_support import lengths_of, shared_files, write_dataset
+from gear_support import prefix
 from rollout_support import ranks_of, rolled_out, seen_by
 from rollout_support import section as packed_section
 
@@ -28,11 +28,6 @@ FIELDS = {
 }
 ENDS = {"inputs": ["observation", "mask.action"], "labels": ["action", "reward"]}
 BYTES = {"observation": 12, "action": 8, "reward": 4, "timestep": 8}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("preview") / "set", lengths_of(30))
 
 
 @pytest.fixture
@@ -56,7 +51,7 @@ def section(data: Path, **options: Any) -> dict[str, Any]:
         "fields": FIELDS,
         "pipeline": ENDS,
         "sampler": {"kind": "uniform", "unit": "step"},
-        "shared_memory": {"prefix": "gpreview"},
+        "shared_memory": {"prefix": prefix()},
         **options,
     }
 
@@ -67,23 +62,22 @@ def test_ranks_get_what_a_replay_gives(data: Path) -> None:
     found = preview(parse(gear), 4, 3, {"data": 2, "sequence": 2}, 1, 3)
     assert found.info.global_batch == 24
     with Replay({**gear, "batch_size": 24, "verify_every": 1}) as replay:
-        digests, batches = [], []
-        for _ in range(3):
-            batches.append(replay.sample().clone())
+        batch, digests = replay.sample().clone(), [replay.statistics()["digest"][1]]
+        for _ in range(2):
+            replay.sample()
             digests.append(replay.statistics()["digest"][1])
     assert found.digests == digests
     assert len(set(digests)) == 3
     for rank in found.ranks:
         place = rank.place
-        mine = batches[0].trajectory_id[place.data_rank :: 6][:4]
+        mine = batch.trajectory_id[place.data_rank :: 6][:4]
         assert rank.ids == mine.tolist()
         assert rank.shapes["observation"] == (4, 2, 3)
         assert rank.num_bytes == 4 * (2 * (12 + 8 + 8) + 4)
         part = slice(2 * place.sequence_rank, 2 * place.sequence_rank + 2)
-        masks = [batches[0].mask[name][place.data_rank :: 6] for name in FIELDS]
+        masks = [batch.mask[name][place.data_rank :: 6] for name in FIELDS]
         shown = np.concatenate([m[:, part].flatten() if m.dim() == 2 else m for m in masks])
         assert rank.padding == pytest.approx(1 - shown.mean())
-    assert shared_files("gpreview") == []
 
 
 def test_stages_and_traffic(data: Path) -> None:
@@ -254,11 +248,12 @@ def test_lengths_and_packs_that_are_refused(tmp_path: Path, shown_by: Any) -> No
         read_lengths(tmp_path / "f.npy")
     with pytest.raises(DataError, match="must be a file of whole numbers"):
         read_lengths(tmp_path / "none.txt")
-    with pytest.raises(ConfigError, match=r"must hold the longest trajectory \(129 steps\)"):
-        pack_preview(parse(packed()), np.array([5, 129]), 1)
-    with pytest.raises(ConfigError, match=r"gear\.pack\.plan_width must be a multiple of the replicas \(3\)"):
-        pack_preview(parse(packed(plan_width=4)), np.array([5]), 3)
-    plain = {key: value for key, value in packed_section().items() if key not in ("pack", "rollout")}
-    with pytest.raises(ConfigError, match=r"gear\.pack must be given for a preview of lengths"):
-        pack_preview(parse({**plain, "batch_size": 4}), np.array([5]), 1)
+    plain = {**packed_section(), "pack": None, "rollout": None, "batch_size": 4}
+    for config, lengths, text in (
+        (packed(), [5, 129], r"must hold the longest trajectory \(129 steps\)"),
+        (packed(plan_width=4), [5], r"gear\.pack\.plan_width must be a multiple of the replicas \(3\)"),
+        (plain, [5], r"gear\.pack must be given for a preview of lengths"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            pack_preview(parse(config), np.array(lengths), 3)
     assert shown_by(packed(), status=2)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gear_support import SCHEMA, config_of, lengths_of, trajectory, wait_until, write_dataset
+from gear_support import SCHEMA, config_of, lengths_of, trajectory, wait_until
 from replay_support import late_updates_of, streams_of
 from store_support import check_whole
 
@@ -22,23 +22,17 @@ from deepspeed_gear.sampling.priority_log import NEVER, PriorityLog
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
 
 LENGTHS = lengths_of(12, most=9)
-FIELDS = {
-    "code": {"offset": -1, "length": 4},
-    "reward": {"offset": -1, "length": 4},
-    "observation": {"length": 3},
-}
+WINDOWS = {name: {"offset": -1, "length": 4} for name in ("code", "reward")}
+FIELDS = {**WINDOWS, "observation": {"length": 3}}
 
 
 @pytest.fixture
 def replays() -> Iterator[Callable[..., Replay]]:
     made: list[Replay] = []
 
-    def make(unit: str = "step", data: Path | None = None, /, **options: Any) -> Replay:
+    def make(unit: str = "step", /, **options: Any) -> Replay:
         sampler = {"kind": "prioritized", "unit": unit, **options.pop("sampler", {})}
         given = {"batch_size": 8, "fields": FIELDS, "sampler": sampler, **options}
-        if data is not None:
-            made.append(Replay(config_of(data, **given)))
-            return made[-1]
         made.append(Replay(config_of(**given), schemas={"main": SCHEMA}))
         for number, steps in enumerate(LENGTHS):
             made[-1].add(trajectory(number, steps))
@@ -130,8 +124,7 @@ def test_all_priorities_zero_is_an_error_that_new_ones_mend(replays: Any, prefet
 @pytest.mark.parametrize("steps", [False, True])
 def test_reports_of_parts_are_those_of_the_whole(replays: Any, steps: bool) -> None:
     """Slices with gaps, masks, indices, parts joined again and minibatches."""
-    fields = {name: FIELDS[name] for name in ("code", "reward")}
-    whole, parts = replays(fields=fields), replays(fields=fields)
+    whole, parts = replays(fields=WINDOWS), replays(fields=WINDOWS)
     for turn in range(4):
         batch, same = whole.sample(), parts.sample()
         assert batch == same
@@ -164,12 +157,11 @@ REDUCE: dict[str, Callable[[np.ndarray], float]] = {
 }
 
 
-@pytest.mark.parametrize("how", sorted(REDUCE))
+@pytest.mark.parametrize("how", REDUCE)
 @pytest.mark.parametrize("given", [True, False])
 def test_steps_are_reduced_over_the_mask(replays: Any, how: str, given: bool) -> None:
     """The mask of the batch, or one that is given; what lies outside may be anything."""
-    fields = {name: FIELDS[name] for name in ("code", "reward")} if not given else FIELDS
-    replay = replays(sampler={"reduce": how}, fields=fields)
+    replay = replays(sampler={"reduce": how}, fields=FIELDS if given else WINDOWS)
     batch = replay.sample().clone()
     chance = np.random.default_rng(0)
     mask = batch.mask["reward"].clone()
@@ -196,11 +188,10 @@ def test_without_a_mask_of_this_shape_every_step_counts(replays: Any, eta: float
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_mean_of_half_precision_is_not_one(replays: Any, dtype: torch.dtype) -> None:
-    replay = replays(sampler={"reduce": "mean"})
-    batch = replay.sample().clone()
-    values = torch.full((8, 60), 40_000.0, dtype=dtype)
+    replay, values = replays(sampler={"reduce": "mean"}), torch.full((8, 60), 40_000.0, dtype=dtype)
     values[:, 0] = 39_936.0
-    torch.testing.assert_close(after(replay, batch, values), values.float().mean(1), rtol=1e-6, atol=0)
+    found = after(replay, replay.sample().clone(), values)
+    torch.testing.assert_close(found, values.float().mean(1), rtol=1e-6, atol=0)
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -215,7 +206,7 @@ def bad(at: int, value: float, *shape: int, dtype: torch.dtype = torch.float32) 
 def test_reports_that_are_refused_change_nothing(replays: Any) -> None:
     replay = replays()
     batch, ones = replay.sample().clone(), torch.ones
-    wrong: list[tuple[torch.Tensor, torch.Tensor | None, type[GearError], str]] = [
+    wrong: list[tuple[Any, Any, type[GearError], str]] = [
         (bad(3, torch.nan), None, DataError, "priority 3 must be finite"),
         (bad(0, -1.0), None, DataError, "priority 0 must be finite and at"),
         (bad(7, torch.inf), None, DataError, "priority 7 .*, got inf"),
@@ -232,7 +223,7 @@ def test_reports_that_are_refused_change_nothing(replays: Any) -> None:
     for values, mask, error, text in wrong:
         with pytest.raises(error, match=text):
             replay.update_priorities(batch, values, mask)
-    by_id: list[tuple[list[float], list[int] | None, type[GearError], str]] = [
+    by_id: list[tuple[Any, Any, type[GearError], str]] = [
         ([1.0, torch.nan], [0, 0], DataError, "priority 1"),
         ([1e300, 2.0], [0, 0], DataError, "priority 0"),
         ([-1e-60, 2.0], [0, 0], DataError, "priority 0"),
@@ -281,19 +272,19 @@ def test_a_sampler_without_priorities_and_a_closed_replay_refuse_them(sampler: d
 
 
 @pytest.mark.parametrize("unit", ["step", "trajectory"])
-def test_an_evaluation_batch_is_refused(replays: Any, unit: str, tmp_path: Path) -> None:
+def test_an_evaluation_batch_is_refused(data: Path, unit: str) -> None:
     """Its items would be drawn in training from then on."""
-    data = write_dataset(tmp_path / "set", LENGTHS)
-    replay = replays(unit, data, data={"path": str(data), "split": {"eval": 0.4}})
-    held_out = [batch.clone() for batch in replay.iterator("eval")]
-    with pytest.raises(DataError, match="batch must be from the training stream; nothing was changed"):
-        replay.update_priorities(held_out[0], torch.ones(8))
-    ids = {number for batch in held_out for number in batch.trajectory_id.tolist()}
-    trained = [replay.sample().clone() for _ in range(20)]
-    replay.update_priorities(trained[0], torch.ones(8))
-    assert not ids & {number for batch in trained for number in batch.trajectory_id.tolist()}
-    steps = [0] * len(ids) if unit == "step" else None
-    assert replay.set_priorities(sorted(ids), [5.0] * len(ids), steps) == 0
+    sampler, split = {"kind": "prioritized", "unit": unit}, {"path": str(data), "split": {"eval": 0.4}}
+    with made(data, sampler=sampler, data=split) as replay:
+        held_out = [batch.clone() for batch in replay.iterator("eval")]
+        with pytest.raises(DataError, match="batch must be from the training stream; nothing was changed"):
+            replay.update_priorities(held_out[0], torch.ones(16))
+        ids = {number for batch in held_out for number in batch.trajectory_id.tolist()}
+        trained = [replay.sample().clone() for _ in range(20)]
+        replay.update_priorities(trained[0], torch.ones(16))
+        assert not ids & {number for batch in trained for number in batch.trajectory_id.tolist()}
+        steps = [0] * len(ids) if unit == "step" else None
+        assert replay.set_priorities(sorted(ids), [5.0] * len(ids), steps) == 0
 
 
 # ---- by id ---------------------------------------------------------------------------------------
@@ -402,7 +393,7 @@ def priorities(batch: Batch) -> torch.Tensor:
     return (batch.sample_number % 13 + 1).float() * (batch.anchor + 1)
 
 
-def made(data: Path, device: Device | None = None, **options: Any) -> Replay:
+def made(data: Path, device: Device | None = None, /, **options: Any) -> Replay:
     given = {"sampler": SAMPLER, "fields": {"code": {}}, "batch_size": 16, **options}
     replay = Replay(config_of(data, **given))
     if device is not None:
@@ -421,11 +412,6 @@ def log_of(replay: Replay) -> PriorityLog:
     masses = streams_of(replay)["train"].masses
     assert isinstance(masses, PriorityMasses)
     return masses.reports
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return write_dataset(tmp_path / "set", lengths_of(20))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deepspeed_gear import Batch, Column, Replay, Schema
-from deepspeed_gear.errors import ConfigError, StoreError
+from deepspeed_gear.errors import ConfigError, DataError, StoreError
 
 SCHEMA = Schema(
     [Column("observation", "float32", (2,), "observation"), Column("reward", "float32", (), "reward")]
@@ -73,8 +73,8 @@ def test_epochs_visit_each_item_of_each_table_once() -> None:
             batch = replay.sample()
             seen.update(map(tuple, torch.stack([batch.source, batch.epoch, batch.trajectory_id], 1).tolist()))
     assert set(seen.values()) == {1}
-    assert sum(1 for source, epoch, _ in seen if (source, epoch) == (0, 0)) == 10
-    assert sum(1 for source, epoch, _ in seen if (source, epoch) == (1, 28)) == 10
+    for place in ((0, 0), (1, 28)):
+        assert sum((source, epoch) == place for source, epoch, _ in seen) == 10
 
 
 @pytest.mark.parametrize("in_parts", [False, True])
@@ -97,11 +97,10 @@ def test_priorities_go_to_the_tables_they_are_of(in_parts: bool) -> None:
 
 def test_a_bad_priority_of_one_table_changes_none() -> None:
     with filled(section(STEPS)) as replay:
-        batch = replay.sample()
         bad = torch.ones(16)
         bad[-1] = -1
-        with pytest.raises(Exception, match="must be finite and at least 0"):
-            replay.update_priorities(batch, bad)
+        with pytest.raises(DataError, match="must be finite and at least 0"):
+            replay.update_priorities(replay.sample(), bad)
         replay.sample()
         assert replay.statistics()["priorities_applied"] == 0
 
@@ -129,15 +128,11 @@ def test_a_checkpoint_continues_all_tables(tmp_path: Path, prefetch: int) -> Non
             replay.update_priorities(batch, 1 + (batch.trajectory_id * 7 + batch.anchor) % 5)
         return found
 
-    shares = {"a": 0.05, "b": 0.95}
-    config = section(STEPS, shares, prefetch=prefetch)
-    with filled(config) as replay:
+    config = section(STEPS, {"a": 0.05, "b": 0.95}, prefetch=prefetch)
+    with filled(config) as replay, filled(config, 0) as loaded:
         follow(replay, 5)
-        state = replay.save(tmp_path)
-        wanted = follow(replay, 6)
-    with filled(config, 0) as replay:
-        replay.load(tmp_path, state)
-        assert follow(replay, 6) == wanted
+        loaded.load(tmp_path, replay.save(tmp_path))
+        assert follow(loaded, 6) == follow(replay, 6)
 
 
 def test_tables_must_agree_in_what_is_read() -> None:

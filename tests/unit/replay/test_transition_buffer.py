@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +68,9 @@ def sampled(buffer: TransitionBuffer, batches: int) -> set[Key]:
     return found
 
 
-def count(held: TransitionBuffer, steps: int, reward: float = 0.0, ends: bool = False) -> None:
+def count(held: TransitionBuffer, steps: int, reward: float = 0.0, ends: bool = False, gap: int = 1) -> None:
     """Add the transitions of one environment whose observations are the numbers of the steps."""
-    for step in range(steps):
+    for step in range(0, gap * steps, gap):
         row = np.full(3, step, np.float32)
         held.add(row, row + 1, 0, reward, ends and step == steps - 1, False)
 
@@ -206,8 +205,8 @@ def test_priorities_are_reported_by_the_batch() -> None:
 
 def test_every_plain_space() -> None:
     spaces = gymnasium.spaces
-    every = spaces.Discrete(6), spaces.MultiDiscrete([3, 4]), spaces.MultiBinary(4)
-    for space in (*every, spaces.Box(-1, 1, (2, 2), np.float64)):
+    box = spaces.Box(-1, 1, (2, 2), np.float64)
+    for space in (spaces.Discrete(6), spaces.MultiDiscrete([3, 4]), spaces.MultiBinary(4), box):
         with TransitionBuffer(100, space, space, n_envs=2, autoreset="disabled", **SMALL) as held:
             before, after, action = (np.stack([space.sample(), space.sample()]) for _ in range(3))
             held.add(before, after, action, [1, 2], [True, False], [False, True])
@@ -291,9 +290,7 @@ def test_wrong_options_are_named() -> None:
 
 def test_transitions_out_of_order_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with buffer(autoreset="disabled") as held, caplog.at_level(logging.WARNING, "deepspeed_gear"):
-        for step in range(600):
-            row = np.full(3, step, np.float32)
-            held.add(row, row + 0.5, 0, 0.0, False, False)
+        count(held, 600, gap=2)
         assert len(held) == 600
     assert sum("should be the next_obs" in record.message for record in caplog.records) == 1
 
@@ -302,11 +299,14 @@ def test_transitions_out_of_order_are_logged_once(caplog: pytest.LogCaptureFixtu
 
 
 class Walk:
-    """Two environments that count steps from a random first state; an episode is truncated after 5 steps."""
+    """Two environments that count steps from a first state in [0, `spread`); an episode has 5 steps."""
 
-    def __init__(self, mode: str, first: Callable[[np.random.Generator], float], moves: bool = True) -> None:
-        self.mode, self.first, self.moves, self.random = mode, first, moves, np.random.default_rng(0)
-        self.states, self.steps = np.array([first(self.random) for _ in range(2)]), np.array([0, 2])
+    def __init__(self, mode: str, spread: float = 1.0, moves: bool = True) -> None:
+        self.mode, self.spread, self.moves, self.random = mode, spread, moves, np.random.default_rng(0)
+        self.states, self.steps = self.first(), np.array([0, 2])
+
+    def first(self) -> np.ndarray:
+        return self.spread * self.random.random(2)
 
     def observe(self) -> np.ndarray:
         return np.repeat(self.states, 3).reshape(2, 3).astype(np.float32)
@@ -315,44 +315,36 @@ class Walk:
         """Return the next observations, the last ones of episodes that end, rewards and truncations."""
         resets = self.steps == 5
         self.steps = np.where(resets, 0, self.steps + 1)
-        self.states = np.where(resets, [self.first(self.random) for _ in range(2)], self.states + self.moves)
+        self.states = np.where(resets, self.first(), self.states + self.moves)
         final, ended = self.observe(), self.steps == 5
         rewards = np.where(resets, 0, self.random.random(2))
         if self.mode == "same_step":
-            self.states = np.where(ended, [self.first(self.random) for _ in range(2)], self.states)
+            self.states = np.where(ended, self.first(), self.states)
             self.steps[ended] = 0
         return self.observe(), final, rewards, ended
 
 
-def anywhere(random: np.random.Generator) -> float:
-    return float(random.random())
+FORGOTTEN = "last observations of all 8 truncated episodes"
 
 
-def at_zero(random: np.random.Generator) -> float:
-    return 0.0
-
-
-RESETS = {
-    # the environment's mode, the given one, whether last observations are passed, first state, moves
-    "right": ("same_step", "same_step", True, anywhere, True, None),
-    "right, next_step": ("next_step", "next_step", False, anywhere, True, None),
-    "forgotten": ("same_step", "same_step", False, anywhere, True, "last observations of all 8 truncated"),
-    "forgotten, disabled": ("same_step", "disabled", False, anywhere, True, "last observations of all"),
-    "next_step as same_step": ("next_step", "same_step", False, anywhere, True, "last observations of all"),
-    "next_step as disabled": ("next_step", "disabled", False, anywhere, True, "last observations of all"),
-    "same_step as next_step": ("same_step", "next_step", False, anywhere, True, "rewards that vary"),
-    "final, as next_step": ("same_step", "next_step", True, anywhere, True, "obs after the end of an epi"),
-    "ends where it begins": ("same_step", "same_step", False, at_zero, True, None),
-    "stands still": ("same_step", "same_step", False, at_zero, False, None),
-}
-
-
-@pytest.mark.parametrize("name", RESETS)
+@pytest.mark.parametrize(
+    ("walk", "given", "passes_final", "warning"),
+    [
+        (Walk("same_step"), "same_step", True, None),
+        (Walk("next_step"), "next_step", False, None),
+        (Walk("same_step"), "same_step", False, FORGOTTEN),
+        (Walk("same_step"), "disabled", False, FORGOTTEN),
+        (Walk("next_step"), "same_step", False, FORGOTTEN),
+        (Walk("next_step"), "disabled", False, FORGOTTEN),
+        (Walk("same_step"), "next_step", False, "rewards that vary"),
+        (Walk("same_step"), "next_step", True, "obs after the end of an epi"),
+        (Walk("same_step", spread=0.0), "same_step", False, None),  # episodes end where they begin
+        (Walk("same_step", spread=0.0, moves=False), "same_step", False, None),
+    ],
+)
 def test_resets_that_do_not_suit_the_mode_are_logged_once(
-    name: str, caplog: pytest.LogCaptureFixture
+    walk: Walk, given: Any, passes_final: bool, warning: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mode, given, passes_final, first, moves, warning = RESETS[name]
-    walk = Walk(mode, first, moves)
     with buffer(n_envs=2, autoreset=given) as held, caplog.at_level(logging.WARNING, "deepspeed_gear"):
         obs, no = walk.observe(), np.zeros(2, bool)
         for _ in range(150):
@@ -366,7 +358,7 @@ def test_resets_that_do_not_suit_the_mode_are_logged_once(
 
 
 def test_a_vector_writer_checks_final_observations(caplog: pytest.LogCaptureFixture) -> None:
-    walk = Walk("same_step", anywhere)
+    walk = Walk("same_step")
     with buffer(autoreset="disabled") as held, caplog.at_level(logging.WARNING, "deepspeed_gear"):
         writer = held.replay.vector_writer(2, "same_step")
         writer.reset(observation=walk.observe())
@@ -375,9 +367,8 @@ def test_a_vector_writer_checks_final_observations(caplog: pytest.LogCaptureFixt
             flags = {"terminated": np.zeros(2, bool), "truncated": ended}
             more = {"action": np.zeros(2, np.int64), "reward": rewards.astype(np.float32)}
             writer.step(final={"observation": following}, observation=following, **flags, **more)
-    assert [record.getMessage()[:50] for record in caplog.records] == [
-        "gear: the last observations of all 8 truncated epi"
-    ]
+    (record,) = caplog.records
+    assert FORGOTTEN in record.getMessage()
 
 
 @pytest.mark.parametrize(
@@ -402,9 +393,7 @@ def test_frame_stacks_of_a_long_episode_have_no_gap() -> None:
     stack = {"stack": {"column": "observation", "offset": -3, "length": 4}}
     with buffer(2_000, n_envs=env, autoreset="disabled", fields=stack) as held:
         assert held.replay.config.tables["main"].max_length == 400
-        for at in range(400):
-            before, after = (np.full((1, 3), step, np.float32) for step in (at, at + 1))
-            held.add(before, after, [0], [0.0], [False], [at == 399])
+        count(held, 400, ends=True)
         batch = held.sample().batch
         steps, frames = batch["observation"][:, 0], batch["stack"][..., 0]
         wanted = torch.clamp(steps[:, None] + torch.arange(-3, 1), min=0)
