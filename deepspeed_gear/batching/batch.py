@@ -22,9 +22,7 @@ from deepspeed_gear.ops.records import RandomPurpose, Resolution
 from deepspeed_gear.public_names import public_names
 
 # Names that other modules of this package use, and no program.
-INTERNAL = frozenset(
-    "arrival arrives every_tensor host_records host_source lifetime reported with_probability".split()
-)
+INTERNAL = frozenset("arrival arrives every_tensor host_records host_source lifetime reported".split())
 Samples = slice | torch.Tensor | np.ndarray | list[Any]  # which samples of a batch
 
 
@@ -415,36 +413,16 @@ class Batch(Mapping[str, torch.Tensor]):
             ConfigError: `function` is no function.
         """
         arguments.function("function", function)
-        done: dict[torch.Tensor, torch.Tensor] = {}  # by identity
-
-        def once(tensor: torch.Tensor) -> torch.Tensor:
-            found = done.get(tensor)
-            if found is None:
-                found = done[tensor] = function(tensor)
-            return found
-
-        tensors = {name: once(tensor) for name, tensor in self._tensors.items()}
-        mask = {name: once(tensor) for name, tensor in self.mask.items()}
-        known: dict[str, Any] = {n: None if t is None else once(t) for n, t in self._known().items()}
-        facts = {name: getattr(self._samples, name) for name in _OF_ALL}
-        batch = Batch(tensors, mask, BatchSamples(**known, **facts, opaque=self._samples.opaque))
+        values, context = _flatten(self)
+        done = {tensor: function(tensor) for tensor in dict.fromkeys(values)}  # by identity
+        batch = _unflatten([done[tensor] for tensor in values], context)
+        batch._samples.opaque = self._samples.opaque
         batch.host_records, batch._host_origin = self.host_records, self._host_origin
         batch.host_source = self.host_source
         # A lifetime is another object for each batch: reading it would guard the compiled code on it.
         if not torch.compiler.is_compiling() and self.lifetime is not None:
             self.lifetime.follow(batch)
         return batch
-
-    def with_probability(self, probability: torch.Tensor) -> Batch:
-        """Set the probabilities of the samples, and return the batch. [B], float64."""
-        self._samples.probability = probability
-        return self
-
-    def _known(self) -> dict[str, Any]:
-        """Return what is known of each sample: tensors by the names of `BatchSamples`, or None."""
-        known = {name: getattr(self._samples, name) for name in _OF_EACH}
-        known["valid"] = self.valid
-        return known
 
     def __copy__(self) -> Batch:
         """Return a batch of the same tensors, which lives as long."""
@@ -549,7 +527,7 @@ class BatchLifetime:
     """Lifetime of a batch: as long as its ring entry holds its values.
 
     It is ended by the gatherer that fills the entry again, or earlier by the loader that returned the batch.
-    The entry is known by its `storages_of`.
+    The entry is known by the storages of its tensors.
     """
 
     def __init__(self, storages: frozenset[int]) -> None:
@@ -563,7 +541,7 @@ class BatchLifetime:
 
     def follow(self, batch: Batch) -> None:
         """Bind a batch that was made of a bound one, if it uses any of the entry's memory."""
-        if any(_storage(t) in self._storages for t in (*batch._tensors.values(), *batch.mask.values())):
+        if any(storage_of(t) in self._storages for t in (*batch._tensors.values(), *batch.mask.values())):
             self.bind(batch)
 
     def end(self) -> None:
@@ -598,12 +576,7 @@ class LentTensors:
         self._lifetimes.append(batch.lifetime)
 
 
-def storages_of(tensors: list[torch.Tensor]) -> frozenset[int]:
-    """Return the identities of tensors' storages, valid as long as they are allocated."""
-    return frozenset(storage for tensor in tensors if (storage := _storage(tensor)) is not None)
-
-
-def _storage(tensor: torch.Tensor) -> int | None:
+def storage_of(tensor: torch.Tensor) -> int | None:
     """Return the address of a tensor's storage object; None where it has none, as a sparse tensor."""
     try:
         return int(tensor.untyped_storage()._cdata)
@@ -694,7 +667,8 @@ def _alike(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def _flatten(batch: Batch) -> tuple[list[Any], Any]:
-    known = {name: part for name, part in batch._known().items() if part is not None}
+    parts = {**{name: getattr(batch._samples, name) for name in _OF_EACH}, "valid": batch.valid}
+    known = {name: part for name, part in parts.items() if part is not None}
     values = [*batch._tensors.values(), *batch.mask.values(), *known.values()]
     facts = tuple(getattr(batch._samples, name) for name in _OF_ALL)
     return values, (list(batch._tensors), list(batch.mask), list(known), facts)

@@ -27,10 +27,9 @@ class BurnIn:
     def of(
         cls, steps: int, fields: Sequence[ResolvedField], needed: Sequence[ResolvedField]
     ) -> BurnIn | None:
-        """Return the burn-in of windows; None without.
+        """Return the burn-in of windows, of so many steps that only warm up; None where it is 0.
 
         Args:
-            steps: That only warm up; 0: none.
             fields: The fields of a batch: the earliest of their windows begins the sequence.
             needed: The fields, or parts of them, that this rank gathers.
         """
@@ -42,11 +41,7 @@ class BurnIn:
     def learns(self, name: str, mask: torch.Tensor, records: torch.Tensor) -> torch.Tensor:
         """Return which steps of a field learn: the real ones after the burn-in.
 
-        Args:
-            mask: The field's mask. [B, T] or [B], bool.
-            records: Resolutions. [B, 8], int64.
-        Returns:
-            As `mask`; the mask itself for a field without a time axis.
+        It is of the shape of its mask, [B, T] or [B], bool; the mask itself for a field without a time axis.
         """
         field = self.windows.get(name)
         if field is None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, repeat
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.torch_version import TorchVersion
 
-from deepspeed_gear.batching.batch import Batch, BatchLifetime, storages_of
+from deepspeed_gear.batching.batch import Batch, BatchLifetime, storage_of
 from deepspeed_gear.config import NStepConfig, ResolvedField
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
@@ -87,7 +88,6 @@ class FieldRows:
         statistics: Mapping[str, ColumnStatistics],
         engine_dtype: torch.dtype,
     ) -> FieldRows:
-        """Return the rows of a field. Raises: ConfigError: As `affine`."""
         shape: tuple[int, ...] = ()
         if field.derived in COMPUTED:
             source = COMPUTED[field.derived]
@@ -107,7 +107,6 @@ class FieldRows:
 
     @property
     def elements(self) -> int:
-        """Elements of a row."""
         return math.prod(self.shape)
 
 
@@ -142,9 +141,7 @@ class FieldGroup:
     ) -> None:
         """Gather the fields into the tensors of all fields; the other arguments are those of `gather_`.
 
-        Args:
-            ops: For the tensors' device.
-            order: Order of the samples; affects only the time. [B], int64.
+        `order` of the samples affects only the time. [B], int64.
         """
         if not self.which:
             return
@@ -166,10 +163,14 @@ class Buffers:
     tensors: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     mask: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     all: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    storages: frozenset[int] | None = None  # of its tensors, computed at first use
     lifetime: BatchLifetime | None = None  # of its current values
     call: Any = None  # the native GatherCall into them
     address: int = 0  # of the call; 0: the op is called
+
+    @cached_property
+    def storages(self) -> frozenset[int]:
+        """The identities of its tensors' storages."""
+        return frozenset(storage for tensor in self.all if (storage := storage_of(tensor)) is not None)
 
     def part(self, first: int, end: int) -> Buffers:
         """Return the tensors of some samples of the batch."""
@@ -180,14 +181,11 @@ class Buffers:
 
 
 class GoalRows:
-    """Gathers the drawn rows of all goals of a batch in one call of `gather_`. Not thread-safe.
-
-    Args:
-        fields: Of each relabelled field its index, that of its mask, which no other field shares, and the
-            rows of its achieved goals.
-    """
+    """Gathers the drawn rows of all goals of a batch in one call of `gather_`. Not thread-safe."""
 
     def __init__(self, fields: Sequence[tuple[int, int, FieldRows]], num_samples: int) -> None:
+        # Of each relabelled field its index, that of its mask, which no other field shares, and the rows of
+        # its achieved goals.
         self._fields = fields
         rows = [rows for _, _, rows in fields]
         # One step at the anchor, moved by the vector of steps; no mask.
@@ -223,16 +221,13 @@ def n_step_columns(table: Rows) -> list[str | None]:
 
 
 class NStepReturns:
-    """Computes n-step returns, discounts and numbers of steps, on one device.
-
-    Args:
-        columns: Reward, terminated and truncated; None for missing ones.
-    """
+    """Computes n-step returns, discounts and numbers of steps, on the device of the columns in `source`."""
 
     def __init__(
-        self, config: NStepConfig, columns: Sequence[torch.Tensor | None], device: torch.device
+        self, config: NStepConfig, table: Rows, source: Callable[[str], torch.Tensor], device: torch.device
     ) -> None:
-        self._n, self._columns = config.n, columns
+        self._n = config.n
+        self._columns = [None if name is None else source(name) for name in n_step_columns(table)]
         powers = list(accumulate(repeat(config.gamma, config.n), operator.mul, initial=1.0))
         self._powers = torch.tensor(powers, dtype=torch.float64, device=device)
 
@@ -243,14 +238,7 @@ class NStepReturns:
 
 
 class Gatherer:
-    """Gathers batches of fixed fields and size. Not thread-safe.
-
-    Args:
-        statistics: Of the table's columns, where a field is normalised.
-        depth: Batches in the ring.
-        engine_dtype: The dtype of `as: engine`.
-        threads: Threads of one pass.
-    """
+    """Gathers batches of fixed fields and size, into a ring of `depth` batches. Not thread-safe."""
 
     def __init__(
         self,
@@ -270,65 +258,51 @@ class Gatherer:
         self._n_step = n_step
         self._n_step_here: NStepReturns | None = None  # computed by `fill`
         if n_step is not None:
-            names = n_step_columns(table)
-            columns = [None if name is None else table.gather_source(name) for name in names]
-            self._n_step_here = NStepReturns(n_step, columns, self._device)
+            self._n_step_here = NStepReturns(n_step, table, table.gather_source, self._device)
         self.counters = torch.zeros(3, dtype=torch.int64, device=self._device)  # real rows, all rows, bytes
         self._rows = [FieldRows.of(field, table, statistics, engine_dtype) for field in fields]
         self._specs: list[GatherSpec] = []
+        self._shapes: list[tuple[tuple[int, ...], torch.dtype]] = []  # of each field's part of a sample
         self._mask_lengths: list[int | None] = []
         self._mask_of: dict[str, int] = {}
+        # Fields of equal windows share the mask that the first of them writes.
         windows: dict[tuple[object, ...], int] = {}
-        for field, rows in zip(self._fields, self._rows, strict=True):
-            self._add(field, rows, windows)
-        #: Shape of a sample's part and dtype of each field.
-        self._shapes = [
-            ((*(() if f.collected_length is None else (f.collected_length,)), *rows.shape), rows.dtype)
-            for f, rows in zip(self._fields, self._rows, strict=True)
-        ]
-        goals = [
-            self._goal(number) for number, field in enumerate(self._fields) if field.hindsight is not None
-        ]
+        goals = []
+        for number, (field, rows) in enumerate(zip(self._fields, self._rows, strict=True)):
+            own = field.name if field.hindsight is not None else None  # a relabelled goal is always real
+            part = field.collected_length
+            place = field.first, field.length, field.align, field.follows, field.part_first, part
+            mask = windows.setdefault((rows.source, *place, own), len(windows))
+            is_new = mask == len(self._mask_lengths)
+            if is_new:
+                self._mask_lengths.append(part)
+            self._mask_of[field.name] = mask
+            self._specs.append(
+                GatherSpec(
+                    rows.source,
+                    field.first,
+                    field.length or 1,
+                    ALIGNS[field.align],
+                    int(field.follows),
+                    PADS[field.pad_kind],
+                    rows.elements,
+                    mask if is_new else -1,
+                    field.part_first,
+                    part or 1,
+                )
+            )
+            self._shapes.append(((*(() if part is None else (part,)), *rows.shape), rows.dtype))
+            if field.hindsight is not None:
+                achieved = table.gather_source(field.hindsight.name)
+                if field.mask_only:
+                    achieved = achieved.reshape(len(achieved), -1)[:, :0]
+                source = SOURCES[field.hindsight.rows]
+                goals.append((number, mask, replace(rows, source=source, column=achieved, pad=0.0)))
         self._goals = GoalRows(goals, num_samples) if goals else None
         self._all = self._here = FieldGroup(list(range(len(self._fields))), self._specs, self._rows)
         self._divide(num_samples)
         self.ring = [self.buffers(num_samples) for _ in range(depth)]
         self._turn = 0
-
-    def _add(self, field: ResolvedField, rows: FieldRows, windows: dict[tuple[object, ...], int]) -> None:
-        """Add the spec of a field; fields of equal windows share the mask that the first of them writes."""
-        own = field.name if field.hindsight is not None else None  # a relabelled goal is always real
-        part = field.collected_length
-        place = field.first, field.length, field.align, field.follows, field.part_first, part
-        mask = windows.setdefault((rows.source, *place, own), len(windows))
-        is_new = mask == len(self._mask_lengths)
-        if is_new:
-            self._mask_lengths.append(part)
-        self._mask_of[field.name] = mask
-        self._specs.append(
-            GatherSpec(
-                rows.source,
-                field.first,
-                field.length or 1,
-                ALIGNS[field.align],
-                int(field.follows),
-                PADS[field.pad_kind],
-                rows.elements,
-                mask if is_new else -1,
-                field.part_first,
-                part or 1,
-            )
-        )
-
-    def _goal(self, number: int) -> tuple[int, int, FieldRows]:
-        """Return what `GoalRows` takes of a relabelled field."""
-        field, rows = self._fields[number], self._rows[number]
-        assert field.hindsight is not None
-        achieved = self._table.gather_source(field.hindsight.name)
-        if field.mask_only:
-            achieved = achieved.reshape(len(achieved), -1)[:, :0]
-        source = SOURCES[field.hindsight.rows]
-        return number, self._mask_of[field.name], replace(rows, source=source, column=achieved, pad=0.0)
 
     def _divide(self, num_samples: int) -> None:
         """Divide the fields among calls, before buffers are allocated; here all in one call."""
@@ -381,13 +355,11 @@ class Gatherer:
     def gather(
         self, records: torch.Tensor, goal_step: torch.Tensor | None = None
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Gather the samples that records describe.
+        """Gather the samples that records describe into the next batch of the ring: fields and masks by name.
 
         Args:
             records: Resolutions. [B, 8], int64, contiguous.
             goal_step: Rows of the achieved goals of relabelled samples. [B], int64.
-        Returns:
-            Fields and masks by name: the next batch of the ring, which overwrites an older one.
         Cost: every real row is read once and written once; no allocation.
         """
         return self.gather_from([(self, records, goal_step)])
@@ -397,9 +369,8 @@ class Gatherer:
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Gather samples of tables into one batch of this gatherer's ring, in the order of the parts.
 
-        Args:
-            parts: Gatherers of equal fields, each with the records of its table ([n, 8] each, B together)
-                and their goals, as in `gather`.
+        These are gatherers of equal fields, each with the records of its table ([n, 8], B together) and their
+        goals, as in `gather`.
         """
         buffers, first = self._next(), 0
         if len(parts) == 1:
@@ -427,11 +398,8 @@ class Gatherer:
 
     def lend(self, batch: Batch) -> None:
         """Bind a batch of the tensors gathered last to its ring entry: it ends when that is filled again."""
-        buffers = self._latest
-        if buffers.storages is None:
-            buffers.storages = storages_of(buffers.all)
-        buffers.lifetime = BatchLifetime(buffers.storages)
-        buffers.lifetime.bind(batch)
+        self._latest.lifetime = BatchLifetime(self._latest.storages)
+        self._latest.lifetime.bind(batch)
 
     def fill(self, buffers: Buffers, records: torch.Tensor, goal_step: torch.Tensor | None = None) -> None:
         """Gather the samples that records describe into a batch of the ring: only the ops."""
@@ -450,8 +418,6 @@ def affine(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return float64 shift and gain of (x - shift) * gain, repeated along the window; empty: the identity.
 
-    Args:
-        shape: Of a row of the column.
     Raises:
         ConfigError: The field is normalised, and its column has no statistics, or float64 does not hold its
             shift and gain.
@@ -500,18 +466,8 @@ def affine(
 # ---- packs -------------------------------------------------------------------------------------------
 
 
-def is_per_step(field: ResolvedField) -> bool:
-    """Return whether a pack holds a row of a field for each step; else one for each trajectory."""
-    return field.column is None or field.column.rows != "1"
-
-
 class PackGatherer:
-    """Gathers packs from one table. Not thread-safe.
-
-    Args:
-        statistics: Of the table's columns, where a field is normalised.
-        engine_dtype: The dtype of `"as": "engine"`.
-    """
+    """Gathers packs from one table. Not thread-safe."""
 
     def __init__(
         self,
@@ -521,18 +477,15 @@ class PackGatherer:
         engine_dtype: torch.dtype,
     ) -> None:
         self._ops = table.ops
-        self.fields = [field for field in fields if is_per_step(field)]
-        rows = [FieldRows.of(field, table, statistics, engine_dtype) for field in self.fields]
+        every = {field.name: FieldRows.of(field, table, statistics, engine_dtype) for field in fields}
+        self._per_trajectory = {name: row for name, row in every.items() if row.source == Source.TRAJECTORY}
+        self.fields = [field for field in fields if field.name not in self._per_trajectory]
+        self._rows = rows = [every[field.name] for field in self.fields]
         specs = [
             GatherSpec(row.source, int(field.offset), elements=row.elements)
             for field, row in zip(self.fields, rows, strict=True)
         ]
-        self._rows, self._group = rows, FieldGroup(list(range(len(rows))), specs, rows)
-        self._per_trajectory = {
-            field.name: FieldRows.of(field, table, statistics, engine_dtype)
-            for field in fields
-            if not is_per_step(field)
-        }
+        self._group = FieldGroup(list(range(len(rows))), specs, rows)
 
     def outputs(self, rows: int) -> dict[str, torch.Tensor]:
         """Return new tensors of every per-step field. [rows, *shape]; undefined contents."""
@@ -601,8 +554,6 @@ def read_opaque(table: Table, column: Column, records: torch.Tensor) -> list[Any
 
     Args:
         records: Resolutions. [n, 8], int64, in host memory.
-    Raises:
-        DataError: A row is none of this column.
     Cost: a copy and, of JSON, a parse for each record, in Python.
     """
     rows, name = table.gather_source(column.name).numpy(), f"table {table.spec.name}: column {column.name}"

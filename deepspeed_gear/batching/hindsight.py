@@ -27,10 +27,7 @@ STRATEGIES = {
 class HindsightRelabelling:
     """Draws goals and computes rewards by `gear.hindsight`; where it is None, does nothing. Thread safe.
 
-    Args:
-        needed: Those of the fields that this rank gathers.
-    Raises:
-        ConfigError: The reward cannot be imported.
+    `needed` are those of the fields that this rank gathers.
     """
 
     def __init__(
@@ -56,12 +53,7 @@ class HindsightRelabelling:
         return self._reward is not None
 
     def draw(self, stream_key: int, records: torch.Tensor) -> torch.Tensor | None:
-        """Return the rows of the achieved goals that samples get, -1 for their own goal. [B], int64.
-
-        Args:
-            stream_key: Of the batch stream; the draws depend on it.
-            records: Resolutions of the samples. [B, 8], int64.
-        """
+        """Return the rows of the achieved goals that samples get, -1 for their own goal. [B], int64."""
         if self._config is None:
             return None
         goal_step = torch.empty(records.size(0), dtype=torch.int64)

@@ -36,7 +36,6 @@ class PackShape:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Places of trajectories, padding excluded."""
         return int(self.lengths.sum())
 
     @cached_property

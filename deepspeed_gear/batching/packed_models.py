@@ -88,8 +88,7 @@ class PackedModel:
         self.attention: str | None = getattr(config, "_attn_implementation", None)
         self._inner = inner
         self.name = f"{type(inner).__name__} ({self.family})"
-        prompt = getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
-        if prompt:
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             self.refuse("a prompt of peft adds places to every sequence", "use LoRA")
 
     def refuse(self, rule: str, remedy: str = ONE_EACH) -> None:
@@ -220,11 +219,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def named_inputs(attention: str, micro: Pack) -> dict[str, Any]:
-    """Return the arguments for an attention of which the name is given, and nothing is known.
-
-    Raises:
-        ConfigError: There is no such attention.
-    """
+    """Return the arguments for an attention of which the name is given, and nothing is known."""
     if attention not in ATTENTIONS:
         remedy = "give the model, or micro.block_mask to a model of your own"
         rule = f"must be the model or one of {', '.join(ATTENTIONS)}"

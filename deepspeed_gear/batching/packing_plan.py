@@ -26,11 +26,6 @@ class PackBudget:
     trajectories: int | None = None  #: a pack holds at most so many; None: as many as the tokens hold
 
     def __post_init__(self) -> None:
-        """Check the ranges.
-
-        Raises:
-            ConfigError: A value lies outside its range.
-        """
         end = 1 << MOST_TOTAL_BITS
         ranges = {
             "tokens": (self.tokens, 1, MOST_PACK_TOKENS),
@@ -71,14 +66,9 @@ class PackingPlan:
     rank: torch.Tensor  #: rank of each trajectory, in [0, width). [n], int64
 
     def packs(self, rank: int) -> list[torch.Tensor]:
-        """Return the trajectories of each micro batch of a rank, ascending.
+        """Return the trajectories of each micro batch of a rank, ascending: K tensors, [n], int64.
 
         A pack is empty only if there are fewer trajectories than packs.
-
-        Args:
-            rank: In [0, width).
-        Returns:
-            K tensors. [n], int64.
         """
         own = torch.nonzero(self.rank == rank)[:, 0]
         micro = self.micro[own]
@@ -110,18 +100,7 @@ def plan_packs(lengths: torch.Tensor, budget: PackBudget, width: int, ops: Ops) 
         raise ShapeError("lengths", "must be int64, [n], in host memory", given)
     if not 1 <= width <= MOST_PACK_WIDTH:
         raise ShapeError("width", f"must be in [1, {MOST_PACK_WIDTH}]", width)
-    if len(lengths):
-        _check_values(lengths, budget)
-    micro, rank = torch.empty_like(lengths), torch.empty_like(lengths)
-    num_micro = torch.empty(1, dtype=torch.int64)
-    lengths = lengths.contiguous()
-    budgets = (budget.room, budget.linear, budget.quadratic, width, budget.most_trajectories)
-    ops.plan_packs_(micro, rank, num_micro, lengths, *budgets)
-    return PackingPlan(int(num_micro), width, micro, rank)
-
-
-def _check_values(lengths: torch.Tensor, budget: PackBudget) -> None:
-    shortest, longest = int(lengths.min()), int(lengths.max())
+    shortest, longest = (int(lengths.min()), int(lengths.max())) if len(lengths) else (1, 1)
     if shortest < 1:
         i = int(lengths.argmin())
         raise DataError(f"trajectory {i}", "must have at least 1 token to be packed", shortest)
@@ -133,3 +112,9 @@ def _check_values(lengths: torch.Tensor, budget: PackBudget) -> None:
         cost = sum(budget.linear * n + budget.quadratic * n * n for n in lengths.tolist())
         if cost >= 1 << MOST_TOTAL_BITS:
             raise DataError("the cost of a batch", "must be below 2^62", cost, "divide gear.pack.cost")
+    micro, rank = torch.empty_like(lengths), torch.empty_like(lengths)
+    num_micro = torch.empty(1, dtype=torch.int64)
+    lengths = lengths.contiguous()
+    budgets = (budget.room, budget.linear, budget.quadratic, width, budget.most_trajectories)
+    ops.plan_packs_(micro, rank, num_micro, lengths, *budgets)
+    return PackingPlan(int(num_micro), width, micro, rank)

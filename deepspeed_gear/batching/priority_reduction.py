@@ -16,8 +16,6 @@ def mask_of(
     """Return which steps of [B, T] count: the given mask, else the steps that learn, else all.
 
     Args:
-        values: [B, T].
-        mask: The given mask. [B, T], bool.
         is_checked: Compare the values of masks of this shape; else raise if there are two, without reading.
     Raises:
         ShapeError: The batch has different masks of this shape, or the given one has another.
@@ -74,8 +72,7 @@ def reduce_steps(
         values = values.float()  # their sum may overflow
     counts = mask.sum(1)
     if is_checked and not bool((counts > 0).all()):
-        at = int(torch.nonzero(counts == 0)[0])
-        refuse_empty(at)
+        refuse_empty(int(torch.nonzero(counts == 0)[0]))
     zero = torch.zeros((), dtype=values.dtype, device=values.device)
     # A NaN outside the mask does not count; one inside stays, and raises later.
     counted = torch.where(mask, values, zero)
@@ -87,11 +84,7 @@ def reduce_steps(
 
 
 def float32_on_device(values: torch.Tensor) -> torch.Tensor:
-    """Convert priorities to float32 without reading them; positive ones stay above 0.
-
-    Returns:
-        Of the same shape and device, float32, contiguous.
-    """
+    """Convert priorities to contiguous float32 without reading them; positive ones stay above 0."""
     rounded = values.to(torch.float32).contiguous()
     if values.dtype == torch.float64:
         tiny = torch.finfo(torch.float32).smallest_normal

@@ -146,10 +146,8 @@ class DeviceLoader:
 
     def update_(self, batch: DeviceBatch, values: Tensor) -> None:
         """Set the priorities of a micro batch; those of a global batch after its last one. [B], float32."""
-        if (
-            self._broadcast is not None
-        ):  # those of other ranks may differ in the last bits, or be of other steps
-            values = values.clone()
+        if self._broadcast is not None:
+            values = values.clone()  # those of other ranks may differ in the last bits, or be of other steps
             self._broadcast(values)
         if self._info.accumulation == 1:
             self._mixture.update_(batch.records, values, [0])
@@ -182,9 +180,6 @@ class DeviceBatch(Batch):
     """A batch of fixed tensors on a device, which `DeviceReplay.sample_` fills.
 
     Args:
-        records: What the samples resolved to. [B, 8], int64.
-        weight: PER weights; None: all 1. [B], float32.
-        step_items: Whether an item is a step of mass 1.
         total: Total mass of the latest selection. [], int64.
         owner: The replay whose training stream fills it; None: it is of a pass.
         mixture: The tables that it is drawn from; None: there is one.
@@ -222,15 +217,15 @@ class DeviceBatch(Batch):
 
     def again(self) -> DeviceBatch:
         """Return a batch of the same tensors in which a transform may replace fields."""
-        return copy.copy(self)._renewed()
-
-    def _renewed(self) -> DeviceBatch:
-        self._tensors, self.mask = dict(self.buffers.tensors), dict(self.buffers.mask)
-        return self
+        batch = copy.copy(self)
+        vars(batch).update(_tensors=dict(self.buffers.tensors), mask=dict(self.buffers.mask))
+        return batch
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """As of every `Batch`; the result keeps its probabilities when the table is drawn from again."""
-        return super().map(function).with_probability(function(self.probability))
+        made = super().map(function)
+        made._samples.probability = function(self.probability)
+        return made
 
     @property
     def valid(self) -> Tensor:
@@ -265,13 +260,10 @@ class DeviceBatch(Batch):
 
 
 def reported(batch: DeviceBatch, priorities: Tensor, mask: Tensor | None, sampler: PriorityOptions) -> Tensor:
-    """Return reported priorities in their stored form: [B], float32, on the batch's device.
+    """Return reported priorities, [B] or [B, T] of any floating dtype, as they are stored: [B], float32.
 
     Args:
-        priorities: [B], or [B, T]. Any floating dtype.
         mask: Which steps of [B, T] count; None: that of `mask_of`. [B, T], bool.
-    Raises:
-        ShapeError: A wrong shape.
     """
     values = priorities.detach()
     if values.dim() == 2:
@@ -306,19 +298,11 @@ class DeviceEvaluation:
         self._begun: dict[str, int] = {}
 
     def num_batches(self, split: str) -> int:
-        """Return the batches of a rank in a pass.
-
-        Raises:
-            ConfigError: There is no such split.
-        """
+        """Return the batches of a rank in a pass."""
         return len(self._resolved(split)[0]) // self._splits[split].batch
 
     def batches(self, split: str) -> Iterator[DeviceBatch]:
-        """Begin a pass; return its batches. The last one may hold samples that only fill it: not `valid`.
-
-        Raises:
-            ConfigError: There is no such split.
-        """
+        """Begin a pass; return its batches. The last one may hold samples that only fill it: not `valid`."""
         records, size = self._resolved(split)
         number = self._begun.get(split, 0)
         self._begun[split] = number + 1

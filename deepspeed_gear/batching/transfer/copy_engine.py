@@ -41,12 +41,7 @@ class Fetched:
 
 
 def fetch(window: GatherSpec, records: torch.Tensor) -> Fetched:
-    """Return which steps of samples are copied, and where to.
-
-    Args:
-        window: The steps that are read: a part of a window.
-        records: Resolutions. [B, 8], int64.
-    """
+    """Return which steps of samples are copied, and where to, for the part of a window that is read."""
     held = records[:, Resolution.NUM_STEPS] + int(window.source == Source.STEPS_PLUS_ONE)
     first, last = window.part_first, window.part_first + window.part_count
     span = bounds(window.offset, window.length, window.align, records[:, Resolution.ANCHOR], held)
@@ -67,8 +62,7 @@ def pieces_of(
 
     Args:
         records: The original resolutions. [B, 8], int64.
-        column: Its number among the columns.
-        begin: First byte of its scratch memory.
+        begin: First byte of the field's scratch memory.
         bounds: Offsets in the column that one copy must not cross, ascending. int64.
     """
     first = records[:, Resolution.FIRST_ROW].numpy()
@@ -109,13 +103,11 @@ _RETURN_BYTES = 4  # a row of returns-to-go
 LEAST_COPY_BYTES = 1 << 14
 
 
-def is_computed(field: ResolvedField) -> bool:
-    """Return whether a field is computed without stored rows: time steps and positions."""
+def is_computed(field: ResolvedField) -> bool:  # without stored rows: time steps and positions
     return field.column is None and field.derived != "return_to_go"
 
 
-def column_name(field: ResolvedField) -> str:
-    """Return the stored column that a field reads, unless it is computed."""
+def column_name(field: ResolvedField) -> str:  # that it reads, unless it is computed
     return RETURN_TO_GO if field.column is None else field.column.name
 
 

@@ -143,11 +143,7 @@ def allow_captures_elsewhere() -> None:
 
 
 def refuse_capture(name: str, rule: str, remedy: str = "") -> None:
-    """Raise if a CUDA graph is captured, for a call that cannot be in one.
-
-    Raises:
-        StoreError: The current stream is being captured.
-    """
+    """Raise a StoreError if a CUDA graph is captured, for a call that cannot be in one."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise StoreError(name, rule, None, remedy)
 
@@ -158,11 +154,7 @@ def lane_of(device: torch.device) -> HostStream:
 
 
 class Packing:
-    """Offsets of tensors in one allocation, each aligned.
-
-    Args:
-        shapes: Shape and dtype of each.
-    """
+    """Offsets of tensors in one allocation, each aligned."""
 
     def __init__(self, shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> None:
         self._shapes, self._begins, at = list(shapes), [], 0
@@ -202,10 +194,7 @@ class DeferredRelease:
         return len(self._waiting)
 
     def hold(self, event: Event, release: Release, key: int) -> None:
-        """Release a selection once an event, after the last kernel that reads it, is done.
-
-        Events are passed in the order of one stream.
-        """
+        """Release a selection after the event that follows its last kernel; events come in stream order."""
         with self._lock:
             self._waiting.append((event, release, key))
 

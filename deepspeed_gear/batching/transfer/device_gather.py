@@ -16,14 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed_gear.batching.gather import (
-    N_STEP_DTYPES,
-    Buffers,
-    FieldGroup,
-    Gatherer,
-    NStepReturns,
-    n_step_columns,
-)
+from deepspeed_gear.batching.gather import N_STEP_DTYPES, Buffers, FieldGroup, Gatherer, NStepReturns
 from deepspeed_gear.batching.transfer.copy_engine import (
     COPIES,
     DIRECT,
@@ -94,10 +87,7 @@ class _Pinned:
 class DeviceGatherer(Gatherer):
     """Gathers batches of fixed fields and size on a device. One thread gathers, another may take batches.
 
-    Args:
-        transfer: How batches are transferred; equal for all tables of a mixture.
-        reach: The columns of this table that the device reads in place.
-        **options: As of `Gatherer`; the ring has one entry more than are prefetched and kept.
+    `transfer` is equal for all tables of a mixture; the ring has one entry more than are prefetched and kept.
     """
 
     def __init__(self, transfer: FieldTransfer, reach: Reach, **options: Any) -> None:
@@ -117,7 +107,6 @@ class DeviceGatherer(Gatherer):
             super().__init__(**options)
 
     def totals(self) -> torch.Tensor:
-        """Return the totals of real rows, all rows and bytes gathered by now. [3], int64."""
         return self.counters + self._counters_seen
 
     @property
@@ -146,9 +135,8 @@ class DeviceGatherer(Gatherer):
         is_there = transfer.way != STAGED and transfer.reaches_n_step and not is_followed
         self._n_step_there: NStepReturns | None = None
         if self._n_step is not None and is_there:
-            names, reached = n_step_columns(self._table), self._reach.columns
-            columns = [None if name is None else reached[name] for name in names]
-            self._n_step_there = NStepReturns(self._n_step, columns, self._lane.device)
+            reached = self._reach.columns.__getitem__
+            self._n_step_there = NStepReturns(self._n_step, self._table, reached, self._lane.device)
             self._n_step_here = None
         chosen = {way: [i for i, of in enumerate(self._ways) if of == way] for way in set(self._ways)}
         self._here = self._group(chosen.get(STAGED, []), self._all.columns)
@@ -200,11 +188,7 @@ class DeviceGatherer(Gatherer):
     def gather_from(
         self, parts: Sequence[tuple[Gatherer, torch.Tensor, torch.Tensor | None]]
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Gather samples, of which the records are in memory of the host.
-
-        Returns:
-            Tensors that are ready after the work enqueued on the transfer stream so far.
-        """
+        """Gather samples of records in host memory; ready after the work on the transfer stream so far."""
         self.made = self._turn
         buffers, slot, pinned = self._next(), self._slots[self.made], self._pinned[0]
         self._pinned.rotate(-1)
