@@ -18,7 +18,6 @@ from deepspeed_gear.data.dataset_files import (
     STATS_FILE,
     DatasetPart,
     FileRecord,
-    check_array_file,
     check_file,
     check_types,
     column_file,
@@ -114,9 +113,14 @@ class Dataset:
         return self._records[name]
 
     def _map(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+        """Map an array file after checks of its header, size and probe. Cost: at most 128 KiB read."""
         path, record = self.path / name, self._record(name)
         self.files.record(path)
-        offset = check_array_file(path, dtype, shape, record)
+        found_dtype, found_shape, offset = read_npy_header(path)
+        if (found_dtype, found_shape) != (dtype, shape):
+            rule = f"must be {dtype.name}{list(shape)} as in schema.json"
+            raise DataError(str(path), rule, f"{found_dtype.name}{list(found_shape)}", REMAKE)
+        check_file(path, record, offset + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
         array = np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape)
         self.files.add(path, array)
         return array

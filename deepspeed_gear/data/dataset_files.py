@@ -45,7 +45,6 @@ class FileRecord:
 
     @classmethod
     def from_json(cls, name: str, entry: Any) -> FileRecord:
-        """Read an entry of schema.json; raise DataError if it is malformed."""
         try:
             return cls(int(entry["bytes"]), str(entry["sha256"]), str(entry["probe"]))
         except (TypeError, KeyError, ValueError) as error:
@@ -54,19 +53,14 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class DatasetPart:
-    """A contiguous part of a data set, in id order.
-
-    Args:
-        index, count: Which of how many parts.
-        first, end: Ids of its trajectories in the whole: [first, end).
-        longest: Steps of the longest trajectory of the whole.
-        whole: Fingerprint of the whole.
-    """
+    """A contiguous part of a data set, in id order: number `index` of `count`."""
 
     index: int
     count: int
+    # Ids of its trajectories in the whole: [first, end).
     first: int
     end: int
+    # Of the whole: its sizes, the steps of its longest trajectory, and its fingerprint.
     trajectories: int
     rows: int
     steps: int
@@ -79,11 +73,7 @@ class DatasetPart:
 
     @classmethod
     def from_json(cls, name: str, entry: Any, num_trajectories: int) -> DatasetPart:
-        """Read the entry of a part that itself holds `num_trajectories`.
-
-        Raises:
-            DataError: The entry is malformed or contradicts itself.
-        """
+        """Read the entry of a part that itself holds `num_trajectories`; a DataError if they do not agree."""
         kinds = {f.name: str if f.name == "whole" else int for f in fields(cls) if f.name != "end"}
         if not isinstance(entry, dict) or set(entry) != set(kinds):
             raise DataError(name, f"must record {', '.join(kinds)}", entry, _REMAKE_PARTS)
@@ -115,7 +105,6 @@ def check_types(prefix: str, entry: Mapping[str, Any], kinds: Mapping[str, type]
 
 
 def column_file(column: Column) -> str:
-    """Return the path of a column's file inside the data set."""
     return f"columns/{column.name}.npy"
 
 
@@ -136,11 +125,7 @@ def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 
 
 def read_npy_header(path: Path) -> tuple[np.dtype[Any], tuple[int, ...], int]:
-    """Return dtype, shape and payload offset of a NumPy file.
-
-    Raises:
-        DataError: The file is missing or is not a C-ordered NumPy 1.0 array.
-    """
+    """Return dtype, shape and payload offset of a NumPy file; a DataError unless it is 1.0 and in C order."""
     try:
         with path.open("rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
@@ -168,7 +153,7 @@ def payload_digest(path: Path, offset: int) -> str:
 
 
 def probe_digest(path: Path, whole: bool) -> str:
-    """Return the SHA-256 of a file's first and last 64 KiB, or of all of it. Cost: what it reads."""
+    """Return the SHA-256 of a file's first and last 64 KiB, or of all of it."""
     if whole:
         return payload_digest(path, 0)
     digest = hashlib.sha256()
@@ -180,10 +165,7 @@ def probe_digest(path: Path, whole: bool) -> str:
 
 
 class ArrayFile:
-    """A NumPy file that grows at its end; its header is completed when it is finished.
-
-    Not thread-safe; one writer.
-    """
+    """A NumPy file that grows at its end; its header is completed when it is finished. Not thread-safe."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], row_shape: tuple[int, ...]) -> None:
         self.path = path
@@ -194,7 +176,7 @@ class ArrayFile:
         self._row_bytes = int(np.prod(row_shape, dtype=np.int64)) * dtype.itemsize
 
     def append(self, array: NDArray[Any], and_zero_row: bool = False) -> None:
-        """Append rows, or one row without the row axis; and a row of zero bytes."""
+        """Append rows, or one row without the row axis."""
         zeros = bytes(self._row_bytes) if and_zero_row else b""
         for payload in (np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, zeros):
             self._file.write(payload)
@@ -216,7 +198,6 @@ class ArrayFile:
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> FileRecord:
-    """Write a JSON file to the disk and describe it."""
     with path.open("w", encoding="utf-8") as file:
         json.dump(data, file, indent=1, allow_nan=False)
         file.write("\n")
@@ -227,37 +208,16 @@ def write_json(path: Path, data: Mapping[str, Any]) -> FileRecord:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; raise DataError if the file is missing or holds none."""
     try:
         data = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DataError(
-            str(path),
-            "must exist",
-            None,
-            "the folder is not a gear data set; make one with gear ingest SOURCE DEST",
-        ) from None
+        remedy = "the folder is not a gear data set; make one with gear ingest SOURCE DEST"
+        raise DataError(str(path), "must exist", None, remedy) from None
     except (OSError, ValueError) as error:
         raise DataError(str(path), "must be readable JSON", str(error), REMAKE) from error
     if not isinstance(data, dict):
         raise DataError(str(path), "must hold a JSON object", type(data).__name__, REMAKE)
     return data
-
-
-def check_array_file(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], record: FileRecord) -> int:
-    """Check header, size and probe of an array file, and return its payload offset.
-
-    Raises:
-        DataError: The file is missing, truncated, foreign or changed.
-    Cost: at most 128 KiB read.
-    """
-    found_dtype, found_shape, offset = read_npy_header(path)
-    if (found_dtype, found_shape) != (dtype, shape):
-        rule = f"must be {dtype.name}{list(shape)} as in schema.json"
-        raise DataError(str(path), rule, f"{found_dtype.name}{list(found_shape)}", REMAKE)
-    expected = offset + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    check_file(path, record, expected)
-    return offset
 
 
 def check_file(path: Path, record: FileRecord, expected: int | None = None) -> None:

@@ -51,22 +51,21 @@ class ColumnStatistics:
 
     def to_json(self) -> dict[str, Any]:
         """Return nested lists; NaN becomes null."""
+
+        def lists(values: Float64) -> Any:
+            return np.where(np.isnan(values), np.array(None), values).tolist()
+
         return {
             "count": self.count,
-            **{name: _to_lists(getattr(self, name)) for name in _ARRAYS},
-            "quantiles": {level: _to_lists(values) for level, values in self.quantiles.items()},
+            **{name: lists(getattr(self, name)) for name in _ARRAYS},
+            "quantiles": {level: lists(values) for level, values in self.quantiles.items()},
             "quantile_rows": self.quantile_rows,
             "non_finite": self.non_finite,
         }
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any], column: Column) -> ColumnStatistics:
-        """Reverse `to_json`.
-
-        Raises:
-            ValueError: A shape differs from the column's.
-            KeyError: A statistic is missing.
-        """
+        """Reverse `to_json`; a KeyError or ValueError if a statistic is missing or of another shape."""
 
         def array(values: Any) -> Float64:
             found = np.array(values, dtype=np.float64)
@@ -81,12 +80,6 @@ class ColumnStatistics:
             quantile_rows=int(entry["quantile_rows"]),
             non_finite=int(entry["non_finite"]),
         )
-
-
-def _to_lists(values: Float64) -> Any:
-    objects = values.astype(object)
-    objects[np.isnan(values)] = None
-    return objects.tolist()
 
 
 class Moments:
@@ -187,22 +180,14 @@ def _quantiles(sample: NDArray[Any], dtype: str) -> dict[str, Float64]:
 
 @dataclass(frozen=True, eq=False)
 class KeptRows:
-    """The rows of a data set that statistics cover.
-
-    Args:
-        first_rows: First row of each trajectory. [n], int64.
-        lengths: Steps of each trajectory. [n], int64.
-        keep: Which trajectories count. [n], bool.
-        has_final_row: Whether every extent has one more row than steps.
-    """
+    """The rows of a data set that statistics cover, by first row and steps of each trajectory. [n]."""
 
     first_rows: Int64
     lengths: Int64
-    keep: NDArray[np.bool_]
-    has_final_row: bool
+    keep: NDArray[np.bool_]  # which trajectories count
+    has_final_row: bool  # every extent has one more row than steps
 
     def count(self, column: Column) -> int:
-        """Return how many real rows of a column count."""
         if column.rows == "1":
             return int(self.keep.sum())
         return int((self.lengths[self.keep] + int(column.rows == "T+1")).sum())
@@ -233,11 +218,8 @@ def _blocks(values: NDArray[Any], column: Column, rows: KeptRows) -> Iterator[ND
 
 
 def column_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> ColumnStatistics:
-    """Compute the statistics of one column over the real rows of the trajectories that count.
+    """Compute the statistics of one stored column over the real rows of the trajectories that count.
 
-    Args:
-        values: The stored column, bfloat16 as uint16. [num_rows or n, *shape].
-        column: What `values` is.
     Cost: one pass over the column; at most `MAX_SAMPLE_BYTES` and a few blocks of memory. Quantiles are
         exact up to `MAX_SAMPLE_ROWS` rows and `MAX_SAMPLE_BYTES`; beyond, they are those of a fixed sample
         of that size.
@@ -284,13 +266,7 @@ def compute_statistics(
     lengths: Int64,
     split: Mapping[str, float],
 ) -> dict[str, ColumnStatistics]:
-    """Compute the statistics of all columns but opaque ones over the training split.
-
-    Raises:
-        ConfigError: The split is malformed.
-        DataError: No trajectory is left for training.
-    Cost: one pass over the data.
-    """
+    """Compute the statistics of all columns but opaque ones over the training split, in one pass."""
     split = check_split(split)
     keep = split_of(np.arange(len(lengths), dtype=np.int64), split) == 0
     if not keep.any():

@@ -157,13 +157,7 @@ class DatasetWriter:
         return len(self._lengths) - 1
 
     def copy_part(self, whole: Dataset, part: DatasetPart, digests: Mapping[str, Any]) -> None:
-        """Make this a part of a data set by copying its rows; the statistics are those of the whole.
-
-        Args:
-            whole: The data set.
-            part: Its place there.
-            digests: Hash of each column, to which its rows are added.
-        """
+        """Make this a part of a data set by copying its rows, which are added to the digests of columns."""
         self._part, self._statistics = part, read_json(whole.path / STATS_FILE)
         first, end = whole.row_of(part.first), whole.row_of(part.end)
         for column in whole.schema:
@@ -306,7 +300,6 @@ def _claim(partial: Path) -> int:
 
 
 def unwritable(dest: Path, error: OSError) -> DataError:
-    """Return the error of a destination that cannot be written."""
     remedy = "free some space" if error.errno == errno.ENOSPC else "check the path and its permissions"
     return DataError(str(dest), "must be writable", error.strerror or str(error), remedy)
 
@@ -325,11 +318,6 @@ def write_parts(
     Args:
         bounds: First trajectory of each part, and their number. [count + 1], int64, strictly growing.
         overwrite: Replace the parts that are there; anything else is never replaced.
-    Returns:
-        The parts, opened, in order.
-    Raises:
-        DataError: The data set is a part or has changed, a part would be empty, or `folder` exists or cannot
-            be written.
     Cost: reads and writes all bytes once, a few MiB at a time.
     """
     folder = Path(folder)

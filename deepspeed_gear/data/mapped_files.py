@@ -25,9 +25,8 @@ class MappedFiles:
     """Identities of files as they were before they were mapped, and their maps.
 
     A change of a file shows in its map or not, and a truncated file ends the process with SIGBUS, so a file
-    whose device, inode, size or modification time has changed is an error.
-
-    Thread safety: `check` and `check_at_times` may run in any thread.
+    whose device, inode, size or modification time has changed is a DataError that names it and what has
+    changed. Any thread may check.
     """
 
     def __init__(self) -> None:
@@ -36,33 +35,23 @@ class MappedFiles:
         self._checked_at = time.monotonic()
 
     def record(self, path: Path) -> None:
-        """Record a file's identity before it is checked and mapped; raise DataError if it is missing."""
+        """Record a file's identity before it is checked and mapped."""
         if not path.is_file():
             raise DataError(str(path), "must exist", None, "a file of the data set is missing")
         self._identities[path] = _identity(path)
 
     def add(self, path: Path, array: np.memmap) -> None:
-        """Add the map of a recorded file; raise DataError if the file has changed since."""
+        """Add the map of a recorded file, unless the file has changed since."""
         _compare(path, self._identities[path])
         self._maps[path] = array
 
     def check(self) -> None:
-        """Compare all files with their recorded identities.
-
-        Raises:
-            DataError: One is missing or has changed; names it and what has changed.
-        Cost: one `stat` a file.
-        """
+        """Compare all files with their recorded identities. Cost: one `stat` a file."""
         for path, known in self._identities.items():
             _compare(path, known)
 
     def check_at_times(self) -> None:
-        """Call `check`, unless that was done within the last `CHECK_EVERY_S` seconds.
-
-        Raises:
-            DataError: As `check`.
-        Cost: 0.1 us between two checks.
-        """
+        """Call `check`, unless that was done within the last `CHECK_EVERY_S` seconds: 0.1 us."""
         now = time.monotonic()
         if now - self._checked_at >= CHECK_EVERY_S:
             self._checked_at = now

@@ -21,9 +21,7 @@ def flatten(name: str, given: Mapping[str, Any], names: Set[str]) -> Mapping[str
 
     Args:
         name: Of what is given, for error texts.
-        names: Names of the columns.
-    Returns:
-        Name -> value; `given` itself if all its names are columns.
+        names: Names of the columns; `given` itself is returned if it has no others.
     Raises:
         DataError: A key is no string, a column is given twice, or a row lacks a part that the first one has.
     """

@@ -25,13 +25,13 @@ def encode(value: Any, column: Column, name: str) -> np.ndarray:
             column: None, bool, int, finite float, str, and lists and dicts (with strings as keys) of these;
             tuples are stored as lists. Or a row, as other parts of the package pass it on.
         name: Of the column and its table, for error texts.
-    Returns:
-        [4 + max_bytes], uint8.
-    Raises:
-        DataError: It is of another type, or longer than the column's `max_bytes`.
     """
     if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.shape == column.shape:
-        return _checked(value, column, name)
+        decode(value, column, name)  # a remote writer is not trusted
+        length = int.from_bytes(value[:LENGTH_BYTES].tobytes(), "little")
+        if value[LENGTH_BYTES + length :].any():
+            raise DataError(name, "must have zeros after its value")
+        return value
     content = _json_text(value, name) if column.dtype == "json" else _byte_string(value, name)
     if len(content) > column.max_bytes:
         rule, remedy = f"must have at most max_bytes = {column.max_bytes} bytes", "raise it, or store less"
@@ -43,16 +43,7 @@ def encode(value: Any, column: Column, name: str) -> np.ndarray:
 
 
 def encode_rows(value: Any, column: Column, name: str, num_rows: int) -> np.ndarray:
-    """Return a sequence of values, or an array of rows, as rows.
-
-    Args:
-        value: List, tuple or array of `num_rows` values.
-        name: As in `encode`.
-    Returns:
-        [n, 4 + max_bytes], uint8.
-    Raises:
-        DataError: It is no such sequence, or as `encode`.
-    """
+    """Return a list, tuple or array of `num_rows` values as rows. [num_rows, 4 + max_bytes], uint8."""
     is_sequence = isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim > 0)
     if not is_sequence or len(value) != num_rows:
         found = len(value) if is_sequence else type(value).__name__
@@ -64,14 +55,7 @@ def encode_rows(value: Any, column: Column, name: str, num_rows: int) -> np.ndar
 
 
 def decode(row: np.ndarray, column: Column, name: str) -> Any:
-    """Return the value of a row: bytes, or the JSON value.
-
-    Args:
-        row: [4 + max_bytes], uint8.
-        name: As in `encode`.
-    Raises:
-        DataError: The row is none of this column.
-    """
+    """Return the value of a row: bytes, or the JSON value; a DataError if it is no row of this column."""
     length = int.from_bytes(row[:LENGTH_BYTES].tobytes(), "little")
     if length > column.max_bytes:
         rule = f"must hold a value of at most max_bytes = {column.max_bytes} bytes"
@@ -83,15 +67,6 @@ def decode(row: np.ndarray, column: Column, name: str) -> Any:
         return parse_json(content) if content else None
     except ValueError as error:
         raise DataError(name, "must hold JSON", None, str(error)) from error
-
-
-def _checked(row: np.ndarray, column: Column, name: str) -> np.ndarray:
-    """Return a row, if it is one of this column: a remote writer is not trusted."""
-    decode(row, column, name)
-    length = int.from_bytes(row[:LENGTH_BYTES].tobytes(), "little")
-    if row[LENGTH_BYTES + length :].any():
-        raise DataError(name, "must have zeros after its value")
-    return row
 
 
 def _byte_string(value: Any, name: str) -> bytes:

@@ -24,18 +24,14 @@ SPLIT = "add each episode, or all with split_by_flags=True (gear ingest: --split
 def check_trajectory(
     name: str, schema: Schema, trajectory: Mapping[str, Any], may_end_inside: bool = False
 ) -> tuple[dict[str, np.ndarray], int]:
-    """Check a trajectory against a schema.
+    """Check a trajectory against a schema; its columns are flat.
 
     Args:
         name: Of the table, for error texts.
-        trajectory: Column -> array, tensor or nested list; see `nested_columns.flatten`.
         may_end_inside: Whether end flags may be set before the last step.
     Returns:
         Its columns as arrays of the stored dtypes, late ones that are missing as zeros, and its number of
         steps. NaN and infinities are left to `check_finite`, or to the native module.
-    Raises:
-        DataError: A column is missing, unknown, or has a wrong shape, dtype or length, or a value that the
-            stored dtype cannot hold; or an end flag is set before the last step.
     """
     unknown = sorted(set(trajectory) - set(schema.names))
     if unknown:
@@ -62,11 +58,6 @@ def check_trajectory(
 def check_ends(name: str, schema: Schema, arrays: Mapping[str, np.ndarray]) -> None:
     """Reject an end flag before the last step: returns, windows and bootstraps would run across it.
 
-    Args:
-        name: Owner of the columns, for error texts.
-        arrays: Its columns of end flags. [T].
-    Raises:
-        DataError: There is one; names its step.
     Cost: a pass over each column of end flags, below 1 us for 1,000 steps.
     """
     for column in schema.end_columns:
@@ -111,8 +102,6 @@ def as_stored(value: Any, column: Column, table: str, num_rows: int | None = Non
         value: Array, tensor or nested list; of an opaque column a value, or a list of `num_rows` values.
         table: Name of its table, for error texts.
         num_rows: Number of rows in place of that of `column.rows`; None: that of `column.rows`.
-    Raises:
-        DataError: It cannot be converted, or has another shape.
     """
     name = f"{table}: column {column.name}"
     if column.is_opaque and num_rows is not None:
@@ -148,14 +137,10 @@ def as_stored(value: Any, column: Column, table: str, num_rows: int | None = Non
 
 
 def cast(array: np.ndarray, column: Column, name: str, remedy: str = CORRECT) -> np.ndarray:
-    """Convert real numbers to a column's stored dtype.
+    """Convert real numbers to a column's stored dtype. Costs nothing where the array has it.
 
     Every integer, bool and whole number that an integer or bool column can hold is kept exactly; floating
-    columns round. Costs nothing where the array has the stored dtype.
-
-    Raises:
-        DataError: A value does not fit: an integer out of range, a fraction in an integer column, a number
-            but 0 and 1 in a bool column, a finite number that becomes infinite.
+    columns round. Other values are a DataError, and finite ones that would become infinite.
     """
     if array.dtype == column.numpy_dtype and column.dtype != "bfloat16":
         return array
@@ -190,29 +175,21 @@ def check_finite(
     arrays: Mapping[str, np.ndarray],
     place: Callable[[int], str] = "step {}".format,
 ) -> None:
-    """Reject NaN and infinities where the schema does not allow them.
+    """Reject NaN and infinities where the schema does not allow them; columns without values are skipped.
 
-    Args:
-        name: Owner of the columns, for error texts.
-        columns: The columns to check.
-        arrays: Their values as they are stored; missing columns are skipped.
-        place: Describes the row of a value, by its number.
-    Raises:
-        DataError: There is one; names the column, the value and its row.
+    `place` describes the row of a value, by its number.
     """
     for column in columns:
         array = arrays.get(column.name)
         if array is None or not column.must_be_finite:
             continue
         wrong = not_finite(array, column)
-        if not wrong.any():
-            continue
-        at = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
-        value = as_numbers(array[at], column).item()
-        is_row = array.ndim > len(column.shape)
-        found = f"{value} at {place(int(at[0]))}" if is_row else value
-        remedy = 'correct it, or set "allow_nan" of the column (gear ingest: --allow-nan)'
-        raise DataError(f"{name}: column {column.name}", "must be finite", found, remedy)
+        if wrong.any():
+            at = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
+            value = as_numbers(array[at], column).item()
+            found = f"{value} at {place(int(at[0]))}" if array.ndim > len(column.shape) else value
+            remedy = 'correct it, or set "allow_nan" of the column (gear ingest: --allow-nan)'
+            raise DataError(f"{name}: column {column.name}", "must be finite", found, remedy)
 
 
 def as_numbers(values: np.ndarray, column: Column) -> np.ndarray:
@@ -242,10 +219,8 @@ def split_episodes(
     the state before its last step, which fills the place and is never bootstrapped from.
 
     Args:
-        name: Of the table, for error texts.
-        schema: Of the table, with a column of the role terminated or truncated.
-        trajectory: As of `check_trajectory`; or nested. Parts share columns of one value per trajectory;
-            those of the roles return and length become the sum of a part's rewards and its number of steps.
+        trajectory: Its columns, flat or nested. Parts share columns of one value per trajectory; those of the
+            roles return and length become the sum of a part's rewards and its number of steps.
         final: Column of T+1 rows -> the state after each step, of which the rows of inner ends are read:
             [T, *shape], or T objects as gymnasium's `final_obs`; or nested.
         max_length: Steps of the longest part.

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
-from numpy.typing import NDArray
 from tqdm import tqdm
 
 import deepspeed_gear.arguments as arguments
@@ -48,9 +47,6 @@ def open_source(
         format: A key of `READERS`, "module:Class" of a user's reader, or "auto".
         columns: Patterns of optional columns to keep; None keeps all.
         max_expansion: Most bytes of its arrays for each byte of its files, above 256 MiB.
-    Raises:
-        DataError: The source is missing, unknown or malformed, refers to other files, or declares arrays that
-            are too large for its files.
     """
     path = arguments.folder("source", path)
     select, expansion = ColumnSelection(columns), Expansion(max_expansion)
@@ -79,7 +75,6 @@ def open_source(
 
 
 def _reader_class(format: str) -> type[Reader]:
-    """Return the reader of a format, or of "module:Class"; raise DataError if it is neither."""
     if ":" not in format:
         if format not in READERS:
             rule = f"must be one of auto, {', '.join(READERS)}, or module:Class"
@@ -172,14 +167,22 @@ def ingest(
         total = sum(reader.num_steps for reader in readers)
         shown = tqdm(total=total, desc="ingest", unit="step", unit_scale=True, disable=not progress)
         bar = stack.enter_context(shown)
-        writer = DatasetWriter(dest, schema, split=split, overwrite=overwrite, source=source)
-        with writer:
-            for name, arrays in _trajectories(readers, schema):
-                if repairs.get("split_by_flags"):
-                    writer.add(arrays, name, split_by_flags=True)
-                else:
-                    writer.add(arrays, name)
-                bar.update(len(arrays["reward"]))
+        with DatasetWriter(dest, schema, split=split, overwrite=overwrite, source=source) as writer:
+            for number, reader in enumerate(readers):
+                for episode, given in reader.episodes():
+                    arrays, name = dict(given), f"{reader.path}: {episode}"
+                    if "reward" not in arrays:
+                        rule = "must have the column reward, of a row per step"
+                        raise DataError(name, rule, sorted(arrays))
+                    arrays["return"] = np.asarray(arrays["reward"].astype(np.float64).sum())
+                    arrays["length"] = np.asarray(len(arrays["reward"]), dtype=np.int64)
+                    if "source" in schema:
+                        arrays["source"] = np.asarray(number, dtype=np.int64)
+                    if repairs.get("split_by_flags"):
+                        writer.add(arrays, name, split_by_flags=True)
+                    else:
+                        writer.add(arrays, name)
+                    bar.update(len(arrays["reward"]))
             return writer.close()
 
 
@@ -208,17 +211,3 @@ def _common_schema(readers: Sequence[Reader]) -> Schema:
 
 def _describe(column: Column | None) -> str:
     return "absent" if column is None else f"{column.dtype}{list(column.shape)} with rows {column.rows}"
-
-
-def _trajectories(readers: Sequence[Reader], schema: Schema) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
-    for i, reader in enumerate(readers):
-        for name, given in reader.episodes():
-            arrays = dict(given)
-            if "reward" not in arrays:
-                rule = "must have the column reward, of a row per step"
-                raise DataError(f"{reader.path}: {name}", rule, sorted(arrays))
-            arrays["return"] = np.asarray(arrays["reward"].astype(np.float64).sum())
-            arrays["length"] = np.asarray(len(arrays["reward"]), dtype=np.int64)
-            if "source" in schema:
-                arrays["source"] = np.asarray(i, dtype=np.int64)
-            yield f"{reader.path}: {name}", arrays

@@ -33,6 +33,7 @@ _COLUMNS = {  # name and role
     "timeouts": ("truncated", "truncated"),
 }
 _REQUIRED = [key for key in _COLUMNS if key != _NEXT]
+_FLAGS = ("terminals", "timeouts")
 _BLOCK_ROWS = 1 << 16
 _REMEDIES = {
     "terminals": "add an array of zeros if no episode ends in a terminal state",
@@ -139,19 +140,15 @@ class D4rlReader(Reader):
                 raise DataError(self._where(key), rule, len(array), "leave it out with --columns")
         return kept
 
-    def _flags(self, key: str, low: int, high: int) -> NDArray[np.bool_]:
-        column = Column("flag", "bool", role="terminated")
-        return convert(
-            self._where(key), read_rows(self._where(key), self._file[key], low, high).reshape(-1), column
-        )
-
     def _find_episodes(self) -> tuple[NDArray[np.int64], NDArray[np.bool_], int]:
         """Return the end row of each episode, whether it terminates, and the length of an unflagged one."""
         length, ends, terminates = len(self._file["rewards"]), [], []
+        flag = Column("flag", "bool", role="terminated")
         for low in range(0, length, _BLOCK_ROWS):
             high = min(low + _BLOCK_ROWS, length)
-            terminals = self._flags("terminals", low, high)
-            last = np.flatnonzero(terminals | self._flags("timeouts", low, high))
+            rows = {key: read_rows(self._where(key), self._file[key], low, high) for key in _FLAGS}
+            terminals, timeouts = (convert(self._where(key), rows[key].reshape(-1), flag) for key in _FLAGS)
+            last = np.flatnonzero(terminals | timeouts)
             ends.append(low + 1 + last)
             terminates.append(terminals[last])
         found, flags = np.concatenate(ends).astype(np.int64), np.concatenate(terminates)

@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_gear.data.ingest.source_checks import Expansion
+from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion
 from deepspeed_gear.data.trajectory_checks import CORRECT, cast
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import DTYPES, Column, Rows
@@ -118,18 +118,14 @@ def column_name(*parts: str) -> str:
 
 
 def end_episode(arrays: dict[str, NDArray[Any]]) -> None:
-    """Set the truncated flag of an episode's last step where it has no flag."""
+    """Set the truncated flag of the last step where it has no flag."""
     if len(arrays["reward"]) and not (arrays["terminated"][-1] or arrays["truncated"][-1]):
         arrays["truncated"] = arrays["truncated"].copy()
         arrays["truncated"][-1] = True
 
 
 def stored_dtype(where: str, dtype: np.dtype[Any], remedy: str = "") -> str:
-    """Return the schema's dtype for a source's dtype; unsigned integers become the next wider signed ones.
-
-    Raises:
-        DataError: It is not numeric.
-    """
+    """Return the schema's dtype for a source's dtype; unsigned integers become the next wider signed ones."""
     name = str(dtype.name)
     name = _WIDER.get(name, name)
     if name not in DTYPES:
@@ -140,9 +136,7 @@ def stored_dtype(where: str, dtype: np.dtype[Any], remedy: str = "") -> str:
 def make_column(
     where: str, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], role: str = "other", rows: Rows = "T"
 ) -> Column:
-    """Describe a column as it is stored.
-
-    Scalar integer actions become int64, integer rewards float64 and flags bool.
+    """Describe a column as stored: scalar integer actions are int64, integer rewards float64, flags bool.
 
     Raises:
         DataError: The dtype or shape cannot be stored.
@@ -164,31 +158,27 @@ def convert(where: str, array: NDArray[Any], column: Column) -> NDArray[Any]:
     """Convert a source's array to the dtype of its column, by the rule of `trajectory_checks.cast`.
 
     Raises:
-        DataError: It is not numeric, or a value does not fit: a flag that is not 0 or 1, an unsigned integer
-            beyond int64.
+        DataError: It is not numeric, or a value does not fit.
     """
     stored_dtype(where, array.dtype, _LEAVE_OUT)
     return cast(array, column, where, _LEAVE_OUT if column.role == "other" else CORRECT)
 
 
 def open_hdf5(path: Path) -> h5py.File:
-    """Open an HDF5 file for reading; raise DataError if it is none, or damaged."""
     try:
         return h5py.File(path, "r")
     except OSError as error:
-        remedy = (
-            "the file is damaged or incomplete; copy it again" if h5py.is_hdf5(path) else "check the path"
-        )
+        remedy = DAMAGED if h5py.is_hdf5(path) else "check the path"
         raise DataError(str(path), "must be a readable HDF5 file", str(error), remedy) from error
 
 
 def read_rows(where: str, dataset: h5py.Dataset, low: int, high: int) -> NDArray[Any]:
-    """Read rows [low, high) of an HDF5 array; raise DataError if the file is damaged there."""
+    """Read rows [low, high) of an HDF5 array."""
     try:
         return np.asarray(dataset[low:high])
     except OSError as error:
-        remedy = "the file is damaged or incomplete; copy it again"
-        raise DataError(where, f"must be readable in rows {low} to {high - 1}", str(error), remedy) from error
+        rule = f"must be readable in rows {low} to {high - 1}"
+        raise DataError(where, rule, str(error), DAMAGED) from error
 
 
 class RowReader:

@@ -20,17 +20,12 @@ from deepspeed_gear.errors import ConfigError, DataError
 
 MAX_EXPANSION = 100.0  # default: bytes of arrays for each byte of their files
 FLOOR_BYTES = 256 << 20  # which any source may take: constant columns compress by more
+DAMAGED = "the file is damaged or incomplete; copy it again"
 _OWN = "take a source that holds its data itself"
 
 
 class Expansion:
-    """The bound of a source's size in memory, by that of its files.
-
-    Args:
-        most: Bytes of arrays for each byte of their files, above 256 MiB.
-    Raises:
-        ConfigError: It is no number of at least 1.
-    """
+    """The bound of a source in memory: `most` bytes of arrays for each byte of files, above 256 MiB."""
 
     def __init__(self, most: float = MAX_EXPANSION) -> None:
         if isinstance(most, bool) or not isinstance(most, (int, float)) or not most >= 1:
@@ -38,14 +33,7 @@ class Expansion:
         self.most = most
 
     def check(self, where: str, num_bytes: int, file_bytes: int) -> None:
-        """Raise if arrays are too large for their files.
-
-        Args:
-            where: The name of the source in the error.
-            num_bytes: Of the arrays, as they are declared or were read so far.
-        Raises:
-            DataError: They are.
-        """
+        """Raise if the bytes of arrays, as declared or read so far, are too many for those of their files."""
         if num_bytes > max(FLOOR_BYTES, self.most * file_bytes):
             raise DataError(
                 where,
@@ -65,7 +53,7 @@ def check_source(path: Path, expansion: Expansion) -> None:
     """
     for file in [path] if path.is_file() else _files_in(path):
         if h5py.is_hdf5(file):
-            check_hdf5(file, expansion)
+            _check_hdf5(file, expansion)
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
@@ -86,8 +74,7 @@ def _files_in(folder: Path) -> Iterator[Path]:
                 raise DataError(str(path), "must be a file or a folder", stat.filemode(mode))
 
 
-def check_hdf5(path: Path, expansion: Expansion) -> None:
-    """Check the links and arrays of an HDF5 file, as `check_source`."""
+def _check_hdf5(path: Path, expansion: Expansion) -> None:
     total, seen = 0, set()
     try:
         with h5py.File(path, "r") as file:
@@ -106,13 +93,11 @@ def check_hdf5(path: Path, expansion: Expansion) -> None:
                     elif isinstance(node, h5py.Dataset):
                         total += _declared_bytes(where, node)
     except (OSError, RuntimeError, KeyError) as error:
-        remedy = "the file is damaged or incomplete; copy it again"
-        raise DataError(str(path), "must be a readable HDF5 file", str(error), remedy) from error
+        raise DataError(str(path), "must be a readable HDF5 file", str(error), DAMAGED) from error
     expansion.check(str(path), total, path.stat().st_size)
 
 
 def _node(where: str, group: Any, name: str) -> Any:
-    """Return what a name of a group is linked to."""
     try:
         link = group.get(name, getlink=True)
     except TypeError as error:
