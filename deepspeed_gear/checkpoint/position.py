@@ -25,16 +25,13 @@ Position = dict[str, dict[str, int]]  # by sampled table
 
 @dataclass(frozen=True)
 class LoaderPosition:
-    """How far the batches of a rank are.
+    """How far the batches of a rank are."""
 
-    Args:
-        at: The position after the last global batch whose micro batches were all used, or of a rollout batch
-            after the last selection of which no item is left.
-        rollout: The rollout batch after it: which items are consumed, and the steps done of the batch that is
-            trained; JSON-able. None: there is none, or it begins with a selection.
-    """
-
+    # After the last global batch whose micro batches were all used, or of a rollout batch after the last
+    # selection of which no item is left.
     at: Position
+    # The rollout batch after it: which items are consumed, and the steps done of the batch that is trained;
+    # JSON-able. None: there is none, or it begins with a selection.
     rollout: Mapping[str, Any] | None = None
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
@@ -80,7 +77,7 @@ def state_of(
     Args:
         passes: Passes over each split that have begun.
         save: Id and manifests of the save of this position; None: no save.
-        rollout: The rollout batch after it whose training is under way; None: there is none.
+        rollout: The rollout batch after it whose training is under way.
     """
     return {
         **({} if rollout is None else {"rollout": dict(rollout)}),
@@ -94,11 +91,7 @@ def state_of(
 
 
 def check(state: Mapping[str, Any], plan: Resolved) -> None:
-    """Check that a state is complete, belongs to this data and selects the same samples.
-
-    Raises:
-        CheckpointError: It does not.
-    """
+    """Check that a state is complete, belongs to this data and selects the same samples."""
     at = "the gear state"
     if not isinstance(state, Mapping):
         raise CheckpointError(at, "must be a mapping", type(state).__name__, "pass a state from `save`")
@@ -134,8 +127,6 @@ def describe(state: Mapping[str, Any]) -> dict[str, Any]:
         `train`: by sampled table the used `global_batches` and `samples`; where it walks epochs, also the
         number of the `epoch`, its `epoch_items` and how many of them were used, `epoch_samples`. `passes`:
         passes over each split that have begun. `data`: fingerprint of each data set.
-    Raises:
-        CheckpointError: An entry is missing.
     """
     at = "the gear state"
     train: dict[str, dict[str, int]] = {}

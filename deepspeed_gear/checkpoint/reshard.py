@@ -26,42 +26,27 @@ SELECTION_NAMES = ("heads", "ring", "epochs")
 
 @dataclass(frozen=True)
 class SavedGroups:
-    """The groups of a saved shard.
+    """The groups of a saved shard."""
 
-    Args:
-        records: What `TableGroups.export` returned. [n, 3], int64.
-        counts: The words of `GroupCount`. [16], int64.
-        consumed: Numbers of the groups that have left the table, the oldest first. [m], int64.
-    """
-
-    records: np.ndarray
-    counts: np.ndarray
-    consumed: np.ndarray
+    records: np.ndarray  # what `TableGroups.export` returned. [n, 3], int64.
+    counts: np.ndarray  # the words of `GroupCount`. [16], int64.
+    consumed: np.ndarray  # numbers of the groups that have left the table, the oldest first. [m], int64.
 
 
 @dataclass(frozen=True)
 class SavedShard:
-    """A saved shard of a table, or a merged table.
+    """A saved shard of a table, or a merged table."""
 
-    Args:
-        slots: Records of its trajectories; None: a data set's. [n, 8], int64.
-        numbers: Their slots in the saved store; None: 0 to n - 1. [n], int64, ascending.
-        next_id: The counter that its ids are made from.
-        streams: Content of its streams by name.
-        retention: Retention words of the trajectories; None: a data set's. [n, 4], int64.
-    """
-
-    slots: np.ndarray | None
-    numbers: np.ndarray | None
-    next_id: int
+    slots: np.ndarray | None  # records of its trajectories; None: a data set's. [n, 8], int64.
+    numbers: np.ndarray | None  # their slots in the saved store; None: 0 to n - 1. [n], int64, ascending.
+    next_id: int  # the counter that its ids are made from
     streams: dict[str, Content]
-    retention: np.ndarray | None = None
+    retention: np.ndarray | None = None  # words of the trajectories; None: a data set's. [n, 4], int64.
     inserted: tuple[int, int] = (0, 0)
     groups: SavedGroups | None = None
 
     @property
     def num_slots(self) -> int:
-        """Number of trajectories."""
         if self.slots is not None:
             return len(self.slots)
         return max((len(content["queued"]) for content in self.streams.values()), default=0)
@@ -77,19 +62,13 @@ class SavedShard:
 
 @dataclass(frozen=True)
 class ShardDivision:
-    """Division of a table into shards: the shard of each trajectory.
-
-    Args:
-        owner: Its shard. [n], int64.
-        local: Its position in that shard, which keeps the order of the table. [n], int64.
-    """
+    """Division of a table into shards: the shard of each trajectory, and its position there. [n], int64."""
 
     owner: np.ndarray
-    local: np.ndarray
+    local: np.ndarray  # keeps the order of the table
 
     @classmethod
     def of(cls, owner: np.ndarray) -> ShardDivision:
-        """Return the division with these owners."""
         order = np.argsort(owner, kind="stable")
         ordered = owner[order]
         local = np.empty(len(owner), np.int64)
@@ -105,11 +84,7 @@ class ShardDivision:
 
 
 def merge(shards: Sequence[SavedShard]) -> SavedShard:
-    """Merge the shards of a table into the form of one store.
-
-    Returns:
-        The merged table: rows are numbered shard after shard; priority updates by id have slot -1.
-    """
+    """Merge the shards of a table: rows come shard after shard; priority updates by id have slot -1."""
     before = _before([shard.num_slots for shard in shards])
     streams = {
         name: _merge_stream([shard.streams[name] for shard in shards], shards, before)
@@ -245,11 +220,8 @@ def divide_rows(
     """Divide a table with a capacity into contiguous parts, balanced in rows as far as they fit.
 
     Args:
-        records: Of its trajectories. [n, 8], int64.
         by_rows: Whether its stored order is by rows rather than by slots, as where items are steps.
         room: Slots and rows of each shard.
-    Raises:
-        StoreFullError: They do not fit.
     """
     units = np.argsort(in_rows(records)) if by_rows else np.arange(len(records))
     return _divide(name, "trajectories", units, records[:, Slot.NUM_ROWS], room)
@@ -264,12 +236,9 @@ def divide_groups(
     Groups that are not complete come last.
 
     Args:
-        records: Of its trajectories. [n, 8], int64.
-        numbers: The number of each one's group. [n], int64.
+        numbers: The number of each trajectory's group. [n], int64.
         groups: Their records, as of `SavedGroups`. [n, 3], int64.
         room: Slots and rows of each shard.
-    Raises:
-        StoreFullError: They do not fit.
     """
     leaders, incomplete = groups[:, 0] - 1, np.unique(numbers, return_inverse=True)[1].reshape(-1)
     units = np.where(leaders >= 0, leaders, len(records) + incomplete)
@@ -279,13 +248,7 @@ def divide_groups(
 def _divide(
     name: str, what: str, units: np.ndarray, rows: np.ndarray, room: Sequence[tuple[int, int]]
 ) -> ShardDivision:
-    """Divide trajectories into contiguous parts of whole units.
-
-    Args:
-        units: The unit of each trajectory: of the units 7, 3, 7 unit 3 comes first. [n], int64.
-    Raises:
-        StoreFullError: They do not fit.
-    """
+    """Divide trajectories into contiguous parts of whole units: of the units 7, 3, 7 unit 3 comes first."""
     unit = np.unique(units, return_inverse=True)[1].reshape(-1)
     count = int(unit.max()) + 1 if len(unit) else 0
     slots_of, rows_of = np.bincount(unit, minlength=count), np.zeros(count, np.int64)
@@ -316,11 +279,7 @@ def _divide(
 
 
 def groups_of(whole: SavedShard, division: ShardDivision, index: int) -> SavedGroups:
-    """Return the groups of a shard, as in a saved shard.
-
-    The groups that were ever complete and are not held any more count in the first shard.
-
-    """
+    """Return the groups of a shard; those that were complete and are not held any more count in the first."""
     assert whole.groups is not None
     records, every = whole.groups.records, whole.groups.counts
     chosen, leads = division.chosen(index), records[:, 0] - 1 == np.arange(len(records))

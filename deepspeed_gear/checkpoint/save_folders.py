@@ -51,13 +51,7 @@ State = Mapping[str, Any]
 
 
 def entry(mapping: Mapping[str, Any], name: str, kind: type[T], of: str, least: int = 0) -> T:
-    """Return an entry of a state or a manifest.
-
-    Args:
-        of: Name of the mapping in the error.
-    Raises:
-        CheckpointError: It is missing or of another type.
-    """
+    """Return an entry of a state or a manifest; `of` is its name in the error of a missing or odd one."""
     value = mapping.get(name) if isinstance(mapping, Mapping) else None
     is_one = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
     if is_one and isinstance(value, int) and not least <= value < _MOST_COUNT:
@@ -70,11 +64,7 @@ def entry(mapping: Mapping[str, Any], name: str, kind: type[T], of: str, least: 
 
 
 def save_of(state: State) -> Mapping[str, Any]:
-    """Return the entry of a state that names a save.
-
-    Raises:
-        CheckpointError: It names none, as a state of `state_dict`.
-    """
+    """Return the entry of a state that names a save; a state of `state_dict` has none."""
     save = state.get("save")
     if save is None:
         remedy = "load the state that `save` returned; a state of `state_dict` belongs to no save"
@@ -90,11 +80,8 @@ def save_of(state: State) -> Mapping[str, Any]:
 def compare(states: Sequence[State]) -> None:
     """Raise unless all ranks have the same state.
 
-    Args:
-        states: Of all ranks, in their order.
-    Raises:
-        CheckpointError: They differ, as when ranks read it from separate files, some of which a save had not
-            written when it was interrupted.
+    They differ where ranks read it from separate files, some of which a save had not written when it was
+    interrupted.
     """
     for rank, state in enumerate(states):
         if state != states[0]:
@@ -109,11 +96,7 @@ def compare(states: Sequence[State]) -> None:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Convert errors of the file system to CheckpointErrors with the path.
-
-    Raises:
-        CheckpointError: An OSError came from the body.
-    """
+    """Convert errors of the file system to CheckpointErrors with the path."""
     try:
         yield
     except OSError as error:
@@ -130,8 +113,6 @@ def begin(folder: Path, tables: Sequence[str], kept: State | None) -> None:
 
     Args:
         kept: The state of the latest save in this folder that this run has loaded or made; None: none.
-    Raises:
-        OSError: From the file system.
     """
     make(folder)
     keep: dict[str, Path | None] = dict.fromkeys(tables)
@@ -163,11 +144,9 @@ def partial_of(folder: Path, table: str) -> Path:
 
 
 def complete(part: Path, manifest: Mapping[str, Any]) -> str:
-    """Write the manifest of complete files, and fsync all; return its SHA-256.
+    """Write the manifest of complete files, with their checksums, and fsync all; return its SHA-256.
 
-    Args:
-        part: Their folder, of a table or of a shard of it.
-        manifest: The manifest, without the checksums of the files.
+    `part` is the folder of a table or of a shard of it.
     """
     files = {path.name: sha256(path) for path in sorted(part.iterdir())}
     content = json.dumps({**manifest, "files": files}, indent=1).encode()
@@ -198,7 +177,6 @@ def publish(folder: Path, tables: Sequence[str]) -> None:
 
 
 def write_position(folder: Path, state: State) -> None:
-    """Write the state of a published save; atomic."""
     write_checked(folder / POSITION, _POSITION_FORMAT, "state", state)
 
 
@@ -235,11 +213,7 @@ def write_save(
     """
 
     def agree(action: Callable[[], T]) -> T:
-        def checked() -> T:
-            with writing(folder):
-                return action()
-
-        return exchange.agree("saving the tables", checked)
+        return exchange.agree("saving the tables", writing(folder)(action))
 
     save_id: str = exchange.broadcast(secrets.token_hex(16))
     agree(lambda: begin(folder, tables, kept) if is_first else None)
@@ -293,11 +267,7 @@ def _sync(path: Path) -> None:
 
 
 def read_position(folder: Path) -> dict[str, Any]:
-    """Return the state of the newest save of a folder.
-
-    Raises:
-        CheckpointError: There is none, or it was changed.
-    """
+    """Return the state of the newest save of a folder."""
     return read_checked(folder / POSITION, _POSITION_FORMAT, "state")
 
 
@@ -308,14 +278,9 @@ def is_replaced(folder: Path, state: State) -> bool:
 
 
 def find(folder: Path, table: str, save: Mapping[str, Any]) -> Path:
-    """Return the folder of a table's save.
+    """Return the folder of a table's save: `<table>/` or one next to it, with unchanged manifests.
 
-    Args:
-        save: The save that a state names (`save_of`).
-    Returns:
-        `<table>/`, or the folder next to it that holds this save, with unchanged manifests.
-    Raises:
-        CheckpointError: No folder holds it, or one of its manifests is missing or changed.
+    `save` is what `save_of` returned. Where a name in the folder changes meanwhile, it is looked up again.
     """
     files = save["tables"].get(table)
     if files is None:
@@ -378,11 +343,7 @@ def _changed_at(folder: Path) -> int:
 
 
 def newest_tables(folder: Path) -> list[Path]:
-    """Return the folders of the tables of a folder's newest save; [] if the save has no table.
-
-    Raises:
-        CheckpointError: One of them is missing or changed.
-    """
+    """Return the folders of the tables of a folder's newest save; [] if the save has no table."""
     if not (folder / POSITION).is_file():
         return sorted(
             path for path in folder.glob("*") if manifests_in(path) and path.suffix not in _NAMES[1:]
@@ -392,16 +353,11 @@ def newest_tables(folder: Path) -> list[Path]:
 
 
 def table_in(folder: Path) -> str:
-    """Return the name of the table in a folder."""
     return folder.stem if folder.suffix in _NAMES[1:] else folder.name
 
 
 def open_checked(path: Path, digest: str | None) -> BinaryIO:
-    """Open a file that has the SHA-256 of its manifest; a save that replaces it meanwhile changes nothing.
-
-    Raises:
-        CheckpointError: It is missing or changed.
-    """
+    """Open a file that has the SHA-256 of its manifest; a save that replaces it meanwhile changes nothing."""
     changed = CheckpointError(str(path), "must be as it was saved", None, ANOTHER)
     try:
         file = path.open("rb")
@@ -420,11 +376,6 @@ def link_of(file: BinaryIO) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the mapping in a file.
-
-    Raises:
-        CheckpointError: It cannot be read, or holds no mapping.
-    """
     try:
         content = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -435,11 +386,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_versioned(path: Path, version: int) -> dict[str, Any]:
-    """Return the mapping in a file of this version of its format.
-
-    Raises:
-        CheckpointError: It cannot be read, or is of another version.
-    """
+    """Return the mapping in a file of this version of its format."""
     content = read_json(path)
     if content.get("format") != version:
         raise CheckpointError(str(path), f"must have format {version}", content.get("format"), ANOTHER)
@@ -447,11 +394,7 @@ def read_versioned(path: Path, version: int) -> dict[str, Any]:
 
 
 def read_checked(path: Path, version: int, name: str) -> dict[str, Any]:
-    """Return what `write_checked` has written.
-
-    Raises:
-        CheckpointError: There is no such file, or it was changed.
-    """
+    """Return what `write_checked` has written."""
     content = read_versioned(path, version)
     found: dict[str, Any] = entry(content, name, dict, str(path))
     if content.get("sha256") != digest_of(found):
@@ -460,7 +403,6 @@ def read_checked(path: Path, version: int, name: str) -> dict[str, Any]:
 
 
 def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return _sha256(file)
 
@@ -499,7 +441,6 @@ def manifests_in(folder: Path) -> list[Path]:
 
 
 def digest_of(state: State) -> str:
-    """Return the SHA-256 of a mapping, in hex."""
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
@@ -520,12 +461,7 @@ class FolderLocks:
         self._finalizer = weakref.finalize(self, _release_all, self._held)
 
     def acquire(self, folder: Path) -> None:
-        """Hold the lock of a folder; it exists.
-
-        Raises:
-            CheckpointError: Another run holds it.
-            OSError: From the file system.
-        """
+        """Hold the lock of a folder, which exists; raise CheckpointError if another run holds it."""
         known = self._held.pop(folder, None)
         if known is not None and not _is_file(known, folder / FILE):  # the folder was deleted, and made again
             release(known)
@@ -535,12 +471,10 @@ class FolderLocks:
             release(self._held.pop(next(iter(self._held))))
 
     def release(self) -> None:
-        """Release all."""
         _release_all(self._held)
 
 
 def _locked(folder: Path) -> int:
-    """Return a descriptor that holds the lock of a folder."""
     path = folder / FILE
     while True:
         fd = hold(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))

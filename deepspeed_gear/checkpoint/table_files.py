@@ -54,10 +54,11 @@ FORMAT = 3
 def save_table(
     table: Table, streams: list[BatchStream], part: Path, batches: int, save_id: str
 ) -> dict[str, str]:
-    """Write the content of a store: a table, or its shard of one. Requires the lock.
+    """Write the content of a store, a table or its shard of one, and of the streams that sample from it.
+
+    Requires the lock.
 
     Args:
-        streams: The streams that sample from it.
         part: Folder of the table, between `save_folders.begin` and `save_folders.publish`.
         batches: Used global batches of the training stream.
     Returns:
@@ -124,30 +125,19 @@ def _save_rows(table: Table, slots: np.ndarray, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class SavedTable:
-    """A table of a checkpoint: its folders, and all contents except rows.
+    """A table of a checkpoint: its folders, and all contents except rows."""
 
-    Args:
-        folders: Of its shards; of the table itself where it was in one store.
-        columns: Of each folder its columns by name, mapped by `open_rows`: a save that replaces the files
-            meanwhile changes nothing.
-    """
-
-    folders: list[Path]
+    folders: list[Path]  # of its shards; of the table itself where it was in one store
     manifests: list[dict[str, Any]]
     shards: list[SavedShard]
     whole: SavedShard
+    # Of each folder its columns by name, mapped by `open_rows`: a save that replaces the files meanwhile
+    # changes nothing.
     columns: list[dict[str, np.ndarray]] = field(default_factory=list)
 
 
 def read_table(folder: Path, schema: Schema | None = None, save_id: str | None = None) -> SavedTable:
-    """Read a table of a checkpoint except its rows, and check the files.
-
-    Args:
-        schema: The schema that it must have; None: any.
-        save_id: The save that it must be of; None: any.
-    Raises:
-        CheckpointError: A file is missing or changed, or the schema or the save differs.
-    """
+    """Read a table of a checkpoint except its rows; check the files, the schema and the save, None: any."""
     folders, manifests = find_shards(folder, save_id)
     shards = []
     for one, manifest in zip(folders, manifests, strict=True):
@@ -173,10 +163,7 @@ def read_table(folder: Path, schema: Schema | None = None, save_id: str | None =
 def find_shards(folder: Path, save_id: str | None = None) -> tuple[list[Path], list[dict[str, Any]]]:
     """Return the folders of a table's shards, or its own where it was in one store, and their manifests.
 
-    Args:
-        save_id: The save that they must be of; None: any.
-    Raises:
-        CheckpointError: One is missing, of another format or save, or not of the same table as the others.
+    These must be of one table and save; None: any save.
     """
     found = save_folders.manifests_in(folder)
     if not found or found[0].parent == folder:
@@ -211,13 +198,9 @@ def _manifest_of(folder: Path, save_id: str | None, of_shard: bool) -> dict[str,
 
 
 def open_rows(found: SavedTable, division: ShardDivision | None = None, index: int = 0) -> None:
-    """Check the files of a table's rows, and map them.
+    """Check the files of a table's rows, and map them; those that hold no rows of this run's shard unchecked.
 
-    Args:
-        division: The division into this run's shards; None: all files are checked.
-        index: Of the shard for which rows are loaded.
-    Raises:
-        CheckpointError: One is missing or changed.
+    Without a division all files are checked.
     """
     before = 0
     for folder, manifest, shard in zip(found.folders, found.manifests, found.shards, strict=True):
@@ -229,7 +212,6 @@ def open_rows(found: SavedTable, division: ShardDivision | None = None, index: i
 
 
 def file_of(column: str) -> str:
-    """Return the file of a column."""
     return f"column.{column}.npy"
 
 
@@ -249,11 +231,9 @@ def _mapped(path: Path, digest: str, checked: bool) -> np.ndarray:
 
 
 def load_rows(table: Table, found: SavedTable, division: ShardDivision) -> None:
-    """Replace slots and rows of a table with a capacity, large enough for them. Requires the lock.
+    """Replace slots and rows of a table with a capacity, large enough for them, after `open_rows`.
 
-    Args:
-        found: The table of the checkpoint, after `open_rows`.
-        division: The division into this run's shards.
+    Requires the lock.
     """
     whole, shard, chosen = found.whole, table.spec.shard, division.chosen(_index_of(table))
     assert whole.slots is not None
@@ -292,10 +272,9 @@ def _index_of(table: Table) -> int:
 
 
 def _copy_rows(to: np.ndarray, files: Sequence[np.ndarray], extents: np.ndarray) -> None:
-    """Copy extents from files, whose rows are numbered file after file.
+    """Copy extents from files, each of which holds whole ones; rows are numbered file after file.
 
     Args:
-        files: Each holds whole extents.
         extents: Target row, row in the files, and number of rows, by row in the files. [n, 3], int64.
     """
     after = np.cumsum([len(file) for file in files])
@@ -316,11 +295,7 @@ def _copy_rows(to: np.ndarray, files: Sequence[np.ndarray], extents: np.ndarray)
 
 
 class TableLoader:
-    """The steps of a load. Main thread; only the constructor and `announce` are collective.
-
-    Args:
-        streams: The streams that sample from each table, by table and by name.
-    """
+    """The steps of a load. Main thread; only the constructor and `announce` are collective."""
 
     def __init__(
         self,
@@ -349,13 +324,7 @@ class TableLoader:
     # ---- reading -----------------------------------------------------------------------------------
 
     def read(self, folder: Path, state: save_folders.State) -> None:
-        """Read and check everything except the rows; nothing changes.
-
-        Raises:
-            CheckpointError: A file is missing or changed, of another save than the state, or of another
-                schema.
-            StoreFullError: A table is too small.
-        """
+        """Read and check everything except the rows; nothing changes."""
         save = save_folders.save_of(state)
 
         def find() -> dict[str, Path]:
@@ -430,7 +399,6 @@ class TableLoader:
                     table.extents.end_all()
 
     def _content(self, name: str, stream: BatchStream) -> Content:
-        """Return the content of a stream of this node's store."""
         whole, division = self._found[name].whole, self._divisions[name]
         if name not in self._spread:
             return dict(whole.streams[stream.spec.name])
@@ -498,8 +466,7 @@ def write_rollout(
 ) -> dict[str, str] | None:
     """Write columns beside the tables, and remove those of earlier saves than the one that is kept.
 
-    Returns:
-        The file's name and checksum for the state; None: there are no columns.
+    Returns the file's name and checksum for the state; None: there are no columns.
     """
     known = ((kept or {}).get("rollout") or {}).get("columns") or {}
     for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
@@ -517,11 +484,7 @@ def write_rollout(
 
 
 def read_rollout(folder: Path, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Read the columns of the rollout batch that a state was saved in.
-
-    Raises:
-        CheckpointError: The file is missing or changed.
-    """
+    """Read the columns of the rollout batch that a state was saved in."""
     rollout = state.get("rollout")
     if not rollout or not rollout.get("columns"):
         return {}
