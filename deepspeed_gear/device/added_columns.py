@@ -41,14 +41,7 @@ def _check_values(
 
 
 def check_trajectories(table: RingTable, columns: Columns, lengths: Tensor | None) -> tuple[int, int]:
-    """Raise if trajectories cannot be added, from shapes and dtypes alone.
-
-    Returns:
-        Trajectories, and steps of each.
-    Raises:
-        SchemaError, ShapeError, DataError: A column is missing, unknown, or of another shape, dtype or
-            device.
-    """
+    """Raise if trajectories cannot be added, from shapes and dtypes alone; return their number and steps."""
     schema, device = table.schema, table.state.device
     _check_names("columns", columns, schema.names, schema.names)
     count, steps = -1, -1  # of the first column that has them: those of all
@@ -83,11 +76,11 @@ def without_inner_ends(
 ) -> Tensor | None:
     """Return the lengths of checked trajectories, -1 (refused) where an end flag precedes the last step.
 
+    In host memory such a flag is a DataError; a device is not waited for.
+
     Args:
         columns: Of the trajectories. [E, T, *shape].
         lengths: Steps of each; None: all `steps`. [E], int64.
-    Raises:
-        DataError: There is such a flag, in host memory: a device is not waited for.
     """
     flags = [columns[column.name][:, :-1].bool() for column in table.schema.end_columns]
     if not flags or steps == 1:
@@ -124,13 +117,7 @@ def as_trajectories(table: RingTable, columns: Columns, following: Columns) -> d
 def check_step(
     table: RingTable, columns: Columns, following: Columns, mask: Tensor | None, mode: str
 ) -> None:
-    """Raise if a step of every environment cannot be added, from shapes and dtypes alone.
-
-    Raises:
-        SchemaError, ShapeError, DataError: A column is missing, unknown, or of another shape, dtype or
-            device.
-        ConfigError: There is no such autoreset mode.
-    """
+    """Raise if a step of every environment cannot be added, from shapes and dtypes alone."""
     if mode not in AUTORESET:
         raise ConfigError("autoreset", f"must be one of {', '.join(AUTORESET)}", mode)
     schema, of_step = table.schema, (table.state.device, [table.num_envs], _PER_ENVIRONMENT)
@@ -160,12 +147,7 @@ def check_mask(table: RingTable, mask: object) -> None:
 
 
 def check_late(table: RingTable, ids: Tensor, columns: Columns) -> None:
-    """Raise if late columns do not fit.
-
-    Raises:
-        SchemaError, ShapeError, DataError: A column is unknown, others follow from it, or it has another
-            dtype, shape or device.
-    """
+    """Raise if late columns do not fit, or others follow from them."""
     _check_names("columns", columns, table.schema.names, ())
     for name, values in columns.items():
         column = table.schema[name]
@@ -178,10 +160,8 @@ def check_late(table: RingTable, ids: Tensor, columns: Columns) -> None:
 class AddFilter:
     """Which trajectories may be drawn; the others are not stored. Waits for nothing.
 
-    Args:
-        conditions: Of the sampler, on columns of a value per trajectory; all must hold.
-    Raises:
-        SchemaError: A column is late: its values are not there when the trajectory is added.
+    All conditions of the sampler must hold. They read columns of a value per trajectory; values of a late one
+    would not be there when the trajectory is added.
     """
 
     def __init__(self, conditions: Sequence[Condition], schema: Schema, device: torch.device) -> None:

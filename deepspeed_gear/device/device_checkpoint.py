@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,7 @@ def position_of(plan: Resolved, tables: Tables, save: Mapping[str, Any] | None =
 
 
 def seek(plan: Resolved, tables: Tables, state: Mapping[str, Any]) -> None:
-    """Continue at a position.
-
-    Raises:
-        CheckpointError: It is of another format, config or data set; nothing has changed.
-    """
+    """Continue at a position; where it is of another format, config or data set, nothing changes."""
     position.check(state, plan)
     for name, words in position.of(state, list(tables)).items():
         of = tables[name].state
@@ -51,13 +48,7 @@ def saved_content(plan: Resolved, name: str, table: RingTable) -> dict[str, Tens
 
 
 def restore(plan: Resolved, tables: Tables, content: Any) -> None:
-    """Copy saved content into the tensors of tables.
-
-    Args:
-        content: Of each table, by name: what `saved_content` returned.
-    Raises:
-        CheckpointError: It is of another config or size; nothing has changed.
-    """
+    """Copy what `saved_content` returned of each table into its tensors; if one does not fit, nothing."""
     for name, table in tables.items():
         saved = save_folders.entry(content, name, dict, "the saved content")
         for key in saved.keys() | table.content.keys():
@@ -82,8 +73,6 @@ def save(plan: Resolved, tables: Tables, folder: Path, kept: save_folders.State 
 
     Args:
         kept: State of the save that this replay has loaded or made last in this folder; None: there is none.
-    Raises:
-        CheckpointError: A file cannot be written; on every rank, as its own error or as a PeerError.
     """
 
     def write(save_id: str) -> dict[str, dict[str, str]]:
@@ -97,10 +86,7 @@ def save(plan: Resolved, tables: Tables, folder: Path, kept: save_folders.State 
             written[name] = {f"{part.name}/{save_folders.MANIFEST}": digest}
         return written
 
-    def state(save: save_folders.State) -> dict[str, Any]:
-        return position_of(plan, tables, save)
-
-    is_first = plan.topology.rank == 0
+    state, is_first = partial(position_of, plan, tables), plan.topology.rank == 0
     return save_folders.write_save(plan.exchange, folder, list(tables), kept, is_first, write, state)
 
 
@@ -110,9 +96,6 @@ def load(plan: Resolved, tables: Tables, folder: Path, state: save_folders.State
     On another number the trajectories are dealt anew (`reshard_rings`); of a data set's priorities, replica r
     gets those of saved replica r modulo their number. The oldest trajectories that do not fit are left out,
     which rank 0 logs.
-
-    Raises:
-        CheckpointError: A file is missing, changed or of another save, or does not fit; on every rank.
     """
     exchange, what = plan.exchange, "loading the table on the device"
     replica, replicas = plan.topology.data_rank, plan.info.data_world

@@ -34,8 +34,6 @@ _PROBED = (0, 1, 1000, 10**9)  # global batches at which a function is checked
 class WeightExponents:
     """The schedule of beta, read on the device at the number of the global batch. Waits for nothing.
 
-    Raises:
-        ConfigError: A function does not compute with tensors, or gives no number in [0, 1].
     Cost: 8 bytes for each global batch of a linear schedule, until it is constant; nothing of a function.
     """
 
@@ -84,11 +82,7 @@ def _check_schedule(function: Callable[[Tensor], Any], device: torch.device) -> 
 
 
 class DeviceTable:
-    """A table that is sampled. Its methods mutate fixed tensors and wait for nothing.
-
-    Args:
-        spec: The stream that samples from it.
-    """
+    """A table with the stream that samples from it. Its methods mutate fixed tensors and wait for nothing."""
 
     def __init__(
         self, plan: Resolved, name: str, table: RingTable, spec: StreamSpec, engine_dtype: torch.dtype
@@ -127,12 +121,7 @@ class DeviceTable:
         self.is_filled = self.has_data or is_filled
 
     def select_(self, records: Tensor, weights: Tensor) -> None:
-        """Draw the next global batch.
-
-        Args:
-            records: Gets the resolutions. [B, 8], int64.
-            weights: Gets the importance weights; empty: there are none. [B], float32.
-        """
+        """Draw the next global batch into records, [B, 8], int64, and PER weights, [B], float32, or [0]."""
         table, ops, most = self.table, self.table.ops, self._most
         how = (table.items.anchors, table.shape, self._draw, self._unit)
         given = (table.state, records, weights, table.slots, table.sums)
@@ -163,11 +152,9 @@ class TableMixture:
 
     Args:
         tables: In the order of the shares.
-        mixture: Numbers of samples; None: there is one table.
+        mixture: Their shares; None: there is one table.
         num_samples: Of a global batch that this rank draws.
         num_parts: Micro batches that they are divided into: every num_parts-th sample belongs to one.
-    Raises:
-        ConfigError: A share gives no whole number of samples.
     """
 
     def __init__(
@@ -230,7 +217,6 @@ class TableMixture:
                 each.update_(of_table, own)
 
     def buffers(self, num_samples: int) -> Buffers:
-        """Allocate the tensors of a batch."""
         return self.tables[0].gatherer.buffers(num_samples)
 
     def fill(self, buffers: Buffers, records: Tensor, part: int) -> None:
@@ -248,12 +234,7 @@ class TableMixture:
         return [each.table.state[RingState.TOTAL] for each in self.tables]
 
     def probability(self, masses: Tensor, source: Tensor) -> Tensor:
-        """Return the probability of each sample's item in one draw, times the share of its table.
-
-        Args:
-            masses: Of the items. [B], float64.
-            source: Table of each sample. [B], int64.
-        """
+        """Return the probability of each sample's item in one draw, times the share of its table. [B]."""
         if self.has_step_items:
             masses = torch.ones_like(masses)
         totals = torch.stack(self.totals()).clamp(min=1).double()[source]
@@ -271,27 +252,18 @@ def masses_of(plan: Resolved, name: str, spec: StreamSpec) -> np.ndarray:
 
 
 def device_of(given: torch.device | str) -> torch.device:
-    """Return a torch device with its index.
-
-    Raises:
-        ConfigError: There is none of this name, or torch does not list it.
-    """
+    """Return a torch device with its index."""
     device = arguments.device("device", given)
     if device.type != "cuda":
         return device
     if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
+        rule = f"must be one of the {torch.cuda.device_count()} GPUs that torch lists"
         remedy = 'DeviceReplay(config, "cpu") runs the same program on the host'
-        raise ConfigError(
-            "device",
-            f"must be one of the {torch.cuda.device_count()} GPUs that torch lists",
-            str(given),
-            remedy,
-        )
+        raise ConfigError("device", rule, str(given), remedy)
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
 def ops_of(backend: str, ops: Ops, device: torch.device) -> Ops:
-    """Return the ops of a device."""
     if device.type not in ("cpu", "cuda"):
         raise ConfigError("device", "must be a CPU or CUDA device", str(device))
     if device.type == "cuda" and backend not in ("auto", "cuda"):

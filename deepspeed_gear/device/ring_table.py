@@ -50,30 +50,19 @@ _ALIGNMENT = 128  # of a column, so that a warp's read begins at a line
 
 @dataclass(frozen=True)
 class ItemRule:
-    """Masses of the items of a RingTable.
+    """Masses of the items of a RingTable."""
 
-    Args:
-        by_row: Whether each row is an item with a priority of its own.
-        has_minima: Whether the least mass of the table is kept.
-        anchors: Which steps are anchors, as `AnchorRule.as_list`.
-        unit: Unit of a mass (MassUnit).
-        alpha: Exponent of the priorities, Q62.
-        initial: Bits of the first priority, float32; or HIGHEST_SO_FAR, which is 1 at first.
-        most_bits: log2 of the largest mass.
-    """
-
-    by_row: bool
+    by_row: bool  # each row is an item with a priority of its own
     has_priorities: bool
-    has_minima: bool
-    anchors: list[int]
-    unit: int
-    alpha: int = 0
-    initial: int = HIGHEST_SO_FAR
-    most_bits: int = MOST_MASS_BITS
+    has_minima: bool  # the least mass of the table is kept
+    anchors: list[int]  # which steps are anchors, as `AnchorRule.as_list`
+    unit: int  # of a mass (MassUnit)
+    alpha: int = 0  # exponent of the priorities, Q62
+    initial: int = HIGHEST_SO_FAR  # bits of the first priority, float32; HIGHEST_SO_FAR is 1 at first
+    most_bits: int = MOST_MASS_BITS  # log2 of the largest mass
 
     @classmethod
     def of(cls, spec: StreamSpec) -> ItemRule:
-        """Return the rule of a stream that samples from the table."""
         rule, priorities = spec.rule, spec.priorities
         unit, anchors = MassUnit.LENGTH if rule.by_length else UNIT_CODES[rule.unit], rule.anchors.as_list()
         if priorities is None:
@@ -93,25 +82,17 @@ class ItemRule:
 
 @dataclass(frozen=True)
 class RingTableSpec:
-    """Sizes of a RingTable, and the state that it keeps of each item.
-
-    Args:
-        num_rows: Rows of the ring.
-        most_steps: Of the longest trajectory.
-        return_to_go: Whether the derived column is kept.
-        num_envs: Environments whose steps are added one by one, each with a part of the rows; 0: whole
-            trajectories are added.
-        rows_on_host: Name of the table in the config, if its rows lie in host memory.
-    """
+    """Sizes of a RingTable, and the state that it keeps of each item."""
 
     schema: Schema
     num_rows: int
     num_slots: int
-    most_steps: int
+    most_steps: int  # of the longest trajectory
     items: ItemRule
-    return_to_go: bool
+    return_to_go: bool  # the derived column is kept
+    # Environments whose steps are added one by one, each with a part of the rows; 0: whole trajectories are.
     num_envs: int = 0
-    rows_on_host: str | None = None
+    rows_on_host: str | None = None  # name of the table in the config, if its rows lie in host memory
 
 
 class HostRows:
@@ -167,7 +148,6 @@ class HostRows:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory."""
         return self._memory.num_bytes
 
     def wait(self) -> None:
@@ -286,14 +266,11 @@ class RingTable:
     # ---- content ---------------------------------------------------------------------------------
 
     def load_(self, dataset: Dataset, masses: np.ndarray, admitted: np.ndarray | None) -> None:
-        """Copy a data set to the empty table.
+        """Copy a data set, or this node's part, to the empty table, which is closed if a file has changed.
 
         Args:
-            dataset: All of it, or this node's part.
             masses: Of its trajectories. [n], int64.
             admitted: Which rows are anchors, where items are rows. [rows], bool; None: items are slots.
-        Raises:
-            DataError: A file has changed since the data set was opened; the table is closed.
         """
         dataset.files.guard(self.ops.native)
         lengths, count, items = dataset.lengths, len(dataset.lengths), self.items
@@ -361,12 +338,7 @@ class RingTable:
             self.ops.suffix_sum_(self.returns_to_go, self._rewards, extents)
 
     def fill_(self, ids: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Write late columns of stored trajectories; ids of evicted ones are left out.
-
-        Args:
-            ids: [n], int64.
-            columns: As checked by `added_columns.check_late`.
-        """
+        """Write late columns that `added_columns` has checked; ids of evicted trajectories are left out."""
         slot, records = self._stored(ids)
         placed = torch.stack([slot, records[:, Slot.FIRST_ROW], records[:, Slot.NUM_STEPS]], 1)
         self._scatter(columns, placed)
@@ -384,11 +356,7 @@ class RingTable:
         self.ops.scatter_(targets, [values.contiguous() for values in columns.values()], placed, sources)
 
     def remove_(self, ids: Tensor) -> None:
-        """Remove trajectories: they are not drawn again, and their rows stay until they would be evicted.
-
-        Args:
-            ids: Those that are not stored are ignored. [n], int64.
-        """
+        """Remove the stored ones of trajectories: they are not drawn again; their rows stay until evicted."""
         removed = torch.empty_like(ids)
         unit = MassUnit.STEP if self.items.by_row else MassUnit.TRAJECTORY
         known = (self.state, self.slots, self.sums, self.minima, self.priorities)
@@ -442,11 +410,7 @@ class RingTable:
             self._scatter(once, begun)
 
     def end_steps_(self, mask: Tensor | None = None) -> None:
-        """End open trajectories: their last steps are marked as truncated.
-
-        Args:
-            mask: Of which environments; None: of all. [num_envs], bool.
-        """
+        """End open trajectories, of all environments or those of a mask: their last steps are truncated."""
         steps = self.opened[:, OpenTrajectory.NUM_STEPS]
         which = torch.ones_like(steps, dtype=torch.bool) if mask is None else mask
         if len(self._truncations):
