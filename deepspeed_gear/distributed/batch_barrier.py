@@ -68,7 +68,6 @@ class BatchBarrier:
     """The batch barriers of a node's ranks. Main thread only.
 
     Args:
-        topology: Places and nodes of all ranks.
         only_readers: Inner stages of a pipeline take no part.
         channel: To the leaders of the other nodes, on a leader.
         early: Whether ranks may reach a barrier before they wait at it.
@@ -125,9 +124,6 @@ class BatchBarrier:
             digest: Returns the digest of this rank's samples, for `verify_every`; called after `action`.
         Returns:
             The action's result.
-        Raises:
-            Exception: What `action` raised here.
-            PeerError, NotReadyError: As `wait`.
         """
         try:
             result = action()

@@ -144,7 +144,7 @@ class ControlPlane:
         Raises:
             Exception: What `action` raised here.
             PeerError: It failed on another rank; the text begins with that rank's error.
-            NotReadyError: Likewise, where that rank is not ready: the same call may succeed later.
+            NotReadyError: That rank is not ready: the same call may succeed later.
         """
         result, error = None, None
         try:
@@ -160,13 +160,7 @@ class ControlPlane:
         return result  # type: ignore[return-value]
 
     def compare(self, what: str, value: Any) -> None:
-        """Raise on every rank unless all of them give an equal value.
-
-        Args:
-            what: Names the value in the error.
-        Raises:
-            PeerError: Another rank gives another value.
-        """
+        """Raise a PeerError on every rank unless all of them give an equal value; `what` names it there."""
         values = self.gather(value)
         other = next((rank for rank, one in enumerate(values) if one != values[0]), None)
         if other is not None:

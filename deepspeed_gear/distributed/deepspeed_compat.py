@@ -40,11 +40,7 @@ STEPPING = "_take_model_step"  # of an engine: updates the weights and counts sa
 
 
 def check_engine(engine: Any) -> None:
-    """Check that an object is an engine of a kind that is supported.
-
-    Raises:
-        ConfigError: It is none, or has a schedule of its own.
-    """
+    """Raise a ConfigError unless an object is an engine, and of a kind without a schedule of its own."""
     missing = [name for name in REQUIRED if not callable(getattr(type(engine), name, None))]
     if missing:
         raise ConfigError(
@@ -162,9 +158,7 @@ def turns_of(engine: Any) -> Literal["micro", "global", "schedule"]:
 def accumulation_of(engine: Any) -> int:
     """Return the number of micro batches of a rank in a global batch.
 
-    Raises:
-        ConfigError: DeepSpeed has derived a broken number of them, from sizes that leave out a kind of
-            parallelism.
+    DeepSpeed derives a broken number from sizes that leave out a kind of parallelism, which is refused.
     """
     steps = engine.gradient_accumulation_steps()
     if steps != int(steps) or steps < 1:
@@ -196,11 +190,7 @@ def model_states(folder: Path) -> list[Path]:
 
 
 def check_elasticity(config: Mapping[str, Any]) -> None:
-    """Refuse DeepSpeed's elastic training, which chooses batch sizes itself and which newer versions lack.
-
-    Raises:
-        ConfigError: The config asks for it.
-    """
+    """Refuse DeepSpeed's elastic training, which chooses batch sizes itself and which newer versions lack."""
     section = config.get("elasticity")
     if section is not None and (not isinstance(section, Mapping) or section.get("enabled", True)):
         raise ConfigError(
@@ -216,57 +206,34 @@ def check_elasticity(config: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class GradientSettings:
-    """What an engine does with the gradients of the losses that `backward` gets.
+    """What an engine does with the gradients of the losses that `backward` gets."""
 
-    Args:
-        optimizer: Class name of the engine's optimizer.
-        losses: Ranks with a loss of their own: replicas times sequence ranks.
-        sequence: Sequence ranks of a replica.
-        group_sizes: Ranks over which gradients are reduced; ZeRO-3 may have several groups.
-        averages: Whether `gradient_allreduce_op` is the mean.
-        postscales: Whether `prescale_gradients` is off.
-        predivide: `gradient_predivide_factor`.
-        reduce_scatter, contiguous: Of the ZeRO section.
-        fits_bucket: Whether every parameter fits into `reduce_bucket_size`.
-        accumulation: What `backward` divides a loss by.
-        is_managed: `managed_gradient_accumulation`.
-        is_pipeline, has_experts, has_sparse: Of the model; sparse: an embedding has sparse gradients.
-        is_reduced: Whether the engine reduces gradients, and not the optimizer.
-        is_quantized, is_zenflow, is_compiled: Of the ways of reduction.
-        is_fp16: Whether losses are scaled.
-        weights, sums, messages: Names of the dtypes of weights, of gradients that are accumulated, and of
-            gradients on their way between ranks.
-        given: Which of the options `grad_accum_dtype`, `communication_data_type` and `gradient_clipping`
-            the config has.
-        clipping: `gradient_clipping`.
-    """
-
-    optimizer: str
+    optimizer: str  # class name of the engine's optimizer
     stage: int
-    losses: int
-    sequence: int
-    group_sizes: tuple[int, ...]
-    averages: bool = True
-    postscales: bool = True
-    predivide: float = 1.0
+    losses: int  # ranks with a loss of their own: replicas times sequence ranks
+    sequence: int  # sequence ranks of a replica
+    group_sizes: tuple[int, ...]  # ranks over which gradients are reduced; ZeRO-3 may have several groups
+    averages: bool = True  # whether `gradient_allreduce_op` is the mean
+    postscales: bool = True  # whether `prescale_gradients` is off
+    predivide: float = 1.0  # `gradient_predivide_factor`
     reduce_scatter: bool = True
-    contiguous: bool = True
-    fits_bucket: bool = True
-    accumulation: int = 1
-    is_managed: bool = False
+    contiguous: bool = True  # `contiguous_gradients`
+    fits_bucket: bool = True  # whether every parameter fits into `reduce_bucket_size`
+    accumulation: int = 1  # what `backward` divides a loss by
+    is_managed: bool = False  # `managed_gradient_accumulation`
     is_pipeline: bool = False
     has_experts: bool = False
-    has_sparse: bool = False
-    is_reduced: bool = True
+    has_sparse: bool = False  # whether an embedding has sparse gradients
+    is_reduced: bool = True  # whether the engine reduces gradients, and not the optimizer
     is_quantized: bool = False
     is_zenflow: bool = False
     is_compiled: bool = False
-    is_fp16: bool = False
-    weights: str = "float32"
-    sums: str = "float32"
-    messages: str = "float32"
-    given: frozenset[str] = frozenset()
-    clipping: float = 0.0
+    is_fp16: bool = False  # whether losses are scaled
+    weights: str = "float32"  # dtype of the weights
+    sums: str = "float32"  # dtype of gradients that are accumulated
+    messages: str = "float32"  # dtype of gradients on their way between ranks
+    given: frozenset[str] = frozenset()  # options of `gradient_settings` that the config has
+    clipping: float = 0.0  # `gradient_clipping`
 
 
 def is_engine(model: Any) -> bool:
@@ -275,11 +242,7 @@ def is_engine(model: Any) -> bool:
 
 
 def gradient_settings(engine: Any) -> GradientSettings:
-    """Read what an engine does with gradients.
-
-    Raises:
-        ConfigError: The engine's groups make no grid.
-    """
+    """Read what an engine does with gradients."""
     place, config = place_of(engine), engine.config
     weights, sums = engine.get_data_types()
     options = {**config, **(config.get("data_types") or {})}

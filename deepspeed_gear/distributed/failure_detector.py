@@ -52,7 +52,6 @@ class FailureDetector:
 
     Args:
         memory: A store of this node, whose locks show which processes are attached.
-        topology: Places and nodes of all ranks.
         store: A connection of its own to the rendezvous store, on node leaders; None elsewhere.
         name: Of this run in the store.
         timeout_s: Longest time without a heartbeat of a rank or a node.

@@ -14,7 +14,6 @@ table is in docs/design/0013-gradient-divisor.md. In their files: `runtime/engin
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,11 +57,7 @@ def gradient_divisor(model: Any) -> float:
 
 
 def engine_divisor(settings: GradientSettings) -> float:
-    """Return the divisor of an engine with these settings.
-
-    Raises:
-        ConfigError: Its parameters have several, or it depends on the loss scale.
-    """
+    """Return an engine's divisor; a ConfigError says that it has several, or none that is fixed."""
     _check_exact(settings)
     found = {_divisor_in(settings, size) * settings.losses / size for size in settings.group_sizes}
     if settings.stage == 3 and not settings.fits_bucket:
@@ -170,19 +165,15 @@ def check_accumulation(settings: GradientSettings, pad: str) -> list[str]:
     if settings.has_experts and pad == "multiple":
         rule = 'must be "step" or "budget" with MoE layers: their ranks exchange equal numbers of tokens'
         raise ConfigError("gear.pack.pad.to", rule, pad, 'set it to "step"')
-    return list(_defaults(settings))
-
-
-def _defaults(settings: GradientSettings) -> Iterator[str]:
+    notes = []
     if settings.clipping > 0 and "gradient_clipping" not in settings.given:
-        yield f"gradient_clipping is {settings.clipping}, DeepSpeed's default; 0 turns it off"
+        notes.append(f"gradient_clipping is {settings.clipping}, DeepSpeed's default; 0 turns it off")
     if settings.sums != "float32":
-        yield f"gradients are summed in {settings.sums} (data_types.grad_accum_dtype)"
+        notes.append(f"gradients are summed in {settings.sums} (data_types.grad_accum_dtype)")
     if settings.messages != "float32" and "communication_data_type" not in settings.given:
-        yield (
-            f"gradients are sent in {settings.messages}, the default for these weights; "
-            '"communication_data_type": "fp32" sends them unrounded'
-        )
+        way = f"gradients are sent in {settings.messages}, the default for these weights"
+        notes.append(f'{way}; "communication_data_type": "fp32" sends them unrounded')
+    return notes
 
 
 # ---- torch -----------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class NodeChannel:
     exchange could receive: the channel stays broken.
 
     Args:
-        topology: Places and nodes of all ranks.
+        order: The nodes, in the order of their shards.
         purpose: Exchanges of different purposes have groups of their own and never wait for each other.
         timeout_s: Longest wait for another node, in seconds.
         group: Whose ranks the topology counts; None for all.
@@ -239,12 +239,7 @@ class NodeChannel:
         self.bytes_received += received
 
     def raise_ended(self, index: int, had: str) -> NoReturn:
-        """Raise that a node has ended while this one still samples.
-
-        Raises:
-            LostNodeError: It ended with an error, or because a rank or node was lost.
-            PeerError: No such cause was reported.
-        """
+        """Raise that a node has ended while this one still samples: with the cause, if one was reported."""
         if self._detector is not None:
             self._detector.check_ended()
         raise PeerError(self.name(index), MUST_TAKE_ALL, None, had)

@@ -18,11 +18,7 @@ from deepspeed_gear.store.records import Head
 
 
 def agree_on_quotas(exchange: ControlPlane, leads: bool, streams: Sequence[BatchStream]) -> None:
-    """Agree on the quotas of each node's writers. Collective.
-
-    Args:
-        leads: Whether this rank is the one of its node that changes the node's shards.
-    """
+    """Agree on the quotas of each node's writers. Collective; arguments as in `may_select`."""
     joint = [stream for stream in streams if stream.state.joint_limiter is not None]
     for stream in joint:
         may_select(exchange, leads, stream, int(stream.position[Head.KEY]))

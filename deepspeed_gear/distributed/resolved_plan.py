@@ -51,58 +51,37 @@ from deepspeed_gear.store.table_spec import TableSpec
 
 @dataclass(frozen=True)
 class ResolvedTable:
-    """A table of a replay, from which its store, its streams and its exchanges are made.
-
-    Args:
-        dataset: This node's part of its data set; None: it has a capacity.
-        streams: By name; empty: it is not sampled.
-        store: Of this node; None: the table lies on devices.
-        exchange: Which node needs which of its rows; None: this node exchanges none.
-        rooms: Of each stream, where the rows of other nodes arrive in this node's store.
-        writing: What processes that only write read of the config; empty for a data set.
-    """
+    """A table of a replay, from which its store, its streams and its exchanges are made."""
 
     options: TableConfig
     schema: Schema
-    dataset: Dataset | None
-    streams: Mapping[str, StreamSpec]
-    store: TableSpec | None = None
-    exchange: ExchangePlan | None = None
+    dataset: Dataset | None  # this node's part of its data set; None: it has a capacity
+    streams: Mapping[str, StreamSpec]  # by name; empty: it is not sampled
+    store: TableSpec | None = None  # of this node; None: the table lies on devices
+    exchange: ExchangePlan | None = None  # which node needs which of its rows; None: this one exchanges none
+    #: Of each stream, where the rows of other nodes arrive in this node's store.
     rooms: Mapping[str, ArrivalRoom] = field(default_factory=dict)
+    #: What processes that only write read of the config; empty for a data set.
     writing: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """The plan of a replay, on which all ranks have agreed before there is a store.
-
-    Args:
-        exchange: The control plane between all ranks.
-        config: Options that need no resolution.
-        topology: Places and nodes of all ranks.
-        info: Sizes of a batch.
-        datasets: This node's data sets, by table.
-        fields: Of a whole batch.
-        needs: Fields that this rank reads of a batch.
-        placement: Which node holds which shards.
-        mixture: Numbers of samples from each sampled table; None: there is one.
-        tables: By name.
-        group: The process group whose ranks the topology counts; None for all.
-    """
+    """The plan of a replay, on which all ranks have agreed before there is a store."""
 
     exchange: ControlPlane
-    config: GearConfig
+    config: GearConfig  # options that need no resolution
     ops: Ops
     topology: Topology
     info: BatchInfo
-    datasets: Mapping[str, Dataset]
+    datasets: Mapping[str, Dataset]  # this node's, by table
     schemas: Mapping[str, Schema]
-    fields: Sequence[ResolvedField]
-    needs: ReadNeeds
+    fields: Sequence[ResolvedField]  # of a whole batch
+    needs: ReadNeeds  # fields that this rank reads of a batch
     placement: ShardPlacement
-    mixture: Mixture | None
+    mixture: Mixture | None  # numbers of samples from each sampled table; None: there is one
     tables: Mapping[str, ResolvedTable]
-    group: Any = None
+    group: Any = None  # the process group whose ranks the topology counts; None for all
 
     @property
     def holds_shard(self) -> bool:
@@ -169,13 +148,19 @@ def resolve_plan(
     needs = agree("the fields", lambda: needs_of(here, options, fields))
     placement = place_tables(exchange, topology, options, datasets)
     leads_shard = topology.leads_node and topology.node in placement.order
-    own = agree("the weights", lambda: _own_weights(options, datasets, fields))
+    sampled_data = {name: datasets[name] for name in options.sampled_tables if name in datasets}
+    own = agree(
+        "the weights",
+        lambda: {name: weight_total(options, fields, name, data) for name, data in sampled_data.items()},
+    )
     of_nodes = [weights for weights in exchange.gather(own if leads_shard else None) if weights is not None]
 
     def streams(name: str) -> dict[str, StreamSpec]:
         dataset = datasets.get(name)
         num_items = num_items_of(options, name, known[name], dataset)
-        weights = sum(node[name] for node in of_nodes) if name in own else None
+        weights = own.get(name, 0.0)
+        if dataset is not None and dataset.part is not None:
+            weights = sum(node[name] for node in of_nodes)
         placed = None if on_device else placement
         return streams_of(options, name, dataset, num_items, fields, sizes, placed, weights)
 
@@ -219,13 +204,7 @@ def resolve_plan(
 
 
 def _read_config(exchange: ControlPlane, given: Any) -> tuple[GearConfig, dict[str, Any]]:
-    """Parse the config on every rank and compare. Collective.
-
-    Returns:
-        The config, and the batch sizes of the ds_config around it, if there is one.
-    Raises:
-        ConfigError: It is wrong, or differs between ranks.
-    """
+    """Parse the config on every rank and compare; return it, and batch sizes of the ds_config around it."""
     section, sizes = exchange.agree("reading the config", lambda: ds_config.read(given))
     config = exchange.agree("the gear section", lambda: parse(section))
     others = exchange.gather((config.to_json(), sizes))
@@ -252,11 +231,7 @@ def _check_placement(config: GearConfig, on_device: bool) -> None:
 
 
 def _compare_node(exchange: ControlPlane, topology: Topology, config: GearConfig) -> None:
-    """Check that the ranks of a node have the same backend and `load` for their common store. Collective.
-
-    Raises:
-        ConfigError: Backend or `load` differ.
-    """
+    """Check that the ranks of a node have the same backend and `load` for their common store. Collective."""
     tables = config.resolved_tables.items()
     mine: dict[str, str] = {"gear.backend": "cpu" if config.backend == "auto" else config.backend}
     mine |= {f"gear.tables.{name}.data.load": t.data.load for name, t in tables if t.data is not None}
@@ -340,11 +315,7 @@ def statistics_of(config: GearConfig, data: Mapping[str, Dataset]) -> Mapping[st
 def batch_info(
     config: GearConfig, topology: Topology, given: BatchInfo | None, sizes: Mapping[str, Any]
 ) -> BatchInfo:
-    """Return the sizes of a batch: those of an engine, a ds_config, the config, or of packed batches.
-
-    Raises:
-        ConfigError: They do not suit the ranks.
-    """
+    """Return the sizes of a batch: those of an engine, a ds_config, the config, or of packed batches."""
     place = topology.place
     if config.pack is not None:
         worlds = place.data_world, place.tensor_world, place.pipe_world, place.sequence_world
@@ -360,13 +331,3 @@ def batch_info(
         return BatchInfo(*ds_config.micro_and_accumulation(sizes, place.data_world), place.data_world)
     micro, _ = batch_sizes(config, place.data_world)
     return BatchInfo(micro, config.gradient_accumulation_steps, place.data_world)
-
-
-def _own_weights(
-    config: GearConfig, datasets: Mapping[str, Dataset], fields: Sequence[ResolvedField]
-) -> dict[str, float]:
-    """Return the weights of the items that this node has, of sampled tables of which it has a part."""
-    held = {name: datasets[name] for name in config.sampled_tables if name in datasets}
-    return {
-        name: weight_total(config, fields, name, part) for name, part in held.items() if part.part is not None
-    }

@@ -24,21 +24,15 @@ Parts = Mapping[int, Mapping[str, DatasetPart | None]]  # each node's part on di
 
 @dataclass(frozen=True)
 class ShardPlacement:
-    """The shards of all tables, and the nodes that hold them.
+    """The shards of all tables, and the nodes that hold them."""
 
-    Args:
-        order: Nodes that hold shards, in the order of the shards.
-        shards: This node's part of each table that is not held as a whole.
-        spread: Tables whose batches are selected by all nodes together.
-        bounds: Of each spread table with a data set: first id of each shard, and the number of ids.
-        loaded: Of each spread table with a capacity that a checkpoint has filled: ids, ascending, the shard
-            of each, and an id below which there are no others.
-    """
-
-    order: tuple[int, ...]
-    shards: dict[str, Shard]
-    spread: frozenset[str]
+    order: tuple[int, ...]  # nodes that hold shards, in the order of the shards
+    shards: dict[str, Shard]  # this node's part of each table that is not held as a whole
+    spread: frozenset[str]  # tables whose batches are selected by all nodes together
+    #: Of each spread table with a data set: first id of each shard, and the number of ids.
     bounds: dict[str, np.ndarray] = field(default_factory=dict, compare=False)
+    #: Of each spread table with a capacity that a checkpoint has filled: ids, ascending, the shard of each,
+    #: and an id below which there are no others.
     loaded: dict[str, tuple[np.ndarray, np.ndarray, int]] = field(default_factory=dict, compare=False)
 
     def shard_of(self, name: str, ids: np.ndarray) -> np.ndarray:
@@ -60,11 +54,7 @@ class ShardPlacement:
 def place_tables(
     exchange: ControlPlane, topology: Topology, config: GearConfig, datasets: Mapping[str, Dataset]
 ) -> ShardPlacement:
-    """Return the placement of all tables' shards. Collective.
-
-    Raises:
-        ConfigError, DataError: On every rank, with the table of all nodes.
-    """
+    """Return the placement of all tables' shards. Collective; its errors are raised on every rank."""
     own = {name: data.part for name, data in datasets.items()} if topology.leads_node else None
     parts = exchange.gather(own)
     by_node = {topology.nodes[rank]: found for rank, found in enumerate(parts) if found is not None}

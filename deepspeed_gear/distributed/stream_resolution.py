@@ -59,7 +59,7 @@ def streams_of(
     fields: Sequence[ResolvedField],
     info: BatchInfo,
     placement: ShardPlacement | None,
-    weight_total: float | None,
+    weight_total: float,
 ) -> dict[str, StreamSpec]:
     """Return the training stream and one evaluation stream per split of a sampled table, by name.
 
@@ -67,25 +67,18 @@ def streams_of(
         dataset: This node's part of the table's data set; None: the table has a capacity.
         num_items: Most items that the table ever holds, all nodes together.
         placement: Of the tables on nodes; None: every replica samples a table of its own.
-        weight_total: Sum of the weights of all items where this node has only a part; None: it has all.
+        weight_total: Sum of the weights of all items, all nodes together; 0 where it is not known yet.
     Raises:
-        DataError: The data set's weights are negative, infinite or NaN.
         ConfigError: The table has groups and a split.
     """
     options, table = config.item_sampler, config.resolved_tables[name]
     group, rate, split = table.group, table.rate_limiter, split_of(config, name, dataset)
     admitted = _admitted(config, fields, split, group)
-
-    def total_weight(column: str) -> float:
-        if weight_total is not None:
-            return weight_total
-        return 0.0 if dataset is None else _sum_of_weights(column, admitted, dataset)
-
     if group is not None and split:
         refuse_split(f"gear.tables.{name}", split)
     sampler, waiting = sampler_for(options), 4 * info.micro * info.accumulation * (config.prefetch + 2)
     bits = most_mass_bits(num_items)
-    scope = SamplerScope(admitted, config.prefetch, max(MIN_LOG_SIZE, waiting), bits, total_weight)
+    scope = SamplerScope(admitted, config.prefetch, max(MIN_LOG_SIZE, waiting), bits, weight_total)
     sampling = sampler.spec(scope)
     is_spread, num_holders = False, 1
     if placement is not None:
@@ -164,15 +157,15 @@ def read_columns(
 
 
 def weight_total(config: GearConfig, fields: Sequence[ResolvedField], table: str, dataset: Dataset) -> float:
-    """Return the sum of the weights of the items of a data set, or of a part; 0 without weights."""
+    """Return the sum of the weights of the items of a data set, or of a part; 0 without weights.
+
+    Raises:
+        DataError: They are negative, infinite or NaN.
+    """
     column = config.item_sampler.weight_column
     if column is None:
         return 0.0
-    return _sum_of_weights(column, _admitted(config, fields, split_of(config, table, dataset)), dataset)
-
-
-def _sum_of_weights(column: str, admitted: MassRule, dataset: Dataset) -> float:
-    """Return the sum of the weights of all items; raise a DataError if they are no weights."""
+    admitted = _admitted(config, fields, split_of(config, table, dataset))
     weights = as_numbers(dataset.columns[column], dataset.schema[column])
     check_weights(f"table {dataset.path}: column {column}", weights)
     anchors = admitted.anchors.num_anchors(dataset.lengths)

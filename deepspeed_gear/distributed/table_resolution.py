@@ -25,8 +25,6 @@ from deepspeed_gear.store.writer_options import options_of, with_schema
 
 STEPS_PER_SLOT, LEAST_SLOTS = 16, 1024  # trajectories of a table whose config gives no number
 EDGE = 2  # rows on both sides of the arrivals, which belong to no trajectory
-
-
 _DEFAULTS = {
     "table": defaults_of(TableConfig),
     "rate_limiter": defaults_of(RateLimiterConfig),
@@ -89,14 +87,7 @@ def environment_sizes(name: str, table: TableConfig, schema: Schema) -> tuple[in
 
 
 def check_holds_batch(config: GearConfig, name: str, schema: Schema, stream: StreamSpec, count: int) -> None:
-    """Raise if a table can never hold the items of a global batch at once, so that none is ever drawn.
-
-    Args:
-        name: Of the table, which has a capacity.
-        count: Stores that hold it together.
-    Raises:
-        ConfigError: It is too small.
-    """
+    """Raise if a table in `count` stores can never hold the items of a global batch: none would be drawn."""
     table, sampler, samples = config.resolved_tables[name], stream.sampler, stream.num_samples(0)
     queue = table.rate_limiter is not None and table.rate_limiter.queue is not None
     if not (sampler.each_once or sampler.drops_tail):
@@ -117,13 +108,7 @@ def check_holds_batch(config: GearConfig, name: str, schema: Schema, stream: Str
 
 
 def num_items_of(config: GearConfig, name: str, schema: Schema, dataset: Dataset | None) -> int:
-    """Return an upper bound on the items that a table ever holds; the same for any number of nodes.
-
-    Args:
-        dataset: This node's part of its data set; None: the table has a capacity.
-    Raises:
-        ConfigError: The bytes hold no step.
-    """
+    """Return an upper bound on the items that a table ever holds; the same for any number of nodes."""
     by_step = config.item_sampler.unit == "step"
     if dataset is not None:
         whole = dataset.num_steps if dataset.part is None else dataset.part.steps
@@ -141,8 +126,8 @@ def group_spec_of(group: GroupConfig, schema: Schema, read: Iterable[str], num_s
     """Return the specification of a table's groups.
 
     Args:
-        num_slots: Trajectories that the store can hold; 0: it is a data set, which no group leaves.
         read: The columns that batches and the sampler read, or that its options name.
+        num_slots: Trajectories that the store can hold; 0: it is a data set, which no group leaves.
     """
     conditions = [
         GroupCondition(column, statistic, bounds.min, bounds.max)
@@ -168,13 +153,11 @@ def group_spec_of(group: GroupConfig, schema: Schema, read: Iterable[str], num_s
 
 
 def retention_of(config: GearConfig, name: str, capacity: tuple[int, int], batch: int) -> Retention:
-    """Return the retention of the trajectories of a table with a capacity.
+    """Return the retention of the trajectories of a table.
 
     Args:
         capacity: Steps and trajectories that a store holds.
         batch: Samples of a global batch that come from the table.
-    Raises:
-        ConfigError: The rate limiter never admits a batch, or there is no such eviction policy.
     """
     table, at = config.resolved_tables[name], f"gear.tables.{name}"
     policy_class(table.remove, f"{at}.remove")
@@ -233,13 +216,11 @@ def store_of(
 
     Args:
         dataset: What this node has of its data set; None: the table has a capacity.
-        fields: Of a whole batch.
         num_peers: Processes of the node that attach.
         shard: What the store holds; None: the whole table.
         batch: Samples of a global batch that come from the table, at most.
     Raises:
         DataError: The shard is not in what the node has of the data set.
-        ConfigError: The longest trajectory does not fit into one shard.
     """
     table, is_sampled = config.resolved_tables[name], name in config.sampled_tables
     returns = is_sampled and any(field.derived == "return_to_go" for field in fields)
@@ -338,7 +319,7 @@ def with_arrivals(
 
 
 def writing_of(config: GearConfig, spec: TableSpec) -> dict[str, Any]:
-    """Return the description of a table for processes that only write; empty for a data set."""
+    """Return what processes that only write read of the config; empty for a data set."""
     if spec.dataset is not None:
         return {}
     table = config.resolved_tables[spec.name]

@@ -20,13 +20,9 @@ AXES = ("pipe", "data", "sequence", "tensor")
 class RankCoordinates:
     """A rank's coordinates in the grid of parallelism. Pure.
 
-    The ranks of one `data_rank` are a replica: they train on the same samples.
-
-    Args:
-        data_rank, data_world: Index of its replica, and the number of replicas.
-        tensor_rank, tensor_world: Index among the ranks with slices of the same layers, and their number.
-        pipe_rank, pipe_world: Stage, and the number of stages.
-        sequence_rank, sequence_world: Its part of the time axis, and the number of parts.
+    The ranks of one `data_rank` are a replica: they train on the same samples. `tensor_rank` is the index
+    among those with slices of the same layers, `pipe_rank` the stage, and `sequence_rank` the part of the
+    time axis.
     """
 
     data_rank: int = 0
@@ -76,17 +72,12 @@ class RankCoordinates:
 
 @dataclass(frozen=True)
 class Topology:
-    """Coordinates and node of every rank.
-
-    Args:
-        nodes: Number of the node of each rank, counted from 0 in the order of ranks.
-        names: Host name of each node; empty: not known.
-    """
+    """Coordinates and node of every rank."""
 
     rank: int
     places: tuple[RankCoordinates, ...]
-    nodes: tuple[int, ...]
-    names: tuple[str, ...] = field(default=(), compare=False)
+    nodes: tuple[int, ...]  # number of the node of each rank, counted from 0 in the order of ranks
+    names: tuple[str, ...] = field(default=(), compare=False)  # host of each node; empty: not known
 
     @property
     def world_size(self) -> int:
@@ -152,11 +143,7 @@ class Topology:
 
     @classmethod
     def discover(cls, exchange: ControlPlane, place: RankCoordinates) -> Topology:
-        """Return the topology of all ranks, after checking that their places form a grid. Collective.
-
-        Raises:
-            ConfigError: They do not.
-        """
+        """Return the topology of all ranks, after `check_grid` of their places. Collective."""
         answers = exchange.gather((node_identity(), place, socket.gethostname()))
         places = tuple(place for _, place, _ in answers)
         check_grid(places)

@@ -24,23 +24,16 @@ EXAMPLE = '"pipeline": {"inputs": ["observation"], "labels": ["action", "mask.ac
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """Maps each sample of a global batch to the nodes that need it, and to the rows that they read.
+    """Maps each sample of a global batch to the nodes that need it, and to the rows that they read."""
 
-    Args:
-        holders: Nodes that hold a shard, in the order of their shards.
-        index: Of this node among them; -1 if it holds none.
-        readers: Nodes (indices of holders) with a rank of each replica that reads; -1 after the last.
-            [data_world, most].
-        needs: The different sets of rows that are read of a sample, by index.
-        need_of: Index into `needs` of each node for each replica's samples; -1: it reads nothing.
-            [S, data_world], int16: of 1,024 nodes with 8 ranks each, 16 MiB.
-    """
-
-    holders: tuple[int, ...]
-    index: int
+    holders: tuple[int, ...]  # nodes that hold a shard, in the order of their shards
+    index: int  # of this node among them; -1 if it holds none
     data_world: int
+    #: Nodes (indices of holders) with a rank of each replica that reads; -1 after them. [data_world, most].
     readers: np.ndarray
-    needs: tuple[RowReads, ...]
+    needs: tuple[RowReads, ...]  # the different sets of rows that are read of a sample
+    #: Index into `needs` of each node for each replica's samples; -1: it reads nothing. [S, data_world],
+    #: int16: of 1,024 nodes with 8 ranks each, 16 MiB.
     need_of: np.ndarray
 
     @property
@@ -92,13 +85,7 @@ def routes_of(
     fields: Sequence[ResolvedField],
     schema: Schema,
 ) -> ExchangePlan:
-    """Return the exchange plan of a topology.
-
-    Args:
-        topology: Places and nodes of all ranks.
-        order: Nodes that hold a shard, in the order of their shards.
-        fields: Of a whole batch.
-    """
+    """Return the exchange plan of a topology, for the nodes that hold shards in their order."""
     worlds = topology.place.data_world
     found: dict[tuple[int, int], list[ReadNeeds]] = {}
     for place, node in zip(topology.places, topology.nodes, strict=True):
@@ -168,16 +155,11 @@ def _whole_trajectories(needs: Sequence[ReadNeeds], schema: Schema) -> RowReads:
 
 @dataclass(frozen=True)
 class ReadNeeds:
-    """The fields that a rank needs of a batch, by its place in its replica.
+    """The fields that a rank needs of a batch, by its place in its replica."""
 
-    Args:
-        fields: The fields that it gathers, each with its part of the time axis.
-        opaque: The fields of opaque columns, of which it reads the values of its samples.
-    """
-
-    fields: tuple[ResolvedField, ...]
+    fields: tuple[ResolvedField, ...]  # that it gathers, each with its part of the time axis
     n_step: bool
-    opaque: tuple[ResolvedField, ...] = ()
+    opaque: tuple[ResolvedField, ...] = ()  # of opaque columns, of which it reads its samples' values
 
 
 def needs_of(place: RankCoordinates, config: GearConfig, fields: Sequence[ResolvedField]) -> ReadNeeds:
@@ -225,7 +207,7 @@ def _part(field: ResolvedField, place: RankCoordinates) -> ResolvedField:
 
 
 def grid(worlds: Mapping[str, int]) -> list[RankCoordinates]:
-    """Return the coordinates of a grid in the order of ranks: pipeline axis slowest, tensor axis fastest.
+    """Return a grid in the order of ranks: pipeline axis slowest, tensor axis fastest.
 
     Args:
         worlds: Size of each of AXES; 1 where it is missing.
@@ -240,12 +222,10 @@ def grid(worlds: Mapping[str, int]) -> list[RankCoordinates]:
 
 
 def shards_of(sizes: np.ndarray, num_nodes: int) -> np.ndarray:
-    """Return the bounds of the nodes' shards of a data set: contiguous, balanced in bytes.
+    """Return the first trajectory of each node's shard, and N: contiguous, balanced in bytes. [S + 1], int64.
 
     Args:
         sizes: Bytes of each trajectory. [N], int64.
-    Returns:
-        The first trajectory of each node, and N. [S + 1], int64.
     """
     before = np.concatenate([[0], np.cumsum(sizes)])
     wanted = before[-1] * np.arange(1, num_nodes) / num_nodes

@@ -23,40 +23,27 @@ Goals = Callable[[int, torch.Tensor], torch.Tensor | None]
 
 @dataclass
 class NodeSelection:
-    """The selection that is being made.
-
-    Args:
-        key, entry, count: Its number, its entry of the ring, its number of samples.
-        offset: Of its first sample among those of all tables.
-        needs_all: Whether every node gets the resolutions of all samples, as for a digest.
-        asked: Samples whose resolutions this node gets: those that its ranks need, or all. Ascending.
-        owner: Node that holds each of these.
-        is_saved: Whether it is one of a checkpoint.
-        first: Sample number of the first one.
-        own: Samples that this node holds, ascending, by draw. [n] each, int64.
-        records: Their resolutions. [n, 8] each, int64.
-    """
+    """The selection that is being made."""
 
     key: int
-    entry: int
-    count: int
-    offset: int
-    needs_all: bool
-    asked: np.ndarray
-    owner: np.ndarray
-    is_saved: bool = False
-    first: int = 0
-    own: list[np.ndarray] = field(default_factory=list)
-    records: list[torch.Tensor] = field(default_factory=list)
+    entry: int  # of the ring
+    count: int  # samples
+    offset: int  # of its first sample among those of all tables
+    needs_all: bool  # whether every node gets the resolutions of all samples, as for a digest
+    asked: np.ndarray  # samples whose resolutions this node gets: that its ranks need, or all; ascending
+    owner: np.ndarray  # node that holds each of these
+    is_saved: bool = False  # whether it is one of a checkpoint
+    first: int = 0  # sample number of the first one
+    own: list[np.ndarray] = field(default_factory=list)  # samples that this node holds, by draw; ascending
+    records: list[torch.Tensor] = field(default_factory=list)  # their resolutions. [n, 8] each, int64
 
     def draw(self, first: int, own: np.ndarray, records: torch.Tensor, owner: np.ndarray, done: int) -> None:
         """Add draws to the selection, after the `done` ones in it.
 
         Args:
             first: Sample number of the first one.
-            own: Those that this node holds. [n], int64.
-            records: Their resolutions. [n, 8], int64.
-            owner: Node that holds each. [count], int64.
+            own: Those that this node holds, [n], int64; `records` are their resolutions.
+            owner: Node that holds each draw. [count], int64.
         """
         self.first = first - done
         self.own.append(own + done if done else own)
@@ -73,12 +60,7 @@ class NodeSelection:
 
 
 class ResolutionExchange:
-    """Sends resolutions and rows to other nodes; fills this node's ring and arrivals. One thread at a time.
-
-    Args:
-        rows: Exchanges the rows, after the resolutions.
-        goals: Draws the achieved goals of samples.
-    """
+    """Sends resolutions and rows to other nodes; fills this node's ring and arrivals. In one thread."""
 
     def __init__(self, state: StreamState, plan: ExchangePlan, rows: RowExchange, goals: Goals) -> None:
         self._state, self._rows = state, rows
@@ -179,7 +161,6 @@ class RecordExchange:
     """Sends the records of this node's trajectories to all other nodes; fills this node's ring.
 
     One thread at a time. No rows are sent: `TrajectoryExchange` sends those of the packs of a step.
-
     """
 
     def __init__(self, state: StreamState, channel: NodeChannel) -> None:

@@ -30,47 +30,29 @@ FIRST_WORDS = 1024  # of the message buffer, before any message has been encoded
 
 
 class WindowRead(NamedTuple):
-    """The rows of a column that one window of a sample reads.
-
-    Args:
-        first, end: From the anchor on: rows [anchor + first, anchor + end) that the trajectory has.
-        follows: They lie after the sample's n-step steps.
-        edge: The nearest row is read where the trajectory has none of them.
-        final_row: 1 if the column has T+1 rows.
-        is_goal: Of a column of achieved goals: a relabelled sample reads the row that was drawn.
-    """
+    """The rows [anchor + first, anchor + end) of a column that one window of a sample reads."""
 
     column: str
     first: int
     end: int
-    follows: bool = False
-    edge: bool = False
-    final_row: int = 0
-    is_goal: bool = False
+    follows: bool = False  # the rows lie after the sample's n-step steps
+    edge: bool = False  # the nearest row is read where the trajectory has none of them
+    final_row: int = 0  # 1 if the column has T+1 rows
+    is_goal: bool = False  # of a column of achieved goals: a relabelled sample reads the row that was drawn
 
 
 @dataclass(frozen=True)
 class RowReads:
-    """All rows that a replica's ranks on one node read of a sample.
+    """All rows that a replica's ranks on one node read of a sample."""
 
-    Args:
-        reads: Rows of steps, at least one of each column that is read; then those of goals.
-        per_trajectory: Columns of one row per trajectory.
-    """
-
-    reads: tuple[WindowRead, ...]
-    per_trajectory: tuple[str, ...] = ()
+    reads: tuple[WindowRead, ...]  # rows of steps, at least one of each column that is read; then of goals
+    per_trajectory: tuple[str, ...] = ()  # columns of one row per trajectory
 
 
 class RowLayout(NamedTuple):
-    """The row reads as arguments of the ops.
+    """The row reads as arguments of the ops, defined in `ops/reference/encode_rows.py`."""
 
-    Args:
-        names: Columns, those of steps first. [C].
-        windows, members, columns: Defined in `ops/reference/encode_rows.py`.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # columns, those of steps first. [C]
     windows: torch.Tensor
     members: torch.Tensor
     columns: torch.Tensor
@@ -80,12 +62,7 @@ Window = tuple[int, int, int, int, int, int]  # words of `RowWindow` after the g
 
 
 def layout_of(needs: Sequence[RowReads], row_bytes: Mapping[str, int]) -> RowLayout:
-    """Return the layout of row reads for the ops.
-
-    Args:
-        needs: The rows that are read of a sample, by index.
-        row_bytes: Bytes of a row of each column.
-    """
+    """Return the layout of row reads for the ops."""
     of_steps: dict[str, dict[Window, list[int]]] = {}  # windows of each column, and who has them
     single: dict[str, list[int]] = {}
     for index, need in enumerate(needs):

@@ -23,26 +23,16 @@ _SLOT = (1 << SHARD_BITS) - 1
 
 @dataclass(frozen=True)
 class Moves:
-    """Trajectories whose rows move, and where they lie then.
+    """Trajectories whose rows move, and where they lie then."""
 
-    Args:
-        outgoing: Those that this node sends, by receiver: `RowSample`. [n, 7], int64.
-        incoming: Those that it receives, by sender: `RowSample`. [m, 7], int64.
-        used: Rows and slots of the arrivals that were used before.
-        samples: Of the batch, those whose rows come. [k], int64.
-        first_row, slot: Of each of these, from the beginning of the arrivals of the stream. [k] each, int64.
-        has: Which nodes have the rows of which trajectories afterwards. [S, trajectories], bool.
-        end: Rows and slots of the arrivals that are used afterwards.
-    """
-
-    outgoing: np.ndarray
-    incoming: np.ndarray
-    used: tuple[int, int]
-    samples: np.ndarray
-    first_row: np.ndarray
-    slot: np.ndarray
-    has: np.ndarray
-    end: tuple[int, int]
+    outgoing: np.ndarray  # those that this node sends, by receiver: `RowSample`. [n, 7], int64
+    incoming: np.ndarray  # those that it receives, by sender: `RowSample`. [m, 7], int64
+    used: tuple[int, int]  # rows and slots of the arrivals that were used before
+    samples: np.ndarray  # of the batch, those whose rows come. [k], int64
+    first_row: np.ndarray  # of each of these, from the beginning of the stream's arrivals. [k], int64
+    slot: np.ndarray  # as `first_row`
+    has: np.ndarray  # which nodes have the rows of which trajectories afterwards. [S, trajectories], bool
+    end: tuple[int, int]  # rows and slots of the arrivals that are used afterwards
 
 
 class TrajectoryPlaces:

@@ -77,14 +77,14 @@ class SamplerScope:
         prefetch: Global batches that are prefetched.
         max_waiting_updates: Priority updates of one rank that may wait for a selection.
         max_mass_bits: log2 of the largest mass of an item.
-        total_weight: Sum of a column of weights over all items; 0 where it is not known yet.
+        total_weight: Sum of the weights of all items; 0 where it is not known yet.
     """
 
     admitted: MassRule
     prefetch: int
     max_waiting_updates: int
     max_mass_bits: int
-    total_weight: Callable[[str], float]
+    total_weight: float
 
     def priority_rule(
         self,

@@ -74,8 +74,7 @@ class Weighted(RandomDraws):
     options: WeightedSampler
 
     def mass_rule(self, scope: SamplerScope) -> MassRule:
-        column = self.options.weight
-        return replace(scope.admitted, weight=(column, weight_bits(scope.total_weight(column))))
+        return replace(scope.admitted, weight=(self.options.weight, weight_bits(scope.total_weight)))
 
 
 class Custom(RandomDraws):
