@@ -44,20 +44,13 @@ class ActorJob:
 
 @dataclass(frozen=True)
 class Actor:
-    """The actor, as an argument of the policy's factory.
-
-    Args:
-        index, count: Its index, and the number of actors.
-        seed: Of its first environment.
-        envs: Its gymnasium vector environment.
-        board: Board with the learners' newest policy; None without one.
-    """
+    """The actor, as an argument of the policy's factory."""
 
     index: int
-    count: int
-    seed: int
-    envs: Any
-    board: PolicyBoard | None
+    count: int  # of all actors
+    seed: int  # of its first environment
+    envs: Any  # its gymnasium vector environment
+    board: PolicyBoard | None  # with the learners' newest policy; None without one
 
 
 class Stopped(BaseException):
@@ -65,11 +58,7 @@ class Stopped(BaseException):
 
 
 class ActorColumns:
-    """Column names of a table for the values that gymnasium returns.
-
-    Args:
-        schema: Of the table; the roles of its columns map them to gymnasium's values.
-    """
+    """Column names of a table for the values that gymnasium returns, by the roles of its columns."""
 
     def __init__(self, schema: Schema) -> None:
         of_role = {

@@ -228,21 +228,9 @@ class InferenceClient(VectorWriter):
         self._finalizer()
         return completed
 
-    def __enter__(self) -> InferenceClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def attach_places(store: str, num_envs: int, wait_s: float) -> tuple[InferenceMailbox, np.ndarray]:
-    """Attach to the loader of a store with the most free places, and claim some; wait for both.
-
-    Args:
-        store: Name of the table's file.
-        num_envs: Places.
-        wait_s: How long to wait.
-    """
+    """Attach to the loader of a store with the most free places, and claim one for each; wait for both."""
     most = -1
 
     def claim() -> tuple[InferenceMailbox, np.ndarray] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -59,10 +59,26 @@ class InferenceRequest:
             DataError: A column is missing, unknown or does not fit; nothing has changed.
             StoreError: It was answered before, or the loader is closed.
         """
-        self._loader._check_open()
+        slots, answers, places = self._loader._slots, self._loader._answers, self._places
+        if not self._loader._finalizer.alive:
+            raise StoreError(slots.name, "must be open", None, "it was closed")
         if not self._open:
             raise StoreError("a request", "must be answered once")
-        self._loader._answer(self._places, self._rows, self._stamps, columns)
+        wrong = sorted({column.name for column in answers.columns} ^ set(columns))
+        if wrong:
+            wanted = [column.name for column in answers.columns]
+            rule = f"must be one of the answers, all of which must be given: {wanted}"
+            raise DataError(f"{slots.name}: column {wrong[0]}", rule)
+        # Places of processes that have ended meanwhile may be used again.
+        valid = (slots.states[places] == PlaceState.TAKEN) & (slots.stamps[places] == self._stamps)
+        values = []
+        for value in (columns[column.name] for column in answers.columns):
+            if isinstance(value, torch.Tensor):  # an array over the same memory where possible
+                value = value.detach().cpu()
+                value = value if value.dtype == torch.bfloat16 else np.ascontiguousarray(value.numpy())
+            values.append(value)
+        answers.put(values, np.where(valid, self._rows, -1))
+        slots.answered(places[valid])
         self._open = False
 
 
@@ -147,38 +163,9 @@ class InferenceLoader(ProcessBound):
             raise StopIteration
         return InferenceRequest(self, self._slots.take(self.batch_size, self.timeout_s))
 
-    def _answer(
-        self, places: np.ndarray, rows: np.ndarray, stamps: np.ndarray, given: Mapping[str, Any]
-    ) -> None:
-        columns, what = self._answers.columns, self._slots.name
-        wrong = sorted({column.name for column in columns} ^ set(given))
-        if wrong:
-            rule = f"must be one of the answers, all of which must be given: {[c.name for c in columns]}"
-            raise DataError(f"{what}: column {wrong[0]}", rule)
-        # Places of processes that have ended meanwhile may be used again.
-        valid = (self._slots.states[places] == PlaceState.TAKEN) & (self._slots.stamps[places] == stamps)
-        values = []
-        for value in (given[column.name] for column in columns):
-            if isinstance(value, torch.Tensor):  # an array over the same memory where possible
-                value = value.detach().cpu()
-                value = value if value.dtype == torch.bfloat16 else np.ascontiguousarray(value.numpy())
-            values.append(value)
-        self._answers.put(values, np.where(valid, rows, -1))
-        self._slots.answered(places[valid])
-
-    def _check_open(self) -> None:
-        if not self._finalizer.alive:
-            raise StoreError(self._slots.name, "must be open", None, "it was closed")
-
     def close(self) -> None:
         """Close the loader: simulators that wait raise PeerError. Safe to call twice, and done at exit."""
         self._finalizer()
-
-    def __enter__(self) -> InferenceLoader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _columns(

@@ -103,12 +103,7 @@ class InferenceMailbox:
 
     @classmethod
     def create(cls, places: MailboxPlaces, table: Table, peer: int, huge_pages: bool) -> InferenceMailbox:
-        """Create the mailbox file of a rank, with every place free.
-
-        Args:
-            table: Beside whose store it lies.
-            peer: Index of the rank on its node.
-        """
+        """Create the mailbox file of a rank, beside the store of a table, with every place free."""
         layout = places.layout()
         memory = SharedMemory.create(layout.total_bytes, LOADER, huge_pages)
         try:

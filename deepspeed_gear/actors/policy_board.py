@@ -208,12 +208,6 @@ class PolicyBoard(ProcessBound):
         """Detach; the last to detach removes the board. Safe to call twice and at exit."""
         self._finalizer()
 
-    def __enter__(self) -> PolicyBoard:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def _state_of(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the floating-point parameters and buffers of a module by name."""

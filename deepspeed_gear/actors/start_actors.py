@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import deepspeed_gear.liveness as liveness
@@ -119,12 +118,7 @@ class Actors(ProcessBound):
         text = report.get("error", f"exit status {status}; its output, if any, is in this program's stderr")
         return PeerError(f"actor {index}", f"must go on until it is stopped, but:\n{text}")
 
-    def __enter__(self) -> Actors:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None:
             self.stop()
         else:

@@ -74,15 +74,11 @@ class Connection:
     def call(
         self, action: str, header: Mapping[str, Any], most_s: float, batch: pa.RecordBatch | None = None
     ) -> dict[str, Any]:
-        """Call the gateway; return its answer.
+        """Call an action of the gateway; return its answer: `error` in it is one of the gateway, as JSON.
 
         Args:
-            action: Name of the gateway's action.
-            header: Options of the action.
             most_s: Longest time of the call, for any size of the request.
             batch: Trajectories to send, of `gateway_messages.encode`; None: only the header.
-        Returns:
-            The answer; `error` in it is one of the gateway, as JSON.
         """
         message = gateway_messages.pack(header, batch).to_pybytes()
         timeout_s = max(_LEAST_S, min(most_s, _ANSWER_S + len(message) / _BYTES_A_S))

@@ -97,15 +97,11 @@ class Sessions:
     trajectories that the table does not take yet stay with the writers.
 
     Thread safety: any thread may call anything; only one thread adds.
-
-    Args:
-        add: Adds a trajectory; as TrajectoryWriter.add.
-        most_waiting: Requests that wait at once for their trajectories to be added.
     """
 
     def __init__(self, add: Callable[[Mapping[str, Any]], int], most_waiting: int = MOST_WAITING) -> None:
         self._add, self._waiting = add, threading.Semaphore(most_waiting)
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, Session] = {}  # by name of the writer
         self._adder = ThreadPoolExecutor(1, "gear-add")
         self.error: GearError | None = None  # why nothing is added any more
         self.num_added = 0
@@ -254,15 +250,10 @@ class Gateway:
         self._writer, self.sessions, self._id = writer, Sessions(writer.add), secrets.token_hex(16)
         writer.waiting_checks.append(self.sessions.check)
         actions = {"hello": self._hello, "put": self._put, "bye": self._bye}
-        handlers = {
-            name: grpc.unary_unary_rpc_method_handler(partial(_answer, action))
-            for name, action in actions.items()
-        }
         self._workers = ThreadPoolExecutor(_NUM_WORKERS, "gear-serve")
         self._server = grpc.server(
             self._workers,
-            handlers=[grpc.method_handlers_generic_handler(gateway_messages.SERVICE, handlers)],
-            interceptors=[_Guard(token)],
+            handlers=[_Calls(token, actions)],
             options=[
                 ("grpc.max_receive_message_length", max_message_bytes + gateway_messages.SLACK_BYTES),
                 ("grpc.per_message_decompression", 0),  # writers send none: a small message stays small
@@ -387,22 +378,24 @@ def _answer(action: Action, message: bytes, _: grpc.ServicerContext) -> bytes:
     return json.dumps(answer).encode()
 
 
-class _Guard(grpc.ServerInterceptor):
-    """Interceptor that refuses calls without the token, before their message is received."""
+class _Calls(grpc.GenericRpcHandler):
+    """Handlers of calls by their actions; a call without the token ends before its message is received."""
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, actions: Mapping[str, Action]) -> None:
         self._wanted = f"Bearer {token}".encode()
+        self._handlers = {
+            name: grpc.unary_unary_rpc_method_handler(partial(_answer, action))
+            for name, action in actions.items()
+        }
         # A handler of unary requests would receive the message first; this one reads none of its stream.
         self._refuses = grpc.stream_unary_rpc_method_handler(
             lambda _, context: context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is wrong")
         )
 
-    def intercept_service(
-        self, continuation: Callable[[Any], Any], details: grpc.HandlerCallDetails
-    ) -> grpc.RpcMethodHandler | None:
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         """Return the handler of a call: the refusing one unless its metadata have the token."""
         given = dict(details.invocation_metadata).get("authorization", "")
         if hmac.compare_digest(given.encode(), self._wanted):  # its time does not depend on the difference
-            return continuation(details)
+            return self._handlers.get(details.method.removeprefix(f"/{gateway_messages.SERVICE}/"))
         LOG.warning("gear serve: refused a call with a wrong token")
         return self._refuses

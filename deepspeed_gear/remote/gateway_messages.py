@@ -47,11 +47,7 @@ def trajectory_bytes(arrays: Arrays) -> int:
 
 
 def encode(schema: Schema, trajectories: Sequence[tuple[int, Arrays]]) -> pa.RecordBatch:
-    """Return trajectories as a record batch.
-
-    Args:
-        trajectories: Number and columns of each; the columns as they are stored.
-    """
+    """Return trajectories, by number and columns as they are stored, as a record batch."""
     columns = [pa.array([number for number, _ in trajectories], pa.int64())]
     for column in schema:
         values = [np.ascontiguousarray(arrays[column.name]).reshape(-1) for _, arrays in trajectories]

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
@@ -64,15 +63,10 @@ class SendOptions:
 
 
 class RetryPolicy:
-    """Retries of lost calls: with ever longer pauses, until there was no answer for `timeout_s`.
+    """Retries of lost calls: with ever longer pauses, until there was no answer for `timeout_s`."""
 
-    Args:
-        what: Name of the server in the error.
-        timeout_s: Longest time without an answer.
-    """
-
-    def __init__(self, what: str, timeout_s: float) -> None:
-        self._what, self._timeout_s = what, timeout_s
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self._url, self._timeout_s = url, timeout_s
         self.reset()
 
     def reset(self) -> None:
@@ -86,7 +80,8 @@ class RetryPolicy:
         self._until = now + self._timeout_s if self._until is None else self._until
         if now > self._until:
             rule = f"must answer within {self._timeout_s:g} s"
-            raise LostNodeError(self._what, rule, None, f"does it run, and is the url right? {error}")
+            remedy = f"does it run, and is the url right? {error}"
+            raise LostNodeError(f"gateway {self._url}", rule, None, remedy)
         stopped.wait(self._pause_s * random.uniform(0.5, 1.0))  # so that many writers do not retry at once
         self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
 
@@ -100,9 +95,9 @@ def end_session(line: Connection, who: Mapping[str, str]) -> None:
 
 
 class QueuedTrajectory(NamedTuple):
-    """A trajectory that is not acknowledged: its number from 0, its columns, their bytes, when it came."""
+    """A trajectory that is not acknowledged."""
 
-    number: int
+    number: int  # from 0
     arrays: Mapping[str, np.ndarray]
     num_bytes: int
     since: float  # as time.monotonic
@@ -129,7 +124,7 @@ class Sender:
     ) -> None:
         self._line, self._schema, self._who = line, schema, who
         self._options, self._timeout_s = options, timeout_s
-        self._retries = RetryPolicy(f"gateway {line.url}", timeout_s)
+        self._retries = RetryPolicy(line.url, timeout_s)
         self._asks = False  # the last batch is pending, or its state unknown: ask before the next is sent
         self._upto = -1
         self.refused: list[tuple[int, GearError]] = []
@@ -148,11 +143,9 @@ class Sender:
     # ---- the side of the actor -------------------------------------------------------------------
 
     def put(self, arrays: Mapping[str, np.ndarray], num_bytes: int) -> int:
-        """Append a trajectory, waiting while the queue is full; return its number.
+        """Append the columns of a trajectory, which do not change any more; return its number.
 
-        Args:
-            arrays: Its columns, which do not change any more.
-            num_bytes: Of them.
+        Waits while the queue is full.
         """
         most = self._options.buffer_bytes
         with self._changed:
@@ -367,7 +360,7 @@ class RemoteWriter(ProcessBound):
             "client": client,
             "schema": None if schema is None else schema.to_json(),
         }
-        retries, hello = RetryPolicy(f"gateway {url}", timeout_s), None
+        retries, hello = RetryPolicy(url, timeout_s), None
         while hello is None:
             try:
                 hello = line.call("hello", header, timeout_s)
@@ -512,12 +505,7 @@ class RemoteWriter(ProcessBound):
                 self._open = False
                 self._finalizer()
 
-    def __enter__(self) -> RemoteWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
         try:
             self.close()
         except GearError as second:

@@ -17,7 +17,7 @@ _living: weakref.WeakSet[ProcessBound] = weakref.WeakSet()
 
 
 class ProcessBound:
-    """Base of classes whose objects only the process that made them may use."""
+    """Base of classes whose objects only the process that made them may use; a `with` block closes them."""
 
     def __new__(cls: type[Bound], *arguments: Any, **options: Any) -> Bound:
         """Register an object, weakly, for `_leave_to_parent`."""
@@ -30,6 +30,16 @@ class ProcessBound:
         name = type(self).__name__
         rule = "must stay in the process that made it: it cannot be pickled or copied"
         raise StoreError(f"a {name}", rule, None, f"make a {name} in the process that uses it")
+
+    def __enter__(self: Bound) -> Bound:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.close()
+
+    def close(self) -> object:
+        """Release what the object holds; classes with another end have a block of their own."""
+        raise NotImplementedError
 
 
 class InForkedChild:

@@ -601,12 +601,6 @@ class VectorWriter(ProcessBound):
             self._growing = []
         return self._take_completed()
 
-    def __enter__(self) -> VectorWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # ---- room ------------------------------------------------------------------------------------
 
     def _truncate(self, envs: np.ndarray) -> None:
