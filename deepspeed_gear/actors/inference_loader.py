@@ -14,7 +14,7 @@ from deepspeed_gear.actors.inference_mailbox import InferenceMailbox, MailboxPla
 from deepspeed_gear.errors import ConfigError, DataError, StoreError
 from deepspeed_gear.replay.replay import Replay
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.column_arrays import as_tensor
+from deepspeed_gear.store.native_rows import as_tensor
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.timeouts import check_timeout
 from deepspeed_gear.writer.inserter import refuse_read_only

@@ -19,7 +19,7 @@ import numpy as np
 from deepspeed_gear.errors import NotReadyError, PeerError, StoreError
 from deepspeed_gear.ops.backends import Ops, load_library
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.memory_layout import Layout, Region, read_header, read_meaning, write_header
+from deepspeed_gear.store.memory_layout import Layout, Region, read_header, write_header
 from deepspeed_gear.store.row_allocator import is_among
 from deepspeed_gear.store.shared_memory import SHM, PeerTakenError, SharedMemory, file_path, opened_file
 from deepspeed_gear.store.store_lock import BELL_WORDS, FutexEvents, StoreLock
@@ -126,14 +126,14 @@ class InferenceMailbox:
         """Attach to the mailbox file of a loader."""
         path = file_path(name)
         with opened_file(path) as fd:
-            meaning, _ = read_meaning(fd, str(path))
-        for peer in range(1, int(meaning["inference"]["count"]) + 1):
+            layout, _ = read_header(fd, str(path))
+        for peer in range(1, int(layout.meaning["inference"]["count"]) + 1):
             try:
                 memory = SharedMemory.attach(name, peer)
             except PeerTakenError:
                 continue
             try:
-                layout, _ = read_header(memory.buffer, memory.num_bytes, str(memory.path))
+                layout, _ = read_header(memory.fd, str(memory.path))
                 known = layout.meaning["inference"]
                 known |= {name: tuple(known[name]) for name in ("asks", "answers")}
                 places = MailboxPlaces(**{**known, "schema": Schema.from_json(known["schema"])})

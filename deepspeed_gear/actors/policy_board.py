@@ -96,7 +96,7 @@ class PolicyBoard(ProcessBound):
         """
         memory = SharedMemory.attach_one_of(name, range(1, 1 + MAX_READERS))
         try:
-            layout, _ = read_header(memory.buffer, memory.num_bytes, str(memory.path))
+            layout, _ = read_header(memory.fd, str(memory.path))
             if "board" not in layout.meaning:
                 raise StoreError(str(memory.path), "must be a policy board")
             return cls(memory, layout)

@@ -86,7 +86,7 @@ def save_table(
             "schema": spec.schema.to_json(),
             "next_id": int(table.control[Control.NEXT_ID]),
             "inserted": table.control[[Control.INSERTED, Control.STEPS_INSERTED]].tolist(),
-            **({} if spec.group is None else {"group": spec.group.to_json()}),
+            **({} if spec.group is None else {"group": asdict(spec.group)}),
             **{stream.spec.name: stream.spec.describe() for stream in streams if stream.spec.name == TRAIN},
             "save": save_id,
             **({} if shard is None else {"shard": asdict(shard)}),

@@ -21,7 +21,7 @@ from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.group_spec import COUNTED, GroupSpec
 from deepspeed_gear.store.groups import forecast_groups
 from deepspeed_gear.store.live_stores import LiveStore
-from deepspeed_gear.store.step_priorities import rows_of
+from deepspeed_gear.store.row_allocator import rows_of
 
 TRAIN = "stream/train/"
 _GEAR = "gear"  # folder of an engine's checkpoint, in that of its tag

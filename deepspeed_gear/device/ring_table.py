@@ -32,7 +32,6 @@ from deepspeed_gear.ops.records import (
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.schema import DTYPES, Schema
-from deepspeed_gear.store.column_arrays import as_tensor
 from deepspeed_gear.store.cuda_registration import (
     CudaRuntime,
     Registration,
@@ -41,6 +40,7 @@ from deepspeed_gear.store.cuda_registration import (
     plan,
     span_of,
 )
+from deepspeed_gear.store.native_rows import as_tensor
 from deepspeed_gear.store.shared_memory import SharedMemory
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 

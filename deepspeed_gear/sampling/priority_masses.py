@@ -19,9 +19,9 @@ from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.sum_tree import ItemMasses, TreeChanges
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.native_rows import address
+from deepspeed_gear.store.pins import StepPriorities
 from deepspeed_gear.store.records import NOTHING, Control
-from deepspeed_gear.store.row_allocator import distinct, is_among
-from deepspeed_gear.store.step_priorities import StepPriorities, rows_of
+from deepspeed_gear.store.row_allocator import distinct, is_among, rows_of
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec
 
@@ -126,12 +126,7 @@ class PriorityMasses(ItemMasses):
             self.reports.take(due)
 
     def apply_reports(self, key: int, reports: list[np.ndarray]) -> None:
-        """Write queued changes of slots to the tree, then priority updates.
-
-        Args:
-            key: Number of the global batch that is selected next.
-            reports: In any order, each with batch and sample number. [n, 6] each, int64.
-        """
+        """Write queued changes of slots to the tree, then priority updates in any order. [n, 6] each."""
         super().apply(key)
         alpha = self.alpha_at(key)
         if alpha != self.words[TreeChanges.ALPHA]:
@@ -209,13 +204,8 @@ class PriorityMasses(ItemMasses):
     def handles_of(self, ids: np.ndarray, anchors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return slot, generation and anchor of items, and which of them the sampler can draw.
 
+        By the ids of trajectories and, where an item is a step, anchors: [n] -> [n, 3], int64, and [n], bool.
         A group has those of its leader, and may be named by any of its trajectories.
-
-        Args:
-            ids: Trajectories. [n], int64.
-            anchors: Steps, where an item is a step. [n], int64.
-        Returns:
-            [n, 3], int64, and [n], bool.
         """
         slots = self.table.slots_of(ids)
         known = slots >= 0

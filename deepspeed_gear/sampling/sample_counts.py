@@ -11,7 +11,7 @@ from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.sum_tree import ItemMasses
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.records import NOTHING, Head
-from deepspeed_gear.store.step_priorities import rows_of
+from deepspeed_gear.store.row_allocator import rows_of
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec
 

@@ -24,13 +24,9 @@ CHEAP = 4  # so many rows may move for each one of the run
 def make_run(table: Table, readers: SelectionPins, num_rows: int) -> int | None:
     """Move extents until a run of `num_rows` rows is free, where the next search begins. Requires the lock.
 
-    Trajectories that a selection has drawn and some process has still to read are not moved, nor open ones.
-
-    Args:
-        table: With a capacity; without spare rows nothing is moved.
-    Returns:
-        Number of rows that were copied. None: there is no such run; eviction is cheaper, or extents that
-        cannot move separate the free rows.
+    Trajectories that a selection has drawn and some process has still to read are not moved, nor open ones;
+    without spare rows none is. Returns the number of copied rows. None: there is no such run; eviction is
+    cheaper, or extents that cannot move separate the free rows.
     """
     control, spec, extents = table.control, table.spec, table.extents
     free = int(control[Control.FREE_ROWS]) - num_rows
@@ -89,7 +85,6 @@ def cheapest_run(
         gaps: Free rows between neighbours. [n], int64.
         lengths: Rows of the extent between two gaps. [n - 1], int64.
         can_move: Which extents can move. [n - 1], bool.
-        wanted: Rows that the joined gap must have.
     Returns:
         The first and the last of the gaps; None: no gaps suffice.
     """

@@ -67,14 +67,12 @@ def plan(
 ) -> RegistrationPlan:
     """Choose the columns to register: whole columns in order, as long as their pages fit into a budget.
 
+    Calls are shared by neighbours, and end where a column ends, up to a page, or after `most` bytes.
+
     Args:
-        columns: Addresses of each column, by name.
         memory: Addresses of the shared memory.
         budget: Bytes that may be registered; None for any number.
-        page: Bytes of a page.
-        most: Bytes of a call at most; a multiple of the page.
-    Returns:
-        Its calls are shared by neighbours, and end where a column ends, up to a page, or after `most` bytes.
+        page: Bytes of a page, of which `most` is a multiple.
     """
     taken: dict[str, Span] = {}
     left_out: dict[str, str] = {}
@@ -134,9 +132,8 @@ def memory_span(memory: SharedMemory) -> Span:
 class CudaRuntime:
     """CUDA's calls. They register memory for all devices, and return the runtime's error codes.
 
-    Args:
-        device: The device that reads the memory. It is current while memory is registered, so torch takes
-            the memory for a tensor of this device.
+    The device reads the memory. It is current while memory is registered, so torch takes the memory for a
+    tensor of this device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -174,10 +171,6 @@ class Registration:
     addressed by the host's: a wrong address would end the process's CUDA context.
 
     Thread safety: none; made and closed by the main thread. Memory must stay mapped until it is closed.
-
-    Args:
-        wanted: The columns to register.
-        runtime: The calls that register them.
     """
 
     def __init__(self, memory: SharedMemory, wanted: RegistrationPlan, runtime: CudaRuntime) -> None:
@@ -264,12 +257,9 @@ class _Alias:
 
 
 def as_device_tensor(column: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """View registered memory as a tensor of a device; the caller must not write to it.
+    """View a registered column, contiguous, as a tensor of a device; the caller must not write to it.
 
     The address is the same for host and device: `Registration` registers nothing where it is not.
-
-    Args:
-        column: Of the host, contiguous, registered. [rows, *shape].
     """
     if column.numel() == 0:
         return torch.empty_like(column, device=device)

@@ -64,11 +64,8 @@ class Evictor:
     def reserve(self, num_steps: int, inserts: int | None = None) -> int:
         """Reserve a slot for a trajectory; evict others as the table's retention defines. Requires the lock.
 
-        Args:
-            num_steps: Steps that rows are reserved for.
-            inserts: Steps that are inserted now; None: all.
-        Returns:
-            The slot, or a Refusal.
+        Rows are reserved for `num_steps`, of which `inserts` are inserted now; None: all. Returns the slot,
+        or a Refusal.
         """
         inserted = num_steps if inserts is None else inserts
         if not self.may_insert(inserted):
@@ -154,12 +151,11 @@ class Evictor:
 def quiet(table: Table, timeout_s: float, word: int = Control.SELECTING) -> Iterator[None]:
     """Hold the lock while a control word is 0.
 
-    Args:
-        timeout_s: Longest wait for that, in seconds.
-        word: SELECTING: no selection over several nodes is under way, which draws from the current contents.
-            PENDING: no process writes rows, so replaced rows belong to no writer.
+    SELECTING: no selection over several nodes is under way, which draws from the current contents. PENDING:
+    no process writes rows, so replaced rows belong to no writer.
+
     Raises:
-        StoreError: It is not 0 in time.
+        StoreError: It is not 0 within `timeout_s`.
     """
     until = time.monotonic() + timeout_s
     while True:
@@ -296,11 +292,8 @@ POLICIES: dict[str, type[EvictionPolicy]] = {
 
 
 def policy_class(name: str, option: str = "remove") -> type[EvictionPolicy]:
-    """Return the class of an eviction policy.
+    """Return the class of a key of `POLICIES`, or of a "module:Class"; `option` is its name in errors.
 
-    Args:
-        name: A key of `POLICIES`, or "module:Class".
-        option: Its name in errors.
     Raises:
         ConfigError: A class from outside cannot be imported, or is no EvictionPolicy.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -120,12 +120,8 @@ class GroupSpec:
     max_trajectories: int = 0  # of a group
     remember: int = 0  # groups that have left the table, at most, of which late trajectories are dropped
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the specification as JSON-able values."""
-        return {**asdict(self), "late": list(self.late), "where": [asdict(one) for one in self.where]}
-
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> GroupSpec:
-        """Return the specification that `to_json` was called on."""
+        """Return the specification in a table's `sizes`."""
         where = tuple(GroupCondition(**one) for one in values["where"])
         return cls(**{**values, "late": tuple(values["late"]), "where": where})

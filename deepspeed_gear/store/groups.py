@@ -36,9 +36,7 @@ SAVED_WORDS: Final = 3
 class TableGroups:
     """The groups of a table. Every method requires the table's lock.
 
-    Args:
-        views: The regions of the store.
-        extents: Its lists of extents; None: it is a data set, whose groups never change.
+    Without `extents` it is a data set, whose groups never change.
     """
 
     def __init__(
@@ -91,13 +89,10 @@ class TableGroups:
         return np.asarray(self.words[leaders, SlotGroup.STEPS])
 
     def trajectories(self, leaders: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the slots of groups, group by group, by member and then by id.
+        """Return the slots of groups, group by group, by member and then by id; and the leader of each.
 
-        Args:
-            leaders: Slots of leaders; they may repeat. [n], int64.
-        Returns:
-            The slots, and for each the index of its leader. [m] each, int64.
-        Cost: a pass over the leaders for each trajectory of the largest group.
+        Leaders are slots, which may repeat: [n] -> slots and indices of leaders, [m] each, int64. Cost: a
+        pass over the leaders for each trajectory of the largest group.
         """
         counts = self.words[leaders, SlotGroup.COUNT]
         begins = np.cumsum(counts) - counts
@@ -343,11 +338,9 @@ class TableGroups:
     # ---- evicting --------------------------------------------------------------------------------
 
     def evict(self, slots: np.ndarray, removed: bool = False) -> np.ndarray:
-        """Evict the whole groups of committed slots. Returns the evicted slots. [n] -> [m], int64.
+        """Evict the whole groups of these committed slots; return the evicted slots. [n] -> [m], int64.
 
-        Args:
-            slots: Any slots of the groups.
-            removed: Whether the program removes them, and may add groups of the same numbers again.
+        With `removed` the program removes them, and may add groups of the same numbers again.
         """
         members = self.whole(slots) if len(slots) else slots
         leaders = members[self.is_leader(members)]
@@ -464,12 +457,9 @@ def forecast_groups(
     """Form the groups of a store as its next selection will, on copies of its words.
 
     Groups are formed when a process selects or evicts. A reader of a running process's store, which changes
-    nothing, would find complete groups that are not formed yet.
+    nothing, would find complete groups that are not formed yet. Returns the store's regions, those that
+    groups change as copies, and the counts of `TableGroups.statistics`.
 
-    Args:
-        views: The regions of the store, with the columns; they are only read.
-    Returns:
-        The regions, those that groups change as copies, and the counts of `TableGroups.statistics`.
     Cost: a pass over the slots, and a sort of the trajectories of groups that are not formed.
     """
     found = {**views, **{region: np.array(views[region]) for region in _CHANGED}}

@@ -19,7 +19,7 @@ import numpy as np
 
 from deepspeed_gear.errors import ConfigError, StoreError, StoreGoneError
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.memory_layout import MAGIC, Layout, RunIdentity, read_header, read_meaning
+from deepspeed_gear.store.memory_layout import MAGIC, Layout, RunIdentity, read_header
 from deepspeed_gear.store.reaper import NAME as REAPER
 from deepspeed_gear.store.shared_memory import SHM, file_path, is_held, opened, opened_file
 from deepspeed_gear.store.writer_options import differences, digest, filled
@@ -49,29 +49,25 @@ def living_stores(process: int | None = None) -> list[LiveStore]:
         processes = sorted(pid for pid in pids if pid != os.getpid())
     else:
         processes = [process]
-    holders: dict[tuple[int, int], list[int]] = {}
-    paths: dict[tuple[int, int], list[Path]] = {}
+    paths: dict[tuple[int, int], list[Path]] = {}  # /proc/PID/fd/N by the identity of the file
     for pid in processes:
         try:
             if process is None and (_PROC / str(pid) / "comm").read_text().rstrip("\n") == REAPER:
                 continue
             for path, identity in _shared_files(pid):
                 paths.setdefault(identity, []).append(path)
-                if pid not in holders.setdefault(identity, []):
-                    holders[identity].append(pid)
         except OSError as error:  # it has ended, or belongs to another user
             if process is not None:
                 rule = f"must be a running process of user {os.geteuid()}"
                 raise StoreError(f"process {pid}", rule, error.strerror) from error
     stores = []
     for identity, candidates in paths.items():
-        mapped = (_open(path, identity, strict=process is not None) for path in candidates)
-        found = next((one for one in mapped if one is not None), None)  # the first that is still open
-        if found is not None:
-            run, layout, views = found
-            stores.append(
-                LiveStore(str(layout.meaning["table"]), tuple(holders[identity]), run, layout, views)
-            )
+        holders = tuple(dict.fromkeys(int(path.parts[2]) for path in candidates))
+        for path in candidates:  # the first that is still open
+            store = _open(path, identity, holders, strict=process is not None)
+            if store is not None:
+                stores.append(store)
+                break
     return stores
 
 
@@ -88,10 +84,8 @@ def _shared_files(pid: int) -> Iterator[tuple[Path, tuple[int, int]]]:
             yield path, (status.st_dev, status.st_ino)
 
 
-def _open(
-    path: Path, identity: tuple[int, int], strict: bool
-) -> tuple[RunIdentity, Layout, dict[str, np.ndarray]] | None:
-    """Map a file read-only; None if it is no store, or the descriptor is another file's by now."""
+def _open(path: Path, identity: tuple[int, int], holders: tuple[int, ...], strict: bool) -> LiveStore | None:
+    """Map a file read-only; None if it is no table, or the descriptor is another file's by now."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -101,20 +95,20 @@ def _open(
         is_same = (status.st_dev, status.st_ino) == identity
         if not is_same or os.pread(fd, len(MAGIC), 0) != MAGIC:  # another program's, or not initialised yet
             return None
+        layout, run = read_header(fd, str(path))
+        name = layout.meaning.get("table")
+        if name is None:  # a policy board, or places of simulators
+            return None
         memory = mmap.mmap(fd, status.st_size, mmap.MAP_SHARED, mmap.PROT_READ)
-    except OSError:  # no permission to map it
-        return None
-    finally:
-        os.close(fd)
-    try:
-        layout, run = read_header(memory, status.st_size, str(path))
     except StoreError:
         if strict:
             raise
         return None  # of another version
-    if "table" not in layout.meaning:  # a policy board, or places of simulators
+    except OSError:  # no permission to map it
         return None
-    return run, layout, layout.views(memory)
+    finally:
+        os.close(fd)
+    return LiveStore(str(name), holders, run, layout, layout.views(memory))
 
 
 RUN_VARIABLE = "GEAR_RUN"
@@ -133,11 +127,7 @@ class NamedStore:
     places: range  # indices for processes that only write
 
     def differences(self, section: Mapping[str, Any]) -> list[str]:
-        """Return the options in which an actor's `gear` section differs from the run's; empty if it fits.
-
-        Raises:
-            SchemaError: The section's schema is wrong.
-        """
+        """Return the options in which an actor's `gear` section differs from the run's; empty if it fits."""
         mine = filled(section, self.table, self.writing["defaults"], self.schema)
         return [] if digest(mine) == self.run.digest else differences(mine, self.writing["options"])
 
@@ -149,9 +139,6 @@ def named_stores(prefix: str) -> tuple[list[NamedStore], list[str]]:
     """Return this user's stores of a prefix that admit writers and have a living rank, and others' errors.
 
     Stores of runs that have ended are left out: writers may still be attached to them.
-
-    Raises:
-        StoreError: This process has too many files open.
     """
     found, others = [], []
     for path, fd in opened(prefix):
@@ -167,17 +154,11 @@ def named_stores(prefix: str) -> tuple[list[NamedStore], list[str]]:
 
 
 def named_store(file: str) -> NamedStore:
-    """Return the store of a file.
-
-    Raises:
-        ConfigError: The name could lead out of /dev/shm.
-        StoreGoneError: It does not exist, or its run has ended.
-        StoreError: It admits no writers, or is no store.
-    """
+    """Return the store of a file; raise a StoreError if it admits no writers, or its run has ended."""
     path = file_path(file)
     with opened_file(path) as fd:
         store = _store(fd, file)
-        if store is None and not (read_meaning(fd, str(path))[0].get("sizes") or {}).get("num_writers"):
+        if store is None and not read_header(fd, str(path))[0].meaning.get("sizes", {}).get("num_writers"):
             rule, remedy = "must admit writers", "set gear.tables.<name>.writers"
             raise StoreError(str(path), rule, None, remedy)
     if store is None:
@@ -187,7 +168,8 @@ def named_store(file: str) -> NamedStore:
 
 def _store(fd: int, file: str) -> NamedStore | None:
     """Return the store of an open file; None if it admits no writers or no rank is attached."""
-    meaning, run = read_meaning(fd, str(SHM / file))
+    layout, run = read_header(fd, str(SHM / file))
+    meaning = layout.meaning
     sizes = meaning.get("sizes")
     if sizes is None or not sizes["num_writers"] or not is_held(fd, 0, sizes["num_peers"]):
         return None
@@ -199,9 +181,8 @@ def _store(fd: int, file: str) -> NamedStore | None:
 def run_names(option: str | None, given: str | None = None) -> list[str]:
     """Return the names and ids of the run that a process asks for; the run must have all. Empty: any run.
 
-    Args:
-        option: `gear.shared_memory.run`.
-        given: As an argument, in place of the option and of the environment's GEAR_RUN.
+    An argument (`given`) takes the place of the option and of the environment's GEAR_RUN.
+
     Raises:
         ConfigError: One cannot be a name.
     """

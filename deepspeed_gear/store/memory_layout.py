@@ -91,11 +91,6 @@ class Layout:
         return hashlib.sha256(self.description.encode()).hexdigest()
 
     @property
-    def offsets(self) -> dict[str, int]:
-        """Byte offset of each region."""
-        return dict(zip((region.name for region in self.regions), self._begins, strict=False))
-
-    @property
     def total_bytes(self) -> int:
         return self._begins[-1]
 
@@ -108,10 +103,9 @@ class Layout:
 
     def views(self, buffer: Any) -> dict[str, np.ndarray]:
         """Return every region as an array over `buffer`, without a copy."""
-        offsets = self.offsets
         return {
-            r.name: np.ndarray(r.shape, np.dtype(r.dtype), buffer=buffer, offset=offsets[r.name])
-            for r in self.regions
+            r.name: np.ndarray(r.shape, np.dtype(r.dtype), buffer=buffer, offset=begin)
+            for r, begin in zip(self.regions, self._begins, strict=False)
         }
 
 
@@ -132,41 +126,16 @@ def write_header(buffer: Any, layout: Layout, run: RunIdentity) -> None:
     header["magic"] = MAGIC
 
 
-def read_header(buffer: Any, num_bytes: int, path: str) -> tuple[Layout, RunIdentity]:
-    """Return layout and run of a store.
+def read_header(fd: int, path: str) -> tuple[Layout, RunIdentity]:
+    """Return layout and run of a store from its open file.
 
     Raises:
         StoreError: It is no store, of another format version, truncated or damaged.
     """
-    if num_bytes < HEADER_BYTES:
-        raise StoreError(path, f"must be a gear store of at least {HEADER_BYTES} bytes", num_bytes)
-    header = _checked(np.ndarray((), HEADER, buffer=buffer), path)
-    if int(header["total_bytes"]) != num_bytes:
-        raise StoreError(path, f"must have {int(header['total_bytes'])} bytes", num_bytes, "it is truncated")
-    text = bytes(buffer[HEADER_BYTES : HEADER_BYTES + int(header["description_bytes"])])
-    layout, run = _parsed(header, text, path)
-    if layout.total_bytes != num_bytes:
-        raise StoreError(path, f"must have the {layout.total_bytes} bytes of its layout", num_bytes)
-    return layout, run
-
-
-def read_meaning(fd: int, path: str) -> tuple[dict[str, Any], RunIdentity]:
-    """Return the agreed description of a store, and its run, without mapping the file.
-
-    Raises:
-        StoreError: As `read_header`.
-    """
-    head = os.pread(fd, HEADER_BYTES, 0)
+    num_bytes, head = os.fstat(fd).st_size, os.pread(fd, HEADER_BYTES, 0)
     if len(head) < HEADER_BYTES:
         raise StoreError(path, f"must be a gear store of at least {HEADER_BYTES} bytes", len(head))
-    header = _checked(np.frombuffer(head, HEADER, 1)[0], path)
-    text = os.pread(fd, min(max(int(header["description_bytes"]), 0), _MOST_TEXT), HEADER_BYTES)
-    layout, run = _parsed(header, text, path)
-    return layout.meaning, run
-
-
-def _checked(header: Any, path: str) -> Any:
-    """Return a store's header; raise unless it has this version."""
+    header = np.frombuffer(head, HEADER, 1)[0]
     if bytes(header["magic"]) != MAGIC:
         raise StoreError(
             path, "must be a gear store", bytes(header["magic"]), "remove the file or use its right name"
@@ -175,12 +144,13 @@ def _checked(header: Any, path: str) -> Any:
         raise StoreError(
             path, f"must have store format {FORMAT}", int(header["format"]), "use one version everywhere"
         )
-    return header
-
-
-def _parsed(header: Any, text: bytes, path: str) -> tuple[Layout, RunIdentity]:
-    """Return a store's layout and run; raise unless its description has the digest in the header."""
+    if int(header["total_bytes"]) != num_bytes:
+        raise StoreError(path, f"must have {int(header['total_bytes'])} bytes", num_bytes, "it is truncated")
+    text = os.pread(fd, min(max(int(header["description_bytes"]), 0), _MOST_TEXT), HEADER_BYTES)
     if hashlib.sha256(text).hexdigest().encode() != bytes(header["layout_digest"]):
         raise StoreError(path, "must have an undamaged layout", None, "remove it with `gear clean`")
+    layout = Layout.parse(text.decode())
+    if layout.total_bytes != num_bytes:
+        raise StoreError(path, f"must have the {layout.total_bytes} bytes of its layout", num_bytes)
     words = (bytes(header[field]).rstrip(b"\0") for field in ("run_id", "run_name", "config_digest"))
-    return Layout.parse(text.decode()), RunIdentity(*(word.decode(errors="replace") for word in words))
+    return layout, RunIdentity(*(word.decode(errors="replace") for word in words))

@@ -87,14 +87,11 @@ def _limits(read: Read) -> Iterator[MemoryLimit]:
 
 
 def cgroup_folders(cgroups: str | None, mounts: str | None) -> list[tuple[int, str]]:
-    """Return the folders of this process's memory cgroups and of all their parents.
+    """Return version and folder of this process's memory cgroups and all their parents, innermost first.
 
-    Args:
-        cgroups: Text of /proc/self/cgroup; None if there is none.
-        mounts: Text of /proc/self/mountinfo; None if there is none.
-    Returns:
-        Version (1 or 2) and folder, the innermost first. A cgroup outside the mounted tree, as in a
-        container without its own cgroup namespace, is taken for the mounted root.
+    From the texts of /proc/self/cgroup and /proc/self/mountinfo, None where a file is missing. A cgroup
+    outside the mounted tree, as in a container without its own cgroup namespace, is taken for the mounted
+    root.
     """
     own = {}
     for line in (cgroups or "").splitlines():

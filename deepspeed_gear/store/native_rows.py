@@ -1,11 +1,13 @@
-"""Rows of columns as C++ sees them: addresses in memory that the caller keeps mapped, and their form."""
+"""Rows of columns for C++ and torch: addresses in memory that the caller keeps mapped, forms, views."""
 
 from __future__ import annotations
 
+import warnings
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 
 from deepspeed_gear.schema import Column
 
@@ -26,3 +28,14 @@ def form_of(native: ModuleType, column: Column) -> Any:
 def address(array: np.ndarray) -> int:
     """Return the address of an array."""
     return int(array.ctypes.data)
+
+
+def as_tensor(array: np.ndarray, dtype: str = "") -> torch.Tensor:
+    """View stored values as a tensor, also read-only ones: the caller must not write to it.
+
+    With the column's `dtype` "bfloat16", which is stored as uint16, it is of that type. [rows, *shape].
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        tensor = torch.from_numpy(np.asarray(array))
+    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor

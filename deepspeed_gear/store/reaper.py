@@ -28,8 +28,6 @@ class Start:
 
     It is started before the file is linked, with its inode: a kill at any instruction leaves no file.
 
-    Args:
-        path: The name that the file gets.
     Raises:
         OSError: No process can be started here, or it does not answer.
     """

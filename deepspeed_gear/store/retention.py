@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -88,11 +88,7 @@ class RateLimiter:
         return max(ahead, self.min_size - size, 0)
 
     def counted(self, control: np.ndarray) -> tuple[int, int, int]:
-        """Return the number of trajectories or steps held, ever added, and reserved but not committed.
-
-        Args:
-            control: The store's control words. [32], int64.
-        """
+        """Return the trajectories or steps held, ever added, and reserved, by the control words. [32]."""
         words = Control.NUM_COMMITTED, Control.INSERTED, Control.PENDING
         if self.unit == "step":
             words = Control.STEPS_COMMITTED, Control.STEPS_INSERTED, Control.STEPS_PENDING
@@ -103,12 +99,9 @@ class RateLimiter:
 def kept(admitted: int, quota: int, gives_all: bool) -> int:
     """Return the quota that a node keeps when it begins an exchange.
 
-    Its writers go on during the exchange, so it keeps half of what they have left. It keeps nothing where
-    samplers wait (the exchange is short): then even the longest trajectory must be admitted on some node.
-
-    Args:
-        admitted: Items that were added or reserved.
-        quota: How many its writers may add, including those.
+    Its writers go on during the exchange, so of what the quota leaves them after the items that were added or
+    reserved (`admitted`) it keeps half. It keeps nothing where samplers wait (the exchange is short): then
+    even the longest trajectory must be admitted on some node.
     """
     return admitted if gives_all else max(admitted, admitted + (quota - admitted) // 2)
 
@@ -161,18 +154,9 @@ class Retention:
             return ()
         return rate.unit == "step", rate.min_size, rate.samples_per_insert, rate.most
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the retention as JSON-able values."""
-        values = asdict(self)
-        if self.rate_limiter is not None:  # JSON has no infinity
-            values["rate_limiter"].update(
-                least=repr(self.rate_limiter.least), most=repr(self.rate_limiter.most)
-            )
-        return values
-
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Retention:
-        """Return the retention that `to_json` was called on."""
+        """Return the retention of a table's `sizes`."""
         rate = values["rate_limiter"]
         if rate is not None:
             rate = RateLimiter(**{**rate, "least": float(rate["least"]), "most": float(rate["most"])})

@@ -44,11 +44,7 @@ class OpenHandle(NamedTuple):
 class RowAllocator:
     """The slots and extents of a store of a table with a capacity. Every method requires the store's lock.
 
-    Args:
-        memory: Of the store: this process's index, and which others are alive. It must stay mapped.
-        views: The store's regions.
-        columns: Rows of each column.
-        arrays: All that is stored by row. [rows, ...] each.
+    Its memory must stay mapped; `arrays` are all that is stored by row. [rows, ...] each.
     """
 
     def __init__(
@@ -114,13 +110,10 @@ class RowAllocator:
             self._native.bell_ring(address(self.control[Control.EVENT :]))
 
     def move(self, slot: int, to: int) -> int:
-        """Move an extent; `end_move` follows when what is derived from its place is derived anew.
+        """Move an extent, whose rows no process reads; return the copied rows, through spare ones twice.
 
-        Args:
-            slot: Of the extent; no process reads its rows.
-            to: Its new first row, before the old one; all rows between them are free.
-        Returns:
-            Number of rows that were copied, those through the spare rows twice.
+        Its new first row `to` lies before the old one, and all rows between them are free. `end_move` follows
+        when what is derived from its place is derived anew.
         """
         control = self.control
         control[Control.MOVE_FROM], control[Control.MOVE_TO] = self.slots[slot, Slot.FIRST_ROW], to
@@ -191,8 +184,7 @@ class RowAllocator:
     def end(self, slot: int, truncated: bool) -> None:
         """Mark a slot as complete; free the rows after its trajectory, or all if nothing is published.
 
-        Args:
-            truncated: Whether to mark its last step as truncated, unless it is terminated.
+        `truncated` marks its last step as truncated, unless it is terminated.
         """
         record = self.slots[slot]
         if record[Slot.STATE] == SlotState.RESERVED:
@@ -213,22 +205,17 @@ class RowAllocator:
 
     def end_all(self) -> None:
         """End all open trajectories: they were loaded from a checkpoint, without their writers."""
-        self._end_as_truncated(np.flatnonzero(self._open))
+        for slot in np.flatnonzero(self._open).tolist():
+            self.end(slot, truncated=True)
 
     def end_abandoned(self, peer: int | None = None) -> None:
         """Free slots reserved by dead processes; end their open trajectories as truncated.
 
-        Args:
-            peer: Index of a process that ended before the current one took it; None: of all dead processes.
+        With the index that a process had before the current one took it, only those of that process.
         """
         begun = np.flatnonzero((self.slots[:, Slot.STATE] == SlotState.RESERVED) | (self._open != 0))
-        if peer is None:
-            self._end_as_truncated(self._of_dead(begun))
-        else:
-            self._end_as_truncated(begun[self.slots[begun, Slot.OWNER] == peer])
-
-    def _end_as_truncated(self, slots: np.ndarray) -> None:
-        for slot in slots.tolist():
+        left = self._of_dead(begun) if peer is None else begun[self.slots[begun, Slot.OWNER] == peer]
+        for slot in left.tolist():
             self.end(slot, truncated=True)
 
     def _of_dead(self, slots: np.ndarray) -> np.ndarray:
@@ -285,8 +272,7 @@ class RowAllocator:
     def first_complete(self, link: int) -> int:
         """Return the first committed slot whose trajectory is complete, -1 if there is none.
 
-        Args:
-            link: SlotLink.NEWER: from the oldest on; SlotLink.OLDER: from the newest on.
+        SlotLink.NEWER: from the oldest on; SlotLink.OLDER: from the newest on.
         """
         slot = int(self.links[self.ends, link])
         while slot != self.ends and self._open[slot]:
@@ -315,6 +301,17 @@ class RowAllocator:
         if changed - seen > len(self.log):
             return None
         return distinct(self.log[np.arange(seen, changed) % len(self.log)])
+
+
+def rows_of(records: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the rows of trajectories of the slot table, one after the other. [n, 8] -> [m] each, int64.
+
+    Each with its row in the store, its step, and the index of its trajectory.
+    """
+    count = records[:, Slot.NUM_ROWS]
+    owner = np.repeat(np.arange(len(records)), count)
+    steps = np.arange(len(owner)) - (np.cumsum(count) - count)[owner]
+    return records[owner, Slot.FIRST_ROW] + steps, steps, owner
 
 
 # `numpy.unique` and `numpy.isin` import `numpy.ma` when they are first called: 15 to 100 ms, for a writer

@@ -56,13 +56,7 @@ def try_lock(fd: int, kind: int, start: int, length: int) -> bool:
 
 
 def file_path(name: str) -> Path:
-    """Return the path of a shared-memory file.
-
-    Args:
-        name: Of the file, or the prefix of its name.
-    Raises:
-        ConfigError: It could lead out of /dev/shm.
-    """
+    """Return the path of a file's name, or prefix; raise a ConfigError if it could lead out of /dev/shm."""
     if not isinstance(name, str) or not name or "/" in name or "\0" in name or name in (".", ".."):
         rule = "must be the name of a file without its folder"
         raise ConfigError(f"name of a file in {SHM}", rule, name, "leave out slashes")
@@ -98,7 +92,6 @@ class SharedMemory:
         """Allocate memory under no name; `link` makes it visible.
 
         Args:
-            num_bytes: Size in bytes.
             peer: Index of this process, for `is_alive` of the others.
             huge_pages: Request transparent huge pages; `huge_bytes` is how many bytes have them.
         Raises:
@@ -150,22 +143,17 @@ class SharedMemory:
         os.posix_fallocate(self.fd, 0, self.num_bytes)
 
     def advise(self, option: int, first: int = 0, num_bytes: int | None = None) -> None:
-        """Call madvise for bytes of the map; None: up to its end.
-
-        Raises:
-            OSError: The kernel refuses.
-        """
+        """Call madvise for bytes of the map; None: up to its end. Raises an OSError if the kernel refuses."""
         whole: Any = self.buffer.obj
         whole.madvise(option, first, self.num_bytes - first if num_bytes is None else num_bytes)
 
     def link(self, name: str, reaped: bool = False) -> None:
         """Give the memory its name in /dev/shm, after it was initialised.
 
-        Args:
-            name: Of the file in /dev/shm.
-            reaped: Start a reaper, which removes the name however the last process ends. Without one, the
-                name stays where all processes are killed, until `remove_garbage`. If no process can be
-                started here, a warning is logged.
+        A reaper (`reaped`) removes the name however the last process ends. Without one, the name stays where
+        all processes are killed, until `remove_garbage`. If no process can be started here, a warning is
+        logged.
+
         Raises:
             ConfigError: The name could lead out of /dev/shm.
             FileExistsError: The name is taken.
@@ -308,12 +296,7 @@ def _open(path: Path) -> int:
 
 @contextlib.contextmanager
 def opened_file(path: Path) -> Iterator[int]:
-    """Open a store's file for reading its header, without attaching.
-
-    Raises:
-        StoreGoneError: It does not exist.
-        StoreError: It cannot be opened.
-    """
+    """Open a store's file to read its header without attaching; StoreGoneError: it does not exist."""
     fd = _open(path)
     try:
         yield fd
@@ -347,8 +330,6 @@ def is_held(fd: int, first: int, count: int) -> bool:
 
 def opened(prefix: str) -> Iterator[tuple[Path, int]]:
     """Iterate over this user's store files of a prefix, living or not, each open during its turn.
-
-    Files of other programs are left out.
 
     Raises:
         ConfigError: The prefix could lead out of /dev/shm.
@@ -386,11 +367,7 @@ def living(prefix: str) -> list[Path]:
 
 
 def remove_garbage(prefix: str) -> list[Path]:
-    """Remove stores of runs that have ended; never touch one that a process is attached to.
-
-    Returns:
-        The files that were removed.
-    """
+    """Remove the stores of runs that have ended, and return them; never one that a process is attached to."""
     removed = []
     for path, fd in opened(prefix):
         if _unlink_if_garbage(fd, path):

@@ -118,10 +118,7 @@ class FutexEvents:
     A waiter reads the count, checks its condition, and waits with the count that it read, so no change in
     between is missed.
 
-    Thread and process safety: any process may ring and wait.
-
-    Args:
-        words: [n, BELL_WORDS], uint32, in shared memory.
+    Any process may ring and wait. The words are in shared memory: [n, BELL_WORDS], uint32.
     """
 
     def __init__(self, words: np.ndarray, native: ModuleType) -> None:

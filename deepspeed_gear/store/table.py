@@ -19,10 +19,10 @@ from deepspeed_gear.data.trajectory_checks import as_numbers, no_values
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Slot, SlotState
-from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.column_arrays import as_tensor, mapped_columns, part_of
+from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.memory_layout import Layout, Region, RunIdentity, read_header, write_header
+from deepspeed_gear.store.native_rows import as_tensor
 from deepspeed_gear.store.records import Control, Peer, Refusal
 from deepspeed_gear.store.retention import RateLimiter
 from deepspeed_gear.store.row_allocator import RowAllocator
@@ -49,8 +49,26 @@ class Table:
         self.slots: np.ndarray = views["slots"]
         if spec.dataset is not None:
             spec.dataset.files.guard(ops.native)
-        #: By name, and the derived column as RETURN_TO_GO.
-        self.columns, self.arrivals, self._gathered = mapped_columns(spec, views)
+        # By the names of columns, and the derived one as RETURN_TO_GO. In memory, arrivals lie after the
+        # store's own rows, in one region. A mapped data set is read-only, so its arrivals have separate
+        # regions. A row is written by one process only, before others read it.
+        #: The store's own rows. [num_rows or num_slots, *shape].
+        self.columns: dict[str, np.ndarray] = {}
+        #: Writable rows for what arrives from other nodes. [arrival_rows or arrival_slots, *shape].
+        self.arrivals: dict[str, np.ndarray] = {}
+        self._gathered = {
+            c.name: views[f"column/{c.name}"] if spec.in_memory else _part_of(spec, c) for c in spec.schema
+        }
+        if spec.return_to_go:
+            self._gathered[RETURN_TO_GO] = views[RETURN_TO_GO]
+        per_trajectory = {column.name for column in spec.schema if column.rows == "1"}
+        for name, region in self._gathered.items():
+            end = len(region)
+            if spec.in_memory:
+                end = spec.num_slots if name in per_trajectory else spec.num_rows
+            self.columns[name], self.arrivals[name] = region[:end], region[end:]
+            if spec.has_arrivals and not spec.in_memory:
+                self.arrivals[name] = self._gathered[name] = views[f"arrival/{name}"]
         #: Called with the lock held after the death of its owner: they rebuild derived state.
         self.recoveries: list[Callable[[], None]] = []
         itself: Table = weakref.proxy(self)  # its parts must not keep it and its memory alive
@@ -85,8 +103,6 @@ class Table:
         Args:
             extra: Regions of other layers (the streams of selection).
             meaning: Description that must be equal in all processes of the store.
-            run: The run that it belongs to.
-            timeout_s: Longest wait for the lock, in seconds.
         Raises:
             StoreFullError: There is too little memory.
         """
@@ -124,7 +140,7 @@ class Table:
         """
         memory = SharedMemory.attach(name, peer)
         try:
-            layout, found = read_header(memory.buffer, memory.num_bytes, str(memory.path))
+            layout, found = read_header(memory.fd, str(memory.path))
             if found.id != run_id:
                 raise StoreError(str(memory.path), f"must belong to run {run_id}", found.id)
             if layout.digest != expected.digest:
@@ -153,7 +169,7 @@ class Table:
     @property
     def run(self) -> RunIdentity:
         """The run that the store belongs to."""
-        return read_header(self.memory.buffer, self.memory.num_bytes, str(self.memory.path))[1]
+        return read_header(self.memory.fd, str(self.memory.path))[1]
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a column as a tensor over the store itself. [rows, *shape]; never write to it."""
@@ -293,7 +309,7 @@ class Table:
         slots[:, Slot.NUM_ROWS] = lengths + int(dataset.schema.has_final_row)
         if spec.in_memory:
             for column in dataset.schema:
-                np.copyto(self.columns[column.name], part_of(spec, column))
+                np.copyto(self.columns[column.name], _part_of(spec, column))
             dataset.files.check()  # the files have not changed during the copy
         slots[:, Slot.STATE] = SlotState.COMMITTED
         self.control[Control.NEXT_ID] = dataset.num_trajectories_of_whole
@@ -309,11 +325,9 @@ class Table:
             self.ops.suffix_sum_(returns, self.tensor(reward.name), torch.from_numpy(extents))
 
     def commit(self, slot: int, born: int = 0) -> int:
-        """Publish a reserved slot and return the new trajectory's id. Requires the lock.
+        """Publish a slot that this process has reserved; return the new trajectory's id. Requires the lock.
 
-        Args:
-            slot: Reserved by this process.
-            born: Number of the global batch that is selected next.
+        `born` is the number of the global batch that is selected next.
         """
         record = self.slots[slot]
         assert record[Slot.STATE] == SlotState.RESERVED, record
@@ -322,13 +336,10 @@ class Table:
         return self.extents.commit(slot, int(record[Slot.NUM_STEPS]), int(record[Slot.NUM_ROWS]), born)
 
     def evict(self, slots: np.ndarray, removed: bool = False) -> np.ndarray:
-        """Evict committed trajectories; of a table with groups the whole groups of these. Requires the lock.
+        """Evict committed trajectories, each given once, and return their slots; [n] -> [m], int64.
 
-        Args:
-            slots: Each once. [n], int64.
-            removed: As of `TableGroups.evict`.
-        Returns:
-            The evicted slots. [m], int64.
+        Of a table with groups the whole groups of these are evicted; `removed` as in `TableGroups.evict`.
+        Requires the lock.
         """
         if self.groups is not None:
             if not removed:
@@ -341,10 +352,9 @@ class Table:
     # ---- derived state ---------------------------------------------------------------------------
 
     def restored(self, next_id: int) -> None:
-        """Rebuild all derived state after slots and rows were replaced. Requires the lock.
+        """Rebuild all derived state after slots and rows were replaced, with this shard's `Control.NEXT_ID`.
 
-        Args:
-            next_id: The counter that ids are made from, of this shard (Control.NEXT_ID).
+        Requires the lock.
         """
         self.control[Control.NEXT_ID] = next_id
         self.control[Control.LOADS] += 1
@@ -380,3 +390,13 @@ class Table:
         """Detach; the last process removes the store."""
         self.memory.close()
         self.recoveries.clear()  # of streams, which refer to it
+
+
+def _part_of(spec: TableSpec, column: Column) -> np.ndarray:
+    """Return a store's slice of the mapped file of a data set's column; it begins at the store's row 0."""
+    assert spec.dataset is not None
+    whole = spec.dataset.columns[column.name]
+    if column.rows == "1":
+        return whole[spec.held]
+    first = spec.dataset.row_of(spec.held.start)
+    return whole[first : first + spec.num_rows]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from deepspeed_gear.data.dataset import Dataset
@@ -65,12 +65,13 @@ class TableSpec:
     @property
     def sizes(self) -> dict[str, Any]:
         """Return the sizes, JSON-able, from which a process without a config builds it (`of_capacity`)."""
-        fixed = ("name", "schema", "dataset", "in_memory")
-        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in fixed}
-        values["shard"] = None if self.shard is None else asdict(self.shard)
-        values["retention"] = self.retention.to_json()
-        values["group"] = None if self.group is None else self.group.to_json()
-        return {**values, "whole_fields": list(self.whole_fields)}
+        values = asdict(self)
+        for name in ("name", "schema", "dataset", "in_memory"):
+            del values[name]
+        rate = values["retention"]["rate_limiter"]
+        if rate is not None:  # JSON has no infinity
+            rate.update(least=repr(rate["least"]), most=repr(rate["most"]))
+        return values
 
     @classmethod
     def of_capacity(cls, name: str, schema: Any, sizes: dict[str, Any]) -> TableSpec:
@@ -134,19 +135,14 @@ class TableSpec:
 
     def _region(self, kind: str, column: Column, num_slots: int, num_rows: int) -> Region:
         """Return a column's region: its rows or slots, and after them those for arrivals."""
-        rows = num_rows + self.arrival_rows
-        if column.rows == "1":
-            rows = num_slots + self.arrival_slots
+        rows = num_slots + self.arrival_slots if column.rows == "1" else num_rows + self.arrival_rows
         return Region(f"{kind}/{column.name}", str(column.numpy_dtype), (rows, *column.shape))
 
 
 def spare_rows_for(retention: Retention, capacity_rows: int, longest_rows: int | None) -> int:
     """Return the spare rows of a table: those of its longest trajectory, but at most 1/MOST_SPARE of all.
 
-    Args:
-        retention: Of the table; where nothing is evicted, extents stay where they are.
-        capacity_rows: Rows that trajectories can fill.
-        longest_rows: Of the longest trajectory that may be added; None: not known.
+    Where nothing is evicted, extents stay where they are. `longest_rows` is None where it is not known.
     """
     if retention.eviction == "none":
         return 0

@@ -27,8 +27,7 @@ def with_schema(options: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
 def options_of(seed: int, name: str, table: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that a writer depends on, JSON-able and in one form for equal configs.
 
-    Args:
-        table: All its options, and its schema as in `with_schema`.
+    `table` has all options of the table, and its schema as in `with_schema`.
     """
     kept = {option: value for option, value in table.items() if option != "data"}
     kept["group"] = _without_nulls(kept.get("group"))

@@ -30,20 +30,12 @@ def attach(
     wait_s: float = 60.0,
     run: str | None = None,
 ) -> tuple[Table, Mapping[str, Any]]:
-    """Attach to the store of a table of a run of this node.
+    """Attach to the store of a table of a run of this node; arguments as `TrajectoryWriter.attach`.
 
     Candidates are stores with a living rank whose run has the table, the writers' options of `config` (see
     `store.writer_options`) and the name or id `run`. This waits until there is one, also where a store is
-    removed while it is opened.
+    removed while it is opened. Without a config it has the default prefix, and any schema.
 
-    Args:
-        config: The ds_config of the run, or its `gear` section: a file or a mapping. None: default names, and
-            any schema.
-        table: Name of the table; None: the only one that admits writers.
-        name: Of the store's file in /dev/shm, instead of a search. It must exist, and match `config`.
-        wait_s: How long to wait for the ranks to create it.
-        run: Name or id of the run. None: `gear.shared_memory.run`, else the environment's GEAR_RUN, else the
-            only run that matches.
     Returns:
         The table, and what its writers need: "max_length", the steps of the longest trajectory; "weight", the
         column of weights, which must be finite and >= 0; "timeout_s", the longest wait for the ranks.
@@ -74,7 +66,7 @@ def _open(store: NamedStore) -> tuple[Table, Mapping[str, Any]]:
     """Attach to a store; StoreGoneError: its run has ended."""
     memory = SharedMemory.attach_one_of(store.file, store.places)
     try:
-        layout, _ = read_header(memory.buffer, memory.num_bytes, str(memory.path))
+        layout, _ = read_header(memory.fd, str(memory.path))
         meaning = layout.meaning
         spec = TableSpec.of_capacity(str(meaning["table"]), meaning["schema"], meaning["sizes"])
         ops = load_library(meaning["library"])
@@ -101,7 +93,15 @@ class _Search:
         self.section, self.prefix = section, memory.get("prefix", DEFAULT_PREFIX)
         if not isinstance(self.prefix, str):
             raise ConfigError("gear.shared_memory.prefix", "must be a string", self.prefix)
-        self.table = _table_of(section, table)  # None: any
+        self.table = table  # None: any
+        if section is not None:
+            tables = _object("gear.tables", section.get("tables", {}))
+            known = [n for n, given in tables.items() if _object(f"gear.tables.{n}", given).get("writers")]
+            if table is None and len(known) == 1:
+                self.table = str(known[0])
+            elif table not in known:
+                rule = f"must be one of the tables that take writers: {', '.join(known) or 'none'}"
+                raise ConfigError("table", rule, table, "set gear.tables.<name>.writers")
         self.runs = run_names(memory.get("run"), run)  # names and ids that the run must have
         self.others: list[str] = []  # stores that do not match, and why
 
@@ -148,16 +148,3 @@ def _object(name: str, value: object) -> Mapping[str, Any]:
         remedy = "give the ds_config or the gear section that the ranks have"
         raise ConfigError(name, "must be a JSON object", value, remedy)
     return value
-
-
-def _table_of(section: Mapping[str, Any] | None, table: str | None) -> str | None:
-    if section is None:
-        return table
-    tables = _object("gear.tables", section.get("tables", {}))
-    known = [name for name, given in tables.items() if _object(f"gear.tables.{name}", given).get("writers")]
-    if table is None and len(known) == 1:
-        return str(known[0])
-    if table not in known:
-        rule = f"must be one of the tables that take writers: {', '.join(known) or 'none'}"
-        raise ConfigError("table", rule, table, "set gear.tables.<name>.writers")
-    return table

@@ -20,7 +20,7 @@ from deepspeed_gear.distributed.control_plane import lane
 from deepspeed_gear.distributed.node_channel import GRACE_S, NodeChannel, message_of
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.ops.records import RowColumn, RowWindow
-from deepspeed_gear.store.column_arrays import as_tensor
+from deepspeed_gear.store.native_rows import as_tensor
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 

@@ -25,7 +25,7 @@ from deepspeed_gear.cli.inspect_distribution import Distribution, find_saves, of
 from deepspeed_gear.errors import CheckpointError, ConfigError, StoreError, show_bytes
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.live_stores import LiveStore, living_stores
-from deepspeed_gear.store.step_priorities import rows_of
+from deepspeed_gear.store.row_allocator import rows_of
 
 LENGTHS = (1, 2, 5, 9, 14, 3)
 SAMPLERS: dict[str, dict[str, Any]] = {
