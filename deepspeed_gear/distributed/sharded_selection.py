@@ -319,7 +319,7 @@ class ShardedSelector(SelectionAgreement):
         masses = self.state.with_ages
         assert self.spec.rule.window is not None
         with self._table.lock:
-            contents = masses.contents()
+            contents = masses.contents()[2:]
         edge = edge_over_nodes(self.channel, self.spec.rule.window, *contents)
 
         def change() -> None:

@@ -118,11 +118,7 @@ class BatchStream:
         return SelectionPart(head, records, weights, epochs, origins)
 
     def weights(self, head: list[int], records: torch.Tensor) -> torch.Tensor:
-        """Return the PER weights of samples of a selection, 1 where the stream has no priorities.
-
-        Args:
-            records: Their resolutions. [B, 8], int64, contiguous.
-        """
+        """Return the PER weights of resolutions, 1 where the stream has no priorities. [B, 8], contiguous."""
         weights = torch.ones(records.size(0))
         if self.spec.priorities is not None:
             words = head[Head.NUMERATOR], head[Head.DIVISOR], head[Head.EXPONENT]
@@ -200,11 +196,7 @@ class BatchStream:
         return _LateRanks(late, slow, held) if late or slow or self.follows else None
 
     def _wait_for_ranks(self, key: int, ranks: _LateRanks, deadline: float | None) -> float | None:
-        """Wait a moment for other ranks; return the deadline of the wait, as `time.monotonic`.
-
-        Args:
-            deadline: What this has returned before; None: the wait begins.
-        """
+        """Wait a moment for other ranks; return the deadline of the wait, which is None when it begins."""
         if self.follows and self._words[Position.LIMITED]:  # the leader of this node waits for items
             if not self._is_ahead(key):
                 self._waits[0] += 1
@@ -293,8 +285,8 @@ class BatchStream:
 
     def _check_going_on(self) -> None:
         if self.state.stop.is_set():
-            rule = "it was closed while it waited"
-            raise StoreError(f"stream {self.spec.name}", "must be open", None, rule)
+            remedy = "it was closed while it waited"
+            raise StoreError(f"stream {self.spec.name}", "must be open", None, remedy)
         self._check()
 
     def _read(self, key: int, entry: int) -> Selection:

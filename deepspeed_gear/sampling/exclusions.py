@@ -43,7 +43,6 @@ def count_exclusions(
     """Count the items that a stream cannot draw, each trajectory under the first reason that holds.
 
     Args:
-        rule: Masses of its trajectories.
         stream: Prefix of the names of the stream's regions.
         views: The regions of the store; they are only read.
         values: Gives a column's values of slots; None: columns cannot be read.
@@ -144,11 +143,7 @@ def summary_of(masses: ItemMasses) -> tuple[str, str]:
 
 
 def rule_of_json(described: Mapping[str, Any]) -> MassRule:
-    """Return the rule of a stream from the description in its store; a program's own masses are left out.
-
-    Args:
-        described: What `StreamSpec.describe` returned.
-    """
+    """Return the rule that `StreamSpec.describe` has described; a program's own masses are left out."""
     where = tuple(
         Condition(column, low, high, None if among is None else tuple(among))
         for column, low, high, among in described["where"]

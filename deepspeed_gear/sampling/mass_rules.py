@@ -142,9 +142,7 @@ class AgeWindow:
     def edge(self, ids: np.ndarray, num_items: np.ndarray, values: np.ndarray | None) -> WindowEdge:
         """Return the window's edge among trajectories; the trajectory at the edge is in the window.
 
-        Args:
-            ids: A larger one is newer. [n], int64.
-            values: Of the window's column, if it has one. [n].
+        A larger id is newer; `values` are those of the window's column, if it has one. [n] each.
         """
         there = np.asarray(num_items) > 0
         oldest = NO_ID
@@ -221,11 +219,7 @@ class MassRule:
     def masses(
         self, ids: np.ndarray, num_steps: np.ndarray, column: Callable[[str], np.ndarray]
     ) -> np.ndarray:
-        """Return the mass of trajectories of these ids and lengths. [n], int64.
-
-        Args:
-            column: Returns their values of a per-trajectory column. [n].
-        """
+        """Return the mass of trajectories by id, length and the values that `column` returns. [n], int64."""
         anchors = self.anchors.num_anchors(num_steps)
         if self.has_weights:
             masses = self._weights(ids, num_steps, column) * (anchors if self.unit == "step" else anchors > 0)

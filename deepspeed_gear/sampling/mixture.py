@@ -27,13 +27,11 @@ class Mixture:
 
     Source: Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980.
 
-    Args:
-        shares: Of each table by global batch; they sum to 1.
-        batch: Samples of a global batch.
     """
 
     def __init__(self, names: Sequence[str], shares: Sequence[Callable[[int], float]], batch: int) -> None:
-        self.names, self.batch, self._by_batch = names, batch, shares
+        self.names, self.batch = names, batch  # samples of a global batch
+        self._by_batch = shares  # of each table by global batch; they sum to 1
         self._mutex, self._kept = threading.Lock(), dict[int, np.ndarray]()
         self._shares, self._weights = list[float](), list[int]()
         self._restart()
@@ -43,11 +41,7 @@ class Mixture:
         self._lacking = [0] * len(self.names)  # each table's share so far less its samples, in 1 / _ONE
 
     def counts(self, number: int) -> np.ndarray:
-        """Return the number of samples of each table in a global batch. [tables], int64.
-
-        Raises:
-            ConfigError: The shares do not sum to 1 at this global batch or at one before it.
-        """
+        """Return the samples of each table in a global batch; raises as `shares`. [tables], int64."""
         with self._mutex:
             if number not in self._kept:
                 if number < self._next:
@@ -67,11 +61,7 @@ class Mixture:
         return int(self.counts(number)[:table].sum())
 
     def shares(self, number: int) -> list[float]:
-        """Return each table's share at a global batch.
-
-        Raises:
-            ConfigError: They do not sum to 1.
-        """
+        """Return each table's share at a global batch; raise a ConfigError unless they sum to 1."""
         shares = [share(number) for share in self._by_batch]
         if abs(sum(shares) - 1) > TOLERANCE:
             given = dict(zip(self.names, shares, strict=True))

@@ -40,9 +40,9 @@ class LogEnds:
 
 @dataclass
 class _Promise:
-    """Updates whose values a device has yet to compute: their global batch and number."""
+    """Updates whose values a device has yet to compute."""
 
-    batch: int
+    batch: int  # their global batch
     count: int
 
 
@@ -138,9 +138,7 @@ class PriorityLog:
     def add_items(self, updates: np.ndarray, priorities: np.ndarray, order: np.ndarray | int) -> None:
         """Append priorities of any items to the log; as `add`.
 
-        Args:
-            updates: Slot, generation and anchor of each item. [n, 3], int64.
-            order: Their sample numbers, or BY_ID. [n], int64.
+        Slot, generation and anchor of each item, and their sample numbers or BY_ID: [n, 3] and [n], int64.
         """
         samples = np.zeros((len(updates), Resolution.NUM_WORDS), np.int64)
         samples[:, (Resolution.SLOT, Resolution.GENERATION, Resolution.ANCHOR)] = updates
@@ -285,12 +283,8 @@ def check_priorities(priorities: np.ndarray) -> None:
 def without_slots(log: np.ndarray, is_saved: np.ndarray, any_slot: np.ndarray) -> np.ndarray:
     """Return updates of which those of slots that are not saved are of no trajectory of another slot.
 
-    They will be stale, but count for the highest priority.
-
-    Args:
-        log: [n, 6], int64.
-        is_saved: Whether the slot of each is saved. [n], bool.
-        any_slot: One that is saved; empty: none is, and these updates are dropped. [1] or [0], int64.
+    They will be stale, but count for the highest priority. `any_slot` is one that is saved: [1], int64; where
+    none is, [0], they are dropped. [n, 6], int64; [n], bool.
     """
     found = log.copy() if len(any_slot) else log[is_saved]
     if len(any_slot):

@@ -155,8 +155,7 @@ class SelectionLimiter:
     def left(self, count: int, exact: bool = True) -> int:
         """Return how many samples the table still admits, or `count` if at least so many.
 
-        Args:
-            exact: Read all slots; else changes since the latest selection may be left out.
+        Unless it is `exact`, changes since the latest selection may be left out.
         """
         each_once = self._spec.sampler.each_once
         if not self.most and not each_once:
@@ -201,9 +200,7 @@ class SelectionLimiter:
     def num_admitted(self, slots: np.ndarray, counted: np.ndarray) -> int:
         """Return how many of these draws come before the first that uses up a trajectory; all if none does.
 
-        Args:
-            slots: The slots drawn, in order. [n], int64.
-            counted: Draws of each slot in this selection so far. [slots], int64.
+        Slots drawn, in order: [n]; draws of each slot in this selection so far: [slots].
         """
         order = np.argsort(slots, kind="stable")
         ordered = slots[order]
@@ -241,12 +238,10 @@ class SelectionLimiter:
     def too_late(
         self, key: int, count: int, waited_s: float, size: str = "", is_empty: bool = False
     ) -> NotReadyError:
-        """Return the error of a batch that cannot be drawn yet.
+        """Return the error of a batch that cannot be drawn yet; a stream that has waited for 0 s cannot wait.
 
-        Args:
-            waited_s: How long the stream has waited; 0: it cannot wait.
-            size: Text of what all nodes hold; "": this node holds the whole table.
-            is_empty: Whether nothing can be sampled, though the rate limiter admits it.
+        `size` is the text of what all nodes hold; "": this node holds the whole table. If it `is_empty`,
+        nothing can be sampled, though the rate limiter admits it.
         """
         held, remedy = summary_of(self._masses)
         within = f" within {round(waited_s, 1):g} s" if waited_s else " first"
@@ -270,12 +265,8 @@ class SelectionLimiter:
     def record(self, count: int, fixed: bool = False, exact: bool = False) -> np.ndarray:
         """Return this node's rate record, and reduce its quota to the part that it keeps in the exchange.
 
-        Args:
-            fixed: Change nothing: another thread of this process may be in a selection. Then no process may
-                `apply`.
-            exact: As `left`.
-        Returns:
-            [NodeRate.NUM_WORDS], int64.
+        If `fixed`, nothing changes: another thread of this process may be in a selection. Then no process may
+        `apply`. `exact` as `left`.
         """
         words, control = np.zeros(NodeRate.NUM_WORDS, np.int64), self._table.control
         self._turn += 1

@@ -108,10 +108,8 @@ class LocalSelector:
     ) -> int:
         """Resolve coordinates up to the first that uses up a trajectory, whose mass then becomes 0.
 
-        Args:
-            counted: Samples of each slot in this selection so far; these are added. [slots], int64.
-        Returns:
-            How many of them are valid; the others must be drawn again without that trajectory.
+        Their number is returned; the others must be drawn again without that trajectory. They are added to
+        `counted`, the samples of each slot in this selection so far. [slots], int64.
         """
         self.resolve(rows, done, coordinates, first)
         slots = rows[done:, Resolution.SLOT].numpy()
@@ -137,20 +135,15 @@ class LocalSelector:
     def finish(self, key: int, entry: int, count: int) -> int:
         """Pin the resolved samples of `count` items and make them ready to be gathered.
 
-        Returns:
-            Number of records of the selection: its samples, or the trajectories of its groups.
+        Returns the number of records of the selection: its samples, or the trajectories of its groups.
         """
         self.state.pin(key, self.state.drawn[entry][0][:count])
         return self.state.expand(entry, count) if self.spec.by_group else count
 
     def weigh(self, key: int, drawn: np.ndarray, total: int) -> tuple[int, int, int]:
-        """Return numerator, divisor and exponent (Q62) of a selection's PER weights.
+        """Return numerator, divisor and exponent (Q62) of the PER weights of samples of these masses. [B].
 
         The weight of a sample is (numerator / (divisor * mass)) ** exponent.
-
-        Args:
-            drawn: The samples' masses. [B], int64.
-            total: Sum of all masses.
         """
         masses = self.state.with_priorities
         beta, normalize = masses.beta_at(key), masses.rule.normalize

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -12,28 +12,16 @@ from deepspeed_gear.store.records import Control, Peer, SlotRetention
 from deepspeed_gear.store.table import Table
 
 
-class DroppedCount:
-    """Rows of the counts of stale trajectories."""
-
-    TRAJECTORIES: Final = 0
-    STEPS: Final = 1
-
-
 class Staleness:
-    """Evicts the stale trajectories of a table. Every method requires the table's lock."""
+    """Evicts the stale trajectories of a table with such limits. Every method requires the table's lock."""
 
     def __init__(self, table: Table) -> None:
         self._table, self.retention = table, table.spec.retention
         self._versions: np.ndarray = table.views["retention"][:, SlotRetention.POLICY_VERSION]
-        self._stale: np.ndarray = table.views["stale"]
+        self._num_stale, self._stale_steps = table.views["stale"]  # by length
         self._readers = SelectionPins(table)
         self._control: memoryview = table.control.data
         self._dropped = (-1, -1, -1)  # batch, policy version and changes at the last call
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether the table limits age or policy lag."""
-        return self.retention.max_age > 0 or self.retention.version_column is not None
 
     def note_versions(self, slots: np.ndarray) -> None:
         """Record the oldest policy version of each new trajectory. [n]."""
@@ -61,8 +49,8 @@ class Staleness:
         for slot in self._table.evict(committed[old]).tolist():
             num_steps = int(records[slot, Slot.NUM_STEPS])
             length = num_steps.bit_length() - 1
-            self._stale[DroppedCount.TRAJECTORIES, length] += 1
-            self._stale[DroppedCount.STEPS, length] += num_steps
+            self._num_stale[length] += 1
+            self._stale_steps[length] += num_steps
             self._readers.forget(slot)
         self._dropped = key, self._control[Control.POLICY_VERSION], self._control[Control.CHANGED]
 
@@ -78,12 +66,7 @@ def dropped(table: Table) -> dict[str, Any]:
     """Return the counts of stale trajectories: trajectories, steps, and trajectories by length."""
     if table.spec.dataset is not None:
         return {"trajectories": 0, "steps": 0, "by_length": {}}
-    stale = table.views["stale"]
-    lengths = np.nonzero(stale[DroppedCount.TRAJECTORIES])[0].tolist()
-    by_length = {f"{1 << n}-{(2 << n) - 1}": int(stale[DroppedCount.TRAJECTORIES, n]) for n in lengths}
-    sums = stale.sum(1)
-    return {
-        "trajectories": int(sums[DroppedCount.TRAJECTORIES]),
-        "steps": int(sums[DroppedCount.STEPS]),
-        "by_length": by_length,
-    }
+    numbers, steps = table.views["stale"]
+    lengths = np.nonzero(numbers)[0].tolist()
+    by_length = {f"{1 << n}-{(2 << n) - 1}": int(numbers[n]) for n in lengths}
+    return {"trajectories": int(numbers.sum()), "steps": int(steps.sum()), "by_length": by_length}

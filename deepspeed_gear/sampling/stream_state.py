@@ -103,8 +103,8 @@ class StreamState:
 
         trains_online = spec.name == TRAIN and table.spec.dataset is None
         self.counts = SampleCounts(spec, table) if spec.count_draws else None
-        staleness = Staleness(table) if trains_online else None
-        self.staleness = staleness if staleness is not None and staleness.is_limited else None
+        limits_age = table.spec.retention.max_age > 0 or table.spec.retention.version_column is not None
+        self.staleness = Staleness(table) if trains_online and limits_age else None
         noting = [] if self.counts is None else [self.counts.forget]
         if self.staleness is not None:
             noting.append(self.staleness.note_versions)
@@ -180,8 +180,7 @@ class StreamState:
     def pin(self, key: int, records: torch.Tensor) -> None:
         """Keep the rows of sampled items until all processes have released the selection.
 
-        Args:
-            records: Resolutions, with slots of this store; those of leaders pin their groups. [n, 8], int64.
+        Resolutions, with slots of this store; those of leaders pin their groups: [n, 8], int64.
         """
         if self.last_drawn is not None:
             slots = records[:, Resolution.SLOT].numpy()
@@ -201,10 +200,7 @@ class StreamState:
     def members(self, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the records of all trajectories of drawn groups, group by group, and the group of each.
 
-        Args:
-            drawn: Resolutions of their leaders. [n, 8], int64.
-        Returns:
-            [m, 8], int64, and [m], int64.
+        By the resolutions of their leaders: [n, 8] -> [m, 8] and [m], int64.
         """
         slots, item = self.groups.trajectories(drawn[:, Resolution.SLOT])
         records, found = self.table.slots[slots], np.zeros((len(slots), Resolution.NUM_WORDS), np.int64)
@@ -263,12 +259,7 @@ class StreamState:
     # id -1. Priority updates are saved unchanged, with their shard, since they may be of any.
 
     def export(self, slots: np.ndarray, since: int) -> dict[str, np.ndarray]:
-        """Return masses, position, and unused selections.
-
-        Args:
-            slots: The saved slots, ascending. [n], int64.
-            since: Global batch from which on selections are unused.
-        """
+        """Return masses of ascending slots, position, and unused selections, of batches from `since` on."""
         self.catch_up()
         unused = np.nonzero(self.heads[:, Head.KEY] >= since)[0]
         if self.origins is not None and self.spec.sampler.is_pass:

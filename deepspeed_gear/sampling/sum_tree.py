@@ -43,10 +43,9 @@ class TreeChanges:
 class ItemMasses:
     """The sum tree of a stream, with one mass for each slot.
 
-    Process safety: every method requires the table's lock, `initialise` memory that is not linked yet.
+    Functions `on_change` get the committed slots that hold something new, or may do so.
 
-    Args:
-        on_change: Functions that get the committed slots that hold something new, or may do so.
+    Process safety: every method requires the table's lock, `initialise` memory that is not linked yet.
     """
 
     def __init__(
@@ -193,7 +192,15 @@ class ItemMasses:
 
         `recover` repairs it after a death inside.
         """
-        if self._take_at_once():
+        seen, changed = self.words[TreeChanges.SEEN], self._control[Control.CHANGED]
+        unit, log = self._plain_unit, self._log
+        if self._on_change or self.words[TreeChanges.NUM_QUEUED]:
+            log = None
+        # Where the slot table alone determines the masses, one op writes those that have changed.
+        if unit is not None and log is not None and changed - seen <= log.size(0):  # faster than `len`
+            if changed != seen:
+                self._take(log, seen, changed, unit)
+                self.words[TreeChanges.SEEN] = changed
             return
         self.take_changes()
         count = self.words[TreeChanges.NUM_QUEUED]
@@ -205,19 +212,6 @@ class ItemMasses:
         self.queued[dirty] = NOTHING
         self.words[TreeChanges.NUM_QUEUED] = 0
         self.words[TreeChanges.APPLYING] = 0
-
-    def _take_at_once(self) -> bool:
-        """Write changed masses to the tree with one op, where the slot table alone determines them."""
-        seen, changed = self.words[TreeChanges.SEEN], self._control[Control.CHANGED]
-        unit, log = self._plain_unit, self._log
-        if unit is None or log is None or self._on_change or self.words[TreeChanges.NUM_QUEUED]:
-            return False
-        if changed - seen > log.size(0):  # `len` of a tensor takes ten times as long
-            return False
-        if changed != seen:
-            self._take(log, seen, changed, unit)
-            self.words[TreeChanges.SEEN] = changed
-        return True
 
     def _take(self, log: torch.Tensor, seen: int, changed: int, unit: int) -> None:
         """Write the masses of the slots in entries [seen, changed) of the log to the tree."""
@@ -340,12 +334,8 @@ class AgeMasses(ItemMasses):
             self.queue_window()
         super().apply(key)
 
-    def contents(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Return ids, numbers of items and values of the window's column of all committed trajectories."""
-        return self._contents()[2:]
-
-    def _contents(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-        """Return the committed slots, the mass of each by the rule, and their `contents`."""
+    def contents(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+        """Return the committed slots, their masses by the rule, ids, items, and values of the window."""
         slots = np.nonzero(self.table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
         masses, rule = self.of(slots), self.spec.rule
         counts = masses if rule.unit == "step" else (masses > 0).astype(np.int64)
@@ -356,13 +346,12 @@ class AgeMasses(ItemMasses):
     def queue_window(self, edge: WindowEdge | None = None) -> None:
         """Queue the mass changes of trajectories that enter or leave the window after queued changes.
 
-        Args:
-            edge: Of a window over all nodes; None: that of this store.
+        The edge is that of a window over all nodes; None: that of this store.
         """
         window = self.spec.rule.window
         if window is None:
             return
-        slots, masses, ids, counts, values = self._contents()
+        slots, masses, ids, counts, values = self.contents()
         edge = window.edge(ids, counts, values) if edge is None else edge
         wanted = np.zeros(self.num_items, np.int64)
         wanted[slots] = np.where(window.admits(edge, ids, counts, values), masses, 0)
@@ -375,11 +364,7 @@ class AgeMasses(ItemMasses):
         return items_of(masses, first, count, newest)
 
     def ends(self, count: int, newest: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the trajectories that hold the oldest or the newest items, the oldest or newest first.
-
-        Returns:
-            Id, mass and first coordinate of each. [n], int64.
-        """
+        """Return id, mass and first coordinate of the oldest or newest items' trajectories, in order. [n]."""
         slots = np.nonzero(self.leaves)[0]
         slots = slots[np.argsort(self.table.slots[slots, Slot.ID], kind="stable")]
         slots = slots[::-1] if newest else slots
@@ -391,9 +376,7 @@ class AgeMasses(ItemMasses):
 def items_of(masses: np.ndarray, first: np.ndarray, count: int, newest: bool) -> torch.Tensor:
     """Return the coordinates of at most `count` items of trajectories, each one's last first if `newest`.
 
-    Args:
-        masses: Of the trajectories. [n], int64.
-        first: Their first coordinates. [n], int64.
+    Masses of the trajectories and their first coordinates: [n], int64.
     """
     index = np.arange(masses.sum()) - np.repeat(np.cumsum(masses) - masses, masses)
     index = np.repeat(masses, masses) - 1 - index if newest else index

@@ -23,11 +23,8 @@ _MEANING = (
 
 
 def resolve(envs: Any, autoreset: Any) -> tuple[int, str]:
-    """Return the number of environments and their autoreset mode.
+    """Return the number of environments and their autoreset mode, of the arguments of `vector_writer`.
 
-    Args:
-        envs: N, or a vector environment of gymnasium's, or a single one: N = 1.
-        autoreset: A mode or gymnasium's AutoresetMode; None: the environment's.
     Raises:
         ConfigError: `envs` is neither a number nor an environment.
         DataError: No mode is given, or two differ.
@@ -50,9 +47,6 @@ def mode_of(envs: Any) -> str | None:
     """Return the autoreset mode of an environment; None: a vector environment without one.
 
     A single environment is reset by the program, unless it has gymnasium's wrapper `Autoreset`.
-
-    Raises:
-        DataError: Its metadata hold an unknown mode.
     """
     mode = (getattr(envs, "metadata", None) or {}).get("autoreset_mode")
     if mode is not None:
@@ -102,12 +96,9 @@ class ResetCheck:
     def note_states(
         self, before: Sequence[np.ndarray], last: Sequence[np.ndarray], first: Sequence[np.ndarray]
     ) -> None:
-        """Note the ends of truncated episodes.
+        """Note the ends of truncated episodes: the states before, at and after the end, column by column.
 
-        Args:
-            before: The states before the last ones, column by column. [n, *shape] each.
-            last: The last states, likewise.
-            first: The first states of the episodes that follow, likewise.
+        [n, *shape] each.
         """
         same = np.logical_and.reduce([_equal(*pair) for pair in zip(last, first, strict=True)])
         still = np.logical_and.reduce([_equal(*pair) for pair in zip(last, before, strict=True)])

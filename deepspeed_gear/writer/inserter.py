@@ -41,7 +41,6 @@ class Inserter:
     Thread safety: one thread at a time; other processes may add at the same time.
 
     Args:
-        table: This node's store of it.
         context: Longest wait for free rows, and the check while it waits.
         max_length: Steps of the longest trajectory; None: as many as fit.
         checks: Called with the columns of a trajectory before anything changes; they raise DataError.
@@ -120,10 +119,9 @@ class Inserter:
         Args:
             trajectory: Column -> [T, *shape], [T+1, *shape] or [*shape]; or nested.
         Raises:
-            DataError: It does not fit the schema, has an end flag before its last step, or a value is not
-                finite and must be; nothing is added.
-                Values are checked while they are copied, so evictions until then remain; the next trajectory
-                uses the rows. So it is where its group has `max_trajectories` already.
+            DataError: It does not fit the schema, has an end flag before its last step, a value is not finite
+                and must be, or its group has `max_trajectories` already; nothing is added. Values are checked
+                while they are copied, so evictions until then remain; the next trajectory uses the rows.
             StoreFullError: Too few rows are free, and the table evicts nothing.
             NotReadyError: The ranks have not sampled in time.
         """
@@ -229,12 +227,7 @@ class Inserter:
         self.table.peers[self.table.memory.peer, Peer.OLDEST_OPEN] = oldest + 1
 
     def reserve(self, num_steps: int, inserts: int | None = None) -> int:
-        """Reserve a slot for a trajectory of at most `num_steps` steps, waiting for free rows; as `add`.
-
-        Args:
-            num_steps: Steps that rows are reserved for.
-            inserts: Steps that are inserted now; None: all.
-        """
+        """Reserve a slot as `Evictor.reserve`, waiting for free rows; raises as `add`."""
         until = time.monotonic() + self.timeout_s
         while True:
             with self.table.lock:
@@ -266,11 +259,7 @@ class Inserter:
 
 
 def refuse_read_only(table: Table) -> None:
-    """Raise if a table is a data set, which is read-only.
-
-    Raises:
-        StoreError: The table is a data set.
-    """
+    """Raise a StoreError if a table is a data set, which is read-only."""
     if table.spec.dataset is not None:
         rule, remedy = "must have a capacity to be added to or changed", "it holds a read-only data set"
         raise StoreError(f"table {table.spec.name}", rule, None, remedy)

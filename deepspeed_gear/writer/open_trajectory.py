@@ -30,7 +30,6 @@ class OpenTrajectory(ProcessBound):
 
     Args:
         table: Its name, for error texts.
-        per_trajectory: Columns of one value per trajectory.
         publisher: Publishes steps before the end; None: steps cannot be published.
         native: The native module; None on a machine without a store, which needs no compiler.
     """

@@ -83,16 +83,11 @@ class GrowingTrajectory:
 
 
 class PublishedPart(NamedTuple):
-    """The steps of an open trajectory that are to be published.
-
-    Args:
-        end: Number of its steps, including those before `growing.first`.
-        columns: Of steps: all rows so far in the stored form, as an array or a list of rows. Of one value per
-            trajectory: that value. [*shape].
-    """
+    """The steps of an open trajectory that are to be published."""
 
     growing: GrowingTrajectory
-    end: int
+    end: int  # number of its steps, including those before `growing.first`
+    # Of steps: all rows so far in the stored form, as an array or a list of rows; else the value. [*shape].
     columns: Mapping[str, Any]
 
     @property
@@ -121,9 +116,7 @@ class Publisher:
     Rows are reserved for the longest trajectory when its first steps are published. If those are evicted (by
     hand or by age; never to free rows), the steps that follow become another trajectory.
 
-    Args:
-        inserter: Adds to the table.
-        check: Called before anything is published; raises where writing has ended.
+    `check` is called before anything is published; it raises where writing has ended.
     """
 
     def __init__(self, inserter: Inserter, check: Callable[[], None] = lambda: None) -> None:
@@ -163,13 +156,7 @@ class Publisher:
                     self.end(growing, truncated=True)
 
     def check(self) -> None:
-        """Raise if steps of open trajectories cannot be published.
-
-        Raises:
-            DataError: The table has no max_length, or keeps returns-to-go or groups, which need whole
-                trajectories.
-            StoreError: The run has ended.
-        """
+        """Raise a StoreError if the run has ended, a DataError if the table needs whole trajectories."""
         self.look()
         if self._unsuited is not None:
             rule, remedy = self._unsuited
@@ -248,14 +235,7 @@ class Publisher:
     def end(
         self, growing: GrowingTrajectory, truncated: bool = False, env: int = 0
     ) -> CompletedTrajectory | None:
-        """End an open trajectory; published steps stay.
-
-        Args:
-            truncated: Whether to mark its last published step as truncated.
-            env: Number of its environment.
-        Returns:
-            None if no step is published.
-        """
+        """End an open trajectory; published steps stay, the last one `truncated`. None: there is none."""
         number = growing.trajectory_id if growing.is_published else None
         with self._table.lock:
             self._end_slot(growing, truncated)

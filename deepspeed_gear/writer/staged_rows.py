@@ -19,8 +19,7 @@ class Staging:
     Thread and process safety: none; only one process at a time uses an environment's rows.
 
     Args:
-        columns: The columns of steps.
-        arrays: Column -> [places, length + 1, *shape], contiguous, of the stored dtypes.
+        arrays: Of steps: column -> [places, length + 1, *shape], contiguous, of the stored dtypes.
         places: The place of each environment. [N], int64, distinct.
         native: The native module; None on a machine without a store.
     """
@@ -95,11 +94,7 @@ class StagedRows:
             self._flat[name][rows[rows >= 0]] = stored
 
     def check(self, values: Sequence[Any], rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the values that `put` would store, in rows that are not left out. Column -> [kept, *shape].
-
-        Raises:
-            DataError: As `put`.
-        """
+        """Return what `put` would store in rows that are not left out. Column -> [kept, *shape]."""
         kept = rows >= 0
         pairs = zip(self.columns, values, strict=True)
         stored = {c.name: as_stored(value, c, "the steps", len(rows))[kept] for c, value in pairs}

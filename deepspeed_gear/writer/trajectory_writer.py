@@ -44,8 +44,6 @@ class TrajectoryWriter(ProcessBound):
     Thread safety: one thread at a time. Up to the table's `writers` processes may write at the same time.
 
     Args:
-        table: Of the store.
-        inserter: Adds to it.
         waiting_checks: Of a writer that was attached by itself: called while `add` waits; they raise to end
             the wait. `close` detaches the table. None: writer and table belong to a rank's replay.
     """
@@ -232,12 +230,9 @@ class TrajectoryWriter(ProcessBound):
     # ---- end -------------------------------------------------------------------------------------
 
     def check_goes_on(self, at_once: bool = False) -> None:
-        """Raise unless the writer is open and a rank of the run is attached.
+        """Raise a StoreError unless the writer is open and a rank of the run is attached.
 
-        Args:
-            at_once: Look for the rank also if the last time was no longer than `_CHECK_S` ago.
-        Raises:
-            StoreError: No rank is attached to the store any more, or this writer is closed.
+        Unless `at_once`, it looks for the rank only if the last time was longer than `_CHECK_S` ago.
         """
         if self._open and not self._is_attached:
             return  # before every step, so it costs no more than a call

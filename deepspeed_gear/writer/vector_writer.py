@@ -33,7 +33,7 @@ from deepspeed_gear.writer.staged_rows import Staging
 _FIRST_LENGTH = 256
 _FLAG = Column("flag", "bool")
 _LEFT = -1  # the native call did nothing
-_COMPLETED, _ENDS_LEFT, _PUBLISH_LEFT = 1, 2, 4  # what it did, and left: StepEvent of store/vector_steps.h
+_ENDS_LEFT, _PUBLISH_LEFT = 2, 4  # what it left: StepEvent of store/vector_steps.h
 # Used by other modules of this package, and by no program.
 INTERNAL = frozenset({"has_begun", "last_states", "take_after", "waits"})
 
@@ -51,9 +51,6 @@ class VectorWriter(ProcessBound):
     the store.
 
     Args:
-        schema: Of the table.
-        add: Adds a trajectory.
-        num_envs: N.
         autoreset: "next_step": the step after the last one of an episode resets, and its action is ignored;
             "same_step": the last step resets, and the episode's last observation is passed as `final`;
             "disabled": the program resets, and calls `reset` with a mask.
@@ -340,16 +337,12 @@ class VectorWriter(ProcessBound):
     # ---- transitions -----------------------------------------------------------------------------
 
     def take_after(self, observed: Any, columns: Mapping[str, Any]) -> bool:
-        """Append and publish a step that was taken at given observations, by one native call.
+        """Append and publish a step by one native call; return False, without effect, if that cannot be.
 
         Args:
             observed: The last states; with "disabled", where an episode has ended, the first one of the next
                 episode, which begins. [N, *shape]
             columns: As `step`; rows of no shape also [N, 1], and those of one environment without an axis.
-        Returns:
-            Whether it was taken; else nothing has changed.
-        Raises:
-            StoreFullError, NotReadyError: As `step`.
         """
         taken = self._take_plain(columns, None, True, observed)
         if taken > 0 and taken & _PUBLISH_LEFT:
@@ -373,10 +366,7 @@ class VectorWriter(ProcessBound):
         return np.asarray(self._next != self._staging.first)
 
     def _check_states(self, envs: np.ndarray, last_rows: np.ndarray) -> None:
-        """Compare the last states of truncated episodes with the first ones, which are in their first rows.
-
-        Environments and the rows of their last states: [n] each, int64.
-        """
+        """Compare the last states of truncated episodes, in these rows, with the first ones. [n] each."""
         cut = self._was_truncated[envs]
         if self._check.is_done or not cut.any():
             return
@@ -460,9 +450,7 @@ class VectorWriter(ProcessBound):
     ) -> dict[str, np.ndarray]:
         """Return columns of one value per trajectory in the stored form. Column -> [len(envs), *shape].
 
-        Args:
-            num_rows: Rows of the given columns.
-            kept: Those rows that belong to the environments, as an index.
+        Those of their rows, `num_rows`, that belong to the environments are `kept`, an index.
         """
         given = [column for column in self._once if column.name in columns]
         values = {c.name: as_stored(columns[c.name], c, "the steps", num_rows)[kept] for c in given}
@@ -543,7 +531,7 @@ class VectorWriter(ProcessBound):
         }
 
     def _steps_of(self, column: Column, env: int, num_steps: int) -> np.ndarray:
-        """Return a column's rows of an environment's open trajectory."""
+        """Return a column's rows of an environment's open trajectory; a hook."""
         return self._staging.of(column.name, env)[: num_steps + (column.rows == "T+1")]
 
     # ---- publishing ------------------------------------------------------------------------------
@@ -584,7 +572,7 @@ class VectorWriter(ProcessBound):
         self._growing_words[env] = UNPUBLISHED
 
     def _steps_before(self, env: int) -> int:
-        """Return how many earlier steps of an open trajectory are not in the rows of its place."""
+        """Hook: return how many earlier steps of an open trajectory are not in the rows of its place."""
         del env
         return 0
 
@@ -606,10 +594,8 @@ class VectorWriter(ProcessBound):
     def _truncate(self, envs: np.ndarray) -> None:
         """Add trajectories of max_length as truncated; the next ones begin at their last states."""
         if self._limit.whole_fields:
-            rule = (
-                f"must have at most max_length = {self._max_length} steps, since field "
-                f"{self._limit.whole_fields[0]} needs whole episodes"
-            )
+            why = f"since field {self._limit.whole_fields[0]} needs whole episodes"
+            rule = f"must have at most max_length = {self._max_length} steps, {why}"
             remedy = "raise gear.tables.<name>.max_length, or drop the episode by reset with a mask"
             raise DataError(f"the episode of environment {envs[0]}", rule, None, remedy)
         for env in envs.tolist():

@@ -29,10 +29,8 @@ SAMPLERS: dict[type[Any], type[Sampler]] = {
 
 
 def sampler_for(config: Any) -> Sampler:
-    """Return the sampler of a config.
+    """Return the sampler of its part of the config, of one table.
 
-    Args:
-        config: A sampler's part of the config, of one table.
     Raises:
         ConfigError: A class from outside cannot be imported, or is no Sampler.
     """

@@ -54,37 +54,26 @@ class Draw:
 
     def highest_priorities(self) -> torch.Tensor:
         """Return the items of highest priority, the highest first; or fewer. [n], int64."""
-        items: torch.Tensor = self.selector.highest(self.count)
-        return items
+        return torch.as_tensor(self.selector.highest(self.count))
 
     def oldest(self) -> torch.Tensor:
         """Return the oldest items, the oldest first; or fewer than `count`. [n], int64."""
-        items: torch.Tensor = self.selector.extreme(self.count, newest=False)
-        return items
+        return torch.as_tensor(self.selector.extreme(self.count, newest=False))
 
     def newest(self) -> torch.Tensor:
         """Return the newest items, the newest first; or fewer than `count`. [n], int64."""
-        items: torch.Tensor = self.selector.extreme(self.count, newest=True)
-        return items
+        return torch.as_tensor(self.selector.extreme(self.count, newest=True))
 
 
 @dataclass(frozen=True)
 class SamplerScope:
-    """The table that a sampler samples from, and how batches are made.
+    """The table that a sampler samples from, and how batches are made."""
 
-    Args:
-        admitted: Which trajectories and anchors the config admits, each with mass 1.
-        prefetch: Global batches that are prefetched.
-        max_waiting_updates: Priority updates of one rank that may wait for a selection.
-        max_mass_bits: log2 of the largest mass of an item.
-        total_weight: Sum of the weights of all items; 0 where it is not known yet.
-    """
-
-    admitted: MassRule
-    prefetch: int
-    max_waiting_updates: int
-    max_mass_bits: int
-    total_weight: float
+    admitted: MassRule  # which trajectories and anchors the config admits, each with mass 1
+    prefetch: int  # global batches that are prefetched
+    max_waiting_updates: int  # priority updates of one rank that may wait for a selection
+    max_mass_bits: int  # log2 of the largest mass of an item
+    total_weight: float  # sum of the weights of all items; 0: not known yet
 
     def priority_rule(
         self,
@@ -100,28 +89,19 @@ class SamplerScope:
 
 @dataclass(frozen=True)
 class SamplerSpec:
-    """The masses and the draw of a sampler, for `select`.
+    """The masses and the draw of a sampler, for `select`."""
 
-    Args:
-        rule: Masses of the items.
-        native: The native draw; None: `sample` is called.
-        priorities: How masses follow priorities; None: masses are those of the rule.
-        by_age: Keep the items in the order of their age, for `Draw.oldest` and `Draw.newest`.
-    """
-
-    rule: MassRule
-    native: NativeDraw | None = None
-    priorities: PriorityRule | None = None
-    by_age: bool = False
+    rule: MassRule  # masses of the items
+    native: NativeDraw | None = None  # the native draw; None: `sample` is called
+    priorities: PriorityRule | None = None  # how masses follow priorities; None: they are those of the rule
+    by_age: bool = False  # keep the items in the order of their age, for `Draw.oldest` and `Draw.newest`
 
 
 class Sampler(ABC):
     """Strategy that selects the items of each global batch; made from its part of the config on every rank.
 
-    A sampler has no state: what `sample` returns follows from the config and the draw.
-
-    Args:
-        options: The sampler's part of the config, an instance of `Options`.
+    A sampler has no state: what `sample` returns follows from its `options`, an instance of `Options`, and
+    from the draw.
     """
 
     Options: ClassVar[type[Any]]  # the config model

@@ -129,12 +129,7 @@ class Prioritized(RandomDraws):
 
 
 def schedule(value: Any, name: str) -> Callable[[int], float]:
-    """Return a config's schedule as a function of the global batch.
-
-    Args:
-        value: A number or a schedule.
-        name: Of the option, for errors.
-    """
+    """Return a number, or a config's schedule, as a function of the global batch."""
     if isinstance(value, (int, float)):
         constant = float(value)
         return lambda _: constant
