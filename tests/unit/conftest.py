@@ -1,8 +1,9 @@
-"""Small sources of the formats that ingest reads."""
+"""Small sources of the formats that ingest reads, and stores with streams, without a Replay."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,15 @@ def write_minari(
         buffers.append(EpisodeBuffer(**parts))
         storage.update_episodes(buffers[-1:])
     return buffers
+
+
+@pytest.fixture
+def scenes() -> Iterator[Callable[..., Any]]:
+    """Return what makes a scene of streams, with the arguments of `StoreScene`."""
+    from store_support import StoreScene
+
+    with contextlib.ExitStack() as made:
+        yield lambda *specs, **options: made.enter_context(StoreScene(specs, **options))
 
 
 @pytest.fixture

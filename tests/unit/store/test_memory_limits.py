@@ -11,6 +11,7 @@ from deepspeed_gear.store.shared_memory import SharedMemory
 
 MIB = 1 << 20
 V2_MOUNT = "31 23 0:28 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
+DOCKER_MOUNT = V2_MOUNT.replace(" / ", " /docker/x ")
 V1_MOUNTS = (
     "30 25 0:27 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n"
     "31 25 0:28 / /sys/fs/cgroup/memory rw shared:9 master:1 - cgroup cgroup rw,memory\n"
@@ -69,12 +70,8 @@ def test_version_1_counts_the_childrens_page_cache() -> None:
         ("0::/a/b\n", V2_MOUNT, ["/sys/fs/cgroup/a/b", "/sys/fs/cgroup/a", "/sys/fs/cgroup"]),
         ("0::/\n", V2_MOUNT, ["/sys/fs/cgroup"]),
         ("0::/../../other\n", V2_MOUNT, ["/sys/fs/cgroup"]),  # above the root of its cgroup namespace
-        (
-            "0::/docker/x/in\n",
-            V2_MOUNT.replace(" / ", " /docker/x "),
-            ["/sys/fs/cgroup/in", "/sys/fs/cgroup"],
-        ),
-        ("0::/elsewhere\n", V2_MOUNT.replace(" / ", " /docker/x "), ["/sys/fs/cgroup"]),
+        ("0::/docker/x/in\n", DOCKER_MOUNT, ["/sys/fs/cgroup/in", "/sys/fs/cgroup"]),
+        ("0::/elsewhere\n", DOCKER_MOUNT, ["/sys/fs/cgroup"]),
         (
             "0::/a\n",
             V2_MOUNT.replace("/sys/fs", r"/odd\040place"),
@@ -117,9 +114,3 @@ def test_a_store_above_the_limit_is_refused_before_anything_is_allocated(
     text = "MemAvailable must leave 11 MiB for a store, got '10 MiB .*lower the table's"
     with pytest.raises(StoreFullError, match=text):
         SharedMemory.create(11 * MIB)
-
-
-def test_this_machine_has_a_limit() -> None:
-    limit = tightest(memory_limits.read_file)
-    assert limit is not None
-    assert 0 < limit.available < 1 << 62

@@ -9,51 +9,39 @@ import pytest
 from deepspeed_gear.config.table_options import EVICTION_POLICIES
 from deepspeed_gear.store.eviction import POLICIES, policy_class
 from deepspeed_gear.store.records import EvictionCode
-from deepspeed_gear.store.retention import RateLimiter, Retention
+from deepspeed_gear.store.retention import RateLimiter
 
 ANY = math.inf
-# Of each rate: calls (held, ever added, drawn, how many more) that are admitted, and those that are not.
-INSERTS = {
+# Of each rate: the calls (held, ever added, drawn, how many more) of `may_insert` and of `may_sample`, of
+# which the last one is refused and the others are not; [] if none is.
+RATES = {
     "the difference is inserted * 2 - sampled, in [-4, 6]": (
-        RateLimiter("trajectory", 1, 2.0, -4.0, 6.0), [(9, 4, 4, 1)], [(9, 4, 3, 1)]),
+        RateLimiter("trajectory", 1, 2.0, -4.0, 6.0),
+        [(9, 4, 4, 1), (9, 4, 3, 1)], [(9, 3, 9, 1), (9, 3, 10, 1)]),
     "many at once count as a whole": (
-        RateLimiter("step", 1, 1.0, 0.0, 10.0), [(5, 5, 0, 5)], [(5, 5, 0, 6)]),
+        RateLimiter("step", 1, 1.0, 0.0, 10.0), [(5, 5, 0, 5), (5, 5, 0, 6)], [(5, 5, 0, 5), (5, 5, 0, 6)]),
     "a fraction of a sample counts": (
-        RateLimiter("trajectory", 1, 0.25, 0.0, 1.0), [(9, 2, 0, 1), (9, 3, 0, 1)], [(9, 4, 0, 1)]),
-    "up to the least size adding is always right; items that have gone do not count": (
+        RateLimiter("trajectory", 1, 0.25, 0.0, 1.0),
+        [(9, 2, 0, 1), (9, 3, 0, 1), (9, 4, 0, 1)], [(9, 4, 0, 1), (9, 3, 0, 1)]),
+    "up to the least size adding is always right": (
         RateLimiter("trajectory", 3, 1.0, -ANY, -100.0),
-        [(0, 0, 0, 1), (1, 1, 0, 1), (2, 2, 0, 1), (0, 1000, 0, 3)], [(3, 3, 0, 1), (0, 1000, 0, 4)]),
+        [(0, 0, 0, 1), (1, 1, 0, 1), (2, 2, 0, 1), (3, 3, 0, 1)], [(3, 9, 0, 1), (2, 9, 0, 1)]),
+    "items that have gone do not count": (
+        RateLimiter("trajectory", 3, 1.0, -ANY, -100.0), [(0, 1000, 0, 3), (0, 1000, 0, 4)], []),
     "a ratio strays around what it is at the least size": (
-        RateLimiter.ratio("step", 10, 4.0, 8.0), [(10, 10, 0, 2)], [(10, 10, 0, 3)]),
+        RateLimiter.ratio("step", 10, 4.0, 8.0),
+        [(10, 10, 0, 2), (10, 10, 0, 3)], [(10, 10, 0, 8), (10, 10, 0, 9)]),
     "the least size waits for nothing else": (
-        RateLimiter.least_size("trajectory", 2), [(2, 10**15, 0, 10**6)], []),
-}  # fmt: skip
-SAMPLES = {
-    "the difference is inserted * 2 - sampled, in [-4, 6]": (
-        RateLimiter("trajectory", 1, 2.0, -4.0, 6.0), [(9, 3, 9, 1)], [(9, 3, 10, 1)]),
-    "many at once count as a whole": (
-        RateLimiter("step", 1, 1.0, 0.0, 10.0), [(5, 5, 0, 5)], [(5, 5, 0, 6)]),
-    "a fraction of a sample counts": (
-        RateLimiter("trajectory", 1, 0.25, 0.0, 1.0), [(9, 4, 0, 1)], [(9, 3, 0, 1)]),
-    "below the least size nothing is sampled": (
-        RateLimiter("trajectory", 3, 1.0, -ANY, ANY), [(3, 9, 0, 1)], [(2, 9, 0, 1)]),
-    "a ratio strays around what it is at the least size": (
-        RateLimiter.ratio("step", 10, 4.0, 8.0), [(10, 10, 0, 8)], [(10, 10, 0, 9)]),
-    "the least size waits for nothing else": (
-        RateLimiter.least_size("trajectory", 2), [(2, 2, 10**15, 10**6)], [(1, 2, 0, 1)]),
+        RateLimiter.least_size("trajectory", 2), [], [(2, 2, 10**15, 10**6), (1, 2, 0, 1)]),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("rule", INSERTS)
-def test_what_may_be_inserted(rule: str) -> None:
-    rate, right, wrong = INSERTS[rule]
-    assert [rate.may_insert(*call) for call in right + wrong] == [True] * len(right) + [False] * len(wrong)
-
-
-@pytest.mark.parametrize("rule", SAMPLES)
-def test_what_may_be_sampled(rule: str) -> None:
-    rate, right, wrong = SAMPLES[rule]
-    assert [rate.may_sample(*call) for call in right + wrong] == [True] * len(right) + [False] * len(wrong)
+@pytest.mark.parametrize("rule", RATES)
+def test_what_may_be_inserted_and_sampled(rule: str) -> None:
+    rate, inserts, samples = RATES[rule]
+    for may, calls in ((rate.may_insert, inserts), (rate.may_sample, samples)):
+        assert [may(*call) for call in calls] == [call != calls[-1] for call in calls]
+    assert RateLimiter.least_size("trajectory", 2).may_insert(2, 10**15, 0, 10**6)
 
 
 def test_a_queue_holds_what_was_not_drawn() -> None:
@@ -71,10 +59,3 @@ def test_codes_of_eviction_policies() -> None:
     codes = [code.NONE, code.OLDEST, code.NEWEST, code.BY_CALLER, code.BY_CALLER, code.BY_CALLER]
     assert [policy_class(name).code for name in EVICTION_POLICIES] == codes
     assert tuple(POLICIES) == EVICTION_POLICIES
-
-
-@pytest.mark.parametrize("unit", ["step", "trajectory"])
-def test_rates_as_words(unit: str) -> None:
-    rate = RateLimiter(unit, 3, 0.5, -1.0, 7.0)  # type: ignore[arg-type]
-    assert Retention().rate_words == ()
-    assert Retention(rate_limiter=rate).rate_words == (unit == "step", 3, 0.5, 7.0)

@@ -82,20 +82,11 @@ def test_content_is_shared_once_it_is_linked(name: str) -> None:
     assert other.num_bytes == SIZE
     with_name.close()
     assert (SHM / name).exists()
-    other.close()
+    view = memoryview(other.buffer)
+    for _ in range(2):
+        other.close()
     assert not (SHM / name).exists()
-
-
-def test_unlinked_memory_cannot_be_attached_and_works_on(name: str) -> None:
-    memory = make(name)
-    other = SharedMemory.attach(name, 1)
-    memory.unlink()
-    with pytest.raises(StoreError, match=r"must be an existing store"):
-        SharedMemory.attach(name, 2)
-    memory.buffer[200] = 7
-    assert other.buffer[200] == 7
-    memory.close()
-    other.close()
+    assert view[0] == MAGIC[0]  # views outlive it
 
 
 @pytest.mark.parametrize("wrong", ["", ".", "..", "../tmp/x", "/etc/passwd", "a/b", "a\0b"])
@@ -217,15 +208,6 @@ def test_a_forked_child_leaves_the_parents_place_alone(name: str) -> None:
     assert (SHM / name).exists()
     other.close()
     memory.close()
-
-
-def test_close_twice(name: str) -> None:
-    memory = make(name)
-    view = memoryview(memory.buffer)
-    memory.close()
-    memory.close()
-    assert view[0] == MAGIC[0]  # views outlive it
-    assert shared_files(prefix()) == []
 
 
 def test_garbage_of_a_killed_process_is_removed(name: str) -> None:

@@ -11,13 +11,12 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from gear_support import SCHEMA, prefix, trajectory, wait_until
+from gear_support import prefix, wait_until
 from process_support import exit_status, in_child, kill
 
-from deepspeed_gear import Replay, TrajectoryWriter
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.ops import load_backend
-from deepspeed_gear.store.memory_layout import HEADER_BYTES, HOLDER_OFFSET
+from deepspeed_gear.store.memory_layout import HEADER_BYTES
 from deepspeed_gear.store.shared_memory import SHM, SharedMemory
 from deepspeed_gear.store.store_lock import StoreLock
 
@@ -157,45 +156,6 @@ def test_a_stopped_holder_is_waited_for_and_then_named(scene: Scene) -> None:
     assert exit_status(child) == 0
 
 
-def test_a_writer_that_is_stopped_with_the_lock() -> None:
-    """Continued in time it ends nothing; else the error names it, and the run goes on after SIGCONT."""
-    section = {
-        "tables": {"main": {"capacity_steps": 1000, "capacity_trajectories": 20, "writers": 1}},
-        "batch_size": 4,
-        "timeout_s": 2.0,
-        "shared_memory": {"prefix": prefix()},
-    }
-    with Replay(section, schemas={"main": SCHEMA}) as replay:
-        replay.add(trajectory(0, 5))
-        replay.sample()
-
-        def write() -> None:
-            with TrajectoryWriter.attach(section, wait_s=20) as writer:
-                for number in (1, 2):
-                    with writer._table.lock:
-                        os.kill(os.getpid(), signal.SIGSTOP)
-                    writer.add(trajectory(number, 5))
-                    os.read(turn, 1)
-
-        turn, give_turn = os.pipe()
-        child = in_child(write)
-        os.waitpid(child, os.WUNTRACED)
-        threading.Timer(0.5, lambda: os.kill(child, signal.SIGCONT)).start()
-        for _ in range(3):
-            replay.sample()
-        os.write(give_turn, b"..")
-        os.waitpid(child, os.WUNTRACED)
-        with pytest.raises(StoreError, match=rf"held by process {child}, which is stopped'; continue it"):
-            replay.sample()
-        os.kill(child, signal.SIGCONT)
-        assert exit_status(child) == 0
-        for _ in range(3):
-            replay.sample()
-        assert len(replay) == 3
-        os.close(turn)
-        os.close(give_turn)
-
-
 def test_threads_exclude_each_other(scene: Scene) -> None:
     inside, most = [], []
 
@@ -257,10 +217,3 @@ def test_an_interrupt_while_waiting_leaves_the_lock_free(scene: Scene) -> None:
     assert exit_status(child) == 0
     with scene.make(scene.memory, 1.0):
         assert scene.recoveries == 0
-
-
-def test_the_holder_is_cleared(scene: Scene) -> None:
-    holder = np.ndarray((), np.int64, buffer=scene.memory.buffer, offset=HOLDER_OFFSET)
-    with scene.lock:
-        assert holder == os.getpid()
-    assert holder == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gear_support import SCHEMA, prefix, shared_files, trajectory, write_dataset
+from gear_support import SCHEMA, trajectory, write_dataset
 from store_support import reserve
 
 from deepspeed_gear.data.dataset import Dataset
@@ -88,26 +87,6 @@ def test_a_shard_is_a_slice_of_the_whole(
             assert all(np.array_equal(rows[name], wanted[name]) for name in wanted)
         assert shard.values("task", np.arange(end - first)).tolist() == list(range(first, end))
         assert shard.tensor("code").tolist() == shard.columns["code"].tolist()
-
-
-@pytest.mark.parametrize("in_memory", [True, False])
-def test_without_a_shard_nothing_changes(dataset: Dataset, in_memory: bool) -> None:
-    """One shard of everything has the regions and slots of no shard; only what is agreed on says more."""
-    one = spec_of(dataset, 0, len(dataset), in_memory)
-    assert one.regions() == whole_spec(dataset, in_memory).regions()
-    assert {region.name for region in one.regions()} == {
-        "control",
-        "peers",
-        "slots",
-        RETURN_TO_GO,
-        *(f"column/{name}" for name in SCHEMA.names if in_memory),
-    }
-    with table_of(one) as shard, table_of(whole_spec(dataset, in_memory)) as whole:
-        assert np.array_equal(shard.slots, whole.slots)
-        assert whole.gathers_own_rows
-        for name in NAMES:
-            np.testing.assert_array_equal(whole.gather_source(name).numpy(), whole.columns[name])
-            assert len(whole.arrivals[name]) == 0
 
 
 def test_processes_must_agree_on_the_shard(dataset: Dataset) -> None:
@@ -212,16 +191,3 @@ def test_added_rows_leave_arrivals_alone() -> None:
         with table.lock:
             table.restored(5)
         assert all((table.arrivals[name] == 1).all() for name in NAMES)
-
-
-def test_arrivals_are_shared_between_processes(dataset: Dataset) -> None:
-    spec = replace(spec_of(dataset, 1, 3, False, (4, 2)), num_peers=2)
-    name = f"{prefix()}-{os.urandom(4).hex()}"
-    with table_of(spec) as table:
-        table.memory.link(name)
-        other = Table.attach(spec, name, table_layout(spec, [], {}), "0" * 32, 1, load_backend("cpu"), 10.0)
-        table.memory.unlink()
-        table.arrivals["code"][:] = [1, 2, 3, 4]
-        assert other.gather_source("code").tolist() == [1, 2, 3, 4]
-        other.close()
-    assert shared_files(prefix()) == []
