@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -172,22 +172,6 @@ def test_a_dropped_tail_may_be_of_skipped_items(scenes: Any) -> None:
     check_whole(scene.table, scene.streams)
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-def test_an_epoch_that_ends_in_an_empty_table(scenes: Any, batch: int) -> None:
-    """A selection that fails goes on with what comes, as a new epoch: nothing is visited twice."""
-    scene = scenes(stream_spec("epoch", "step", batch), lengths=[1] * 6, num_slots=6)
-    stream = scene.streams[0]
-    epochs_of(stream, 0, 1)
-    table_access.remove(scene.table, list(range(6)))
-    for _ in range(2):
-        with pytest.raises(StoreError, match="must hold at least one item"):
-            stream.get(1)
-    assert [scene.add(1) for _ in range(4)] == [6, 7, 8, 9]  # their rows are free
-    found = epochs_of(stream, 1, 4 // batch)
-    assert sorted(found[1]) == [(number, 0) for number in range(6, 10)]
-    check_whole(scene.table, scene.streams)
-
-
 # ---- passes --------------------------------------------------------------------------------------
 
 
@@ -251,68 +235,35 @@ def test_a_late_peer_is_waited_for_and_named(scenes: Any) -> None:
     draws(scene.streams[0], 4, 1)  # who has left is not waited for
 
 
-def test_a_late_peer_may_catch_up(scenes: Any) -> None:
+@pytest.mark.parametrize("how", ["it catches up", "it dies", "this stream stops"])
+def test_a_wait_for_a_late_peer_ends(scenes: Any, how: str) -> None:
     scene = scenes(stream_spec(depth=4), lengths=LENGTHS)
-    table, (other,) = scene.attach(1)
-    wanted = rows(scene.streams[0], 0)
-    draws(scene.streams[0], 1, 3)
-    late: list[np.ndarray] = []
-    timer = threading.Timer(0.1, lambda: late.append(rows(other, 0)))
-    timer.start()
-    draws(scene.streams[0], 4, 1)
-    timer.join()
-    assert (late[0] == wanted).all()
-    table.close()
-
-
-def test_a_killed_peer_is_not_waited_for(scenes: Any) -> None:
-    scene = scenes(stream_spec(depth=4), lengths=LENGTHS)
+    stream, late = scene.streams[0], list[np.ndarray]()
 
     def attach() -> None:
         scene.attach(1)
         signal.pause()
 
-    child = in_child(attach)
-    wait_until(lambda: scene.table.peers[1, 0] == child, "attaching")
-    draws(scene.streams[0], 0, 4)
-    threading.Timer(0.1, kill, [child]).start()
-    draws(scene.streams[0], 4, 10)
-
-
-def test_stopping_ends_a_wait(scenes: Any) -> None:
-    scene = scenes(stream_spec(depth=4), lengths=LENGTHS)
-    table, _ = scene.attach(1)
-    stream = scene.streams[0]
-    draws(stream, 0, 4)
-    threading.Timer(0.1, stream.state.stop.set).start()
-    with pytest.raises(StoreError, match="it was closed while it waited"):
-        stream.get(4)
-    table.close()
-
-
-def test_what_a_peer_still_reads_is_not_freed(scenes: Any) -> None:
-    scene = scenes(stream_spec(batch=50, depth=4), lengths=[3], num_slots=1)
-    table, (other,) = scene.attach(1)
-    cut = other.get(0)
-    draws(scene.streams[0], 0, 1)
-    table_access.remove(scene.table, [0])
-    with pytest.raises(StoreError, match="must have a free slot"):
-        scene.add(3)
-    assert set(cut.resolutions[:, 0].tolist()) == {0}
-    other.release(0)
-    assert scene.add(3) == 1
-    table.close()
-
-
-@pytest.mark.parametrize("kind", ["random", "epoch"])
-def test_seek_continues(scenes: Any, kind: str) -> None:
-    whole, again = (scenes(stream_spec(kind, "step", 50), lengths=LENGTHS).streams[0] for _ in range(2))
-    draws(whole, 0, 6)
-    state = [int(word) for word in whole.position[:5]]
-    draws(again, 0, 2)
-    with again.table.lock:
-        again.state.seek(*state)
-    assert (draws(again, 6, 2) == draws(whole, 6, 2)).all()
+    if how == "it dies":
+        child = in_child(attach)
+        wait_until(lambda: scene.table.peers[1, 0] == child, "attaching")
+        end: Callable[[], Any] = lambda: kill(child)  # noqa: E731
+    else:
+        table, (other,) = scene.attach(1)
+        end = stream.state.stop.set if how == "this stream stops" else lambda: late.append(rows(other, 0))
+    wanted = rows(stream, 0)
+    draws(stream, 1, 3)
+    timer = threading.Timer(0.1, end)
+    timer.start()
+    if how == "this stream stops":
+        with pytest.raises(StoreError, match="it was closed while it waited"):
+            stream.get(4)
+    else:
+        draws(stream, 4, 1)
+    timer.join()
+    assert how != "it catches up" or (late[0] == wanted).all()
+    if how != "it dies":
+        table.close()
 
 
 # ---- draws made before their selection -----------------------------------------------------------

@@ -87,18 +87,12 @@ def test_histogram_of_priorities() -> None:
         replay.sample()
         found = replay.statistics()
         assert found["drawn"]["main"]["priorities"] == {-2: 2, 0: 2, 9: 1}
-    with replay_of(sampler={"unit": "step"}, count_draws=False) as replay:
-        found = replay.statistics()["drawn"]["main"]
-        assert found == {"age": None, "priorities": None, "draws": None}
-
-
-def test_before_the_first_batch() -> None:
-    with replay_of() as replay:
-        found = replay.statistics()
-        assert found["effective_samples"] is None
-        assert found["duplicates"] is None
-        assert found["drawn"]["main"] == {"age": None, "priorities": None, "draws": None}
-        assert "age" not in replay.take_metrics()
+    for counts in (False, True):  # before the first batch
+        with replay_of(sampler={"unit": "step"}, count_draws=counts) as replay:
+            found = replay.statistics()
+            assert found["effective_samples"] is found["duplicates"] is None
+            assert found["drawn"]["main"] == {"age": None, "priorities": None, "draws": None}
+            assert "age" not in replay.take_metrics()
 
 
 def test_metrics_are_those_of_the_newest_batch() -> None:

@@ -26,10 +26,8 @@ from group_support import (
 from scipy.stats import chisquare
 
 from deepspeed_gear import ConfigError, DataError, DatasetWriter, NotReadyError, Replay, Schema, StoreError
-from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.sampling.exclusions import summary_of
 from deepspeed_gear.store.group_spec import COUNTED
-from deepspeed_gear.store.records import Head
 
 MEMBERS = {**GROUP, "member": "sample", "max_trajectories": 8}
 SAMPLERS: dict[str, dict[str, Any]] = {
@@ -110,24 +108,6 @@ def test_frequencies_follow_the_masses_of_groups(sampler: dict[str, Any], masses
     assert chisquare(counts, expected / expected.sum() * counts.sum()).pvalue > 1e-3
 
 
-def test_the_words_of_a_selection() -> None:
-    with Replay(section(MEMBERS, {"kind": "length"}, batch={"groups": 3})) as replay:
-        for prompt in range(4):
-            for sample in (2, 0, 1, 0):
-                add(replay, prompt, sample, steps=prompt + 1)
-        selection = train(replay).get(0)
-        records = selection.resolutions[: selection.head[Head.COUNT]]
-        assert selection.head[Head.COUNT] == 12
-        assert selection.head[Head.SAMPLES] == 3
-        assert records[:, Resolution.SAMPLE_NUMBER].tolist() == [i for i in range(3) for _ in range(4)]
-        assert (records[:, Resolution.MASS] == 4 * records[:, Resolution.NUM_STEPS]).all()
-        assert not records[:, Resolution.ANCHOR].any()
-        assert selection.head[Head.TOTAL] == 4 * (1 + 2 + 3 + 4)
-        for row in records.tolist():
-            tokens = replay.read([row[Resolution.ID]])[0]["tokens"]
-            assert len(tokens) == row[Resolution.NUM_STEPS]
-
-
 def test_a_number_that_is_used_again_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     """New responses under the number of a stored group are late: the log says so."""
     with Replay(section(GROUP, {"kind": "uniform"}, batch={"groups": 1})) as replay:
@@ -181,14 +161,6 @@ def test_groups_that_fail_a_condition_leave(statistic: str, bounds: Any, passing
         assert replay.statistics()["groups"]["main"]["rejected"] == 4 - len(passing)
         assert replay.take_metrics()["groups_rejected"] == 4 - len(passing)
         assert stored(replay) == {one for number in passing for one in groups[number]}
-
-
-def test_a_member_counts_once_by_its_last_trajectory() -> None:
-    group = {**MEMBERS, "where": {"reward": {"std": {"max": 0.0}}}}
-    with Replay(section(group, batch={"groups": 1})) as replay:
-        for sample, reward in ((0, 5.0), (0, 1.0), (1, 1.0), (2, 7.0), (2, 1.0)):
-            replay.fill(add(replay, 3, sample), reward=reward)
-        assert len(take(train(replay), 0)[0]) == 5
 
 
 # ---- stragglers --------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -10,14 +9,14 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+from page_support import HOW_TO, page_json
 
 from deepspeed_gear import Column, Replay, Schema
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.config.describe_options import alternatives, as_model, options
 from deepspeed_gear.config.sampler_options import ExternalSampler
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "how-to" / "samplers.md").read_text(encoding="utf-8")
-EXAMPLES: list[dict[str, Any]] = [json.loads(t) for t in re.findall(r"```json\n(.+?)```", PAGE, re.DOTALL)]
+EXAMPLES: list[dict[str, Any]] = page_json("samplers.md")
 SCHEMA = Schema(
     [
         Column("observation", "float32", (2,), "observation", "T+1"),
@@ -31,7 +30,7 @@ ROOM = {"capacity_steps": 2000, "capacity_trajectories": 60}
 
 @pytest.fixture
 def my_masses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,) = re.findall(r"```python\n(.+?)```", PAGE, re.DOTALL)
+    (code,) = re.findall(r"```python\n(.+?)```", (HOW_TO / "samplers.md").read_text(), re.DOTALL)
     (tmp_path / "my_masses.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     sys.modules.pop("my_masses", None)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gear_support import SCHEMA, SHM, prefix, shared_files, trajectory, wait_until
+from gear_support import SCHEMA, prefix, shared_files, trajectory, wait_until
 from process_support import in_child, kill, reapers
 
 from deepspeed_gear import Replay, TrajectoryWriter
@@ -209,13 +209,12 @@ def test_a_writer_that_outlives_its_run() -> None:
 
 def test_a_run_of_another_version_is_named() -> None:
     with Replay(section()) as replay:
-        file = SHM / shared_files(prefix())[0]
-        with file.open("r+b") as opened:
-            opened.seek(HEADER.fields["format"][1])  # type: ignore[index]
-            opened.write((1).to_bytes(8, "little"))
-        with pytest.raises(StoreError, match=f"got '{file} must have store format 2, got 1"):
+        memory = replay.tables["main"].memory
+        header = np.ndarray((), HEADER, buffer=memory.buffer)
+        header["format"] -= 1
+        with pytest.raises(StoreError, match=f"got '{memory.path} must have store format 2, got 1"):
             TrajectoryWriter.attach(section(), wait_s=0.0)
-        replay.tables["main"].memory.unlink()
+        header["format"] += 1
 
 
 def test_names_of_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,27 +10,20 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from gear_support import ROOT, config_of
+from gear_support import config_of
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from page_support import page_json
+from page_support import HOW_TO, blocks, page_json
 
 from deepspeed_gear import Replay
 from deepspeed_gear.errors import NotReadyError, StoreError
-
-HOW_TO = ROOT / "docs" / "how-to"
-
-
-def blocks(page: str, language: str = "python") -> list[str]:
-    found: list[str] = re.findall(rf"```{language}\n(.*?)```", (HOW_TO / page).read_text(), re.DOTALL)
-    return found
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 def test_late_rewards(mode: AutoresetMode) -> None:
     tables = page_json("late-rewards.md")[0]["tables"]
     known: dict[str, Any] = {"np": np, "StoreError": StoreError}
-    for code in blocks("late-rewards.md"):
-        exec(code, known)
+    for block in blocks(HOW_TO / "late-rewards.md", "python"):
+        exec(block.text, known)
     fields: dict[str, Any] = {"observation": {}, "success": {}, "score": {}}
     sampler = {"kind": "prioritized", "unit": "step"}
     envs = SyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 3, autoreset_mode=mode)
@@ -58,9 +51,9 @@ def test_single_environment(
 ) -> None:
     """It is stopped after a save, and goes on there."""
     monkeypatch.chdir(tmp_path)
-    (code,) = blocks("single-environment.md")
+    (block,) = blocks(HOW_TO / "single-environment.md", "python")
     for last, first in ((60, 0), (120, 60)):
-        short, count = re.subn(r"= 30_000, 1_000, 2, 5_000", f"= {last}, 40, 20, 30", code)
+        short, count = re.subn(r"= 30_000, 1_000, 2, 5_000", f"= {last}, 40, 20, 30", block.text)
         assert count == 1
         known: dict[str, Any] = {}
         exec(short, known)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -135,31 +134,18 @@ def test_frequencies_follow_masses_over_all_magnitudes() -> None:
             assert len(leaves) == size, "an item of positive priority has no mass"
             assert masses.total == sum(map(int, np.add.reduceat(leaves, np.arange(0, size, chunk))))
             assert masses.total < 1 << MOST_TOTAL_BITS
-            found = draw_masses(replay, 256 if LONG else 32)
+            found = []
+            for _ in range(256 if LONG else 32):
+                batch = replay.sample()
+                slots = masses.table.slots_of(batch.trajectory_id.numpy())
+                found.append(masses.leaves[masses.table.slots[slots, 3] + batch.anchor.numpy()])
             edges = 2.0 ** np.arange(0, MOST_TOTAL_BITS + 1, 0.5)
             expected = np.histogram(leaves, edges, weights=leaves.astype(np.float64))[0]
-            counts = np.histogram(found, edges)[0]
+            counts = np.histogram(np.concatenate(found), edges)[0]
             expected *= counts.sum() / expected.sum()
             often = expected >= 10
             assert not counts[expected == 0].any()
             statistic = ((counts - expected)[often] ** 2 / expected[often]).sum()
             p_value = stats.chi2.sf(statistic, max(int(often.sum()) - 1, 1))
-            often_drawn, size_bytes = int(often.sum()), replay.statistics()["store_bytes"]
-            print(
-                f"{size} items, alpha {alpha}: masses {leaves.min()} to 2^{np.log2(leaves.max()):g}, total "
-                f"2^{np.log2(float(masses.total)):.3f}, {len(found)} draws in {often_drawn} buckets, "
-                f"chi-square {statistic:.1f}, p {p_value:.3f}; {size_bytes / size:.1f} bytes an item, peak "
-                f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB"
-            )
             assert p_value > 1e-3
-            assert often_drawn > (15 if alpha == 0.05 else 1)
-
-
-def draw_masses(replay: Replay, count: int) -> np.ndarray:
-    """Sample; return the masses of what was drawn. [n], int64."""
-    masses, found = streams_of(replay)["train"].masses, []
-    for _ in range(count):
-        batch = replay.sample()
-        slots = masses.table.slots_of(batch.trajectory_id.numpy())
-        found.append(masses.leaves[masses.table.slots[slots, 3] + batch.anchor.numpy()])
-    return np.concatenate(found)
+            assert often.sum() > (15 if alpha == 0.05 else 1)

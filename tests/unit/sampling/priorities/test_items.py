@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from priority_cases import LENGTHS, ONE, Item, cut, report, stored
+from priority_cases import LENGTHS, ONE, cut, report, stored
 from store_support import check_whole
 
-from deepspeed_gear.errors import StoreError
 from deepspeed_gear.ops.constants import ONE_Q62
 from deepspeed_gear.ops.records import Resolution, UpdateCount
 from deepspeed_gear.sampling.mass_rules import AnchorRule
@@ -36,24 +35,7 @@ def test_only_anchors_are_items(scenes: Any, rule: AnchorRule) -> None:
     check_whole(scene.table, scene.streams)
 
 
-def test_no_priority_left_is_an_error_that_passes(scenes: Any) -> None:
-    stream = scenes(unit="trajectory").streams[0]
-    everything = [(number, 0) for number in range(5)]
-    report(stream, everything, 0)
-    stream.state.ask(0)
-    for _ in range(2):
-        with pytest.raises(StoreError, match="must hold at least one item that the sampler admits"):
-            stream.get(0)
-    report(stream, everything[1:2], 3)  # belongs to batch 0, which cannot be made: nothing is left to draw
-    with pytest.raises(StoreError, match="must hold at least one item"):
-        stream.get(0)
-
-
 # ---- masses and weights --------------------------------------------------------------------------
-
-
-def powers(stream: Any, items: list[Item], alpha: float) -> np.ndarray:
-    return np.array(stored(stream, items), np.float64) ** alpha
 
 
 @pytest.mark.parametrize("unit", ["step", "trajectory"])
@@ -73,7 +55,8 @@ def test_weights_are_those_of_the_formula(
     weights = torch.empty(16)
     words = [int(made.head[word]) for word in (Head.NUMERATOR, Head.DIVISOR, Head.EXPONENT)]
     scene.ops.importance_(weights, made.resolutions.contiguous(), *words)
-    share = powers(stream, items, alpha) * np.array([p > 0 for p in stored(stream, items)])
+    priorities = np.array(stored(stream, items), np.float64)
+    share = priorities**alpha * (priorities > 0)
     share /= share.sum()
     everything = (31 * share[5:]) ** -beta
     place = {item: i for i, item in enumerate(items)}
