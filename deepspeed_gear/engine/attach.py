@@ -103,7 +103,8 @@ def attach(
     else:
         _check_shared(engine, replay, checkpoint)
     engine.gear = replay
-    engine.gear_sample = replay.sample if replay._topology.place.reads else nothing
+    # An inner stage of a pipeline reads no batches.
+    engine.gear_sample = replay.sample if replay._topology.place.reads else lambda: None
     engine.gear_update_priorities = replay.update_priorities
     engine.gear_iterator = replay.iterator
     keep_sizes(engine)
@@ -215,10 +216,6 @@ def _make_replay(
     if replay.config.pack is not None:
         replay.set_model(engine)
     return replay
-
-
-def nothing() -> None:
-    """Stand-in for `gear_sample` on an inner stage of a pipeline, which reads no batches."""
 
 
 def _sizes_of(engine: Any) -> tuple[RankCoordinates, BatchInfo]:

@@ -26,11 +26,7 @@ Checkpoint = str | Path | Literal[False] | None
 
 
 def save(replay: ReplayBase, folder: Path) -> dict[str, Any]:
-    """Write the tables into a tag's folder. Collective.
-
-    Returns:
-        The entry `CLIENT_STATE` of the client state.
-    """
+    """Write the tables into a tag's folder; return the client state's `CLIENT_STATE`. Collective."""
     position = replay.save(folder / TABLES)
     has_tables = bool((position["save"] or {}).get("tables"))
     return {_POSITION: position, _FOLDER: str(folder.absolute()), _HAS_TABLES: has_tables}
@@ -40,14 +36,10 @@ def load(replay: ReplayBase, folder: Path, saved: Mapping[str, Any] | None) -> b
     """Load the state that `save` has returned, and its tables. Collective.
 
     Args:
-        replay: Is set to them.
         folder: Of the tag; of one that `ds_to_universal` has made too.
         saved: Of the client state; None: it holds no part of a replay.
     Returns:
         Whether there was something to load.
-    Raises:
-        CheckpointError: It is of another version, only some ranks have it, or tables are missing, changed or
-            of another save.
     """
     exchange = ControlPlane()
     try:
@@ -81,11 +73,7 @@ def load(replay: ReplayBase, folder: Path, saved: Mapping[str, Any] | None) -> b
 
 
 def check_start(engine: Any, checkpoint: Checkpoint) -> None:
-    """Raise if an engine is under way, and no checkpoint is given where its batch stream continues.
-
-    Raises:
-        ConfigError: `checkpoint` must be given.
-    """
+    """Raise if an engine is under way, and no checkpoint is given where its batch stream continues."""
     if not (checkpoint is None or checkpoint is False or isinstance(checkpoint, (str, Path))):
         raise ConfigError("checkpoint", "must be a folder or False", checkpoint, "see deepspeed_gear.attach")
     if checkpoint is not None or not deepspeed_compat.is_under_way(engine):
@@ -104,10 +92,7 @@ def check_start(engine: Any, checkpoint: Checkpoint) -> None:
 def load_late(engine: Any, replay: ReplayBase, checkpoint: Checkpoint) -> None:
     """Load the replay's part of the checkpoint that an engine has loaded already. Collective.
 
-    Args:
-        checkpoint: The folder that `load_checkpoint` got, or that of a tag; None and False load nothing.
-    Raises:
-        CheckpointError: It is not the engine's checkpoint, or holds no part of a replay.
+    `checkpoint` is the folder that `load_checkpoint` got, or that of a tag; None and False load nothing.
     """
     exchange = ControlPlane()
     try:

@@ -31,11 +31,7 @@ class PackedSteps:
     A train step's gradients are those of one optimizer step: the next train step must not begin before
     `engine.step()`, and `engine.step()` must not run before all micro batches went through `backward`.
     Afterwards `global_samples` counts the trajectories of the step; those of a step that was skipped for an
-    overflow are not counted, and are not sampled again for it.
-
-    Args:
-        engine: Without managed gradient accumulation.
-        skipped: Called after a step that was skipped.
+    overflow are not counted, and are not sampled again for it; `skipped` is called after such a step.
     """
 
     def __init__(self, engine: Any, skipped: Callable[[], None]) -> None:
@@ -43,11 +39,7 @@ class PackedSteps:
         self._step: TrainStep | None = None  # begun, and not followed by `engine.step()`
 
     def begin(self, step: TrainStep) -> None:
-        """Begin a train step.
-
-        Raises:
-            StoreError: `backward` was called in the one before, and `engine.step()` was not.
-        """
+        """Begin a train step, after `engine.step()` if `backward` was called in the one before."""
         if self._step is not None and deepspeed_compat.pending_backwards(self._engine):
             raise StoreError(
                 step.name,
@@ -58,11 +50,7 @@ class PackedSteps:
         self._step = step
 
     def step(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call the engine's `step`.
-
-        Raises:
-            StoreError: `backward` was called for some of the train step's micro batches only.
-        """
+        """Call the engine's `step` if `backward` was called for all micro batches of the train step."""
         step, done = self._step, deepspeed_compat.pending_backwards(self._engine)
         if step is not None and done < len(step):
             raise StoreError(
@@ -90,12 +78,9 @@ class PackedSteps:
 
 
 def attach_packed(engine: Any, replay: Replay, owns: bool) -> None:
-    """Give an engine `gear_step` and `gear_rollout`, and check its optimizer steps.
+    """Give an engine that `check_engine` accepts `gear_step` and `gear_rollout`, and check its steps.
 
-    Args:
-        engine: `check_engine` has accepted it.
-        replay: Of the engine; it has a `gear.pack`.
-        owns: Whether the engine is the one that the replay was made for, which counts skipped steps.
+    If it `owns` the replay, which was made for it, its skipped steps are counted.
     """
     steps = PackedSteps(engine, replay.metrics.skipped_step if owns else lambda: None)
     deepspeed_compat.wrap(engine, "step", steps.step)

@@ -30,10 +30,6 @@ class PipelineIterator(Iterator[tuple[Part, Part]]):
 
     `next` gives (inputs, labels); the first stage has inputs, the last one labels, an inner stage neither.
     It never ends: a pass over a split begins again, so any number of micro batches may be pulled.
-
-    Args:
-        replay: Source of the batches.
-        stream: "train", or the name of a split.
     """
 
     def __init__(self, replay: Replay, stream: str) -> None:
@@ -54,21 +50,18 @@ class PipelineIterator(Iterator[tuple[Part, Part]]):
         return self._length
 
     def fetch(self, count: int) -> None:
-        """Fetch the micro batches of a schedule. Collective.
+        """Fetch the micro batches of a schedule; after an error the next call continues. Collective."""
 
-        Raises:
-            GearError: On every rank; the next call continues.
-        """
+        def fill() -> None:
+            while len(self._ready) < count:
+                self._ready.append(self._fetched())
+
         if self._is_over:
             self._ready.clear()  # an inner stage pulls nothing
         self._is_over = False
-        self._replay._take_turn(lambda: self._fill(count))
+        self._replay._take_turn(fill)
         self._is_over = True
         self.batches = [batch for batch in self._ready if batch is not None]
-
-    def _fill(self, count: int) -> None:
-        while len(self._ready) < count:
-            self._ready.append(self._fetched())
 
     def __next__(self) -> tuple[Part, Part]:
         if not self._ready:

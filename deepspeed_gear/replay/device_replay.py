@@ -110,22 +110,12 @@ class DeviceReplay(ReplayBase):
         self._passes = DeviceEvaluation(plan, tables[0], splits, self._burn_in)
 
     def _changing(self, name: str | None) -> DeviceTable:
-        """Return a table that is added to: of this name, or the only one.
-
-        Raises:
-            StoreError: It holds a data set.
-            ConfigError: There is none of this name, or several.
-        """
+        """Return a table that is added to, which holds no data set: of this name, or the only one."""
         self._check_open()
         tables = {each.name: each for each in self._mixture.tables}
-        changing = [each for each in tables.values() if not each.has_data]
-        if name is None and len(changing) > 1:
-            rule = "must be given where there are several"
-            raise ConfigError("table", rule, None, f"one of {', '.join(each.name for each in changing)}")
-        if name is not None and name not in tables:
-            raise ConfigError("table", f"must be one of {', '.join(tables)}", name)
-        found = tables[name] if name is not None else next(iter(changing), None)
-        if found is None or found.has_data:
+        changing = [each.name for each in self._mixture.tables if not each.has_data]
+        found = tables[self._table_name(name, tables, changing or list(tables)[:1])]
+        if found.has_data:
             raise StoreError("a table of a data set", "must not be changed")
         return found
 
@@ -179,7 +169,8 @@ class DeviceReplay(ReplayBase):
             lengths: Steps of each; 0 adds nothing. Lengths outside [0, T], and trajectories with an end flag
                 before their last step, are refused on the device: nothing is added, and `statistics` counts
                 them. None: all T. [E], int64.
-            table: Which table of a mixture; None: the only one that holds no data set.
+            table: Which table of a mixture, here and in the other calls; None: the only one that holds no
+                data set.
         Raises:
             SchemaError, ShapeError, DataError: A column is missing or does not fit; or, in host memory, an
                 end flag is set before a last step.
@@ -209,7 +200,6 @@ class DeviceReplay(ReplayBase):
         Args:
             columns: Every column, without a time axis. [E, *shape].
             following: Rows of T+1 columns after the step. [E, *shape].
-            table: As `add_`.
         Raises:
             SchemaError, ShapeError, DataError: As `add_`.
             ConfigError: N-step returns are of more than a step, which no trajectory of one step has.
@@ -248,7 +238,6 @@ class DeviceReplay(ReplayBase):
             mask: Which environments have a step; None: all. [num_envs], bool.
             autoreset: "same_step" or "disabled": every call is a step. "next_step": the call after an end
                 resets its environment and adds no step.
-            table: As `add_`.
         Raises:
             SchemaError, ShapeError, DataError: A column is missing or does not fit.
             ConfigError: There is no such autoreset mode.
@@ -264,7 +253,6 @@ class DeviceReplay(ReplayBase):
 
         Args:
             mask: Of which environments; None: of all. [num_envs], bool.
-            table: As `add_`.
         Raises:
             StoreError: The table has no `num_envs`, or holds a data set.
             SchemaError, ShapeError, DataError: `mask` is no tensor of bools on the device.
@@ -289,7 +277,6 @@ class DeviceReplay(ReplayBase):
             ids: As `batch.trajectory_id` of this replica. [n], int64.
             columns: By name. [n, max_length (+ 1), *shape], or [n, *shape] for a value per trajectory. Not
                 rewards and ends, from which other quantities are derived.
-            table: As `add_`.
         Raises:
             SchemaError, ShapeError, DataError: A column is unknown, or does not fit.
             StoreError: The table holds a data set.
@@ -310,7 +297,6 @@ class DeviceReplay(ReplayBase):
 
         Args:
             ids: As `batch.trajectory_id` of this replica. [n], int64.
-            table: As `add_`.
         Raises:
             ShapeError, DataError: `ids` is no such tensor on the device.
             StoreError: The table holds a data set.
@@ -514,8 +500,6 @@ class DeviceReplay(ReplayBase):
     def clear(self, *, table: str | None = None) -> None:
         """Remove all trajectories of this replica's table.
 
-        Args:
-            table: As `add_`.
         Raises:
             StoreError: The table holds a data set.
         """

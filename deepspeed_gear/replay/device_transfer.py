@@ -134,20 +134,18 @@ class DeviceTransfer:
 
     def _kernels(self, backend: str) -> Ops | None:
         """Return ops for tensors of the device; None where only staging is possible."""
-        is_named = self._config.way in (DIRECT, COPIES)
-        if backend == "cpu":
-            why = 'gear.backend is "cpu", which has no kernels'
-            self._refused |= {DIRECT: why, COPIES: why}
-            return None
-        if self._config.way == STAGED:
-            return None
-        try:
-            return load_backend("cuda")
-        except BuildError as error:
-            if backend == "cuda" or is_named:
-                raise
-            self._refused |= {DIRECT: str(error), COPIES: str(error)}
-            return None
+        why = 'gear.backend is "cpu", which has no kernels'
+        if backend != "cpu":
+            if self._config.way == STAGED:
+                return None
+            try:
+                return load_backend("cuda")
+            except BuildError as error:
+                if backend == "cuda" or self._config.way in (DIRECT, COPIES):
+                    raise
+                why = str(error)
+        self._refused |= dict.fromkeys((DIRECT, COPIES), why)
+        return None
 
     def _reach(self, table: Table) -> Reach:
         columns = {name: table.gather_source(name) for name in self._names[table.spec.name]}

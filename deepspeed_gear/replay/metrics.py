@@ -34,7 +34,7 @@ class Metrics:
         self.digest: tuple[int, int] | None = None  # the last verified global batch, and its digest
         self.wait_s = 0.0  # in all calls of `sample`, or for rollout batches and their packs
         self._sample_s = 0.0
-        self._taken: list[float] = [0] * 7
+        self._taken: np.ndarray | float = 0.0  # sums at the last `take`
         self.trained = dict.fromkeys(("steps", *TRAINED), 0.0)  # sums over optimizer steps of packed batches
         self._trained_before = dict(self.trained)
         self._num_skipped = 0  # of these steps, those whose update was skipped for an overflow
@@ -76,10 +76,9 @@ class Metrics:
         Args:
             counters: Real rows, all rows and bytes gathered so far. [3], int64.
         """
-        now = [*counters.tolist(), self._sample_s, self.num_made, self.wait_s, self.num_batches]
-        real, rows, size, sample_s, made, wait_s, batches = (
-            a - b for a, b in zip(now, self._taken, strict=True)
-        )
+        sums = [*counters.tolist(), self._sample_s, self.num_made, self.wait_s, self.num_batches]
+        now = np.array(sums, np.float64)
+        real, rows, size, sample_s, made, wait_s, batches = (now - self._taken).tolist()
         self._taken = now
         return {
             "sample_ms": 1e3 * sample_s / max(made, 1),

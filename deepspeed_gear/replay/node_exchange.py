@@ -51,7 +51,7 @@ class NodeExchange:
         self._channels: dict[bool, NodeChannel] = {}  # key: whether for training streams
         self._transports: dict[bool, DeviceTransport] = {}
         self._training: list[SelectionAgreement] = []  # selectors of the training streams
-        self._taken: tuple[np.ndarray, int, int, int] | None = None
+        self._taken: np.ndarray | float = 0.0  # sums at the last `take_metrics`
         #: Of the tables of packed batches that several nodes hold, by name.
         self.trajectories: dict[str, SpreadTrajectories] = {}
 
@@ -115,22 +115,18 @@ class NodeExchange:
     def take_metrics(self) -> dict[str, float]:
         """Return the mean of the training selections' exchanges since the last call; empty elsewhere.
 
-        Returns:
-            `sent_bytes`, `received_bytes`, and for each node `late_ms.<node>`: how long the first node to be
-            ready waited for it.
+        `late_ms.<node>` is how long the first node to be ready waited for it.
         """
         if not self._training:
             return {}
         channel = self._channels[True]
         late = np.sum([selector.late_s for selector in self._training], axis=0)
         selections = sum(selector.num_selections for selector in self._training)
-        now = late, selections, channel.bytes_sent, channel.bytes_received
-        before = self._taken or (np.zeros_like(late), 0, 0, 0)
-        self._taken = late.copy(), selections, channel.bytes_sent, channel.bytes_received
-        waits, made, sent, received = (a - b for a, b in zip(now, before, strict=True))
-        made = max(made, 1)
+        now = np.array([*late, selections, channel.bytes_sent, channel.bytes_received], np.float64)
+        *waits, made, sent, received = (now - self._taken).tolist()
+        self._taken, made = now, max(made, 1)
         found = {"sent_bytes": sent / made, "received_bytes": received / made}
-        for node, wait in zip(channel.nodes, waits.tolist(), strict=True):
+        for node, wait in zip(channel.nodes, waits, strict=True):
             found[f"late_ms.{node}"] = 1e3 * wait / made
         return found
 

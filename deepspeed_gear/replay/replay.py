@@ -172,7 +172,7 @@ class Replay(ReplayBase):
                 Columns with dots in their names may come nested, here, in writers and in `fill`:
                 {"observation": {"a": x, "b": (y, z)}} is `observation.a`, `observation.b.0` and
                 `observation.b.1`.
-            table: Name of the table; None for the sampled one.
+            table: Name of the table, here and in the other calls; None: the only one that is sampled.
             split_by_flags: Whether it holds several episodes, such as a rollout with resets inside: it is
                 divided after each step with an end flag, and every part is a trajectory. Columns of one value
                 per trajectory are those of every part; of the roles return and length they are computed anew.
@@ -220,8 +220,6 @@ class Replay(ReplayBase):
         """Write late columns of a stored trajectory, once: advantages, returns, log-probabilities.
 
         Args:
-            trajectory_id: Its id.
-            table: Name of the table; None for the sampled one.
             **columns: [T, *shape], [T+1, *shape] or [*shape], as the schema defines.
         Raises:
             DataError: A column is not late, was written already, or does not fit; nothing has changed.
@@ -235,8 +233,6 @@ class Replay(ReplayBase):
         Where a rank writes, `sample` never waits for items: it raises NotReadyError, which `can_sample`
         predicts.
 
-        Args:
-            table: Name of the table; None for the sampled one.
         Raises:
             StoreError: The table holds a data set.
         """
@@ -255,7 +251,6 @@ class Replay(ReplayBase):
         Args:
             num_envs: N; or the environment, whose number and mode are read.
             autoreset: As `TrajectoryWriter.vector_writer`; with a number of environments it must be given.
-            table: Name of the table; None for the sampled one.
         Raises:
             DataError: No autoreset mode is given, or it is not the environment's.
             StoreError: The table holds a data set.
@@ -271,13 +266,7 @@ class Replay(ReplayBase):
             ConfigError: There is no such table, or the name must be given.
         """
         self._check_open()
-        known, sampled = ", ".join(self.tables), self.config.sampled_tables
-        if table is None and len(sampled) > 1:
-            raise ConfigError("table", "must be given where there are several", None, f"one of {known}")
-        name = sampled[0] if table is None else table
-        if not isinstance(name, str) or name not in self.tables:
-            raise ConfigError("table", f"must be one of {known}", name)
-        return self.tables[name]
+        return self.tables[self._table_name(table, self.tables, self.config.sampled_tables)]
 
     def close_with(self, part: Any) -> None:
         """Call `close` of an object that uses this replay's stores when this replay is closed."""
@@ -440,8 +429,7 @@ class Replay(ReplayBase):
         return answer
 
     @property
-    def _holds_batch(self) -> bool:
-        """Whether the next batch needs no further selection; the same on every rank."""
+    def _holds_batch(self) -> bool:  # the next batch needs no further selection; the same on every rank
         return self._rollouts is not None and self._rollouts.holds_batch
 
     def missing_groups(self, table: str | None = None) -> int:
@@ -455,8 +443,6 @@ class Replay(ReplayBase):
         most 8 times as many and no more than the table admits; and ask again: `while not replay.can_sample():
         generate(replay.missing_groups())`.
 
-        Args:
-            table: The table that they are added to; None: the only one that is sampled.
         Raises:
             ConfigError: The table has no groups.
             StoreError: It holds a data set.
@@ -537,7 +523,6 @@ class Replay(ReplayBase):
             ids: Trajectories. [n].
             priorities: [n], finite, at least 0.
             steps: Where the unit is a step: which step of each trajectory. [n].
-            table: Name of a table of a mixture; None: the only sampled one.
         Returns:
             How many of the items are stored and admitted by the sampler; the others are ignored.
         Raises:

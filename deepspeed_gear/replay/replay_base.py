@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
@@ -67,6 +67,16 @@ class ReplayBase(ProcessBound, ABC):
     def __dir__(self) -> list[str]:
         """Return the public names: what completion shows."""
         return public_names(super().__dir__(), INTERNAL)
+
+    def _table_name(self, given: str | None, known: Iterable[str], choice: Sequence[str]) -> str:
+        """Return the name of a known table that a call gives, else the only one of a choice."""
+        if given is None and len(choice) > 1:
+            rule = "must be given where there are several"
+            raise ConfigError("table", rule, None, f"one of {', '.join(choice)}")
+        name = choice[0] if given is None else given
+        if not isinstance(name, str) or name not in known:
+            raise ConfigError("table", f"must be one of {', '.join(known)}", name)
+        return name
 
     # ---- ranks -----------------------------------------------------------------------------------
 

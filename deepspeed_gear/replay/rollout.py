@@ -28,6 +28,14 @@ class Rollout:
     """A rollout batch on this rank: an iterable of its optimizer steps. Methods are collective.
 
     It ends with its last step, or where the loop over them is left.
+
+    Attributes:
+        number: Its number among the rollout batches of the run.
+        num_items: Items of the batch: groups, or trajectories.
+        num_trajectories: Trajectories of the batch.
+        num_tokens: Steps of its trajectories.
+        steps_done: Optimizer steps that are done.
+        columns: The columns of this rollout batch. [num_tokens] each, float32, trajectory by trajectory.
     """
 
     def __init__(
@@ -38,10 +46,15 @@ class Rollout:
         consume: Callable[[], None],
         steps_done: int = 0,
     ) -> None:
-        self._data, self._size = data, size
+        self._data, self._size, self.number = data, size, data.number
         self._keys = keys  # seed and 32-bit stream key of the shuffled orders
         self._consume = consume  # releases its rows, and lets the next one begin
-        self._steps_done, self._is_closed = steps_done, False
+        self.num_items = data.num_items
+        self.num_tokens = data.num_tokens
+        self.num_trajectories = len(data.lengths)
+        self._minibatches = min(size.minibatches, max(data.num_items, 1))
+        self.columns: Mapping[str, torch.Tensor] = data.columns
+        self.steps_done, self._is_closed = steps_done, False
 
     def __repr__(self) -> str:
         return (
@@ -54,30 +67,6 @@ class Rollout:
         return public_names(super().__dir__(), INTERNAL)
 
     # ---- contents --------------------------------------------------------------------------------
-
-    @property
-    def number(self) -> int:
-        """Its number among the rollout batches of the run."""
-        return self._data.number
-
-    @property
-    def steps_done(self) -> int:
-        """Optimizer steps that are done."""
-        return self._steps_done
-
-    @property
-    def num_items(self) -> int:
-        """Items of the batch: groups, or trajectories."""
-        return self._data.num_items
-
-    @property
-    def num_trajectories(self) -> int:
-        return len(self._data.lengths)
-
-    @property
-    def num_tokens(self) -> int:
-        """Steps of its trajectories."""
-        return self._data.num_tokens
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -207,11 +196,6 @@ class Rollout:
             raise ShapeError(name, rule, list(array.shape))
         self._data.set_column(name, array)
 
-    @property
-    def columns(self) -> Mapping[str, torch.Tensor]:
-        """The columns of this rollout batch. [num_tokens] each, float32, trajectory by trajectory."""
-        return self._data.columns
-
     def column(self, name: str) -> torch.Tensor:
         """Return a column of this rollout batch. [num_tokens], float32, trajectory by trajectory.
 
@@ -308,10 +292,6 @@ class Rollout:
         """Return the number of optimizer steps of the whole batch, the same on every rank."""
         return self._size.epochs * self._minibatches
 
-    @property
-    def _minibatches(self) -> int:
-        return min(self._size.minibatches, max(self.num_items, 1))
-
     def __iter__(self) -> Iterator[TrainStep]:
         """Yield the steps that are left. Where the loop ends early, the rollout batch ends too.
 
@@ -324,7 +304,7 @@ class Rollout:
                 step = self.step(self.steps_done)
                 yield step
                 if self.steps_done == step.number:  # skipped, or not all of its micro batches were used
-                    self._steps_done += 1
+                    self.steps_done += 1
         finally:  # also of a loop that is left
             self.close()
 
@@ -360,8 +340,8 @@ class Rollout:
 
     def finish(self, step: int) -> None:
         """Count a step as trained; a save in the body of the last one resumes after the batch."""
-        self._steps_done = step + 1
-        if self._steps_done == len(self):
+        self.steps_done = step + 1
+        if self.steps_done == len(self):
             self.close()
 
     def close(self) -> None:
@@ -380,13 +360,17 @@ class TrainStep:
 
     Attributes:
         number: Of the step in its rollout batch.
-        index: The trajectories of the step. [n], int64.
-        loss_tokens: Loss tokens of the step, all ranks together.
+        index: The trajectories of the step, of all ranks together. [n], int64.
+        num_trajectories: Their number.
+        num_tokens: Their steps.
+        loss_tokens: Their loss tokens.
     """
 
     def __init__(self, rollout: Rollout, data: RolloutData, index: np.ndarray, number: int) -> None:
         self._rollout, self._data, self.number, self.index = rollout, data, number, index
         self.packs = PackSequence(data, index)
+        self.num_trajectories = len(index)
+        self.num_tokens = int(data.lengths[index].sum())
         self.loss_tokens = self.packs.loss_tokens
         self._is_used = False
 
@@ -408,16 +392,6 @@ class TrainStep:
     def name(self) -> str:
         """Its name in errors: the number, and that of the rollout batch (of `gear_step` each is one)."""
         return f"train step {self.number} of rollout batch {self._data.number}"
-
-    @property
-    def num_trajectories(self) -> int:
-        """Trajectories of the step, all ranks together."""
-        return len(self.index)
-
-    @property
-    def num_tokens(self) -> int:
-        """Steps of the step's trajectories, all ranks together."""
-        return int(self._data.lengths[self.index].sum())
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """Yield this rank's micro batches.

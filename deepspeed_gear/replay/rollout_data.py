@@ -232,16 +232,10 @@ class RolloutData:
         self.starts = np.cumsum(self.lengths) - self.lengths  # for lengths [2, 3] starts is [0, 2]
         #: Item of each trajectory: those of one group have one number, in the order of the selection.
         self.item = item_numbers(self.records[:, Resolution.SAMPLE_NUMBER].numpy(), self.source)
+        self.num_items = int(self.item[-1]) + 1 if len(self.item) else 0
+        self.num_tokens = int(self.lengths.sum())
         #: Columns of this rollout batch only, at predicting places. [num_tokens] each.
         self.columns: dict[str, torch.Tensor] = {}
-
-    @property
-    def num_items(self) -> int:
-        return int(self.item[-1]) + 1 if len(self.item) else 0
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.lengths.sum())
 
     @cached_property
     def mask(self) -> np.ndarray:
