@@ -1,7 +1,8 @@
-"""Small sources of the formats that ingest reads, and stores with streams, without a Replay."""
+"""The package's syntax trees, small sources of the formats that ingest reads, and stores with streams."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -75,6 +76,15 @@ def write_minari(
         buffers.append(EpisodeBuffer(**parts))
         storage.update_episodes(buffers[-1:])
     return buffers
+
+
+@pytest.fixture(scope="session")
+def trees(checkout: Path) -> dict[str, ast.Module]:
+    """The syntax tree of each module of the package, by its name."""
+    return {
+        ".".join(file.relative_to(checkout).with_suffix("").parts): ast.parse(file.read_text("utf-8"))
+        for file in sorted((checkout / "deepspeed_gear").rglob("*.py"))
+    }
 
 
 @pytest.fixture

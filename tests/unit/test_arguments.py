@@ -32,14 +32,7 @@ SAMPLER = {"kind": "prioritized", "unit": "step"}
 ROOM = {"capacity_steps": 500, "capacity_trajectories": 60, "max_length": 50, "writers": 2}
 ON_DEVICE = {"capacity_steps": 50, "max_length": 9, "remove": "fifo", "placement": "device"}
 BOARD_MODULE = torch.nn.Linear(1, 1)
-ROWS = {
-    "observation": np.zeros((2, 3), np.float32),
-    "action": np.zeros((2, 2), np.float32),
-    "reward": np.zeros(2, np.float32),
-    "terminated": np.zeros(2, bool),
-    "truncated": np.zeros(2, bool),
-    "code": np.zeros(2, np.int64),
-}
+ROWS = {name: np.stack([rows[0]] * 2) for name, rows in trajectory(0, 2).items() if name != "task"}
 
 
 class Scene:
@@ -162,10 +155,7 @@ CALLS: dict[str, Call] = {
     "batch.minibatches epochs": (lambda s, bad: s.batch.minibatches(2, bad), set()),
     "Batch.cat": (lambda s, bad: Batch.cat(bad), set()),
     "normalize": (lambda s, bad: s.replay.normalize(bad, 1.0), set()),
-    "normalize values": (
-        lambda s, bad: s.replay.normalize("observation", bad),
-        {"a tensor with a history"},
-    ),
+    "normalize values": (lambda s, bad: s.replay.normalize("observation", bad), {"a tensor with a history"}),
     "denormalize values": (
         lambda s, bad: s.device.denormalize("observation", bad),
         {"a tensor with a history"},

@@ -6,13 +6,10 @@ import importlib
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -20,9 +17,6 @@ import torch
 from gear_support import ROOT
 from process_support import environment
 from warm_python import run_warm
-
-from deepspeed_gear.batching.transfer import device_gather
-from deepspeed_gear.ops import load_backend
 
 LONG = pytest.mark.skipif(os.environ.get("GEAR_LONG_TESTS") != "1", reason="long: GEAR_LONG_TESTS=1")
 Load = Callable[[str], ModuleType]
@@ -49,62 +43,49 @@ def rows_of(path: Path, script: str, *arguments: str) -> list[dict[str, Any]]:
     return list(document["rows"])
 
 
-def test_gather_runs(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path / "gather.json", "gather", "--ranks", "2")
-    assert {row["what"] for row in rows} == {"op", "sample", "index_select", "two_ranks"}
-    windows = {("W1", "whole"), ("W1", "100"), ("W1", "20"), ("W3", "frames")}
-    assert {(row["workload"], row["window"]) for row in rows} == windows
+INGEST = ("inference", "add", "steps", "reader") if os.environ.get("GEAR_LONG_TESTS") else ("add",)
+#: By script: its options, what its rows must be among others, and which numbers must be above 0.
+RUNS: dict[str, tuple[Sequence[str], dict[str, set[Any]], Sequence[str]]] = {
+    "gather": (
+        ["--ranks", "2"],
+        {"what": {"op", "sample", "index_select", "two_ranks"}, "window": {"whole", "100", "20", "frames"}},
+        ["ms", "limit_ms", "ratio"],
+    ),
+    "selection": (
+        ["--ranks", "2"],
+        {"what": {"batch", "memory", "ranks"}, "sampler": {"prioritized", "uniform"}, "B": {256, 4096}},
+        ["ms", "limit_ms", "ratio", "batches_per_s"],
+    ),
+    "scale": ([], {"nodes": {1, 2, 4}, "samples": {8, 16, 32}}, []),
+    "ingest": (["--parts", *INGEST], {"what": set(INGEST)}, ["adds_per_s", "mb_per_s"]),
+    "fixed_cost": (
+        [],
+        {"part": {"the op: gather_", "the selection, in one native call"}},
+        ["warm_us", "cold_us", "us"],
+    ),
+    "adding": ([], {"system": {"numpy ring", "gear", "gear, published"}}, ["step_us"]),
+}
+
+
+@pytest.mark.parametrize("script", RUNS)
+def test_a_benchmark_runs(script: str, tmp_path: Path) -> None:
+    options, kinds, positive = RUNS[script]
+    rows = rows_of(tmp_path / "rows.json", script, *options)
+    for key, wanted in kinds.items():
+        assert wanted <= {row.get(key) for row in rows}
+    for name in positive:
+        numbers = [row[name] for row in rows if row.get(name) is not None]
+        assert numbers
+        assert min(numbers) > 0
     for row in rows:
-        assert row["ms"] > 0
-        assert row["limit_ms"] > 0
-        assert row["ratio"] == pytest.approx(row["ms"] / row["limit_ms"], rel=1.0)
+        if row.get("limit_ms") and row.get("ratio"):
+            assert row["ratio"] == pytest.approx(row["ms"] / row["limit_ms"], rel=1.0)
 
 
-def test_scale_runs(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path / "scale.json", "scale")
-    assert [(row["nodes"], row["samples"]) for row in rows] == [(1, 8), (2, 16), (4, 32)]
-    for row in rows[1:]:
-        assert {"begin: record, status", "own samples, owners", "rest"} <= set(row["parts_ms"])
-
-
-def test_select_runs(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path / "selection.json", "selection", "--ranks", "2")
-    mine = [row for row in rows if row["what"] == "batch" and row["system"] == "gear"]
-    wanted = [(sampler, size) for sampler in ("prioritized", "uniform") for size in (256, 4096)]
-    assert [(row["sampler"], row["B"]) for row in mine] == wanted
-    for row in mine:
-        assert row["ratio"] == pytest.approx(row["ms"] / row["limit_ms"], rel=1.0)
-    assert {row["what"] for row in rows} == {"batch", "memory", "ranks"}
-    ranks = next(row for row in rows if row["what"] == "ranks")
-    assert ranks["ranks"] == 2
-    assert ranks["batches_per_s"] == pytest.approx(1e3 / ranks["ms"])
-
-
-PARTS_OF_INGEST = ("inference", "add", "steps", "reader")
-
-
-def test_ingest_runs(tmp_path: Path) -> None:
-    parts = PARTS_OF_INGEST if os.environ.get("GEAR_LONG_TESTS") else ("add",)
-    rows = rows_of(tmp_path / "ingest.json", "ingest", "--parts", *parts)
-    added = [row for row in rows if row["what"] == "add"]
-    assert len(added) == 2
-    for row in added:
-        assert row["mb_per_s"] == pytest.approx(row["adds_per_s"] * row["bytes"] / 1e6)
-
-
-def test_fixed_cost_runs(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path / "fixed.json", "fixed_cost")
-    parts, calls = ([row for row in rows if key in row] for key in ("part", "call"))
-    assert {"the op: gather_", "the selection, in one native call"} < {row["part"] for row in parts}
-    assert all(row["warm_us"] > 0 and row["cold_us"] > 0 for row in parts)
-    assert len(calls) == 4
-    assert all(row["us"] > 0 for row in calls)
-
-
-def test_adding_runs(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path / "adding.json", "adding")
-    assert {row["system"] for row in rows} >= {"numpy ring", "gear", "gear, published"}
-    assert all(row["step_us"] > 0 for row in rows)
+def test_starvation_runs(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path / "starvation.json", "starvation")
+    assert len(rows) == 4
+    assert all(row["holds"] and row["starved"] == 0 for row in rows)
 
 
 PEER = """
@@ -165,20 +146,10 @@ def test_the_limit_of_selection_does_what_it_is_a_limit_of(load: Load, sampler: 
     assert (drawn.items == 33).all()
 
 
-def test_a_turn_takes_as_long_as_its_last_rank(load: Load) -> None:
-    ranks = [{"carry": [1.0, 5.0, 2.0]}, {"carry": [4.0, 1.0, 3.0]}]
-    assert load("exchange").slowest(ranks, "carry") == 4.0
-
-
 GPU_FIGURES = {
     *("gather", "draw", "update", "sample and update", "add", "add, sample and update", "add_steps"),
-    *(
-        "add_steps, sample and update",
-        "n-step returns",
-        "returns-to-go",
-        "host table",
-        "training step beside",
-    ),
+    *("add_steps, sample and update", "n-step returns", "returns-to-go", "host table"),
+    "training step beside",
 }
 
 
@@ -194,36 +165,6 @@ def test_gpu_runs_without_a_gpu(tmp_path: Path) -> None:
         assert row.get("rows_right", True), row
         assert (row["asked"] is None) == (row["holds"] is None)
     assert {row["figure"] for row in rows if row["asked"] is not None} == GPU_FIGURES
-
-
-def test_gpu_measures_host_memory_as_a_replay_reads_it(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks, order and copies are those of the product: `DeviceGatherer`, `copy_pieces_`."""
-    host, clock = load("gpu_host_table"), load("gpu_clock")
-    calls: dict[str, list[Any]] = {"gather_": [], "copy_pieces_": []}
-    ops = load_backend("cpu")
-
-    def noting(name: str) -> Callable[..., None]:
-        def call(*arguments: Any) -> None:
-            calls[name].append(arguments)
-            getattr(ops, name)(*arguments)
-
-        return call
-
-    noted = replace(ops, **{name: noting(name) for name in calls})
-    monkeypatch.setattr(host, "load_backend", lambda _: noted)
-    timed = clock.Clock(torch.device("cpu"), 2, 0.0)
-    with host.MappedTable(1 << 20, timed.device) as table:
-        timed.is_cuda = True  # only decides the number of blocks here
-        ways = host.ways(table, 4096, timed, host.SMOKE)
-        calls["copy_pieces_"].clear()  # of the try whether the driver has it
-        for name in (host.ZERO_COPY, host.WHOLE, host.ENGINE):
-            ways.runs[name]()
-    blocks, orders = ([call[at] for call in calls["gather_"]] for at in (-2, -1))
-    assert blocks == [device_gather._DIRECT_BLOCKS, 1]
-    for order in orders:
-        assert torch.equal(ways.numbers[host.ZERO_COPY][order], ways.numbers[host.ZERO_COPY].sort().values)
-    assert len(calls["copy_pieces_"]) == 1
-    assert len(calls["copy_pieces_"][0][2]) == len(ways.numbers[host.ENGINE])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -256,12 +197,6 @@ def test_memory_runs(tmp_path: Path) -> None:
     assert ranks["shared_bytes_1"] >= store["payload_bytes"]
 
 
-def test_starvation_runs(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path / "starvation.json", "starvation")
-    assert len(rows) == 4
-    assert all(row["holds"] and row["starved"] == 0 for row in rows)
-
-
 @pytest.mark.parametrize(("name", "window"), [("W1", "whole"), ("W1", "20"), ("W3", "frames")])
 def test_everything_that_is_timed_copies_the_same_rows(load: Load, name: str, window: str) -> None:
     workloads, subjects = load("support.workloads"), load("support.subject")
@@ -279,14 +214,6 @@ def test_everything_that_is_timed_copies_the_same_rows(load: Load, name: str, wi
     assert any(out.any() for out in found[0])
     for kind in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], kind, strict=True))
-
-
-def test_workloads_are_those_of_the_field(load: Load) -> None:
-    wanted = {"W1": (2_000_000, 61), "W2": (1_000_000, 105), "W3": (20_000, 84 * 84)}
-    made = {name: load("support.workloads").workload(name) for name in wanted}
-    sizes = {n: (w.num_trajectories * w.num_steps, w.schema.row_bytes) for n, w in made.items()}
-    assert sizes == wanted
-    assert (made["W3"].window("frames"), made["W1"].window("100")) == ((-3, 4), (-99, 100))
 
 
 def test_a_bound_is_judged_by_its_own_number(load: Load) -> None:
@@ -324,51 +251,3 @@ def test_a_difference_of_batches_is_seen(load: Load) -> None:
     rows = determinism._compare(list(digests), digests, more)
     names = (wanted.variant, same.variant, other.variant, "resumed")
     assert [(row.variant, row.equal) for row in rows] == [*zip(names, (True, True, False, True), strict=True)]
-
-
-def test_determinism_compares_every_option(load: Load) -> None:
-    determinism, ragged = load("determinism"), load("support.ragged")
-    chosen = determinism.cases(quick=False)
-    assert len(chosen) == len(set(chosen))
-    for sampler in ragged.SAMPLERS:
-        mine = [case for case in chosen if case.sampler == sampler]
-        assert {case.seed for case in mine} == {0, 1, 2}
-        assert len(mine) == 3 * 3 * 3 * 2
-
-
-def test_results_can_be_read_again(load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = load("support.report")
-    document = report.document(report.Disturbance(), [{"a": 1, "b": [2]}, {"a": None, "b": "ü"}], more="x")
-    report.write_json(tmp_path / "r" / "x.json", document)
-    assert json.loads((tmp_path / "r" / "x.json").read_text()) == document
-    report.print_table(("name", "number"), [("long name", 1.25), ("x", 20_000)])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == ["| name | number |", "| --- | --- |", "| long name | 1.25 |", "| x | 20,000 |"]
-
-
-def test_the_clock_of_a_gpu(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it asks of torch.cuda, with stand-ins: warm-up on a side stream, a capture, events."""
-    stream, event, calls = MagicMock(), MagicMock(), list[str]()
-    event.elapsed_time.return_value = 6.0  # ms
-    for name in ("Stream", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda: stream)
-    for name in ("stream", "graph"):
-        monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", MagicMock())
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
-    module = load("gpu_clock")
-    clock = module.Clock(torch.device("cuda"), 4, 0.05)
-    replay = clock.graph(lambda: calls.append("run"))
-    assert len(calls) == module.WARM_UP + 1
-    assert stream.wait_stream.call_count == 2
-    assert clock.seconds(replay, 3) == pytest.approx(2e-3)
-    times = clock.compare({"a": replay, "b": lambda: None})
-    assert {name: len(each) for name, each in times.items()} == {"a": 4, "b": 4}
-    assert clock.beside(lambda: None, lambda: calls.append("background"), 5) == pytest.approx(6e-3)
-    assert calls.count("background") == 5
-    found = module.rows_against(
-        "f", "c", {"gear": np.full(4, 4.0), "copy": np.full(4, 2.0)}, "copy", 2, 10**6
-    )
-    assert (found["gear"].us, found["gear"].ceiling_us, found["gear"].fraction) == (2e6, 1e6, 0.5)
-    assert found["gear"].to_json()["gb_per_s"] == pytest.approx(0.0005)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -135,20 +134,3 @@ def test_a_divergence_is_an_error(load: Load) -> None:
     envs = loop.Environments("CartPole-v1", 1, SEED, CPU)
     with pytest.raises(FloatingPointError, match="loss must be finite, got nan"):
         loop.result(Namespace(**OPTIONS), envs, loop.Clock(CPU, 0), loss=float("nan"))
-
-
-def test_every_call_of_a_captured_function_is_one_call(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three calls run, the fourth captures, which runs nothing on a device, and replays."""
-    loop, calls = load("device_loop"), list[str]()
-    stream, graph = MagicMock(), MagicMock()
-    for name in ("Stream", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda: stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
-    monkeypatch.setattr(torch.cuda, "graph", lambda _: nullcontext())
-    step = loop.Captured(lambda: calls.append("call"), False, True)
-    for _ in range(10):
-        step()
-    assert len(calls) == loop.Captured.WARM_UP + 1, "the last one is the capture"
-    assert graph.replay.call_count == 10 - loop.Captured.WARM_UP
-    assert stream.wait_stream.call_count == 2 * loop.Captured.WARM_UP

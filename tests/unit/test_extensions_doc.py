@@ -12,21 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from page_support import HOW_TO, blocks, page_json
 
 from deepspeed_gear import ConfigError, DataError, Replay, TrajectoryWriter
 from deepspeed_gear.cli.main import main
 from deepspeed_gear.config import parse
 from deepspeed_gear.data.ingest import ingest
 
-HOW_TO = Path(__file__).resolve().parents[2] / "docs" / "how-to"
 MOST_LINES = 60
-
-
-def block(page: str, language: str) -> str:
-    """Return the first block of code of a page."""
-    found = re.search(rf"```{language}\n(.*?)```", (HOW_TO / page).read_text(), re.S)
-    assert found is not None
-    return found[1]
 
 
 @pytest.fixture
@@ -34,7 +27,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Both modules of the pages, importable."""
     pages = {"combined_replay": "add-a-sampler.md", "jsonl_episodes": "add-an-ingest-format.md"}
     for name, page in pages.items():
-        source = block(page, "python")
+        source = next(block.text for block in blocks(HOW_TO / page, "python") if not block.hidden)
         assert len(source.splitlines()) <= MOST_LINES
         (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -44,8 +37,8 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def section(**options: Any) -> dict[str, Any]:
-    sampler = json.loads(block("add-a-sampler.md", "json"))["sampler"]
-    sampler = {**sampler, "options": {**sampler["options"], **options}}
+    sampler = page_json("add-a-sampler.md")[0]["sampler"]
+    sampler["options"] |= options
     columns = {"code": {"dtype": "int64"}}
     table = {"capacity_steps": 400, "schema": {"columns": columns}, "writers": 1}
     return {"batch_size": 16, "sampler": sampler, "tables": {"main": table}}
@@ -73,10 +66,8 @@ def test_its_options_are_checked_and_enter_the_digest() -> None:
     with pytest.raises(ConfigError, match=r"gear\.sampler\.options\.age"):
         parse(section(age=1))
     wrong = section()
-    for name, rule in (
-        ("Missing", "what can be imported"),
-        ("CombinedOptions", "a class with a pydantic model"),
-    ):
+    rules = {"Missing": "what can be imported", "CombinedOptions": "a class with a pydantic model"}
+    for name, rule in rules.items():
         wrong["sampler"]["kind"] = f"combined_replay:{name}"
         with pytest.raises(ConfigError, match=f"must name {rule}"):
             parse(wrong)
@@ -90,9 +81,8 @@ def test_the_ingest_format_of_the_page(
         {"observation": [[i, t] for t in range(i + 2)], "action": [1] * (i + 1), "reward": [0.5] * (i + 1)}
         for i in range(4)
     ]
-    source.write_text(
-        "".join(json.dumps({**line, "terminated": i % 2 == 0}) + "\n" for i, line in enumerate(lines))
-    )
+    rows = [json.dumps({**line, "terminated": i % 2 == 0}) + "\n" for i, line in enumerate(lines)]
+    source.write_text("".join(rows))
     dataset = ingest([source], modules / "set", format=format)
     assert dataset.lengths.tolist() == [1, 2, 3, 4]
     found = dataset.trajectory(3)
@@ -106,9 +96,7 @@ def test_the_ingest_format_of_the_page(
     assert main(["inspect", "of-command"]) == 0
     assert re.search(r"^  source +episodes\.jsonl \(jsonl\)$", capsys.readouterr().out, re.M)
     source.write_text(source.read_text().replace("[3, 4]]", "]").replace(", ]", "]"))
-    with pytest.raises(
-        DataError, match=r"episodes.jsonl: line 4 must have an observation after the last step"
-    ):
+    with pytest.raises(DataError, match=r"jsonl: line 4 must have an observation after the last step"):
         ingest([source], modules / "set", format=format, overwrite=True)
     with monkeypatch.context() as patch:
         patch.setattr(sys.modules["jsonl_episodes"].JsonlReader, "episodes", lambda self: [("episode 0", {})])
@@ -117,8 +105,7 @@ def test_the_ingest_format_of_the_page(
     for name, text in {
         "csv": "must be one of auto, d4rl, minari, or module:Class",
         "json:JSONDecoder": "subclass of Reader",
+        "absent_module:Reader": "must name what can be imported",
     }.items():
         with pytest.raises(DataError, match=text):
             ingest([source], modules / "other", format=name)
-    with pytest.raises(DataError, match="must name what can be imported"):
-        ingest([source], modules / "other", format="absent_module:Reader")

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +19,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from gear_support import load_script
+from gear_support import load_script, wait_until
 
 from deepspeed_gear.ops import toolchain
 
@@ -32,17 +33,13 @@ def stages(checkout: Path) -> ModuleType:
 # ---- packages --------------------------------------------------------------------------------------
 
 
-def names_of(requirements: list[str]) -> set[str]:
-    """Names of requirements that hold without an extra."""
-    plain = (line for line in requirements if "extra ==" not in line)
-    return {re.split(r"[ <>=!~\[;]", line)[0].lower().replace("_", "-") for line in plain}
-
-
 def test_what_is_needed_is_documented_and_installed(checkout: Path, stages: ModuleType) -> None:
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11 has it")
     project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]
     needed = project["dependencies"] + project["optional-dependencies"]["gpu"]
-    names = names_of(needed + importlib.metadata.requires("deepspeed")) - {"torch"} | {"setuptools"}
+    needed += importlib.metadata.requires("deepspeed")
+    plain = {re.split(r"[ <>=!~\[;]", line)[0] for line in needed if "extra ==" not in line}
+    names = {name.lower().replace("_", "-") for name in plain} - {"torch"} | {"setuptools"}
     text = (checkout / "docs" / "how-to" / "gpu.md").read_text()
     command = re.search(r"^pip wheel .*?\n```$", text, re.MULTILINE | re.DOTALL)
     assert command is not None
@@ -114,23 +111,28 @@ def record_of(out: Path, stage: str) -> dict[str, Any]:
     return found
 
 
+@pytest.fixture
+def stage_of(stages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Make a stage A of other steps, each with a name, a command and a limit; it records in `tmp_path`."""
+
+    def make(*waves: list[tuple[Any, ...]], card: tuple[Any, ...] = (), is_dry: bool = False) -> Any:
+        steps = [[stages.Step(*step, needs=()) for step in wave] for wave in waves]
+        steps += [list(card)] if card else []
+        monkeypatch.setitem(stages.STAGES, "A", lambda here: steps)
+        missing = {"gpu": "there is no GPU"} if is_dry else {}
+        return stages.Stage("A", stages.Machine(missing, None, tmp_path, tmp_path), is_dry)
+
+    return make
+
+
 def test_a_step_that_fails_or_hangs_does_not_end_a_stage(
-    stages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stages: ModuleType, stage_of: Any, tmp_path: Path
 ) -> None:
-    step = stages.Step
-    waves = [
-        [
-            step("good", ("echo", "fine"), 20, needs=()),
-            step("bad", ("sh", "-c", "echo why; exit 3"), 20, needs=()),
-        ],
-        [step("hangs", ("sh", "-c", "echo begun; sleep 60"), 1, needs=())],
-        [step("absent", ("no-such-program",), 20, needs=())],
-        [step("card", ("true",), 20, elsewhere="a test")],
-        [step("lane", ("false",), 20, dry=("echo", "CPU"))],
-    ]
-    monkeypatch.setitem(stages.STAGES, "A", lambda here: waves)
-    here = stages.Machine({"gpu": "there is no GPU"}, None, tmp_path, tmp_path)
-    assert stages.Stage("A", here, True).run() == 3
+    good, bad = ("good", ("echo", "fine"), 20), ("bad", ("sh", "-c", "echo why; exit 3"), 20)
+    hangs, absent = ("hangs", ("sh", "-c", "echo begun; sleep 60"), 1), ("absent", ("no-such-program",), 20)
+    card = stages.Step("card", ("true",), 20, elsewhere="a test")
+    lane = stages.Step("lane", ("false",), 20, dry=("echo", "CPU"))
+    assert stage_of([good, bad], [hangs], [absent], card=(card, lane), is_dry=True).run() == 3
     found = {one["name"]: one for one in record_of(tmp_path, "A")["steps"]}
     codes = {"good": 0, "bad": 3, "hangs": 124, "absent": 127, "card": None, "lane": 0}
     assert {name: one["rc"] for name, one in found.items()} == codes
@@ -142,23 +144,13 @@ def test_a_step_that_fails_or_hangs_does_not_end_a_stage(
     assert found["card"]["skipped"] == "there is no GPU; on a CPU: a test"
 
 
-def test_every_step_is_in_the_record_as_soon_as_it_has_ended(
-    stages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_step_is_in_the_record_as_soon_as_it_has_ended(stage_of: Any, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    waves = [
-        [stages.Step("first", ("true",), 20, needs=())],
-        [stages.Step("second", ("sh", "-c", f"until test -e {gate}; do sleep 0.05; done"), 20, needs=())],
-    ]
-    monkeypatch.setitem(stages.STAGES, "A", lambda here: waves)
-    stage = stages.Stage("A", stages.Machine({}, None, tmp_path, tmp_path), False)
-    running = threading.Thread(target=stage.run)
+    waits = ("sh", "-c", f"until test -e {gate}; do sleep 0.05; done")
+    running = threading.Thread(target=stage_of([("first", ("true",), 20)], [("second", waits, 20)]).run)
     running.start()
     try:
-        for _ in range(1000):
-            if (tmp_path / "stage-A.json").exists():
-                break
-            running.join(0.02)
+        wait_until((tmp_path / "stage-A.json").exists, "the record of a step")
         assert [one["name"] for one in record_of(tmp_path, "A")["steps"]] == ["first"]
     finally:
         gate.touch()
@@ -166,23 +158,19 @@ def test_every_step_is_in_the_record_as_soon_as_it_has_ended(
     assert [one["name"] for one in record_of(tmp_path, "A")["steps"]] == ["first", "second"]
 
 
-def test_a_stage_ends_in_time(stages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_ends_in_time(
+    stages: ModuleType, stage_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stages, "STAGE_S", 2.0)
     monkeypatch.setattr(stages, "LEAST_S", 1.0)
-    waves = [[stages.Step(name, ("sleep", "60"), 60, needs=())] for name in ("long", "late")]
-    monkeypatch.setitem(stages.STAGES, "A", lambda here: waves)
-    assert stages.Stage("A", stages.Machine({}, None, tmp_path, tmp_path), False).run() == 1
+    assert stage_of(*([(name, ("sleep", "60"), 60)] for name in ("long", "late"))).run() == 1
     long, late = record_of(tmp_path, "A")["steps"]
     assert (long["rc"], long["limit_s"]) == (124, 2)
     assert late["skipped"] == "no time is left of the 2 s of a stage"
 
 
-def test_a_stage_that_is_ended_ends_its_steps(
-    stages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waves = [[stages.Step(name, ("sleep", "100"), 200, needs=()) for name in ("one", "two")]]
-    monkeypatch.setitem(stages.STAGES, "A", lambda here: waves)
-    stage = stages.Stage("A", stages.Machine({}, None, tmp_path, tmp_path), False)
+def test_a_stage_that_is_ended_ends_its_steps(stage_of: Any, tmp_path: Path) -> None:
+    stage = stage_of([(name, ("sleep", "100"), 200) for name in ("one", "two")])
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     ender = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
     ender.start()

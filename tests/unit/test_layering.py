@@ -30,14 +30,10 @@ class Module(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def modules(checkout: Path) -> list[Module]:
-    found = []
-    for file in sorted((checkout / PACKAGE).rglob("*.py")):
-        name = ".".join(file.relative_to(checkout).with_suffix("").parts)
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        found.append(Module(name.removesuffix(".__init__"), tree, name.endswith(".__init__")))
-    assert len(found) > 10
-    return found
+def modules(trees: dict[str, ast.Module]) -> list[Module]:
+    assert len(trees) > 10
+    init = ".__init__"
+    return [Module(name.removesuffix(init), tree, name.endswith(init)) for name, tree in trees.items()]
 
 
 def gear_imports(module: Module) -> Iterator[tuple[str, list[str]]]:
@@ -126,20 +122,6 @@ def test_below_the_resolved_plan_nothing_reads_a_config(checkout: Path) -> None:
 )
 def test_a_wrong_arrow_is_found(source: str, module: str, is_package: bool) -> None:
     assert wrong_arrows(Module(f"{PACKAGE}.{module}", ast.parse(source), is_package)) != []
-
-
-@pytest.mark.parametrize(
-    ("source", "module"),
-    [
-        ("from ..errors import GearError", "store.table"),
-        ("from .layout import size", "store.table"),
-        ("import deepspeed\nimport torch", "errors"),
-        ("from ..writer.inserter import Inserter", "replay.tables"),
-        ("from deepspeed_gear import Replay", "cli.inspect"),
-    ],
-)
-def test_a_right_arrow_passes(source: str, module: str) -> None:
-    assert wrong_arrows(Module(f"{PACKAGE}.{module}", ast.parse(source))) == []
 
 
 def test_no_modules_import_each_other(modules: list[Module]) -> None:

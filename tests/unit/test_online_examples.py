@@ -23,18 +23,6 @@ from deepspeed_gear.replay.transition_buffer import TransitionSamples
 EXAMPLES = ROOT / "examples"
 
 
-def test_the_ring_and_gear_have_the_same_calls_in_td3() -> None:
-    """All that differs between a ring buffer and gear is the class."""
-    lines = (EXAMPLES / "td3.py").read_text().splitlines()
-    found = [line.strip() for line in lines if "TransitionBuffer" in line][1:]
-    assert found == [
-        "from deepspeed_gear import TransitionBuffer",
-        '"""The usual ring buffer, with the calls of TransitionBuffer: it keeps each observation twice."""',
-        "def train(kind: type[Plain] | type[TransitionBuffer], args: argparse.Namespace) -> dict[str, Any]:",
-        'kinds = {"plain": Plain, "gear": TransitionBuffer}',
-    ]
-
-
 # ---- off-policy examples: they learn from what the environments have done ---------------------------
 
 

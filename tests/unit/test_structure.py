@@ -4,23 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
 
 PACKAGE = "deepspeed_gear"
 MOST_PARAMETERS = 8
 RECORD_BASES = {"NamedTuple", "Protocol", "BaseModel", "GearModel", "TypedDict", "Sampler"}
-
-
-@pytest.fixture(scope="module")
-def trees(checkout: Path) -> dict[str, ast.Module]:
-    """Return the syntax tree of each module."""
-    files = sorted((checkout / PACKAGE).rglob("*.py"))
-    names = (".".join(file.relative_to(checkout).with_suffix("").parts) for file in files)
-    return {
-        name: ast.parse(file.read_text(encoding="utf-8")) for name, file in zip(names, files, strict=True)
-    }
 
 
 def test_no_function_takes_more_than_eight_parameters(trees: dict[str, ast.Module]) -> None:
