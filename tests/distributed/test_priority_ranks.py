@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-import json
+import os
+import random
+import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from batch_records import Arrays, assert_same, in_order
-from gear_support import config_of, lengths_of, shared_files, write_dataset
-from process_support import run_ranks
+import torch
+import torch.distributed as dist
+from batch_records import SAMPLES, Arrays, assert_same, in_order, record, stacked
+from gear_support import SCHEMA, config_of, lengths_of, shared_files, trajectory, write_dataset
+from process_support import call_on_ranks
+from replay_support import late_updates_of, streams_of
+from store_support import check_whole
+
+from deepspeed_gear import Batch, Replay
+from deepspeed_gear.batching.transfer.cuda_streams import HostEvent
+from deepspeed_gear.errors import DataError, PeerError
 
 GLOBAL_BATCH, NUM_BATCHES, SAVED = 32, 30, 13
 SAMPLER = {
@@ -25,6 +37,8 @@ TOP = {"kind": "top_k", "unit": "step"}
 FIELDS = {"code": {"offset": -2, "length": 3}, "observation": {}, "return_to_go": {}}
 HINDSIGHT = {"hindsight": {}, "fields": {"goal": {"column": "code", "hindsight": "code"}, "observation": {}}}
 PREFETCHES = (0, 2)
+Ran = dict[int, list[dict[str, Arrays]]]  # by world: what each rank has seen of each case
+pytestmark = pytest.mark.timeout(600)  # of three launches
 
 
 def section(**options: Any) -> dict[str, Any]:
@@ -66,47 +80,43 @@ def cases(folder: Path, world: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run all cases on two ranks, then on one and on four; return where they wrote."""
-    folder = tmp_path_factory.mktemp("ranks")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """Run all cases on two ranks, then on one and on four; return what each rank has seen."""
+    folder, found = tmp_path_factory.mktemp("ranks"), {}
     for world in (2, 1, 4):
-        run_ranks("priority_ranks.py", world, str(folder), json.dumps(cases(folder, world)))
+        found[world] = call_on_ranks(world, run_cases, cases(folder, world))
         assert shared_files(section()["shared_memory"]["prefix"]) == []
-    return folder
+    return found
 
 
-def batches(folder: Path, name: str, world: int) -> Arrays:
+def batches(ran: Ran, name: str, world: int) -> Arrays:
     """Return the global batches of a run. [batches, B, ...] by name."""
-    parts = [dict(np.load(folder / f"{name}.{world}.{rank}.npz")) for rank in range(world)]
-    return in_order(parts, GLOBAL_BATCH)
+    return in_order([of_rank[name] for of_rank in ran[world]], GLOBAL_BATCH)
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["plain", "accumulated"])
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_a_whole_run_is_the_same_in_every_division(ran: Path, name: str, world: int) -> None:
-    assert_same(batches(ran, name, world), batches(ran, "plain", 1))
+@pytest.mark.parametrize(
+    ("name", "like", "world"),
+    [
+        *(("plain", "plain", world) for world in (2, 4)),
+        *(("accumulated", "plain", world) for world in (1, 2, 4)),
+        *((name, name, world) for name in ("ahead", "trajectories", "top", "relabelled") for world in (2, 4)),
+    ],
+)
+def test_a_run_is_the_same_in_every_division(ran: Ran, name: str, like: str, world: int) -> None:
+    """With a lag, by trajectory and stratified, the highest priorities, and goals by hindsight, too."""
+    assert_same(batches(ran, name, world), batches(ran, like, 1))
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["ahead", "trajectories", "top", "relabelled"])
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_run_is_the_same_on_any_number_of_ranks(ran: Path, name: str, world: int) -> None:
-    """With a lag, by trajectory and stratified, the highest priorities, and goals by hindsight."""
-    assert_same(batches(ran, name, world), batches(ran, name, 1))
-
-
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("prefetch", PREFETCHES)
 @pytest.mark.parametrize("world", [1, 4])
-def test_a_resumed_run_has_the_batches_that_would_have_come(ran: Path, prefetch: int, world: int) -> None:
+def test_a_resumed_run_has_the_batches_that_would_have_come(ran: Ran, prefetch: int, world: int) -> None:
     name = f"resumed.{prefetch}"
     wanted = batches(ran, name, 2)
     assert wanted["sample_number"][:, 0].tolist() == [GLOBAL_BATCH * key for key in range(SAVED, NUM_BATCHES)]
     assert_same(batches(ran, name, world), wanted)
 
 
-def test_the_runs_show_something(ran: Path) -> None:
+def test_the_runs_show_something(ran: Ran) -> None:
     """Priorities concentrate and change, the lag is seen, and so are items that come and go."""
     plain, ahead = batches(ran, "plain", 1), batches(ran, "ahead", 1)
     assert set(plain) >= {"trajectory_id", "anchor", "probability", "is_weight", "code", "return_to_go"}
@@ -133,3 +143,150 @@ def test_the_runs_show_something(ran: Path) -> None:
     is_relabelled = goals["goal_step"] >= 0
     assert 0 < is_relabelled.sum() < is_relabelled.size
     assert (goals["goal"][is_relabelled] % 1000 == goals["goal_step"][is_relabelled]).all()
+
+
+# ---- on each rank ------------------------------------------------------------------------------------
+
+LENGTHS = [1 + 7 * number % 23 for number in range(24)]
+NAMES = (*SAMPLES, "probability", "is_weight", "epoch", "num_steps", "goal_step")
+CHANGES = 9  # the global batch behind which trajectories come and go
+
+
+def run_cases(cases: dict[str, Any]) -> dict[str, Arrays]:
+    """Run each case to its end; return what this rank has seen. Its reports depend on the sample alone."""
+    found = {}
+    for name, case in cases.items():
+        if name == "stopping":
+            stopping(case)
+        elif name == "late":
+            reporting_late(case["sections"])
+        else:
+            found[name] = running(case)
+    return found
+
+
+def made(section: dict[str, Any]) -> Replay:
+    replay = Replay(section, schemas={"main": SCHEMA})
+    if dist.get_rank() == 0:
+        for number, steps in enumerate(LENGTHS):
+            replay.add(trajectory(number, steps))
+    dist.barrier()
+    return replay
+
+
+def priorities(batch: Batch) -> torch.Tensor:
+    """Depend on item and sample number: of an item that was drawn twice the last report must win."""
+    word = (batch.trajectory_id * 7919 + batch.anchor * 104729 + batch.sample_number * 31) % 1009
+    return (word + 1).double().pow(2) / 1e5
+
+
+def run(replay: Replay, first: int, last: int, changes: bool) -> Arrays:
+    rows, reports = [], replay.config.sampler.kind != "uniform"
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in range(first, last):
+        for _ in range(replay.batch_info.accumulation):
+            batch = replay.sample()
+            rows.append(record(batch, NAMES))
+            if rank == world - 1 and step + 1 == SAVED:
+                time.sleep(0.2)  # the first rank saves already: it must wait for this report
+            if reports:
+                replay.update_priorities(batch, priorities(batch))
+        if reports and step % 4 == 1 and rank == step // 4 % world:
+            replay.set_priorities(
+                [step], [float(step)], [0] if replay.config.sampler.unit == "step" else None
+            )
+        if changes and step == CHANGES:
+            change(replay)
+    return stacked(rows) if rows else {}
+
+
+def change(replay: Replay) -> None:
+    """Remove and add between two batches, in places that were used before; on one rank."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        replay.remove([0, 3, 5, 8])
+        for number in range(24, 28):
+            replay.add(trajectory(number, LENGTHS[number % 9] + 2))
+    dist.barrier()
+
+
+def stopping(case: dict[str, Any]) -> None:
+    """Rank 1 asks for nothing more: rank 0 gets an error that names it."""
+    with made(case["section"]) as replay:
+        for _ in range(3):
+            replay.update_priorities(replay.sample(), torch.ones(replay.batch_info.micro))
+        pids: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(pids, os.getpid())
+        if dist.get_rank() == 0:
+            begin, text = time.monotonic(), rf"local rank 1 \(process {pids[1]}\) has not requested the batch"
+            with pytest.raises(PeerError, match=f"{text} after them"):
+                [replay.sample() for _ in range(20)]
+            passed, timeout_s = time.monotonic() - begin, case["section"]["timeout_s"]
+            assert timeout_s <= passed < timeout_s + 10, passed
+        dist.barrier()
+
+
+def running(case: dict[str, Any]) -> Arrays:
+    first, last = case.get("first", 0), case["last"]
+    with made(case["section"]) as replay:
+        if "load" in case:
+            replay.load(case["load"])
+        if "save" in case:
+            run(replay, 0, first, case.get("changes", False))
+            replay.save(case["save"])
+        found = run(replay, first, last, case.get("changes", False))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            check_whole(replay.tables["main"], list(streams_of(replay).values()))
+        dist.barrier()
+    return found
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says that it is on a device."""
+
+    is_cpu, is_cuda = False, True
+
+
+class Later:
+    """Memory of the host to which values come after some time."""
+
+    def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, HostEvent]:
+        event = HostEvent()
+        threading.Timer(random.random() * 0.02, event.finish).start()
+        return values.as_subclass(torch.Tensor).clone(), event
+
+    def give_back(self, host: torch.Tensor) -> None: ...
+
+
+def batches_of(section: dict[str, Any], is_late: bool) -> list[list[int]]:
+    """Return what a rank sees whose device computes priorities late, or early."""
+    found, rank = [], dist.get_rank()
+    with Replay(section) as replay:
+        late_updates_of(replay)._blocks = Later()
+        for turn in range(20):
+            batch = replay.sample()
+            found.append(batch.sample_number.tolist() + batch.trajectory_id.tolist())
+            values = (batch.sample_number % 13 + 1).float() * (batch.anchor + 1)
+            if (turn + rank) % 5 != 4:  # no process has to report
+                replay.update_priorities(batch, values.as_subclass(Elsewhere) if is_late else values)
+    dist.barrier()
+    return found
+
+
+def reporting_late(sections: list[dict[str, Any]]) -> None:
+    """Late reports give the batches of early ones, and errors on all ranks."""
+    rank = dist.get_rank()
+    random.seed(rank)
+    for section in sections:
+        assert batches_of(section, True) == batches_of(section, False), section
+    with Replay(sections[0]) as replay:
+        late_updates_of(replay)._blocks = Later()
+        batch = replay.sample()
+        values = torch.full((batch.num_samples,), torch.nan if rank == 1 else 1.0)
+        replay.update_priorities(batch, values.as_subclass(Elsewhere))
+        wrong = pytest.raises(DataError if rank == 1 else PeerError, match="priority 0 must be finite")
+        with tempfile.TemporaryDirectory() as where, wrong:
+            replay.save(where)
+        replay.sample()
+    dist.barrier()

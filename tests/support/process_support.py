@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
+import functools
+import inspect
 import itertools
+import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +26,7 @@ from warm_python import WarmProcess
 
 _ports = itertools.count()
 PROGRAMS = Path(__file__).resolve().parents[1] / "distributed" / "programs"
+CALL = Path(__file__).with_name("rank_call.py")
 
 
 def in_child(action: Callable[[], Any]) -> int:
@@ -70,14 +77,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 class Ranks:
-    """Python programs that form one process group, without DeepSpeed's launcher.
-
-    Args:
-        program: Path of the program, or its name in `programs/`.
-        count: Number of ranks.
-        arguments: Of the program.
-        env: Extra environment.
-    """
+    """Runs of a Python program, by path or its name in `programs/`, that form one process group."""
 
     def __init__(self, program: Path | str, count: int, *arguments: str, **env: str) -> None:
         self.port, path = str(free_port()), PROGRAMS / program
@@ -134,6 +134,49 @@ def run_ranks(
     return [output for _, output in results]
 
 
+def results_of(
+    run: Callable[[str], object], count: int, function: Callable[..., Any], *arguments: Any
+) -> list[Any]:
+    """Return what a function of a test module returns on each rank; `run` runs `CALL` with an argument."""
+    with tempfile.TemporaryDirectory() as folder:
+        call = write_call(folder, function, *arguments)
+        run(call)
+        return [result_of(call, rank) for rank in range(count)]
+
+
+def write_call(folder: Path | str, function: Callable[..., Any], *arguments: Any) -> str:
+    """Write which function of a test module `CALL` calls; return its argument."""
+    call = Path(folder) / "call"
+    call.write_bytes(pickle.dumps((inspect.getfile(function), function.__name__, arguments)))
+    return str(call)
+
+
+def result_of(call: str, rank: int) -> Any:
+    """Return what the function has returned on a rank."""
+    return pickle.loads(Path(call).with_suffix(f".{rank}").read_bytes())
+
+
+def call_on_ranks(
+    count: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 240.0, **env: str
+) -> list[Any]:
+    """Call a function of a test module on the ranks of a gloo group, as `run_ranks`; return their results."""
+    run = functools.partial(run_ranks, CALL, count, timeout_s=timeout_s, **env)
+    return results_of(run, count, function, *arguments)
+
+
+def call_with_engines(
+    count: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 240.0
+) -> list[Any]:
+    """Call a function as `call_on_ranks`, with GEAR_LONG_TESTS=1 under DeepSpeed's launcher.
+
+    The launcher imports DeepSpeed twice before the first rank starts, and its ranks import it for themselves.
+    To a program it gives the same environment.
+    """
+    start: Callable[..., object] = launch if os.environ.get("GEAR_LONG_TESTS") == "1" else run_ranks
+    run = functools.partial(start, CALL, count, timeout_s=timeout_s)
+    return results_of(run, count, function, *arguments)
+
+
 def launcher(program: Path | str, count: int, *arguments: str) -> list[str]:
     """Return the command of DeepSpeed's launcher for a program."""
     command = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(count)]
@@ -164,6 +207,23 @@ def remove_buffers(port: str) -> None:
     """Remove the buffers in /dev/shm that DeepSpeed itself leaves for a run's port, 69 MB a rank."""
     for left in SHM.glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
         left.unlink(missing_ok=True)
+
+
+def command_options(description: str | None, *flags: str, **defaults: Any) -> argparse.Namespace:
+    """Return options of the command line: flags, and others by name, of the types of their defaults."""
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=shape)
+    for flag in flags:
+        parser.add_argument(f"--{flag}", action="store_true")
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    return parser.parse_args()
+
+
+def end_with(found: dict[str, Any], *wrong: str) -> None:
+    """End a program: print what it has found as a line of JSON; with status 1 if any of `wrong` is true."""
+    print(json.dumps(found))
+    sys.exit(1 if any(found[name] for name in wrong) else 0)
 
 
 def reapers(prefix: str) -> list[int]:
