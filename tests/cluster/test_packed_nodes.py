@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -10,16 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from batch_records import in_plan_order
 from cluster_support import Cluster
-from gear_support import ROOT
+from packed_engines import COUNT as RESPONSES
+from packed_engines import save
 from packed_node_cases import GROUP, NODES, WIDTH, Case, cases, response, run_case, write_data
 from rollout_support import responses, section
 
 from deepspeed_gear import MicroBatch, Replay
 
-ENGINE = ROOT / "tests" / "distributed" / "programs" / "packed_resume.py"
-RESPONSES = 20  # of each rank of ENGINE
 RANKS = 2
 WORLD = NODES * RANKS
 BOUND = 2e-6  # of the largest gradient, as in tests/distributed/test_gradients.py
@@ -43,13 +43,18 @@ def outcomes(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Outc
     folder, out = tmp_path_factory.mktemp("alone"), tmp_path_factory.mktemp("nodes")
     known = cases(write_data(folder / "set"), write_data(folder / "other", 20, 100))
     alone = {name: run_case(case, 0, 1, folder / name) for name, case in known.items()}
-    (out / "task.json").write_text(json.dumps({"cases": known, "out": str(out), "saves": str(folder)}))
-    cluster.run_ranks("packed_nodes.py", str(out / "task.json"), nodes=NODES, ranks=RANKS, timeout_s=200.0)
-    ranks = {
-        name: [json.loads((out / f"{name}.{rank}.json").read_text()) for rank in range(WORLD)]
-        for name in known
-    }
-    return Outcomes(known, alone, ranks, out / "saves")
+    seen = cluster.call_ranks(run_cases, known, out, folder, nodes=NODES, ranks=RANKS, timeout_s=200.0)
+    return Outcomes(known, alone, {name: [rank[name] for rank in seen] for name in known}, out)
+
+
+def run_cases(known: dict[str, Case], out: Path, saves: Path) -> dict[str, Seen]:
+    """Run each case on this rank, and go on from the saves that one process has made."""
+    torch.set_num_threads(1)
+    rank, world, found = dist.get_rank(), dist.get_world_size(), {}
+    for name, case in known.items():
+        folder, other = (out / name, saves / name) if case.get("resumes") else (None, None)
+        found[name] = run_case(case, rank, world, folder, other)
+    return found
 
 
 def numbers(steps: list[list[Seen]]) -> list[list[Any]]:
@@ -134,9 +139,7 @@ def test_an_engine_trains_rollouts_over_nodes(cluster: Cluster, tmp_path: Path) 
     pack = {"tokens": 128, "pad": {"multiple": 16}, "plan_width": WIDTH}
     size = {"trajectories": 18, "tokens": 450, "minibatches": 3, "epochs": 2}
     gear = section(pack=pack, rollout=size, sampler={"kind": "epoch"}, timeout_s=60.0)
-    task = {"gear": gear, "checkpoints": str(tmp_path / "saves"), "out": str(tmp_path), "action": "save"}
-    cluster.run_ranks(ENGINE, json.dumps(task), nodes=NODES, timeout_s=200.0)
-    found = [json.loads((tmp_path / f"save{NODES}.{rank}.json").read_text()) for rank in range(NODES)]
+    found = cluster.call_ranks(save, gear, str(tmp_path), nodes=NODES, timeout_s=200.0)
     ids = [[[pack["ids"] for pack in step] for step in rank["steps"]] for rank in found]
     with Replay(gear) as replay:
         for seed in range(NODES):

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import os
+import struct
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from cluster_support import Cluster
+from gear_support import SCHEMA, trajectory
+from process_support import in_child, kill
 from rate_cases import BATCH, fill, rest, section_of, sections
 
+from deepspeed_gear import Replay, TrajectoryWriter
+from deepspeed_gear.errors import GearError, StoreError
 from deepspeed_gear.store.retention import RateLimiter
 
 Cases = dict[str, tuple[dict[str, Any], str, dict[str, Any]]]
@@ -43,9 +50,8 @@ class Run:
 
 
 def run(cluster: Cluster, out: Path, cases: Cases, phases: dict[str, Any], nodes: int, ranks: int) -> Run:
-    (out / "task.json").write_text(json.dumps({"cases": cases, "phases": phases, "out": str(out)}))
-    cluster.run_ranks("rates_nodes.py", str(out / "task.json"), nodes=nodes, ranks=ranks, timeout_s=280.0)
-    return Run([json.loads((out / f"{rank}.json").read_text()) for rank in range(nodes * ranks)], out)
+    given = drawn, cases, phases, out
+    return Run(cluster.call_ranks(*given, nodes=nodes, ranks=ranks, timeout_s=280.0), out)
 
 
 @pytest.fixture(scope="module")
@@ -181,3 +187,145 @@ def test_the_end_of_a_node_ends_the_waits_of_others(found: Run) -> None:
     for seen in found.seen[:2]:
         assert "PeerError" in seen["ended"][2][0]
         assert "ended before global batch 2" in seen["ended"][2][0]
+
+
+# ---- on each rank: batches, and tables that actors of the nodes fill at full speed ----------------------
+
+ENTRY = struct.Struct("=3d")
+BATCHES = 12  # of ranks that act
+ACTORS: dict[str, list[int]] = {}  # of each phase, on this rank
+
+
+def drawn(cases: Cases, phases: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Return what this rank sees of cases, of phases, and of waits for them.
+
+    A phase has a `section`, numbers of `actors` of each rank and of `batches`, and `lose`: the batch after
+    which the actors of rank 2 are killed, or None.
+    """
+    found: dict[str, Any] = {
+        "cases": {name: rest(section, Path(at), state) for name, (section, at, state) in cases.items()},
+        "phases": {
+            name: learn(phase["section"], phase["batches"], phase["lose"], ACTORS[name])
+            for name, phase in phases.items()
+        },
+    }
+    if phases:
+        found |= {"late": late(), "collecting": collecting(), "acting": acting(out), "ended": ended()}
+    return found
+
+
+def start_actors(cases: Cases, phases: dict[str, Any], out: Path) -> None:
+    """Start this rank's; each writes when its additions began and ended, and how many steps they had."""
+    rank = int(os.environ["RANK"])
+    for name, phase in phases.items():
+        numbers = range(10 * rank, 10 * rank + phase["actors"][rank])
+        ACTORS[name] = [
+            in_child(lambda n=name, p=phase, i=i: act(p["section"], out / f"{n}.actor{i}", i + 1))
+            for i in numbers
+        ]
+
+
+drawn.before_group = start_actors  # type: ignore[attr-defined]
+
+
+def act(section: dict[str, Any], log: Path, seed: int) -> None:
+    """Add trajectories of random lengths until the ranks have ended; every fourth is as long as may be."""
+    random, longest = np.random.default_rng(seed), section["tables"]["main"]["max_length"]
+    with TrajectoryWriter.attach(section, wait_s=120.0) as writer, log.open("wb", buffering=0) as file:
+        for number in range(10**6):
+            steps = longest if number % 4 == 0 else int(random.integers(1, longest + 1))
+            made, begin = trajectory(seed * 10**6 + number, steps), time.monotonic()
+            try:
+                writer.add(made)
+            except StoreError:
+                return
+            file.write(ENTRY.pack(begin, time.monotonic(), steps))
+
+
+def learn(section: dict[str, Any], batches: int, lose: int | None, actors: list[int]) -> list[Any]:
+    """Take so many global batches."""
+    seen = []
+    with Replay(section, schemas={"main": SCHEMA}) as replay:
+        dist.barrier()
+        time.sleep(1.0)  # actors come as far ahead as they may
+        for number in range(batches):
+            begin = time.monotonic()
+            batch = replay.sample()
+            seen.append((begin, time.monotonic(), batch.trajectory_id.tolist()))
+            for actor in actors if number == lose and dist.get_rank() == 2 else []:
+                kill(actor)
+        dist.barrier()
+    return seen
+
+
+# ---- waits for a rate limiter, and their ends ----------------------------------------------------------
+
+
+def tried(replay: Replay) -> list[Any]:
+    """What comes of a sample, and after how many seconds."""
+    begin = time.monotonic()
+    try:
+        what = sorted(replay.sample().trajectory_id.tolist())
+    except GearError as error:
+        what = f"{type(error).__name__}: {error}"
+    return [what, time.monotonic() - begin]
+
+
+def late() -> list[Any]:
+    """No process adds; then one rank does. At first none may add, then an actor might."""
+    rate = {"min_size": 50, "timeout_s": 0.5}
+    alone = section_of("uniform", "step", rate_limiter={**rate, "timeout_s": 60.0})
+    with Replay(alone, schemas={"main": SCHEMA}) as replay:
+        found: list[Any] = [tried(replay)]
+    section = section_of("uniform", "step", rate_limiter=rate, writers=1)
+    with Replay(section, schemas={"main": SCHEMA}) as replay:
+        found += [tried(replay), replay.can_sample()]
+        if dist.get_rank() == 3:
+            for number in range(2):
+                replay.add(trajectory(number, 25))
+        return [*found, replay.can_sample(), tried(replay)]
+
+
+def collecting() -> list[Any]:
+    """A rank that writes must not wait for itself, and so no process does."""
+    with Replay(section_of("uniform", max_times_sampled=1), schemas={"main": SCHEMA}) as replay:
+        if dist.get_rank() == 3:
+            writer = replay.writer()
+        dist.barrier()
+        found = [tried(replay), replay.can_sample()]
+        for number in range(12 if dist.get_rank() == 3 else 0):
+            writer.add(trajectory(number, 5))
+        return [*found, replay.can_sample(), tried(replay), tried(replay)]
+
+
+def acting(folder: Path) -> dict[str, Any]:
+    """Every rank adds as long as nothing can be sampled, also after a checkpoint."""
+    rate = {"min_size": 100, "samples_per_insert": 1.0, "error_buffer": 120.0}
+    found: dict[str, Any] = {"batches": 0, "answers": [], "added": 0}
+    with Replay(
+        section_of("uniform", "step", remove="fifo", rate_limiter=rate), schemas={"main": SCHEMA}
+    ) as replay:
+        writer = replay.writer()
+        while found["batches"] < BATCHES:
+            answer = replay.can_sample()
+            found["answers"].append(answer)
+            if answer:
+                replay.sample()
+                found["batches"] += 1
+                if found["batches"] == BATCHES // 2:
+                    replay.load(folder / "saved", replay.save(folder / "saved"))
+            else:
+                steps = 30 if dist.get_rank() == 1 else 5 + dist.get_rank()
+                found["added"] += steps
+                writer.add(trajectory(len(found["answers"]), steps))
+        return found
+
+
+def ended() -> list[Any]:
+    """There are items for two batches; one node ends while the threads of both wait for the third."""
+    section = {**section_of("uniform", max_times_sampled=1), "prefetch": 1}
+    with Replay(section, schemas={"main": SCHEMA}) as replay:
+        for number in range(6):
+            replay.add(trajectory(10 * dist.get_rank() + number, 5))
+        dist.barrier()
+        return [tried(replay) for _ in range(2 if dist.get_rank() >= 2 else 3)]

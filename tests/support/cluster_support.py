@@ -13,12 +13,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from gear_support import ROOT, wait_until
-from process_support import Ranks, environment
+from process_support import CALL, Ranks, environment, results_of
 
 SCRIPT = Path(__file__).resolve().parents[1] / "cluster" / "cluster.sh"
 PROGRAMS = Path(__file__).resolve().parents[1] / "cluster" / "programs"
@@ -34,15 +35,7 @@ def why_no_cluster() -> str | None:
 
 
 class Launch:
-    """A program that runs on some nodes.
-
-    Args:
-        cluster: Where it runs.
-        mark: The value of MARK in its processes' environment.
-        command: Runs on node 0.
-        env: Of the command.
-        log: Gets all output.
-    """
+    """A command of node 0 that runs a program on nodes; its processes have a value of MARK to be known by."""
 
     def __init__(
         self, cluster: Cluster, mark: str, command: list[str], env: dict[str, str], log: Path
@@ -97,12 +90,7 @@ class Launch:
 
 
 class Cluster:
-    """Nodes node0 .. node<N-1> with the addresses 10.77.0.1 to 10.77.0.N.
-
-    Args:
-        folder: For its state and logs; files in it are seen by all nodes.
-        num_nodes: How many.
-    """
+    """Nodes node0 .. node<N-1> with the addresses 10.77.0.1 to 10.77.0.N; all see the files of the folder."""
 
     def __init__(self, folder: Path, num_nodes: int = 4) -> None:
         self.folder, self.num_nodes = folder, num_nodes
@@ -152,20 +140,14 @@ class Cluster:
         *arguments: str,
         nodes: int = 2,
         ranks: int = 1,
-        env: Mapping[str, str] | None = None,
     ) -> Launch:
-        """Start a program with `ranks` ranks on each of the first nodes, by DeepSpeed's launcher on node 0.
+        """Start a program, by path or its name in `cluster/programs`, by DeepSpeed's launcher on node 0.
 
-        Args:
-            program: Its path, or its name in `cluster/programs`.
-            arguments: Of the program.
-            nodes: How many nodes.
-            ranks: How many ranks on each.
-            env: Extra environment of all ranks.
+        It has `ranks` ranks on each of the first nodes.
         """
         number = next(self._numbers)
-        given = {**rank_environment(), **(env or {}), MARK: f"{os.getpid()}-{number}"}
-        forwarded = {name: given[name] for name in [*FORWARDED, *(env or {}), MARK] if name in given}
+        given = {**rank_environment(), MARK: f"{os.getpid()}-{number}"}
+        forwarded = {name: given[name] for name in [*FORWARDED, MARK] if name in given}
         forwarded["GLOO_SOCKET_IFNAME"] = "eth0"
         env_file = self.folder / f"env-{number}"
         env_file.write_text("".join(f"{name}={value}\n" for name, value in forwarded.items()))
@@ -186,10 +168,9 @@ class Cluster:
         nodes: int = 2,
         ranks: int = 1,
         timeout_s: float = 120.0,
-        env: Mapping[str, str] | None = None,
     ) -> str:
         """Run a program, as `start` does, to its end; return its output. It must succeed."""
-        launch = self.start(program, *arguments, nodes=nodes, ranks=ranks, env=env)
+        launch = self.start(program, *arguments, nodes=nodes, ranks=ranks)
         status = launch.wait(timeout_s)
         assert status == 0, f"exit status {status}:\n{launch.output()}"
         return launch.output()
@@ -208,6 +189,21 @@ class Cluster:
         results = NodeRanks(self, program, *arguments, nodes=nodes, ranks=ranks).wait(timeout_s)
         assert all(status == 0 for status, _ in results), "\n".join(f"[{s}] {out}" for s, out in results)
         return "".join(output for _, output in results)
+
+    def call_ranks(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        nodes: int = 2,
+        ranks: int = 1,
+        timeout_s: float = 120.0,
+    ) -> list[Any]:
+        """Call a function of a test module on ranks, as `run_ranks`; return their results."""
+
+        def run(call: str) -> str:
+            return self.run_ranks(CALL, call, nodes=nodes, ranks=ranks, timeout_s=timeout_s)
+
+        return results_of(run, nodes * ranks, function, *arguments)
 
     def pids(self, node: int, pattern: str = "") -> list[int]:
         """List a node's processes whose command line matches a regular expression; never its sshd.
@@ -247,15 +243,7 @@ class Cluster:
 
 
 class NodeRanks(Ranks):
-    """Ranks on the first nodes of a cluster, without a launcher.
-
-    Args:
-        cluster: Where they run.
-        program: Its path, or its name in `cluster/programs`.
-        arguments: Of the program.
-        nodes: How many nodes.
-        ranks: How many ranks on each.
-    """
+    """Ranks on the first nodes of a cluster, as many on each, without a launcher."""
 
     def __init__(
         self, cluster: Cluster, program: Path | str, *arguments: str, nodes: int = 2, ranks: int = 1

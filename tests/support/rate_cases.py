@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from batch_records import priorities
 from gear_support import SCHEMA, config_of, lengths_of, trajectory
-from replay_cases import digests, priorities
+from replay_cases import digests
 
 from deepspeed_gear import Replay
 

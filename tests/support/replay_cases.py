@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from batch_records import priorities
 from replay_support import streams_of
 
 from deepspeed_gear import Batch, Replay
@@ -36,12 +37,7 @@ def prioritized(unit: str, **options: Any) -> dict[str, Any]:
 
 
 def cases(data: Path, other: Path) -> dict[str, dict[str, Any]]:
-    """Return the sections of all cases by name.
-
-    Args:
-        data: A data set with an evaluation split.
-        other: One without.
-    """
+    """Return the sections of all cases by name; `data` has an evaluation split."""
 
     def case(kind: str = "uniform", unit: str = "step", **options: Any) -> dict[str, Any]:
         return {"data": str(data), "sampler": {"kind": kind, "unit": unit}, "fields": WINDOWS, **options}
@@ -93,13 +89,7 @@ def cases(data: Path, other: Path) -> dict[str, dict[str, Any]]:
 
 
 def run_case(section: dict[str, Any], steps: int, accumulation: int) -> dict[str, Any]:
-    """Take some global batches and a pass over the split; return digests by sample number.
-
-    Args:
-        section: The gear section, without sizes.
-        steps: Global batches.
-        accumulation: Micro batches of a rank in each.
-    """
+    """Take some global batches and a pass over the split; return digests by sample number."""
     sizes = {"batch_size": BATCH, "gradient_accumulation_steps": accumulation}
     config = parse({"seed": 5, "timeout_s": 60.0, **section, **sizes})
     found: dict[str, Any] = {"train": [], "eval": {}, "digest": None}
@@ -130,13 +120,6 @@ def by_id(replay: Replay) -> None:
     ids = torch.arange(0, 30, 3)
     steps = None if replay.config.item_sampler.unit == "trajectory" else torch.zeros_like(ids)
     replay.set_priorities(ids, 5.0 + ids.double(), steps)
-
-
-def priorities(batch: Batch) -> torch.Tensor:
-    """Depend on sample and item alone."""
-    return (
-        (batch.sample_number * 2654435761 + batch.trajectory_id * 40503 + batch.anchor) % 1000
-    ).double() / 100 + 0.01
 
 
 def digests(batch: Batch, with_ids: bool = True) -> dict[str, str]:
