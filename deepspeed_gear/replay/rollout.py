@@ -19,6 +19,7 @@ from deepspeed_gear.public_names import public_names
 from deepspeed_gear.replay.rollout_data import PackSequence, RolloutData
 
 EPSILON = 1e-8
+READ = "the columns of a rollout batch that are read"
 # Names that other modules of this package use, and no program.
 INTERNAL = frozenset({"abandon", "check_open", "finish", "step"})
 STEP_INTERNAL = frozenset({"name", "packs"})
@@ -92,19 +93,8 @@ class Rollout:
             StoreError: The rollout batch has ended.
         """
         self.check_open()
-        if self._data.is_spread:
-            self._agree_on(name)
+        self._data.session.agree_on(READ, (name,), partial(self._data.check_values, name))
         return torch.from_numpy(self._data.values(name))
-
-    def _agree_on(self, *names: str) -> None:
-        """Raise on all ranks unless every rank names the same per-trajectory columns, and there are such."""
-
-        def check() -> None:
-            for name in names:
-                self._data.check_values(name)
-
-        self._data.session.agree(check)
-        self._data.session.exchange.compare("the columns of a rollout batch that are read", names)
 
     # ---- columns of this rollout batch -------------------------------------------------------------
 
@@ -128,8 +118,7 @@ class Rollout:
         missing = [name for name in names if name not in self._data.columns]
 
         def check() -> None:
-            for name in missing:
-                self._data.check_name(name)
+            self._data.check_names(missing)
             if not missing or tokens is None:
                 return
             multiple, longest = self._data.settings.pack.pad.multiple, int(self._data.lengths.max(initial=1))
@@ -138,11 +127,8 @@ class Rollout:
                 remedy = f"at least {-(-longest // multiple) * multiple}"
                 raise ConfigError("rollout.forward: tokens", rule, tokens, remedy)
 
-        if self._data.is_spread:  # rows move between nodes: after it no rank reads those of another batch
-            self._data.session.agree(check)
-            self._data.session.exchange.compare("rollout.forward: columns and tokens", (missing, tokens))
-        else:
-            check()
+        # Rows move between nodes: after it no rank reads those of another batch.
+        self._data.session.agree_on("rollout.forward: columns and tokens", (missing, tokens), check)
         if not missing:
             return
         made = {name: torch.zeros(self.num_tokens) for name in missing}
@@ -255,9 +241,8 @@ class Rollout:
             return found
 
         known = None
-        if data.is_spread:  # reading is collective: no rank must do so alone
-            self._agree_on(*named)
-            data.session.exchange.compare("rollout.advantages: count_masked", count_masked)
+        if data.session.is_spread:  # reading is collective: no rank must do so alone
+            data.session.agree_on(READ, (*named, count_masked), partial(data.check_values, *named))
             known = read()
         return torch.from_numpy(data.session.agree(compute))
 
@@ -411,7 +396,7 @@ class TrainStep:
                 begun(self)
 
         session.agree(begin_step)
-        if data.is_spread:
+        if session.is_spread:
             session.exchange.compare(f"the train step of rollout batch {data.number}", self.number)
         data.fetch(packs)
         data.metrics.gathered(time.perf_counter() - begin)

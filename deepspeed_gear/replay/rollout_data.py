@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -83,7 +84,7 @@ class RolloutSession:
 
     Args:
         barrier: Of ranks that train together; None: they need not.
-        is_spread: Whether nodes exchange rows.
+        is_spread: Whether nodes exchange rows: values of all trajectories are then collective.
         divisor: Returns the gradient divisor.
     """
 
@@ -95,7 +96,7 @@ class RolloutSession:
         divisor: Callable[[], float],
     ) -> None:
         self.exchange, self.divisor = exchange, divisor
-        self._barrier, self._is_spread = barrier, is_spread
+        self._barrier, self.is_spread = barrier, is_spread
         #: Called with each train step before its first micro batch; all ranks raise their errors.
         self.observers: list[StepObserver] = []
 
@@ -103,9 +104,17 @@ class RolloutSession:
         """Return what an action returns, after the ranks' batch barrier: an error is raised on all ranks."""
         if self._barrier is not None:
             return self._barrier.agree(action)
-        if self._is_spread:  # nodes exchange rows: ranks must not use them before or after
+        if self.is_spread:  # nodes exchange rows: ranks must not use them before or after
             return self.exchange.agree("a rollout batch", action)
         return action()
+
+    def agree_on(self, what: str, value: object, check: Callable[[], None] = lambda: None) -> None:
+        """Run a check; where nodes exchange rows, on all ranks, which raise unless they give one value."""
+        if self.is_spread:
+            self.agree(check)
+            self.exchange.compare(what, value)
+        else:
+            check()
 
 
 class Records(NamedTuple):
@@ -222,8 +231,6 @@ class RolloutData:
         self.parts, self.settings, self.ops, self.number = parts, settings, ops, number
         self.session, self.metrics = session, Metrics() if metrics is None else metrics
         self.records = torch.cat([part.reported() for part in parts])
-        #: Whether several nodes hold a table together: values of all trajectories are then collective.
-        self.is_spread = any(part.spread is not None for part in parts)
         self._is_weight = torch.cat([part.records.weights for part in parts])
         # For tables of 2 and 3 trajectories, source is [0, 0, 1, 1, 1] and row [0, 1, 0, 1, 2].
         self.source = np.repeat(np.arange(len(parts)), [len(part.rows) for part in parts])
@@ -274,9 +281,9 @@ class RolloutData:
         pairs = np.stack([self.item, self.member], axis=1)
         return np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
 
-    def check_values(self, name: str) -> None:
-        """Raise ConfigError unless every table has a per-trajectory column."""
-        for part in self.parts:
+    def check_values(self, *names: str) -> None:
+        """Raise ConfigError unless every table has per-trajectory columns."""
+        for name, part in product(names, self.parts):
             schema = part.table.schema
             if name not in schema or schema[name].rows != "1":
                 known = ", ".join(column.name for column in schema.trajectory_columns) or "none"
@@ -405,13 +412,13 @@ class RolloutData:
 
     def set_column(self, name: str, values: np.ndarray) -> None:
         """Set a column of this rollout batch: a value of each trajectory, [n], or place, [num_tokens]."""
-        self.check_name(name)
+        self.check_names([name])
         per_place = np.repeat(values, self.lengths) if len(values) == len(self.lengths) else values
         self.columns[name] = torch.from_numpy(np.ascontiguousarray(per_place, np.float32))
 
-    def check_name(self, name: str) -> None:
-        """Raise if a field of the config has a name."""
-        if name in [field.name for field in self.settings.fields]:
+    def check_names(self, names: Sequence[str]) -> None:
+        """Raise if a field of the config has one of the names."""
+        for name in {field.name for field in self.settings.fields}.intersection(names):
             rule = "must not be named like a field of gear.fields"
             raise FieldError(f"column {name!r}", rule, None, "choose another name, or leave the field out")
 

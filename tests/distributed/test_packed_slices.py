@@ -85,7 +85,7 @@ def test_slices_are_those_of_one_rank(replicas: int) -> None:
     ran = call_on_ranks(2 * replicas, on_slices, sections, 2)
     for name, config in sections.items():
         assert shared_files(config["shared_memory"]["prefix"]) == []
-        with filled(config)[0] as replay:
+        with filled(config) as replay:
             alone = trained(replay)
         ranks = [found[name] for found in ran]
         assert all(len(rank["places"]) for rank in ranks)

@@ -61,18 +61,22 @@ def section(columns: Mapping[str, Any] = COLUMNS, /, **options: Any) -> dict[str
     }
 
 
-def filled(config: Mapping[str, Any], count: int = COUNT) -> tuple[Replay, dict[int, dict[str, Any]]]:
-    """Return a Replay with responses, and these by id."""
+STORED = responses(COUNT)
+
+
+def filled(config: Mapping[str, Any], count: int = COUNT) -> Replay:
+    """Return a Replay with responses, whose ids are their indices: the first ones are `STORED`."""
     replay = Replay(config)
-    return replay, {replay.add(response): response for response in responses(count)}
+    for response in responses(count):
+        replay.add(response)
+    return replay
 
 
 @contextmanager
-def rolled_out(**options: Any) -> Iterator[tuple[Rollout, dict[int, dict[str, Any]]]]:
-    """The first rollout batch of a section with these options, and the stored responses by id."""
-    replay, stored = filled(section(**options))
-    with replay:
-        yield replay.rollout(), stored
+def rolled_out(**options: Any) -> Iterator[Rollout]:
+    """The first rollout batch of a section with these options."""
+    with filled(section(**options)) as replay:
+        yield replay.rollout()
 
 
 def micros(rollout: Rollout) -> list[MicroBatch]:

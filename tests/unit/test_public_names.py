@@ -76,8 +76,7 @@ def test_a_replay_on_a_device_and_its_batch() -> None:
 
 
 def test_a_rollout_batch_its_steps_and_its_micro_batches() -> None:
-    replay, _ = filled(section())
-    with replay:
+    with filled(section()) as replay:
         rollout = replay.rollout()
         assert dir(rollout) == shown(ROLLOUT)
         steps = iter(rollout)  # the batch ends with this loop

@@ -187,7 +187,7 @@ def test_numbers_are_those_of_the_trained_packs(
 ) -> None:
     """K, fill and imbalance, from the micro batches of every rank."""
     config = packed(pad={"to": pad, "multiple": 16}, plan_width=plan_width)
-    with rolled_out(pack=config["pack"]) as (rollout, _):
+    with rolled_out(pack=config["pack"]) as rollout:
         found = pack_preview(parse(config), rollout.lengths.numpy(), replicas, sequence)
         places, costs = 0, []  # of all ranks; of each rank's micro batches
         loops = [iter(seen_by(rollout, place)) for place in ranks_of(replicas, sequence)]  # kept open

@@ -1,38 +1,44 @@
-"""Rollout batches as parts of the stream of items: of a number of tokens, and resumed in the middle."""
+"""Rollout batches as parts of the stream of items: of tokens, resumed in the middle, and over nodes."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from rollout_support import TABLE, filled, micros, responses, section
+from rollout_support import COLUMNS, TABLE, filled, micros, responses, section
 
 from deepspeed_gear import Replay
-from deepspeed_gear.errors import CheckpointError, NotReadyError
+from deepspeed_gear.errors import CheckpointError, DataError, NotReadyError, PeerError
+from deepspeed_gear.ops.constants import SHARD_BITS
+from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.rollout import Rollout
+from deepspeed_gear.replay.rollout_data import Records, RolloutData, TablePart
+from deepspeed_gear.store.table_spec import Shard
 
 
 @pytest.mark.parametrize("tokens", [60, 149, 700])
 @pytest.mark.parametrize("most", [5, 12])
 def test_batches_of_tokens_divide_the_stream(tokens: int, most: int) -> None:
     size = {"trajectories": most, "tokens": tokens}
-    replay, stored = filled(section(rollout=size, sampler={"kind": "epoch"}), count=97)
-    with replay:
+    with filled(section(rollout=size, sampler={"kind": "epoch"}), count=97) as replay:
         batches: list[list[int]] = []
         while sum(map(len, batches)) < 90:
             rollout = replay.rollout()
             batches.append(rollout.trajectory_id.tolist())
             trained = [i for micro in micros(rollout) for i in micro.trajectory_id.tolist()]
             assert sorted(trained) == sorted(batches[-1])
-    whole, _ = filled(section(rollout={"trajectories": most}, sampler={"kind": "epoch"}), count=97)
-    with whole:
+    with filled(section(rollout={"trajectories": most}, sampler={"kind": "epoch"}), count=97) as whole:
         stream = [i for _ in range(-(-97 // most) + 1) for i in whole.rollout().trajectory_id.tolist()]
     taken = [i for batch in batches for i in batch]
     assert taken == stream[: len(taken)]
-    steps = {i: len(response["tokens"]) for i, response in stored.items()}
+    steps = [len(response["tokens"]) for response in responses(97)]
     for number, batch in enumerate(batches[:-1]):
         total = sum(steps[i] for i in batch)
         assert total <= tokens
@@ -59,8 +65,7 @@ def test_batches_of_tokens_have_whole_items_of_all_tables() -> None:
         assert all(len(ids) == len(set(ids)) for ids in taken.values())
     table = {"a": {**TABLE, "group": {"column": "prompt", "size": 4}}}
     size = {"groups": 3, "tokens": 120}
-    replay, _ = filled(section(tables=table, sampler={"kind": "fifo", "unit": "group"}, rollout=size))
-    with replay:
+    with filled(section(tables=table, sampler={"kind": "fifo", "unit": "group"}, rollout=size)) as replay:
         for number in range(8):
             rollout = replay.rollout()
             lengths = np.bincount(rollout.group.numpy(), rollout.lengths.numpy())  # of each item
@@ -73,12 +78,11 @@ def test_batches_of_tokens_have_whole_items_of_all_tables() -> None:
 @pytest.mark.parametrize("middle", [False, True])
 def test_batches_of_tokens_continue(middle: bool, tmp_path: Path) -> None:
     config = section(rollout={"trajectories": 12, "tokens": 200, "minibatches": 2}, sampler={"kind": "fifo"})
-    replay, _ = filled(config, count=90)
 
     def packs(rollout: Rollout) -> list[list[int]]:
         return [micro.trajectory_id.tolist() for micro in micros(rollout)]
 
-    with replay:
+    with filled(config, count=90) as replay:
         for _ in range(3):
             packs(replay.rollout())
         rollout, steps = replay.rollout(), []
@@ -101,8 +105,8 @@ def test_a_batch_of_tokens_waits_for_its_items() -> None:
     """A selection that is missing loses nothing of the one before it."""
     table = {**TABLE, "max_times_sampled": 1}
     size = {"trajectories": 10, "tokens": 250}
-    replay, _ = filled(section(tables={"responses": table}, rollout=size, timeout_s=0.5), count=10)
-    with replay:
+    config = section(tables={"responses": table}, rollout=size, timeout_s=0.5)
+    with filled(config, count=10) as replay:
         count = 0
         while replay.can_sample():
             count += replay.rollout().num_items
@@ -134,7 +138,7 @@ def trained(rollout: Rollout) -> list[list[tuple[Any, ...]]]:
 def test_a_rollout_is_resumed_between_minibatches(kind: str, steps_done: int, tmp_path: Path) -> None:
     size = {"trajectories": 12, "minibatches": 2, "epochs": 2}
     config = section(sampler={"kind": kind}, rollout=size)
-    with filled(config)[0] as replay:
+    with filled(config) as replay:
         list(replay.rollout())
         rollout = replay.rollout()
         for micro in rollout.forward("old"):
@@ -167,7 +171,7 @@ def test_a_rollout_is_not_resumed_with_other_lengths(tmp_path: Path) -> None:
     """Truncated to another length, the columns would belong to other tokens."""
     pack = {"tokens": 48, "pad": {"multiple": 16}, "too_long": "truncate"}
     config = section(pack=pack, rollout={"trajectories": 12, "minibatches": 2})
-    with filled(config)[0] as replay:
+    with filled(config) as replay:
         rollout = replay.rollout()
         rollout.advantages("dr_grpo")
         number = rollout.num_tokens
@@ -183,7 +187,7 @@ def test_a_rollout_is_not_resumed_with_other_lengths(tmp_path: Path) -> None:
 
 def test_a_save_in_the_last_step_resumes_after_the_rollout_batch(tmp_path: Path) -> None:
     config = section(sampler={"kind": "epoch"}, rollout={"trajectories": 8, "minibatches": 2})
-    with filled(config)[0] as replay:
+    with filled(config) as replay:
         for step in replay.rollout():
             for micro in step:
                 assert micro.num_tokens
@@ -193,3 +197,151 @@ def test_a_save_in_the_last_step_resumes_after_the_rollout_batch(tmp_path: Path)
         other.load(tmp_path)
         resumed = other.rollout()
         assert (len(list(resumed)), resumed.trajectory_id.tolist()) == (2, wanted)
+
+
+# ---- over nodes ------------------------------------------------------------------------------------
+
+
+TYPES = {"half": {"dtype": "bfloat16", "rows": "1"}, "pair": {"dtype": "float64", "shape": [2], "rows": "1"}}
+LATE = {"score": {"dtype": "float32", "rows": "1", "late": True}}
+
+
+def spread_over(num_nodes: int, index: int, **more: Any) -> Any:
+    """Return how the nodes of a table exchange its rows."""
+    replica_nodes = np.eye(num_nodes, dtype=bool)
+    plan = SimpleNamespace(final_row=0, num_nodes=num_nodes, index=index, replica_nodes=replica_nodes)
+    return SimpleNamespace(plan=plan, **more)
+
+
+class Nodes:
+    """Two nodes that hold a part of a rollout batch each: one process plays both, one after the other.
+
+    Args:
+        whole: The rollout batch of one node.
+    """
+
+    def __init__(self, whole: RolloutData) -> None:
+        self._whole, [part] = whole, whole.parts
+        slots = part.records.resolutions[:, Resolution.SLOT].numpy()
+        self._shard = np.arange(len(slots)) * 7 % 3 // 2
+        self._origins = self._shard << SHARD_BITS | slots
+        self._sent: list[torch.Tensor] = []
+
+    def data(self, shard: int) -> RolloutData:
+        whole, [part] = self._whole, self._whole.parts
+        table = copy.copy(part.table)
+        table.spec = replace(table.spec, shard=Shard(shard, 2, 0, 0))
+        exchange = SimpleNamespace(sum=self._send if shard == 0 else self._add)
+        session: Any = SimpleNamespace(exchange=exchange)
+        records = part.records._replace(origins=torch.from_numpy(self._origins))
+        own = TablePart(part.gatherer, table, records, session, spread_over(2, shard))
+        return RolloutData([own], whole.settings, whole.ops, whole.session)
+
+    def _send(self, values: torch.Tensor) -> torch.Tensor:
+        self._sent.append(values.clone())
+        return values
+
+    def _add(self, values: torch.Tensor) -> torch.Tensor:
+        return values + self._sent.pop(0)
+
+    def together(self, read: Callable[[RolloutData], Any]) -> Any:
+        """Return what the second node reads, with what the first one has sent."""
+        read(self.data(0))
+        return read(self.data(1))
+
+
+@pytest.fixture
+def replay() -> Any:
+    columns, fields = {**COLUMNS, **TYPES, **LATE}, {"tokens": {}, "logp": {}}
+    with Replay(section(columns, fields=fields)) as made:
+        for number, response in enumerate(responses(40)):
+            made.add({**response, "half": number / 3, "pair": [number, -number / 7]})
+        yield made
+
+
+def test_values_and_loss_mask_are_those_of_one_node(replay: Replay) -> None:
+    whole = replay.rollout()._data
+    nodes = Nodes(whole)
+    for name in ("reward", "prompt", "half", "pair"):
+        np.testing.assert_array_equal(nodes.together(lambda data: data.values(name)), whole.values(name))  # noqa: B023
+    np.testing.assert_array_equal(nodes.together(lambda data: data.mask), whole.mask)
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_a_late_column_that_one_node_lacks_is_an_error_on_all(replay: Replay, shard: int) -> None:
+    whole = replay.rollout()._data
+    nodes, ids = Nodes(whole), whole.records[:, Resolution.ID].tolist()
+    absent = int(np.nonzero(nodes._shard == shard)[0][2])
+    for at, number in enumerate(ids):
+        if at != absent:
+            replay.fill(number, score=1.0)
+
+    def read(data: RolloutData) -> str:
+        try:
+            data.parts[0].check_filled("score")
+        except DataError as error:
+            return str(error)
+        return ""
+
+    found = nodes.together(read)
+    assert f"late column score must be filled before it is read, got 'absent in 1 of {len(ids)}" in found
+
+
+def test_records_are_reported_by_the_shard_that_holds_them(replay: Replay) -> None:
+    nodes = Nodes(replay.rollout()._data)
+    assert nodes.data(0).records[:, Resolution.SLOT].tolist() == nodes._origins.tolist()
+
+
+def test_ranks_compare_what_they_read_and_which_step_they_train(
+    replay: Replay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over nodes each call is collective: ranks that differ would exchange rows of unlike things."""
+    rollout, compared = replay.rollout(), []
+    rollout._data.session.is_spread = True
+    monkeypatch.setattr(
+        rollout._data.session.exchange, "compare", lambda what, value: compared.append((what, value))
+    )
+    rollout.values("reward")
+    next(iter(rollout.step(1)))
+    next(rollout.forward("old_logp", tokens=256))
+    number = f"the train step of rollout batch {rollout.number}"
+    assert compared == [
+        ("the columns of a rollout batch that are read", ("reward",)),
+        (number, 1),
+        ("rollout.forward: columns and tokens", (["old_logp"], 256)),
+    ]
+
+
+def test_an_exchange_that_fails_is_made_again() -> None:
+    """Rows that have not come are not accounted as there."""
+    sent: list[list[int]] = []
+    failures = iter([PeerError("node1", "must answer"), None])
+
+    def agree(action: Callable[[], None]) -> None:
+        action()
+        if (error := next(failures)) is not None:
+            raise error
+
+    exchange = SimpleNamespace(send=lambda moves: sent.append(moves.samples.tolist()))
+    spread = spread_over(2, 0, exchange=exchange, room=SimpleNamespace(first_row=5, first_slot=1))
+    resolutions = torch.zeros(2, Resolution.NUM_WORDS, dtype=torch.int64)
+    resolutions[:, Resolution.NUM_STEPS] = 3
+    records = Records(resolutions, torch.ones(2), torch.tensor([0, 1 << SHARD_BITS]))
+    spec = SimpleNamespace(shard=Shard(0, 2, 0, 0))
+    table: Any = SimpleNamespace(spec=spec, first_arrival=(100, 10), gathers_own_rows=True)
+    session: Any = SimpleNamespace(agree=agree)
+    none: Any = None  # no part of an exchange
+    part = TablePart(none, table, records, session, spread)
+    data = RolloutData([part], none, none, session)
+
+    def placed() -> list[int]:
+        return part.rows[:, Resolution.FIRST_ROW].tolist()
+
+    packs: Any = SimpleNamespace(index=np.array([0, 1]), replica=np.array([1, 0]))  # each needs the other's
+    with pytest.raises(PeerError):
+        data.fetch(packs)
+    assert placed() == [0, 0]
+    data.fetch(packs)
+    data.fetch(packs)  # all there
+    assert (sent, placed()) == ([[1], [1]], [0, 105])
+    assert part.rows[:, Resolution.SLOT].tolist() == [0, 11]
