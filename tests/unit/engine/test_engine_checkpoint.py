@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from gear_support import SCHEMA, config_of, trajectory, write_dataset
+from gear_support import write_dataset
+from replay_support import filled
 
 from deepspeed_gear import Replay
 from deepspeed_gear.engine import engine_checkpoint
 from deepspeed_gear.errors import CheckpointError
 
 
-def made() -> Replay:
-    table = {"tables": {"main": {"capacity_steps": 500}}, "sampler": {"kind": "uniform", "unit": "step"}}
-    fields = {"observation": {}, "code": {}}
-    return Replay({**config_of(fields=fields, seed=3), **table, "batch_size": 4}, schemas={"main": SCHEMA})
+def made(lengths: Sequence[int] = ()) -> Replay:
+    sampler, fields = {"kind": "uniform", "unit": "step"}, {"observation": {}, "code": {}}
+    return filled(lengths, fields=fields, seed=3, sampler=sampler, batch_size=4)
+
+
+Saved = tuple[Path, dict[str, object], list[int]]
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> tuple[Path, dict[str, object], list[int]]:
+def saved(tmp_path: Path) -> Saved:
     """The folder of a tag, what its client state holds, and the ids of the batch that comes next."""
     folder = tmp_path / "run" / "t5"
-    with made() as replay:
-        for number in range(9):
-            replay.add(trajectory(number, 3 + number))
+    with made(range(3, 12)) as replay:
         replay.sample()
         state = engine_checkpoint.save(replay, folder)
         return folder, state, replay.sample().trajectory_id.tolist()
 
 
 @pytest.mark.parametrize("where", ["the tag", "a tag beside it", "another folder", "moved together"])
-def test_tables_are_found(
-    where: str, saved: tuple[Path, dict[str, object], list[int]], tmp_path: Path
-) -> None:
+def test_tables_are_found(where: str, saved: Saved, tmp_path: Path) -> None:
     folder, state, ids = saved
     if where == "a tag beside it":
         folder = folder.parent / "t5_universal"
@@ -48,9 +48,7 @@ def test_tables_are_found(
         assert replay.sample().trajectory_id.tolist() == ids
 
 
-def test_tables_that_are_gone_are_named_with_the_copy_that_helps(
-    saved: tuple[Path, dict[str, object], list[int]], tmp_path: Path
-) -> None:
+def test_tables_that_are_gone_are_named_with_the_copy_that_helps(saved: Saved, tmp_path: Path) -> None:
     folder, state, ids = saved
     shutil.move(folder, tmp_path / "kept")
     universal = folder.parent / "t5_universal"

@@ -246,9 +246,6 @@ def test_nested_values_go_in_as_writers_take_them() -> None:
         normalizer.normalize("observation", {"a": b})
 
 
-# ---- files ---------------------------------------------------------------------------------------
-
-
 def facts(one: Normalizer) -> str:
     return json.dumps({name: conversion.to_json() for name, conversion in one.fields.items()})
 
@@ -292,9 +289,6 @@ def test_from_config_is_that_of_the_replay(data: Path, tmp_path: Path) -> None:
     assert Normalizer.from_config(online, schemas={"main": SCHEMA}).normalize("reward", 3.0) == 6
     with pytest.raises(ConfigError, match="dataset must be given where the config names one data set, got"):
         Normalizer.from_config(online, Dataset.open(data), {"main": SCHEMA})
-
-
-# ---- refusals ------------------------------------------------------------------------------------
 
 
 def test_refusals_name_the_field(data: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gear_support import prefix
+from gear_support import config_of
 from torch.utils import _pytree as pytree
 
 from deepspeed_gear import Batch, Column, DatasetWriter, DeviceReplay, Normalizer, Replay, Schema
@@ -44,15 +44,13 @@ def trajectory(number: int, steps: int = 3) -> dict[str, Any]:
 
 
 def section(fields: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-    return {
+    given = {
         "tables": {"main": {"capacity_steps": 120, "capacity_trajectories": 12, "max_length": 10}},
         "sampler": {"kind": "uniform", "unit": "step"},
         "fields": FIELDS if fields is None else fields,
         "batch_size": 16,
-        "timeout_s": 5.0,
-        "shared_memory": {"prefix": prefix()},
-        **options,
     }
+    return config_of(**{**given, **options})
 
 
 def main(**options: Any) -> dict[str, Any]:
@@ -77,9 +75,6 @@ def check(batch: Batch) -> None:
     numbers = batch["which"].tolist()
     assert batch.opaque("raw") == [b"\x00%d\x00" % number for number in numbers]
     assert batch.opaque("text") == [note_of(number) for number in numbers]
-
-
-# ---- batches -------------------------------------------------------------------------------------
 
 
 MIXTURE = {
@@ -188,9 +183,6 @@ def test_an_evaluation_pass_of_a_data_set(tmp_path: Path) -> None:
     assert set(Normalizer.from_config(options).fields) == {"which"}
 
 
-# ---- writers, reads, saves -----------------------------------------------------------------------
-
-
 def test_writers_and_reads() -> None:
     with made() as replay:
         whole = replay.add(trajectory(0))
@@ -235,9 +227,6 @@ def test_saves_hold_them(tmp_path: Path) -> None:
         assert loaded.sample().opaque("text") == replay.sample().opaque("text")
         assert loaded.read([3])[0]["judge"] == ["late"]
         assert loaded.read([4])[0]["raw"] == b"\x004\x00"
-
-
-# ---- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gear_support import SCHEMA, config_of, lengths_of, trajectory, wait_until
-from replay_support import late_updates_of, streams_of
+from gear_support import config_of, lengths_of, wait_until
+from replay_support import filled, late_updates_of, same, streams_of
 from store_support import check_whole
 
 from deepspeed_gear import Batch, Replay
@@ -28,19 +29,13 @@ FIELDS = {**WINDOWS, "observation": {"length": 3}}
 
 @pytest.fixture
 def replays() -> Iterator[Callable[..., Replay]]:
-    made: list[Replay] = []
+    with ExitStack() as stack:
 
-    def make(unit: str = "step", /, **options: Any) -> Replay:
-        sampler = {"kind": "prioritized", "unit": unit, **options.pop("sampler", {})}
-        given = {"batch_size": 8, "fields": FIELDS, "sampler": sampler, **options}
-        made.append(Replay(config_of(**given), schemas={"main": SCHEMA}))
-        for number, steps in enumerate(LENGTHS):
-            made[-1].add(trajectory(number, steps))
-        return made[-1]
+        def make(unit: str = "step", /, **options: Any) -> Replay:
+            sampler = {"kind": "prioritized", "unit": unit, **options.pop("sampler", {})}
+            return stack.enter_context(filled(LENGTHS, **{"fields": FIELDS, "sampler": sampler, **options}))
 
-    yield make
-    for replay in made:
-        replay.close()
+        yield make
 
 
 def everything(replay: Replay) -> torch.Tensor:
@@ -118,9 +113,6 @@ def test_all_priorities_zero_is_an_error_that_new_ones_mend(replays: Any, prefet
     assert replay.sample().trajectory_id.tolist() == [1] * 8
 
 
-# ---- parts of batches ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("steps", [False, True])
 def test_reports_of_parts_are_those_of_the_whole(replays: Any, steps: bool) -> None:
     """Slices with gaps, masks, indices, parts joined again and minibatches."""
@@ -147,8 +139,6 @@ def test_reports_of_parts_are_those_of_the_whole(replays: Any, steps: bool) -> N
         parts.update_priorities(parts.sample()[:3], torch.ones(8))
     parts.update_priorities(parts.sample()[:0], torch.ones(0))
 
-
-# ---- [B, T] --------------------------------------------------------------------------------------
 
 REDUCE: dict[str, Callable[[np.ndarray], float]] = {
     "max": lambda v: v.max(),
@@ -254,8 +244,7 @@ def test_different_masks_of_one_shape_must_be_chosen(replays: Any) -> None:
 
 @pytest.mark.parametrize("sampler", [{"kind": "uniform"}, {"kind": "epoch"}, {"kind": "recent", "newest": 5}])
 def test_a_sampler_without_priorities_and_a_closed_replay_refuse_them(sampler: dict[str, Any]) -> None:
-    with Replay(config_of(batch_size=4, sampler=sampler), schemas={"main": SCHEMA}) as replay:
-        replay.add(trajectory(0, 3))
+    with filled([3], batch_size=4, sampler=sampler) as replay:
         batch = replay.sample().clone()
         calls: list[Callable[[], Any]] = [
             lambda: replay.update_priorities(batch, torch.ones(4)),
@@ -285,9 +274,6 @@ def test_an_evaluation_batch_is_refused(data: Path, unit: str) -> None:
         assert not ids & {number for batch in trained for number in batch.trajectory_id.tolist()}
         steps = [0] * len(ids) if unit == "step" else None
         assert replay.set_priorities(sorted(ids), [5.0] * len(ids), steps) == 0
-
-
-# ---- by id ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("unit", ["step", "trajectory"])
@@ -363,17 +349,16 @@ class Device:
 
     def __init__(self) -> None:
         self.given: list[HostEvent] = []
-        self.taken: list[int] = []  # memory of the host
+        self.num_taken = 0  # blocks of the host's memory
         self.timers: list[threading.Timer] = []
 
     def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, HostEvent]:
         self.given.append(HostEvent())
-        host = values.as_subclass(torch.Tensor).clone()
-        self.taken.append(id(host))
-        return host, self.given[-1]
+        self.num_taken += 1
+        return values.as_subclass(torch.Tensor).clone(), self.given[-1]
 
     def give_back(self, host: torch.Tensor) -> None:
-        self.taken.remove(id(host))
+        self.num_taken -= 1
 
     def finish(self) -> None:
         for event in self.given:
@@ -421,7 +406,7 @@ def device() -> Iterator[Device]:
     device.finish()
     for timer in device.timers:
         timer.join()
-    wait_until(lambda: not device.taken, "the memory of all values is given back", 10.0)
+    wait_until(lambda: not device.num_taken, "the memory of all values is given back", 10.0)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
@@ -429,9 +414,7 @@ def test_late_reports_give_the_batches_of_early_ones(data: Path, device: Device,
     with made(data, prefetch=prefetch) as early, made(data, device, prefetch=prefetch) as late:
         for _ in range(12):
             expected, batch = early.sample(), late.sample()
-            assert torch.equal(batch.sample_number, expected.sample_number)
-            assert torch.equal(batch.trajectory_id, expected.trajectory_id)
-            assert torch.equal(batch.is_weight, expected.is_weight)
+            assert same(batch, expected)
             early.update_priorities(expected, priorities(expected))
             late.update_priorities(batch, there(priorities(batch)))
             device.later(0.01, device.given[-1].finish)

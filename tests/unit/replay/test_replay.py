@@ -1,4 +1,4 @@
-"""A Replay in one process: its config, its content, its metrics and its end."""
+"""A Replay in one process: its config, its content, its metrics, its end, and views that outlive it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from gear_support import SCHEMA, SHM, config_of, trajectory
+from gear_support import SCHEMA, SHM, STEP, config_of, prefix, shared_files, trajectory
 from process_support import environment
-from replay_support import FIELDS, LENGTHS, offline, online, same, split, take
+from replay_support import FIELDS, LENGTHS, filled, offline, online, same, split, take
 from warm_python import run_warm
 
 from deepspeed_gear import Replay
 from deepspeed_gear.errors import ConfigError, DataError, StoreError, StoreFullError
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Progress, ProgressMeter
-
-# ---- configs -------------------------------------------------------------------------------------
 
 
 def test_a_config_is_a_mapping_or_a_file(data: Path, tmp_path: Path) -> None:
@@ -40,39 +39,26 @@ def test_a_config_is_a_mapping_or_a_file(data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "text"),
+    ("config", "text"),
     [
-        (lambda t: Replay(t / "absent.json"), ConfigError, "must be a readable file, got .*absent.json"),
-        (lambda t: Replay(t / "broken.json"), ConfigError, "broken.json must be JSON; Expecting"),
-        (lambda t: Replay(config_of(t / "absent", batch_size=2)), DataError, "absent"),
+        ("absent.json", "must be a readable file, got .*absent.json"),
+        ("broken.json", "broken.json must be JSON; Expecting"),
+        (config_of(Path("absent"), batch_size=2), "absent"),
+        ({"train_batch_size": 8}, 'the config must have a section "gear", got .*; add "gear": {"data": '),
         (
-            lambda t: Replay({"train_batch_size": 8, "gear": config_of(batch_size=8)}),
-            ConfigError,
-            "gear.batch_size must not be given with an engine or a ds_config, got 8; use train_batch_size",
+            {"train_batch_size": "auto", "gear": config_of()},
+            "an integer >= 1 where there is no engine, got 'auto'",
         ),
-        (
-            lambda t: Replay({"train_batch_size": 8, "optimizer": {}}),
-            ConfigError,
-            'the config must have a section "gear", got .*; add "gear": {"data": ',
-        ),
-        (
-            lambda t: Replay({"train_batch_size": "auto", "gear": config_of()}),
-            ConfigError,
-            "train_batch_size must be an integer >= 1 where there is no engine, got 'auto'",
-        ),
-        (lambda t: Replay(config_of(batch_size=2)), ConfigError, "main must have a schema; give it here or"),
-        (
-            lambda t: Replay(config_of(batch_size=2), schemas={"main": SCHEMA, "x": SCHEMA}),
-            ConfigError,
-            "schemas must be of tables in the config, got 'x'",
-        ),
+        (config_of(batch_size=2), "main must have a schema; give it here or"),
     ],
 )
-def test_refusals(tmp_path: Path, make: Callable[[Path], Replay], error: type, text: str) -> None:
+def test_refusals(tmp_path: Path, config: Any, text: str) -> None:
     (tmp_path / "broken.json").write_text("{broken")
     files = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(error, match=text):
-        make(tmp_path)
+    with pytest.raises((ConfigError, DataError), match=text):
+        Replay(tmp_path / config if isinstance(config, str) else config)
+    with pytest.raises(ConfigError, match="schemas must be of tables in the config, got 'x'"):
+        Replay(config_of(batch_size=2), schemas={"main": SCHEMA, "x": SCHEMA})
     assert len(os.listdir("/proc/self/fd")) == files
 
 
@@ -177,16 +163,6 @@ def test_dropping_the_last_reference_closes(data: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) <= files + 1
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_several_replays_at_once(data: Path, prefetch: int) -> None:
-    with contextlib.ExitStack() as stack:
-        replays = [stack.enter_context(offline(data, seed=s, prefetch=prefetch)) for s in (0, 0, 1)]
-        for _ in range(5):
-            first, second, third = (replay.sample() for replay in replays)
-            assert same(first, second)
-            assert not torch.equal(first.trajectory_id, third.trajectory_id)
-
-
 def test_statistics(data: Path) -> None:
     with offline(data) as replay:
         take(replay, 3)
@@ -256,3 +232,66 @@ def test_ending_a_process_while_batches_are_prepared(data: Path, ending: str) ->
     assert ("ValueError: mine" in done.stderr) == ("mine" in ending)
     assert "Fatal" not in done.stderr
     assert time.monotonic() - begin < 50
+
+
+# ---- views of a store outlive its replay -----------------------------------------------------------
+
+
+LARGE = {"main": {"capacity_bytes": 2 << 20, "max_length": 100}}
+
+
+def replay_of(kind: str = "prioritized", **options: object) -> Replay:
+    sampler = {"kind": kind, "unit": "step"}
+    replay = filled([7] * 3, sampler=sampler, fields={"code": {}}, batch_size=4, prefetch=2, **options)
+    replay.sample()
+    return replay
+
+
+def maps() -> list[str]:
+    """The memory of stores that this process maps, with or without a name."""
+    gc.collect()  # what former tests have left
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line]
+
+
+def read_all() -> None:
+    """What the test below runs in a process of its own, which a view without memory would end."""
+    replay = replay_of()
+    table = replay.tables["main"]
+    codes = table.tensor("code")
+    views = [codes, table.columns["observation"], table.slots, table.gather_source("action"), codes[3:5]]
+    before = [np.asarray(view).copy() for view in views]
+    replay.close()
+    assert shared_files(prefix()) == []
+    for view, kept in zip(views, before, strict=True):
+        assert np.array_equal(np.asarray(view), kept)
+    assert codes[:7].tolist() == list(range(7))
+    assert codes[8:15].tolist() == list(range(STEP, STEP + 7)), "behind the row of the last observation"
+    codes.zero_()
+
+
+def test_views_can_be_read_after_close() -> None:
+    program = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); "
+    program += "import test_replay; test_replay.read_all()"
+    done = run_warm("-c", program, env=environment(), timeout_s=60.0)
+    assert done.returncode == 0, f"{done.returncode}: {done.stderr}"
+
+
+@pytest.mark.parametrize("kind", ["uniform", "prioritized"])
+def test_a_closed_replay_keeps_no_memory(kind: str) -> None:
+    before = maps()
+    replay = replay_of(kind, tables=LARGE)
+    kept = replay.sample()
+    assert maps() != before
+    replay.close()
+    assert maps() == before
+    assert kept["code"].shape == (4,)
+
+
+def test_a_view_keeps_the_memory_until_it_is_dropped() -> None:
+    before = maps()
+    replay = replay_of(tables=LARGE)
+    codes = replay.tables["main"].tensor("code")
+    replay.close()
+    assert len(maps()) == len(before) + 1
+    del codes
+    assert maps() == before

@@ -1,24 +1,25 @@
-"""Streams of one replay: training, passes, epochs, states that continue them, and prefetched batches."""
+"""Streams of a replay, of a table or a mixture: passes, states that continue them, prefetched batches."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gear_support import trajectory, write_dataset
+from gear_support import SCHEMA, trajectory, write_dataset
 from replay_support import LENGTHS, SPLIT, filled, offline, online, same, split, streams_of, take
 from store_support import check_whole
 
-from deepspeed_gear import Batch, Replay
+from deepspeed_gear import Batch, Replay, Schema
 from deepspeed_gear.data.splits import split_of
-from deepspeed_gear.errors import CheckpointError, ConfigError, StoreError
-
-# ---- streams -------------------------------------------------------------------------------------
+from deepspeed_gear.errors import CheckpointError, ConfigError, DataError, StoreError
 
 
 def visited(replay: Replay, stream: str) -> list[tuple[int, int]]:
@@ -76,20 +77,6 @@ def test_streams_of_a_config(data: Path) -> None:
         with pytest.raises(ConfigError, match=text):
             replay.iterator("evil")
         assert all(same(batch, other.sample()) for batch in itertools.islice(replay.iterator(), 3))
-
-
-def test_epochs_over_accumulated_batches(data: Path) -> None:
-    options = {"sampler": {"kind": "epoch", "unit": "step"}, "micro_batch_size": 5, "batch_size": 15}
-    with offline(data, **options, gradient_accumulation_steps=3) as replay:
-        found: dict[int, Counter[tuple[int, int]]] = {}
-        for batch in take(replay, 3 * sum(LENGTHS) // 5):
-            for e, i, a in torch.stack([batch.epoch, batch.trajectory_id, batch.anchor], 1).tolist():
-                found.setdefault(e, Counter())[i, a] += 1
-        assert found[0] == found[1] == Counter((i, s) for i, n in enumerate(LENGTHS) for s in range(n))
-        assert replay.take_metrics()["epoch"] in (2.0, 3.0)
-
-
-# ---- state ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
@@ -150,9 +137,6 @@ def test_states_of_other_runs_are_refused(data: Path, tmp_path: Path) -> None:
         replay.load_state_dict(state)
 
 
-# ---- prefetch ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_prefetched_batches_are_the_same(data: Path, accumulation: int) -> None:
     options = {"micro_batch_size": 4, "gradient_accumulation_steps": accumulation}
@@ -172,22 +156,6 @@ def test_an_error_of_the_thread_reaches_sample() -> None:
         assert all(same(replay.sample(), plain.sample()) for _ in range(3))
 
 
-def test_an_error_of_a_transform_is_not_swallowed(data: Path) -> None:
-    def transform(batch: Batch, keys: torch.Tensor) -> Batch:
-        if 48 <= int(batch.sample_number[0]) < 64 and not failed:
-            failed.append(1)
-            raise ZeroDivisionError("the fourth batch")
-        return batch
-
-    failed: list[int] = []
-    with offline(data) as plain, offline(data, prefetch=2) as replay:
-        replay.transform = transform
-        assert all(same(plain.sample(), replay.sample()) for _ in range(3))
-        with pytest.raises(ZeroDivisionError, match="the fourth batch"):
-            replay.sample()
-        assert all(same(plain.sample(), replay.sample()) for _ in range(3))
-
-
 def test_adding_while_batches_are_prepared() -> None:
     with online(prefetch=4, tables={"main": {"capacity_steps": 400, "capacity_trajectories": 20}}) as replay:
         for number in range(200):
@@ -200,9 +168,6 @@ def test_adding_while_batches_are_prepared() -> None:
         check_whole(replay.tables["main"], list(streams_of(replay).values()))
 
 
-# ---- transform -----------------------------------------------------------------------------------
-
-
 def test_a_transform_sees_keys_of_samples(data: Path) -> None:
     seen: list[torch.Tensor] = []
 
@@ -211,16 +176,161 @@ def test_a_transform_sees_keys_of_samples(data: Path) -> None:
         batch["noisy"] = batch["code"] + (keys % 7)[:, None]
         return batch
 
-    with split(data) as replay:
-        replay.transform = transform
+    with split(data) as replay, split(data, seed=1) as other:
+        replay.transform = other.transform = transform
         first = replay.sample()
         assert torch.equal(first["noisy"] - first["code"], (seen[0] % 7)[:, None].expand(-1, 4))
         replay.sample()
         next(replay.iterator("eval"))
-        assert seen[0].dtype == torch.int64
-        keys = torch.cat(seen)
-        assert len(keys.unique()) == len(keys)
-    with split(data, seed=1) as replay:
-        replay.transform = transform
+        other.sample()
+    keys = torch.cat(seen)
+    assert keys.dtype == torch.int64
+    assert len(keys.unique()) == len(keys)
+
+
+# ---- several tables ---------------------------------------------------------------------------------
+
+STEPS = {"kind": "prioritized", "unit": "step"}
+ROOM = {"capacity_steps": 1000, "capacity_trajectories": 50}
+
+
+def mixture(of: dict[str, Any], shares: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    sampler = {"kind": "mixture", "shares": shares or {"a": 0.25, "b": 0.75}, "of": of}
+    return {"tables": {"a": ROOM, "b": ROOM}, "sampler": sampler, "batch_size": 16, **options}
+
+
+def mixed(config: dict[str, Any], num_trajectories: int = 10) -> Replay:
+    replay = Replay(config, schemas={"a": SCHEMA, "b": SCHEMA})
+    for offset, table in ((0, "a"), (100, "b")):
+        for number in range(num_trajectories):
+            replay.add(trajectory(offset + number, 1 + number), table)
+    return replay
+
+
+def test_rows_come_from_the_named_table() -> None:
+    with mixed(mixture({"unit": "step"})) as replay:
+        assert len(replay) == 20
+        for _ in range(5):
+            batch = replay.sample()
+            assert batch.source.tolist() == [0] * 4 + [1] * 12
+            assert (batch["task"] == batch.trajectory_id + 100 * batch.source).all()
+            assert batch.probability.tolist() == pytest.approx([0.25 / 55] * 4 + [0.75 / 55] * 12)
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_a_share_below_one_sample_is_drawn(prefetch: int) -> None:
+    """Probabilities are those of the share, which a schedule changes."""
+    shares = {"a": {"linear": [0.0, 0.05, 40]}, "b": {"linear": [1.0, 0.95, 40]}}
+    with mixed(mixture({"unit": "step"}, shares, prefetch=prefetch)) as replay:
+        batches = [replay.sample().clone() for _ in range(60)]
+    known = np.minimum(np.arange(60) / 40, 1.0) * 0.05
+    drawn = np.cumsum([int((batch.source == 0).sum()) for batch in batches])
+    assert (np.abs(drawn - 16 * np.cumsum(known)) < 1).all()
+    assert drawn[-1] > 10
+    of_table = torch.tensor([known[30], 1 - known[30]], dtype=torch.float64)
+    assert torch.allclose(batches[30].probability, of_table[batches[30].source] / 55)
+
+
+def test_epochs_visit_each_item_of_each_table_once() -> None:
+    with mixed(mixture({"kind": "epoch"}, gradient_accumulation_steps=4)) as replay:
+        seen: Counter[tuple[int, int, int]] = Counter()
+        for _ in range(100):
+            batch = replay.sample()
+            seen.update(map(tuple, torch.stack([batch.source, batch.epoch, batch.trajectory_id], 1).tolist()))
+        assert replay.take_metrics()["epoch"] in (9.0, 10.0)  # of the first table
+    assert set(seen.values()) == {1}
+    for place in ((0, 0), (1, 28)):
+        assert sum((source, epoch) == place for source, epoch, _ in seen) == 10
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_priorities_go_to_the_tables_they_are_of(in_parts: bool) -> None:
+    with mixed(mixture(STEPS)) as replay:
+        batch = replay.sample()
+        values = 1 + batch.source + batch.trajectory_id.float()
+        parts = [batch[batch.source == 1], Batch.cat([batch[2:4], batch[:2]])] if in_parts else [batch]
+        for part in parts:
+            replay.update_priorities(part, values[part.sample_index])
         replay.sample()
-        assert not torch.equal(seen[-1], seen[0])
+        for table, name in enumerate("ab"):
+            mine = batch[batch.source == table]
+            found = replay.priorities(mine.trajectory_id, mine.anchor, name)
+            assert (found == values[batch.source == table]).all()
+        assert replay.statistics()["priorities_applied"] == 16
+        with pytest.raises(ConfigError, match="table must be given where there are several"):
+            replay.priorities([0], [0])
+
+
+def test_a_bad_priority_of_one_table_changes_none() -> None:
+    with mixed(mixture(STEPS)) as replay:
+        bad = torch.ones(16)
+        bad[-1] = -1
+        with pytest.raises(DataError, match="must be finite and at least 0"):
+            replay.update_priorities(replay.sample(), bad)
+        replay.sample()
+        assert replay.statistics()["priorities_applied"] == 0
+
+
+def test_an_empty_table_matters_when_it_has_a_share() -> None:
+    shares = {"a": lambda number: 0.5 * (number >= 2), "b": lambda number: 1 - 0.5 * (number >= 2)}
+    with mixed(mixture({}, shares), 0) as replay:
+        replay.add(trajectory(0, 3), "b")
+        for _ in range(2):
+            assert replay.sample().source.unique().tolist() == [1]
+        with pytest.raises(StoreError, match="table a must hold at least one item that the sampler admits"):
+            replay.sample()
+        replay.add(trajectory(0, 3), "a")
+        assert replay.sample().source.tolist() == [0] * 8 + [1] * 8
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_checkpoint_continues_all_tables(tmp_path: Path, prefetch: int) -> None:
+    def follow(replay: Replay, count: int) -> list[list[int]]:
+        found = []
+        for _ in range(count):
+            batch = replay.sample()
+            found.append((1000 * batch.source + 100 * batch.trajectory_id + batch.anchor).tolist())
+            replay.update_priorities(batch, 1 + (batch.trajectory_id * 7 + batch.anchor) % 5)
+        return found
+
+    config = mixture(STEPS, {"a": 0.05, "b": 0.95}, prefetch=prefetch)
+    with mixed(config) as replay, mixed(config, 0) as loaded:
+        follow(replay, 5)
+        loaded.load(tmp_path, replay.save(tmp_path))
+        assert follow(loaded, 6) == follow(replay, 6)
+
+
+def test_tables_must_agree_in_what_is_read() -> None:
+    other = Schema([replace(SCHEMA["observation"], dtype="float64"), *list(SCHEMA)[1:]])
+    with pytest.raises(ConfigError, match=r"fields\.observation must have the same column in tables a and b"):
+        Replay(mixture({}), schemas={"a": SCHEMA, "b": other})
+    with Replay(mixture({}, fields={"reward": {}}), schemas={"a": SCHEMA, "b": other}) as replay:
+        assert [field.name for field in replay.fields] == ["reward"]
+
+
+def test_a_long_training_step_is_no_timeout() -> None:
+    """The thread that prepares ahead waits for its own rank to ask, however long that takes."""
+    with mixed(mixture(STEPS, prefetch=1, timeout_s=0.3)) as replay:
+        for _ in range(2):
+            replay.update_priorities(replay.sample(), torch.ones(16))
+            time.sleep(0.5)
+        assert replay.sample().num_samples == 16
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_a_failed_transform_comes_again_within_a_global_batch(prefetch: int) -> None:
+    calls = [0]
+
+    def transform(batch: Batch, _: torch.Tensor) -> Batch:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise ValueError("not this time")
+        return batch
+
+    config = mixture(STEPS, gradient_accumulation_steps=4, timeout_s=5.0)
+    with mixed(config) as plain, mixed({**config, "prefetch": prefetch}) as replay:
+        replay.transform = transform
+        assert same(replay.sample(), plain.sample())
+        with pytest.raises(ValueError, match="not this time"):
+            replay.sample()
+        assert all(same(replay.sample(), plain.sample()) for _ in range(7))
