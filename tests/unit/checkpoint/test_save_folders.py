@@ -211,20 +211,17 @@ def test_what_was_loaded_stays_when_the_next_save_begins(folder: Path) -> None:
         save_folders.find(folder, "one", second["save"])
 
 
-@pytest.mark.parametrize(
-    ("damage", "text"),
-    [
-        (lambda path: path.write_text(path.read_text() + " "), r"manifest.json must be as it was saved"),
-        (lambda path: path.unlink(), r"two/shard-1/manifest.json must be readable"),
-        (lambda path: shutil.rmtree(path.parents[1]), r"two/shard-0/manifest.json must be readable"),
-    ],
-    ids=["edited", "lost", "all lost"],
-)
-def test_damage_is_named(damage: Callable[[Path], Any], text: str, folder: Path) -> None:
+def test_damage_is_named(folder: Path) -> None:
     state = save(folder, None)
-    damage(folder / "two" / "shard-1" / save_folders.MANIFEST)
-    with pytest.raises(CheckpointError, match=text):
-        save_folders.find(folder, "two", state["save"])
+    path = folder / "two" / "shard-1" / save_folders.MANIFEST
+    for damage, text in (
+        (lambda: path.write_text(path.read_text() + " "), r"manifest.json must be as it was saved"),
+        (path.unlink, r"two/shard-1/manifest.json must be readable"),
+        (lambda: shutil.rmtree(path.parents[1]), r"two/shard-0/manifest.json must be readable"),
+    ):
+        damage()
+        with pytest.raises(CheckpointError, match=text):
+            save_folders.find(folder, "two", state["save"])
 
 
 def test_a_position_is_checked(folder: Path) -> None:
@@ -234,21 +231,18 @@ def test_a_position_is_checked(folder: Path) -> None:
     path = folder / save_folders.POSITION
     content = json.loads(path.read_text())
     content["state"]["save"]["id"] = "0"
-    path.write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match=r"position\.json must be as it was saved"):
-        save_folders.read_position(folder)
-    path.write_text(json.dumps({**content, "format": 0}))
-    with pytest.raises(CheckpointError, match=r"position\.json must have format 1, got 0"):
-        save_folders.read_position(folder)
-    path.write_text("[]")
-    with pytest.raises(CheckpointError, match=r"position\.json must hold a mapping, got 'list'"):
-        save_folders.read_position(folder)
+    for written, rule in (
+        (content, "must be as it was saved"),
+        ({**content, "format": 0}, "must have format 1, got 0"),
+        ([], "must hold a mapping, got 'list'"),
+    ):
+        path.write_text(json.dumps(written))
+        with pytest.raises(CheckpointError, match=rf"position\.json {rule}"):
+            save_folders.read_position(folder)
 
 
 def test_a_folder_that_cannot_be_written_is_named(folder: Path) -> None:
     folder.write_text("a file")
-    with (
-        pytest.raises(CheckpointError, match=r"folder must be writable.*stays loadable"),
-        save_folders.writing(folder),
-    ):
+    named = pytest.raises(CheckpointError, match=r"folder must be writable.*stays loadable")
+    with named, save_folders.writing(folder):
         save_folders.begin(folder, list(PARTS), None)

@@ -2,75 +2,43 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from gear_support import SCHEMA, config_of, lengths_of, trajectory
+from replay_support import same, take
 from snapshot_support import into_shards
 
-from deepspeed_gear import Column, Replay, Schema
-from deepspeed_gear.batching.batch import Batch
+from deepspeed_gear import Batch, Column, Replay, Schema
 from deepspeed_gear.checkpoint.table_files import read_table
 from deepspeed_gear.errors import CheckpointError, StoreFullError
 
-SCHEMA = Schema(
-    [
-        Column("observation", "float32", (2,), "observation", "T+1"),
-        Column("reward", "float32", (), "reward"),
-        Column("terminated", "bool", (), "terminated"),
-        Column("half", "bfloat16", (3,)),
-        Column("task", "int64", (), "other", "1"),
-    ]
-)
+LENGTHS = lengths_of(30)
 
 
 def make(kind: str, unit: str, prefetch: int, capacity: int = 2000, seed: int = 0) -> Replay:
-    config = {
-        "seed": seed,
-        "tables": {"main": {"capacity_steps": capacity, "capacity_trajectories": 60}},
-        "sampler": {"kind": kind, "unit": unit},
-        "batch_size": 8,
-        "prefetch": prefetch,
-    }
-    return Replay(config, schemas={"main": SCHEMA})
+    tables = {"main": {"capacity_steps": capacity, "capacity_trajectories": 60}}
+    sampler = {"kind": kind, "unit": unit}
+    section = config_of(seed=seed, tables=tables, sampler=sampler, batch_size=8, prefetch=prefetch)
+    return Replay(section, schemas={"main": Schema([*SCHEMA, Column("half", "bfloat16", (3,))])})
 
 
-class Filler:
-    """Adds trajectories of random lengths; the task is the id."""
-
-    def __init__(self) -> None:
-        self.random, self.count = np.random.default_rng(0), 0
-
-    def add(self, replay: Replay, count: int) -> None:
-        for _ in range(count):
-            steps = int(self.random.integers(1, 30))
-            replay.add(
-                {
-                    "observation": self.random.normal(size=(steps + 1, 2)).astype(np.float32),
-                    "reward": np.ones(steps, np.float32),
-                    "terminated": np.zeros(steps, bool),
-                    "half": torch.full((steps, 3), self.count, dtype=torch.bfloat16),
-                    "task": self.count,
-                }
-            )
-            self.count += 1
-
-
-def take(replay: Replay, count: int) -> list[Batch]:
-    return [replay.sample().clone() for _ in range(count)]
+def add(replay: Replay, *numbers: int) -> None:
+    """Add trajectories whose task is their number."""
+    for number in numbers:
+        half = torch.full((LENGTHS[number], 3), number, dtype=torch.bfloat16)
+        replay.add({**trajectory(number, LENGTHS[number]), "half": half})
 
 
 def assert_equal(one: list[Batch], other: list[Batch]) -> None:
-    for a, b in zip(one, other, strict=True):
-        assert torch.equal(a.trajectory_id, b.trajectory_id)
-        assert torch.equal(a.anchor, b.anchor)
-        assert torch.equal(a.epoch, b.epoch)
-        assert all(torch.equal(a[name], b[name]) for name in a)
+    assert len(one) == len(other)
+    assert all(map(same, one, other))
 
 
 @pytest.mark.parametrize(
@@ -80,11 +48,10 @@ def assert_equal(one: list[Batch], other: list[Batch]) -> None:
 def test_the_next_batches_are_those_that_would_have_come(
     kind: str, unit: str, prefetch: int, tmp_path: Path
 ) -> None:
-    filler = Filler()
     with make(kind, unit, prefetch) as replay:
-        filler.add(replay, 20)
+        add(replay, *range(20))
         take(replay, 7)
-        filler.add(replay, 5)
+        add(replay, *range(20, 25))
         assert replay.remove([3, 4]) == 2
         take(replay, 2)
         state = replay.save(tmp_path)
@@ -93,7 +60,7 @@ def test_the_next_batches_are_those_that_would_have_come(
             other.load(tmp_path, state)
             assert len(other) == held
             assert_equal(expected, take(other, 12))
-            filler.add(other, 1)
+            add(other, 25)
             assert int(other.read([25])[0]["task"]) == 25, "ids go on where they were"
         replay.load(tmp_path, state)
         assert_equal(expected, take(replay, 12))
@@ -111,20 +78,19 @@ def test_shards_are_loaded_into_one_store(kind: str, prefetch: int, count: int, 
                 )
         return found
 
-    filler = Filler()
     with make(kind, "step", prefetch) as replay:
-        filler.add(replay, 20)
+        add(replay, *range(20))
         take_and_report(replay, 3)
         replay.remove([2, 3, 11])
         take_and_report(replay, 2)
-        filler.add(replay, 5)
+        add(replay, *range(20, 25))
         take_and_report(replay, 2)
         state = replay.save(tmp_path)
         expected = take_and_report(replay, 6)
         state = into_shards(tmp_path / "main", count, kind == "prioritized")
         replay.load(tmp_path, state)
         assert_equal(expected, take_and_report(replay, 6))
-        filler.add(replay, 1)
+        add(replay, 25)
         assert int(replay.read([25])[0]["task"]) == 25, "ids go on above those of all shards"
 
 
@@ -146,7 +112,7 @@ def test_shards_do_not_outlive_a_table_that_is_saved_in_one_store(saved: tuple[P
     folder, _ = saved
     into_shards(folder / "main", 2, False)
     with make("uniform", "step", 0) as replay:
-        Filler().add(replay, 3)
+        add(replay, 0, 1, 2)
         take(replay, 1)
         replay.load(folder, replay.save(folder))
         assert len(replay) == 3
@@ -156,15 +122,14 @@ def test_shards_do_not_outlive_a_table_that_is_saved_in_one_store(saved: tuple[P
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Path, dict]:
     with make("uniform", "step", 0) as replay:
-        Filler().add(replay, 20)
+        add(replay, *range(20))
         take(replay, 1)
         return tmp_path, replay.save(tmp_path)
 
 
 def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    *content, last = path.read_bytes()
+    path.write_bytes(bytes([*content, last ^ 1]))
 
 
 def edit(path: Path) -> None:
@@ -197,13 +162,12 @@ def test_a_save_that_does_not_fit_is_refused_and_nothing_changes(
 
 def test_a_state_loads_the_tables_of_its_own_save(tmp_path: Path) -> None:
     """The save before the newest lies in `.old`; without a state the newest is loaded."""
-    filler = Filler()
     with make("uniform", "step", 0) as replay:
-        filler.add(replay, 10)
+        add(replay, *range(10))
         take(replay, 3)
         before = replay.save(tmp_path)
         expected = take(replay, 2)
-        filler.add(replay, 5)
+        add(replay, *range(10, 15))
         newest = replay.save(tmp_path)
         then = take(replay, 2)
         replay.load(tmp_path, before)
@@ -215,9 +179,7 @@ def test_a_state_loads_the_tables_of_its_own_save(tmp_path: Path) -> None:
         replay.load(tmp_path, before)
         replay.save(tmp_path)
         assert_equal(expected, take(replay, 2))
-        with pytest.raises(
-            CheckpointError, match=rf"main must hold the save {newest['save']['id']} of the state"
-        ):
+        with pytest.raises(CheckpointError, match=f"main must hold the save {newest['save']['id']} of the"):
             replay.load(tmp_path, newest)
         at = replay.state_dict()
         with pytest.raises(CheckpointError, match="state must name a save; load the state that `save`"):
@@ -233,41 +195,36 @@ def test_an_id_that_is_stored_is_never_given_again(saved: tuple[Path, dict]) -> 
     state["save"]["tables"]["main"]["manifest.json"] = hashlib.sha256(path.read_bytes()).hexdigest()
     with make("uniform", "step", 0) as replay:
         replay.load(folder, state)
-        filler = Filler()
-        filler.count = 20
-        filler.add(replay, 1)
+        add(replay, 20)
         assert int(replay.read([20])[0]["task"]) == 20
 
 
-@pytest.mark.parametrize(
-    ("key", "text"),
-    [
-        ("train", r"the gear state must have the entry 'train' \(dict\)"),
-        ("train.main", "the gear state: train must have the entry 'main'"),
-        ("train.main.samples", "the gear state: train.main must have the entry 'samples'"),
-        ("passes", "the gear state must have the entry 'passes'"),
-        ("options", "the gear state must have the entry 'options'"),
-        ("save", "the gear state must name a save"),
-        ("save.id", "the save of the gear state must have the entry 'id'"),
-        ("save.tables.main", "the gear state must name a save of table main"),
-    ],
-)
-def test_what_a_state_lacks_is_named(key: str, text: str, saved: tuple[Path, dict]) -> None:
+LACKS = {
+    "train": r"the gear state must have the entry 'train' \(dict\)",
+    "train.main": "the gear state: train must have the entry 'main'",
+    "train.main.samples": "the gear state: train.main must have the entry 'samples'",
+    "passes": "the gear state must have the entry 'passes'",
+    "options": "the gear state must have the entry 'options'",
+    "save": "the gear state must name a save",
+    "save.id": "the save of the gear state must have the entry 'id'",
+    "save.tables.main": "the gear state must name a save of table main",
+}
+
+
+def test_what_a_state_or_a_manifest_lacks_is_named(saved: tuple[Path, dict]) -> None:
     folder, state = saved
-    *way, last = key.split(".")
-    inner = state
-    for name in way:
-        inner = inner[name]
-    del inner[last]
-    with make("uniform", "step", 0) as replay, pytest.raises(CheckpointError, match=text):
-        replay.load(folder, state)
-
-
-@pytest.mark.parametrize("key", ["save", "schema", "next_id", "inserted", "files"])
-def test_what_a_manifest_lacks_is_named(key: str, saved: tuple[Path, dict]) -> None:
-    path = saved[0] / "main" / "manifest.json"
+    with make("uniform", "step", 0) as replay:
+        for key, text in LACKS.items():
+            *way, last = key.split(".")
+            wrong = inner = copy.deepcopy(state)
+            for name in way:
+                inner = inner[name]
+            del inner[last]
+            with pytest.raises(CheckpointError, match=text):
+                replay.load(folder, wrong)
+    path = folder / "main" / "manifest.json"
     manifest = json.loads(path.read_text())
-    del manifest[key]
-    path.write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match=rf"main/manifest\.json must have the entry '{key}'"):
-        read_table(path.parent)
+    for key in ("save", "schema", "next_id", "inserted", "files"):
+        path.write_text(json.dumps({name: value for name, value in manifest.items() if name != key}))
+        with pytest.raises(CheckpointError, match=rf"main/manifest\.json must have the entry '{key}'"):
+            read_table(path.parent)

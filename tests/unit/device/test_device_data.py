@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from gear_support import STEP, config_of, lengths_of, write_dataset
+from hopper_support import digests, hopper_data
 from ring_cases import PRIORITIZED, SAMPLERS, WINDOWS, assert_same, device_and_host, on_device
-from torch import Tensor
 
 from deepspeed_gear import DeviceReplay
 from deepspeed_gear.errors import ConfigError, DataError, StoreError
@@ -40,20 +39,14 @@ def test_a_data_set_gives_the_batches_of_shared_memory(
         assert both.device.num_steps == both.host.num_steps
 
 
-def test_a_transform_gets_the_keys_of_shared_memory(data: Path) -> None:
-    section = config_of(data, sampler=SAMPLERS["uniform steps"], fields=WINDOWS, batch_size=8, seed=5)
-
-    def transform(batch: Any, key: Tensor) -> Any:
-        batch["noisy"] = batch["observation"] + (key % 7).float()[:, None, None]
-        return batch
-
-    with device_and_host(on_device(section)) as both:
-        plain = set(both.sample())
-        both.host.transform = both.device.transform = transform
-        for _ in range(5):
-            both.sample()
-        both.device.transform = None
-        assert set(both.device.sample()) == plain
+def test_the_hopper_job_has_the_same_batches_wherever_its_table_lies_and_by_every_way(tmp_path: Path) -> None:
+    hopper = hopper_data(tmp_path)
+    expected = digests("hopper.json", "cpu", hopper, 60)
+    assert len(set(expected)) == 60
+    assert not set(expected) & set(digests("hopper.json", "cpu", hopper, 60, seed=1))
+    for way in ("direct", "copies", "staged"):
+        assert digests("hopper.json", "cpu", hopper, 60, transfer={"way": way}) == expected, way
+    assert digests("hopper_device.json", "cpu", hopper, 60) == expected
 
 
 @pytest.mark.parametrize("sampler", ["uniform steps", "trajectories", "by the table"])
@@ -85,9 +78,7 @@ def test_normalize_gives_the_bits_of_a_batch(data: Path) -> None:
         part = batch[batch.trajectory_id > 3]
         for name in ("is_weight", "probability", "valid", "sample_index"):
             assert getattr(part, name).equal(getattr(batch, name)[batch.trajectory_id > 3]), name
-        with pytest.raises(
-            DataError, match=r"no clone or part, got 'Batch'; report the priorities of the whole"
-        ):
+        with pytest.raises(DataError, match=r"no clone or part, got 'Batch'; report the priorities of the"):
             replay.update_priorities(part, torch.ones(part.num_samples))
 
 

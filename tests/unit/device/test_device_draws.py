@@ -60,7 +60,7 @@ def without_samples(device: DeviceReplay, accumulation: int) -> None:
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_batches_are_those_of_a_table_in_host_memory(kind: str, accumulation: int) -> None:
+def test_batches_are_those_of_a_table_in_host_memory(kind: str, accumulation: int, tmp_path: Path) -> None:
     """Until too few items or draws are left, and after more were added; some were removed meanwhile."""
     made = section(kind, gradient_accumulation_steps=accumulation)
     torch.manual_seed(0)
@@ -92,6 +92,11 @@ def test_batches_are_those_of_a_table_in_host_memory(kind: str, accumulation: in
         if num_empty:
             with pytest.raises(DataError, match="global batches without samples"):
                 device.check()
+        add(both, range(900, 960))
+        state = device.save(tmp_path)
+        with DeviceReplay(made, "cpu", schemas={"main": SCHEMA}) as other:  # counts go on
+            other.load(tmp_path, state)
+            assert_same(other.sample(), device.sample())
 
 
 def test_a_mixture_of_limited_tables() -> None:
@@ -105,19 +110,6 @@ def test_a_mixture_of_limited_tables() -> None:
         for _ in range(6):
             both.sample()
         assert both.device.statistics()["tables"]["once"]["trajectories"] == 40 - 6 * BATCH // 4
-
-
-@pytest.mark.parametrize("kind", ["top-k, twice", "by the table"])
-def test_counts_go_on_from_a_checkpoint(kind: str, tmp_path: Path) -> None:
-    made, schemas = section(kind), {"main": SCHEMA}
-    with device_and_host(made, schemas) as both:
-        add(both, range(60))
-        for _ in range(2):
-            both.sample()
-        state = both.device.save(tmp_path)
-        with DeviceReplay(made, "cpu", schemas=schemas) as other:
-            other.load(tmp_path, state)
-            assert_same(other.sample(), both.host.sample())
 
 
 def test_a_slot_that_is_used_again_begins_with_no_draws() -> None:

@@ -77,17 +77,18 @@ def test_batches_are_those_of_tables_in_host_memory(sampler: str, accumulation: 
 
 
 def test_a_transform_gets_the_keys_of_each_table(data: Path) -> None:
-    keys: list[Tensor] = []
-
-    def transform(batch: Any, of: Tensor) -> Any:
-        keys.append(of)
+    def transform(batch: Any, key: Tensor) -> Any:
+        batch["noisy"] = batch["action"] + (key % 7).float()[:, None]
         return batch
 
     with device_and_host(section(data, {"unit": "step"}), {"online": SCHEMA}) as both:
         both.add(added(1, 5), "online")
+        plain = set(both.sample())
         both.device.transform = both.host.transform = transform
-        both.sample()
-        assert torch.equal(*keys)
+        for _ in range(3):
+            assert set(both.sample()) == plain | {"noisy"}
+        both.device.transform = None
+        assert set(both.device.sample()) == plain
 
 
 def test_a_save_has_all_tables_and_goes_on(data: Path, tmp_path: Path) -> None:

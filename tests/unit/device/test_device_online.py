@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ring_cases import (
+    COLUMNS,
     PRIORITIZED,
     SAMPLERS,
     assert_rows,
@@ -120,18 +121,6 @@ def test_what_is_added_between_micro_batches_changes_none_of_them() -> None:
         assert set(replay.sample()["task"].tolist()) == {99}
 
 
-def without_masses(replay: DeviceReplay, why: str) -> None:
-    """Add trajectories of which none can be drawn."""
-    if why == "nothing was added":
-        replay.add_(trajectories(3, 4), torch.tensor([0, 0, 0]))
-    elif why == "no anchor":
-        replay.add_(trajectories(3, 2))
-    else:
-        replay.add_(trajectories(1, 2))
-        for _ in range(4):
-            replay.update_priorities_(replay.sample(), torch.zeros(16))
-
-
 @pytest.mark.parametrize(
     ("sampler", "why"),
     [
@@ -149,7 +138,10 @@ def test_a_table_without_masses_gives_batches_without_samples(sampler: dict[str,
     fields = {"fields": {**online()["fields"], "observation": {"offset": -2, "length": 3, "pad": "edge"}}}
     section = online(sampler, gradient_accumulation_steps=2, **fields)
     with DeviceReplay(section, "cpu") as replay:
-        without_masses(replay, why)
+        replay.add_(trajectories(3, 2), torch.tensor([0, 0, 0]) if "added" in why else None)
+        if "priority" in why:
+            for _ in range(8):
+                replay.update_priorities_(replay.sample(), torch.zeros(16))
         before = replay.statistics()
         first = int(replay.table.state[RingState.SAMPLES])
         for micro in range(4):
@@ -193,12 +185,8 @@ def test_trajectories_that_fail_a_condition_are_not_stored(
 ) -> None:
     columns = trajectories(10, 4)
     columns["score"], columns["flag"] = torch.arange(10) / 10, torch.arange(10) % 2 == 1
-    columns["score"] = columns["score"].float()
-    schema = {
-        **online()["tables"]["main"]["schema"]["columns"],
-        "score": {"dtype": "float32", "rows": "1"},
-        "flag": {"dtype": "bool", "rows": "1"},
-    }
+    more = {"score": {"dtype": "float32", "rows": "1"}, "flag": {"dtype": "bool", "rows": "1"}}
+    schema = {**COLUMNS, **more}
     made = online({"kind": "uniform", "unit": "step", "where": where}, table={"schema": {"columns": schema}})
     stored = [n for n in range(10) if admits(n) and (lengths is None or lengths[n])]
     with DeviceReplay(made, "cpu") as replay:

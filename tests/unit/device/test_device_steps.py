@@ -30,10 +30,7 @@ ENVS, LONGEST = 4, 5
 class Episodes:
     """Environments whose observations say which episode it is, and which step of it.
 
-    Args:
-        num_envs: Environments.
-        seed: Of rewards and ends.
-        is_longer: No trajectory has only one step: a writer on the host commits those of a call first.
+    With `is_longer` no trajectory has only one step: a writer on the host commits those of a call first.
     """
 
     def __init__(self, num_envs: int = ENVS, seed: int = 0, is_longer: bool = False) -> None:
@@ -202,7 +199,7 @@ def test_columns_that_do_not_fit_are_refused_before_anything_changes() -> None:
     columns, following, _ = Episodes().step("same_step")
     states = {"observation": following}
     wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
-        (SchemaError, "columns: column reward must be given", {"columns": without(columns, "reward")}),
+        (SchemaError, "columns: column action must be given", {"columns": states}),
         (SchemaError, "must be one of", {"columns": {**columns, "other": following}}),
         (SchemaError, "following: column observation must be given", {"following": {}}),
         (SchemaError, "following: column action", {"following": {**states, "action": following}}),
@@ -225,12 +222,8 @@ def test_columns_that_do_not_fit_are_refused_before_anything_changes() -> None:
         replay.add_steps_(columns, states)
 
 
-def without(columns: dict[str, Tensor], name: str) -> dict[str, Tensor]:
-    return {key: values for key, values in columns.items() if key != name}
-
-
 def test_ends_may_be_given_where_the_schema_has_no_such_columns() -> None:
-    schema = {"columns": without(COLUMNS, "truncated")}  # type: ignore[arg-type]
+    schema = {"columns": {name: column for name, column in COLUMNS.items() if name != "truncated"}}
     envs, made = Episodes(), section(SAMPLERS["uniform steps"], table={"schema": schema})
     with DeviceReplay(made, "cpu") as replay:
         columns, following, _ = envs.step("same_step")

@@ -60,6 +60,7 @@ def items(content: dict[str, Tensor], by_row: bool) -> list[tuple[Any, ...]]:
             (
                 slot[Slot.BORN],
                 int(content["column/task"][at]),
+                slot[Slot.TIMES_SAMPLED],
                 str(content["column/observation"][first : first + rows].tolist()),
                 str(content["column/reward"][first : first + steps].tolist()),
                 str(content[f"column/{RETURN_TO_GO}"][first : first + steps].tolist()),
@@ -101,14 +102,14 @@ def test_every_trajectory_is_held_once_with_its_priorities(
         assert [num_left_out for _, num_left_out in found] == [0] * after
         wanted = sorted(item for content in saved for item in items(content, by_row))
         assert sorted(item for content, _ in found for item in items(content, by_row)) == wanted
-        sizes = [
-            int(content["state"][RingState.NEXT] - content["state"][RingState.TAIL]) for content, _ in found
-        ]
+        states = [content["state"] for content, _ in found]
+        sizes = [int(state[RingState.NEXT] - state[RingState.TAIL]) for state in states]
         assert max(sizes) - min(sizes) <= max(1, ENVS if num_envs else 1)
+        before_all = torch.stack([content["state"] for content in saved]).sum(0)
         applied = RingState.COUNTS + UpdateCount.APPLIED
-        dealt = [content for content, _ in found]
-        totals = [sum(int(content["state"][applied]) for content in of) for of in (saved, dealt)]
-        assert totals[0] == totals[1]
+        assert sum(int(state[applied]) for state in states) == before_all[applied]
+        for state in states:  # sample numbers continue after those of all saved replicas
+            assert state[RingState.SAMPLES] * after >= before_all[RingState.SAMPLES]
         for replay, (content, _) in zip(new, found, strict=True):
             check_goes_on(replay, content)
 
@@ -156,52 +157,28 @@ def test_the_oldest_are_left_out_where_a_table_is_too_small(num_envs: int | None
             assert not content["opened"][:, OpenTrajectory.NUM_STEPS].any()
 
 
-def test_sample_numbers_continue_after_those_of_all_saved_replicas() -> None:
-    made = section("uniform steps", None)
-    with replays(3, made) as old, replays(2, made) as new:
-        for number, replay in enumerate(old):
-            fill(replay, 100 * number, 5)
-        saved = [content_of(replay) for replay in old]
-        samples = sum(int(content["state"][RingState.SAMPLES]) for content in saved)
-        for content, _ in dealt_to(new, saved):
-            assert content["state"][RingState.SAMPLES] * 2 >= samples
-
-
 def test_every_trajectory_keeps_how_often_it_was_drawn() -> None:
     made = online({"kind": "uniform"}, batch_size=4, table={"capacity_steps": 200, "max_times_sampled": 3})
     with replays(3, made) as old, replays(2, made) as new:
         for number, replay in enumerate(old):
             fill(replay, 100 * number, 7 + number)
-
-        def times(contents: list[dict[str, Tensor]]) -> list[tuple[int, int]]:
-            every = [
-                (int(content["column/task"][at]), slot[Slot.TIMES_SAMPLED])
-                for content in contents
-                for at, slot in enumerate(content["slots"].tolist())
-                if slot[Slot.STATE] == SlotState.COMMITTED
-            ]
-            return sorted(every)
-
         saved = [content_of(replay) for replay in old]
-        before = times(saved)
-        assert {0, 1, 2} == {count for _, count in before}
-        assert times([content for content, _ in dealt_to(new, saved)]) == before
+        before = sorted(item for content in saved for item in items(content, False))
+        assert {item[2] for item in before} == {0, 1, 2}
+        dealt = dealt_to(new, saved)
+        assert sorted(item for content, _ in dealt for item in items(content, False)) == before
 
 
 def test_other_columns_are_refused_by_name() -> None:
     with replays(2, section("prioritized", None)) as old:
         fill(old[0], 0, 3)
         content = content_of(old[0])
-        for name, values, match in [
-            (
-                "column/action",
-                content["column/action"].double(),
-                r"column/action of shard-0 must be torch.float32",
-            ),
-            ("column/reward", content["column/reward"][:, None], "column/reward of shard-0 must be"),
-            ("priorities", content["priorities"][:0], "priorities of shard-0 must be kept"),
+        for name, change, rule in [
+            ("column/action", Tensor.double, "must be torch.float32"),
+            ("column/reward", lambda values: values[:, None], "must be"),
+            ("priorities", lambda values: values[:0], "must be kept"),
         ]:
-            with pytest.raises(CheckpointError, match=match):
-                deal(old[1].table, [{**content, name: values}], 0, 2)
+            with pytest.raises(CheckpointError, match=f"{name} of shard-0 {rule}"):
+                deal(old[1].table, [{**content, name: change(content[name])}], 0, 2)
         with pytest.raises(CheckpointError, match="must be that of a table of this config, got 'minima'"):
             deal(old[1].table, [{n: v for n, v in content.items() if n != "minima"}], 0, 2)
