@@ -7,28 +7,45 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gear_support import SHM, lengths_of, shared_files, wait_until, write_dataset
-from process_support import Ranks, environment, in_child, kill, launcher, reapers, run_ranks
+import torch
+import torch.distributed as dist
+from gear_support import SHM, STEP, lengths_of, shared_files, wait_until, write_dataset
+from process_support import (
+    CALL,
+    Ranks,
+    call_on_ranks,
+    environment,
+    in_child,
+    kill,
+    launcher,
+    reapers,
+    run_ranks,
+    write_call,
+)
+from simulator_support import hold_names
 from warm_python import WarmProcess
 
-from deepspeed_gear import TrajectoryWriter
-from deepspeed_gear.errors import StoreError
+import deepspeed_gear
+from deepspeed_gear import Replay, TrajectoryWriter
+from deepspeed_gear.errors import GearError, PeerError, StoreError
+from deepspeed_gear.store.shared_memory import SharedMemory
 
 ROUNDS = 20 if os.environ.get("GEAR_LONG_TESTS") == "1" else 4
 START_S = 120.0  # of two ranks on a busy machine
 _numbers = itertools.count()
+left: list[Replay] = []  # of a process that does not close it
 
 
 @pytest.fixture
@@ -59,26 +76,53 @@ def section_of(data: Path | str, name: str, **options: Any) -> dict[str, Any]:
     }
 
 
-def write_plan(folder: Path, sections: list[Any], **plan: Any) -> None:
-    """Write what `faults_train.py` does: `steps` and `raise_on`."""
+def train(folder: Path, sections: list[Any], steps: int | None = None, raise_on: int | None = None) -> None:
+    """Train a small model until something happens to a rank.
+
+    Every rank writes FOLDER/pid-RANK when it starts, and FOLDER/step-RANK after its first step.
+
+    Args:
+        sections: The gear section of each rank, or the path of a config.
+        steps: None: without end.
+        raise_on: The rank whose fourth step raises.
+    """
+    rank = dist.get_rank()
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    config = sections[rank]
+    if isinstance(config, dict):
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+            "zero_optimization": {"stage": 1},
+            "gear": config,
+        }
+    model = torch.nn.Linear(3, 2)
+    engine, *_ = deepspeed_gear.initialize(model=model, model_parameters=model.parameters(), config=config)
+    for step in itertools.count() if steps is None else range(steps):
+        batch = engine.gear_sample()
+        loss = (engine(batch["observation"][:, 0]) - batch["action"][:, 0]).square().mean()
+        engine.backward(loss)
+        engine.step()
+        if step == 0:
+            (folder / f"step-{rank}").touch()
+        if step == 3 and rank == raise_on:
+            raise RuntimeError("a fault in the user's training loop")
+    engine.destroy()
+
+
+def run_training(folder: Path, sections: list[Any], *options: int | None) -> Ranks:
+    """Start ranks that train, without the launcher."""
     folder.mkdir(exist_ok=True)
-    whole = {"sections": sections, "steps": None, "raise_on": None, **plan}
-    (folder / "plan.json").write_text(json.dumps(whole))
-
-
-def run_training(folder: Path, sections: list[Any], **plan: Any) -> Ranks:
-    """Start `faults_train.py` without the launcher."""
-    write_plan(folder, sections, **plan)
-    return Ranks("faults_train.py", len(sections), str(folder))
+    return Ranks(CALL, len(sections), write_call(folder, train, folder, sections, *options))
 
 
 class Run:
-    """`faults_train.py` under the real launcher, in a session of its own."""
+    """Ranks that train under the real launcher, in a session of its own."""
 
-    def __init__(self, folder: Path, sections: list[Any], **plan: Any) -> None:
+    def __init__(self, folder: Path, sections: list[Any]) -> None:
         self.folder, self.num_ranks = folder, len(sections)
-        write_plan(folder, sections, **plan)
-        command = launcher("faults_train.py", self.num_ranks, str(folder))
+        folder.mkdir()
+        command = launcher(CALL, self.num_ranks, write_call(folder, train, folder, sections))
         self._port = command[command.index("--master_port") + 1]
         self._log = (folder / "log").open("w")
         both = subprocess.STDOUT
@@ -134,14 +178,71 @@ def group_lives(group: int) -> bool:
     return False
 
 
-def run_samples(mode: str, folder: Path, section: dict[str, Any], rounds: int = 1) -> Ranks:
+def run_samples(action: Callable[..., None], folder: Path, section: dict[str, Any], *more: int) -> Ranks:
+    """Start two ranks that sample without an engine."""
     folder.mkdir(exist_ok=True)
-    return Ranks("faults_sample.py", 2, mode, str(folder), json.dumps(section), str(rounds))
+    return Ranks(CALL, 2, write_call(folder, action, folder, section, *more))
 
 
 def check_success(ranks: Ranks) -> None:
     for status, output in ranks.wait(START_S):
         assert status == 0, output
+
+
+def wait_for(path: Path) -> None:
+    wait_until(path.exists, path.name, START_S)
+
+
+def sample(replay: Replay, count: int) -> None:
+    """Take batches, and check that every row is the one that the batch says."""
+    for _ in range(count):
+        batch = replay.sample()
+        codes = batch.trajectory_id * STEP + batch.anchor
+        assert batch["code"][:, 0].equal(codes), (batch["code"], codes)
+        assert batch["observation"][:, 0, 1].equal(codes.float() + 0.25)
+
+
+def rounds(folder: Path, section: dict[str, Any], count: int) -> None:
+    """Build a Replay, take ten batches and close, again and again."""
+    for _ in range(count):
+        with Replay(section) as replay:
+            sample(replay, 10)
+
+
+def paused(folder: Path, section: dict[str, Any], count: int = 1) -> None:
+    """As `rounds`, but wait for FOLDER/go while the store has a name."""
+    unlink = SharedMemory.unlink
+
+    def wait_and_unlink(memory: SharedMemory) -> None:
+        (folder / "linked").write_text(memory.path.name)
+        wait_for(folder / "go")
+        unlink(memory)
+
+    SharedMemory.unlink = wait_and_unlink  # type: ignore[method-assign]
+    rounds(folder, section, count)
+
+
+def leave(folder: Path, section: dict[str, Any]) -> None:
+    """End without close."""
+    left.append(Replay(section))
+    sample(left[0], 3)
+    sys.exit()
+
+
+def lag(folder: Path, section: dict[str, Any]) -> None:
+    """The second rank stops after two batches."""
+    replay = Replay(section)
+    sample(replay, 2)
+    if dist.get_rank() == 1:
+        (folder / "stopped").touch()
+        time.sleep(600)
+    wait_for(folder / "stopped")
+    with pytest.raises(PeerError) as error:
+        sample(replay, 100)
+    (folder / "reported").write_text(str(error.value))
+    wait_for(folder / "killed")
+    sample(replay, 100)  # who is dead is not waited for
+    os._exit(0)  # the group has a dead rank
 
 
 # ---- death ---------------------------------------------------------------------------------------
@@ -168,16 +269,16 @@ def test_kill_at_any_time_leaves_nothing_after_the_next_start(name: str, data: P
             wait_until(lambda: len(list(folder.glob("step-*"))) == 2, "the first steps", START_S)  # noqa: B023
             time.sleep(chance.uniform(0, 0.5))
         else:
-            mode = "paused" if when == "named" else "rounds"
-            ranks = run_samples(mode, folder, {**section, "batch_size": 8}, 1000)
+            action = paused if when == "named" else rounds
+            ranks = run_samples(action, folder, {**section, "batch_size": 8}, 1000)
             if when == "named":
-                wait_until((folder / "linked").exists, "a store with a name", START_S)
+                wait_for(folder / "linked")
             else:
                 time.sleep(chance.uniform(0.5, 3))
         ranks.kill()
         left = shared_files(name)
         assert len(left) == {"named": 1, "all": 0}.get(when, len(left))
-    check_success(run_samples("rounds", tmp_path / "next", section_of(data, name, batch_size=8)))
+    check_success(run_samples(rounds, tmp_path / "next", section_of(data, name, batch_size=8), 1))
     assert shared_files(name) == []
 
 
@@ -191,7 +292,7 @@ def test_sigterm_ends_the_launcher_and_all_ranks(name: str, data: Path, tmp_path
 
 
 def test_an_exception_on_one_rank_ends_the_other(name: str, data: Path, tmp_path: Path) -> None:
-    results = run_training(tmp_path, [section_of(data, name, prefetch=1)] * 2, raise_on=1).wait(START_S)
+    results = run_training(tmp_path, [section_of(data, name, prefetch=1)] * 2, None, 1).wait(START_S)
     assert [status for status, _ in results] == [1, 1], results
     assert "RuntimeError: a fault in the user's training loop" in results[1][1]
     assert shared_files(name) == []
@@ -208,7 +309,7 @@ def test_a_wrong_config_on_one_rank_ends_all(wrong: str, name: str, data: Path, 
     if wrong == "file":
         path.write_text('{"gear": {')
         bad, text = str(path), f"config {path} must be JSON"
-    results = run_training(tmp_path, [section_of(data, name), bad], steps=1).wait(START_S)
+    results = run_training(tmp_path, [section_of(data, name), bad], 1).wait(START_S)
     for (status, output), kind in zip(results, ("PeerError", "ConfigError"), strict=True):
         assert status == 1, output
         assert kind in output
@@ -274,16 +375,24 @@ def test_every_rank_refuses_what_one_rank_cannot_do(name: str, tmp_path: Path) -
     (tmp_path / "empty").mkdir()
     os.truncate(tmp_path / "broken" / "data" / "columns" / "code.npy", 200)
     cases = refused_cases(name)
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    results = Ranks("faults_refused.py", 2, str(tmp_path)).wait(START_S)
-    for rank, (status, output) in enumerate(results):
-        assert status == 0, output
-        found = [json.loads(line[6:]) for line in output.splitlines() if line.startswith("FOUND ")]
-        assert len(found) == len(cases), output
-        for case, got in zip(cases, found, strict=True):
-            assert got["kind"] == case["kinds"][rank], (case, rank, got)
-            assert all(part in got["text"] for part in case["parts"]), (case, rank, got)
+    for rank, found in enumerate(call_on_ranks(2, refuse, cases, tmp_path, timeout_s=START_S)):
+        for case, (kind, text) in zip(cases, found, strict=True):
+            assert kind == case["kinds"][rank], (case, rank, text)
+            assert all(part in text for part in case["parts"]), (case, rank, text)
     assert shared_files(name) == []
+
+
+def refuse(cases: list[dict[str, Any]], folder: Path) -> list[tuple[str, str]]:
+    """Build a replay for each case; return kind and text of this rank's errors, or what it has sampled."""
+    rank, found = dist.get_rank(), []
+    for case in cases:
+        os.chdir(folder / case["folders"][rank])
+        try:
+            with Replay(case["sections"][rank]) as replay:
+                found.append(("none", str(replay.sample().trajectory_id.tolist())))
+        except GearError as error:
+            found.append((type(error).__name__, str(error)))
+    return found
 
 
 # ---- ranks that do not keep up, other runs, the end ----------------------------------------------
@@ -294,16 +403,16 @@ def test_a_rank_that_stops_is_named_and_its_death_lets_the_others_go_on(
     prefetch: int, name: str, data: Path, tmp_path: Path
 ) -> None:
     section = section_of(data, name, batch_size=8, timeout_s=3.0, prefetch=prefetch)
-    ranks = run_samples("lag", tmp_path / "lag", section)
-    wait_until((tmp_path / "lag" / "reported").exists, "the error", START_S)
+    ranks = run_samples(lag, tmp_path, section)
+    reported = tmp_path / "reported"
+    wait_until(lambda: reported.exists() and reported.read_text(), "the error", START_S)
     stopped = ranks.processes[1]
     stopped.kill()
     stopped.wait()
-    (tmp_path / "lag" / "killed").touch()
+    (tmp_path / "killed").touch()
     status, output = ranks.wait(START_S)[0]
     assert status == 0, output
-    assert "GOES ON" in output
-    text = json.loads(next(line[5:] for line in output.splitlines() if line.startswith("PEER ")))
+    text = reported.read_text()
     assert f"local rank 1 (process {stopped.pid})" in text
     assert "gear.timeout_s = 3.0 s" in text
 
@@ -311,21 +420,21 @@ def test_a_rank_that_stops_is_named_and_its_death_lets_the_others_go_on(
 def test_runs_with_the_same_prefix_leave_each_other_alone(name: str, data: Path, tmp_path: Path) -> None:
     """One run waits while its store has a name; another starts, works and ends meanwhile, many times."""
     section = section_of(data, name, batch_size=8)
-    paused = run_samples("paused", tmp_path / "paused", section)
+    waiting = run_samples(paused, tmp_path / "paused", section)
     linked = tmp_path / "paused" / "linked"
     wait_until(lambda: linked.exists() and linked.read_text(), "a store with a name", START_S)
     file = linked.read_text()
-    check_success(run_samples("rounds", tmp_path / "other", section, 20))
+    check_success(run_samples(rounds, tmp_path / "other", section, 20))
     assert shared_files(name) == [file]
-    at_once = run_samples("rounds", tmp_path / "at_once", section, 30)
+    at_once = run_samples(rounds, tmp_path / "at_once", section, 30)
     (tmp_path / "paused" / "go").touch()
-    check_success(paused)
+    check_success(waiting)
     check_success(at_once)
 
 
 def test_exit_without_close(name: str, data: Path, tmp_path: Path) -> None:
     section = section_of(data, name, batch_size=8, prefetch=3)
-    check_success(run_samples("leave", tmp_path / "leave", section))
+    check_success(run_samples(leave, tmp_path, section))
 
 
 def test_the_lock_of_a_killed_build_stops_no_launch(data: Path, tmp_path: Path, name: str) -> None:
@@ -336,8 +445,8 @@ def test_the_lock_of_a_killed_build_stops_no_launch(data: Path, tmp_path: Path, 
     lock.parent.mkdir(exist_ok=True)
     lock.touch()
     os.utime(lock, (time.time() - 60,) * 2)
-    write_plan(tmp_path, [section_of(data, name)] * 2, steps=1)
-    outputs = run_ranks("faults_train.py", 2, str(tmp_path), TORCH_EXTENSIONS_DIR=str(builds))
+    call = write_call(tmp_path, train, tmp_path, [section_of(data, name)] * 2, 1)
+    outputs = run_ranks(CALL, 2, call, TORCH_EXTENSIONS_DIR=str(builds))
     assert not lock.exists()
     assert [text.count(f"removed {lock}") for text in outputs] in ([0, 1], [1, 0])
 
@@ -349,8 +458,7 @@ def test_ranks_of_a_table_with_writers_are_killed(
     """At once, or one after the other; a writer is killed last. Files go with the last process of each."""
     table = {"capacity_steps": 500, "remove": "fifo", "writers": 1}
     section = {"tables": {"main": table}, "batch_size": 4, "shared_memory": {"prefix": name}}
-    (tmp_path / "section.json").write_text(json.dumps(section))
-    ranks = Ranks("faults_writers.py", 2, str(tmp_path))
+    ranks = Ranks(CALL, 2, write_call(tmp_path, hold_names, tmp_path, section))
 
     def write() -> None:
         with TrajectoryWriter.attach(section, wait_s=START_S):

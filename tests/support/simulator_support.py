@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gear_support import STEP, config_of, trajectory
+import torch.distributed as dist
+from gear_support import SCHEMA, STEP, config_of, trajectory
 
-from deepspeed_gear import Replay, TrajectoryWriter
+from deepspeed_gear import PolicyBoard, Replay, TrajectoryWriter
 from deepspeed_gear.actors.inference_client import InferenceClient
 from deepspeed_gear.actors.inference_loader import InferenceLoader, InferenceRequest
 from deepspeed_gear.ops.records import Slot, SlotState
@@ -138,6 +140,22 @@ def simulate(
                 begun = envs.done.copy()
                 envs.begin(begun)
                 simulators.reset(begun, observation=envs.look(), task=envs.task)
+
+
+def hold_names(folder: Path, config: dict[str, Any]) -> None:
+    """Hold all that keeps a name in shared memory on a rank: a table that takes writers, a board, a loader.
+
+    Writes FOLDER/ready-RANK, adds and samples until its end.
+    """
+    rank, replay = dist.get_rank(), Replay(config, schemas={"main": SCHEMA})
+    board = PolicyBoard.create(torch.nn.Linear(2, 2), config["shared_memory"]["prefix"])
+    loader = InferenceLoader(replay, batch_size=2, timeout=0.0)
+    replay.add(trajectory(rank, 9))
+    dist.barrier()
+    (folder / f"ready-{rank}").touch()
+    while board.is_published and loader.num_simulators == 0:
+        replay.add(trajectory(rank, 9))
+        replay.sample()
 
 
 def stored(replay: Replay) -> list[dict[str, torch.Tensor]]:
