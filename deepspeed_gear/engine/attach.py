@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,6 @@ def _check_section_first(config: Any, options: Mapping[str, Any]) -> None:
         return
     if options.get("dist_init_required") is not False:
         deepspeed.init_distributed(dist_init_required=options.get("dist_init_required"))
-    exchange = ControlPlane()
 
     def check() -> None:
         if path is not None:
@@ -172,10 +172,8 @@ def _check_section_first(config: Any, options: Mapping[str, Any]) -> None:
         deepspeed_compat.check_elasticity(config)
         refuse_batch_sizes(parse(_section_in(config)))
 
-    try:
+    with closing(ControlPlane()) as exchange:
         exchange.agree("the gear section", check)
-    finally:
-        exchange.close()
 
 
 def _section_in(config: Mapping[str, Any]) -> Any:
@@ -190,7 +188,6 @@ def _make_replay(
 ) -> ReplayBase:
     given = engine.config.get("gear") if config is None else ds_config.read(config)[0]
     section = _section_in({"gear": given})
-    exchange = ControlPlane()
 
     def sizes() -> tuple[RankCoordinates, BatchInfo, bool]:
         checked = parse(section)
@@ -202,10 +199,8 @@ def _make_replay(
             check_section(checked)
         return *_sizes_of(engine), checked.on_device
 
-    try:
+    with closing(ControlPlane()) as exchange:
         place, info, on_device = exchange.agree("the engine", sizes)
-    finally:
-        exchange.close()
     dtype, device = deepspeed_compat.compute_dtype(engine), engine.device
     if on_device:
         return DeviceReplay(section, device, schemas=schemas, info=info, place=place, engine_dtype=dtype)

@@ -8,6 +8,7 @@ a checkpoint that it has loaded: so `attach` needs the checkpoint of an engine t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,8 +42,7 @@ def load(replay: ReplayBase, folder: Path, saved: Mapping[str, Any] | None) -> b
     Returns:
         Whether there was something to load.
     """
-    exchange = ControlPlane()
-    try:
+    with closing(ControlPlane()) as exchange:
         holds = exchange.gather(saved is not None)
         if len(set(holds)) > 1:  # a save was ended between the model files of the ranks
             rule = "must hold the part of a replay on all ranks or on none"
@@ -59,8 +59,6 @@ def load(replay: ReplayBase, folder: Path, saved: Mapping[str, Any] | None) -> b
         places = [folder / TABLES, folder.parent / saved_in.name / TABLES, saved_in / TABLES]
         tables = next((place for place in places if place.is_dir()), None)
         tables = exchange.broadcast(tables)  # of one rank, so that all load the same folder
-    finally:
-        exchange.close()
     if tables is None and saved[_HAS_TABLES]:
         rule = f"must hold the replay's tables, which were saved in {places[2]} and are not there any more"
         remedy = f"copy them from where that tag lies now: cp -r .../{saved_in.name}/{TABLES} {places[0]}"
@@ -94,8 +92,7 @@ def load_late(engine: Any, replay: ReplayBase, checkpoint: Checkpoint) -> None:
 
     `checkpoint` is the folder that `load_checkpoint` got, or that of a tag; None and False load nothing.
     """
-    exchange = ControlPlane()
-    try:
+    with closing(ControlPlane()) as exchange:
         given = exchange.gather(str(checkpoint))
         if len(set(given)) > 1:
             raise ConfigError("checkpoint", "must be the same on all ranks", given, "give one to attach")
@@ -105,8 +102,6 @@ def load_late(engine: Any, replay: ReplayBase, checkpoint: Checkpoint) -> None:
             "the checkpoint", lambda: _read(engine, Path(checkpoint)) if exchange.rank == 0 else None
         )
         folder, state = exchange.broadcast(read)
-    finally:
-        exchange.close()
     if not load(replay, folder, state):
         remedy = "give attach checkpoint=False to start at the first batch"
         raise CheckpointError(str(folder), "must hold the part of a replay", None, remedy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from deepspeed_gear.config.pack_options import PackConfig
@@ -87,15 +87,10 @@ def attach_packed(engine: Any, replay: Replay, owns: bool) -> None:
     deepspeed_compat.wrap(engine, deepspeed_compat.STEPPING, steps.update)
     engine.gear_step, engine.gear_rollout = replay.step, replay.rollout
     engine.gear_sample = _refuse_sample
-    engine.gear_iterator = lambda stream=TRAIN: (
-        _endless(replay) if stream == TRAIN else replay.iterator(stream)
+    engine.gear_iterator = lambda stream=TRAIN: (  # endless for training
+        iter(replay.step, None) if stream == TRAIN else replay.iterator(stream)
     )
     replay.observe_steps(steps.begin)
-
-
-def _endless(replay: Replay) -> Iterator[Any]:
-    while True:
-        yield replay.step()
 
 
 def _refuse_sample() -> None:
