@@ -37,6 +37,8 @@ def test_a_process_without_a_launcher_is_rank_0_of_1(monkeypatch: pytest.MonkeyP
     # A launcher that the notebook starts has set its own.
     assert prepared(monkeypatch, **RANKS, **{PORT: first["MASTER_PORT"]}) == RANKS
     assert prepared(monkeypatch, MASTER_PORT="29501")["MASTER_PORT"] == "29501"
+    # One process of MPI, or a batch script, needs no MPI.
+    assert prepared(monkeypatch, **dict.fromkeys(COUNTS, "1"))["WORLD_SIZE"] == "1"
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -47,10 +49,6 @@ def test_mpi_and_srun_are_left_to_deepspeed(name: str, monkeypatch: pytest.Monke
         prepared(monkeypatch, **{name: "2"})
     monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
     assert prepared(monkeypatch, **{name: "2"}) == {}
-
-
-def test_one_process_of_mpi_or_a_batch_script_needs_no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert prepared(monkeypatch, **dict.fromkeys(COUNTS, "1"))["WORLD_SIZE"] == "1"
 
 
 @pytest.mark.parametrize("absent", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])

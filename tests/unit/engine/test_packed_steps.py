@@ -1,4 +1,4 @@
-"""Optimizer steps of packed batches, with an engine and a replay that only count."""
+"""Optimizer steps of packed batches. Engine and replay only count: real ones are in test_packed_engine.py."""
 
 from __future__ import annotations
 
@@ -99,16 +99,6 @@ def test_samples_are_the_trajectories_that_were_trained() -> None:
     assert other.global_samples == 8
 
 
-def test_a_skipped_step_is_counted_and_its_samples_are_not() -> None:
-    engine, source = attached()
-    engine.overflows = True
-    train(engine, engine.gear_step())
-    assert (engine.global_samples, source.skipped) == (0, 1)
-    engine.overflows = False
-    train(engine, engine.gear_step())
-    assert (engine.global_samples, source.skipped) == (102, 1)
-
-
 def test_the_next_step_must_not_begin_before_the_optimizer_step() -> None:
     engine, _ = attached()
     assert list(engine.gear_step()) == [0]  # a step without gradients may be left
@@ -120,20 +110,6 @@ def test_the_next_step_must_not_begin_before_the_optimizer_step() -> None:
     engine.step()
     train(engine, later)
     assert engine.global_samples == 102 + 103
-
-
-def test_every_micro_batch_must_have_its_gradients() -> None:
-    engine, _ = attached()
-    engine.gear_step()
-    for micro in engine.gear_step():
-        if micro == 0:
-            engine.backward()
-    text = r"train step 2 must have called .* for all 2 micro batches .*, got 1"
-    with pytest.raises(StoreError, match=text):
-        engine.step()
-    engine.backward()
-    engine.step()
-    assert engine.global_samples == 102
 
 
 def test_two_engines_share_a_replay() -> None:

@@ -210,10 +210,7 @@ def test_a_way_that_is_impossible_is_refused_by_name() -> None:
 def test_wrong_options(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"gear\.transfer.*{next(iter(options))}"):
         parse(config_of(transfer=options))
-
-
-def test_the_way_is_the_node_s_own_business() -> None:
-    """It changes no batch: a checkpoint fits, and ranks may differ."""
+    # The way changes no batch: a checkpoint fits, and ranks may differ.
     one, other = (parse({**config_of(), "transfer": {"way": way}}) for way in ("direct", "auto"))
     assert one.digest == other.digest
     assert one.resume_digest == other.resume_digest
@@ -325,9 +322,6 @@ def test_the_fastest_way_that_leaves_the_device_to_others_is_taken() -> None:
     assert found == "copies"
     assert fastest({"direct": TransferTimings(1, 1, 0.04), "staged": staged}) == "direct"
     assert fastest({"direct": TransferTimings(1, 1, 0.3), "copies": TransferTimings(3, 3, 0.2)}) == "copies"
-
-
-# ---- a device for which nothing waits ----------------------------------------------------------------
 
 
 def stub_lane(device: torch.device) -> HostStream:

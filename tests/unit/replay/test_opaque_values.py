@@ -58,12 +58,12 @@ def main(**options: Any) -> dict[str, Any]:
 
 
 def made(fields: dict[str, Any] | None = None, **options: Any) -> Replay:
-    return Replay(section(fields, **options), schemas={"main": SCHEMA})
+    given = section(fields, **options)
+    return Replay(given, schemas=dict.fromkeys(given["tables"], SCHEMA))
 
 
 def filled(fields: dict[str, Any] | None = None, **options: Any) -> Replay:
-    given = section(fields, **options)
-    replay = Replay(given, schemas=dict.fromkeys(given["tables"], SCHEMA))
+    replay = made(fields, **options)
     for at, table in enumerate(replay.tables):
         for number in range(8):
             replay.add(trajectory(10 * at + number), table)

@@ -132,7 +132,6 @@ def test_a_thousand_ranks_fit_one_screen(shown_by: Any, data: Path) -> None:
     ("sizes", "wanted"),
     [
         ({"train_batch_size": 24}, (12, 1)),
-        ({"train_batch_size": 24, "gradient_accumulation_steps": 3}, (4, 3)),
         ({"train_micro_batch_size_per_gpu": 4, "train_batch_size": 24}, (4, 3)),
         ({"train_micro_batch_size_per_gpu": 4}, (4, 1)),
     ],
@@ -167,9 +166,6 @@ def test_without_data_there_is_nothing_to_draw() -> None:
     tables = {"main": {"capacity_steps": 9, "schema": {"columns": {"reward": {"dtype": "float32"}}}}}
     with pytest.raises(ConfigError, match="must hold a data set"):
         preview(parse({"tables": tables}), 2, 1, {}, 1, 1)
-
-
-# ---- packs -----------------------------------------------------------------------------------------
 
 
 COST = [30, 1]

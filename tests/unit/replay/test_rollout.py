@@ -31,8 +31,6 @@ from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.config.pack_options import LossConfig
 from deepspeed_gear.errors import ConfigError, DataError, FieldError, PeerError, ShapeError, StoreError
 
-NORMALIZE: list[Any] = ["token", "sequence", {"constant": 100.0}]
-
 
 @pytest.fixture
 def rollout() -> Any:
@@ -100,16 +98,6 @@ def check_fields(micro: MicroBatch, first: int) -> None:
         assert micro.lengths[which] == len(STORED[number]["tokens"])
 
 
-def test_columns_stand_as_the_config_says() -> None:
-    fields = {"tokens": {"as": "int32"}, "value": {"column": "logp", "offset": 0, "scale": 2.0}}
-    with rolled_out(fields=fields) as rollout:
-        for micro in micros(rollout):
-            assert micro["tokens"].dtype == torch.int64
-            for which, number in enumerate(micro.trajectory_id.tolist()):
-                own = micro["value"][micro.sequence == which]
-                assert torch.equal(own, torch.from_numpy(STORED[number]["logp"]) * 2)
-
-
 def test_without_tokens_steps_stand_at_their_places() -> None:
     columns = {"state": {"dtype": "float32", "shape": [2], "rows": "T+1"}, "action": {"dtype": "int64"}}
     fields = {"state": {}, "next": {"column": "state", "offset": 1}, "action": {}, "timestep": {}}
@@ -155,12 +143,15 @@ def test_long_trajectories_are_refused_or_truncated() -> None:
     with pytest.raises(ConfigError, match="max_length must be at most 48"):
         Replay(section(pack={"tokens": 50, "pad": {"multiple": 16}}))
     pack = {"tokens": 48, "pad": {"multiple": 16}, "too_long": "truncate"}
-    with rolled_out(pack=pack) as rollout:
+    fields = {"tokens": {"as": "int32"}, "value": {"column": "logp", "offset": 0, "scale": 2.0}}
+    with rolled_out(pack=pack, fields=fields) as rollout:
         assert int(rollout.lengths.max()) == 48
         for micro in micros(rollout):
+            assert micro["tokens"].dtype == torch.int64
             for which, number in enumerate(micro.trajectory_id.tolist()):
-                own = micro.sequence == which
-                assert micro["tokens"][own].tolist() == STORED[number]["tokens"][:48].tolist()
+                own, held = micro.sequence == which, STORED[number]
+                assert micro["tokens"][own].tolist() == held["tokens"][:48].tolist()
+                assert torch.equal(micro["value"][own], torch.from_numpy(held["logp"][:48]) * 2)
                 assert not micro.loss_mask[own][-1]
 
 
@@ -178,9 +169,6 @@ def test_fewer_trajectories_than_ranks_leave_packs_of_padding() -> None:
         assert total == pytest.approx(1)
 
 
-# ---- weights ---------------------------------------------------------------------------------------
-
-
 def mean_of(values: list[np.ndarray], normalize: Any, count_masked: bool) -> float:
     """The intended mean, from the loss tokens' values of each sequence."""
     counted = [v for v in values if len(v) or count_masked]
@@ -192,7 +180,7 @@ def mean_of(values: list[np.ndarray], normalize: Any, count_masked: bool) -> flo
 
 
 @pytest.mark.parametrize("count_masked", [False, True])
-@pytest.mark.parametrize("normalize", NORMALIZE, ids=str)
+@pytest.mark.parametrize("normalize", ["token", "sequence", {"constant": 100.0}], ids=str)
 def test_sums_are_the_intended_mean_on_any_ranks(normalize: Any, count_masked: bool) -> None:
     loss = {"normalize": normalize, "count_masked": count_masked}
     size = {"trajectories": 21, "minibatches": 2}

@@ -122,9 +122,6 @@ def test_a_batch_of_tokens_waits_for_its_items() -> None:
         assert found[0] == count
 
 
-# ---- resumed in the middle -------------------------------------------------------------------------
-
-
 def trained(rollout: Rollout) -> list[list[tuple[Any, ...]]]:
     """What each of the steps that are left trains."""
     return [
@@ -260,8 +257,10 @@ def replay() -> Any:
 
 
 def test_values_and_loss_mask_are_those_of_one_node(replay: Replay) -> None:
+    """And records are reported by the shard that holds them."""
     whole = replay.rollout()._data
     nodes = Nodes(whole)
+    assert nodes.data(0).records[:, Resolution.SLOT].tolist() == nodes._origins.tolist()
     for name in ("reward", "prompt", "half", "pair"):
         np.testing.assert_array_equal(nodes.together(lambda data: data.values(name)), whole.values(name))  # noqa: B023
     np.testing.assert_array_equal(nodes.together(lambda data: data.mask), whole.mask)
@@ -285,11 +284,6 @@ def test_a_late_column_that_one_node_lacks_is_an_error_on_all(replay: Replay, sh
 
     found = nodes.together(read)
     assert f"late column score must be filled before it is read, got 'absent in 1 of {len(ids)}" in found
-
-
-def test_records_are_reported_by_the_shard_that_holds_them(replay: Replay) -> None:
-    nodes = Nodes(replay.rollout()._data)
-    assert nodes.data(0).records[:, Resolution.SLOT].tolist() == nodes._origins.tolist()
 
 
 def test_ranks_compare_what_they_read_and_which_step_they_train(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -306,15 +305,6 @@ def test_tables_must_agree_in_what_is_read() -> None:
         Replay(mixture({}), schemas={"a": SCHEMA, "b": other})
     with Replay(mixture({}, fields={"reward": {}}), schemas={"a": SCHEMA, "b": other}) as replay:
         assert [field.name for field in replay.fields] == ["reward"]
-
-
-def test_a_long_training_step_is_no_timeout() -> None:
-    """The thread that prepares ahead waits for its own rank to ask, however long that takes."""
-    with mixed(mixture(STEPS, prefetch=1, timeout_s=0.3)) as replay:
-        for _ in range(2):
-            replay.update_priorities(replay.sample(), torch.ones(16))
-            time.sleep(0.5)
-        assert replay.sample().num_samples == 16
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])

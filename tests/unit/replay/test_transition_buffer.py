@@ -239,9 +239,6 @@ def test_a_saved_buffer_goes_on(tmp_path: Path) -> None:
             assert sampled(loaded, 8) == set(env.record)
 
 
-# ---- errors ----------------------------------------------------------------------------------------
-
-
 def test_a_refused_transition_changes_nothing() -> None:
     """Neither at an end of the trajectory nor after it."""
     with buffer(autoreset="disabled") as held:
