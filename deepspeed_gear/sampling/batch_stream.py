@@ -33,6 +33,11 @@ _POLL_S = 100e-6
 _IDLE_S, _MOST_PAUSE_S = 500e-6, 8e-3
 _LISTEN_S = 0.02  # after which a wait checks whether to end
 _CLEAN_S = 1.0  # how often a selection checks for dead writers
+# Regions of a stream whose addresses its native call takes under their names.
+_REGIONS = (
+    "position heads ring consumed last_drawn changes sums minima priorities counts window bases generations "
+    "steps row_slots ends asked"
+).split()
 
 
 class _LateRanks(NamedTuple):
@@ -385,19 +390,17 @@ class NativeStream:
 
     def __init__(self, state: StreamState) -> None:
         table, spec, masses = state.table, state.spec, state.masses
-        native, memory = table.ops.native, table.memory
+        native, memory, views = table.ops.native, table.memory, table.views
         base = address(np.frombuffer(memory.buffer, np.uint8, 1))
+        # Words of addresses, by region; one that the stream has none of is 0.
+        regions = {name: name for name in ("control", "slots", "log")}
+        regions.update({name: spec.at + name for name in _REGIONS}, logs=f"{spec.at}log")
         words = {
+            **{name: address(views[at]) if at in views else 0 for name, at in regions.items()},
             "mutex": base + MUTEX_OFFSET,
             "holder": base + HOLDER_OFFSET,
-            "control": address(table.control),
-            "slots": address(table.slots),
             "num_slots": len(table.slots),
-            "position": address(state.position),
-            "heads": address(state.heads),
-            "ring": address(state.ring_words),
-            "consumed": address(state.consumed),
-            "last_drawn": 0 if state.last_drawn is None else address(state.last_drawn),
+            "log_size": len(views.get("log", ())),
             "num_peers": len(state.consumed),
             "peer": memory.peer,
             "seed": spec.seed,

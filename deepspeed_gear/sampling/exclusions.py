@@ -131,10 +131,7 @@ def _add(found: list[Exclusion], slots: np.ndarray, which: np.ndarray, reason: s
 
 
 def summary_of(masses: ItemMasses) -> tuple[str, str]:
-    """Return a store's contents and exclusions as text, and the remedy of the largest exclusion.
-
-    Requires the table's lock.
-    """
+    """Return a store's contents and exclusions as text, and the remedy of the largest. Requires the lock."""
     table, spec = masses.table, masses.spec
     found, _ = count_exclusions(spec.rule, table.spec.schema, spec.at, table.views, table.values)
     held = f"{table.num_trajectories} trajectories, {table.num_steps} steps held"

@@ -81,8 +81,10 @@ class Mixture:
     def _count(self, number: int) -> list[int]:
         """Return the samples of each table in the next global batch, and carry the remainders."""
         shares = self.shares(number)
-        if shares != self._shares:
-            self._shares, self._weights = shares, _whole(shares)
+        if shares != self._shares:  # as integers that sum to `_ONE`
+            weights = [round(share / sum(shares) * _ONE) for share in shares]
+            weights[weights.index(max(weights))] += _ONE - sum(weights)
+            self._shares, self._weights = shares, weights
         weights, batch = self._weights, self.batch
         lacking = [rest + batch * w for rest, w in zip(self._lacking, weights, strict=True)]
         counts = [max(rest // _ONE, 0) for rest in lacking]  # those that are due
@@ -99,11 +101,3 @@ class Mixture:
                 counts[table] += 1 if spare > 0 else -1
         self._lacking = [rest - count * _ONE for rest, count in zip(lacking, counts, strict=True)]
         return counts
-
-
-def _whole(shares: Sequence[float]) -> list[int]:
-    """Return shares as integers that sum to `_ONE`."""
-    total = sum(shares)
-    weights = [round(share / total * _ONE) for share in shares]
-    weights[weights.index(max(weights))] += _ONE - sum(weights)
-    return weights

@@ -21,7 +21,7 @@ from deepspeed_gear.ops.records import LogEntry, PriorityUpdate, Resolution
 from deepspeed_gear.sampling.selection import SelectionReaders
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.store.memory_layout import Region
-from deepspeed_gear.store.native_rows import address
+
 from deepspeed_gear.store.records import NOTHING
 from deepspeed_gear.store.table import Table
 
@@ -80,11 +80,6 @@ class PriorityLog:
             Region(spec.at + "asked", "int64", (num_peers,)),
         ]
 
-    def native_words(self) -> dict[str, int]:
-        """Return addresses and sizes for the native `Stream`."""
-        views, at = self.table.views, self.spec.at
-        logs, ends, asked = (address(views[at + name]) for name in ("log", "ends", "asked"))
-        return {"logs": logs, "ends": ends, "asked": asked, "reports_size": self.rule.log_size}
 
     def initialise(self) -> None:
         """Initialise the logs in new memory."""

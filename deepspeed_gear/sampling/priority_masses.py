@@ -18,7 +18,7 @@ from deepspeed_gear.sampling.priority_log import PriorityLog, without_slots
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.sum_tree import ItemMasses, TreeChanges
 from deepspeed_gear.store.memory_layout import Region
-from deepspeed_gear.store.native_rows import address
+
 from deepspeed_gear.store.pins import StepPriorities
 from deepspeed_gear.store.records import NOTHING, Control
 from deepspeed_gear.store.row_allocator import distinct, is_among, rows_of
@@ -68,13 +68,10 @@ class PriorityMasses(ItemMasses):
         self._window_words: memoryview = self._window.data
 
     def native_words(self) -> dict[str, int]:
-        views, at = self.table.views, self.spec.at
-        names = ("minima", "priorities", "counts", "window", "bases", "generations", "steps", "row_slots")
         return {
             **super().native_words(),
-            **self.reports.native_words(),
-            **{name: address(views[at + name]) if at + name in views else 0 for name in names},
             "has_priorities": 1,
+            "reports_size": self.rule.log_size,
             "window_size": WINDOW,
             "lag": self.rule.lag,
             "update_unit": self._unit,

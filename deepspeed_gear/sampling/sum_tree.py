@@ -22,7 +22,7 @@ from deepspeed_gear.ops.records import RandomPurpose, Resolution, Slot, SlotStat
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES, WindowEdge
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.store.memory_layout import Region
-from deepspeed_gear.store.native_rows import address
+
 from deepspeed_gear.store.records import NOTHING, Control, SlotRetention
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec
@@ -71,14 +71,9 @@ class ItemMasses:
         self._plain_unit = None if self._late else spec.rule.plain_unit
 
     def native_words(self) -> dict[str, int]:
-        """Return addresses and numbers for the native `Stream`."""
-        views, log = self.table.views, self._log
+        """Return the numbers that the native `Stream` takes, beside the addresses of regions."""
         return {
-            "changes": address(views[self.spec.at + "changes"]),
-            "sums": address(views[self.spec.at + "sums"]),
             "num_items": self.num_items,
-            "log": 0 if log is None else log.data_ptr(),
-            "log_size": 0 if log is None else log.size(0),
             "unit": self._how[1],
             "plain_unit": -1 if self._plain_unit is None or self._on_change else self._plain_unit,
             "has_priorities": 0,
@@ -188,10 +183,7 @@ class ItemMasses:
         )
 
     def apply(self, key: int) -> None:
-        """Apply to the tree all changes that precede the selection of a global batch.
-
-        `recover` repairs it after a death inside.
-        """
+        """Apply all changes that precede a global batch to the tree; `recover` repairs it after a death."""
         seen, changed = self.words[TreeChanges.SEEN], self._control[Control.CHANGED]
         unit, log = self._plain_unit, self._log
         if self._on_change or self.words[TreeChanges.NUM_QUEUED]:

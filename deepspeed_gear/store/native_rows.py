@@ -16,10 +16,7 @@ _CHECKS = {"float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}  # store/fin
 
 
 def form_of(native: ModuleType, column: Column) -> Any:
-    """Return the RowForm of a column's rows.
-
-    Buffers are compared with its kind, size and shape; its check refuses NaN and infinities.
-    """
+    """Return the RowForm that buffers of a column's rows must have; its check refuses NaN and infinities."""
     dtype = column.numpy_dtype
     check = _CHECKS[column.dtype] if column.must_be_finite else 0
     return native.RowForm(dtype.kind, dtype.itemsize, check, column.shape)
