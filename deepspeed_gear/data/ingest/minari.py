@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,39 +45,8 @@ _ARROW_MAGIC_BYTES = 8  # of a file, before the messages
 _BATCH_ROWS = 1024
 
 
-class EpisodeStore(ABC):
-    """Interface to the stored episodes of a Minari data set: one class per form.
-
-    Attributes:
-        numbers: The episodes, in numerical order.
-    """
-
-    numbers: list[int]
-
-    @abstractmethod
-    def where(self, number: int, *key: str) -> str:
-        """Return how an error names a part of an episode."""
-
-    @abstractmethod
-    def facts(self, number: int) -> dict[str, Any]:
-        """Return the metadata of an episode: id, seed, total_steps."""
-
-    @abstractmethod
-    def keys(self, number: int) -> list[Key]:
-        """Return the paths of all arrays of an episode."""
-
-    @abstractmethod
-    def load(self, number: int, key: Key) -> NDArray[Any]:
-        """Read an array: T + 1 rows for observations, T or T + 1 for infos, T for the rest."""
-
-
 def decode_jpeg(where: str, frames: list[bytes], expansion: Expansion) -> NDArray[np.uint8]:
-    """Decode Minari's image observations. Returns [N, height, width(, channels)], uint8.
-
-    Raises:
-        DataError: Pillow is missing, a frame is not an image of the size of the first, or they are too large
-            for their bytes.
-    """
+    """Decode Minari's image observations. Returns [N, height, width(, channels)], uint8."""
     try:
         from PIL import Image
     except ImportError:
@@ -94,8 +62,8 @@ def decode_jpeg(where: str, frames: list[bytes], expansion: Expansion) -> NDArra
         raise DataError(where, "must hold images of one size", str(error)) from error
 
 
-class Hdf5Store(EpisodeStore):
-    """Groups `episode_<n>` of one HDF5 file."""
+class Hdf5Store:
+    """The stored episodes: groups `episode_<n>` of one HDF5 file, in numerical order."""
 
     def __init__(self, path: Path, file: h5py.File, expansion: Expansion) -> None:
         self._path, self._file, self._expansion = path, file, expansion
@@ -103,12 +71,15 @@ class Hdf5Store(EpisodeStore):
         self.numbers = sorted(int(match[1]) for match in matches if match)
 
     def where(self, number: int, *key: str) -> str:
+        """Return how an error names a part of an episode."""
         return f"{self._path}: episode_{number}" + "".join(f"/{part}" for part in key)
 
     def facts(self, number: int) -> dict[str, Any]:
+        """Return the metadata of an episode: id, seed, total_steps."""
         return dict(self._file[f"episode_{number}"].attrs)
 
     def keys(self, number: int) -> list[Key]:
+        """Return the paths of all arrays of an episode."""
         found: list[Key] = []
 
         def visit(key: str, node: Any) -> None:
@@ -119,6 +90,7 @@ class Hdf5Store(EpisodeStore):
         return found
 
     def load(self, number: int, key: Key) -> NDArray[Any]:
+        """Read an array: T + 1 rows for observations, T or T + 1 for infos, T for the rest."""
         array = self._file["/".join((f"episode_{number}", *key))]
         where = self.where(number, *key)
         if not array.ndim:
@@ -196,7 +168,7 @@ class MinariReader(Reader):
             steps=self.num_steps,
         )
 
-    def _open_store(self, folder: Path, metadata: dict[str, Any]) -> EpisodeStore:
+    def _open_store(self, folder: Path, metadata: dict[str, Any]) -> Hdf5Store | TableStore:
         form = "hdf5" if self.path.is_file() else metadata.get("data_format", "hdf5")
         if form in _TABLE_FORMS:
             return TableStore(folder, form, metadata, self.expansion)
@@ -274,8 +246,8 @@ def _is_minari(folder: Path) -> bool:
         return False
 
 
-class TableStore(EpisodeStore):
-    """Folders `<n>` with one table each, of T + 1 rows; the last is padding but in observations and infos."""
+class TableStore:
+    """As `Hdf5Store`: folders `<n>` with a table each; row T + 1 is padding but in observations and infos."""
 
     def __init__(self, folder: Path, form: str, metadata: Mapping[str, Any], expansion: Expansion) -> None:
         try:
