@@ -114,12 +114,6 @@ def test_an_explicit_mask_is_taken_as_it_is() -> None:
         assert torch.equal(replay.priorities(batch.trajectory_id, batch.anchor), 8.0 - first)
 
 
-def test_without_burn_in_every_real_step_learns() -> None:
-    with replay_of(burn_in=0) as replay:
-        batch = replay.sample()
-        assert all(batch.learns(name) is batch.mask[name] for name in FIELDS)
-
-
 def test_parts_of_sequence_ranks() -> None:
     with replay_of() as replay:
         batch = replay.sample()
@@ -144,35 +138,25 @@ def test_a_stage_may_read_steps_that_learn() -> None:
         replay_of(pipeline={"inputs": ["observation"], "labels": ["learns.absent"]})
 
 
-def test_whole_windows_may_burn_in_beyond_the_anchor() -> None:
+def test_whole_windows_may_burn_in_beyond_the_anchor_and_all_steps_learn_without() -> None:
     with replay_of(sampler={"unit": "step", "anchors": "fits"}, burn_in=5) as replay:
         assert (replay.sample().learns("code").sum(1) == 3).all()
+    with replay_of(burn_in=0) as replay:
+        batch = replay.sample()
+        assert all(batch.learns(name) is batch.mask[name] for name in FIELDS)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"burn_in": -1}, r"gear.burn_in must be an integer in \[0, 2\^31\), got -1"),
     ({"fields": {"code": {}}}, "gear.burn_in must not be given where no field has a length, got 3"),
     (
-        {"fields": {"code": {"offset": -3, "length": 3}}},
-        r"gear.burn_in must be less than the steps up to the end of field code \(3\), got 3; lengthen",
+        {"fields": {**FIELDS, "short": {"column": "reward", "offset": -3, "length": 3}}},
+        r"gear.burn_in must be less than the steps up to the end of field short \(3\), got 3; lengthen",
     ),
+    ({"burn_in": 4}, r"burn_in must be at most 3, the steps of the windows in front of the anchor, got 4"),
+    ({"fields": {"code": {"length": 8}}}, "burn_in must be at most 0, .* got 3; else a sample may have no"),
     (
-        {"fields": {**FIELDS, "short": {"column": "reward", "offset": -3, "length": 2}}},
-        r"gear.burn_in must be less than the steps up to the end of field short \(2\), got 3",
-    ),
-    (
-        {"burn_in": 4},
-        r"gear.burn_in must be at most 3, the steps of the windows in front of the anchor, got 4",
-    ),
-    (
-        {"fields": {"code": {"length": 8}}},
-        "gear.burn_in must be at most 0, .* got 3; else a sample may have no step that learns: lower the",
-    ),
-    (
-        {
-            "n_step": {"n": 2, "gamma": 0.9},
-            "fields": {"code": {"offset": "n_step", "length": 8}},
-        },
+        {"n_step": {"n": 2, "gamma": 0.9}, "fields": {"code": {"offset": "n_step", "length": 8}}},
         "gear.fields.code.offset must be a number in a window where there is gear.burn_in, got 'n_step'",
     ),
 ]

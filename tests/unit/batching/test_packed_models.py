@@ -118,6 +118,8 @@ def test_recurrent_layers_without_kernels_are_refused(family: str, monkeypatch: 
 
 
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+GROWING = {"rope_parameters": DYNAMIC, "head_dim": 8, "max_position_embeddings": 32}
 
 
 @pytest.mark.parametrize(
@@ -125,18 +127,9 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0]
     [
         ("falcon", {"alibi": True}, "ALiBi biases are of places in the pack"),
         ("llama", {"is_causal": False}, "its attention is not causal"),
-        (
-            "llama4_text",
-            {"floor_scale": 60, "attn_temperature_tuning": True},
-            "by the place in the pack from 59 on",
-        ),
+        ("llama4_text", {"floor_scale": 60, "attn_temperature_tuning": True}, "place in the pack from 59 on"),
         ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 32}, "over 32"),
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}, "head_dim": 8}
-            | {"max_position_embeddings": 32},
-            "rotations of kind 'dynamic' are of the longest sequence where it is over 32",
-        ),
+        ("llama", GROWING, "rotations of kind 'dynamic' are of the longest sequence where it is over 32"),
     ],
 )
 def test_what_depends_on_the_place_is_refused(family: str, more: dict[str, Any], text: str) -> None:
@@ -152,7 +145,9 @@ def test_what_depends_on_the_place_is_refused(family: str, more: dict[str, Any],
         assert difference(tiny(family, **more), short, short.model_inputs(model)) < 1e-4
 
 
-def test_other_models_are_refused() -> None:
+def test_other_models_and_attentions_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"must be the model or one of sdpa, .*; give the model, or micro"):
+        WHOLE.model_inputs("mask")
     with pytest.raises(ConfigError, match=r"model must be a causal language model .*, got 'Linear'; give"):
         WHOLE.model_inputs(torch.nn.Linear(2, 2))
     config = tiny("llama").config
@@ -166,12 +161,6 @@ def test_other_models_are_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"Remote \(llama\).*not known to have a row of logits per token"):
         WHOLE.model_inputs(Remote())
-
-
-@pytest.mark.parametrize("attention", ["mask", "none", ""])
-def test_other_names_of_an_attention_are_refused(attention: str) -> None:
-    with pytest.raises(ConfigError, match=r"must be the model or one of sdpa, .*; give the model, or micro"):
-        WHOLE.model_inputs(attention)
 
 
 def test_wrappers_are_looked_into() -> None:

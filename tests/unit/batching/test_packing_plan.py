@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepspeed_gear.batching.packing_plan import PackBudget, plan_packs
-from deepspeed_gear.errors import ConfigError, DataError, ShapeError
+from deepspeed_gear.errors import ConfigError, DataError, GearError, ShapeError
 from deepspeed_gear.ops import load_backend
 
 OPS = load_backend("cpu").on_host()
@@ -23,51 +23,35 @@ def test_fewer_trajectories_than_packs(lengths: list[int], num_micro: int) -> No
     assert sorted(itertools.chain(*sizes), reverse=True)[: len(lengths)] == [1] * len(lengths)
 
 
-def test_lengths_may_be_a_view() -> None:
-    lengths = torch.tensor([[5, 99], [7, 99], [2, 99]])[:, 0]
-    assert plan_packs(lengths, PackBudget(7), 1, OPS).num_micro == 2
-
-
-def test_padding_counts() -> None:
+def test_lengths_may_be_a_view_and_padding_counts() -> None:
+    view = torch.tensor([[5, 99], [7, 99], [2, 99]])[:, 0]
+    assert plan_packs(view, PackBudget(7), 1, OPS).num_micro == 2
     lengths = torch.full((8,), 100)
     assert plan_packs(lengths, PackBudget(400), 1, OPS).num_micro == 2
     assert plan_packs(lengths, PackBudget(400, multiple=128), 1, OPS).num_micro == 3
-    with pytest.raises(DataError, match="at most 384 tokens, the budget of a pack"):
-        plan_packs(torch.tensor([385]), PackBudget(400, multiple=128), 1, OPS)
+    assert plan_packs(torch.full((3,), 1 << 30), PackBudget(1 << 30, 0, 1), 2, OPS).num_micro == 2
 
 
 @pytest.mark.parametrize(
-    ("lengths", "text"),
+    ("lengths", "budget", "width", "error", "text"),
     [
-        (torch.tensor([4, 11]), "trajectory 1 must have at most 10 tokens"),
-        (torch.tensor([4, 0]), "trajectory 1 must have at least 1 token"),
-        (torch.tensor([-4, 3]), "trajectory 0 must have at least 1 token"),
+        (torch.tensor([4, 11]), PackBudget(10), 2, DataError, "trajectory 1 must have at most 10 tokens"),
+        (torch.tensor([4, 0]), PackBudget(10), 2, DataError, "trajectory 1 must have at least 1 token"),
+        (torch.tensor([-4, 3]), PackBudget(10), 2, DataError, "trajectory 0 must have at least 1 token"),
+        (torch.tensor([385]), PackBudget(400, multiple=128), 1, DataError, "at most 384 tokens, the budget"),
+        (torch.full((4,), 1 << 30), PackBudget(1 << 30, 0, 1), 2, DataError, r"must be below 2\^62"),
+        (torch.tensor([1.0]), PackBudget(10), 2, ShapeError, "lengths must be int64"),
+        (torch.ones(2, 2).long(), PackBudget(10), 2, ShapeError, "lengths must be int64"),
+        (torch.ones(3, dtype=torch.int32), PackBudget(10), 2, ShapeError, "lengths must be int64"),
+        (torch.tensor([1]), PackBudget(10), 0, ShapeError, "width must be in"),
+        (torch.tensor([1]), PackBudget(10), (1 << 20) + 1, ShapeError, "width must be in"),
     ],
 )
-def test_wrong_lengths(lengths: torch.Tensor, text: str) -> None:
-    with pytest.raises(DataError, match=text):
-        plan_packs(lengths, PackBudget(10), 2, OPS)
-
-
-def test_costs_must_be_below_2_to_62() -> None:
-    lengths = torch.full((3,), 1 << 30)
-    assert plan_packs(lengths, PackBudget(1 << 30, 0, 1), 2, OPS).num_micro == 2
-    with pytest.raises(DataError, match="must be below 2\\^62"):
-        plan_packs(torch.full((4,), 1 << 30), PackBudget(1 << 30, 0, 1), 2, OPS)
-
-
-@pytest.mark.parametrize(
-    "lengths", [torch.tensor([1.0]), torch.ones(2, 2).long(), torch.ones(3, dtype=torch.int32)]
-)
-def test_wrong_tensors(lengths: torch.Tensor) -> None:
-    with pytest.raises(ShapeError, match="lengths must be int64"):
-        plan_packs(lengths, PackBudget(10), 2, OPS)
-
-
-@pytest.mark.parametrize("width", [0, (1 << 20) + 1])
-def test_wrong_width(width: int) -> None:
-    with pytest.raises(ShapeError, match="width must be in"):
-        plan_packs(torch.tensor([1]), PackBudget(10), width, OPS)
+def test_wrong_arguments(
+    lengths: torch.Tensor, budget: PackBudget, width: int, error: type[GearError], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        plan_packs(lengths, budget, width, OPS)
 
 
 @pytest.mark.parametrize(

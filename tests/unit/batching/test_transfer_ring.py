@@ -73,48 +73,41 @@ def ring(replay: Replay) -> tuple[Recorded, DeviceGatherer, torch.Tensor]:
     return lane, *gatherer_of(replay, lane)
 
 
+def gather(ring: Any, count: int, and_hand_over: bool = False) -> list[int | str]:
+    """Gather batches, and take them; return what the lane was told to wait for meanwhile."""
+    lane, gatherer, records = ring
+    lane.waits.clear()
+    for _ in range(count):
+        gatherer.gather(records)
+        if and_hand_over:
+            gatherer.hand_over(gatherer.made)
+    return list(lane.waits)
+
+
 def test_an_entry_waits_for_who_used_it(ring: Any) -> None:
     """Batch j may be used until batch j + KEEP is taken: what its user was given by then is all."""
-    lane, gatherer, records = ring
     for number in range(4 * DEPTH):
-        lane.waits.clear()
-        gatherer.gather(records)
-        assert lane.waits == ([number - DEPTH + KEEP] if number >= DEPTH else [])
-        gatherer.hand_over(gatherer.made)
+        waits = gather(ring, 1, and_hand_over=True)
+        assert waits == ([number - DEPTH + KEEP] if number >= DEPTH else [])
 
 
 def test_prepared_batches_that_are_dropped(ring: Any) -> None:
     """Their entries wait for nothing; an entry whose batch may still be used waits for its user's work."""
-    lane, gatherer, records = ring
-    for _ in range(3):  # of which the last two may be used
-        gatherer.gather(records)
-        gatherer.hand_over(gatherer.made)
-    for _ in range(2):
-        gatherer.gather(records)
-    assert lane.waits == []
-    for _ in range(3):  # they take the entries of the first three
-        gatherer.gather(records)
-    assert lane.waits == [2, "user", "user"]
-    lane.waits.clear()
+    _, gatherer, _ = ring
+    gather(ring, 3, and_hand_over=True)  # of which the last two may be used
+    assert gather(ring, 2) == []
+    assert gather(ring, 3) == [2, "user", "user"]  # they take the entries of the first three
     gatherer.hand_over(gatherer.made)  # what was known of the old batches frees no new one
-    for _ in range(DEPTH):
-        gatherer.gather(records)
-    assert lane.waits == ["user"]
+    assert gather(ring, DEPTH) == ["user"]
 
 
 def test_an_entry_that_is_used_again_is_not_freed_for_its_older_batch(ring: Any) -> None:
-    lane, gatherer, records = ring
-    for _ in range(3):
-        gatherer.gather(records)
-        gatherer.hand_over(gatherer.made)
-    for _ in range(DEPTH - 1):  # dropped, but for the last, which has the entry of the second
-        gatherer.gather(records)
+    _, gatherer, _ = ring
+    gather(ring, 3, and_hand_over=True)
+    gather(ring, DEPTH - 1)  # dropped, but for the last, which has the entry of the second
     assert gatherer.made == 1
     gatherer.hand_over(1)
-    lane.waits.clear()
-    for _ in range(DEPTH):
-        gatherer.gather(records)
-    assert lane.waits == ["user", "user"]  # for the third, and for the one handed over again
+    assert gather(ring, DEPTH) == ["user", "user"]  # for the third, and for the one handed over again
 
 
 @pytest.mark.parametrize("options", [{}, {"prefetch": 2}, {"prefetch": 1, "gradient_accumulation_steps": 3}])
@@ -132,13 +125,11 @@ def test_a_ring_is_deep_enough(monkeypatch: pytest.MonkeyPatch, options: dict[st
 
 
 def test_another_stream_is_waited_for_as_a_whole(ring: Any) -> None:
-    lane, gatherer, records = ring
+    lane, _, _ = ring
     for number in range(DEPTH):
         lane.user = "first" if number == 0 else "second"
-        gatherer.gather(records)
-        gatherer.hand_over(gatherer.made)
-    gatherer.gather(records)
-    assert lane.waits == ["first"]
+        gather(ring, 1, and_hand_over=True)
+    assert gather(ring, 1) == ["first"]
 
 
 class Late(HostStream):
@@ -181,23 +172,18 @@ def test_packed_tensors_are_aligned_and_apart() -> None:
 # ---- releases ------------------------------------------------------------------------------------
 
 
-def test_a_cut_is_released_by_its_event() -> None:
+def test_a_selection_is_released_by_its_event() -> None:
     guards, released = DeferredRelease(), list[int]()
     events = [HostEvent() for _ in range(3)]
     for key, event in enumerate(events):
         guards.hold(event, released.append, key)
     guards.settle()
     assert released == []
-    events[1].finish()
-    guards.settle()
-    assert released == []  # the first one of the lane is not done
-    events[0].finish()
-    guards.settle()
-    assert released == [0, 1]
-    assert len(guards) == 1
-    events[2].finish()
-    guards.settle()
-    assert released == [0, 1, 2]
+    for finished, expected in ((1, []), (0, [0, 1]), (2, [0, 1, 2])):  # the first one of the lane comes first
+        events[finished].finish()
+        guards.settle()
+        assert released == expected
+        assert len(guards) == 3 - len(released)
 
 
 def test_drain_waits_for_every_event() -> None:
