@@ -58,9 +58,7 @@ def test_add_finds_every_place_and_pattern(dtype: str) -> None:
             for pattern in (ones, sign | ones, ones | 1, sign | ones | ((1 << fraction) - 1)):
                 bad = finite.copy()
                 bad[at] = pattern
-                with pytest.raises(
-                    DataError, match=f"column x must be finite, got '.* at step {at}'; correct"
-                ):
+                with pytest.raises(DataError, match=f"x must be finite, got '.* at step {at}'; correct"):
                     replay.add({"n": good, "x": array_of(bad, dtype)})
                 assert occupied(replay) == before
         assert replay.add({"n": good, "x": array_of(finite, dtype)}) == number + 1
@@ -83,20 +81,19 @@ def test_every_form_of_a_column_is_checked(rows: Any, given: Callable[..., Any])
         assert occupied(replay) == before
 
 
-@pytest.mark.parametrize("how", ["priorities of steps", "late columns", "returns", "uniform"])
-def test_tables_that_are_not_written_by_one_call(how: str) -> None:
-    columns = [Column("n", "int64"), Column("reward", "float32", role="reward")]
-    more: dict[str, Any] = {}
-    if how == "priorities of steps":
-        more = {"sampler": {"kind": "prioritized", "unit": "step"}}
-    elif how == "late columns":
-        columns.append(Column("late", "float32", late=True))
-        more = {"fields": {"n": {}}}
-    elif how == "returns":
-        more = {"fields": {"return_to_go": {}}}
-    else:
-        more = {"table": {"remove": "uniform"}}
-    with replay_of(Schema(columns), **more) as replay:
+LATE = Column("late", "float32", late=True)
+WAYS: dict[str, tuple[list[Column], dict[str, Any]]] = {
+    "priorities of steps": ([], {"sampler": {"kind": "prioritized", "unit": "step"}}),
+    "late columns": ([LATE], {"fields": {"n": {}}}),
+    "returns": ([], {"fields": {"return_to_go": {}}}),
+    "uniform": ([], {"table": {"remove": "uniform"}}),
+}
+
+
+@pytest.mark.parametrize(("late", "more"), WAYS.values(), ids=WAYS)
+def test_tables_that_are_not_written_by_one_call(late: list[Column], more: dict[str, Any]) -> None:
+    schema = Schema([Column("n", "int64"), Column("reward", "float32", role="reward"), *late])
+    with replay_of(schema, **more) as replay:
         rows = {"n": np.arange(3), "reward": np.ones(3, np.float32)}
         number = replay.add(rows)
         before = occupied(replay)
@@ -104,7 +101,7 @@ def test_tables_that_are_not_written_by_one_call(how: str) -> None:
         with pytest.raises(DataError, match="column reward must be finite, got 'nan at step 1'"):
             replay.add(rows)
         assert occupied(replay) == before
-        if how == "late columns":
+        if late:
             with pytest.raises(DataError, match="column late must be finite, got '-inf at step 2'"):
                 replay.fill(number, late=[0, 1, -np.inf])
             replay.fill(number, late=[0, 1, 2])
@@ -127,17 +124,13 @@ def test_allow_nan_takes_them_bit_for_bit() -> None:
             assert stored[dtype].tobytes() == bits.tobytes()
             assert np.isnan(as_numbers(stored[dtype], schema[dtype])[1])
         vector = replay.vector_writer(1, autoreset="disabled")
-        with pytest.raises(DataError, match="float16 must hold values that float16 can hold, got 70000"):
-            replay.add({**{dtype: [1.0] for dtype in FLOATING}, "float16": [70000.0]})
         vector.reset()
         ended = np.ones(1, bool)
         assert vector.step(terminated=ended, **{d: [np.nan] for d in FLOATING}) == [(0, number + 1, 1)]
 
 
 def test_only_floating_columns_allow_nan() -> None:
-    with pytest.raises(
-        SchemaError, match="column x: allow_nan must be left out unless the dtype is one of float"
-    ):
+    with pytest.raises(SchemaError, match="x: allow_nan must be left out unless the dtype is one of float"):
         Column("x", "int64", allow_nan=True)
     columns = {"x": {"dtype": "float32", "allow_nan": True}, "y": {"dtype": "float32"}}
     table = {"capacity_steps": 9, "schema": {"columns": columns}}
@@ -159,17 +152,17 @@ STEPS = Schema(
 LONGEST = 6
 
 
-def step_of(t: int, *, ends: bool = False, same_step: bool = False) -> dict[str, Any]:
-    """Return step t of two environments, of which the second ends."""
+def step_of(t: int, mode: str, *, ends: bool) -> dict[str, Any]:
+    """Return step t of two environments, of which the second may end."""
     state = np.array([[t, 0], [t, 1]], np.float32)
-    final = {"observation": np.array([None, state[1] + 0.5], object) if ends else None}
+    final = {"observation": np.array([None, state[1] + 0.5], object)}
     return {
         "observation": state,
         "reward": np.array([t, -t], np.float32),
         "terminated": np.array([False, ends]),
         "truncated": np.zeros(2, bool),
         "goal": np.array([t, 10 + t], np.float32),
-        **({"final": final} if same_step and ends else {}),
+        **({"final": final} if mode == "same_step" and ends else {}),
     }
 
 
@@ -207,11 +200,10 @@ def test_a_refused_step_changes_nothing_and_can_be_taken_again(publish: bool, mo
             waits = False
             for t in range(1, 2 * LONGEST + 3):
                 ends = t in (3, 7)
-                given = step_of(t, ends=ends, same_step=mode == "same_step")
+                given = step_of(t, mode, ends=ends)
                 if spoils:
                     wrong = ["observation", "goal", *([] if waits else ["reward"])]
-                    wrong += ["final"] if ends and mode == "same_step" else []
-                    refuse(vector.step, given, wrong, publish=publish)
+                    refuse(vector.step, given, [*wrong, *given.keys() & {"final"}], publish=publish)
                 if waits:  # the reward of a step that resets is not looked at
                     given = spoiled(given, "reward", np.inf)
                 vector.step(**given, publish=publish)
@@ -221,7 +213,7 @@ def test_a_refused_step_changes_nothing_and_can_be_taken_again(publish: bool, mo
                     if spoils:
                         refuse(vector.reset, start, ["observation", "goal"], mask=mask)
                     vector.reset(mask, **start)
-            vector.step(**step_of(99, ends=True, same_step=mode == "same_step"))
+            vector.step(**step_of(99, mode, ends=True))
             stored.append([{k: v.tolist() for k, v in t.items()} for t in replay.read(range(len(replay)))])
     assert stored[0] == stored[1]
     assert len(stored[0]) > 3
@@ -245,13 +237,9 @@ def test_a_refused_row_is_not_appended(publish: bool) -> None:
         with writer.trajectory(goal=1) as opened:
             for t in range(4):
                 for wrong in ({"reward": -np.inf}, {"observation": torch.tensor([0, torch.nan])}):
-                    with pytest.raises(
-                        DataError, match=f"table main: step {t}: column .* must be finite, got"
-                    ):
+                    with pytest.raises(DataError, match=f"main: step {t}: column .* must be finite, got"):
                         opened.append(**row(t, **wrong), publish=publish)
-                with pytest.raises(
-                    DataError, match="column reward must be convertible to float32, got 'complex"
-                ):
+                with pytest.raises(DataError, match="reward must be convertible to float32, got 'complex"):
                     opened.append(**row(t, reward=1j))
                 opened.append(**row(t), publish=publish)
             with pytest.raises(DataError, match="column goal must be finite"):
@@ -283,11 +271,7 @@ def test_an_open_trajectory_can_be_discarded(publish: bool) -> None:
         (found,) = replay.read([opened.trajectory_id])
         assert found["truncated"].tolist() == [False, True]
         replay.remove([opened.trajectory_id])
-        replay.add(whole())
+        ends = np.zeros(LONGEST, bool)
+        rows = {"observation": np.zeros((LONGEST + 1, 2)), "reward": np.zeros(LONGEST), "goal": 0.0}
+        replay.add({**rows, "terminated": ends, "truncated": ends})
         assert replay.tables["main"].control[Control.PENDING] == 0
-
-
-def whole() -> dict[str, Any]:
-    ends = np.zeros(LONGEST, bool)
-    rows = {"observation": np.zeros((LONGEST + 1, 2)), "reward": np.zeros(LONGEST)}
-    return {**rows, "terminated": ends, "truncated": ends, "goal": 0.0}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 from collections.abc import Callable
@@ -27,14 +26,8 @@ Maker = Callable[..., Any]
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "data"
 
 
-def digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file of a folder."""
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
-
-
-def test_columns_of_a_d4rl_file(tmp_path: Path, d4rl: Maker) -> None:
-    d4rl(tmp_path / "a.hdf5")
+def test_columns_and_flags_of_a_d4rl_file(tmp_path: Path, d4rl: Maker) -> None:
+    d4rl(tmp_path / "a.hdf5", (2, 2, 2, 3), ("terminals", "timeouts", "both", ""))
     dataset = ingest([tmp_path / "a.hdf5"], tmp_path / "out")
     assert [(c.name, c.dtype, c.shape, c.role, c.rows) for c in dataset.schema] == [
         ("observation", "float32", (2,), "observation", "T+1"),
@@ -45,11 +38,6 @@ def test_columns_of_a_d4rl_file(tmp_path: Path, d4rl: Maker) -> None:
         ("return", "float64", (), "return", "1"),
         ("length", "int64", (), "length", "1"),
     ]
-
-
-def test_flags_stay_apart_and_a_fragment_is_truncated(tmp_path: Path, d4rl: Maker) -> None:
-    d4rl(tmp_path / "a.hdf5", (2, 2, 2, 3), ("terminals", "timeouts", "both", ""))
-    dataset = ingest([tmp_path / "a.hdf5"], tmp_path / "out")
     last = [(bool(t["terminated"][-1]), bool(t["truncated"][-1])) for t in map(dataset.trajectory, range(4))]
     assert last == [(True, False), (False, True), (True, True), (False, True)]
     assert dataset.columns["terminated"].sum() == 2
@@ -58,36 +46,28 @@ def test_flags_stay_apart_and_a_fragment_is_truncated(tmp_path: Path, d4rl: Make
     assert source["notes"] == ["the last 3 steps have no end flag: kept as a truncated episode"]
 
 
-def test_next_observations_that_are_not_shifted_are_kept(tmp_path: Path, d4rl: Maker) -> None:
-    arrays = d4rl(tmp_path / "a.hdf5")
-    changed = arrays["next_observations"].copy()
-    changed[1, 0] = np.nextafter(changed[1, 0], np.float32(np.inf))
-    d4rl(tmp_path / "b.hdf5", next_observations=changed)
-    dataset = ingest([tmp_path / "b.hdf5"], tmp_path / "out")
-    assert dataset.schema["observation"].rows == dataset.schema["next_observation"].rows == "T"
-    assert not dataset.schema.has_final_row
-    np.testing.assert_array_equal(dataset.columns["observation"], arrays["observations"])
-    np.testing.assert_array_equal(dataset.columns["next_observation"], changed)
-
-
-def test_a_shift_is_checked_across_blocks(
+def test_next_observations_that_are_not_shifted_are_kept(
     tmp_path: Path, d4rl: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where the last bit of a row differs, in any of several blocks."""
     monkeypatch.setattr("deepspeed_gear.data.ingest.reader._BLOCK_BYTES", 24)
     monkeypatch.setattr("deepspeed_gear.data.ingest.d4rl._BLOCK_ROWS", 3)
     lengths = (3, 1, 4, 2, 7, 3, 1)
     arrays = d4rl(tmp_path / "a.hdf5", lengths, ("timeouts",) * 7)
-    assert open_source(tmp_path / "a.hdf5").columns[0].rows == "T+1"
     inside = sorted(set(range(sum(lengths))) - set(np.cumsum(lengths) - 1))
     for row in inside:
         changed = arrays["next_observations"].copy()
-        changed[row, 1] += 1
+        changed[row, 1] = np.nextafter(changed[row, 1], np.float32(np.inf))
         d4rl(tmp_path / "b.hdf5", lengths, ("timeouts",) * 7, next_observations=changed)
         assert open_source(tmp_path / "b.hdf5").columns[0].rows == "T", row
-    dataset = ingest([tmp_path / "a.hdf5"], tmp_path / "out")
-    np.testing.assert_array_equal(
-        np.concatenate([dataset.trajectory(i)["action"] for i in range(7)]), arrays["actions"]
-    )
+    shifted, kept = (ingest([tmp_path / f"{name}.hdf5"], tmp_path / name) for name in "ab")
+    assert shifted.schema["observation"].rows == "T+1"
+    actions = [shifted.trajectory(i)["action"] for i in range(7)]
+    np.testing.assert_array_equal(np.concatenate(actions), arrays["actions"])
+    assert kept.schema["observation"].rows == kept.schema["next_observation"].rows == "T"
+    assert not kept.schema.has_final_row
+    np.testing.assert_array_equal(kept.columns["observation"], arrays["observations"])
+    np.testing.assert_array_equal(kept.columns["next_observation"], changed)
 
 
 def test_without_next_observations(tmp_path: Path, d4rl: Maker) -> None:
@@ -148,19 +128,15 @@ def test_dtypes_of_a_source(tmp_path: Path, d4rl: Maker) -> None:
     assert dataset.columns["return"].tolist() == [3.0, 3.0, 22.0]
 
 
-def test_several_sources_become_one_data_set(tmp_path: Path, d4rl: Maker) -> None:
+def test_several_sources_become_one_data_set_where_they_agree(tmp_path: Path, d4rl: Maker) -> None:
     d4rl(tmp_path / "a.hdf5")
-    d4rl(tmp_path / "b.hdf5", (5, 2), ("terminals", ""))
-    dataset = ingest([tmp_path / "a.hdf5", tmp_path / "b.hdf5"], tmp_path / "out", split={"eval": 0.2})
+    d4rl(tmp_path / "d.hdf5", (5, 2), ("terminals", ""))
+    dataset = ingest([tmp_path / "a.hdf5", tmp_path / "d.hdf5"], tmp_path / "both", split={"eval": 0.2})
     assert dataset.columns["source"].tolist() == [0, 0, 0, 1, 1]
     assert dataset.schema["source"] == Column("source", "int64", rows="1")
     assert dataset.lengths.tolist() == [3, 1, 4, 5, 2]
-    assert [source["name"] for source in dataset.source["sources"]] == ["a.hdf5", "b.hdf5"]
+    assert [source["name"] for source in dataset.source["sources"]] == ["a.hdf5", "d.hdf5"]
     assert dataset.split == {"eval": 0.2}
-
-
-def test_sources_must_agree(tmp_path: Path, d4rl: Maker) -> None:
-    d4rl(tmp_path / "a.hdf5")
     d4rl(tmp_path / "b.hdf5", actions=np.zeros((8, 4), np.float32))
     d4rl(tmp_path / "c.hdf5", infos__qpos=np.zeros((8, 4), np.float32))
     a, b, c = (tmp_path / f"{name}.hdf5" for name in "abc")
@@ -180,7 +156,9 @@ def test_the_same_source_gives_the_same_bytes(tmp_path: Path, d4rl: Maker) -> No
     d4rl(tmp_path / "a.hdf5")
     splits: list[dict[str, float]] = [{"eval": 0.3}, {"eval": 0.3}, {}]
     made = [ingest([tmp_path / "a.hdf5"], tmp_path / f"{i}", split=split) for i, split in enumerate(splits)]
-    assert digests(tmp_path / "0") == digests(tmp_path / "1")
+    files = [path.relative_to(tmp_path / "0") for path in (tmp_path / "0").rglob("*.*")]
+    assert len(files) == 10
+    assert all((tmp_path / "0" / file).read_bytes() == (tmp_path / "1" / file).read_bytes() for file in files)
     assert len({dataset.fingerprint for dataset in made}) == 1
 
 
@@ -251,22 +229,15 @@ def test_command_line(tmp_path: Path, d4rl: Maker, capsys: pytest.CaptureFixture
     [
         (["--split", "eval"], "--split must be NAME=SHARE, got 'eval'; for example eval=0.05"),
         (["--split", "a=0.1", "--split", "a=0.2"], "--split must name every part once, got 'a=0.2'"),
-        (
-            ["--split", "eval=1.5"],
-            "split.eval must name a held-out part (not train) and its share in (0, 1), got 1.5; "
-            'for example {"eval": 0.05}',
-        ),
-        (
-            ["--split", "a=0.5", "--split", "b=0.5"],
-            "split must leave a share for training, got {'a': 0.5, 'b': 0.5}; use smaller shares",
-        ),
+        (["--split", "a=1.0"], "split.a must name a held-out part (not train) and its share in (0, 1)"),
+        (["--split", "a=0.5", "--split", "b=0.5"], "split must leave a share for training, got {'a': 0.5,"),
     ],
 )
 def test_wrong_splits_are_refused(tmp_path: Path, d4rl: Maker, options: list[str], text: str) -> None:
     d4rl(tmp_path / "a.hdf5")
     with pytest.raises(ConfigError) as caught:
         run_command(command, str(tmp_path / "a.hdf5"), str(tmp_path / "out"), *options)
-    assert str(caught.value) == text
+    assert str(caught.value).startswith(text)
     assert os.listdir(tmp_path) == ["a.hdf5"]
 
 

@@ -21,87 +21,60 @@ NAN = np.zeros((8, 3), np.float32)
 NAN[6, 1] = np.nan
 TEXT = np.array([b"up", b"down"] * 4)
 LEAVE_OUT = "leave it out with --columns"
+NUMERIC = "must be numeric (bool, integer or float up to 64 bits), got"
+ALLOW_NAN = 'correct it, or set "allow_nan" of the column (gear ingest: --allow-nan)'
 DAMAGED = "the file is damaged or incomplete; copy it again"
+EMPTY = {key: np.zeros((0, 2)) for key in ("observations", "actions")}
+EMPTY |= {key: np.zeros(0) for key in ("rewards", "terminals", "timeouts")}
 
 # changes of a good D4RL file, and the error behind the file's name
-BROKEN_D4RL: dict[str, tuple[dict[str, Any], str]] = {
-    "no rewards": (
+BROKEN_D4RL: list[tuple[dict[str, Any], str]] = [
+    (
         {"rewards": None},
         ": rewards must be in the file, "
         "got ['actions', 'next_observations', 'observations', 'terminals', 'timeouts']; "
         "the file is not D4RL data",
     ),
-    "no timeouts": (
+    (
         {"timeouts": None, "next_observations": None},
         ": timeouts must be in the file, got ['actions', 'observations', 'rewards', 'terminals']; "
         "add an array of zeros if no episode ends by a time limit",
     ),
-    "short actions": (
-        {"actions": np.zeros((7, 3), np.float32)},
-        ": actions must have 8 rows as observations has, got 7",
-    ),
-    "wide rewards": ({"rewards": np.zeros((8, 2))}, ": rewards must be one value per step, got [8, 2]"),
-    "scalar actions": ({"actions": np.float32(1)}, ": actions must be an array with a row per step"),
-    "group observations": (
+    ({"actions": np.zeros((7, 3))}, ": actions must have 8 rows as observations has, got 7"),
+    ({"rewards": np.zeros((8, 2))}, ": rewards must be one value per step, got [8, 2]"),
+    ({"actions": np.float32(1)}, ": actions must be an array with a row per step"),
+    (
         {"observations": None, "observations__x": np.zeros((8, 2))},
         ": observations must be an array with a row per step",
     ),
-    "narrow next observations": (
+    (
         {"next_observations": np.zeros((8, 1), np.float32)},
         ": next_observations must have the shape of observations, [8, 2], got [8, 1]",
     ),
-    "no steps": (
-        {
-            "observations": np.zeros((0, 2)),
-            "actions": np.zeros((0, 3)),
-            "rewards": np.zeros(0),
-            "terminals": np.zeros(0, bool),
-            "timeouts": np.zeros(0, bool),
-            "next_observations": None,
-        },
-        " must hold at least one step, got 0; the data set is empty",
-    ),
-    "text actions": (
-        {"actions": TEXT},
-        ": actions must be numeric (bool, integer or float up to 64 bits), got '|S4'",
-    ),
-    "text infos": (
-        {"infos__word": TEXT},
-        ": infos/word must be numeric (bool, integer or float up to 64 bits), got '|S4'; "
-        "leave it out with --columns",
-    ),
-    "no elements": (
-        {"actions": np.zeros((8, 0), np.float32)},
-        ": actions must have rows with at least one value, got [0]",
-    ),
-    "short infos": (
+    ({**EMPTY, "next_observations": None}, " must hold at least one step, got 0; the data set is empty"),
+    ({"actions": TEXT}, f": actions {NUMERIC} '|S4'"),
+    ({"infos__word": TEXT}, f": infos/word {NUMERIC} '|S4'; {LEAVE_OUT}"),
+    ({"actions": np.zeros((8, 0))}, ": actions must have rows with at least one value, got [0]"),
+    (
         {"infos__qpos": np.zeros((5, 2))},
-        ": infos/qpos must have 8 rows as observations has, got 5; leave it out with --columns",
+        f": infos/qpos must have 8 rows as observations has, got 5; {LEAVE_OUT}",
     ),
-    "NaN": (
-        {"actions": NAN},
-        ": episode 2: column action must be finite, got 'nan at step 2'; "
-        'correct it, or set "allow_nan" of the column (gear ingest: --allow-nan)',
-    ),
-    "flags of 2": (
+    ({"actions": NAN}, f": episode 2: column action must be finite, got 'nan at step 2'; {ALLOW_NAN}"),
+    (
         {"terminals": np.full(8, 2, np.uint8)},
         ": terminals must hold values that bool can hold, got 2; "
         "correct it, or give the column a dtype that holds it",
     ),
-    "huge integers": (
+    (
         {"infos__id": np.full(8, 2**63, np.uint64)},
-        ": infos/id, episode 0 must hold values that int64 can hold, got 9223372036854775808; "
-        "leave it out with --columns",
+        f": infos/id, episode 0 must hold values that int64 can hold, got 9223372036854775808; {LEAVE_OUT}",
     ),
-    "a derived name": (
-        {"length": np.zeros(8)},
-        ": length must not have the name of a derived column; leave it out with --columns",
-    ),
-    "two keys of a name": (
+    ({"length": np.zeros(8)}, f": length must not have the name of a derived column; {LEAVE_OUT}"),
+    (
         {"infos__a b": np.zeros(8), "infos__a_b": np.zeros(8)},
-        ": column infos.a_b must come from one key only; leave it out with --columns",
+        f": column infos.a_b must come from one key only; {LEAVE_OUT}",
     ),
-}
+]
 
 
 def refused(source: Path, dest: Path, **options: Any) -> str:
@@ -113,7 +86,7 @@ def refused(source: Path, dest: Path, **options: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("changes", "text"), BROKEN_D4RL.values(), ids=BROKEN_D4RL)
+@pytest.mark.parametrize(("changes", "text"), BROKEN_D4RL, ids=range(len(BROKEN_D4RL)))
 def test_broken_d4rl_is_refused(tmp_path: Path, d4rl: Maker, changes: dict[str, Any], text: str) -> None:
     source = tmp_path / "a.hdf5"
     d4rl(source, **changes)
@@ -139,12 +112,12 @@ def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
         file["images"] = np.zeros(3)
     dest = tmp_path / "out"
     assert refused(missing, dest) == f"{missing} must exist; check the path of the source"
-    assert refused(text, dest) == f"{text} must have a known layout, got 'a file that is not HDF5'; {known}"
-    assert (
-        refused(folder, dest)
-        == f"{folder} must have a known layout, got 'a folder with episode.npz'; {known}"
-    )
-    assert refused(other, dest) == f"{other} must have a known layout, got 'HDF5 with images'; {known}"
+    for source, content in (
+        (text, "a file that is not HDF5"),
+        (folder, "a folder with episode.npz"),
+        (other, "HDF5 with images"),
+    ):
+        assert refused(source, dest) == f"{source} must have a known layout, got '{content}'; {known}"
     (made := tmp_path / "made").mkdir()
     (made / "schema.json").write_text("{}")
     assert refused(made, dest) == f"{made} must not be a data set already; train from it as it is"
@@ -189,82 +162,48 @@ def edit(file: Path, key: str, value: Any) -> None:
             opened[key] = value
 
 
+FIRST, SECOND, INFOS = "episode_0/actions", "episode_1/observations", "episode_0/infos/x"
+LAST_NAN = np.pad(np.zeros((4, 2)), ((0, 1), (0, 0)), constant_values=np.nan)
 # what is changed in a good Minari file of episodes of 3, 1 and 4 steps, and the error behind the file's name
-BROKEN_MINARI: dict[str, tuple[str, Any, str]] = {
-    "no rewards": (
+BROKEN_MINARI: list[tuple[str, Any, str]] = [
+    (
         "episode_2/rewards",
         None,
-        ": episode_2/rewards must be in the episode, "
+        "episode_2/rewards must be in the episode, "
         "got ['actions', 'observations', 'terminations', 'truncations']",
     ),
-    "no final observation": (
+    (SECOND, np.zeros((1, 2)), f"{SECOND} must have 2 rows for 1 rewards, got 1"),
+    (FIRST, np.zeros(2, np.int64), f"{FIRST} must have 3 rows for 3 rewards, got 2"),
+    (SECOND, np.zeros((2, 5)), "episode 1: column observation must have shape ['T+1', 2], got [2, 5]"),
+    (SECOND, np.zeros((2, 2), np.complex64), f"{SECOND} {NUMERIC} 'complex64'; {LEAVE_OUT}"),
+    ("episode_0/rewards", np.zeros((3, 2)), "episode_0/rewards must be one value per step, got [3, 2]"),
+    (
         "episode_2/observations",
-        np.zeros((4, 2)),
-        ": episode_2/observations must have 5 rows for 4 rewards, got 4",
+        LAST_NAN,
+        f"episode 2: column observation must be finite, got 'nan at step 4'; {ALLOW_NAN}",
     ),
-    "short actions": (
-        "episode_0/actions",
-        np.zeros(2, np.int64),
-        ": episode_0/actions must have 3 rows for 3 rewards, got 2",
-    ),
-    "another shape": (
-        "episode_1/observations",
-        np.zeros((2, 5)),
-        ": episode 1: column observation must have shape ['T+1', 2], got [2, 5]",
-    ),
-    "another dtype": (
-        "episode_1/observations",
-        np.zeros((2, 2), np.complex64),
-        ": episode_1/observations must be numeric (bool, integer or float up to 64 bits), got 'complex64'; "
-        "leave it out with --columns",
-    ),
-    "wide rewards": (
-        "episode_0/rewards",
-        np.zeros((3, 2)),
-        ": episode_0/rewards must be one value per step, got [3, 2]",
-    ),
-    "NaN in the last observation": (
-        "episode_2/observations",
-        np.pad(np.zeros((4, 2)), ((0, 1), (0, 0)), constant_values=np.nan),
-        ": episode 2: column observation must be finite, got 'nan at step 4'; "
-        'correct it, or set "allow_nan" of the column (gear ingest: --allow-nan)',
-    ),
-    "a scalar": (
-        "episode_0/infos/x",
-        3.0,
-        f": episode_0/infos/x must have a row per step; {LEAVE_OUT}",
-    ),
-    "ragged infos": (
-        "episode_0/infos/x",
-        np.zeros(9),
-        ": episode_0/infos/x must have 3 or 4 rows for 3 rewards, got 9",
-    ),
-    "infos of one episode": (
-        "episode_0/infos/x",
-        np.zeros(4),
-        f": episode_1/infos/x must be in every episode; {LEAVE_OUT}",
-    ),
-}
+    (INFOS, 3.0, f"{INFOS} must have a row per step; {LEAVE_OUT}"),
+    (INFOS, np.zeros(9), f"{INFOS} must have 3 or 4 rows for 3 rewards, got 9"),
+    (INFOS, np.zeros(4), f"episode_1/infos/x must be in every episode; {LEAVE_OUT}"),
+]
 
 
-@pytest.mark.parametrize(("key", "value", "text"), BROKEN_MINARI.values(), ids=BROKEN_MINARI)
+@pytest.mark.parametrize(("key", "value", "text"), BROKEN_MINARI, ids=range(len(BROKEN_MINARI)))
 def test_broken_minari_is_refused(tmp_path: Path, minari: Maker, key: str, value: Any, text: str) -> None:
     minari(tmp_path / "set" / "data")
     file = tmp_path / "set" / "data" / "main_data.hdf5"
     edit(file, key, value)
-    assert refused(file, tmp_path / "out") == f"{file}{text}"
+    assert refused(file, tmp_path / "out") == f"{file}: {text}"
 
 
 def test_an_episode_without_steps_is_refused(tmp_path: Path, minari: Maker) -> None:
-    minari(tmp_path / "set" / "data")
-    file = tmp_path / "set" / "data" / "main_data.hdf5"
-    for key, value in (("observations", np.zeros((1, 2))), ("actions", np.zeros(0, np.int64))):
+    minari(tmp_path / "set")
+    file, none = tmp_path / "set" / "main_data.hdf5", np.zeros(0, bool)
+    parts = {"actions": none.astype(int), "rewards": none * 1.0, "terminations": none, "truncations": none}
+    for key, value in {"observations": np.zeros((1, 2)), **parts}.items():
         edit(file, f"episode_1/{key}", value)
-    for key in ("rewards", "terminations", "truncations"):
-        edit(file, f"episode_1/{key}", np.zeros(0, np.float64 if key == "rewards" else bool))
-    assert (
-        refused(file, tmp_path / "out") == f"{file}: episode 1: trajectory must have at least one step, got 0"
-    )
+    error = refused(file, tmp_path / "out")
+    assert error == f"{file}: episode 1: trajectory must have at least one step, got 0"
 
 
 def test_an_incomplete_minari_set_is_refused(tmp_path: Path, minari: Maker) -> None:

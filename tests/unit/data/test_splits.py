@@ -29,11 +29,8 @@ def test_several_splits_are_disjoint_and_sorted_by_name() -> None:
     assert abs((split == 1).mean() - 0.2) < 0.01  # eval comes before test
     assert abs((split == 2).mean() - 0.1) < 0.01
     assert (split == split_of(IDS, {"eval": 0.2, "test": 0.1})).all()
-
-
-def test_a_larger_split_holds_the_smaller_one() -> None:
     small, large = split_of(IDS, {"eval": 0.1}) == 1, split_of(IDS, {"eval": 0.3}) == 1
-    assert (large | ~small).all()
+    assert (large | ~small).all(), "a larger split holds the smaller one"
 
 
 def test_membership_depends_on_the_id_alone() -> None:
