@@ -214,45 +214,34 @@ def _found(known: np.ndarray, wanted: np.ndarray, values: np.ndarray) -> np.ndar
 # ---- dividing -----------------------------------------------------------------------------------
 
 
-def divide_rows(
-    name: str, records: np.ndarray, by_rows: bool, room: Sequence[tuple[int, int]]
+def divide(
+    name: str,
+    whole: SavedShard,
+    room: Sequence[tuple[int, int]],
+    by_rows: bool = False,
+    numbers: np.ndarray | None = None,
 ) -> ShardDivision:
     """Divide a table with a capacity into contiguous parts, balanced in rows as far as they fit.
 
+    Parts of a table of groups hold whole groups, in the order of their leaders, which have the masses: so the
+    order of items stays. Groups that are not complete come last.
+
     Args:
+        room: Slots and rows of each shard.
         by_rows: Whether its stored order is by rows rather than by slots, as where items are steps.
-        room: Slots and rows of each shard.
+        numbers: The number of each trajectory's group; None: there are no groups. [n], int64.
     """
+    records = whole.slots
+    assert records is not None
     units = np.argsort(in_rows(records)) if by_rows else np.arange(len(records))
-    return _divide(name, "trajectories", units, records[:, Slot.NUM_ROWS], room)
-
-
-def divide_groups(
-    name: str, records: np.ndarray, numbers: np.ndarray, groups: np.ndarray, room: Sequence[tuple[int, int]]
-) -> ShardDivision:
-    """Divide a table of groups into parts of whole groups, balanced in rows as far as they fit.
-
-    The parts are contiguous in the order of leaders, which have the masses: so the order of items stays.
-    Groups that are not complete come last.
-
-    Args:
-        numbers: The number of each trajectory's group. [n], int64.
-        groups: Their records, as of `SavedGroups`. [n, 3], int64.
-        room: Slots and rows of each shard.
-    """
-    leaders, incomplete = groups[:, 0] - 1, np.unique(numbers, return_inverse=True)[1].reshape(-1)
-    units = np.where(leaders >= 0, leaders, len(records) + incomplete)
-    return _divide(name, "groups", units, records[:, Slot.NUM_ROWS], room)
-
-
-def _divide(
-    name: str, what: str, units: np.ndarray, rows: np.ndarray, room: Sequence[tuple[int, int]]
-) -> ShardDivision:
-    """Divide trajectories into contiguous parts of whole units: of the units 7, 3, 7 unit 3 comes first."""
-    unit = np.unique(units, return_inverse=True)[1].reshape(-1)
+    if numbers is not None and whole.groups is not None:
+        leaders = whole.groups.records[:, 0] - 1
+        incomplete = np.unique(numbers, return_inverse=True)[1].reshape(-1)
+        units = np.where(leaders >= 0, leaders, len(records) + incomplete)
+    unit = np.unique(units, return_inverse=True)[1].reshape(-1)  # of the units 7, 3, 7 unit 3 comes first
     count = int(unit.max()) + 1 if len(unit) else 0
     slots_of, rows_of = np.bincount(unit, minlength=count), np.zeros(count, np.int64)
-    np.add.at(rows_of, unit, rows)
+    np.add.at(rows_of, unit, records[:, Slot.NUM_ROWS])
     ends, wanted = (_before(slots_of.tolist()), _before(rows_of.tolist())), shards_of(rows_of, len(room))
     starts = [count]  # where a part must begin at the latest so that it and those after it hold the rest
     for sizes in reversed(room):
@@ -270,7 +259,7 @@ def _divide(
             raise StoreFullError(
                 f"table {name}",
                 f"must hold the {ends[0][-1]} trajectories and {ends[1][-1]} rows of the checkpoint "
-                f"in {len(room)} parts of whole {what}",
+                f"in {len(room)} parts of whole {'trajectories' if numbers is None else 'groups'}",
                 f"{[one for one, _ in room]} slots and {[one for _, one in room]} rows",
                 "raise its capacity",
             )

@@ -372,16 +372,15 @@ class TableLoader:
         if whole.slots is None:
             bounds = self._plan.placement.bounds[name]  # first id of each shard, and the number of ids
             return ShardDivision.of(np.repeat(np.arange(len(bounds) - 1), np.diff(bounds)))
-        room = [sizes[name] for sizes in self._room]
+        numbers, room = None, [sizes[name] for sizes in self._room]
         if table.groups is not None and whole.groups is not None:
             file = file_of(table.groups.spec.column)
             both = zip(found.folders, found.manifests, strict=True)
-            numbers = [_loaded(folder / file, manifest["files"].get(file)) for folder, manifest in both]
-            of_groups = np.concatenate(numbers).astype(np.int64)
-            return reshard.divide_groups(name, whole.slots, of_groups, whole.groups.records, room)
+            of_shards = [_loaded(folder / file, manifest["files"].get(file)) for folder, manifest in both]
+            numbers = np.concatenate(of_shards).astype(np.int64)
         train = self._streams.get(name, {}).get(TRAIN)
         by_rows = train is not None and train.spec.priorities is not None and train.spec.rule.unit == "step"
-        return reshard.divide_rows(table.spec.name, whole.slots, by_rows, room)
+        return reshard.divide(name, whole, room, by_rows, numbers)
 
     # ---- replacing ---------------------------------------------------------------------------------
 

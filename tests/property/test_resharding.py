@@ -97,7 +97,7 @@ def test_any_shards_of_a_table_are_the_whole_again(
     records = stored(random, size)
     content = content_of(random, records, by_step, cuts)
     whole = reshard.merge([SavedShard(records, None, 3 * size, {"train": content})])
-    division = reshard.divide_rows("main", records, False, [(size, 1000)] * count)
+    division = reshard.divide("main", whole, [(size, 1000)] * count)
     again = reshard.merge(shards_of(whole, division, count, by_step))
     assert again.next_id >= whole.next_id
     assert_same(whole, again)
@@ -122,7 +122,7 @@ def test_shards_of_shards_are_those_of_the_whole(
     whole = reshard.merge([SavedShard(records, None, 0, {"train": content_of(random, records, by_step, 2)})])
 
     def divide(table: SavedShard, number: int) -> list[SavedShard]:
-        division = reshard.divide_rows("main", table.slots, by_rows, [(size, 1000)] * number)
+        division = reshard.divide("main", table, [(size, 1000)] * number, by_rows)
         return shards_of(table, division, number, by_step)
 
     between = reshard.merge(divide(whole, before))
@@ -143,7 +143,7 @@ def divided(count: int) -> tuple[SavedShard, ShardDivision, list[SavedShard]]:
     random = np.random.default_rng(0)
     records = stored(random, 12)
     whole = reshard.merge([SavedShard(records, None, 40, {"train": content_of(random, records, True, 3)})])
-    division = reshard.divide_rows("main", records, False, [(12, 1000)] * count)
+    division = reshard.divide("main", whole, [(12, 1000)] * count)
     return whole, division, shards_of(whole, division, count, True)
 
 
@@ -217,7 +217,8 @@ def test_a_table_is_divided_wherever_whole_trajectories_fit(
         if slots < 1 or length > most:  # it fits nowhere
             shards = count + 1
     try:
-        division = reshard.divide_rows("main", records, True, [(slots, most)] * count)
+        whole = SavedShard(records, None, 0, {})
+        division = reshard.divide("main", whole, [(slots, most)] * count, by_rows=True)
     except StoreFullError:
         assert shards > count
         return
@@ -260,9 +261,7 @@ def test_groups_stay_whole_and_in_order(size: int, before: int, count: int, seed
     whole = SavedShard(records, None, 0, {}, groups=SavedGroups(groups, counts, np.empty(0, np.int64)))
     order = leaders_of(whole)
     for parts in (before, count):
-        division = reshard.divide_groups(
-            "main", whole.slots, numbers, whole.groups.records, [(size, 1000)] * parts
-        )
+        division = reshard.divide("main", whole, [(size, 1000)] * parts, numbers=numbers)
         for number in range(8):
             assert len(set(division.owner[numbers == number].tolist())) <= 1
         shards = []

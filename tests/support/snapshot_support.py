@@ -29,7 +29,7 @@ def into_shards(folder: Path, count: int, by_rows: bool) -> dict[str, Any]:
     whole, manifest = found.whole, found.manifests[0]
     assert whole.slots is not None
     room = [(len(whole.slots), int(whole.slots[:, Slot.NUM_ROWS].sum()))] * count
-    division = reshard.divide_rows("main", whole.slots, by_rows, room)
+    division = reshard.divide("main", whole, room, by_rows)
     for index in range(count):
         part, chosen = folder / f"shard-{index}", division.chosen(index)
         part.mkdir()
