@@ -77,12 +77,9 @@ def test_any_d4rl_file_round_trips(lengths: list[int], seed: int, data: st.DataO
     last = np.cumsum(lengths) - 1
     ends = data.draw(st.lists(ENDS, min_size=len(lengths), max_size=len(lengths)))
     trailing = data.draw(st.booleans())
-    flags = {
-        key: np.isin(
-            np.arange(total), [row for row, end in zip(last, ends, strict=True) if end in (key, "both")]
-        )
-        for key in ("terminals", "timeouts")
-    }
+    flags = {key: np.zeros(total, bool) for key in ("terminals", "timeouts")}
+    for key, flag in flags.items():
+        flag[last] = [end in (key, "both") for end in ends]
     if trailing:
         flags["terminals"][-1] = flags["timeouts"][-1] = False
     states = [random.normal(size=(length + 1, 3)) for length in lengths]
@@ -126,9 +123,8 @@ def test_bounds_of_parts(lengths: list[int], count: int) -> None:
         assert (np.diff(parts) >= 1).all()
         if (np.diff(bounds) >= 1).all():
             assert parts.tolist() == bounds.tolist()
-    assert [shard.end - shard.first for shard in shard_of_node([None] * count, bounds)] == list(
-        np.diff(bounds)
-    )
+    shards = shard_of_node([None] * count, bounds)
+    assert [shard.end - shard.first for shard in shards] == np.diff(bounds).tolist()
 
 
 @given(lengths=LENGTHS, data=st.data())
@@ -162,9 +158,8 @@ def rows_of(
     low, high = (number - dataset.first_id for number in (shard.first, shard.end))
     rows = dataset.row_of(high) - dataset.row_of(low)
     sizes = (high - low, rows, dataset, in_memory, True, 1, shard, *arrivals)
-    table = Table.create(
-        TableSpec("main", dataset.schema, *sizes), [], {}, RunIdentity("0" * 32), load_backend("cpu"), 10.0
-    )
+    spec, ops = TableSpec("main", dataset.schema, *sizes), load_backend("cpu")
+    table = Table.create(spec, [], {}, RunIdentity("0" * 32), ops, 10.0)
     try:
         ids = np.arange(shard.first, shard.end)
         assert table.control[Control.NEXT_ID] == dataset.num_trajectories_of_whole

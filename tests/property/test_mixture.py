@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_gear.errors import ConfigError
@@ -23,7 +23,6 @@ def normalised(weights: list[int]) -> list[float]:
 SHARES = st.lists(st.integers(0, 100), min_size=1, max_size=5).filter(any).map(normalised)
 
 
-@settings(deadline=None)
 @given(SHARES, st.integers(1, 40), st.integers(1, 60))
 def test_each_table_has_its_share_within_a_sample_at_all_times(
     shares: list[float], batch: int, num_batches: int
@@ -42,7 +41,6 @@ def test_each_table_has_its_share_within_a_sample_at_all_times(
     assert [mine.count(table, at) for table in range(len(shares))] == counts[at].tolist()
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 9), min_size=4, max_size=4).filter(any), min_size=1), st.integers(1, 9)
 )
@@ -62,24 +60,16 @@ def test_counts_of_old_batches_are_computed_again() -> None:
     assert mine.counts(3).tolist() == first
 
 
-@settings(deadline=None)
-@given(SHARES, st.integers(1, 12), st.integers(1, 6))
+@given(SHARES, st.integers(1, 40), st.integers(1, 6))
 def test_parts_make_up_the_whole(shares: list[float], micro: int, num_parts: int) -> None:
     mine = mixture(shares, micro * num_parts)
     parts = [mine.part(7, part, num_parts) for part in range(num_parts)]
     for table in range(len(shares)):
         together = np.concatenate([part[table] for part in parts])
         assert sorted(together.tolist()) == list(range(mine.count(table, 7)))
+        sizes = [len(part[table]) for part in parts]
+        assert max(sizes) - min(sizes) <= 1
     assert {sum(len(chosen) for chosen in part) for part in parts} == {micro}
-
-
-@settings(deadline=None)
-@given(SHARES, st.integers(1, 40), st.integers(1, 6))
-def test_each_part_has_its_part_of_each_table(shares: list[float], micro: int, num_parts: int) -> None:
-    mine = mixture(shares, micro * num_parts)
-    for table in range(len(shares)):
-        counts = [len(mine.part(0, part, num_parts)[table]) for part in range(num_parts)]
-        assert max(counts) - min(counts) <= 1
 
 
 def test_shares_of_a_schedule_must_sum_to_one_at_every_batch() -> None:

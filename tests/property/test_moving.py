@@ -92,28 +92,24 @@ def check_priorities(scene: StoreScene, known: dict[tuple[int, int], float]) -> 
 def test_rows_and_priorities_move_with_their_trajectory(removal: str, data: st.DataObject) -> None:
     spare_rows = data.draw(st.sampled_from([LONGEST + 1, 5, 2]))  # extents move as a whole, or in pieces
     with scene_of(removal, spare_rows=spare_rows) as scene:
-        add_and_take(scene, data)
-
-
-def add_and_take(scene: StoreScene, data: st.DataObject) -> None:
-    key, by, known = 0, inserter(scene), dict[Any, float]()
-    late: np.ndarray | None = None  # of a selection that is not consumed yet
-    for steps in data.draw(st.lists(st.integers(1, LONGEST), min_size=20, max_size=40)):
-        try:
-            scene.count += 1
-            by.add(trajectory(int(scene.table.control[1]), steps))
-        except NotReadyError:
-            assert late is not None
-        check_rows(scene)
-        if late is not None:
-            check_drawn(scene, late)
-        if data.draw(st.booleans()):
+        key, by, known = 0, inserter(scene), dict[Any, float]()
+        late: np.ndarray | None = None  # of a selection that is not consumed yet
+        for steps in data.draw(st.lists(st.integers(1, LONGEST), min_size=20, max_size=40)):
+            try:
+                scene.count += 1
+                by.add(trajectory(int(scene.table.control[1]), steps))
+            except NotReadyError:
+                assert late is not None
+            check_rows(scene)
             if late is not None:
-                scene.streams[0].release(key - 1)
-            late, key = take(scene, key), key + 1
-            check_priorities(scene, known)
-            known.update(set_priorities(scene, late))
-        check_whole(scene.table, scene.streams)
+                check_drawn(scene, late)
+            if data.draw(st.booleans()):
+                if late is not None:
+                    scene.streams[0].release(key - 1)
+                late, key = take(scene, key), key + 1
+                check_priorities(scene, known)
+                known.update(set_priorities(scene, late))
+            check_whole(scene.table, scene.streams)
 
 
 @pytest.mark.parametrize(
@@ -152,21 +148,14 @@ def scattered(**options: Any) -> StoreScene:
     return scene
 
 
-def reserve(scene: StoreScene, num_steps: int = 10) -> tuple[int, int]:
-    """Return slot and the number of trajectories that are left."""
-    with scene.table.lock:
-        slot = inserter(scene).evictor.reserve(num_steps)
-    return slot, scene.table.num_trajectories
-
-
 def test_moving_lets_nobody_go() -> None:
-    scene = scattered()
-    slot, left = reserve(scene)
-    assert scene.table.slots[slot, Slot.STATE] == SlotState.RESERVED
-    assert left == 6
-    check_rows(scene)
-    check_whole(scene.table, scene.streams)
-    scene.close()
+    with scattered() as scene:
+        with scene.table.lock:
+            slot = inserter(scene).evictor.reserve(10)
+        assert scene.table.slots[slot, Slot.STATE] == SlotState.RESERVED
+        assert scene.table.num_trajectories == 6
+        check_rows(scene)
+        check_whole(scene.table, scene.streams)
 
 
 @pytest.mark.parametrize("why", ["open", "drawn", "reserved", "cutting"])
@@ -192,10 +181,8 @@ def test_what_must_stay_stays(why: str) -> None:
 def test_a_table_that_lets_nobody_go_has_no_spare_rows() -> None:
     assert spare_rows_for(Retention(), 1000, 50) == 0
     assert [spare_rows_for(Retention("fifo"), 1000, longest) for longest in (50, 300, None)] == [50, 125, 125]
-    scene = scattered(spare_rows=0)
-    with scene.table.lock:
+    with scattered(spare_rows=0) as scene, scene.table.lock:
         assert make_run(scene.table, SelectionPins(scene.table), 11) is None
-    scene.close()
 
 
 # ---- which extents -------------------------------------------------------------------------------

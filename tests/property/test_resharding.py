@@ -36,17 +36,14 @@ def content_of(random: np.random.Generator, records: np.ndarray, by_step: bool, 
     count, items = len(records), int(records[:, Slot.NUM_ROWS].sum()) if by_step else len(records)
     log = random.integers(0, 9, (7 if count else 0, LogEntry.NUM_WORDS))
     log[:, PriorityUpdate.SLOT] = random.integers(0, max(count, 1), len(log))
-    by_id = np.isin(
-        log[:, PriorityUpdate.SLOT], np.nonzero(records[:, Slot.STATE] == SlotState.COMMITTED)[0]
-    ) & (random.random(len(log)) < 0.4)
+    committed = np.nonzero(records[:, Slot.STATE] == SlotState.COMMITTED)[0]
+    by_id = np.isin(log[:, PriorityUpdate.SLOT], committed) & (random.random(len(log)) < 0.4)
     log[:, LogEntry.SAMPLE_NUMBER] = np.where(by_id, LogEntry.BY_ID, 10 + np.arange(len(log)))
     log[by_id, PriorityUpdate.GENERATION] = records[log[by_id, PriorityUpdate.SLOT], Slot.ID]
     log[by_id, PriorityUpdate.SLOT] = -1
     heads = random.integers(0, 9, (cuts, Head.NUM_WORDS))
-    heads[:, Head.KEY], heads[:, Head.COUNT] = (
-        4 + np.arange(cuts),
-        random.integers(0, BATCH + 1, cuts) if count else 0,
-    )
+    heads[:, Head.KEY] = 4 + np.arange(cuts)
+    heads[:, Head.COUNT] = random.integers(0, BATCH + 1, cuts) if count else 0
     ring = random.integers(0, 9, (cuts, BATCH, Resolution.NUM_WORDS))
     ring[..., Resolution.SLOT] = random.integers(0, max(count, 1), (cuts, BATCH))
     ring[np.arange(BATCH) >= heads[:, Head.COUNT, None]] = 0
@@ -89,44 +86,31 @@ def assert_same(one: SavedShard, other: SavedShard) -> None:
         np.testing.assert_array_equal(*pair, err_msg=name)
 
 
-@given(st.integers(0, 30), st.integers(2, 5), st.booleans(), st.integers(0, 3), st.integers(0, 1 << 31))
-def test_any_shards_of_a_table_are_the_whole_again(
-    size: int, count: int, by_step: bool, cuts: int, seed: int
-) -> None:
-    random = np.random.default_rng(seed)
-    records = stored(random, size)
-    content = content_of(random, records, by_step, cuts)
-    whole = reshard.merge([SavedShard(records, None, 3 * size, {"train": content})])
-    division = reshard.divide("main", whole, [(size, 1000)] * count)
-    again = reshard.merge(shards_of(whole, division, count, by_step))
-    assert again.next_id >= whole.next_id
-    assert_same(whole, again)
-    order = np.lexsort((records[:, Slot.FIRST_ROW], division.owner))  # rows follow shards
-    np.testing.assert_array_equal(reshard.in_rows(again.slots), order)
-
-
 @given(
-    st.integers(0, 30),
-    st.integers(2, 5),
-    st.integers(2, 5),
-    st.booleans(),
-    st.booleans(),
-    st.integers(0, 1 << 31),
+    *(st.integers(0, 30), st.integers(2, 5), st.integers(2, 5)),
+    *(st.booleans(), st.booleans(), st.integers(0, 3), st.integers(0, 1 << 31)),
 )
-def test_shards_of_shards_are_those_of_the_whole(
-    size: int, before: int, count: int, by_step: bool, by_rows: bool, seed: int
+def test_shards_are_the_whole_again_and_shards_of_shards_are_those_of_the_whole(
+    size: int, before: int, count: int, by_step: bool, by_rows: bool, cuts: int, seed: int
 ) -> None:
     """Loaded on some nodes, saved there and loaded on others: what the first checkpoint gives these."""
     random = np.random.default_rng(seed)
     records = stored(random, size)
-    whole = reshard.merge([SavedShard(records, None, 0, {"train": content_of(random, records, by_step, 2)})])
+    content = content_of(random, records, by_step, cuts)
+    whole = reshard.merge([SavedShard(records, None, 3 * size, {"train": content})])
 
-    def divide(table: SavedShard, number: int) -> list[SavedShard]:
+    def divide(table: SavedShard, number: int) -> tuple[ShardDivision, list[SavedShard]]:
         division = reshard.divide("main", table, [(size, 1000)] * number, by_rows)
-        return shards_of(table, division, number, by_step)
+        return division, shards_of(table, division, number, by_step)
 
-    between = reshard.merge(divide(whole, before))
-    for direct, over in zip(divide(whole, count), divide(between, count), strict=True):
+    division, parts = divide(whole, before)
+    between = reshard.merge(parts)
+    assert between.next_id >= whole.next_id
+    if not by_rows:
+        assert_same(whole, between)
+        order = np.lexsort((records[:, Slot.FIRST_ROW], division.owner))  # rows follow shards
+        np.testing.assert_array_equal(reshard.in_rows(between.slots), order)
+    for direct, over in zip(divide(whole, count)[1], divide(between, count)[1], strict=True):
         if by_rows:  # slots stand in the order of shards: compare trajectories, in the order of rows
             a, b = reshard.in_rows(direct.slots), reshard.in_rows(over.slots)
             np.testing.assert_array_equal(direct.slots[a], over.slots[b])
@@ -149,29 +133,25 @@ def divided(count: int) -> tuple[SavedShard, ShardDivision, list[SavedShard]]:
 
 def test_a_shard_names_slots_of_its_store_and_knows_its_own_samples_only() -> None:
     whole, division, shards = divided(3)
-    ring, heads = whole.streams["train"]["ring"], whole.streams["train"]["heads"]
-    drawn = np.arange(BATCH) < heads[:, Head.COUNT, None]
+    train = whole.streams["train"]
+    drawn = np.arange(BATCH) < train["heads"][:, Head.COUNT, None]
     for index, shard in enumerate(shards):
         content = shard.streams["train"]
-        own = drawn & (reshard.owners_of(whole.streams["train"], division) == index)
+        own = drawn & (reshard.owners_of(train, division) == index)
         assert (content["ring"][drawn & ~own][:, Resolution.ID] == UNKNOWN).all()
-        np.testing.assert_array_equal(
-            division.chosen(index)[content["ring"][own][:, Resolution.SLOT]], ring[own][:, Resolution.SLOT]
-        )
+        slots = division.chosen(index)[content["ring"][own][:, Resolution.SLOT]]
+        np.testing.assert_array_equal(slots, train["ring"][own][:, Resolution.SLOT])
         assert (content["log"][:, PriorityUpdate.SLOT] >> SHARD_BITS == index).all()
         assert shard.next_id * 3 + index >= 40
-        assert (
-            content["counts"][UpdateCount.HIGHEST_PRIORITY]
-            == whole.streams["train"]["counts"][UpdateCount.HIGHEST_PRIORITY]
-        )
+        highest = UpdateCount.HIGHEST_PRIORITY
+        assert content["counts"][highest] == train["counts"][highest]
     applied = [int(shard.streams["train"]["counts"][UpdateCount.APPLIED]) for shard in shards]
-    assert applied == [whole.streams["train"]["counts"][UpdateCount.APPLIED], 0, 0]
+    assert applied == [train["counts"][UpdateCount.APPLIED], 0, 0]
     assert sum(len(shard.streams["train"]["log"]) for shard in shards) == 7
 
 
 def test_reports_of_other_shards_go_where_their_trajectories_went() -> None:
     """In a log of shard 0: a trajectory of shard 1, one by id, one that is gone, and its own."""
-    empty = np.empty(0, np.int64)
 
     def shard(ids: list[int], numbers: list[int], words: list[tuple[int, int, int]]) -> SavedShard:
         records = np.zeros((len(ids), Slot.NUM_WORDS), np.int64)
@@ -199,7 +179,7 @@ def test_reports_of_other_shards_go_where_their_trajectories_went() -> None:
     assert (parts[0][:, PriorityUpdate.SLOT] & ANY_SLOT).tolist() == [0, 1]
     assert (parts[1][:, PriorityUpdate.SLOT] & ANY_SLOT).tolist() == [0, ANY_SLOT]
     assert whole.positions_of(np.array([5, 4, 2, -1])).tolist() == [4, -1, 1, -1]
-    assert whole.positions_of(empty).tolist() == []
+    assert whole.positions_of(np.empty(0, np.int64)).tolist() == []
 
 
 @given(st.lists(st.integers(1, 9), max_size=25), st.integers(1, 4), st.integers(0, 12), st.integers(0, 40))
@@ -228,12 +208,6 @@ def test_a_table_is_divided_wherever_whole_trajectories_fit(
         chosen = division.chosen(index)
         assert len(chosen) <= slots
         assert records[chosen, Slot.NUM_ROWS].sum() <= most
-
-
-def test_a_data_set_is_divided_by_the_bounds_of_its_ids() -> None:
-    division = ShardDivision.of(np.array([0, 0, 0, 2, 2, 2, 2]))
-    assert division.owner.tolist() == [0, 0, 0, 2, 2, 2, 2]
-    assert division.local.tolist() == [0, 1, 2, 0, 1, 2, 3]
 
 
 def test_cuts_are_dropped_where_a_shard_has_lost_its_samples() -> None:
