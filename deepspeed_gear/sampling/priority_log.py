@@ -21,7 +21,6 @@ from deepspeed_gear.ops.records import LogEntry, PriorityUpdate, Resolution
 from deepspeed_gear.sampling.selection import SelectionReaders
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.store.memory_layout import Region
-
 from deepspeed_gear.store.records import NOTHING
 from deepspeed_gear.store.table import Table
 
@@ -79,7 +78,6 @@ class PriorityLog:
             Region(spec.at + "ends", "int64", (num_peers, LogEnds.NUM_WORDS)),
             Region(spec.at + "asked", "int64", (num_peers,)),
         ]
-
 
     def initialise(self) -> None:
         """Initialise the logs in new memory."""

@@ -22,7 +22,6 @@ from deepspeed_gear.ops.records import RandomPurpose, Resolution, Slot, SlotStat
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES, WindowEdge
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.store.memory_layout import Region
-
 from deepspeed_gear.store.records import NOTHING, Control, SlotRetention
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec

@@ -211,7 +211,7 @@ class RowAllocator:
     def end_abandoned(self, peer: int | None = None) -> None:
         """Free slots reserved by dead processes; end their open trajectories as truncated.
 
-        With the index that a process had before the current one took it, only those of that process.
+        With `peer`, only those of the process that had this index before the current one took it.
         """
         begun = np.flatnonzero((self.slots[:, Slot.STATE] == SlotState.RESERVED) | (self._open != 0))
         left = self._of_dead(begun) if peer is None else begun[self.slots[begun, Slot.OWNER] == peer]

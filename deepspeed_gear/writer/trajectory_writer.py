@@ -80,7 +80,7 @@ class TrajectoryWriter(ProcessBound):
             config: The run's ds_config or `gear` section, a file or a mapping. Stores of another schema,
                 capacity, removal, rate or seed are not candidates.
             table: Name of the table; None: the only one that admits writers.
-            name: Of the store's file in /dev/shm, instead of a search.
+            name: Of the store's file in /dev/shm, instead of a search. It must exist, and match `config`.
             wait_s: How long to wait for the store, in seconds.
             run: Name or id of the run (`Replay.run`), where several of one config run on this node. None:
                 `gear.shared_memory.run`, else the environment's GEAR_RUN.

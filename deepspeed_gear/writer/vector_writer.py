@@ -450,7 +450,7 @@ class VectorWriter(ProcessBound):
     ) -> dict[str, np.ndarray]:
         """Return columns of one value per trajectory in the stored form. Column -> [len(envs), *shape].
 
-        Those of their rows, `num_rows`, that belong to the environments are `kept`, an index.
+        Of the `num_rows` given rows, those of the environments are `kept`, an index.
         """
         given = [column for column in self._once if column.name in columns]
         values = {c.name: as_stored(columns[c.name], c, "the steps", num_rows)[kept] for c in given}
