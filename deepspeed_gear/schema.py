@@ -27,7 +27,6 @@ DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
-DTYPE_CODES: dict[str, int] = {name: code for code, name in enumerate(DTYPES)}
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 OPAQUE = ("bytes", "json")  # one value per trajectory, in a row of fixed size: never a tensor of a batch
 LENGTH_BYTES = 4  # of an opaque row, before the value: its length, little-endian

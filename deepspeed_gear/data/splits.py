@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from deepspeed_gear.ops import reference
 from deepspeed_gear.ops.records import RandomPurpose
+from deepspeed_gear.ops.reference.select import philox
 
 SPLIT_KEY = 0x6765617273706C69  # "gearspli"
 TRAIN = 0
@@ -30,9 +30,8 @@ def split_of(ids: np.ndarray, split: Mapping[str, float]) -> np.ndarray:
     result = np.zeros(len(ids), np.uint8)
     if not split:
         return result
-    high, _ = reference.philox(
-        SPLIT_KEY, torch.from_numpy(np.ascontiguousarray(ids, np.int64)), 0, RandomPurpose.SPLIT
-    )
+    numbers = torch.from_numpy(np.ascontiguousarray(ids, np.int64))
+    high, _ = philox(SPLIT_KEY, numbers, 0, RandomPurpose.SPLIT)
     words = high.numpy().view(np.uint64)
     threshold = 0
     taken = np.zeros(len(ids), bool)

@@ -109,28 +109,18 @@ def load_backend(name: str = "auto") -> Ops:
 
 
 def load_library(library: str) -> Ops:
-    """Load the native module that another process of the node has built; no builder, so no DeepSpeed.
-
-    Args:
-        library: File of the module.
-    Raises:
-        BuildError: It cannot be loaded.
-    """
+    """Load the native module's file that another process of the node has built; it imports no DeepSpeed."""
     path = Path(library)
     return _native_ops("cpu", jit.load_once("gear", lambda: jit.import_file(path.name.split(".")[0], path)))
 
 
 def _native_ops(name: str, native: ModuleType) -> Ops:
-    _register_fakes()
-    return Ops(name, **{op: getattr(torch.ops.gear, op).default for op in OP_NAMES}, native=native)
-
-
-def _register_fakes() -> None:
-    """Register what `torch.compile` traces in place of each native op, once. Thread safe."""
+    """Return the ops of the loaded module; registers once what `torch.compile` traces in place of each."""
     with _fakes_lock:
         for op in sorted({*OP_NAMES} - _fakes):
             torch.library.register_fake(f"gear::{op}", _mutate_only)
             _fakes.add(op)
+    return Ops(name, **{op: getattr(torch.ops.gear, op).default for op in OP_NAMES}, native=native)
 
 
 def _mutate_only(*_: object) -> None:

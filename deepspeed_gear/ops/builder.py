@@ -56,11 +56,7 @@ class _DeepSpeedOp(NativeOp):
         return not missing
 
     def jit_load(self, verbose: bool = False) -> ModuleType:
-        """Compile and import through DeepSpeed, under the name that holds the key.
-
-        Raises:
-            BuildError: It does not compile, or what was compiled cannot be loaded.
-        """
+        """Compile and import through DeepSpeed, under the name that holds the key; BuildError otherwise."""
         name = self.jit_name()
         self.name = name
         try:
@@ -69,25 +65,23 @@ class _DeepSpeedOp(NativeOp):
                 return module
         except ImportError as error:
             rule = f"was built in {jit.build_folder(name)} but cannot be loaded"
-            raise BuildError(
-                f"the native op {self.NAME}", rule, str(error), "remove that folder and try again"
-            ) from error
+            remedy = "remove that folder and try again"
+            raise BuildError(f"the native op {self.NAME}", rule, str(error), remedy) from error
         except (RuntimeError, OSError, subprocess.SubprocessError) as error:
-            raise jit.compile_error(
-                f"the native op {self.NAME}", str(error), jit.build_folder(name)
-            ) from error
+            what = f"the native op {self.NAME}"
+            raise jit.compile_error(what, str(error), jit.build_folder(name)) from error
         finally:
             self.name = self.NAME
+
+    def cxx_args(self) -> list[str]:
+        """Flags for this machine in a JIT build, portable ones in a wheel; DeepSpeed's would add -g."""
+        return self.jit_flags() if self.jit_mode else [*PORTABLE_FLAGS]
 
 
 class GearBuilder(_DeepSpeedOp, CpuOp, CPUOpBuilder):
     """Builds the CPU op: the store, selection and gather in C++."""
 
     BUILD_VAR = "DS_BUILD_GEAR"
-
-    def cxx_args(self) -> list[str]:
-        """Flags for this machine in a JIT build, portable ones in a wheel; CPUOpBuilder's would add -g."""
-        return self.jit_flags() if self.jit_mode else [*PORTABLE_FLAGS]
 
 
 class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
@@ -118,11 +112,7 @@ class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
         return missing
 
     def require_tools(self) -> None:
-        """Check what a build needs; the remedy of a machine without CUDA is the CPU op, not the reference.
-
-        Raises:
-            BuildError: Something is missing.
-        """
+        """Raise BuildError where a build lacks something; another remedy is the CPU op."""
         missing = self.missing()
         if missing:
             remedy = f'{" and ".join(missing.values())}, or set gear.backend to "cpu"'
@@ -145,10 +135,6 @@ class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
             "toolkit": f"{home} {nvcc}",
             "environment": {name: os.environ.get(name, "") for name in _NVCC_VARIABLES},
         }
-
-    def cxx_args(self) -> list[str]:
-        """Return the flags of the host side, as the CPU op's."""
-        return self.jit_flags()
 
     def nvcc_args(self) -> list[str]:
         """Return DeepSpeed's flags without fast-math and switches of half types; no fused multiply-add."""
@@ -222,18 +208,12 @@ def _known_first(lookup: Callable[[str], Any], give: Callable[[Any], Any]) -> Ca
 
 
 def require_nvcc() -> Path:
-    """Find the CUDA toolkit, and make torch and DeepSpeed use it.
-
-    Raises:
-        BuildError: There is none.
-    """
+    """Find the CUDA toolkit, and make torch and DeepSpeed use it; BuildError where there is none."""
     home = toolchain.hook_cuda_home()
     if home is None:
-        raise BuildError(
-            "the CUDA kernels of gear",
-            "cannot be compiled: no CUDA toolkit (nvcc)",
-            remedy="install a CUDA toolkit of torch's major version, and set CUDA_HOME to it",
-        )
+        remedy = "install a CUDA toolkit of torch's major version, and set CUDA_HOME to it"
+        rule = "cannot be compiled: no CUDA toolkit (nvcc)"
+        raise BuildError("the CUDA kernels of gear", rule, remedy=remedy)
     return home
 
 
@@ -249,15 +229,9 @@ def nvcc_flags() -> list[str]:
 
 
 def compile_kernels(folder: Path, flags: Sequence[str]) -> list[str]:
-    """Compile every kernel into a folder; objects that are there stay.
+    """Compile every kernel with `nvcc_flags` into a folder; objects that are there stay. Return the objects.
 
-    Args:
-        folder: Of the objects; one folder belongs to one version of sources, flags and toolkit.
-        flags: From `nvcc_flags`.
-    Returns:
-        The objects.
-    Raises:
-        BuildError: A kernel does not compile.
+    One folder belongs to one version of sources, flags and toolkit.
     """
     nvcc = require_nvcc() / "bin" / "nvcc"
     folder.mkdir(parents=True, exist_ok=True)
@@ -278,11 +252,7 @@ def compile_kernels(folder: Path, flags: Sequence[str]) -> list[str]:
 
 
 def static_runtime() -> Path:
-    """Find the static CUDA runtime of the toolkit, which needs no library where the kernels are loaded.
-
-    Raises:
-        BuildError: The toolkit lacks it.
-    """
+    """Find the static CUDA runtime of the toolkit, which needs no library where the kernels are loaded."""
     home = require_nvcc()
     for pattern in ("lib64", "lib", "targets/*/lib"):
         for found in sorted(home.glob(f"{pattern}/libcudart_static.a")):

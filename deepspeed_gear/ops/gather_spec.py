@@ -10,28 +10,17 @@ from deepspeed_gear.ops.records import Align, Pad
 
 @dataclass(frozen=True)
 class GatherSpec:
-    """Specification of one field of a gather, in the order of the words of `struct Field` in gather/gather.h.
+    """Specification of a field of a gather: the words of `struct Field` (gather/gather.h), in their order."""
 
-    Args:
-        source: Where its rows come from (Source).
-        offset: First step of the window, relative to the anchor.
-        length: Steps of the window.
-        align: Where the real steps of a window stand (Align).
-        after_n_step: 1: the op's vector of steps is added to the offset; else 0.
-        pad: Padding of the rest (Pad).
-        mask: Index of the mask that it writes; -1: another field writes it, or none.
-        part_first, part_count: The rows of the window that are gathered.
-    """
-
-    source: int
-    offset: int = 0
-    length: int = 1
+    source: int  # of `Source`
+    offset: int = 0  # of the window's first step, relative to the anchor
+    length: int = 1  # of the window, in steps
     align: int = Align.IN_PLACE
-    after_n_step: int = 0
+    after_n_step: int = 0  # 1: the op's vector of steps is added to the offset
     pad: int = Pad.VALUE
-    elements: int = 1
-    mask: int = -1
-    part_first: int = 0
+    elements: int = 1  # of a row
+    mask: int = -1  # index of the mask that it writes; -1: another field writes it, or none
+    part_first: int = 0  # the rows of the window that are gathered
     part_count: int = 1
 
 

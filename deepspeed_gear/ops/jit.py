@@ -60,17 +60,23 @@ def loaded(name: str) -> ModuleType | None:
 def build_lock(path: Path, timeout_s: float) -> Iterator[None]:
     """Hold the lock of a build in a shared folder; the kernel releases it when this process ends in any way.
 
-    Args:
-        path: The lock file; it stays, and holds the name of the last holder.
-        timeout_s: How long to wait for another builder, in seconds.
-    Raises:
-        BuildError: Another process still builds after `timeout_s`, or the file cannot be locked.
+    The lock file stays, and holds the name of the last holder. BuildError where another process still builds
+    after `timeout_s`, or the file cannot be locked.
     """
     fd = -1
+
+    def try_lock() -> bool:
+        try:
+            # lockf, not flock: a forked child (a data loader of the holder) must not keep the lock alive.
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
     try:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            is_held = wait_until(lambda: _try_lock(fd), timeout_s, _POLL_S)
+            is_held = wait_until(try_lock, timeout_s, _POLL_S)
         except OSError as error:
             remedy = "set TORCH_EXTENSIONS_DIR to a folder on a local disk that this user can write"
             raise BuildError(str(path), "cannot be locked for a build", str(error), remedy) from error
@@ -87,32 +93,15 @@ def build_lock(path: Path, timeout_s: float) -> Iterator[None]:
             os.close(fd)
 
 
-def _try_lock(fd: int) -> bool:
-    try:
-        # lockf, not flock: a forked child (a data loader of the holder) must not keep the lock alive.
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    return True
-
-
 def build_folder(name: str) -> Path:
-    """Return the build folder that torch uses for an extension; only its parent is made.
-
-    Raises:
-        BuildError: The extensions folder cannot be made.
-    """
+    """Return the build folder that torch uses for an extension; only its parent is made."""
     from torch.utils.cpp_extension import _get_build_directory
 
     try:
         return Path(_get_build_directory("", False)) / name
     except OSError as error:
-        raise BuildError(
-            "the folder of torch's extensions",
-            "cannot be made",
-            str(error),
-            "set TORCH_EXTENSIONS_DIR to a folder that this user can write",
-        ) from error
+        remedy = "set TORCH_EXTENSIONS_DIR to a folder that this user can write"
+        raise BuildError("the folder of torch's extensions", "cannot be made", str(error), remedy) from error
 
 
 def is_built(name: str) -> bool:
@@ -132,9 +121,6 @@ def build_or_import(name: str, build: Callable[[], ModuleType], timeout_s: float
         name: The extension's name; it must hold a hash of everything that the build depends on.
         build: Compiles into torch's folder of that name and imports the result.
         timeout_s: How long to wait for another process that builds it.
-    Raises:
-        BuildError: The build failed, here or in the process that was waited for; the wait was too long; or
-            another user can write where the library lies.
     """
     check_folders(build_folder(name))
     if (module := import_built(name)) is not None:
@@ -176,11 +162,7 @@ def import_built(name: str) -> ModuleType | None:
 
 
 def import_file(name: str, path: Path) -> ModuleType:
-    """Import an extension module from its file.
-
-    Raises:
-        BuildError: It cannot be loaded into this process, or another user may have written it.
-    """
+    """Import an extension module from its file, unless another user may have written it."""
     check_library(path)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -189,24 +171,18 @@ def import_file(name: str, path: Path) -> ModuleType:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except ImportError as error:
-        raise BuildError(
-            str(path), "cannot be loaded", str(error), "remove it, to have it built again"
-        ) from error
+        remedy = "remove it, to have it built again"
+        raise BuildError(str(path), "cannot be loaded", str(error), remedy) from error
     return module
 
 
 def compile_error(what: str, output: str, folder: Path) -> BuildError:
     """Return the error of a failed compilation: the compiler's first error lines and the build folder."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    error_lines = [
-        line for line in lines if re.search(r"\berror\b[: ]|undefined reference|cannot find -l", line)
-    ]
-    shown = "\n  ".join((error_lines or lines[-5:])[:5])
-    return BuildError(
-        what,
-        f"failed to compile in {folder}:\n  {shown}\n",
-        remedy="correct what the compiler names (build.ninja there has the commands)",
-    )
+    is_error = re.compile(r"\berror\b[: ]|undefined reference|cannot find -l").search
+    shown = "\n  ".join(([*filter(is_error, lines)] or lines[-5:])[:5])
+    remedy = "correct what the compiler names (build.ninja there has the commands)"
+    return BuildError(what, f"failed to compile in {folder}:\n  {shown}\n", remedy=remedy)
 
 
 def _say(text: str) -> None:
@@ -216,11 +192,8 @@ def _say(text: str) -> None:
 def check_library(path: Path) -> None:
     """Check a library before it is loaded, and the folders from which it could be replaced.
 
-    Args:
-        path: Of a build, in its folder in torch's extensions folder; or of the package's prebuilt library,
-            whose folder holds the package's own code.
-    Raises:
-        BuildError: Another user than root may have written it.
+    It is that of a build, in its folder in torch's extensions folder; or the package's prebuilt one, beside
+    the package's own code.
     """
     if path.resolve().parent == _PACKAGE:
         check_owner(path, {os.stat(__file__).st_uid})  # the owner of the package could have put code there
@@ -230,35 +203,24 @@ def check_library(path: Path) -> None:
 
 
 def check_folders(folder: Path) -> None:
-    """Check a build folder, where it exists, and the extensions folder that it lies in.
-
-    Raises:
-        BuildError: Another user than root may have put something there.
-    """
+    """Check a build folder, where it exists, and the extensions folder that it lies in."""
     check_owner(folder.parent)
     if folder.exists() or folder.is_symlink():
         check_owner(folder)
 
 
 def check_owner(path: Path, owners: Collection[int] = ()) -> None:
-    """Check that no other user may write a file or folder.
+    """Raise BuildError where another user than root, this one and `owners` may write a file or folder.
 
     A folder with the sticky bit, as /tmp, may be writable by all: nothing of this user can be replaced there.
     So may be what the user's private group can write (its name is the user's, and it has no other members),
     which is what a umask of 0002 is for.
-
-    Args:
-        path: Of the file or folder.
-        owners: User ids that may own it, besides root and this user.
-    Raises:
-        BuildError: Another user may write it, or it is missing.
     """
     try:
         status = os.stat(path)
     except OSError as error:
-        raise BuildError(
-            str(path), "must be readable", error.strerror, "remove it, and build again"
-        ) from error
+        remedy = "remove it, and build again"
+        raise BuildError(str(path), "must be readable", error.strerror, remedy) from error
     mine = "set TORCH_EXTENSIONS_DIR to a folder that only this user can write"
     if status.st_uid not in {0, os.geteuid(), *owners}:
         rule = f"must belong to user {os.geteuid()} or root: its code would run in this process"

@@ -6,8 +6,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -61,15 +60,9 @@ def build_kernels() -> None:
 
 
 def load_native_cuda(timeout_s: float = BUILD_TIMEOUT_S) -> ModuleType:
-    """Load the CUDA kernels, after the CPU op whose schemas they implement.
+    """Load the CUDA kernels, after the CPU op whose schemas they implement; as `load_native`.
 
     Those of a wheel are loaded also where there is no driver; DeepSpeed is imported only for others.
-
-    Args:
-        timeout_s: How long to wait for another process that builds them.
-    Raises:
-        BuildError: They are not prebuilt, and torch has no CUDA, there is no device, or no finished build and
-            no toolkit, or they do not compile.
     """
     op = CudaOp()
     is_prebuilt = op.fitting()[0] is not None
@@ -82,13 +75,6 @@ def load_native_cuda(timeout_s: float = BUILD_TIMEOUT_S) -> ModuleType:
 
 
 def _builder(name: str) -> Any:
-    with _without_accelerator_warning():
-        from . import builder
-    return getattr(builder, name)()
-
-
-@contextmanager
-def _without_accelerator_warning() -> Iterator[None]:
     """Import DeepSpeed without its warning that it has found no GPU, which is irrelevant to a replay."""
 
     def is_other(record: logging.LogRecord) -> bool:
@@ -97,6 +83,7 @@ def _without_accelerator_warning() -> Iterator[None]:
     logger = logging.getLogger("DeepSpeed")  # which DeepSpeed uses as it is
     logger.addFilter(is_other)
     try:
-        yield
+        from . import builder
     finally:
         logger.removeFilter(is_other)
+    return getattr(builder, name)()

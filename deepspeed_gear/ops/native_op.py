@@ -9,6 +9,7 @@ import DeepSpeed, which warns where it finds no GPU.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib.machinery
 import json
 import os
@@ -52,9 +53,14 @@ class NativeOp(ABC):
         return toolchain.missing_tools()
 
     def source_digest(self) -> str:
-        """Hash every file that the compiler reads from `csrc`."""
+        """Hash names and bytes of the files that the compiler reads from `csrc`, wherever that lies."""
         headers = (h for h in self.csrc.rglob("*.h") if self.reads(h))
-        return toolchain.digest_of(self.csrc, {*map(Path, self.sources()), *headers})
+        digest = hashlib.sha256()
+        for file in sorted({*map(Path, self.sources()), *headers}):
+            data = file.read_bytes()
+            digest.update(f"{file.relative_to(self.csrc).as_posix()} {len(data)}\n".encode())
+            digest.update(data)
+        return digest.hexdigest()
 
     def reads(self, header: Path) -> bool:
         """Return whether a header of `csrc` may be included: a change of it then makes another build."""
@@ -93,8 +99,6 @@ class NativeOp(ABC):
             timeout_s: How long to wait for another process that builds it.
             beside: Called in the one process that builds it, before it compiles.
             builder: Makes the DeepSpeed op builder that compiles it, where this is none.
-        Raises:
-            BuildError: It cannot be built or loaded; names what is missing and the remedy.
         """
 
         def load() -> ModuleType:
@@ -115,11 +119,7 @@ class NativeOp(ABC):
         return jit.load_once(self.NAME, load)
 
     def load_finished(self) -> ModuleType | None:
-        """Import the prebuilt op, else a finished build; None where there is neither.
-
-        Raises:
-            BuildError: It cannot be loaded, or another copy of the package has registered the op.
-        """
+        """Import the prebuilt op, else a finished build; None where there is neither."""
         prebuilt, _ = self.fitting()
         if prebuilt is not None:
             return jit.import_file(self.absolute_name(), prebuilt)
@@ -132,25 +132,15 @@ class NativeOp(ABC):
         return name if jit.is_built(name) else None
 
     def require_tools(self) -> None:
-        """Check what a build needs.
-
-        Raises:
-            BuildError: Something is missing.
-        """
+        """Raise BuildError where a build lacks something."""
         missing = self.missing()
         if missing:
-            raise BuildError(
-                f"the native op {self.NAME}",
-                f"cannot be built: {', '.join(missing)}",
-                remedy=f"{' and '.join(missing.values())}, or install a wheel that has the op",
-            )
+            remedy = f"{' and '.join(missing.values())}, or install a wheel that has the op"
+            rule = f"cannot be built: {', '.join(missing)}"
+            raise BuildError(f"the native op {self.NAME}", rule, remedy=remedy)
 
     def prebuilt(self) -> tuple[Path | None, str]:
-        """Find the op that was built with the wheel.
-
-        Returns:
-            Its file, or None and why there is none or why it is not this process's.
-        """
+        """Return the file of the op that was built with the wheel, or None; and why it does not fit here."""
         folder = Path(__file__).resolve().parent
         stem = f"{self.NAME}_op"
         files = (folder / f"{stem}{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES)
@@ -192,19 +182,13 @@ class CpuOp(NativeOp):
         return existing([folder / "library.cpp", folder / "module.cpp", *rest])
 
     def load_finished(self) -> ModuleType | None:
-        op = self.registered_op()
+        """Import it, unless another copy of the package has registered its ops: torch would abort."""
+        op = next((n for n in torch._C._dispatch_get_all_op_names() if n.startswith("gear::")), None)
         if op is not None:
-            raise BuildError(
-                "torch.ops.gear",
-                "is registered already by another copy of deepspeed_gear in this process",
-                op,
-                "start a new process, and import deepspeed_gear from one place only",
-            )
+            rule = "is registered already by another copy of deepspeed_gear in this process"
+            remedy = "start a new process, and import deepspeed_gear from one place only"
+            raise BuildError("torch.ops.gear", rule, op, remedy)
         return super().load_finished()
-
-    def registered_op(self) -> str | None:
-        """Return an op whose schema this library defines; torch aborts if it is registered again."""
-        return next((n for n in torch._C._dispatch_get_all_op_names() if n.startswith("gear::")), None)
 
 
 class CudaOp(NativeOp):
@@ -229,9 +213,6 @@ class CudaOp(NativeOp):
 
         Not part of `prebuilt`, because it initialises CUDA: a process that has done so must not fork, and
         `register` asks for what is prebuilt where DeepSpeed is imported.
-
-        Returns:
-            As `prebuilt`.
         """
         found, why = self.prebuilt()
         if found is None:
@@ -259,11 +240,7 @@ class CudaOp(NativeOp):
 
 
 def existing(files: Iterable[Path]) -> list[str]:
-    """Check that the sources lie where they are expected.
-
-    Raises:
-        BuildError: One is missing: the installation is damaged.
-    """
+    """Return the paths of sources; BuildError where one is missing: the installation is damaged."""
     listed = [*files]
     for file in listed:
         if not file.is_file():
@@ -272,12 +249,7 @@ def existing(files: Iterable[Path]) -> list[str]:
 
 
 def covers(architectures: str, device: tuple[int, int]) -> bool:
-    """Return whether kernels run on a device.
-
-    Args:
-        architectures: For which they are compiled, as in TORCH_CUDA_ARCH_LIST: "8.0;9.0+PTX".
-        device: Compute capability: major, minor.
-    """
+    """Return whether kernels for `architectures` ("8.0;9.0+PTX") run on a device: major, minor capability."""
     for architecture in architectures.split(";"):
         number, _, ptx = architecture.partition("+")
         major, minor = (int(part) for part in number.split("."))
@@ -287,9 +259,9 @@ def covers(architectures: str, device: tuple[int, int]) -> bool:
     return False
 
 
-def missing_device() -> dict[str, str]:
-    """List what kernels lack to run here: what is missing -> how to get it."""
-    missing = {}
+def require_device() -> None:
+    """Raise BuildError where there is no driver, no CUDA in torch, or no device for kernels to run on."""
+    missing = {}  # what is missing -> how to get it
     try:
         ctypes.CDLL(DRIVER)
     except OSError as error:
@@ -299,16 +271,6 @@ def missing_device() -> dict[str, str]:
         missing[f"torch {torch.__version__} is built without CUDA"] = "install a CUDA build of torch"
     if not missing and not torch.cuda.is_available():
         missing["torch sees no CUDA device"] = "check nvidia-smi and CUDA_VISIBLE_DEVICES"
-    return missing
-
-
-def require_device() -> None:
-    """Check that the kernels can run.
-
-    Raises:
-        BuildError: There is no driver, no CUDA in torch, or no device; names whether kernels are loaded.
-    """
-    missing = missing_device()
     if missing:
         module = jit.loaded(CudaOp.NAME)
         kernels = "no kernels are loaded" if module is None else f"kernels loaded from {module.__file__}"

@@ -13,7 +13,7 @@ Words = tuple[np.ndarray, ...]  # four quarters of random words, the highest fir
 
 
 def philox(seed: int, numbers: np.ndarray, stream: int, purposes: np.ndarray) -> Words:
-    """Make a random word of 128 bits for each number and purpose, as `ops.reference.philox` does, but fast.
+    """Make a random word of 128 bits for each number and purpose, as the reference does, but fast.
 
     Args:
         seed: The key, 64 bits.

@@ -45,9 +45,7 @@ class Resolution:
     MASS: Final = 6
     SAMPLE_NUMBER: Final = 7
     NUM_WORDS: Final = 8
-    NO_SAMPLE: Final = (
-        -1
-    )  # id and slot of a record without a sample; its other words are 0, but for the sample number
+    NO_SAMPLE: Final = -1  # id and slot of a record without a sample; else it is 0, but for the sample number
 
 
 class MassUnit:

@@ -34,18 +34,12 @@ _LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", 
 
 @dataclass(frozen=True)
 class StaleLock:
-    """A lock that no visible process holds.
-
-    Args:
-        age_s: Since it was made, in seconds.
-        unseen: Why a process that is not visible may hold it; empty if none can.
-        identity: Device, inode and time of its last change, in ns.
-    """
+    """A lock that no visible process holds."""
 
     path: Path
-    age_s: float
-    unseen: str
-    identity: tuple[int, int, int]
+    age_s: float  # since it was made
+    unseen: str  # why a process that is not visible may hold it; empty if none can
+    identity: tuple[int, int, int]  # device, inode and time of its last change, in ns
 
     @property
     def is_dead(self) -> bool:
@@ -81,13 +75,10 @@ def find() -> list[StaleLock]:
 
 
 def remove() -> list[Path]:
-    """Remove the locks whose holders are dead; log these, and old ones whose holders are not visible.
+    """Remove and return the locks whose holders are dead; log these, and old ones of holders not visible.
 
     Safe while other processes do the same or build: one process of a machine removes at a time, and only
     locks that it found stale twice. Costs half a second if there is a stale lock.
-
-    Returns:
-        What was removed.
     """
     first, removed = find(), []
     for lock in first:

@@ -14,7 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -142,16 +142,6 @@ def hook_cuda_home() -> Path | None:
     if home is not None:
         os.environ["CUDA_HOME"] = extension.CUDA_HOME = str(home)
     return home
-
-
-def digest_of(csrc: Path, files: Iterable[Path]) -> str:
-    """Hash names and bytes of source files, independent of where the folder lies."""
-    digest = hashlib.sha256()
-    for file in sorted(files):
-        data = file.read_bytes()
-        digest.update(f"{file.relative_to(csrc).as_posix()} {len(data)}\n".encode())
-        digest.update(data)
-    return digest.hexdigest()
 
 
 def abi() -> dict[str, str]:

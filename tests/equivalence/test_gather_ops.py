@@ -29,8 +29,8 @@ from op_wrappers import powers_of, scaling
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops import reference as meaning
 from deepspeed_gear.ops.records import Align, Resolution, Source
+from deepspeed_gear.ops.reference.convert import is_allowed
 from deepspeed_gear.schema import DTYPES
 
 ALIGNS = (Align.IN_PLACE, Align.LEFT, Align.RIGHT)
@@ -265,13 +265,13 @@ def test_every_conversion(native: Ops, source: str, target: str) -> None:
     for shift, gain in ((NONE, NONE), scale):
         window: dict[str, Any] = {"offset": -2, "length": 5, "dtype": to_dtype, "shift": shift, "gain": gain}
         fields = [Field(column, pad=pad, **window) for pad in (0.0, 1.0, "edge")]
-        if meaning.is_allowed(from_dtype, to_dtype, len(shift) > 0):
+        if is_allowed(from_dtype, to_dtype, len(shift) > 0):
             check(native, fields, resolutions)
         else:
             for ops in (REFERENCE, native):
                 with pytest.raises(REFUSED, match=r"conver|floating"):
                     gather(ops, fields, resolutions)
-    if source != target and meaning.is_allowed(from_dtype, to_dtype, False):
+    if source != target and is_allowed(from_dtype, to_dtype, False):
         runs, rows = runs_of(range(1, 71))  # the last one ends with its column
         values = random_bits(from_dtype, rows)
         columns = [at_offset(values, offset) for offset in range(0, 16, from_dtype.itemsize)]

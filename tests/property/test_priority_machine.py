@@ -14,9 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from store_support import StoreScene, check_whole, priority_rule, stream_spec
 
 from deepspeed_gear.errors import StoreError, StoreFullError
-from deepspeed_gear.ops import reference
 from deepspeed_gear.ops.constants import MOST_MASS_BITS, ONE_Q62
 from deepspeed_gear.ops.records import LogEntry, RandomPurpose, Slot, SlotState
+from deepspeed_gear.ops.reference.priorities import mass_
+from deepspeed_gear.ops.reference.select import philox
 from deepspeed_gear.replay import table_access
 from deepspeed_gear.store.records import Head
 
@@ -29,16 +30,16 @@ priorities = st.sampled_from([0.0, -0.0, 1e-40, 0.25, 1.0, 7.5, 1e4]) | st.float
 )
 
 
-def philox(seed: int, first: int, total: int, count: int) -> list[int]:
+def points_of(seed: int, first: int, total: int, count: int) -> list[int]:
     """Return floor(word * total / 2^128) in Python's integers."""
-    high, low = reference.philox(seed, torch.arange(count) + first, KEY_OF_STREAM, RandomPurpose.COORDINATE)
+    high, low = philox(seed, torch.arange(count) + first, KEY_OF_STREAM, RandomPurpose.COORDINATE)
     words = [(h % 2**64 << 64) + low_ % 2**64 for h, low_ in zip(high.tolist(), low.tolist(), strict=True)]
     return [word * total >> 128 for word in words]
 
 
 def masses_of(values: list[float], alpha: float) -> list[int]:
     out = torch.empty(len(values), dtype=torch.int64)
-    reference.mass_(out, torch.tensor(values, dtype=torch.float32), int(alpha * ONE_Q62), MOST_MASS_BITS)
+    mass_(out, torch.tensor(values, dtype=torch.float32), int(alpha * ONE_Q62), MOST_MASS_BITS)
     found: list[int] = out.tolist()
     return found
 
@@ -209,7 +210,7 @@ class PriorityMachine(RuleBasedStateMachine):
         masses = masses_of([self.known[item] for item in order], self.alpha_at)
         ends = np.cumsum(masses)
         assert int(ends[-1]) == total
-        coordinates = philox(self.seed, self.samples, total, self.batch)
+        coordinates = points_of(self.seed, self.samples, total, self.batch)
         if self.kind == "stratified":
             coordinates = [(j * total + c) // self.batch for j, c in enumerate(coordinates)]
         if self.kind == "top":

@@ -144,8 +144,8 @@ def host_arguments(name: str) -> tuple[Any, ...]:
             1,
         ),
         "prioritize_": (
-            *(sums, minima, priorities, out[:5].clone(), table, updates),
-            *([0, 0, 1, 9, 0], 1 << 61, 0, 40),
+            *(sums, minima + 3 * (torch.arange(len(minima)) < 2), priorities, out[:5].clone()),
+            *(table, updates, [0, 0, 1, 9, 0], 1 << 61, 0, 40),
         ),
         "slot_priorities_": (
             *(sums * 0, minima, priorities, out[:5].clone()),

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from dataclasses import dataclass
 
-from deepspeed_gear.ops import Ops, load_backend, reference
+from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.backends import OP_NAMES
+from deepspeed_gear.ops.reference import (
+    encode_rows,
+    gather,
+    packing,
+    priorities,
+    returns,
+    ring_table,
+    select,
+    sharded_draws,
+)
 
 
 @dataclass(frozen=True)
@@ -21,8 +32,9 @@ def ops_named(name: str) -> Ops:
     native = load_backend("cpu" if name == "reference" else name)
     if name != "reference":
         return native
-    ops = {op: getattr(reference, op) for op in OP_NAMES}
-    return ReferenceOps(name, **ops, native=native.native)
+    modules = encode_rows, gather, packing, priorities, returns, ring_table, select, sharded_draws
+    meaning = ChainMap(*map(vars, modules))
+    return ReferenceOps(name, **{op: meaning[op] for op in OP_NAMES}, native=native.native)
 
 
 def reference_ops() -> Ops:

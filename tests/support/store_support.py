@@ -218,21 +218,16 @@ def check_priorities_whole(masses: Any) -> None:
     """Check that masses, minima and counts are those of the stored priorities. Wants the lock."""
     import torch
 
-    from deepspeed_gear.ops import reference
     from deepspeed_gear.ops.records import Slot, SlotState, UpdateCount
+    from deepspeed_gear.ops.reference.priorities import mass_, minima_build_
     from deepspeed_gear.sampling.sum_tree import TreeChanges
 
-    leaves = torch.empty(masses.num_items, dtype=torch.int64)
-    reference.mass_(
-        leaves,
-        torch.from_numpy(masses.values.copy()),
-        int(masses.words[TreeChanges.ALPHA]),
-        masses.rule.most_bits,
-    )
+    leaves, values = torch.empty(masses.num_items, dtype=torch.int64), torch.from_numpy(masses.values.copy())
+    mass_(leaves, values, int(masses.words[TreeChanges.ALPHA]), masses.rule.most_bits)
     assert (leaves.numpy() == masses.leaves).all(), "a leaf is not the mass of its priority"
     if len(masses._minima):
         minima = torch.empty_like(masses._minima)
-        reference.minima_build_(minima, masses.sums, masses.num_items)
+        minima_build_(minima, masses.sums, masses.num_items)
         assert minima.equal(masses._minima), "a node is not the least of its children"
     assert masses.counts[UpdateCount.DRAWABLE] == np.count_nonzero(masses.leaves)
     admitted = np.zeros(masses.num_items, bool)

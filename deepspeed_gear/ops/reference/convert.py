@@ -35,15 +35,9 @@ def is_allowed(source: torch.dtype, target: torch.dtype, scaled: bool = False) -
 def convert(
     x: Tensor, target: torch.dtype, shift: Tensor | None = None, gain: Tensor | None = None
 ) -> Tensor:
-    """Convert elements.
+    """Convert elements of a stored dtype, [..., elements], to one that `is_allowed` admits; else ShapeError.
 
-    Args:
-        x: Of a stored dtype. [..., elements].
-        target: One of the pairs that `is_allowed` admits.
-        shift: float64, like `gain`: both or none. [1 or elements].
-        gain: See `shift`.
-    Raises:
-        ShapeError: There is no conversion between these dtypes.
+    Shift and gain are float64, [1 or elements], both or none.
     """
     if not is_allowed(x.dtype, target, gain is not None):
         raise ShapeError("dtype", f"must be one that {x.dtype} can be converted to", target)

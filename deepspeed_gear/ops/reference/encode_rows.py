@@ -184,13 +184,8 @@ def _places(
 ) -> list[tuple[int, int, int, int, int]]:
     """Return each row's column, its first byte there, its peer, its first byte in the message, its size.
 
-    Args:
-        plan, columns, heads: As of `encode_rows_`.
-        data: The bytes of each column.
-        rows: The place of each row in its column.
-        slots: The place of each trajectory in columns of one row per trajectory.
-    Raises:
-        ShapeError: One lies outside its column.
+    `rows` has the place of each row in its column, `slots` that of each trajectory in columns of one row per
+    trajectory; all must lie in `data`, the bytes of each column.
     """
     filled, places = heads.tolist(), []
     for c, (column, travelling) in enumerate(zip(columns.tolist(), plan.rows, strict=True)):

@@ -39,8 +39,6 @@ def check_rows(resolutions: Tensor, reads: Iterable[Reads], num_slots: int | Non
         resolutions: [B, 8], int64.
         reads: Those of every step column.
         num_slots: Of the shortest per-trajectory column; None if there is none.
-    Raises:
-        ShapeError: A resolution has no anchor, or a row lies outside.
     """
     first, steps, anchor, slot = (
         resolutions[:, i]

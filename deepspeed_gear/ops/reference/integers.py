@@ -140,14 +140,7 @@ def exp2(log: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def power_of_priority(bits: Tensor, alpha: int) -> tuple[Tensor, Tensor]:
-    """Raise priorities to alpha, Q62; exact for alpha 1.
-
-    Args:
-        bits: Of float32 that are finite and above 0. [...], int64.
-        alpha: In [0, 2^62].
-    Returns:
-        Significand and exponent, as those of `exp2`.
-    """
+    """Raise priorities, as bits of float32 above 0, to alpha, Q62; exact for alpha 1. Return as `exp2`."""
     biased, low = bits >> 23, bits & 0x7FFFFF
     mantissa, exponent = torch.where(biased > 0, low | 0x800000, low), biased.clamp(min=1) - 150
     if alpha == ONE_Q62:
@@ -157,11 +150,7 @@ def power_of_priority(bits: Tensor, alpha: int) -> tuple[Tensor, Tensor]:
 
 
 def float_bits(significand: Tensor, exponent: Tensor) -> Tensor:
-    """Round powers to float32, ties to even; the largest one beyond the range, 0 below the normal ones.
-
-    Returns:
-        The bits. [...], int64.
-    """
+    """Round powers to float32 bits, ties to even; the largest beyond the range, 0 below the normal ones."""
     drop, largest = 62 - 23, 0x7F7FFFFF
     is_odd, below_half = (significand >> drop) & 1, (1 << (drop - 1)) - 1
     kept = shift_right(significand + below_half + is_odd, drop)

@@ -45,11 +45,7 @@ def mass_(masses: Tensor, priorities: Tensor, alpha: int, most_bits: int) -> Non
 
 
 def order_of(bits: Tensor) -> Tensor:
-    """Check the float32 bits of priorities; without the sign of -0.0 they are ordered as the priorities.
-
-    Raises:
-        ShapeError: One is NaN, infinite or negative.
-    """
+    """Check the float32 bits of priorities; without the sign of -0.0 they are ordered as the priorities."""
     bad = torch.nonzero(~is_priority(bits))
     if len(bad):
         i = int(bad[0])
@@ -66,10 +62,7 @@ def is_priority(bits: Tensor) -> Tensor:
 def mass_of(bits: Tensor, alpha: int, most_bits: int) -> tuple[Tensor, Tensor]:
     """Return masses, and where they are clamped: above 2^most_bits, or below 2^EXACT_MASS_BITS by rounding.
 
-    Args:
-        bits: Of priorities, from `order_of`. [n], int64.
-        alpha: Q62.
-        most_bits: log2 of the largest mass, in [1, MOST_MASS_BITS].
+    Bits of priorities are those of `order_of`, [n], int64; alpha is Q62.
     """
     _check_exponent("alpha", alpha)
     if not 1 <= most_bits <= MOST_MASS_BITS:
@@ -112,28 +105,16 @@ def minima_build_(minima: Tensor, sums: Tensor, num_items: int) -> None:
     """
     children = sums[: -(-max(num_items, 1) // FAN_OUT) * FAN_OUT]
     for offset, width in minima_levels(num_items):
-        nodes = minima[offset : offset + width]
-        least = _least(children.view(-1, FAN_OUT))
-        nodes.zero_()[: len(least)] = least
+        nodes, groups = minima[offset : offset + width], children.view(-1, FAN_OUT)
+        least = torch.where(groups == 0, _NOTHING, groups).amin(dim=1)
+        nodes.zero_()[: len(least)] = torch.where(least == _NOTHING, 0, least)
         children = nodes
 
 
 def minima_update_(minima: Tensor, sums: Tensor, num_items: int, items: Tensor) -> None:
     """Repair the minima above leaves that have changed; items may repeat."""
     check_items(items, num_items)
-    levels = minima_levels(num_items)
-    below, nodes = sums, items
-    for offset, width in levels:
-        nodes = nodes // FAN_OUT
-        level = minima[offset : offset + width]
-        level[nodes] = _least(below[nodes[:, None] * FAN_OUT + torch.arange(FAN_OUT)])
-        below = level
-
-
-def _least(children: Tensor) -> Tensor:
-    """Return the least non-zero value of each row, 0 if there is none."""
-    least = torch.where(children == 0, _NOTHING, children).amin(dim=1)
-    return torch.where(least == _NOTHING, 0, least)
+    minima_build_(minima, sums, num_items)
 
 
 def resolve_rows_(

@@ -135,11 +135,7 @@ def slot_masses_(
 
 
 def entries_of(log: Tensor, first: int, last: int, num_slots: int) -> Tensor:
-    """Return entries [first, last) of a ring of slots. [last - first], int64.
-
-    Raises:
-        ShapeError: They are not in the ring, or name no slots.
-    """
+    """Return entries [first, last) of a ring of slots, which must lie in it. [last - first], int64."""
     if not 0 <= first <= last <= first + len(log):
         raise ShapeError("entries", f"must be in a log of {len(log)}", (first, last))
     entries = log[torch.arange(first, last) % max(len(log), 1)]
@@ -148,11 +144,7 @@ def entries_of(log: Tensor, first: int, last: int, num_slots: int) -> Tensor:
 
 
 def check_items(items: Tensor, num_items: int) -> None:
-    """Reject items outside the tree.
-
-    Raises:
-        ShapeError: An item is outside [0, num_items).
-    """
+    """Raise ShapeError unless all items lie in [0, num_items)."""
     if len(items) and not 0 <= int(items.min()) <= int(items.max()) < num_items:
         raise ShapeError("items", f"must lie in [0, {num_items})", items.tolist())
 
@@ -204,11 +196,7 @@ def resolve_(
 
 
 def check_coordinates(sums: Tensor, num_items: int, coordinates: Tensor) -> None:
-    """Reject coordinates beyond the tree's total: they would hit no item.
-
-    Raises:
-        ShapeError: A coordinate is outside [0, total).
-    """
+    """Raise ShapeError unless all coordinates lie in [0, total of the tree): others would hit no item."""
     total = int(sums[tree_levels(num_items)[-1][0] :].sum())
     if len(coordinates) and not 0 <= int(coordinates.min()) <= int(coordinates.max()) < total:
         raise ShapeError("coordinates", f"must lie in [0, {total})", coordinates.tolist())
@@ -253,9 +241,7 @@ def draw_goals_(
 
     Args:
         goal_step: Receives the rows. [B], int64.
-        resolutions: Of the samples. [B, 8], int64.
-        seed: Of the run.
-        stream: Key of the batch stream.
+        resolutions: [B, 8], int64.
         strategy: `GoalStrategy`: a row after the anchor, the last one, or any.
         fraction: Share of the samples that get such a goal, Q62.
         final_row: 1 where trajectories have T+1 goals, 0 where they have T.

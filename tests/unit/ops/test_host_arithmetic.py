@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed_gear.ops import constants, records, reference
+from deepspeed_gear.ops import constants, records
 from deepspeed_gear.ops.reference.integers import float_bits, log2, multiply_high, signed
-from deepspeed_gear.schema import DTYPE_CODES
+from deepspeed_gear.ops.reference.priorities import mass_of
+from deepspeed_gear.ops.reference.select import coordinate, philox
 
 ROOT = Path(__file__).resolve().parents[3]
 CSRC = ROOT / "ops" / "csrc"
@@ -83,7 +84,7 @@ def test_philox_known_answers(
     seed, number = key[1] << 32 | key[0], counter[1] << 32 | counter[0]
     expected = [word[1] << 32 | word[0], word[3] << 32 | word[2]]
     numbers = [number, *words(2, 50)]
-    high, low = reference.philox(seed, torch.tensor([signed(n) for n in numbers]), counter[2], counter[3])
+    high, low = philox(seed, torch.tensor([signed(n) for n in numbers]), counter[2], counter[3])
     both = [[h & MASK, w & MASK] for h, w in zip(high.tolist(), low.tolist(), strict=True)]
     assert both[0] == expected
     assert ask(f"philox {seed} {n} {counter[2]} {counter[3]}" for n in numbers) == both
@@ -100,7 +101,7 @@ def test_coordinate_is_the_floor_of_the_exact_product(ask: Ask) -> None:
     expected = [((h << 64 | w) * t) >> 128 for h, w, t in cases]
     assert ask(f"coordinate {h} {w} {t}" for h, w, t in cases) == [[x] for x in expected]
     h, w, t = torch.tensor([[signed(x) for x in case] for case in cases]).unbind(1)
-    assert [x & MASK for x in reference.coordinate(h, w, t).tolist()] == expected
+    assert [x & MASK for x in coordinate(h, w, t).tolist()] == expected
 
 
 def test_every_coordinate_is_equally_likely() -> None:
@@ -195,7 +196,7 @@ def test_masses_are_the_rounded_exact_powers(ask: Ask) -> None:
 def test_masses_are_the_same_in_both(ask: Ask) -> None:
     cases = [(case, most_bits) for case in priorities_and_exponents(200) for most_bits in (40, 25)]
     both = [
-        torch.stack(reference.mass_of(torch.tensor([bits]), alpha, most_bits), dim=1)[0].tolist()
+        torch.stack(mass_of(torch.tensor([bits]), alpha, most_bits), dim=1)[0].tolist()
         for (bits, alpha), most_bits in cases
     ]
     assert ask(f"mass {bits} {alpha} {most_bits}" for (bits, alpha), most_bits in cases) == both
@@ -314,14 +315,13 @@ def test_what_a_priority_is(ask: Ask) -> None:
 
 
 def test_python_repeats_the_headers_numbers() -> None:
-    """Enumerators of the headers against `constants` and `schema`."""
+    """Enumerators of the headers against `constants` and `records`."""
     text = "".join(
         (CSRC / name).read_text()
         for name in ("common/slot.h", "common/philox.h", "common/window.h", "common/power.h", "common/ring.h")
     )
     of_ops = ("draws", "gather", "priorities", "rows")
     text += "".join((CSRC / op / f"{op}.h").read_text() for op in of_ops)
-    text += (CSRC / "common" / "convert.h").read_text()
     named = {k: int(v) for k, v in re.findall(r"\b(k\w+) = (\d+)", text)}
     prefixes = {
         records.RandomPurpose: "kFor",
@@ -357,10 +357,6 @@ def test_python_repeats_the_headers_numbers() -> None:
     assert {name: named.get(name) for name in expected} == expected
     assert "kMostSteps = int64_t{1} << 40;" in text
     assert constants.MOST_STEPS == 1 << 40
-    codes = re.search(r"enum Dtype : int64_t \{([^}]*)\}", text)
-    assert codes is not None
-    names = [name.split("=")[0].strip()[1:].lower() for name in codes[1].split(",")]
-    assert {name: code for code, name in enumerate(names)} == DTYPE_CODES
     for record in (records.Slot, records.Resolution):
         body = re.search(rf"struct {record.__name__} \{{([^}}]*)\}}", text)
         assert body is not None

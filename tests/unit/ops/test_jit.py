@@ -112,7 +112,7 @@ class Workshop:
         def action() -> None:
             os.environ.update({**self.env, **env})
             jit._loaded.clear()
-            CpuOp.registered_op = lambda self: None  # type: ignore[method-assign]  # the tests' own is another
+            torch._C._dispatch_get_all_op_names = list  # the tests' own op is another
             builder = GearBuilder()
             builder.csrc = self.csrc
             try:
