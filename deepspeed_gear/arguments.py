@@ -121,11 +121,7 @@ def folder(name: str, value: object) -> Path:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text that may come from anywhere.
-
-    Raises:
-        ValueError: It is none, or nested too deeply for Python's parser, which would raise RecursionError.
-    """
+    """Return the value of a JSON text from anywhere; ValueError also where it is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:

@@ -20,10 +20,9 @@ class WaitLog:
         self._what, self._begin, self._next = what, time.monotonic(), LOG_EVERY_S
 
     def note(self, who: Callable[[], str]) -> float:
-        """Log the wait if that is due; return its duration so far, in seconds.
+        """Log the wait for those that `who` returns if that is due; return its duration so far, in seconds.
 
-        Args:
-            who: Returns the ranks that it waits for; "": another rank logs them.
+        Nothing is logged where `who` returns "": another rank logs them.
         """
         waited = time.monotonic() - self._begin
         if waited >= self._next:
@@ -42,8 +41,6 @@ class Context:
     """The rank of a replay: passed to the parts of the replay at construction.
 
     Args:
-        rank: Of the process group.
-        num_nodes: Of the process group.
         timeout_s: Longest wait for another process, in seconds.
         check: Called while this rank waits, from any thread. Raises if the wait cannot end: another rank or
             node is lost, or has failed.

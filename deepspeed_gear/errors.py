@@ -130,10 +130,7 @@ _RAISED = " [raised on "
 def relayed(kind: type[GearError], text: str, where: str) -> GearError:
     """Return the error of another rank or node as it is raised here: the cause first, then its path.
 
-    Args:
-        kind: Of the error.
-        text: Of the error there, which may have been relayed before.
-        where: The rank or node that it comes from, and what it did.
+    `text` may have been relayed before; `where` is the rank or node that it comes from, and what it did.
     """
     cause, found, way = text.rpartition(_RAISED)
     if found and way.endswith("]"):

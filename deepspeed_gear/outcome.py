@@ -17,14 +17,10 @@ class Outcome:
     """A failure of another rank's or node's part of something that all do.
 
     As words: the kind, the bytes of the text, the text; what does not fit of it is left out.
-
-    Args:
-        kind: Place in `_KINDS` of the first type that fits.
-        text: Of the error, with the name of its type where that is none of this package.
     """
 
-    kind: int
-    text: str
+    kind: int  # place in `_KINDS` of the first type that fits
+    text: str  # with the name of the error's type where that is none of this package
 
     @classmethod
     def of(cls, error: BaseException) -> Outcome:
@@ -47,12 +43,10 @@ class Outcome:
         return cls(int(words[0]), text.decode(errors="replace"))
 
     def error(self, where: str, is_own: bool = False) -> GearError:
-        """Return the error to raise here.
+        """Return the error to raise here, with `where`: the rank or node that has failed, and what it did.
 
-        Args:
-            where: The rank or node that has failed, and what it did.
-            is_own: Whether it has failed in this rank's place too, so that the type stays; else it is a
-                PeerError, or a NotReadyError where the same call may succeed later.
+        A PeerError, or a NotReadyError where the same call may succeed later. The type stays where it has
+        failed in this rank's place too (`is_own`).
         """
         kind = _KINDS[self.kind]
         if not is_own:

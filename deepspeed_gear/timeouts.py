@@ -39,14 +39,7 @@ def wait_until(
 
 
 def check_timeout(name: str, value: Any) -> float:
-    """Return a timeout that was given as an argument.
-
-    Args:
-        name: Of the argument, for the error.
-        value: Seconds; 0 does not wait.
-    Raises:
-        ConfigError: It is not a number in [0, `MOST_TIMEOUT_S`].
-    """
+    """Return a timeout that was given as an argument: seconds in [0, `MOST_TIMEOUT_S`]; 0 does not wait."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or not 0 <= value <= MOST_TIMEOUT_S:
         rule = f"must be a number of seconds in [0, {MOST_TIMEOUT_S}]"

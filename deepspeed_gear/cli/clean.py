@@ -54,13 +54,10 @@ def buffers() -> list[Path]:
 
 
 def remove_unused_buffers() -> list[Path]:
-    """Remove this user's buffers that no visible process of this user maps or holds open.
+    """Remove and return this user's buffers that no visible process of this user maps or holds open.
 
     Where containers share /dev/shm but not their process ids, ranks of another container are not visible.
     Removal leaves their mapped memory intact; it fails them only while they open each other's buffers.
-
-    Returns:
-        The files that were removed.
     """
     found = buffers()
     used = set(_files_in_use()) if found else set()

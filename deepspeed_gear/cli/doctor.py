@@ -87,17 +87,16 @@ def run(options: argparse.Namespace) -> int:
         print("gear: connecting each two hosts", file=sys.stderr, flush=True)
         problems += ssh_hosts.unreachable(list(reports), options.timeout)
     for host, facts in reports.items():
-        why = facts["not_registered"]
-        size = (
-            f"all of {show_bytes(facts['shm_bytes'])} may be registered, up to gear.transfer.register_bytes"
-        )
-        text = f"none can be registered, batches are staged: {why}" if why else size
+        text = f"none can be registered, batches are staged: {facts['not_registered']}"
+        if not facts["not_registered"]:
+            size = show_bytes(facts["shm_bytes"])
+            text = f"all of {size} may be registered, up to gear.transfer.register_bytes"
         print(f"registration: {host}: {text}")
     for problem in problems:
         print(f"problem: {problem}")
     print(f"{len(problems)} problem{'' if len(problems) == 1 else 's'}")
     if options.json:
-        found = {"hosts": reports, "problems": [error_to_json(problem) for problem in problems]}
+        found = {"hosts": reports, "problems": [*map(error_to_json, problems)]}
         try:
             Path(options.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
@@ -110,12 +109,8 @@ def read_answer(host: str, stdout: str) -> dict[str, Any]:
     """Return a host's report, found in its standard output among that of its shell and libraries."""
     line = next((line for line in stdout.splitlines() if line.startswith(_MARK)), None)
     if line is None:
-        raise PeerError(
-            f"host {host}",
-            "must have a deepspeed_gear with gear doctor",
-            stdout[-200:],
-            "install this version there",
-        )
+        rule, remedy = "must have a deepspeed_gear with gear doctor", "install this version there"
+        raise PeerError(f"host {host}", rule, stdout[-200:], remedy)
     facts: dict[str, Any] = json.loads(line[len(_MARK) :])
     return facts
 
@@ -124,11 +119,7 @@ def read_answer(host: str, stdout: str) -> dict[str, Any]:
 
 
 def examine(data: str | None = None) -> dict[str, Any]:
-    """Return the facts of this machine, JSON-able. Loads the native op, and builds it if need be.
-
-    Args:
-        data: Folder of a data set to open as well.
-    """
+    """Return the facts of this machine and of a data set's folder, JSON-able. Loads or builds the op."""
     import torch
 
     from deepspeed_gear import __version__
@@ -197,11 +188,9 @@ def examine(data: str | None = None) -> dict[str, Any]:
 
 
 def problems_of(reports: Mapping[str, Facts], slots: Mapping[str, int] | None = None) -> list[GearError]:
-    """Return the problems of machines, each alone and compared with the others.
+    """Return the problems of the machines that `examine` reports on, each alone and compared with the others.
 
-    Args:
-        reports: Of `examine`, by host.
-        slots: Ranks on each host, where a hostfile names them.
+    `slots` are the ranks on each host, where a hostfile names them.
     """
     problems: list[GearError] = []
     for host, facts in reports.items():

@@ -90,18 +90,16 @@ def run(args: argparse.Namespace) -> int:
     files = {args.out / CONFIG_FILE: json.dumps(config, indent=2) + "\n", args.out / SCRIPT_FILE: script}
     for path in files:
         if path.exists() and not args.force:
-            raise DataError(
-                str(path), "must not exist", None, "overwrite it with --force, or choose another --out"
-            )
+            remedy = "overwrite it with --force, or choose another --out"
+            raise DataError(str(path), "must not exist", None, remedy)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
             path.write_text(text, encoding="utf-8")
             print(f"wrote {path}")
     except OSError as error:
-        raise DataError(
-            str(args.out), "must be a writable folder", error.strerror, "choose another --out"
-        ) from error
+        rule = "must be a writable folder"
+        raise DataError(str(args.out), rule, error.strerror, "choose another --out") from error
     split, held_out = held_out_split(dataset)
     if split != dataset.split:
         share = f"{split[_HELD_OUT]:.0%} of the trajectories are held out"
@@ -132,11 +130,7 @@ def held_out_split(dataset: Dataset) -> tuple[dict[str, float], str | None]:
 
 
 def make_config(dataset: Dataset, num_ranks: int = 1) -> dict[str, Any]:
-    """Return a ds_config whose `gear` section fits a data set.
-
-    Args:
-        num_ranks: Ranks of the first start; others keep the batch of all ranks together.
-    """
+    """Return a ds_config whose `gear` section fits a data set; any number of ranks keeps its whole batch."""
     fields: dict[str, dict[str, Any]] = {}
     window = {"offset": 0, "length": _length(dataset)}
 
@@ -172,11 +166,7 @@ def make_config(dataset: Dataset, num_ranks: int = 1) -> dict[str, Any]:
 
 
 def make_script(dataset: Dataset, launch: str) -> str:
-    """Return a behaviour cloning script for a data set.
-
-    Args:
-        launch: The command that starts it.
-    """
+    """Return a behaviour cloning script for a data set, which names the command that starts it."""
     observations = _columns(dataset, "observation")
     heads = [_Head(_field(c), c.num_elements, _num_classes(dataset, c)) for c in _columns(dataset, "action")]
     names = [json.dumps(_field(c)) for c in observations]

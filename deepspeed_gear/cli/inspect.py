@@ -133,14 +133,12 @@ def summarize(dataset: Dataset) -> dict[str, Any]:
 
 def _overall(statistics: ColumnStatistics | None) -> dict[str, float | None]:
     """Describe a column by one mean, std, min and max over all its elements; None without finite values."""
-    if statistics is None:
+    if statistics is None or not np.isfinite(statistics.mean).any():
         return dict.fromkeys(("mean", "std", "min", "max"))
-    mean, std = statistics.mean.ravel(), statistics.std.ravel()
-    known = np.isfinite(mean)
-    if not known.any():
-        return dict.fromkeys(("mean", "std", "min", "max"))
-    center = float(mean[known].mean())
-    spread = float(np.sqrt((std[known] ** 2 + (mean[known] - center) ** 2).mean()))
+    known = np.isfinite(statistics.mean)
+    mean, std = statistics.mean[known], statistics.std[known]
+    center = float(mean.mean())
+    spread = float(np.sqrt((std**2 + (mean - center) ** 2).mean()))
     low, high = float(np.nanmin(statistics.min)), float(np.nanmax(statistics.max))
     return {"mean": center, "std": spread, "min": low, "max": high}
 
@@ -221,20 +219,14 @@ def describe_living(process: int | None) -> tuple[dict[str, Any], list[str]]:
                 "distribution": summary,
             }
         )
-        lines.append(
-            f"table {store.table} of process {', '.join(map(str, store.processes))}: {show_bytes(size)}"
-        )
+        processes = ", ".join(map(str, store.processes))
+        lines.append(f"table {store.table} of process {processes}: {show_bytes(size)}")
         lines += [f"  run           {store.run}", *_lines(summary)]
     return {"stores": entries}, lines or ["no process of this user holds a store"]
 
 
 def describe_saved(folder: Path | None, tables: Sequence[Path]) -> tuple[dict[str, Any], list[str]]:
-    """Return the position and the tables of a checkpoint, JSON-able and as lines.
-
-    Args:
-        folder: Of the position; None: there is none.
-        tables: Folders of the tables.
-    """
+    """Return the position (None: there is none) and the tables in these folders, JSON-able and as lines."""
     lines: list[str] = []
     known = None
     if folder is not None:
@@ -242,9 +234,8 @@ def describe_saved(folder: Path | None, tables: Sequence[Path]) -> tuple[dict[st
         without = "" if tables else ", without tables: data sets hold their contents"
         lines.append(f"position in {folder}{without}")
         for table, words in known["train"].items():
-            text = (
-                f"{words['global_batches']:,} global batches, {words['samples']:,} samples of table {table}"
-            )
+            text = f"{words['global_batches']:,} global batches, {words['samples']:,} samples"
+            text += f" of table {table}"
             if "epoch" in words:
                 epoch = f"{words['epoch_samples']:,} of {words['epoch_items']:,} items"
                 text += f"; epoch {words['epoch']}: {epoch}"
@@ -291,15 +282,12 @@ def _lines(summary: dict[str, Any] | None) -> list[str]:
         what = f"{one['trajectories']:,} trajectories ({one['steps']:,} steps) {one['reason']}"
         lines.append(f"  excluded      {what}; {one['remedy']}")
     if summary["effective"] is not None:
-        shares = ", ".join(
-            f"top {float(part):.0%}: {share:.1%}" for part, share in summary["share_of_top"].items()
-        )
+        tops = summary["share_of_top"].items()
+        shares = ", ".join(f"top {float(part):.0%}: {share:.1%}" for part, share in tops)
         lines.append(f"  mass          {shares}; effective items {summary['effective']:.1%}")
     if summary["priorities"] is not None:
         lines.append("  priorities    " + ", ".join(f"{k} {v:.4g}" for k, v in summary["priorities"].items()))
     if summary["draws"] is not None:
-        draws = summary["draws"]
-        lines.append(
-            f"  drawn         mean {draws['mean']:.4g}, max {draws['max']:,}, never {draws['never']:.1%}"
-        )
+        drawn = "  drawn         mean {mean:.4g}, max {max:,}, never {never:.1%}"
+        lines.append(drawn.format(**summary["draws"]))
     return lines

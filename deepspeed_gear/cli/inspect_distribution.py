@@ -32,32 +32,20 @@ LEVELS = (0.1, 0.5, 0.9)  # quantiles of values of trajectories
 
 @dataclass(frozen=True)
 class Distribution:
-    """The drawable items of a table, with their masses and priorities.
-
-    Args:
-        kind: Of the sampler in the config, and what an item is; "" where it is not known.
-        num_steps: Stored; None where only the data set records it.
-        masses: Of what the tree draws: items, or their trajectories. [n], float64, above 0.
-        priorities: Of the items. [n], float32; None without.
-        draws: How often each item was drawn. [m], int32; None if not counted.
-        excluded: What cannot be drawn, by reason; None where it is not counted.
-        waiting: Items that the next selection adds: they were written since the latest one.
-        lengths: Steps of each stored trajectory. [n], int64; None where only the data set records them.
-        groups: Numbers of groups, as `TableGroups.statistics`; None without groups.
-    """
+    """The drawable items of a table, with their masses and priorities."""
 
     table: str
-    kind: str
+    kind: str  # of the sampler in the config, and what an item is; "" where it is not known
     unit: str
     num_trajectories: int
-    num_steps: int | None
-    masses: np.ndarray
-    priorities: np.ndarray | None
-    draws: np.ndarray | None
-    excluded: list[Exclusion] | None = None
-    waiting: int = 0
-    lengths: np.ndarray | None = None
-    groups: dict[str, int | None] | None = None
+    num_steps: int | None  # None, as `lengths`: only the data set records them
+    masses: np.ndarray  # of what the tree draws: items, or their trajectories. [n], float64, above 0
+    priorities: np.ndarray | None  # of the items. [n], float32
+    draws: np.ndarray | None  # how often each item was drawn, if counted. [m], int32
+    excluded: list[Exclusion] | None = None  # what cannot be drawn, by reason; None: not counted
+    waiting: int = 0  # items written since the latest selection, which the next one adds
+    lengths: np.ndarray | None = None  # steps of each stored trajectory. [n], int64
+    groups: dict[str, int | None] | None = None  # their numbers, as `TableGroups.statistics`
 
     def summary(self) -> dict[str, Any]:
         """Return the numbers that `gear inspect` prints; JSON-able."""
@@ -174,17 +162,15 @@ def _admitted_steps(slots: np.ndarray, anchors: list[int]) -> tuple[np.ndarray, 
 def find_saves(folder: Path) -> tuple[Path | None, list[Path]]:
     """Return the folders of a checkpoint's position, None without one, and of its saved tables.
 
-    Args:
-        folder: Of an engine's checkpoints, of which the latest tag is taken; of a tag, its gear folder or a
-            table.
+    The folder is that of an engine's checkpoints, of which the latest tag is taken; or of a tag, its gear
+    folder or a table.
     """
     latest = folder / _LATEST
     if latest.is_file():
         folder /= latest.read_text().strip()
         if not folder.is_dir():
-            raise CheckpointError(
-                str(latest), "must name a folder beside it", folder.name, "take another checkpoint"
-            )
+            rule, remedy = "must name a folder beside it", "take another checkpoint"
+            raise CheckpointError(str(latest), rule, folder.name, remedy)
     if save_folders.manifests_in(folder):
         return None, [folder]
     folders = (folder, folder / _GEAR)

@@ -41,13 +41,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand.
-
-    Args:
-        argv: The arguments after the program's name; None takes the process's.
-    Returns:
-        The exit status: 2 for an error that names its remedy, 130 after Ctrl-C.
-    """
+    """Run a subcommand; return the exit status: 2 for an error that names its remedy, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if os.getcwd() not in sys.path:  # "module:Class" of options and configs; installed modules come first
         sys.path.append(os.getcwd())

@@ -100,11 +100,7 @@ def as_json(found: Preview) -> dict[str, Any]:
 
 
 def format_table(found: Preview, full: bool = False) -> str:
-    """Return the text that `gear preview` prints.
-
-    Args:
-        full: Add a line for each rank, and for each two nodes that exchange rows.
-    """
+    """Return the text that `gear preview` prints; `full`: with a line for each rank, and each two nodes."""
     lines = [str(found.info), "", *_groups_of_ranks(found), *_groups_of_nodes(found)]
     if full:
         heads = ["rank", "node", "place", "fields of a micro batch", "first ids", "size", "padding"]

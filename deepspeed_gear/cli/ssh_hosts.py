@@ -44,12 +44,8 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise ConfigError(
-            str(path),
-            "must be a readable hostfile",
-            error.strerror,
-            "copy configs/hostfile.example and name your hosts",
-        ) from error
+        rule, remedy = "must be a readable hostfile", "copy configs/hostfile.example and name your hosts"
+        raise ConfigError(str(path), rule, error.strerror, remedy) from error
     hosts: dict[str, int] = {}
     for number, line in enumerate(map(str.strip, lines), 1):
         if not line or line.startswith("#"):
@@ -116,23 +112,16 @@ def on_each(hosts: Collection[str], act: Callable[[str], T]) -> tuple[dict[str, 
 
 def unanswered(host: str, timeout_s: float) -> PeerError:
     """Return the error of a host that is too slow."""
-    return PeerError(
-        f"host {host}",
-        f"must answer within {timeout_s:g} s",
-        None,
-        "look at what hangs there (ps, dmesg), or give a longer --timeout",
-    )
+    remedy = "look at what hangs there (ps, dmesg), or give a longer --timeout"
+    return PeerError(f"host {host}", f"must answer within {timeout_s:g} s", None, remedy)
 
 
 def failed(host: str, stderr: str) -> PeerError:
     """Return the error of a program, or an ssh, that failed on a host."""
     lines = stderr.strip().splitlines() or ["nothing"]
-    return PeerError(
-        f"host {host}",
-        "must run this interpreter over ssh, without a password",
-        lines[-1],
-        f"try: {' '.join(SSH[:3])} {host} {sys.executable} --version",
-    )
+    rule = "must run this interpreter over ssh, without a password"
+    remedy = f"try: {' '.join(SSH[:3])} {host} {sys.executable} --version"
+    return PeerError(f"host {host}", rule, lines[-1], remedy)
 
 
 # ---- connections ---------------------------------------------------------------------------------
@@ -164,16 +153,12 @@ def unreachable(hosts: Sequence[str], timeout_s: float) -> list[GearError]:
         def find_failures(host: str) -> list[GearError]:
             others = {f"{to.rpartition('@')[2]}:{port}": to for to, port in ports.items() if to != host}
             answer = run_on(host, [*_MODULE, "ask", token, *others], timeout_s)
-            return [
-                PeerError(
-                    f"host {others[address]}",
-                    f"must be reached from host {host} on TCP port {address.rpartition(':')[2]}",
-                    why,
-                    "open the ports between the hosts, and let both resolve its name to an address that they "
-                    "reach",
-                )
-                for address, why in json.loads(answer.splitlines()[-1]).items()
-            ]
+            remedy = "open the ports between the hosts; let both resolve its name to an address they reach"
+            found: list[GearError] = []
+            for address, why in json.loads(answer.splitlines()[-1]).items():
+                rule = f"must be reached from host {host} on TCP port {address.rpartition(':')[2]}"
+                found.append(PeerError(f"host {others[address]}", rule, why, remedy))
+            return found
 
         failures, unasked = on_each(ports, find_failures)
     return [*problems, *unasked, *chain.from_iterable(failures.values())]

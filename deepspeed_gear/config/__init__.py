@@ -38,21 +38,15 @@ from deepspeed_gear.errors import ConfigError
 
 
 def parse(section: Mapping[str, Any] | GearConfig) -> GearConfig:
-    """Check a `gear` section.
+    """Check the JSON object under `"gear"`; return the frozen config, defaults filled in.
 
-    Args:
-        section: The JSON object under `"gear"`; a GearConfig is returned as it is.
-    Returns:
-        The frozen config, defaults filled in.
-    Raises:
-        ConfigError: An option is unknown, of a wrong type or value, or contradicts another.
+    A GearConfig is returned as it is. ConfigError where an option is unknown, wrong, or contradicts another.
     """
     if isinstance(section, GearConfig):
         return section
     if not isinstance(section, Mapping) or not all(isinstance(key, str) for key in section):
-        raise ConfigError(
-            "gear", "must be a JSON object", section, 'write "gear": {"data": "path/of/the/data/set"}'
-        )
+        remedy = 'write "gear": {"data": "path/of/the/data/set"}'
+        raise ConfigError("gear", "must be a JSON object", section, remedy)
     try:
         return GearConfig(**section)
     except ValidationError as error:

@@ -44,11 +44,7 @@ GOAL_EXAMPLE = '"goal": {"column": "desired_goal", "hindsight": "achieved_goal"}
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the config whose options are checked. Each method raises ConfigError unless its rule holds.
-
-    Args:
-        at: Name of the part, for errors.
-    """
+    """A part of the config, and its name. Each method raises ConfigError unless its rule holds."""
 
     at: str
     options: BaseModel
@@ -363,13 +359,10 @@ def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
     remedy = "a minibatch has one item at least"
     Part(at, size).at_most("minibatches", size.size, "the items of the batch", remedy)
     if unit != "group":
-        loss, rule = (
-            Part("gear.loss", config.loss),
-            'must be another one where gear.sampler.unit is not "group"',
-        )
+        rule = 'must be another one where gear.sampler.unit is not "group"'
         for option, value in (("normalize", "group"), ("by", "member")):
             if getattr(config.loss, option) == value:
-                loss.refuse(option, rule, "sample groups")
+                Part("gear.loss", config.loss).refuse(option, rule, "sample groups")
 
 
 def _check_names(config: GearOptions) -> None:
@@ -432,13 +425,7 @@ def refuse_split(at: str, split: object) -> None:
 
 
 def check_lengths(config: GearOptions, longest: Mapping[str, int]) -> None:
-    """Reject a data set with trajectories that no pack can hold.
-
-    Args:
-        longest: Steps of the longest trajectory of each data set, by table.
-    Raises:
-        ConfigError: One is longer than a micro batch.
-    """
+    """Reject data sets with trajectories that no pack can hold: the longest of each has `longest` steps."""
     if config.pack is None or config.pack.too_long == "truncate":
         return
     for name in config.sampled_tables:
@@ -449,14 +436,7 @@ def check_lengths(config: GearOptions, longest: Mapping[str, int]) -> None:
 
 
 def check_ranks(config: GearOptions, replicas: int, sequence: int, stages: int) -> None:
-    """Reject a plan width, a multiple or a grid that packed batches do not suit.
-
-    Args:
-        replicas: Ranks that train on different samples.
-        sequence: Ranks that share a sequence.
-    Raises:
-        ConfigError: One does not suit them.
-    """
+    """Reject a plan width, a multiple or a grid of ranks that packed batches do not suit."""
     pack = config.pack
     if pack is None:
         return
@@ -464,10 +444,8 @@ def check_ranks(config: GearOptions, replicas: int, sequence: int, stages: int) 
         rule = f"must be a multiple of the replicas ({replicas})"
         raise ConfigError("gear.pack.plan_width", rule, pack.plan_width, "change it, or the number of ranks")
     if pack.pad.multiple % sequence:
-        rule, remedy = (
-            f"must be a multiple of the sequence ranks ({sequence})",
-            "each of them gets an equal slice",
-        )
+        rule = f"must be a multiple of the sequence ranks ({sequence})"
+        remedy = "each of them gets an equal slice"
         raise ConfigError("gear.pack.pad.multiple", rule, pack.pad.multiple, remedy)
     if stages > 1:
         remedy = "a pipeline's schedule has a fixed number of micro batches of one shape: use windows"

@@ -18,11 +18,8 @@ SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 def read(config: Any) -> tuple[Any, dict[str, Any]]:
     """Return the gear section of a config, and the batch sizes of the ds_config around it.
 
-    Args:
-        config: A ds_config with a section `gear`, or the section alone: a mapping, or the path of a JSON
-            file. Anything else is returned as it is.
-    Raises:
-        ConfigError: The file cannot be read, or is no JSON.
+    A config is a ds_config with a section `gear`, or the section alone: a mapping, or the path of a JSON
+    file. Anything else is returned as it is.
     """
     if isinstance(config, (str, Path)):
         try:
@@ -45,11 +42,7 @@ def read(config: Any) -> tuple[Any, dict[str, Any]]:
 def micro_and_accumulation(sizes: Mapping[str, Any], replicas: int) -> tuple[int, int]:
     """Return the samples of a micro batch, and the micro batches of a rank in a global batch, as an engine.
 
-    Args:
-        sizes: Those of `SIZES` that a ds_config has.
-        replicas: Ranks that train on different samples.
-    Raises:
-        ConfigError: They are too few, no counts, or do not agree for this number of ranks.
+    `sizes` are those of `SIZES` that a ds_config has; ConfigError where they do not agree for the replicas.
     """
     for name, value in sizes.items():
         if type(value) is not int or value < 1:
@@ -62,22 +55,16 @@ def micro_and_accumulation(sizes: Mapping[str, Any], replicas: int) -> tuple[int
     if steps is None:
         steps = 1 if batch is None or micro < 1 else batch // replicas // micro
     if micro < 1 or steps < 1 or batch not in (None, micro * steps * replicas):
-        raise ConfigError(
-            "train_batch_size",
-            f"must be micro batch * accumulation * replicas ({micro} * {steps} * {replicas})",
-            batch,
-            "give train_micro_batch_size_per_gpu and gradient_accumulation_steps instead",
-        )
+        rule = f"must be micro batch * accumulation * replicas ({micro} * {steps} * {replicas})"
+        remedy = "give train_micro_batch_size_per_gpu and gradient_accumulation_steps instead"
+        raise ConfigError("train_batch_size", rule, batch, remedy)
     return micro, steps
 
 
 def batch_sizes(config: GearOptions, replicas: int) -> tuple[int, int]:
     """Return the sizes of the micro batch and the global batch of a replay without an engine, in samples.
 
-    Args:
-        replicas: Ranks that train on different samples.
-    Raises:
-        ConfigError: Neither size is given, or they do not agree for this number of ranks.
+    ConfigError where neither is given, or they do not agree for this number of replicas.
     """
     steps = config.gradient_accumulation_steps
     parts = replicas * steps
@@ -88,10 +75,8 @@ def batch_sizes(config: GearOptions, replicas: int) -> tuple[int, int]:
         return config.micro_batch_size, config.micro_batch_size * parts
     micro = config.micro_batch_size or config.batch_size // parts
     if micro * parts != config.batch_size:
-        given = config.micro_batch_size or "any"
-        rule = (
-            f"must be micro_batch_size * gradient_accumulation_steps * ranks ({given} * {steps} * {replicas})"
-        )
+        sizes = f"{config.micro_batch_size or 'any'} * {steps} * {replicas}"
+        rule = f"must be micro_batch_size * gradient_accumulation_steps * ranks ({sizes})"
         remedy = "change one of them, or the number of ranks"
         raise ConfigError("gear.batch_size", rule, config.batch_size, remedy)
     return micro, config.batch_size

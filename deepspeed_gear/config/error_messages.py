@@ -91,9 +91,8 @@ def _one(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
     if error["type"] == "gear_conflict":
         context = error["ctx"]
         option = dotted("gear", *path, context["option"]) if context["option"] else name
-        return ConfigError(
-            option, context["rule"].replace("{at}", name), _short(context["value"]), context["remedy"]
-        )
+        rule = context["rule"].replace("{at}", name)
+        return ConfigError(option, rule, _short(context["value"]), context["remedy"])
     value = _short(error["input"])
     if value is None:
         return ConfigError(name, f"must be {admitted}, got null", None, "leave it out for its default")

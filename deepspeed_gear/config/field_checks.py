@@ -29,41 +29,24 @@ _GATHERED = (torch.int32, torch.int64)  # integers that the gather op converts o
 
 @dataclass(frozen=True)
 class ResolvedField:
-    """A field of a batch with all defaults filled in.
-
-    Args:
-        name: Its name in the batch.
-        column: The stored column, or None for a derived field.
-        derived: "return_to_go", "timestep", "position" or None.
-        offset: First step relative to the anchor, or "n_step".
-        length: Steps of the window; None for no time axis.
-        align: "in_place", "left" or "right".
-        pad_kind: "zero", "edge" or "value".
-        pad_value: The padding where `pad_kind` is "value", else 0.
-        normalize: "mean_std", "min_max" or None.
-        scale: Factor applied after normalisation.
-        dtype: Name of the dtype in the batch, or "engine"; of an opaque column its own.
-        part_first: First step of the window that is gathered. No option: set where ranks share a window.
-        part_length: Steps that are gathered; None for the whole window.
-        mask_only: Only the mask is made, the column is not read. No option: set for pipeline stages.
-        hindsight: The column that a relabelled sample takes the row of a drawn step from, or None.
-    """
+    """A field of a batch with all defaults filled in; options as in `FieldConfig`."""
 
     name: str
-    column: Column | None
+    column: Column | None  # None: derived
     derived: str | None = None
     offset: int | Literal["n_step"] = 0
     length: int | None = None
     align: str = "in_place"
-    pad_kind: str = "zero"
+    pad_kind: str = "zero"  # or "edge", or "value": that of `pad_value`, else 0
     pad_value: int | float = 0
     normalize: str | None = None
     scale: float = 1.0
-    dtype: str = "float32"
+    dtype: str = "float32"  # in the batch, or "engine"; of an opaque column its own
+    # No options. Where ranks share a window: its first step that is gathered, and how many (None: all).
     part_first: int = 0
     part_length: int | None = None
-    mask_only: bool = False
-    hindsight: Column | None = None
+    mask_only: bool = False  # for pipeline stages: the mask is made, the column is not read
+    hindsight: Column | None = None  # that a relabelled sample takes the row of a drawn step from
 
     @property
     def follows(self) -> bool:
@@ -106,17 +89,14 @@ def check_against(
     schemas: Mapping[str, Schema],
     statistics_available: Collection[str] | bool | None = None,
 ) -> list[ResolvedField]:
-    """Check a config against the columns of its tables.
+    """Check a config against the columns of its tables; ConfigError where one is missing or does not suit.
 
     Args:
-        schemas: Schema of each table by name.
         statistics_available: Columns of the sampled table that have statistics; True for all, False for none,
             None for all where the table holds a data set.
     Returns:
         The fields of a batch in the order of the config, or of the schema where the config names none; then
         without opaque columns.
-    Raises:
-        ConfigError: An option asks for a column that is missing or does not suit it.
     """
     for name in config.resolved_tables:
         if name not in schemas:
@@ -388,20 +368,10 @@ def _check_dtype(part: Part, own: str, requested: str, column: Column | None, co
             part.refuse("as", f"must keep the precision of {source}", "use float32")
     elif converted:
         part.refuse("as", "must be a float type where the field is normalised or scaled", "use float32")
-    elif not _holds(target, have):
+    elif torch.promote_types(target, have) != target:
         part.refuse("as", f"must hold every value of {source}", f"use {own} or a wider type")
     elif target != have and target not in _GATHERED:
         part.refuse("as", f"must be {own}, int32, int64 or a float type", "use int32")
-
-
-def _holds(target: torch.dtype, have: torch.dtype) -> bool:
-    """Return whether an integer or bool type holds every value of another type."""
-    if target == have or have is torch.bool:
-        return True
-    if have.is_floating_point or target is torch.bool:
-        return False
-    wide, narrow = torch.iinfo(target), torch.iinfo(have)
-    return wide.min <= narrow.min and narrow.max <= wide.max
 
 
 def _check_pad(part: Part, pad: int | float, dtype: str) -> None:

@@ -106,16 +106,11 @@ def _leaves(options: Any, name: str) -> dict[str, Any]:
 
 
 def difference(a: GearOptions, b: GearOptions) -> list[str]:
-    """Return the shared options in which two configs differ, with both values.
-
-    Returns:
-        One text per option, such as "gear.seed: 0 and 1"; empty if the digests are equal.
-    """
+    """Return the shared options in which two configs differ, with both values: "gear.seed: 0 and 1"."""
     left, right = _leaves(shared_options(a), "gear"), _leaves(shared_options(b), "gear")
-    names = [*left, *(name for name in right if name not in left)]
-    return [
-        f"{name}: {json.dumps(left[name]) if name in left else 'absent'} and "
-        f"{json.dumps(right[name]) if name in right else 'absent'}"
-        for name in names
-        if name not in left or name not in right or left[name] != right[name]
-    ]
+    texts = []
+    for name in {**left, **right}:
+        one, other = (json.dumps(known[name]) if name in known else "absent" for known in (left, right))
+        if one != other:
+            texts.append(f"{name}: {one} and {other}")
+    return texts

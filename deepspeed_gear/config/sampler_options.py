@@ -253,11 +253,7 @@ class ExternalSampler(DrawingOptions):
 
     @property
     def made_options(self) -> Any:
-        """The instance of the class's `Options` made from `options`.
-
-        Raises:
-            ConfigError: The class cannot be imported, or does not admit the options.
-        """
+        """The instance of the class's `Options` made from `options`; ConfigError where there is none."""
         found = imported(self.kind, "gear.sampler.kind")
         model = getattr(found, "Options", None)
         if not (isinstance(model, type) and issubclass(model, BaseModel)):

@@ -48,15 +48,7 @@ Schedule = Annotated[Any, BeforeValidator(_check), PlainSerializer(_to_json), Wo
 
 
 def value_at(schedule: Any, step: int, name: str) -> float:
-    """Return the value of a schedule at a global batch.
-
-    Args:
-        schedule: As the config holds it.
-        step: Number of the global batch, from 0 on.
-        name: Of the option, for errors.
-    Raises:
-        ConfigError: A function cannot be imported, or returns no number in [0, 1].
-    """
+    """Return the value of a schedule at global batch `step`, from 0 on; `name` is the option, for errors."""
     if callable(schedule):
         return _called(schedule, step, name)
     if not isinstance(schedule, dict):
@@ -75,14 +67,7 @@ def end_of(schedule: Any) -> int | None:
 
 
 def imported(path: str, name: str) -> Callable[..., Any]:
-    """Import and return the attribute that "module:attribute" names.
-
-    Args:
-        path: As the config has it.
-        name: Of the option, for errors.
-    Raises:
-        ConfigError: It cannot be imported.
-    """
+    """Import and return the attribute that "module:attribute" names; `name` is the option, for the error."""
     module, _, attribute = path.partition(":")
     try:
         found: Any = importlib.import_module(module)

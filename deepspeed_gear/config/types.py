@@ -67,12 +67,9 @@ def refuse(rule: str, remedy: str = "") -> PydanticCustomError:
 
 
 def conflict(rule: str, remedy: str = "", option: str = "", value: Any = None) -> PydanticCustomError:
-    """Return the error of a model whose options contradict one another; `translate` adds the model's name.
+    """Return the error of a model whose options contradict one another, or of one of them, `option`.
 
-    Args:
-        rule: "must ...", with "{at}" in place of the model's name.
-        option: The option of the model that the error is of; the model itself where it is empty.
-        value: The value to show.
+    `error_messages.translate` puts the model's name in place of "{at}" in the rule.
     """
     context = {"rule": rule, "remedy": remedy, "option": option, "value": value}
     message = f"{option} {rule}".strip().replace("{at}.", "")
