@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from gear_support import SCHEMA, config_of, prefix, run_command, shared_files, trajectory, write_dataset
+from group_support import GROUP, add, add_groups, check_groups, section, train
 from process_support import environment
 from replay_support import streams_of
 from snapshot_support import into_shards
@@ -24,6 +26,7 @@ from deepspeed_gear.cli import inspect
 from deepspeed_gear.cli.inspect_distribution import Distribution, find_saves, of_living, of_saved
 from deepspeed_gear.errors import CheckpointError, ConfigError, StoreError, show_bytes
 from deepspeed_gear.ops.records import Slot, SlotState
+from deepspeed_gear.store.group_spec import COUNTED, GroupCount
 from deepspeed_gear.store.live_stores import LiveStore, living_stores
 from deepspeed_gear.store.row_allocator import rows_of
 
@@ -55,6 +58,11 @@ def section_of(name: str, **options: Any) -> dict[str, Any]:
 
 
 run = partial(run_command, inspect)
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert run(*arguments) == 0
+    return capsys.readouterr().out
 
 
 def living(store: LiveStore) -> Distribution:
@@ -96,18 +104,16 @@ def test_a_store_of_another_process(capsys: pytest.CaptureFixture[str]) -> None:
     known = json.loads(process.stdout.readline())
     summary = living(store).summary()
     assert summary["draws"] == pytest.approx(known)
-    assert run("--living", str(process.pid)) == 0
-    assert capsys.readouterr().out.splitlines()[:5] == [
+    assert shown(capsys, "--living", str(process.pid)).splitlines()[:5] == [
         f"table main of process {process.pid}: {show_bytes(store.layout.total_bytes)}",
         f"  run           {store.run}",
         "  sampler       prioritized, unit step",
         "  trajectories  6",
         f"  steps         {sum(LENGTHS)}",
     ]
-    assert run("--living", str(process.pid), "--json") == 0
-    (shown,) = json.loads(capsys.readouterr().out)["stores"]
-    assert (shown["processes"], shown["run"]["name"]) == ([process.pid], "steps")
-    assert shown["distribution"] == summary
+    (entry,) = json.loads(shown(capsys, "--living", str(process.pid), "--json"))["stores"]
+    assert (entry["processes"], entry["run"]["name"]) == ([process.pid], "steps")
+    assert entry["distribution"] == summary
     process.kill()
     process.communicate(timeout=60)
     assert living(store).summary() == summary  # a look outlives the run: it is a map of its own
@@ -117,8 +123,7 @@ def test_a_store_of_another_process(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_process_without_a_store(capsys: pytest.CaptureFixture[str]) -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
-        assert run("--living", str(process.pid)) == 0
-        assert capsys.readouterr().out == "no process of this user holds a store\n"
+        assert shown(capsys, "--living", str(process.pid)) == "no process of this user holds a store\n"
         process.kill()
 
 
@@ -155,18 +160,15 @@ def test_a_store_of_each_sampler(name: str, tmp_path: Path, capsys: pytest.Captu
     evicted = of_saved(tmp_path / "evicted" / "main")
     assert (evicted.num_trajectories, evicted.summary()["drawable"]) == (4, (left > 0).sum())
     assert evicted.masses.sum() == pytest.approx(left.sum())
-    assert run(str(tmp_path / "tag")) == 0
-    assert "  trajectories  5\n" in capsys.readouterr().out
-    assert run(str(tmp_path / "tag"), "--json") == 0
-    assert json.loads(capsys.readouterr().out)["tables"] == [found.summary()]
+    assert "  trajectories  5\n" in shown(capsys, str(tmp_path / "tag"))
+    assert json.loads(shown(capsys, str(tmp_path / "tag"), "--json"))["tables"] == [found.summary()]
     shards = tmp_path / "shards" / "gear" / "main"
     shutil.copytree(gear / "main", shards)
     into_shards(shards, 3, by_steps)
     for folder in (tmp_path / "shards", shards.parent, shards):
         assert find_saves(folder)[1] == [shards]
     assert of_saved(shards).summary() == found.summary()
-    assert run(str(tmp_path / "shards")) == 0
-    assert "  trajectories  5\n" in capsys.readouterr().out
+    assert "  trajectories  5\n" in shown(capsys, str(tmp_path / "shards"))
     with (gear / "main" / "stream.train.draws.npy").open("r+b") as file:
         file.seek(130)
         file.write(b"\xff")
@@ -215,8 +217,8 @@ def test_steps_since_the_latest_selection_can_be_drawn(
         replay.sample()
         last = seen()
     before = (0, drawable[0], drawable[2])
-    for shown, wanted, held, length in zip((first, then, last), drawable, before, (4, 7, 7), strict=True):
-        for one in shown:
+    for looks, wanted, held, length in zip((first, then, last), drawable, before, (4, 7, 7), strict=True):
+        for one in looks:
             summary = one.summary()
             assert (summary["drawable"], summary["waiting"]) == (wanted, wanted - held)
             assert not summary["excluded"]
@@ -247,8 +249,7 @@ def test_a_checkpoint_of_a_position_only(tmp_path: Path, capsys: pytest.CaptureF
             "  passes        2 over eval",
             f"  data set      main: {fingerprint}",
         ]
-    assert run(str(tmp_path / "run"), "--json") == 0
-    assert json.loads(capsys.readouterr().out) == {
+    assert json.loads(shown(capsys, str(tmp_path / "run"), "--json")) == {
         "position": {
             "train": {"main": {"global_batches": 7, "samples": 28, **known}},
             "passes": {"eval": 2},
@@ -277,15 +278,13 @@ def test_a_checkpoint_of_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[
     }
     with DeviceReplay(section, "cpu", schemas={"main": SCHEMA}) as replay:
         replay.save(tmp_path / "gear")
-    assert run(str(tmp_path / "gear")) == 0
-    assert capsys.readouterr().out.splitlines() == [
+    assert shown(capsys, str(tmp_path / "gear")).splitlines() == [
         f"position in {tmp_path / 'gear'}",
         "  used          0 global batches, 0 samples of table main",
         f"table main in {tmp_path / 'gear' / 'main'}",
         "  replicas      1, each with a table in its device's memory",
     ]
-    assert run(str(tmp_path), "--json") == 0
-    assert json.loads(capsys.readouterr().out)["tables"] == [{"table": "main", "replicas": 1}]
+    assert json.loads(shown(capsys, str(tmp_path), "--json"))["tables"] == [{"table": "main", "replicas": 1}]
 
 
 OWN_SAMPLER = """
@@ -355,3 +354,105 @@ def test_what_is_refused(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"must have format 3"):
         run(str(tmp_path))
+
+
+# ---- tables of groups: groups and lengths ------------------------------------------------------------
+
+
+def numbers(complete: int, incomplete: int, **left_out: int) -> dict[str, int]:
+    return {"complete": complete, "incomplete": incomplete, **dict.fromkeys(COUNTED, 0), **left_out}
+
+
+@pytest.mark.parametrize("kind", ["fifo", "uniform", "prioritized"])
+def test_groups_that_no_selection_has_seen(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A look at a run changes none of its words; groups that are complete are drawable."""
+    with Replay(section(sampler={"kind": kind})) as replay:
+        add_groups(replay, range(3), steps=5)
+        add(replay, 9, steps=12)
+        groups = train(replay).table.groups
+        assert groups is not None
+        before = groups.words.copy(), groups.counts.copy()
+        found = living(store_of(replay))
+        assert (groups.words == before[0]).all()
+        assert (groups.counts == before[1]).all()
+        assert groups.counts[GroupCount.HELD] == 0  # the process itself has formed none
+        assert found.groups == numbers(3, 1)
+        assert (found.summary()["drawable"], found.waiting) == (3, 3)
+        assert found.excluded is not None
+        assert [(one.trajectories, one.reason) for one in found.excluded] == [(1, "of incomplete groups")]
+        replay.save(tmp_path / "first")
+        saved = of_saved(tmp_path / "first" / "main")
+        assert {**saved.summary(), "excluded": None} == {**found.summary(), "excluded": None}
+        text = shown(capsys, str(tmp_path / "first"))
+        for line in (
+            "  lengths       min 5, 10% 5, 50% 5, 90% 5, max 12, mean 5.7",
+            "  groups        3 complete, 1 incomplete",
+            "  left out      0 groups rejected, 0 too large, 0 evicted unsampled",
+            "  trajectories  0 late, 0 of groups that had left, 0 unfilled, 0 surplus",
+            "  drawable      3 (3 added since the latest selection)",
+        ):
+            assert line in text.splitlines()
+        add_groups(replay, [3])
+        replay.rollout()  # of 4 groups
+        add_groups(replay, [4, 5])
+        found = living(store_of(replay))
+        assert (len(found.masses), found.waiting, found.summary()["drawable"]) == (4, 2, 6)
+        replay.save(tmp_path / "second")
+        saved = of_saved(tmp_path / "second" / "main")
+        assert (len(saved.masses), saved.waiting, saved.groups) == (4, 2, numbers(6, 1))
+        check_groups(replay)
+
+
+def test_rejected_oversized_and_late(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Counts of a look are those that the process finds at its next selection."""
+    group = {**GROUP, "needs": ["reward"], "where": {"reward": {"std": {"min": 0.1}}}}
+    with Replay(section(group=group)) as replay:
+        for prompt in range(4):
+            for member in range(3):
+                number = add(replay, prompt, member, steps=2 + prompt)
+                if prompt != 3:
+                    replay.fill(number, reward=float(member) if prompt else 1.0)  # prompt 0: all are equal
+        late = add(replay, 1, 3)
+        replay.fill(late, reward=0.0)
+        found = living(store_of(replay))
+        assert found.groups == numbers(2, 1, rejected=1, surplus=1)
+        assert sorted(found.lengths.tolist()) == [3, 3, 3, 4, 4, 4, 5, 5, 5]  # type: ignore[union-attr]
+        assert found.groups == replay.statistics()["groups"]["main"]  # which forms them
+        assert living(store_of(replay)).groups == found.groups
+        replay.save(tmp_path)
+        assert of_saved(tmp_path / "main").groups == found.groups
+        (table,) = json.loads(shown(capsys, str(tmp_path), "--json"))["tables"]
+        assert table["groups"] == found.groups
+        assert (table["length"]["min"], table["length"]["0.5"], table["length"]["max"]) == (3, 4, 5)
+        stores = json.loads(shown(capsys, "--living", str(os.getpid()), "--json"))["stores"]
+        (store,) = (one for one in stores if one["run"]["id"] == replay.run)
+        assert store["distribution"]["groups"] == found.groups
+        text = shown(capsys, "--living", str(os.getpid()))
+        assert "  left out      1 groups rejected, 0 too large, 0 evicted unsampled\n" in text
+        assert "  trajectories  0 late, 0 of groups that had left, 0 unfilled, 1 surplus\n" in text
+
+
+def test_a_group_that_time_completes() -> None:
+    group = {**GROUP, "after_s": 0.05, "min_size": 2}
+    with Replay(section(group=group)) as replay:
+        add_groups(replay, [0], size=2)
+        time.sleep(0.06)
+        found = living(store_of(replay))
+        assert (found.groups, found.waiting) == (numbers(1, 0), 1)
+
+
+def test_a_save_of_an_earlier_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its manifest does not name the column of groups."""
+    with Replay(section()) as replay:
+        add_groups(replay, range(2))
+        add(replay, 9)
+        replay.save(tmp_path)
+    file = tmp_path / "main" / "manifest.json"
+    manifest: dict[str, Any] = json.loads(file.read_text())
+    del manifest["group"]
+    file.write_text(json.dumps(manifest))
+    found = of_saved(tmp_path / "main")
+    assert found.groups == {**numbers(2, 0), "incomplete": None}
+    assert "  groups        2 complete, not known incomplete\n" in shown(capsys, str(tmp_path / "main"))
