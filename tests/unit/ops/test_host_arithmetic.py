@@ -104,16 +104,6 @@ def test_coordinate_is_the_floor_of_the_exact_product(ask: Ask) -> None:
     assert [x & MASK for x in coordinate(h, w, t).tolist()] == expected
 
 
-def test_every_coordinate_is_equally_likely() -> None:
-    """The words that give a coordinate differ in number by one at most: 2^-64 relative, exactly as stated."""
-    for total in (3, 1000, (1 << 62) - 1):
-        counts = [
-            -(-((c + 1) << 128) // total) - -(-(c << 128) // total) for c in (0, 1, total // 2, total - 1)
-        ]
-        assert max(counts) - min(counts) <= 1
-        assert Fraction(max(counts), min(counts)) - 1 < Fraction(1, 1 << 64)
-
-
 def test_layout_of_a_tree(ask: Ask) -> None:
     sizes = [0, 1, 31, 32, 33, 1023, 1024, 1025, 32768, 32769, 10**6, 1 << 25, (1 << 40) + 1, 1 << 50]
     flat = [

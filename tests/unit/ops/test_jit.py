@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,13 +14,14 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from process_support import in_child
+from process_support import exit_status, in_child, kill
 
 from deepspeed_gear.errors import BuildError
 from deepspeed_gear.ops import builder as builder_module
 from deepspeed_gear.ops import jit, load, load_backend, toolchain
 from deepspeed_gear.ops.builder import GearBuilder, GearCudaBuilder
 from deepspeed_gear.ops.native_op import CpuOp
+from deepspeed_gear.timeouts import wait_until
 
 BINDING = """
 #include <Python.h>
@@ -53,28 +52,6 @@ exec c++ "$@"
 """
 
 
-class Loading:
-    """A child that loads the op: its process id, and the file that it writes at its end."""
-
-    def __init__(self, pid: int, printed: Path) -> None:
-        self.pid, self.printed, self.ended = pid, printed, False
-
-    def finish(self) -> str:
-        """Wait for the child, which must not crash; give what it printed."""
-        until(self.has_ended)
-        assert self.printed.is_file(), "it crashed"
-        return self.printed.read_text()
-
-    def has_ended(self) -> bool:
-        self.ended = self.ended or os.waitpid(self.pid, os.WNOHANG)[0] == self.pid
-        return self.ended
-
-    def kill(self) -> None:
-        if not self.has_ended():
-            os.kill(self.pid, signal.SIGKILL)
-            until(self.has_ended)
-
-
 class Workshop:
     """A small op's sources, an empty extensions folder, and processes that load the op."""
 
@@ -99,15 +76,13 @@ class Workshop:
             "GATE": "",
         }
         self.folder = folder
-        self.loads: list[Loading] = []
 
     def answer(self, value: object) -> None:
         """Change the header, and with it what the op returns."""
         (self.csrc / "common" / "answer.h").write_text(f"constexpr int kAnswer = {value};\n")
 
-    def start(self, timeout_s: float = 60, beside: Callable[[], None] | None = None, **env: str) -> Loading:
+    def start(self, timeout_s: float = 60, beside: Callable[[], None] | None = None, **env: str) -> int:
         """Load the op in a child of this process, which has imported torch and DeepSpeed."""
-        printed = self.folder / f"printed-{len(self.loads)}"
 
         def action() -> None:
             os.environ.update({**self.env, **env})
@@ -119,14 +94,18 @@ class Workshop:
                 text = f"answer {builder.load(timeout_s=timeout_s, beside=beside).answer()}"
             except BuildError as error:
                 text = f"error {error}"
-            printed.write_text(text)
+            (self.folder / f"printed-{os.getpid()}").write_text(text)
 
-        self.loads.append(Loading(in_child(action), printed))
-        return self.loads[-1]
+        return in_child(action)
+
+    def finish(self, child: int) -> str:
+        """Wait for a child, which must not crash; give what it printed."""
+        assert exit_status(child) == 0, "it crashed"
+        return (self.folder / f"printed-{child}").read_text()
 
     def load(self, timeout_s: float = 60, **env: str) -> str:
         """Load the op in a child, and give what that printed."""
-        return self.start(timeout_s, **env).finish()
+        return self.finish(self.start(timeout_s, **env))
 
     def compilations(self) -> list[str]:
         """The commands that compiled something."""
@@ -144,10 +123,7 @@ class Workshop:
 
 def until(condition: Callable[[], bool]) -> None:
     """Wait for something that other processes bring about."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "waited for a minute"
-        time.sleep(0.02)
+    assert wait_until(condition, 60, 0.02), "waited for a minute"
 
 
 def alive(pid: int) -> bool:
@@ -163,8 +139,6 @@ def workshop(tmp_path: Path, checkout: Path) -> Iterator[Workshop]:
     shop = Workshop(tmp_path, checkout)
     yield shop
     shop.gate.touch()
-    for child in shop.loads:
-        child.kill()
 
 
 # The key
@@ -281,7 +255,7 @@ def test_processes_that_start_together_build_once(workshop: Workshop) -> None:
     processes = [workshop.start(GATE=str(workshop.gate)) for _ in range(3)]
     until(lambda: len(workshop.compilations()) >= 1)
     workshop.gate.touch()
-    assert [process.finish() for process in processes] == ["answer 1"] * 3
+    assert [workshop.finish(process) for process in processes] == ["answer 1"] * 3
     assert len(workshop.compilations()) == 2
 
 
@@ -301,10 +275,10 @@ def test_the_kernels_are_built_beside_the_cpu_op(
         load.start_kernels()
 
     env = {"PYTHONPATH": str(workshop.checkout), "GATE": str(workshop.gate)}
-    assert workshop.start(beside=start_kernels, **env).finish() == "answer 1"
+    assert workshop.finish(workshop.start(beside=start_kernels, **env)) == "answer 1"
     until(lambda: len(workshop.compilations()) == 4)  # of both: a log is shared
     (tmp_path / "started").unlink()
-    assert workshop.start(beside=start_kernels, **env).finish() == "answer 1"
+    assert workshop.finish(workshop.start(beside=start_kernels, **env)) == "answer 1"
     assert not (tmp_path / "started").exists(), "a finished build starts nothing"
 
 
@@ -336,7 +310,7 @@ def test_a_killed_build_does_not_block_the_next(workshop: Workshop) -> None:
     killed = workshop.start(GATE=str(workshop.gate))
     until(lambda: len(workshop.compilations()) >= 1)
     assert (workshop.built() / "lock").exists(), "torch's own lock, on which it would wait for ever"
-    killed.kill()
+    kill(killed)
     orphans = [int(line.split()[0]) for line in workshop.compilations()]
     assert any(map(alive, orphans)), "the compiler outlives its parent"
     assert workshop.load() == "answer 1"
@@ -354,20 +328,19 @@ def test_the_wait_for_another_build_is_bounded(workshop: Workshop) -> None:
     until(lambda: len(workshop.compilations()) >= 1)
     printed = workshop.load(timeout_s=0.3)
     assert printed.startswith("error ")
-    assert f"{workshop.built()}.lock is still held by pid {builder.pid} on " in printed
+    assert f"{workshop.built()}.lock is still held by pid {builder} on " in printed
     assert "after 0.3 s" in printed
     workshop.gate.touch()
-    assert builder.finish() == "answer 1"
+    assert workshop.finish(builder) == "answer 1"
 
 
 def has_open(pid: int, path: Path) -> bool:
     """Tell whether a process has a file open. It opens and closes others meanwhile."""
-    links = Path(f"/proc/{pid}/fd").iterdir()
-    found = []
-    for link in links:
+    for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            found.append(os.readlink(link))
-    return str(path.resolve()) in found
+            if os.readlink(link) == str(path.resolve()):
+                return True
+    return False
 
 
 def test_a_compile_error_is_raised_here_and_where_that_build_is_waited_for(workshop: Workshop) -> None:
@@ -377,14 +350,14 @@ def test_a_compile_error_is_raised_here_and_where_that_build_is_waited_for(works
     second = workshop.start(GATE=str(workshop.gate))
     # The second has opened the lock file, so it waits.
     lock = Path(f"{workshop.built()}.lock")
-    until(lambda: has_open(second.pid, lock))
+    until(lambda: has_open(second, lock))
     workshop.gate.touch()
-    printed = first.finish()
+    printed = workshop.finish(first)
     assert printed.startswith(f"error the native op gear failed to compile in {workshop.built()}")
     assert "answer.h:1:" in printed
     assert "no_such_name" in printed
     compilations = len(workshop.compilations())
-    printed = second.finish()
+    printed = workshop.finish(second)
     assert "failed to build in another process" in printed
     assert "no_such_name" in printed
     assert len(workshop.compilations()) == compilations
@@ -430,8 +403,82 @@ def test_a_build_that_others_can_write_is_not_loaded(workshop: Workshop) -> None
         os.umask(before)
     (library,) = workshop.built().glob("*.so")
     assert [oct(path.stat().st_mode & 0o777) for path in (library, library.parent)] == ["0o755", "0o755"]
-    for path in (library, library.parent, workshop.extensions):
-        path.chmod(0o777)
-        assert f"error {path} must not be writable by group or others" in workshop.load()
+    library.chmod(0o777)
+    assert f"error {library} must not be writable by group or others" in workshop.load()
+
+
+# Libraries and folders that another user could write are not loaded from
+
+OTHER = 54_321  # a user and a group that no machine has
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+
+
+def chain(folder: Path) -> Path:
+    """Make an extensions folder with a build; return the library."""
+    library = folder / "extensions" / "gear_0" / "gear_0.so"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"")
+    for path in (library, library.parent, library.parent.parent):
         path.chmod(0o755)
-    assert workshop.load() == "answer 1"
+    return library
+
+
+def test_what_only_this_user_and_root_can_write_is_loaded(tmp_path: Path) -> None:
+    library = chain(tmp_path)
+    jit.check_library(library)
+    library.parent.parent.chmod(0o1777)  # as /tmp: nothing of this user can be replaced in it
+    jit.check_library(library)
+    jit.check_folders(library.parent.parent / "not_there")
+
+
+PLACES = pytest.mark.parametrize("up", [0, 1, 2], ids=["library", "build folder", "extensions folder"])
+
+
+@pytest.mark.parametrize("mode", [0o757, 0o777, 0o722])
+@PLACES
+def test_what_others_can_write_is_refused(tmp_path: Path, up: int, mode: int) -> None:
+    library = chain(tmp_path)
+    path = [library, *library.parents][up]
+    path.chmod(mode)
+    text = rf"{path} must not be writable by group or others: .*, got '{oct(mode)}'; chmod go-w {path}, or"
+    with pytest.raises(BuildError, match=text):
+        jit.import_file("gear_0", library)
+
+
+@AS_ROOT
+@PLACES
+def test_what_belongs_to_another_user_is_refused(tmp_path: Path, up: int) -> None:
+    library = chain(tmp_path)
+    path = [library, *library.parents][up]
+    os.chown(path, OTHER, -1)
+    with pytest.raises(BuildError, match=rf"{path} must belong to user 0 or root: .*, got 'user {OTHER}'"):
+        jit.import_file("gear_0", library)
+
+
+@AS_ROOT
+def test_only_a_private_group_may_write(tmp_path: Path) -> None:
+    library = chain(tmp_path)
+    library.chmod(0o775)
+    jit.check_library(library)  # the group root of user root
+    os.chown(library, -1, OTHER)
+    with pytest.raises(BuildError, match=r"must not be writable by group or others"):
+        jit.check_library(library)
+
+
+@AS_ROOT
+def test_a_prebuilt_library_belongs_to_who_installed_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jit, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(jit, "__file__", str(tmp_path / "trust.py"))
+    for name in ("trust.py", "gear_op.so"):
+        (tmp_path / name).touch(0o644)
+        os.chown(tmp_path / name, OTHER, OTHER)
+    jit.check_library(tmp_path / "gear_op.so")
+    os.chown(tmp_path / "trust.py", 0, 0)
+    with pytest.raises(BuildError, match="must belong to user 0 or root"):
+        jit.check_library(tmp_path / "gear_op.so")
+    os.chown(tmp_path / "gear_op.so", 0, 0)
+    (tmp_path / "gear_op.so").chmod(0o666)
+    with pytest.raises(BuildError, match="must not be writable by group or others"):
+        jit.check_library(tmp_path / "gear_op.so")

@@ -39,19 +39,6 @@ def test_stub_lists_what_is_built() -> None:
         assert signature == f"{name}({', '.join(arguments)})"
 
 
-def test_mutex_as_the_stub_says() -> None:
-    native = load_backend("cpu").native
-    memory = torch.zeros(128, dtype=torch.uint8)
-    address = memory.data_ptr()
-    native.mutex_init(address)
-    assert native.mutex_owner(address) == 0
-    assert native.mutex_lock(address, 0.0) == 0
-    assert native.mutex_owner(address) > 0
-    assert native.mutex_lock(address, 0.01) == 2
-    native.mutex_unlock(address)
-    assert native.mutex_owner(address) == 0
-
-
 def test_bells_as_the_stub_says() -> None:
     native = load_backend("cpu").native
     word = torch.zeros(1, dtype=torch.int32)

@@ -295,20 +295,14 @@ def test_kernels_of_other_architectures_are_left_alone(
         assert fits or why == f"prebuilt for the architectures 9.0, not for {capability[0]}.{capability[1]}"
 
 
-@pytest.mark.parametrize(
-    ("architectures", "device", "fits"),
-    [
-        ("8.0", (8, 0), True),
-        ("8.0", (8, 6), True),
-        ("8.6", (8, 0), False),
-        ("8.0", (9, 0), False),
-        ("8.0;9.0+PTX", (12, 0), True),
-        ("8.0+PTX;9.0", (10, 0), True),
-        ("9.0+PTX", (8, 0), False),
-    ],
-)
-def test_which_devices_kernels_run_on(architectures: str, device: tuple[int, int], fits: bool) -> None:
-    assert covers(architectures, device) == fits
+def test_which_devices_kernels_run_on() -> None:
+    assert covers("8.0", (8, 0))
+    assert covers("8.0", (8, 6))
+    assert not covers("8.6", (8, 0))
+    assert not covers("8.0", (9, 0))
+    assert covers("8.0;9.0+PTX", (12, 0))
+    assert covers("8.0+PTX;9.0", (10, 0))
+    assert not covers("9.0+PTX", (8, 0))
 
 
 def test_builds_of_one_release_of_torch_fit_each_other() -> None:
