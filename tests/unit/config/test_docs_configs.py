@@ -1,4 +1,4 @@
-"""The configs of docs/how-to/hindsight.md and recurrent-models.md run, and give what these pages say."""
+"""The generated option reference is current, and the configs of two pages give what the pages say."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from gear_support import config_of
+from gear_support import ROOT, config_of, load_script
 from page_support import page_code, page_json
 
 from deepspeed_gear import Column, Replay, Schema
+from deepspeed_gear.config import GearConfig
+from deepspeed_gear.config.describe_options import options
 from deepspeed_gear.config.table_options import DataConfig
 from deepspeed_gear.errors import ShapeError
 
@@ -85,3 +87,30 @@ def test_recurrent() -> None:
             replay.update_priorities(batch, td)
         replay.update_priorities(batch, td, learns)
         replay.sample()
+
+
+# ---- the option reference is the one that the config model generates ---------------------------------
+
+TEXT = load_script(ROOT / "docs" / "hooks" / "config_reference.py").render()
+
+
+def test_committed_reference_is_current() -> None:
+    remedy = "run: python docs/hooks/config_reference.py docs/reference/config.md"
+    assert (ROOT / "docs" / "reference" / "config.md").read_text(encoding="utf-8") == TEXT, remedy
+
+
+def test_every_option_is_explained() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \| (.*) \|$", TEXT, re.MULTILINE)
+    assert set(options(GearConfig)) < {name for name, *_ in rows}
+    assert {"as", "in", "schema", "every", "huge_pages", "shape"} < {name for name, *_ in rows}
+    assert all(meaning.endswith(".") for *_, meaning in rows)
+
+
+def test_links_lead_to_headings() -> None:
+    headings = {
+        "".join(c for c in heading.lower().replace(" ", "-") if c.isalnum() or c in "_-")
+        for heading in re.findall(r"^## `(.+)`$", TEXT, re.MULTILINE)
+    }
+    links = set(re.findall(r"\]\(#([^)]*)\)", TEXT))
+    assert len(links) > 5
+    assert links <= headings
