@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_records import alone, samples_of
+from batch_records import alone, priorities, record, samples_of
+from engine_parts import Model
 from gear_support import config_of
-from process_support import PROGRAMS, environment, free_port
+from page_support import run_program
+from process_support import CALL, environment, free_port, write_call
 
-STEPS, BATCH = 8, 12
+from deepspeed_gear import Batch
+
+STEPS, BATCH, DIES_AT = 8, 12, 3
 
 # torchrun with its modules loaded. The second agent joins when the first has opened the rendezvous.
 AGENT = """
@@ -46,11 +50,12 @@ def test_the_page_continues_on_the_ranks_that_are_left(dataset: Path, tmp_path: 
     }
     file, port = tmp_path / "ds_config.json", free_port()
     file.write_text(json.dumps(config))
+    call = write_call(tmp_path, run_page, tmp_path, [str(file), str(tmp_path), str(STEPS)])
     command = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "gear"]
     # How long the first waits for the second, at the start and after its end.
     command += ["--rdzv-conf", "last_call_timeout=6,keep_alive_interval=1"]
-    command += [str(PROGRAMS / "elastic_page.py"), str(file), str(tmp_path), str(STEPS)]
+    command += [str(CALL), call]
     with contextlib.ExitStack() as stack:
         agents = []
         for name in ("first", "second"):
@@ -65,9 +70,29 @@ def test_the_page_continues_on_the_ranks_that_are_left(dataset: Path, tmp_path: 
     assert agents[1].returncode == -signal.SIGKILL
     wanted = samples_of(alone({**gear, "batch_size": BATCH}, STEPS)).tolist()
     first, second = seen(tmp_path, 0), seen(tmp_path, 1)
-    assert sorted(first) == list(range(3)), "it was lost in the fourth step"
-    assert sorted(second) == list(range(3, STEPS))
+    assert sorted(first) == list(range(DIES_AT)), "it was lost in the fourth step"
+    assert sorted(second) == list(range(DIES_AT, STEPS))
     assert all(batches[step] == wanted[step] for batches in (first, second) for step in batches)
+
+
+def run_page(folder: Path, arguments: list[str]) -> None:
+    """Run train.py of change-ranks.md, and append the samples of each micro batch to a file of this attempt.
+
+    A rank of the second agent kills this agent and itself in the fourth step, as where a node is lost.
+    """
+    name = f"seen-{os.environ['TORCHELASTIC_RESTART_COUNT']}.{os.environ['RANK']}"
+
+    def loss_of(engine: Any, batch: Batch) -> Any:
+        if engine.global_steps == DIES_AT and os.environ["AGENT"] == "second":
+            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss = engine(batch)
+        with (folder / name).open("a") as seen:
+            seen.write(json.dumps([engine.global_steps, samples_of(record(batch)).tolist()]) + "\n")
+        engine.gear_update_priorities(batch, priorities(batch))
+        return loss
+
+    run_program("change-ranks.md", "load_universal", arguments, loss_of=loss_of, make_model=lambda: Model(12))
 
 
 def end(agent: subprocess.Popen[bytes]) -> None:

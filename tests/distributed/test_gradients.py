@@ -5,16 +5,24 @@ GEAR_LONG_TESTS=1 trains every loss with every budget.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.sequence.layer import DistributedAttention
 from gradient_cases import BUDGETS, CASES, EVERY, KINDS, LOSSES, cases_of
-from process_support import run_ranks
+from process_support import call_on_ranks
+from torch import Tensor, nn
+from trainers import EngineTrainer, ModuleTrainer, Weights
+
+from deepspeed_gear.distributed.gradient_divisor import gradient_divisor
+from deepspeed_gear.errors import ConfigError
 
 pytest.importorskip("transformers", reason="the model of packed gradients is transformers' Qwen2")
+from packed_gradients import attend, outcomes
 
 FLOAT32 = 1e-6  # of rounding, in sums of up to 12 gradients and in the weights; eps is 1.2e-7
 # Of the largest gradient: float32 sums of about 700 tokens in another order, 7e-7 at most in all long cases.
@@ -25,18 +33,16 @@ Gradients = Callable[[int], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def gradients(tmp_path_factory: pytest.TempPathFactory) -> Gradients:
+def gradients() -> Gradients:
     """Return a function: what each rank of a world has found, in one launch for each number of ranks."""
     known: dict[int, list[dict[str, Any]]] = {}
 
     def found(world: int) -> list[dict[str, Any]]:
         if world not in known:
             known[world] = []  # a launch that fails is not repeated
-            out = tmp_path_factory.mktemp(f"gradients{world}")
-            task = {"packed": cases_of(world, EVERY), "divisors": CASES[world], "out": str(out)}
+            given = cases_of(world, EVERY), CASES[world]
             quiet = {"PYTHONWARNINGS": "ignore::FutureWarning"}  # of each of DeepSpeed's collectives
-            run_ranks("gradients.py", world, json.dumps(task), timeout_s=800.0, **quiet)
-            known[world] = [json.loads((out / f"{rank}.json").read_text()) for rank in range(world)]
+            known[world] = call_on_ranks(world, measured, *given, timeout_s=800.0, **quiet)
         assert len(known[world]) == world, "the launch failed"
         return known[world]
 
@@ -76,3 +82,116 @@ def test_packed_steps_are_those_of_one_process(world: int, kind: str, gradients:
             # What each token would weigh in a mean of means of micro batches: another gradient.
             of_means = counts.sum() / (counts.size * counts[counts > 0])
             assert of_means.max() / of_means.min() > 1.2
+
+
+# ---- on each rank ------------------------------------------------------------------------------------
+
+NUM_MICRO = 3  # of a rank, with unequal, weighted losses
+WORDS, WIDTH, HEADS = 11, 8, 2
+
+
+def measured(packed: dict[str, Any], divisors: dict[str, Any]) -> dict[str, Any]:
+    """Return what this rank finds in the cases of packs, and in those of divisors."""
+    torch.set_num_threads(1)
+    found = outcomes(packed)
+    return {"packed": found, "divisors": {name: outcome(case) for name, case in divisors.items()}}
+
+
+class Model(nn.Module):
+    """Token logits from tokens, [N] -> [N, WORDS]; about 750 parameters.
+
+    Args:
+        group: The sequence ranks of whose N a rank has a slice; None: it has all.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.qkv = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 24)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down, self.head = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.attention: Any = attend
+        if group is not None:
+            whole = DistributedAttention(attend, group, scatter_idx=2, gather_idx=1)
+            self.attention = lambda *qkv: whole(*qkv, 0)  # 0: the axis of samples
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        query, key, value = self.qkv(x).view(1, len(x), 3, HEADS, WIDTH // HEADS).unbind(2)
+        x = x + self.mix(self.attention(query, key, value).reshape(len(x), WIDTH))
+        return self.head(x + self.down(torch.tanh(self.up(x))))
+
+
+def micro_batch(replica: int, micro: int, part: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, targets and loss weights; the length differs between replicas and micro batches."""
+    words = torch.Generator().manual_seed(1000 * replica + micro)
+    count = 4 * (1 + (2 * replica + micro) % 3)
+    tokens, targets = torch.randint(0, WORDS, (2, count), generator=words)
+    return tokens[part], targets[part], torch.rand(count, generator=words)[part]
+
+
+def loss_sum(model: Any, replica: int, micro: int, divisor: float, part: slice = slice(None)) -> Tensor:
+    """Return a micro batch's part of the summed loss."""
+    tokens, targets, weights = micro_batch(replica, micro, part)
+    losses = nn.functional.cross_entropy(model(tokens).float(), targets, reduction="none")
+    return (losses * weights).sum() * divisor
+
+
+def wanted_gradients(replicas: int, dtype: torch.dtype) -> Weights:
+    """Return the gradient of the sum of all losses, by one process. The summands are added in float64."""
+    model = Model().to(dtype)
+    sums = {name: torch.zeros_like(one, dtype=torch.float64) for name, one in model.named_parameters()}
+    for replica in range(replicas):
+        for micro in range(NUM_MICRO):
+            model.zero_grad()
+            loss_sum(model, replica, micro, 1.0).backward()
+            for name, parameter in model.named_parameters():
+                sums[name] += parameter.grad.double()
+    return sums
+
+
+def largest_error(before: Weights, after: Weights, wanted: Weights) -> float:
+    """Return the largest error of a change by SGD with rate 1, as part of a parameter's largest gradient."""
+    assert before.keys() == wanted.keys()
+    errors = {
+        name: float(
+            (start.double() - after[name].double() - wanted[name]).abs().max() / wanted[name].abs().max()
+        )
+        for name, start in before.items()
+    }
+    return max(errors.values())
+
+
+def tensor_slice(name: str, whole: Tensor, own: Tensor, rank: int, world: int) -> Tensor:
+    """Return the part of a gradient that a tensor rank has."""
+    if whole.shape == own.shape:
+        return whole
+    axis = 1 if name.startswith("down") else 0
+    return whole.chunk(world, axis)[rank]
+
+
+def outcome(case: dict[str, Any]) -> dict[str, Any]:
+    """Train one step; return its divisor, and the largest error of its weights; or the refusal."""
+    trainer: Any
+    if case["kind"] == "deepspeed":
+        trainer = EngineTrainer(Model, case)
+    else:
+        trainer = ModuleTrainer(Model, ("", ["up"]), case["kind"], **case["options"])
+    try:
+        divisor, before = gradient_divisor(trainer.trained), trainer.weights()
+        sequence, tensor = case.get("sequence", 1) * case.get("mesh", [1, 1])[1], case.get("tensor", 1)
+        replica, place = divmod(dist.get_rank(), sequence * tensor)
+        for micro in range(NUM_MICRO):
+            count = len(micro_batch(replica, micro)[0]) // sequence
+            part = slice(place * count, (place + 1) * count) if sequence > 1 else slice(None)
+            given = trainer.trained, replica, micro, divisor, part
+            trainer.backward(lambda given=given: loss_sum(*given), micro == NUM_MICRO - 1)
+        trainer.step()
+        dtype = next(iter(before.values())).dtype
+        wanted = wanted_gradients(dist.get_world_size() // (sequence * tensor), dtype)
+        wanted = {name: tensor_slice(name, one, before[name], place, tensor) for name, one in wanted.items()}
+        return {"divisor": divisor, "error": largest_error(before, trainer.weights(), wanted)}
+    except ConfigError as error:
+        return {"refused": str(error)}
+    finally:
+        trainer.close()

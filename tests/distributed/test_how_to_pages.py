@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import batch_records
 import numpy as np
 import pytest
-from batch_records import samples_of
+import torch
+import torch.distributed as dist
+from batch_records import priorities, samples_of
+from engine_parts import Model
 from gear_support import STEP, config_of
-from process_support import run_ranks
+from page_support import page_code, run_program
+from process_support import call_on_ranks
 
-from deepspeed_gear import Replay
+import deepspeed_gear
+from deepspeed_gear import Batch, Replay
 
 pytestmark = pytest.mark.timeout(600)  # of two launches, each with a limit of its own
 BATCH, MICRO, HALF, STEPS = 12, 3, 3, 6
@@ -26,6 +35,7 @@ TRAINERS = {  # where they get the sizes from
     "GearTrainer": {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"},
     "DummyOptim": {"train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps": 2},
 }
+Ran = list[dict[str, Any]]  # what each rank has seen, by program
 HAS_TRAINERS = all(importlib.util.find_spec(name) for name in ("transformers", "accelerate"))
 
 
@@ -46,8 +56,8 @@ def ds_config(data: Path, kind: str, stage: int, **sizes: Any) -> dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def ran(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train half of the steps on one rank and the rest on two, and all of them on one."""
+def ran(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Ran]:
+    """Train half of the steps on one rank and the rest on two, and all of them on one; by world."""
     out = tmp_path_factory.mktemp("pages")
     sizes = {"train_batch_size": BATCH, "train_micro_batch_size_per_gpu": MICRO}
     runs = {f"zero{stage}": ds_config(dataset, kind, stage, **sizes) for stage, kind in STAGES.items()}
@@ -55,28 +65,21 @@ def ran(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for mark, own in TRAINERS.items():
         (out / mark).mkdir()
         (out / mark / "ds_config.json").write_text(json.dumps(ds_config(dataset, "uniform", 1, **own)))
-    tasks: list[tuple[int, dict[str, Any]]] = [
-        (1, {"runs": {name: (HALF, config) for name, config in runs.items()} | whole, "trainers": {}}),
-        (
-            2,
-            {
-                "runs": {name: (STEPS, config) for name, config in runs.items()},
-                "trainers": dict.fromkeys(TRAINERS, STEPS) if HAS_TRAINERS else {},
-                "progress": [LOOP, ds_config(dataset, "uniform", 0, **sizes)],
-            },
-        ),
-    ]
-    for ranks, task in tasks:
-        run_ranks("how_to_pages.py", ranks, json.dumps({**task, "out": str(out)}), timeout_s=280.0)
-    return out
+    first = {name: (HALF, config) for name, config in runs.items()} | whole
+    rest = {name: (STEPS, config) for name, config in runs.items()}
+    progress = ds_config(dataset, "uniform", 0, **sizes)
+    trainers = list(TRAINERS) if HAS_TRAINERS else []
+    return {
+        1: call_on_ranks(1, run_pages, out, first, [], timeout_s=280.0),
+        2: call_on_ranks(2, run_pages, out, rest, trainers, progress, timeout_s=280.0),
+    }
 
 
-def seen(out: Path, name: str, ranks: int) -> tuple[np.ndarray, np.ndarray]:
+def seen(ran: Ran, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the samples of each global batch, in their order, and its loss. [N, B, 3], [N]."""
-    parts = [json.loads((out / f"{name}.{rank}.json").read_text()) for rank in range(ranks)]
-    samples = np.array(sorted(sample for part in parts for sample in part["samples"]))
-    losses = np.mean([part["losses"] for part in parts], axis=0)
-    return samples.reshape(-1, BATCH, 3), losses.reshape(-1, BATCH // MICRO // ranks).mean(axis=1)
+    samples = np.array(sorted(sample for rank in ran for sample in rank[name][0]))
+    losses = np.mean([rank[name][1] for rank in ran], axis=0)
+    return samples.reshape(-1, BATCH, 3), losses.reshape(-1, BATCH // MICRO // len(ran)).mean(axis=1)
 
 
 def alone(gear: dict[str, Any], batches: int, batch_size: int = BATCH, state: Any = None) -> np.ndarray:
@@ -85,10 +88,10 @@ def alone(gear: dict[str, Any], batches: int, batch_size: int = BATCH, state: An
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_train_continues_on_another_number_of_ranks(stage: int, ran: Path, dataset: Path) -> None:
+def test_train_continues_on_another_number_of_ranks(stage: int, ran: dict[int, Ran], dataset: Path) -> None:
     kind = STAGES[stage]
-    first, second = seen(ran, f"zero{stage}.{HALF}", 1), seen(ran, f"zero{stage}.{STEPS}", 2)
-    wanted, losses = seen(ran, f"whole.{kind}.{STEPS}", 1)
+    first, second = seen(ran[1], f"zero{stage}"), seen(ran[2], f"zero{stage}")
+    wanted, losses = seen(ran[1], f"whole.{kind}")
     assert (wanted == alone(section(dataset, kind), STEPS)).all()
     assert (np.concatenate([first[0], second[0]]) == wanted).all()
     assert np.concatenate([first[1], second[1]]) == pytest.approx(losses, rel=1e-5)
@@ -96,20 +99,19 @@ def test_train_continues_on_another_number_of_ranks(stage: int, ran: Path, datas
 
 @pytest.mark.skipif(not HAS_TRAINERS, reason="transformers and accelerate are not installed")
 @pytest.mark.parametrize("mark", TRAINERS)
-def test_a_trainer_resumes_at_the_next_sample(mark: str, ran: Path, dataset: Path) -> None:
+def test_a_trainer_resumes_at_the_next_sample(mark: str, ran: dict[int, Ran], dataset: Path) -> None:
     codes = alone(section(dataset, "uniform"), STEPS)[..., 1:] @ [STEP, 1]  # of trajectory and step
-    found = [json.loads((ran / f"{mark}.{rank}.json").read_text()) for rank in range(2)]
-    batches = np.concatenate([np.reshape(part, (STEPS, BATCH // 2)) for part in found], axis=1)
+    batches = np.concatenate([np.reshape(rank[mark], (STEPS, BATCH // 2)) for rank in ran[2]], axis=1)
     assert (np.sort(batches) == np.sort(codes)).all()
 
 
-def test_the_loop_of_the_page_on_progress(ran: Path) -> None:
+def test_the_loop_of_the_page_on_progress(ran: dict[int, Ran]) -> None:
     """It prints on rank 0 after every 100 steps; the text is what `str` of a Progress has."""
-    lines = (ran / "progress.0").read_text().splitlines()
+    lines = ran[2][0]["progress"].splitlines()
     known = r"[\d,.]+ samples/s, \d+(\.\d+)?% of the time waiting for data"
     assert [line.split(":")[0] for line in lines] == ["step 100", "step 200"]
     assert all(re.fullmatch(rf"step \d+: {known}", line) for line in lines), lines
-    assert (ran / "progress.1").read_text() == ""
+    assert ran[2][1]["progress"] == ""
 
 
 def test_another_global_batch_continues_without_a_gap(dataset: Path) -> None:
@@ -122,3 +124,87 @@ def test_another_global_batch_continues_without_a_gap(dataset: Path) -> None:
                 replay.sample()
             state = replay.state_dict()
         assert (alone(gear, 3, 8, state).reshape(-1, 3) == wanted[2 * BATCH :]).all()
+
+
+# ---- on each rank ------------------------------------------------------------------------------------
+
+
+class NamedModel(Model):
+    """As Model, for a Trainer: named tensors in, a dict with the loss out. Keeps the codes that it gets."""
+
+    def __init__(self, codes: list[int]) -> None:
+        super().__init__(12)
+        self._codes = codes
+
+    def forward(self, observation: torch.Tensor, action: torch.Tensor) -> dict[str, torch.Tensor]:
+        self._codes += action[:, 0].long().tolist()
+        return {"loss": super().forward({"observation": observation, "action": action})}
+
+
+def run_pages(
+    out: Path, runs: dict[str, Any], trainers: list[str], progress: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Run train.py and the loop of statistics.md with their configs, and programs of hugging-face.md."""
+    found: dict[str, Any] = {name: train(name, config, steps, out) for name, (steps, config) in runs.items()}
+    if progress is not None:
+        found["progress"] = with_progress(progress)
+    if trainers:
+        use_gloo()
+    return found | {mark: with_trainer(mark, out / mark) for mark in trainers}
+
+
+def train(name: str, config: dict[str, Any], steps: int, out: Path) -> tuple[list[Any], list[float]]:
+    """Run train.py, or continue it; return samples and losses."""
+    samples, losses = [], []
+
+    def loss_of(engine: Any, batch: Batch) -> Any:
+        loss = engine(batch)
+        known = batch.sample_number, batch.trajectory_id, batch.anchor
+        samples.extend(zip(*(tensor.tolist() for tensor in known), strict=True))
+        losses.append(float(loss))
+        if engine.gear.config.sampler.kind == "prioritized":
+            engine.gear_update_priorities(batch, priorities(batch))
+        return loss
+
+    file = out / f"{name}.config.{dist.get_rank()}.json"
+    file.write_text(json.dumps(config))
+    helpers = {"loss_of": loss_of, "make_model": lambda: Model(12)}
+    run_program("change-ranks.md", "load_universal", [str(file), str(out / name), str(steps)], **helpers)
+    return samples, losses
+
+
+def use_gloo() -> None:
+    """Give accelerate a backend for DeepSpeed's ranks on CPUs, where it has none."""
+    from accelerate import PartialState
+
+    original = PartialState.__init__
+
+    def with_gloo(self: Any, cpu: bool = False, **options: Any) -> None:
+        original(self, cpu, **{"backend": "gloo", **options})
+
+    PartialState.__init__ = with_gloo
+
+
+def with_trainer(mark: str, folder: Path) -> list[int]:
+    """Run a program of hugging-face.md half-way, and then from there; return the codes of its batches."""
+    from accelerate.state import AcceleratorState
+
+    codes: list[int] = []
+    os.chdir(folder)  # has ds_config.json
+    make_model: Callable[[], NamedModel] = lambda: NamedModel(codes)  # noqa: E731
+    for until in (HALF, STEPS):
+        AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
+        run_program("hugging-face.md", mark, [str(until), str(HALF)], make_model=make_model)
+    return codes
+
+
+def with_progress(config: dict[str, Any]) -> str:
+    """Run the loop of statistics.md; return what this rank prints."""
+    known: dict[str, Any] = {}
+    exec(page_code("statistics.md", "engine.gear.progress()"), known)
+    model = Model(12)
+    engine, *_ = deepspeed_gear.initialize(model=model, model_parameters=model.parameters(), config=config)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        known["train"](engine, lambda engine, batch: engine(batch), LOOP)
+    engine.destroy()
+    return printed.getvalue()

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from gear_support import ROOT, prefix
@@ -106,6 +107,14 @@ def page_code(page: str, holds: str) -> str:
     shown = [block.text for block in blocks(HOW_TO / page, "python") if not block.hidden]
     (code,) = [text for text in shown if holds in text]
     return code
+
+
+def run_program(page: str, holds: str, arguments: list[str], **helpers: Any) -> None:
+    """Run a program of a page on a rank, as a launcher does; it imports its helpers from `my_task`."""
+    sys.modules["my_task"] = my_task = ModuleType("my_task")
+    my_task.__dict__.update(helpers)
+    sys.argv = ["train.py", f"--local_rank={os.environ['LOCAL_RANK']}", *arguments]
+    exec(compile(page_code(page, holds), "train.py", "exec"), {"__name__": "__main__"})
 
 
 def page_json(page: str) -> list[Any]:

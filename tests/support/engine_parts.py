@@ -1,4 +1,4 @@
-"""What the programs of test_engine.py share: a small model, its engine's config, a record of what comes."""
+"""What the tests of engines share: a small model, its engine's config, a record of what comes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from batch_records import SAMPLES, Arrays, joined, record, stacked
-from deepspeed import comm as dist
 from torch import nn
 
 from deepspeed_gear import Batch
@@ -37,16 +35,22 @@ def task() -> dict[str, Any]:
     return dict(json.loads(Path(given[1:]).read_text() if given.startswith("@") else given))
 
 
-def rank() -> int:
-    return int(dist.get_rank())
-
-
-def ds_config(gear: dict[str, Any] | None = None, accumulation: int = 1, **options: Any) -> dict[str, Any]:
-    """Return a ds_config of BATCH samples per global batch."""
+def ds_config(
+    gear: dict[str, Any] | None = None, accumulation: int = 1, replicas: int | None = None, **options: Any
+) -> dict[str, Any]:
+    """Return a ds_config of BATCH samples per global batch; with `replicas` by the size of a micro batch."""
     section = {} if gear is None else {"gear": gear}
-    adam = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
-    sizes = {"train_batch_size": BATCH, "gradient_accumulation_steps": accumulation}
-    return {**sizes, "optimizer": adam, "zero_force_ds_cpu_optimizer": False, **section, **options}
+    sizes = {"train_batch_size": BATCH}
+    if replicas is not None:
+        sizes = {"train_micro_batch_size_per_gpu": BATCH // replicas // accumulation}
+    return {
+        **sizes,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_force_ds_cpu_optimizer": False,
+        **section,
+        **options,
+    }
 
 
 class Model(nn.Module):
@@ -77,8 +81,3 @@ def train(engine: Any, global_batches: int) -> tuple[Arrays, list[float]]:
             losses.append(float(loss))
         rows.append(joined(seen))
     return stacked(rows), losses
-
-
-def dump(folder: str, case: str, seen: Arrays) -> None:
-    """Write what this rank saw to where `seen_by_all` of the test looks for it."""
-    np.savez(Path(folder) / f"{case}.rank{rank()}.npz", **seen)

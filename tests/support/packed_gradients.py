@@ -53,8 +53,10 @@ def responses() -> list[dict[str, Any]]:
 # ---- the model -------------------------------------------------------------------------------------
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attend where a mask is True. [1, N, heads, width] each."""
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """Attend where a mask is True, or everywhere. [1, N, heads, width] each."""
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     found = F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True)
     return found.transpose(1, 2)
