@@ -24,6 +24,10 @@ words_32 = st.integers(0, MOST_32) | st.sampled_from([0, 1 << 31, MOST_32])
 words_62 = st.integers(0, 1 << 62) | st.sampled_from([0, 1 << 62])
 
 
+def zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
 def resolutions(count: int, words: np.random.Generator) -> Tensor:
     """Resolutions with every bit that travels."""
     found = words.integers(0, 1 << 32, (count, 8))
@@ -66,34 +70,26 @@ def test_draws_arrive_as_they_were_made(
     outgoing = []
     for node in range(num_nodes):
         own = torch.nonzero(owner == node)[:, 0]
-        given_steps = steps[own] if has_steps else None
-        found = []
-        for ops in (REFERENCE, CPU):
-            route = (*asks, 0, node) if all_asked else (readers, need_of, offset, node)
-            more = {"steps": given_steps, "goals": goals[own], "takes_own": takes_own}
-            found.append(op_wrappers.encode_draws(records[own], own, *route, ops=ops, **more))
+        more = {"steps": steps[own] if has_steps else None, "goals": goals[own], "takes_own": takes_own}
+        route = (*asks, 0, node) if all_asked else (readers, need_of, offset, node)
+        given = records[own], own, *route
+        found = [op_wrappers.encode_draws(*given, ops=ops, **more) for ops in (REFERENCE, CPU)]
         assert all(map(torch.equal, *found))
         _, packed, ends = found[1]
         bounds = [0, *ends.tolist()]
         received.append([packed[bounds[to] : bounds[to + 1]].reshape(-1) for to in range(num_nodes)])
-        outgoing.append(
-            op_wrappers.encode_draws(records[own], own, readers, need_of, offset, node, **more)[0]
-        )
+        given = records[own], own, readers, need_of, offset, node
+        outgoing.append(op_wrappers.encode_draws(*given, **more)[0])
     for node in range(num_nodes):
         own, needs = torch.nonzero(owner == node)[:, 0], need_of[node][(torch.arange(count) + offset) % 3]
         asked = torch.arange(count) if all_asked else torch.nonzero(needs >= 0)[:, 0]
-        said = [part[node] for part in received]
-        took = [
-            op_wrappers.decode_draws(
-                *(said, owner[asked], asked, records[own], own, need_of, count, 100, offset, node),
-                steps=steps[own] if has_steps else None,
-                takes_own=takes_own,
-                ops=ops,
-            )
-            for ops in (REFERENCE, CPU)
-        ]
-        assert all(map(torch.equal, *took))
-        ring, origins, samples, which = took[1]
+        most = len(own) + len(asked)
+        ring, origins, samples, which, num_samples = compare(
+            *(CPU, "decode_draws_", zeros(count, 8), zeros(count), zeros(most, 7), zeros(most), zeros(1)),
+            *([part[node] for part in received], records[own], own, steps[own] if has_steps else None),
+            *(owner[asked], asked, need_of, 100, offset, node, int(takes_own)),
+        )
+        samples, which = samples[: int(num_samples)], which[: int(num_samples)]
         known = torch.isin(torch.arange(count), asked) | (owner == node)
         expected = records.clone()
         expected[owner != node, Resolution.FIRST_ROW] = 0  # known where they go
@@ -131,24 +127,22 @@ def reports(draw: st.DrawFn) -> tuple[Tensor, int]:
 @given(reports())
 def test_reports(drawn: tuple[Tensor, int]) -> None:
     made, latest = drawn
-    for ops in (REFERENCE, CPU):
-        packed, ends = op_wrappers.encode_reports(made, latest, 4, ops=ops)
-        found = op_wrappers.decode_reports(packed, latest, ops=ops)
-        shard = made[:, PriorityUpdate.SLOT] >> SHARD_BITS
-        expected = made[torch.argsort(shard, stable=True)]
-        expected[:, PriorityUpdate.SLOT] &= ANY_SLOT
-        expected[expected[:, PriorityUpdate.SLOT] == ANY_SLOT, PriorityUpdate.SLOT] = -1
-        assert torch.equal(found, expected), "by shard, in their order"
-        assert ends.tolist() == [int((shard <= index).sum()) for index in range(4)]
+    packed, ends = compare(CPU, "encode_reports_", zeros(len(made), 3), zeros(4), made, latest)
+    (found,) = compare(CPU, "decode_reports_", zeros(len(made), 6), packed, latest)
+    shard = made[:, PriorityUpdate.SLOT] >> SHARD_BITS
+    expected = made[torch.argsort(shard, stable=True)]
+    expected[:, PriorityUpdate.SLOT] &= ANY_SLOT
+    expected[expected[:, PriorityUpdate.SLOT] == ANY_SLOT, PriorityUpdate.SLOT] = -1
+    assert torch.equal(found, expected), "by shard, in their order"
+    assert ends.tolist() == [int((shard <= index).sum()) for index in range(4)]
 
 
-@pytest.mark.parametrize("ops", [REFERENCE, CPU], ids=["reference", "cpu"])
 @pytest.mark.parametrize("batch", [NEVER, -1, 0, 1_000_000 - MOST_BACK - 1, 1_000_000 - MOST_BACK])
-def test_batches_that_lie_far_back_are_not_told_apart(ops: Ops, batch: int) -> None:
+def test_batches_that_lie_far_back_are_not_told_apart(batch: int) -> None:
     latest, report = 1_000_000, torch.tensor([[3, 1, 2, 4, batch, 9]])
-    packed, _ = op_wrappers.encode_reports(report, latest, 1, ops=ops)
+    packed, _ = compare(CPU, "encode_reports_", zeros(1, 3), zeros(1), report, latest)
     report[0, LogEntry.BATCH] = latest - MOST_BACK
-    assert torch.equal(op_wrappers.decode_reports(packed, latest, ops=ops), report)
+    assert torch.equal(compare(CPU, "decode_reports_", zeros(1, 6), packed, latest)[0], report)
 
 
 # ---- rows --------------------------------------------------------------------------------------------

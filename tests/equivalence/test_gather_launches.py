@@ -45,11 +45,8 @@ def test_samples_are_cut_into_launches_of_few_blocks(
 ) -> None:
     torch.manual_seed(most)
     count = 100
-    fields, resolutions, n_steps = (
-        fields_of_some_sizes(),
-        resolutions_of(count, 12),
-        torch.randint(0, 3, (count,)),
-    )
+    fields, resolutions = fields_of_some_sizes(), resolutions_of(count, 12)
+    n_steps = torch.randint(0, 3, (count,))
     order = torch.randperm(count) if is_ordered else None
     expected = gather(REFERENCE, fields, resolutions, n_steps)
     got = gather(kernels_on_host, fields, resolutions, n_steps, most, order)

@@ -460,6 +460,10 @@ def test_every_column_is_looked_at(careful: Ops) -> None:
         gather(careful, two, record(anchor, -anchor))
     unread = Field(COLUMN[:1], offset=1)
     gather(careful, [unread, final], record(anchor, -STEPS))
+    own = record(anchor, -STEPS)
+    own[:, Resolution.SLOT] = 4
+    gather(careful, [Field(COLUMN[:5], Source.TRAJECTORY)], own)
+    is_refused(careful, [Field(COLUMN[:4], Source.TRAJECTORY)], own)
 
 
 # ---- returns -----------------------------------------------------------------------------------------
@@ -538,34 +542,6 @@ def test_n_step_of_the_steps_that_are_read(native: Ops, on_host: Ops, n: int) ->
 
 
 @pytest.mark.parametrize(
-    ("word", "value"),
-    [(3, -1), (3, NUM_ROWS), (3, 1 << 62), (4, 0), (4, (1 << 63) - 1), (5, -1), (5, 1), (1, -1)],
-)
-def test_resolution_outside_the_columns_is_refused(on_host: Ops, word: int, value: int) -> None:
-    if word == Resolution.SLOT and on_host.name.startswith("kernels"):
-        pytest.skip("a kernel needs no slot for rows of steps")
-    resolutions = torch.tensor([[0, 0, 0, 0, 1, 0, 0, 0]]).repeat(3, 1)
-    field, flags = Field(torch.zeros(NUM_ROWS, 2)), torch.zeros(NUM_ROWS, dtype=torch.bool)
-    gather(on_host, [field], resolutions)
-    resolutions[2, word] = value
-    text = r"resolution 2 .*must lie in the columns"
-    refuse(on_host, "gather_", arguments_of([field], resolutions), text)
-    if word > 1:
-        rest = torch.zeros(NUM_ROWS), flags, None, powers_of(0.9, 1), resolutions, 1
-        refuse(on_host, "n_step_", (*outs_of(3), *rest), text)
-
-
-def test_final_row_and_slots_are_checked(on_host: Ops) -> None:
-    resolutions = torch.tensor([[0, 4, 0, 2, 3, 0, 0, 0]])
-    column = torch.zeros(5, 2)
-    gather(on_host, [Field(column, offset=3, pad="edge")], resolutions)
-    gather(on_host, [Field(column, Source.TRAJECTORY)], resolutions)
-    final = Field(column, Source.STEPS_PLUS_ONE, offset=3, pad="edge")
-    for field in (final, Field(column[:4], Source.TRAJECTORY)):
-        refuse(on_host, "gather_", arguments_of([field], resolutions), "must lie in the columns")
-
-
-@pytest.mark.parametrize(
     ("word", "value"), [(0, 0), (0, -2), (1, 99), (1, -2), (2, 1), (3, 1), (3, -1), (4, -1), (5, 1), (6, 1)]
 )
 @pytest.mark.parametrize("source", [Source.STEPS, Source.TRAJECTORY])
@@ -602,18 +578,3 @@ PARTS = [(5, -1, 2), (5, 2, 0), (5, 4, 2), (5, 5, 1), (5, 0, 6), (5, (1 << 63) -
 def test_impossible_field_is_refused(careful: Ops, field: Field, match: str) -> None:
     with pytest.raises(REFUSED, match=match):
         gather(careful, [field], torch.tensor([[0, 0, 0, 0, 1, 0, 0, 0]]))
-
-
-def test_an_order_that_is_none_is_refused(on_host: Ops) -> None:
-    given = arguments_of([Field(torch.zeros(NUM_ROWS, 2))], resolutions_of(3))
-    for order in ([0, 1, 3], [-1, 0, 1], *([] if on_host.name.startswith("kernels") else [[0, 1, 1]])):
-        refuse(
-            on_host, "gather_", (*given, torch.tensor(order)), r"order must have every index of \[0, 3\) once"
-        )
-
-
-def test_an_order_of_another_kind_is_refused(cpu: Ops, kernels_on_host: Ops) -> None:
-    given = arguments_of([Field(torch.zeros(NUM_ROWS, 2))], resolutions_of(3))
-    for ops in (cpu, kernels_on_host):
-        refuse(ops, "gather_", (*given, torch.arange(2)), "order must have 3 values, got 2")
-        refuse(ops, "gather_", (*given, torch.arange(3, dtype=torch.int32)), "order must be Long")

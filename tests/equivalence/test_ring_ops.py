@@ -30,13 +30,13 @@ from deepspeed_gear.ops.records import (
     UpdateCount,
 )
 
-ALL_ANCHORS, SOME_ANCHORS, FROM_THE_END = [0, 0, 1, 1 << 40, 0], [1, 1, 2, 3, 0], [0, 1, 2, 1 << 40, 1]
+ALL_ANCHORS, SOME_ANCHORS, FROM_THE_END = [0, 0, 1, 1 << 40, 0], [1, 1, 2, 3, 0], [1, 1, 2, 3, 1]
 Launched = Callable[[], list[int]]
 # unit, anchors, whether it is prioritized, whether it keeps minima, a row more than steps
 KINDS = [
     (MassUnit.TRAJECTORY, ALL_ANCHORS, False, False, 0),
     (MassUnit.STEP, SOME_ANCHORS, False, False, 1),
-    (MassUnit.LENGTH, ALL_ANCHORS, False, False, 1),
+    (MassUnit.LENGTH, FROM_THE_END, False, False, 1),
     (MassUnit.TRAJECTORY, SOME_ANCHORS, True, True, 1),
     (MassUnit.STEP, ALL_ANCHORS, True, True, 1),
     (MassUnit.STEP, FROM_THE_END, True, False, 0),
@@ -383,22 +383,12 @@ def test_nodes_of_steps(kernels_on_host: Ops, launched: Launched) -> None:
 
 # ---- steps of environments ---------------------------------------------------------------------------
 
-STEP_KINDS = [
-    (MassUnit.TRAJECTORY, ALL_ANCHORS, False, False, 0),
-    (MassUnit.STEP, SOME_ANCHORS, False, False, 1),
-    (MassUnit.LENGTH, [1, 0, 2, 2, 1], False, False, 1),
-    (MassUnit.TRAJECTORY, SOME_ANCHORS, True, True, 1),
-    (MassUnit.STEP, ALL_ANCHORS, True, True, 1),
-    (MassUnit.STEP, [1, 0, 2, 2, 1], True, True, 0),
-    (MassUnit.STEP, SOME_ANCHORS, True, False, 1),
-]
-
 
 def flags(num_envs: int, share: float, generator: torch.Generator) -> Tensor:
     return torch.rand(num_envs, generator=generator) < share
 
 
-@pytest.mark.parametrize("kind", STEP_KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @given(
     seed=st.integers(0, 1000),
     num_envs=st.sampled_from([1, 3, 33]),

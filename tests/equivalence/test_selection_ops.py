@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from op_cases import NUM_ITEMS, SIZES, masses_of, store_of
 from op_comparison import compare
-from priority_op_cases import NUM_ITEMS, SIZES, masses_of, store_of, tree_of
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops
@@ -72,7 +72,7 @@ def test_slot_masses(cpu: Ops, rule: tuple[int, ...], num_slots: int) -> None:
     torch.manual_seed(num_slots)
     slots = torch.randint(0, 1 << 62, (num_slots, 8))
     slots[:, 0], slots[:, 4] = torch.randint(0, 4, (num_slots,)), torch.randint(1, 40, (num_slots,))
-    log, sums = torch.randint(0, num_slots, (50,)), tree_of(torch.full((num_slots,), 7), cpu)
+    log, sums = torch.randint(0, num_slots, (50,)), op_wrappers.tree(torch.full((num_slots,), 7), ops=cpu)
     lengths = slots[:, 4].tolist()
     anchors = [len(some) for some in anchors_by_hand(rule, lengths)]
     masses = {
@@ -98,7 +98,7 @@ def test_resolve(cpu: Ops, rule: tuple[int, ...], unit: int, num_slots: int) -> 
     slots[0, 4] = 40  # some anchor
     anchors = anchors_by_hand(rule, slots[:, 4].tolist())
     masses = torch.tensor([len(a) if unit == MassUnit.STEP else 3 * bool(a) for a in anchors])
-    sums, total = tree_of(masses, cpu), int(masses.sum())
+    sums, total = op_wrappers.tree(masses, ops=cpu), int(masses.sum())
     samples = [torch.randint(0, total, (n,)) for n in SIZES]
     for coordinates in (*samples, torch.arange(0, total, total // 300 + 1)):
         count = len(coordinates)
@@ -114,7 +114,7 @@ def test_resolve_rows(cpu: Ops, num_slots: int) -> None:
     slots, row_slots = store_of(torch.randint(1, 20, (num_slots,)).tolist())
     masses = masses_of(len(row_slots)).clamp(max=1 << 30) * (row_slots >= 0)
     masses[row_slots == 0] += 1  # one of them at least can be drawn
-    sums, total = tree_of(masses, cpu), int(masses.sum())
+    sums, total = op_wrappers.tree(masses, ops=cpu), int(masses.sum())
     for count in (*SIZES, 200):
         coordinates, out = torch.randint(0, total, (count,)), torch.full((count, Resolution.NUM_WORDS), -1)
         (found,) = compare(cpu, "resolve_rows_", out, sums, slots, row_slots, coordinates, 1 << 40)
@@ -173,10 +173,3 @@ def test_the_largest_total(careful: Ops) -> None:
     masses[7], masses[39] = LARGEST - 1, 1
     sums = op_wrappers.tree(torch.tensor(masses), ops=careful)
     assert descend(careful, sums, 40, [0, LARGEST - 2, LARGEST - 1]) == [(7, 0), (7, LARGEST - 2), (39, 0)]
-
-
-def test_levels() -> None:
-    assert op_wrappers.tree_levels(0) == op_wrappers.tree_levels(32) == [(0, 32)]
-    assert op_wrappers.tree_levels(33) == [(0, 64), (64, 32)]
-    assert op_wrappers.tree_levels(1025) == [(0, 1056), (1056, 64), (1120, 32)]
-    assert op_wrappers.tree_size(1 << 25) < 1.04 * (1 << 25)

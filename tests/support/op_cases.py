@@ -11,16 +11,7 @@ from torch import Tensor
 
 from deepspeed_gear.ops.backends import OP_NAMES
 from deepspeed_gear.ops.constants import ONE_Q62, minima_size, tree_size
-from deepspeed_gear.ops.records import (
-    MassUnit,
-    Normalize,
-    OpenTrajectory,
-    PlacedStep,
-    PlacedTrajectory,
-    RingState,
-    Source,
-    UpdateCount,
-)
+from deepspeed_gear.ops.records import RingState, SlotState, Source
 
 RING_NAMES = [name for name in OP_NAMES if name.startswith("ring_") or name == "scatter_"]
 ON_DEVICE = ["tree_build_", "mass_", "minima_build_", "suffix_sum_", "n_step_", "gather_", *RING_NAMES]
@@ -29,19 +20,19 @@ HOST_ONLY = [name for name in OP_NAMES if name not in (*ON_DEVICE, "copy_pieces_
 NUM_SLOTS, LENGTH, COUNT = 1500, 40, 33
 HOST_SLOTS, HOST_COUNT = 40, 7
 ALL_ANCHORS = [0, 0, 1, 1 << 40, 0]
-RING_SHAPE = [5000, NUM_SLOTS, 1, 9]  # rows, slots, a row more than steps, the longest trajectory
 SCRATCH = slice(16, 22)  # of a ring's state: what kernels pass to each other
 ALPHA = round(0.6 * ONE_Q62)
+SIZES = (0, 1, 7, 33)
+NUM_ITEMS = (0, 1, 7, 31, 32, 33, 1023, 1024, 1025, 33000)
+ALPHAS = (0, 1, round(0.6 * ONE_Q62), ONE_Q62 - 1, ONE_Q62)
+BAD_PRIORITIES = [-1.0, -1e-45, float("inf"), float("-inf"), float("nan")]
 
 
 def resolutions_of(count: int, slots: int = NUM_SLOTS, length: int = LENGTH) -> Tensor:
-    slot, anchor, zero = (
-        torch.randint(0, slots, (count,)),
-        torch.randint(0, length, (count,)),
-        torch.zeros(count),
-    )
+    slot, anchor = torch.randint(0, slots, (count,)), torch.randint(0, length, (count,))
+    zero = torch.zeros_like(slot)
     parts = (slot, slot, zero, slot * length, zero + length, anchor, zero + 1, torch.arange(count))
-    return torch.stack([part.long() for part in parts], dim=1)
+    return torch.stack(parts, dim=1)
 
 
 def window(column: Tensor, offset: int, length: int) -> list[int]:
@@ -54,7 +45,9 @@ def arguments(name: str) -> tuple[Any, ...]:
         return host_arguments(name)
     torch.manual_seed(0)
     if name in RING_NAMES:
-        return ring_arguments(name)
+        from ring_op_cases import ring_arguments  # which needs this module
+
+        return tuple(moved(ring_arguments(name), "cpu"))
     out, masses = torch.zeros(COUNT, dtype=torch.int64), torch.randint(0, 1 << 40, (NUM_SLOTS,))
     sums = torch.zeros(tree_size(NUM_SLOTS), dtype=torch.int64)
     sums[:NUM_SLOTS] = masses
@@ -172,92 +165,11 @@ def host_arguments(name: str) -> tuple[Any, ...]:
     }[name]
 
 
-def ring_arguments(name: str) -> tuple[Any, ...]:
-    """Arguments of an op of a table on one device, prioritized by step, that is full and has lost some."""
-    reference, most = reference_ops(), RING_SHAPE[3]
-    state, placed = (
-        torch.zeros(RingState.NUM_WORDS, dtype=torch.int64),
-        torch.zeros(200, PlacedTrajectory.NUM_WORDS).long(),
-    )
-    highest = RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY
-    state[[highest, RingState.INITIAL]] = int(torch.tensor(1.0).view(torch.int32))
-    slots, begins = torch.zeros(NUM_SLOTS, 8).long(), torch.zeros(NUM_SLOTS).long()
-    rows, num_slots = RING_SHAPE[:2]
-    sums, minima = torch.zeros(tree_size(rows)).long(), torch.zeros(minima_size(rows)).long()
-    priorities, row_slots = torch.zeros(rows), torch.zeros(rows, dtype=torch.int32)
-    if name == "ring_extend_":
-        opened, step = (
-            torch.zeros(100, OpenTrajectory.NUM_WORDS).long(),
-            torch.zeros(100, PlacedStep.NUM_WORDS),
-        )
-        truncations, begun = torch.zeros(rows, dtype=torch.bool), torch.zeros(100, 3).long()
-        written = state, slots, opened, row_slots, sums, minima, priorities, step.long(), begun, truncations
-        how = ALL_ANCHORS, RING_SHAPE, MassUnit.STEP, ALPHA, -1, 24, True
-        for turn in range(70):
-            flags = [torch.rand(100) < share for share in (0.1, 0.05, 0.9)]
-            if turn < 69:
-                reference.ring_extend_(*written, *flags, *how)
-        return *written, *flags, *how
-    unit = MassUnit.STEP
-    if name == "ring_select_limited_":  # items are trajectories
-        unit, row_slots, priorities = MassUnit.TRAJECTORY, row_slots[:0], torch.zeros(num_slots)
-        sums, minima = torch.zeros(tree_size(num_slots)).long(), torch.zeros(minima_size(num_slots)).long()
-    adding = [state, slots, begins, sums, minima, priorities, row_slots, placed]
-    rest = (ALL_ANCHORS, RING_SHAPE, unit, ALPHA, -1, 24)
-    for _ in range(7):
-        reference.ring_add_(*adding, torch.randint(-1, most + 2, (len(placed),)), *rest)
-    resolutions, weights = torch.zeros(300, 8, dtype=torch.int64), torch.zeros(300)
-    known = slots, sums, minima, row_slots, torch.tensor([0, ONE_Q62 // 2, ONE_Q62])
-    selecting = (ALL_ANCHORS, RING_SHAPE, [1, 2, 1, 0, 0, Normalize.TABLE], unit)
-    if name == "ring_update_":
-        reference.ring_select_(state, resolutions, weights, *known, *selecting)
-    values = [
-        torch.randint(0, 256, (200, most, 7), dtype=torch.uint8),
-        torch.randn(200, most + 1, 3),
-        torch.randn(200, 2, dtype=torch.float64),
-    ]
-    columns = [
-        torch.zeros(rows, 7, dtype=torch.uint8),
-        torch.zeros(rows, 3),
-        torch.zeros(num_slots, 2).double(),
-    ]
-    sources = [Source.STEPS, Source.STEPS_PLUS_ONE, Source.TRAJECTORY]
-    reported = torch.rand(300) * 3
-    reported[::50] = -1.0  # no priority: it changes nothing
-    return {
-        "ring_add_": (*adding, torch.randint(-1, most + 2, (len(placed),)), *rest),
-        "ring_remove_": (
-            *(state, slots, sums, minima, priorities, torch.zeros(300, dtype=torch.int64)),
-            int(state[RingState.NEXT]) - 2 * torch.arange(300),
-            RING_SHAPE,
-            MassUnit.STEP,
-        ),
-        "ring_select_": (state, resolutions, weights, *known, *selecting),
-        "ring_select_limited_": (state, resolutions, weights, *known[:3], known[4], *selecting, 2),
-        "ring_top_k_": (state, resolutions, weights, slots, sums, priorities, row_slots, *selecting, False),
-        "ring_update_": (
-            state,
-            sums,
-            minima,
-            priorities,
-            slots,
-            resolutions,
-            reported,
-            ALL_ANCHORS,
-            RING_SHAPE,
-            MassUnit.STEP,
-            ALPHA,
-            24,
-        ),
-        "scatter_": (columns, values, placed, sources),
-    }[name]
-
-
 def moved(value: Any, device: str) -> Any:
     """Arguments with copies of their tensors on a device."""
     if isinstance(value, (list, tuple)):
         return [moved(v, device) for v in value]
-    return value.to(device) if isinstance(value, Tensor) else value
+    return value.to(device, copy=True) if isinstance(value, Tensor) else value
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -274,3 +186,32 @@ def assert_equal(got: Any, expected: Any) -> None:
             found, wanted = found.clone(), wanted.clone()
             found[SCRATCH] = wanted[SCRATCH] = 0
         assert torch.equal(found, wanted)
+
+
+# ---- priorities, masses and slots of any magnitude ------------------------------------------------------
+
+
+def any_priorities(count: int) -> Tensor:
+    """Finite floats of any magnitude, and zeros of both signs."""
+    priorities = torch.randint(0, 0x7F800000, (count,), dtype=torch.int32).view(torch.float32)
+    chosen = torch.rand(count)
+    return torch.where(chosen < 0.1, -0.0, torch.where(chosen < 0.2, 0.0, priorities))
+
+
+def masses_of(count: int) -> Tensor:
+    """Masses of any magnitude, a third of them 0, and small ones that repeat."""
+    masses = torch.randint(1, 1 << 40, (count,)) >> torch.randint(0, 40, (count,))
+    return masses * (torch.rand(count) < 0.67)
+
+
+def store_of(lengths: list[int], gap: int = 2) -> tuple[Tensor, Tensor]:
+    """Slots in falling order of their rows, with unused rows between them; and the slot of each row."""
+    slots = torch.randint(0, 1 << 40, (len(lengths), 8))
+    slots[:, 0] = SlotState.COMMITTED
+    row_slots = torch.full((sum(lengths) + gap * len(lengths),), -1, dtype=torch.int32)
+    first = len(row_slots)
+    for i, length in enumerate(lengths):
+        first -= length + gap
+        slots[i, 3], slots[i, 4] = first, length
+        row_slots[first : first + length] = i
+    return slots, row_slots

@@ -1,13 +1,14 @@
-"""A ring on some backend, driven by its ops alone: for the tests that compare backends."""
+"""A ring on some backend, driven by its ops alone: for the tests that compare backends, and of single ops."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from op_cases import SCRATCH, tensors_of
+from op_cases import ALL_ANCHORS, SCRATCH, tensors_of
 from op_comparison import REFERENCE, same_bits
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import HIGHEST_SO_FAR, ONE_Q62, minima_size, tree_size
 from deepspeed_gear.ops.records import (
     MassUnit,
+    Normalize,
     OpenTrajectory,
     PlacedStep,
     PlacedTrajectory,
@@ -22,6 +24,7 @@ from deepspeed_gear.ops.records import (
     RingState,
     Slot,
     SlotState,
+    Source,
     UpdateCount,
 )
 from deepspeed_gear.sampling.mass_rules import AnchorRule
@@ -44,6 +47,7 @@ class Ring:
     with_minima: bool = False
     alpha: int = round(0.6 * ONE_Q62)
     most_bits: int = 25
+    device: str = "cpu"
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -57,11 +61,18 @@ class Ring:
             "priorities": ((items if self.prioritized else 0,), torch.float32),
             "row_slots": ((self.num_rows if self.by_row else 0,), torch.int32),
         }
-        self.tensors = {name: torch.zeros(size, dtype=dtype) for name, (size, dtype) in zeros.items()}
+        self.tensors = {name: self.zeros(*size, dtype=dtype) for name, (size, dtype) in zeros.items()}
         self.tensors["state"][[RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY, RingState.INITIAL]] = ONE
 
     def __getattr__(self, name: str) -> Tensor:
         return self.__dict__["tensors"][name]
+
+    def zeros(self, *size: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.zeros(size, dtype=dtype, device=self.device)
+
+    def batch(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return what a draw writes: records, and weights where it is prioritized."""
+        return self.zeros(count, 8), self.zeros(count if self.prioritized else 0, dtype=torch.float32)
 
     @property
     def by_row(self) -> bool:
@@ -80,31 +91,24 @@ class Ring:
         return [self.num_rows, self.num_slots, self.final_row, self.most_steps]
 
     def add(self, lengths: list[int], initial: int = HIGHEST_SO_FAR) -> Tensor:
-        placed = torch.full((len(lengths), PlacedTrajectory.NUM_WORDS), 77)
+        placed = self.zeros(len(lengths), PlacedTrajectory.NUM_WORDS) + 77
         rest = (self.rule, self.shape, self.unit, self.alpha, initial, self.most_bits)
-        self.ops.ring_add_(*self.tensors.values(), placed, torch.tensor(lengths, dtype=torch.int64), *rest)
+        steps = torch.tensor(lengths, dtype=torch.int64, device=self.device)
+        self.ops.ring_add_(*self.tensors.values(), placed, steps, *rest)
         return placed
 
     def select(self, count: int, draw: list[int], betas: list[int]) -> tuple[Tensor, Tensor]:
-        records, weights = torch.zeros(count, 8).long(), torch.zeros(count if self.prioritized else 0)
-        known = (
-            self.slots,
-            self.sums,
-            self.minima,
-            self.row_slots,
-            torch.tensor(betas),
-            self.rule,
-            self.shape,
-        )
-        self.ops.ring_select_(self.state, records, weights, *known, draw, self.drawn_unit)
+        records, weights = self.batch(count)
+        known = self.slots, self.sums, self.minima, self.row_slots, torch.tensor(betas, device=self.device)
+        how = self.rule, self.shape, draw, self.drawn_unit
+        self.ops.ring_select_(self.state, records, weights, *known, *how)
         return records, weights
 
     def select_limited(
         self, count: int, draw: list[int], betas: list[int], most: int
     ) -> tuple[Tensor, Tensor]:
         """Draw, and remove what was drawn `most` times."""
-        resolutions, weights = torch.zeros(count, 8).long(), torch.zeros(count if self.prioritized else 0)
-        unit = self.drawn_unit
+        (resolutions, weights), unit = self.batch(count), self.drawn_unit
         named = (self.state, resolutions, weights, self.slots, self.sums, self.minima)
         self.ops.ring_select_limited_(*named, torch.tensor(betas), self.rule, self.shape, draw, unit, most)
         drawn = resolutions[resolutions[:, Resolution.ID] >= 0]
@@ -229,3 +233,50 @@ class Both:
         one, other = (ring.content for ring in self.rings)
         for name, tensor in one.items():
             assert same_bits(tensor, other[name]), name
+
+
+@functools.cache
+def ring_arguments(name: str) -> tuple[Any, ...]:
+    """Return arguments of an op: of a table that is full and has lost some, prioritized by step."""
+    shape = [5000, 1500, 1, 9]  # rows, slots, a row more than steps, the longest trajectory
+    if name == "ring_extend_":
+        envs = Environments(REFERENCE, 100, (MassUnit.STEP, ALL_ANCHORS, True, True, 1), 9, 50, 15)
+        assert envs.shape == shape
+        for turn in range(70):
+            flags = [torch.rand(100) < share for share in (0.1, 0.05, 0.9)]
+            if turn < 69:
+                envs.step(*flags, next_step=True)
+        outs = envs.zeros(100, PlacedStep.NUM_WORDS), envs.zeros(100, 3), envs.truncations
+        how = envs.rule, shape, envs.unit, envs.alpha, HIGHEST_SO_FAR, envs.most_bits, True
+        return *envs.tensors.values(), *outs, *flags, *how
+    unit = MassUnit.TRAJECTORY if name == "ring_select_limited_" else MassUnit.STEP  # of items
+    ring = Ring(REFERENCE, *shape, unit, ALL_ANCHORS, True, True)
+    for _ in range(7):
+        placed = ring.add(torch.randint(-1, 11, (200,)).tolist())
+    state, slots, _, sums, minima, priorities, row_slots = ring.tensors.values()
+    betas, draw = [0, ONE_Q62 // 2, ONE_Q62], [1, 2, 1, 0, 0, Normalize.TABLE]
+    batch = ring.select(300, draw, betas) if name == "ring_update_" else ring.batch(300)
+    adding = unit, ring.alpha, HIGHEST_SO_FAR, ring.most_bits
+    drawing = ring.rule, shape, draw, unit
+    rows = torch.randint(0, 256, (200, 9, 7), dtype=torch.uint8), torch.randn(200, 10, 3)
+    columns = ring.zeros(5000, 7, dtype=torch.uint8), ring.zeros(5000, 3, dtype=torch.float32)
+    reported = torch.rand(300) * 3
+    reported[::50] = -1.0  # no priority: it changes nothing
+    lengths, ids = torch.randint(-1, 11, (200,)), int(state[RingState.NEXT]) - 2 * torch.arange(300)
+    arguments: dict[str, tuple[Any, ...]] = {
+        "ring_add_": (*ring.tensors.values(), placed, lengths, ring.rule, shape, *adding),
+        "ring_remove_": (state, slots, sums, minima, priorities, ring.zeros(300), ids, shape, unit),
+        "ring_select_": (state, *batch, slots, sums, minima, row_slots, torch.tensor(betas), *drawing),
+        "ring_select_limited_": (state, *batch, slots, sums, minima, torch.tensor(betas), *drawing, 2),
+        "ring_top_k_": (state, *batch, slots, sums, priorities, row_slots, *drawing, False),
+        "ring_update_": (
+            *(state, sums, minima, priorities, slots, batch[0], reported),
+            *(ring.rule, shape, unit, ring.alpha, ring.most_bits),
+        ),
+        "scatter_": (
+            [*columns, ring.zeros(1500, 2, dtype=torch.float64)],
+            [*rows, torch.randn(200, 2, dtype=torch.float64)],
+            *(placed, [Source.STEPS, Source.STEPS_PLUS_ONE, Source.TRAJECTORY]),
+        ),
+    }
+    return arguments[name]
