@@ -6,16 +6,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from op_cases import ALL_ANCHORS, COUNT, ON_DEVICE, arguments, assert_equal, moved, resolutions_of, window
+from op_cases import (
+    ALL_ANCHORS,
+    COUNT,
+    ON_DEVICE,
+    arguments,
+    assert_equal,
+    moved,
+    resolutions_of,
+    tensors_of,
+    window,
+)
 from reference_ops import reference_ops
+from ring_op_cases import ONE, Ring
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops, load_backend
-from deepspeed_gear.ops.constants import ONE_Q62, minima_size, tree_size
-from deepspeed_gear.ops.records import Normalize, RingState, Source
+from deepspeed_gear.ops.records import MassUnit, Normalize, Source
 
 # The first test builds both ops, where that has not been done before.
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -32,12 +43,52 @@ def cuda() -> Ops:
     return load_backend("cuda")
 
 
-@pytest.mark.sanitize
+def at_once(op: Callable[..., None], given: Any) -> None:
+    op(*given)
+
+
+def compiled(op: Callable[..., None], given: Any) -> None:
+    torch._dynamo.reset()
+    torch.compile(lambda *a: op(*a), fullgraph=True, backend="aot_eager")(*given)
+
+
+def captured(op: Callable[..., None], given: Any) -> None:
+    """In a CUDA graph an op does nothing until it is replayed, then the same."""
+    before = [tensor.clone() for tensor in tensors_of(given)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        op(*given)
+    assert_equal(given, before)
+    graph.replay()
+    torch.cuda.synchronize()
+
+
+def behind_a_kernel(op: Callable[..., None], given: Any) -> None:
+    """Behind a kernel that sleeps, the call returns at once, and its result comes in the stream's order."""
+    late, stream = moved(moved(given, "cpu"), DEVICE), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        op(*late)  # leaves what it allocated to this stream
+        stream.synchronize()
+        torch.cuda._sleep(2_000_000_000)  # about a second
+        op(*given)
+        behind = torch.cuda.Event()
+        behind.record()
+        assert not behind.query()
+    stream.synchronize()
+
+
 @pytest.mark.parametrize("name", ON_DEVICE)
-def test_equals_the_reference(reference: Ops, cuda: Ops, name: str) -> None:
+@pytest.mark.parametrize(
+    "run", [pytest.param(at_once, marks=pytest.mark.sanitize), compiled, captured, behind_a_kernel]
+)
+def test_equals_the_reference(
+    reference: Ops, cuda: Ops, name: str, run: Callable[[Callable[..., None], Any], None]
+) -> None:
     expected, got = arguments(name), moved(arguments(name), DEVICE)
     getattr(reference, name)(*expected)
-    getattr(cuda, name)(*got)
+    getattr(cuda, name)(*moved(arguments(name), DEVICE))  # loads the kernels
+    run(getattr(cuda, name), got)
     assert_equal(got, expected)
 
 
@@ -45,83 +96,23 @@ def test_equals_the_reference(reference: Ops, cuda: Ops, name: str) -> None:
 @pytest.mark.parametrize("count", [33, 1100])
 def test_a_ring_equals_the_reference(reference: Ops, cuda: Ops, count: int) -> None:
     """A draw of nothing, adds that go round, a draw, an update: the sanitizers see all of its kernels."""
-    shape = [(count + 2) * 5, count + 9, 1, 4]
-    num_items, rule, alpha = shape[0], [*ALL_ANCHORS], round(0.6 * ONE_Q62)
     found = []
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
         random = torch.Generator().manual_seed(count)
-        kept = [
-            torch.zeros(size, dtype=torch.int64) for size in (RingState.NUM_WORDS, (shape[1], 8), shape[1])
-        ]
-        kept += [torch.zeros(size(num_items), dtype=torch.int64) for size in (tree_size, minima_size)]
-        kept += [torch.zeros(num_items), torch.zeros(num_items, dtype=torch.int32)]
-        kept = [tensor.to(device) for tensor in kept]
-        state, slots, _, sums, minima, priorities, row_slots = kept
-        column = torch.zeros(shape[0], 3, device=device)
-        records = torch.zeros(2, 65, 8, dtype=torch.int64, device=device)
-        weights = torch.zeros(2, 65, device=device)
-        betas = torch.tensor([alpha], device=device)
-        draw, known = [5, 1, 1, 0, 0, Normalize.TABLE], (slots, sums, minima, row_slots, betas, rule, shape)
-        ops.ring_select_(state, records[0], weights[0], *known, draw, 1)
+        sizes = (count + 2) * 5, count + 9, 1, 4
+        ring = Ring(ops, *sizes, MassUnit.STEP, [*ALL_ANCHORS], True, True, device=device)
+        column = ring.zeros(ring.num_rows, 3, dtype=torch.float32)
+        draw, betas = [5, 1, 1, 0, 0, Normalize.TABLE], [ring.alpha]
+        nothing = ring.select(65, draw, betas)
         for _ in range(3):
-            lengths = torch.randint(-1, 6, (count,), generator=random).to(device)
-            placed = torch.zeros(count, 5, dtype=torch.int64, device=device)
-            ops.ring_add_(*kept, placed, lengths, rule, shape, 1, alpha, 0x3F800000, 24)
+            placed = ring.add(torch.randint(-1, 6, (count,), generator=random).tolist(), ONE)
             values = torch.rand(count, 5, 3, generator=random).to(device)
             ops.scatter_([column], [values], placed, [Source.STEPS_PLUS_ONE])
-        ops.ring_select_(state, records[1], weights[1], *known, draw, 1)
-        reported = torch.rand(65, generator=random).to(device)
-        ops.ring_update_(
-            state, sums, minima, priorities, slots, records[1], reported, rule, shape, 1, alpha, 24
-        )
-        state[16:22] = 0  # what kernels pass to each other
-        found.append([*kept, placed, column, records, weights])
+        drawn = ring.select(65, draw, betas)
+        ring.update(drawn[0], torch.rand(65, generator=random).to(device))
+        found.append([*ring.content.values(), placed, column, *nothing, *drawn])
     assert_equal(found[1], found[0])
-    assert records[0, :, 0].tolist() == [-1] * 65
-
-
-@pytest.mark.parametrize("name", ON_DEVICE)
-def test_compiles_as_one_graph(reference: Ops, cuda: Ops, name: str) -> None:
-    op: Callable[..., None] = getattr(cuda, name)
-    expected, got = arguments(name), moved(arguments(name), DEVICE)
-    getattr(reference, name)(*expected)
-    torch._dynamo.reset()
-    torch.compile(lambda *a: op(*a), fullgraph=True, backend="aot_eager")(*got)
-    assert_equal(got, expected)
-
-
-@pytest.mark.parametrize("name", ON_DEVICE)
-def test_runs_on_the_current_stream_and_waits_for_nothing(reference: Ops, cuda: Ops, name: str) -> None:
-    """Behind a kernel that sleeps, the call returns at once, and its result comes in the stream's order."""
-    expected, got = arguments(name), moved(arguments(name), DEVICE)
-    getattr(reference, name)(*expected)
-    late, stream = moved(arguments(name), DEVICE), torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        getattr(cuda, name)(*late)  # loads the kernels, and leaves what it allocated to this stream
-        stream.synchronize()
-        torch.cuda._sleep(2_000_000_000)  # about a second
-        getattr(cuda, name)(*got)
-        behind = torch.cuda.Event()
-        behind.record()
-        assert not behind.query()
-    stream.synchronize()
-    assert_equal(got, expected)
-
-
-@pytest.mark.parametrize("name", ON_DEVICE)
-def test_can_be_captured(reference: Ops, cuda: Ops, name: str) -> None:
-    """In a CUDA graph an op does nothing until it is replayed, then the same."""
-    expected, got = arguments(name), moved(arguments(name), DEVICE)
-    getattr(cuda, name)(*moved(arguments(name), DEVICE))  # loads the kernels
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        getattr(cuda, name)(*got)
-    assert_equal(got, expected)
-    getattr(reference, name)(*expected)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert_equal(got, expected)
+    assert nothing[0][:, 0].tolist() == [-1] * 65
 
 
 @pytest.mark.sanitize

@@ -53,23 +53,13 @@ def captured(replay: DeviceReplay, batch: Any, added: dict[str, Tensor]) -> Call
     return graph_of(replay, plainly(replay, batch, added))
 
 
+@pytest.mark.parametrize(
+    ("turns", "run"), [(300, plainly), (300, captured), pytest.param(6, plainly, marks=pytest.mark.sanitize)]
+)
 @pytest.mark.parametrize("sampler", [*SAMPLERS, *LIMITED])
-def test_a_gpu_gives_the_batches_of_the_host(sampler: str) -> None:
-    """Also when the ring is full many times over."""
-    expected = run_on("cpu", sampler, 300, plainly)
-    assert_equal(run_on(DEVICE, sampler, 300, plainly), expected)
-
-
-@pytest.mark.sanitize
-@pytest.mark.parametrize("sampler", [*SAMPLERS, *LIMITED])
-def test_a_few_steps_give_the_batches_of_the_host(sampler: str) -> None:
-    """What a memory checker has the time for; the ring is not full yet."""
-    assert_equal(run_on(DEVICE, sampler, 6, plainly), run_on("cpu", sampler, 6, plainly))
-
-
-@pytest.mark.parametrize("sampler", [*SAMPLERS, *LIMITED])
-def test_a_captured_step_gives_the_same_batches(sampler: str) -> None:
-    assert_equal(run_on(DEVICE, sampler, 300, captured), run_on("cpu", sampler, 300, plainly))
+def test_a_gpu_gives_the_batches_of_the_host(sampler: str, turns: int, run: Callable[..., Any]) -> None:
+    """Also when the ring is full many times over; a memory checker has the time for few turns."""
+    assert_equal(run_on(DEVICE, sampler, turns, run), run_on("cpu", sampler, turns, plainly))
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])

@@ -65,10 +65,7 @@ def run_job(run_python: Run, checkout: Path, folder: Path, config: str) -> dict[
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "DS_ACCELERATOR": "cuda"}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     place["PYTHONPATH"] = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
-    program, options = (
-        str(checkout / "examples" / "hopper.py"),
-        ("--config", str(checkout / "configs" / config)),
-    )
-    run = run_python("-u", program, *options, env=place, cwd=folder, timeout_s=600.0)
+    command = ["-u", str(checkout / "examples" / "hopper.py"), "--config", str(checkout / "configs" / config)]
+    run = run_python(*command, env=place, cwd=folder, timeout_s=600.0)
     assert run.returncode == 0, run.stderr
     return dict(json.loads(run.stdout.splitlines()[-1]))

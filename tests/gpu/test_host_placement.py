@@ -1,6 +1,6 @@
 """Batches from the memory of a node to a GPU: every way gives the CPU's, waits for nothing and tears nothing.
 
-The same code runs on the CPU in tests/unit/test_placing.py; here is what only a GPU can show.
+The same code runs on the CPU in tests/unit/replay/test_device_transfer.py; here is what only a GPU can show.
 """
 
 from __future__ import annotations
@@ -82,15 +82,17 @@ def replay_of(device: str, gather: dict[str, Any] | None = None, **options: Any)
     return replay
 
 
-def skip_without(way: str) -> None:
-    """Skip where the driver has no batched copies."""
-    if way == COPIES:
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> str:
+    """Each way; skips where the driver has no batched copies."""
+    if request.param == COPIES:
         try:
             copy_one()
         except RuntimeError as error:
             if "need CUDA 12.8" not in str(error):
                 raise
             pytest.skip(str(error))
+    return str(request.param)
 
 
 def copy_one() -> torch.Tensor:
@@ -130,9 +132,8 @@ def expected() -> list[Batch]:
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("way", ["auto", *WAYS])
+@pytest.mark.parametrize("way", ["auto", *WAYS], indirect=True)
 def test_every_way_gives_the_batches_of_the_cpu(expected: list[Batch], way: str, prefetch: int) -> None:
-    skip_without(way)
     with replay_of("cuda", {"way": way}, prefetch=prefetch) as replay:
         told = replay.statistics()["transfer"]
         assert told["way"] == way or way == "auto"
@@ -142,10 +143,8 @@ def test_every_way_gives_the_batches_of_the_cpu(expected: list[Batch], way: str,
         assert replay.take_metrics()["bytes"] > 0
 
 
-@pytest.mark.parametrize("way", WAYS)
 def test_what_is_not_registered_is_staged(expected: list[Batch], way: str) -> None:
     """The column of observations alone fits."""
-    skip_without(way)
     most = page_bytes_of("observation")
     with replay_of("cuda", {"way": way, "register_bytes": most}) as replay:
         told = replay.statistics()["transfer"]
@@ -166,10 +165,8 @@ def test_nothing_registered_means_staged(expected: list[Batch]) -> None:
         replay_of("cuda", {"way": DIRECT, "register_bytes": 0})
 
 
-@pytest.mark.parametrize("way", WAYS)
 def test_sampling_waits_for_nothing(expected: list[Batch], way: str) -> None:
     """Behind a kernel that sleeps, sampling returns at once, and its result comes in the stream's order."""
-    skip_without(way)
     with replay_of("cuda", {"way": way}) as replay:
         for batch in expected[:6]:
             assert_same(replay.sample(), batch)
@@ -193,10 +190,8 @@ def test_sampling_waits_for_nothing(expected: list[Batch], way: str) -> None:
             assert torch.equal(copy.cpu(), expected[9][name])
 
 
-@pytest.mark.parametrize("way", WAYS)
 def test_sample_and_update_return_within_a_millisecond(way: str) -> None:
     """Behind a kernel that sleeps on the training stream, with batches prepared that need nothing of it."""
-    skip_without(way)
     with replay_of("cuda", {"way": way}, prefetch=2) as replay:
         for _ in range(6):
             batch = replay.sample()
@@ -237,26 +232,29 @@ def test_host_memory_is_not_captured(expected: list[Batch]) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_priorities_of_a_gpu_give_the_batches_of_the_cpu(prefetch: int) -> None:
+def test_priorities_and_transforms_of_a_gpu_give_the_batches_of_the_cpu(prefetch: int) -> None:
+    def transform(batch: Batch, keys: torch.Tensor) -> Batch:
+        batch["action"] = batch["action"] + keys.remainder(7)[:, None, None]  # they are where the batch is
+        return batch
+
     found = []
     for device in ("cpu", "cuda"):
         with replay_of(device, prefetch=prefetch) as replay:
+            replay.transform = transform
             found.append([])
             for _ in range(BATCHES):
                 batch = replay.sample()
                 found[-1].append(batch.clone())
-                replay.update_priorities(batch, (batch.sample_number % 13 + 1).to(torch.float64))
+                replay.update_priorities(batch, batch["return_n"].abs())
     for got, batch in zip(found[1], found[0], strict=True):
         assert_same(got, batch)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-@pytest.mark.parametrize("way", WAYS)
 def test_a_ring_entry_is_not_written_before_its_user_has_read_it(
     expected: list[Batch], way: str, prefetch: int
 ) -> None:
     """The user's stream is late: its copies of early batches run when later ones were asked for."""
-    skip_without(way)
     with replay_of("cuda", {"way": way}, prefetch=prefetch) as replay:
         copies = []
         for _ in expected:
@@ -268,9 +266,8 @@ def test_a_ring_entry_is_not_written_before_its_user_has_read_it(
         assert all(torch.equal(copy[name].cpu(), batch[name]) for name in batch)
 
 
-@pytest.mark.parametrize("way", [DIRECT, COPIES])
+@pytest.mark.parametrize("way", [DIRECT, COPIES], indirect=True)
 def test_a_cut_is_kept_until_the_lane_has_read_it(way: str) -> None:
-    skip_without(way)
     with replay_of("cuda", {"way": way}) as replay:
         placing = replay._parts.assembler.transfer
         assert placing is not None
@@ -294,26 +291,6 @@ def test_a_cut_is_kept_until_the_lane_has_read_it(way: str) -> None:
         assert int(consumed[0]) == 4
 
 
-def test_priorities_and_a_transform_on_the_device() -> None:
-    def transform(batch: Batch, keys: torch.Tensor) -> Batch:
-        batch["action"] = batch["action"] + keys.remainder(7)[:, None, None]  # they are where the batch is
-        return batch
-
-    found = {}
-    for device in ("cpu", "cuda"):
-        with replay_of(device, prefetch=0) as replay:
-            replay.transform = transform
-            sums = []
-            for _ in range(5):
-                batch = replay.sample()
-                replay.update_priorities(batch, batch["return_n"].abs())
-                sums.append((batch["action"].cpu().clone(), batch.trajectory_id.cpu().clone()))
-            found[device] = sums
-    for got, wanted in zip(found["cuda"], found["cpu"], strict=True):
-        assert torch.equal(got[0], wanted[0])
-        assert torch.equal(got[1], wanted[1])
-
-
 # ---- parts of it ---------------------------------------------------------------------------------
 
 
@@ -325,8 +302,8 @@ def memory() -> Iterator[SharedMemory]:
 
 
 @pytest.mark.sanitize
-def test_pieces_are_copied() -> None:
-    skip_without(COPIES)
+@pytest.mark.parametrize("way", [COPIES], indirect=True)
+def test_pieces_are_copied(way: str) -> None:
     stored = torch.arange(9.0).view(torch.uint8)
     expected = torch.zeros(40, dtype=torch.uint8)
     expected[8:20], expected[:4] = stored[4:16], stored[32:36]
