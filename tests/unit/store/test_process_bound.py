@@ -89,10 +89,16 @@ def test_workers_of_a_data_loader_are_refused(replay: Replay, context: str) -> N
     loader = torch.utils.data.DataLoader(
         Batches(replay), batch_size=None, num_workers=2, multiprocessing_context=context
     )
-    batches: Any = iter(loader)
+
+    def load() -> None:
+        batches: Any = iter(loader)
+        try:
+            next(batches)
+        finally:
+            batches._shutdown_workers()  # garbage collection would wait 5 s for each
+
     with pytest.raises((StoreError, RuntimeError), match="in the process that") as caught:
-        next(batches)
-    batches._shutdown_workers()  # garbage collection would wait 5 s for each
+        load()
     assert "num_workers=0" in str(caught.value) or "make a Replay" in str(caught.value)
 
 

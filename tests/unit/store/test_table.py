@@ -136,12 +136,6 @@ def test_what_is_no_bfloat16_is_refused(make: Any, value: complex) -> None:
         check_trajectory("t", Schema([Column("x", "bfloat16", allow_nan=True)]), {"x": make([1.0, value])})
 
 
-def test_between_one_column_of_t_rows_and_one_of_t_plus_1_the_latter_is_named() -> None:
-    schema = Schema([Column("state", "float32", (), "observation", "T+1"), Column("action", "float32")])
-    with pytest.raises(DataError, match=r"column state must have 4 rows \(T\+1\), got 3"):
-        check_trajectory("t", schema, {"state": np.zeros(3), "action": np.zeros(3)})
-
-
 # ---- attaching -----------------------------------------------------------------------------------
 
 
