@@ -146,14 +146,6 @@ class Retention:
     max_lag: int = 0  # largest lag of a stored policy version
     waits: bool = False  # whether a new version waits for open trajectories that would exceed the lag
 
-    @property
-    def rate_words(self) -> tuple[Any, ...]:
-        """Return the rate limiter as the native `Store.set_retention` takes it."""
-        rate = self.rate_limiter
-        if rate is None:
-            return ()
-        return rate.unit == "step", rate.min_size, rate.samples_per_insert, rate.most
-
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Retention:
         """Return the retention of a table's `sizes`."""

@@ -77,9 +77,12 @@ class Inserter:
         self._store, self._store_add = table.extents.handle, table.ops.native.store_add
         self._address = self._store.address
         spec, is_plain = table.spec, not (readers.have_step_priorities or readers.orders or table.groups)
-        rate, ahead = spec.retention.rate_words, readers.ahead
+        rate, ahead = spec.retention.rate_limiter, readers.ahead
         code = self.evictor.policy.code if is_plain else EvictionCode.BY_CALLER
-        self._store.set_retention(readers.pins, code, [rate] if rate else [])
+        rates = []
+        if rate is not None:
+            rates.append((rate.unit == "step", rate.min_size, rate.samples_per_insert, rate.most))
+        self._store.set_retention(readers.pins, code, rates)
         compacts = is_plain and ahead is not None and spec.spare_rows > 0 and not spec.return_to_go
         self._store.set_compaction(compacts, spec.spare_rows, ahead or [])
         evicts = code != EvictionCode.BY_CALLER

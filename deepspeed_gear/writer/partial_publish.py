@@ -122,24 +122,20 @@ class Publisher:
     def __init__(self, inserter: Inserter, check: Callable[[], None] = lambda: None) -> None:
         self.inserter, self._table, self._check = inserter, inserter.table, check
         self._name = f"table {inserter.table.spec.name}"
-        self._unsuited: tuple[str, str] | None = None  # why no steps can be published: rule and remedy
+        #: Why no steps of open trajectories can be published: rule and remedy; None: they can.
+        self.unsuited: tuple[str, str] | None = None
         if inserter.max_length is None:
             rule = "must have max_length for steps of open trajectories to be published"
-            self._unsuited = rule, "set gear.tables.<name>.max_length"
+            self.unsuited = rule, "set gear.tables.<name>.max_length"
         elif inserter.table.spec.return_to_go:
             rule = "must not keep returns-to-go where steps of open trajectories are published"
-            self._unsuited = rule, "leave out the field return_to_go, or do not publish"
+            self.unsuited = rule, "leave out the field return_to_go, or do not publish"
         elif inserter.table.groups is not None:
             rule = "must have no groups for steps of open trajectories to be published"
-            self._unsuited = rule, "a group can be sampled when all of it has ended"
+            self.unsuited = rule, "a group can be sampled when all of it has ended"
         self._num_begun = 0  # trajectories with published steps
         #: Words of `StepCount` of the native calls that add through this publisher.
         self.counts: list[np.ndarray] = []
-
-    @property
-    def is_suited(self) -> bool:
-        """Whether steps of open trajectories can be published; `check` raises why not."""
-        return self._unsuited is None
 
     @property
     def num_added(self) -> int:
@@ -158,8 +154,8 @@ class Publisher:
     def check(self) -> None:
         """Raise a StoreError if the run has ended, a DataError if the table needs whole trajectories."""
         self.look()
-        if self._unsuited is not None:
-            rule, remedy = self._unsuited
+        if self.unsuited is not None:
+            rule, remedy = self.unsuited
             raise DataError(self._name, rule, None, remedy)
 
     # ---- publishing ------------------------------------------------------------------------------

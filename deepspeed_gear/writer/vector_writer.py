@@ -164,7 +164,7 @@ class VectorWriter(ProcessBound):
             cuts=is_longest and are_bytes and not self._limit.whole_fields,
             **self._publisher.inserter.vector_options(),
         )
-        self._stores, self._publishes = True, self._publisher.is_suited and are_bytes
+        self._stores, self._publishes = True, self._publisher.unsuited is None and are_bytes
 
     def _grow(self, length: int) -> None:
         """Enlarge the staging to trajectories of `length` steps, keeping its rows."""
