@@ -30,12 +30,15 @@ from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan, ReadNeeds, needs_of, routes_of
 from deepspeed_gear.distributed.sequence_sum import check_process_group
 from deepspeed_gear.distributed.shard_placement import ShardPlacement, place_tables
-from deepspeed_gear.distributed.stream_resolution import mixture_of, split_of, streams_of, weight_total
 from deepspeed_gear.distributed.table_resolution import (
     ArrivalRoom,
     check_holds_batch,
+    mixture_of,
     num_items_of,
+    split_of,
     store_of,
+    streams_of,
+    weight_total,
     with_arrivals,
     writing_of,
 )

@@ -71,7 +71,13 @@ def _place(
     found: dict[str, dict[int, Shard]] = {}
     for name in (name for name in tables if name in datasets):
         replicate, of_nodes = name in replicated, [parts[node][name] for node in holders]
-        bounds = _bounds(name, datasets[name], len(holders), replicate)
+        dataset = datasets[name]
+        if not replicate and dataset.num_trajectories_of_whole < len(holders):
+            rule, remedy = f"must have a trajectory for each of {len(holders)} nodes", "use fewer nodes"
+            held = dataset.num_trajectories_of_whole
+            raise ConfigError(f"table {name}", rule, held, f"{remedy}, or replicate it")
+        sizes = dataset.lengths * dataset.schema.row_bytes
+        bounds = shards_of(sizes, 1) if replicate else non_empty(shards_of(sizes, len(holders)))
         shards = shard_of_node(of_nodes, bounds, name=f"table {name}", nodes=names, replicate=replicate)
         found[name] = dict(zip(holders, shards, strict=True))
     parted = {name for name in found if parts[holders[0]][name] is not None}
@@ -99,19 +105,6 @@ def _place(
         ordered = sorted(found[name].values(), key=lambda shard: shard.index)
         firsts[name] = np.array([shard.first for shard in ordered] + [ordered[-1].end], np.int64)
     return ShardPlacement(order, mine, spread, firsts)
-
-
-def _bounds(name: str, dataset: Dataset, num_nodes: int, replicate: bool) -> np.ndarray:
-    if replicate:
-        return shards_of(dataset.lengths, 1)
-    if dataset.num_trajectories_of_whole < num_nodes:
-        raise ConfigError(
-            f"table {name}",
-            f"must have a trajectory for each of {num_nodes} nodes",
-            dataset.num_trajectories_of_whole,
-            "use fewer nodes, or replicate it",
-        )
-    return non_empty(shards_of(dataset.lengths * dataset.schema.row_bytes, num_nodes))
 
 
 def _order(holders: list[int], found: Mapping[str, Mapping[int, Shard]], parted: set[str]) -> tuple[int, ...]:

@@ -3,17 +3,22 @@
 Every node computes all coordinates, and resolves those that fall into its own part of the total mass. Then
 each node gets the resolutions of the samples that its ranks train on, and the rows that their windows read
 (`ResolutionExchange`). Each selection begins with an agreement: all nodes make it, or none does.
+
+The nodes divide what the rate limiter of a table that they hold together admits: each node's writers have a
+quota of items that they may add. The selections renew the quotas; before the first one, after a load, and
+when `can_sample` asks, `may_select` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Final, NoReturn
 
 import numpy as np
 import torch
 
+from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.node_channel import NO_WORDS, NodeChannel, message_of
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan
 from deepspeed_gear.distributed.row_exchange.resolution_exchange import (
@@ -24,12 +29,14 @@ from deepspeed_gear.distributed.row_exchange.resolution_exchange import (
 from deepspeed_gear.errors import PeerError, StoreError
 from deepspeed_gear.ops.records import LogEntry, Resolution, UpdateCount
 from deepspeed_gear.outcome import Outcome
+from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.mass_rules import NO_ID, AgeWindow, WindowEdge, newest_of
 from deepspeed_gear.sampling.priority_masses import merge_highest
 from deepspeed_gear.sampling.rate_limiting import NodeRate, SelectionLimiter
 from deepspeed_gear.sampling.selector import LocalSelector
 from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.sampling.sum_tree import items_of
+from deepspeed_gear.store.records import Head
 
 PACKED_REPORT_WORDS = 3
 _NO_REPORTS = np.empty((0, LogEntry.NUM_WORDS), np.int64)
@@ -512,6 +519,51 @@ class ShardedSelector(SelectionAgreement):
             return int(least[least > 0].min()), 1, beta
         return total, int(self._records[:, StatusMessage.ITEMS].sum()), beta
 
+
+# ---- quotas of writers --------------------------------------------------------------------------------
+
+
+def agree_on_quotas(exchange: ControlPlane, leads: bool, streams: Sequence[BatchStream]) -> None:
+    """Agree on the quotas of each node's writers. Collective; arguments as in `may_select`."""
+    joint = [stream for stream in streams if stream.state.joint_limiter is not None]
+    for stream in joint:
+        may_select(exchange, leads, stream, int(stream.position[Head.KEY]))
+    if joint:
+        exchange.barrier()  # after it ranks may write
+
+
+def may_select(
+    exchange: ControlPlane, leads: bool, stream: BatchStream, key: int, fixed: bool = False
+) -> bool:
+    """Return whether all nodes together admit a selection, outside of one. Collective over all ranks.
+
+    Args:
+        leads: Whether this rank is the one of its node that changes the node's shards.
+        stream: The training stream, with a rate limiter of all nodes.
+        key: Of the global batch that is asked for.
+        fixed: Whether another thread of this rank may be in a selection: then quotas do not change.
+    Returns:
+        Whether the batch was selected already, or could be now; the same on every rank.
+    """
+    limiter, count = stream.state.joint_limiter, stream.spec.num_samples(key)
+    assert limiter is not None
+
+    def record() -> tuple[int, bool, np.ndarray] | None:
+        if not leads:
+            return None
+        with stream.table.lock:
+            return limiter.index, stream.prepare(key), limiter.record(count, fixed, exact=True)
+
+    mine = exchange.agree("the record of its rate limiter", record)
+    found = sorted((one for one in exchange.gather(mine) if one is not None), key=lambda one: one[0])
+    messages = np.stack([words for _, _, words in found])
+    changes = leads and not messages[:, NodeRate.IS_FIXED].any()  # a fixed record: no node may `apply`
+    with stream.table.lock:
+        is_open = limiter.apply(messages, count) if changes else limiter.are_open(messages, count)
+    return is_open or any(was_selected for _, was_selected, _ in found)
+
+
+# ---- edges of windows --------------------------------------------------------------------------------
 
 _PARTS = 64  # parts into which each exchange divides the remaining range of ids
 

@@ -41,15 +41,9 @@ class ConnectionLost(Exception):
 
 
 class Connection:
-    """Calls to a gateway, over a connection that is made again after a loss.
+    """Calls to a gateway, over a connection that is made again after a loss; as `RemoteWriter.connect`.
 
     Thread safety: one thread at a time.
-
-    Args:
-        url: grpc://HOST:PORT or grpc+tls://HOST:PORT.
-        token: The gateway's token, or the path of a file that holds it.
-        ca: File with the certificates that sign the gateway's, in PEM; None: those of the machine.
-        insecure: Admits other addresses than loopback without TLS.
     """
 
     def __init__(self, url: str, token: str | Path, ca: str | Path | None, insecure: bool) -> None:

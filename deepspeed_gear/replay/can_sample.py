@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from deepspeed_gear.context import WaitLog
-from deepspeed_gear.distributed.quota_agreement import may_select
+from deepspeed_gear.distributed.sharded_selection import may_select
 from deepspeed_gear.errors import PeerError
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.sampling.batch_stream import BatchStream

@@ -12,7 +12,7 @@ import torch
 from deepspeed_gear.checkpoint import position, save_folders, table_files
 from deepspeed_gear.checkpoint.save_folders import State
 from deepspeed_gear.checkpoint.table_files import TableLoader
-from deepspeed_gear.distributed.quota_agreement import agree_on_quotas
+from deepspeed_gear.distributed.sharded_selection import agree_on_quotas
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.replay.batch_loader import BatchLoader, Evaluation
 from deepspeed_gear.replay.builder import ReplayParts

@@ -85,7 +85,6 @@ READS_CONFIG = {
     "config",
     "distributed/resolved_plan",
     "distributed/table_resolution",
-    "distributed/stream_resolution",
     "distributed/shard_placement",
     "distributed/row_exchange/exchange_plan",
     "replay/replay",
