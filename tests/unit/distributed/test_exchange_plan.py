@@ -19,7 +19,6 @@ from deepspeed_gear.distributed.row_exchange.exchange_plan import (
     ExchangePlan,
     grid,
     needs_of,
-    readers_of,
     routes_of,
     row_needs,
     shards_of,
@@ -308,12 +307,3 @@ def test_shards_are_contiguous_and_balanced(lengths: list[int], nodes: int) -> N
     held[np.diff(bounds) == 0] = 0
     assert held.sum() == sum(lengths)
     assert held.max() <= sum(lengths) / nodes + max(lengths)
-
-
-def test_readers_are_the_ends_of_a_replica() -> None:
-    places = grid({"pipe": 3, "data": 2, "tensor": 2})
-    found = readers_of(places, [rank // 4 for rank in range(12)], 1)
-    assert {node: [(p.pipe_rank, p.tensor_rank) for p in there] for node, there in found.items()} == {
-        0: [(0, 0), (0, 1)],
-        2: [(2, 0), (2, 1)],
-    }

@@ -83,17 +83,17 @@ def test_an_engine_without_one_divisor_is_refused(found: GradientSettings, name:
 
 
 @pytest.mark.parametrize(
-    ("found", "pad", "name"),
+    ("found", "name"),
     [
-        (settings(2, is_managed=True), "multiple", "managed_gradient_accumulation"),
-        (settings(2, accumulation=4), "multiple", "gradient_accumulation_steps"),
-        (settings(2, weights="bfloat16", sums="bfloat16"), "multiple", "data_types.grad_accum_dtype"),
-        (settings(2, has_experts=True), "multiple", "gear.pack.pad.to"),
+        (settings(2, is_managed=True), "managed_gradient_accumulation"),
+        (settings(2, accumulation=4), "gradient_accumulation_steps"),
+        (settings(2, weights="bfloat16", sums="bfloat16"), "data_types.grad_accum_dtype"),
+        (settings(2, has_experts=True), "gear.pack.pad.to"),
     ],
 )
-def test_what_a_variable_number_of_micro_batches_needs(found: GradientSettings, pad: str, name: str) -> None:
+def test_what_a_variable_number_of_micro_batches_needs(found: GradientSettings, name: str) -> None:
     with pytest.raises(ConfigError) as error:
-        check_accumulation(found, pad)
+        check_accumulation(found, "multiple")
     assert error.value.name == name
     assert error.value.remedy
 

@@ -277,8 +277,10 @@ def test_a_shard_has_the_sizes_of_its_trajectories(data: Path, tmp_path: Path, l
         spec = spec_of(config, dataset, shard)
         assert (spec.num_slots, spec.num_rows, spec.shard) == (3, 10 + 3, shard)
         assert (spec.in_memory, spec.dataset, spec.first_id) == (load == "memory", dataset, 1)
-    spec = spec_of(config, whole)
-    assert (spec.num_slots, spec.num_rows, spec.shard, spec.has_arrivals) == (6, 28, None, False)
+    for dataset in (whole, write_parts(whole, tmp_path / "one", np.array([0, 6]))[0]):
+        spec = spec_of(config, dataset)
+        assert (spec.num_slots, spec.num_rows, spec.first_id) == (6, 28, 0)
+        assert (spec.shard, spec.has_arrivals) == (None, False)
 
 
 @pytest.mark.parametrize("shard", [None, Shard(0, 3, 0, 1), Shard(1, 3, 1, 5), Shard(0, 1, 0, 6)])
@@ -288,12 +290,6 @@ def test_a_part_holds_no_other_shard(data: Path, tmp_path: Path, shard: Shard | 
     text = r"table main: .*part-1 must hold the trajectories .*, got 'part 1 of 3"
     with pytest.raises(DataError, match=text):
         spec_of(config_of(data), mine, shard)
-
-
-def test_one_part_of_one_is_everything(data: Path, tmp_path: Path) -> None:
-    [mine] = write_parts(Dataset.open(data), tmp_path / "out", np.array([0, 6]))
-    spec = spec_of(config_of(data), mine)
-    assert (spec.num_slots, spec.num_rows, spec.first_id) == (6, 28, 0)
 
 
 def without_final_row(schema: Schema) -> Schema:
