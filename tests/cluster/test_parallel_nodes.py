@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cluster_support import Cluster
-from gear_support import ROOT, lengths_of, prefix, shared_files, write_dataset
+from gear_support import prefix, shared_files
 from parallel_checks import check_modes
 
 LONG = pytest.mark.skipif(os.environ.get("GEAR_LONG_TESTS") != "1", reason="long: GEAR_LONG_TESTS=1")
-PROGRAM = ROOT / "tests" / "distributed" / "programs" / "parallel_matrix.py"
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The data set of the tests on one node."""
-    return write_dataset(tmp_path_factory.mktemp("data") / "set", lengths_of(40), split={"eval": 0.3})
 
 
 @pytest.mark.parametrize(
@@ -35,11 +27,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_same_batches_over_nodes(
     modes: str, nodes: int, ranks: int, cluster: Cluster, dataset: Path, tmp_path: Path
 ) -> None:
-    def run(task: dict[str, Any]) -> str:
-        (tmp_path / "task.json").write_text(json.dumps(task))
-        given = f"@{tmp_path / 'task.json'}"
-        return cluster.run_ranks(PROGRAM, given, nodes=nodes, ranks=ranks, timeout_s=280.0)
-
-    check_modes(run, dataset, tmp_path, modes.split(), nodes * ranks)
+    call = functools.partial(cluster.call_ranks, nodes=nodes, ranks=ranks, timeout_s=280.0)
+    check_modes(call, dataset, tmp_path, modes.split())
     for node in range(nodes):
         assert shared_files(prefix(), cluster.shm(node)) == []

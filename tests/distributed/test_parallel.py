@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from gear_support import prefix, shared_files
 from parallel_checks import MODES, TOGETHER, check_modes
+from process_support import call_with_engines
 
 pytestmark = pytest.mark.timeout(600)  # of several launches, each with a limit of its own
 
 
 @pytest.mark.parametrize("modes", TOGETHER, ids=" then ".join)
 def test_every_rank_gets_its_part_of_the_same_batches(
-    modes: list[str], dataset: Path, tmp_path: Path, ranks_run: Callable[..., str]
+    modes: list[str], dataset: Path, tmp_path: Path
 ) -> None:
-    ranks = MODES[modes[0]][0]
-    run = functools.partial(ranks_run, "parallel_matrix.py", ranks, timeout_s=400.0)
-    check_modes(run, dataset, tmp_path, modes, ranks)
+    call = functools.partial(call_with_engines, MODES[modes[0]][0], timeout_s=400.0)
+    check_modes(call, dataset, tmp_path, modes)
     assert shared_files(prefix()) == []
 
 

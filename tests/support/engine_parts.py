@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,12 +24,6 @@ class Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
-
-
-def task() -> dict[str, Any]:
-    """Return what the test wants: the last argument, JSON or @ and the name of a file that holds it."""
-    given = sys.argv[-1]
-    return dict(json.loads(Path(given[1:]).read_text() if given.startswith("@") else given))
 
 
 def ds_config(

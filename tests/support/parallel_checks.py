@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from batch_records import Arrays, alone
 from gear_support import STEP, config_of
+from parallel_engines import KNOWN, train_modes
 
 from deepspeed_gear.config import parse
 from deepspeed_gear.replay.preview import preview
@@ -32,7 +32,9 @@ ENDS = {
     "labels": ["action", "code", "trajectory_id", "mask.action", "is_weight"],
 }
 MODES = {  # what the program makes: ranks, replicas
+    "zero:0x2": (2, 2),
     "zero:1x2": (2, 2),
+    "zero:2x2": (2, 2),
     "zero:3x4": (4, 4),
     "hpz:2": (2, 2),
     "megatron:2x2": (4, 2),
@@ -49,13 +51,12 @@ MODES = {  # what the program makes: ranks, replicas
 }
 # Those that can follow each other in one process: DeepSpeed keeps groups of the last engine in globals.
 TOGETHER = [
-    ["zero:1x2", "expert:2", "hpz:2", "pipe:2", "tensor:2", "tp_model_init:2"],
+    ["zero:0x2", "zero:1x2", "zero:2x2", "expert:2", "hpz:2", "pipe:2", "tensor:2", "tp_model_init:2"],
     ["zero:3x4", "pipe:2x2", "pipe:2x1x2", "megatron:2x2", "ulysses:2x2", "tensor:2x2"],
     ["mesh:2x2"],
     ["pipe:3"],
 ]
 BATCH, STEPS = 12, 12
-KNOWN = ("sample_number", "trajectory_id", "anchor", "is_weight", "num_steps")  # recorded of a batch
 ROW_BYTES = {"observation": 12, "action": 8, "code": 8, "late": 8, "position": 8}
 UNIFORM = {"kind": "uniform", "unit": "step"}
 PRIORITIZED = {"kind": "prioritized", "unit": "step", "alpha": 0.7, "beta": 0.5}
@@ -69,17 +70,14 @@ def section(data: Path) -> dict[str, Any]:
     return config_of(data, fields=FIELDS, pipeline=ENDS, seed=3, timeout_s=60.0)
 
 
-def check_modes(
-    run: Callable[[dict[str, Any]], str], dataset: Path, out: Path, modes: Sequence[str], ranks: int
-) -> None:
-    """Run parallel_matrix.py with a task; its ranks must have seen their parts of one process's batches."""
-    gear, replicas = section(dataset), {mode: MODES[mode][1] for mode in modes}
-    output = run({"gear": gear, "cases": CASES, "steps": STEPS, "out": str(out), "modes": replicas})
-    assert output.count(f"gear: global batch {BATCH} = ") == len(modes) * len(CASES)
+def check_modes(call: Callable[..., list[Any]], dataset: Path, out: Path, modes: Sequence[str]) -> None:
+    """Train engines on the ranks of `call`, which must see their parts of one process's batches."""
+    replicas = {mode: MODES[mode][1] for mode in modes}
+    found = call(train_modes, replicas, section(dataset), CASES, STEPS, out)
     for case, whole in batches_alone(dataset).items():
         digest = digest_of(dataset, case, whole)
         for mode in modes:
-            check_case(read(out / mode.replace(":", "."), case, ranks), case, whole, replicas[mode], digest)
+            check_case([rank[mode][case] for rank in found], case, whole, replicas[mode], digest)
 
 
 @functools.cache
@@ -89,16 +87,6 @@ def batches_alone(dataset: Path) -> dict[str, Arrays]:
         name: alone({**section(dataset), **case["gear"], "batch_size": BATCH}, STEPS, KNOWN)
         for name, case in CASES.items()
     }
-
-
-def read(out: Path, case: str, ranks: int) -> list[tuple[dict[str, Any], Arrays]]:
-    """Return what each rank reported and saw."""
-    found = []
-    for rank in range(ranks):
-        report = json.loads((out / f"{case}.{rank}.json").read_text())
-        path = out / f"{case}.{rank}.npz"
-        found.append((report, dict(np.load(path)) if path.exists() else {}))
-    return found
 
 
 def wanted_fields(report: dict[str, Any], stages: int) -> set[str]:

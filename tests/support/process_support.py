@@ -25,7 +25,6 @@ from gear_support import ROOT, SHM, prefix
 from warm_python import WarmProcess
 
 _ports = itertools.count()
-PROGRAMS = Path(__file__).resolve().parents[1] / "distributed" / "programs"
 CALL = Path(__file__).with_name("rank_call.py")
 
 
@@ -77,15 +76,15 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 class Ranks:
-    """Runs of a Python program, by path or its name in `programs/`, that form one process group."""
+    """Runs of a Python program that form one process group."""
 
     def __init__(self, program: Path | str, count: int, *arguments: str, **env: str) -> None:
-        self.port, path = str(free_port()), PROGRAMS / program
+        self.port = str(free_port())
         self.processes: list[subprocess.Popen[str]] = []
         for rank in range(count):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
             rank_env = environment(**{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port, **place, **env})
-            self.processes.append(self.start(rank, [str(path), *arguments], rank_env))
+            self.processes.append(self.start(rank, [str(program), *arguments], rank_env))
 
     def start(self, rank: int, program: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
         """Start a rank."""
@@ -180,7 +179,7 @@ def call_with_engines(
 def launcher(program: Path | str, count: int, *arguments: str) -> list[str]:
     """Return the command of DeepSpeed's launcher for a program."""
     command = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(count)]
-    return [*command, "--master_port", str(free_port()), str(PROGRAMS / program), *arguments]
+    return [*command, "--master_port", str(free_port()), str(program), *arguments]
 
 
 def launch(program: Path | str, count: int, *arguments: str, timeout_s: float = 240.0) -> str:

@@ -1,13 +1,13 @@
-"""Train engines of one kind of parallelism, and write what each rank sees and where it sits.
+"""Engines of each kind of parallelism, and what each rank sees and where it sits.
 
-The last argument is a task: `modes` (rows of MODES and their replicas), `gear`, `cases` (accumulation and
-options by name), `steps`, `out`. A field of codes (trajectory * 1000 + step) goes with the inputs through a
-pipeline, so that the loss can see whether labels belong to them.
+A field of codes (trajectory * 1000 + step) goes with the inputs through a pipeline, so that the loss can see
+whether labels belong to them.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,15 @@ import deepspeed
 import numpy as np
 import torch
 from batch_records import Arrays, joined, priorities, record, stacked
-from deepspeed import comm as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
-from engine_parts import BATCH, task
+from engine_parts import BATCH, ds_config
 from page_support import page_code
 from replay_support import topology_of
 from torch import nn
+from trainers import SPLIT
 
 import deepspeed_gear
 from deepspeed_gear import Batch
@@ -31,10 +31,6 @@ from deepspeed_gear import Batch
 WINDOW, SIZE = 4, 3
 KNOWN = ("sample_number", "trajectory_id", "anchor", "is_weight", "num_steps")
 SAVED = 6  # the step after which a checkpoint is written
-SPLIT = {"layer_specs": [
-    {"patterns": [".*up.weight$"], "partition_type": "column"},
-    {"patterns": [".*down.weight$"], "partition_type": "row"},
-], "use_default_specs": False}  # fmt: skip
 
 
 class Network(nn.Module):
@@ -174,55 +170,52 @@ def check_resume(engine: Any, folder: str, rows: list[Arrays]) -> None:
             assert (np.concatenate([part[key] for part in found]) == rows[number][key]).all(), (number, key)
 
 
-def main(wanted: dict[str, Any]) -> None:
+def train_modes(
+    modes: dict[str, int], gear: dict[str, Any], cases: dict[str, Any], steps: int, out: Path
+) -> dict[str, dict[str, tuple[dict[str, Any], Arrays]]]:
+    """Train an engine of each mode, with its replicas, for each case; checkpoints lie in a folder.
+
+    Returns:
+        Where this rank sits and what it sees, by mode and case.
+    """
     deepspeed.init_distributed()
-    for mode, replicas in wanted["modes"].items():
-        train_cases(wanted, mode, replicas, Path(wanted["out"]) / mode.replace(":", "."))
-    torch.distributed.destroy_process_group()
+    found: dict[str, dict[str, tuple[dict[str, Any], Arrays]]] = {}
+    with contextlib.redirect_stderr(io.StringIO()) as log:
+        for mode, replicas in modes.items():
+            folder, found[mode] = out / mode.replace(":", "."), {}
+            folder.mkdir(exist_ok=True)
+            for name, case in cases.items():
+                config = ds_config({**gear, **case["gear"]}, case["accumulation"], replicas)
+                found[mode][name] = train_case(mode, config, steps, f"{folder}/{name}")
+    num_logged = len(modes) * len(cases) if torch.distributed.get_rank() == 0 else 0
+    assert log.getvalue().count(f"gear: global batch {BATCH} = ") == num_logged
+    return found
 
 
-def train_cases(wanted: dict[str, Any], mode: str, replicas: int, out: Path) -> None:
-    """Train an engine of a mode for each case."""
-    out.mkdir(exist_ok=True)
-    for name, case in wanted["cases"].items():
-        losses = Losses()
-        config = {
-            "train_micro_batch_size_per_gpu": BATCH // replicas // case["accumulation"],
-            "gradient_accumulation_steps": case["accumulation"],
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-            "zero_force_ds_cpu_optimizer": False,
-            "gear": {**wanted["gear"], **case["gear"]},
-        }
-        engine = made(mode, config, losses)
-        rows = []
-        for number in range(wanted["steps"]):
-            found = step(engine)
-            if found:
-                rows.append(joined(found))
-            if number == 2 and hasattr(engine, "gear_batches"):
-                evaluate(engine, losses)
-            if number == SAVED:
-                engine.save_checkpoint(f"{out}/{name}")
-        replay = engine.gear
-        place, known = topology_of(replay).place, replay.statistics()
-        check_resume(engine, f"{out}/{name}", rows)
-        found_here = {
-            "coordinates": dict(zip(("pipe", "data", "sequence", "tensor"), place.coordinates, strict=True)),
-            "node": replay.node,
-            "reads": place.reads,
-            "reports": place.reports,
-            "global_batch": replay.batch_info.global_batch,
-            "bytes": known["bytes"],
-            "padding": known["padding"],
-            "applied": known.get("priorities_applied"),
-            "digest": known["digest"],
-        }
-        at = out / f"{name}.{dist.get_rank()}"
-        at.with_suffix(at.suffix + ".json").write_text(json.dumps(found_here))
-        if rows:
-            np.savez(f"{at}.npz", **stacked(rows))
-        engine.destroy()
-
-
-if __name__ == "__main__":
-    main(task())
+def train_case(mode: str, config: dict[str, Any], steps: int, folder: str) -> tuple[dict[str, Any], Arrays]:
+    losses, rows = Losses(), []
+    engine = made(mode, config, losses)
+    for number in range(steps):
+        found = step(engine)
+        if found:
+            rows.append(joined(found))
+        if number == 2 and hasattr(engine, "gear_batches"):
+            evaluate(engine, losses)
+        if number == SAVED:
+            engine.save_checkpoint(folder)
+    replay = engine.gear
+    place, known = topology_of(replay).place, replay.statistics()
+    check_resume(engine, folder, rows)
+    report = {
+        "coordinates": dict(zip(("pipe", "data", "sequence", "tensor"), place.coordinates, strict=True)),
+        "node": replay.node,
+        "reads": place.reads,
+        "reports": place.reports,
+        "global_batch": replay.batch_info.global_batch,
+        "bytes": known["bytes"],
+        "padding": known["padding"],
+        "applied": known.get("priorities_applied"),
+        "digest": known["digest"],
+    }
+    engine.destroy()
+    return report, stacked(rows) if rows else {}
