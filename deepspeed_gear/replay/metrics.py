@@ -240,25 +240,20 @@ def of_selection(streams: Sequence[BatchStream]) -> dict[str, Any]:
     Cost: one pass over the priorities and counters.
     """
     batches = _batches(streams, max(stream.spec.depth for stream in streams))
+    drawn = {}
+    for index, stream in enumerate(streams):
+        masses, histogram = stream.state.priorities, None
+        if masses is not None:  # k counts [2^k, 2^(k+1))
+            powers = np.frexp(masses.values[masses.leaves > 0])[1] - 1
+            bins, counts = np.unique(powers, return_counts=True)
+            histogram = dict(zip(bins.tolist(), counts.tolist(), strict=True))
+        age = _age(stream, [batch[index][1] for batch in batches])
+        drawn[stream.table.spec.name] = {"age": age, "priorities": histogram, "draws": _draws(stream)}
     return {
         "effective_samples": _mean([_effective(batch) for batch in batches]),
         "duplicates": _mean([_duplicates(batch) for batch in batches]),
-        "drawn": {
-            stream.table.spec.name: {
-                "age": _age(stream, [batch[index][1] for batch in batches]),
-                "priorities": None if masses is None else _histogram(masses.values[masses.leaves > 0]),
-                "draws": _draws(stream),
-            }
-            for index, stream in enumerate(streams)
-            for masses in [stream.state.priorities]
-        },
+        "drawn": drawn,
     }
-
-
-def _histogram(values: np.ndarray) -> dict[int, int]:
-    """Return a histogram of priorities: k counts [2^k, 2^(k+1))."""
-    bins, counts = np.unique(np.frexp(values)[1] - 1, return_counts=True)
-    return dict(zip(bins.tolist(), counts.tolist(), strict=True))
 
 
 def _batches(streams: Sequence[BatchStream], most: int) -> list[Selections]:

@@ -63,13 +63,18 @@ class NodeExchange:
         The leaders of nodes that hold such tables have selectors; elsewhere there are none. `goals` draws the
         achieved goals of samples.
         """
+        plan, config = self._plan, self._plan.config
         every = [state for of_table in states.values() for state in of_table.values()]
-        if self._plan.leads_shard and any(state.spec.together for state in every):
-            self._open(True, "train", detector)
-            self._open(False, "passes", detector)
-        self._plan.exchange.barrier()
-        routes_of = {state: self._plan.tables[state.table.spec.name].exchange for state in every}
-        packs = self._plan.config.pack is not None
+        if plan.leads_shard and any(state.spec.together for state in every):
+            order, timeout_s = plan.placement.order, config.timeout_s
+            for trains, purpose in ((True, "train"), (False, "passes")):
+                channel = NodeChannel(plan.topology, order, purpose, timeout_s, plan.group, detector)
+                self._channels[trains] = channel
+                if config.exchange != "host":
+                    self._transports[trains] = DeviceTransport(channel, self._device)
+        plan.exchange.barrier()
+        routes_of = {state: plan.tables[state.table.spec.name].exchange for state in every}
+        packs = config.pack is not None
         for state, routes in routes_of.items():
             if packs and routes is not None:
                 exchange = TrajectoryExchange(self._rows(state, routes, True)) if self._channels else None
@@ -87,8 +92,7 @@ class NodeExchange:
                     records = RecordExchange(state, channel)
                 else:
                     records = ResolutionExchange(state, routes, self._rows(state, routes, trains), goals)
-                verified = self._plan.config.verify_every
-                found[state] = ShardedSelector(state, channel, routes, records, verified)
+                found[state] = ShardedSelector(state, channel, routes, records, config.verify_every)
             elif state.spec.together and state.spec.num_shards == 1:  # of a replicated table
                 found[state], trains = ReplicatedSelector(state, self._channels[True]), True
             if state in found and trains:
@@ -103,14 +107,6 @@ class NodeExchange:
         rows, slots = (room.first_row, room.num_rows), (room.first_slot, room.num_slots)
         channel, transport = self._channels[trains], self._transports.get(trains)
         return RowExchange(channel, state.table, routes.needs, n_step, rows, slots, transport)
-
-    def _open(self, trains: bool, purpose: str, detector: FailureDetector | None) -> None:
-        plan, config = self._plan, self._plan.config
-        order, timeout_s = plan.placement.order, config.timeout_s
-        channel = NodeChannel(plan.topology, order, purpose, timeout_s, plan.group, detector)
-        self._channels[trains] = channel
-        if config.exchange != "host":
-            self._transports[trains] = DeviceTransport(channel, self._device)
 
     def take_metrics(self) -> dict[str, float]:
         """Return the mean of the training selections' exchanges since the last call; empty elsewhere.

@@ -573,7 +573,7 @@ class Replay(ReplayBase):
 
     def _load(self, state: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any] | None:
         self._checkpoint.load(state, folder)
-        return None if state["save"] is None else dict(state)
+        return None if state.get("save") is None else dict(state)
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics for DeepSpeed's monitor.
