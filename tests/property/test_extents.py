@@ -123,30 +123,22 @@ class ExtentsMachine(RuleBasedStateMachine):
             self.held[slot] = SlotState.RESERVED, num_rows, max(1, num_rows - 1)
 
     @precondition(lambda self: self._of(SlotState.RESERVED))
-    @rule(data=st.data(), born=st.integers(0, 9))
-    def commit(self, data: st.DataObject, born: int) -> None:
+    @rule(data=st.data(), born=st.integers(0, 9), grows=st.booleans())
+    def commit(self, data: st.DataObject, born: int, grows: bool) -> None:
+        """Commit a trajectory, or the first step of one that keeps its rows to grow."""
         slot = data.draw(st.sampled_from(self._of(SlotState.RESERVED)))
-        num_rows = data.draw(st.integers(1, self.held[slot][1]))
-        number = self.extents.commit(slot, num_rows, num_rows, born)
+        reserved = self.held[slot][1]
+        steps = 1 if grows else data.draw(st.integers(1, reserved))
+        rows = reserved if grows else steps
+        if grows:
+            self.extents.retention[slot, SlotRetention.OPEN] = 1
+            self.open.add(slot)
+        number = self.extents.commit(slot, steps, rows, born)
         assert number == self.inserted * IDS[1] + IDS[0]
-        self.held[slot] = SlotState.COMMITTED, num_rows, num_rows
+        self.held[slot] = SlotState.COMMITTED, rows, steps
         self.old.append(slot)
         self.noted.append(slot)
-        self.inserted, self.steps_inserted = self.inserted + 1, self.steps_inserted + num_rows
-
-    @precondition(lambda self: self._of(SlotState.RESERVED))
-    @rule(data=st.data())
-    def publish(self, data: st.DataObject) -> None:
-        """Commit the beginning of a trajectory that keeps its rows to grow."""
-        slot = data.draw(st.sampled_from(self._of(SlotState.RESERVED)))
-        self.extents.retention[slot, SlotRetention.OPEN] = 1
-        rows = self.held[slot][1]
-        self.extents.commit(slot, 1, rows, 0)
-        self.held[slot] = SlotState.COMMITTED, rows, 1
-        self.old.append(slot)
-        self.noted.append(slot)
-        self.open.add(slot)
-        self.inserted, self.steps_inserted = self.inserted + 1, self.steps_inserted + 1
+        self.inserted, self.steps_inserted = self.inserted + 1, self.steps_inserted + steps
 
     @precondition(lambda self: self.open & set(self.old))
     @rule(data=st.data())

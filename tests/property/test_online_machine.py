@@ -1,6 +1,6 @@
 """What actors and ranks do to a table, in any order and with deaths in between, against plain Python.
 
-GEAR_LONG_TESTS=1 tries 400 orders instead of 30: some minutes.
+GEAR_LONG_TESTS=1 tries 400 orders instead of 12: some minutes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import torch
 from gear_support import SHM
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from process_support import exit_status, in_child
 from replay_support import streams_of
+from store_support import check_whole
 
 from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
 from deepspeed_gear.batching.batch import Batch
-from deepspeed_gear.errors import DataError, StoreError
+from deepspeed_gear.errors import DataError, StoreError, StoreFullError
 from deepspeed_gear.store.records import Control
 from deepspeed_gear.writer import late_columns
 
@@ -40,7 +41,6 @@ SCHEMA = Schema(
     ]
 )
 CAPACITY, LONGEST, BATCH = 4, 9, 16
-LONG = bool(os.environ.get("GEAR_LONG_TESTS"))
 PRIORITIES = np.array([0.5, 1.0, 4.0], np.float32)
 
 
@@ -75,7 +75,22 @@ def die() -> int:
     return signal.pause()
 
 
-class OnlineMachine(RuleBasedStateMachine):
+class Machine(RuleBasedStateMachine):
+    """What happens to a replay, which may be saved."""
+
+    replay: Replay
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(dir=SHM))  # no disk is waited for
+
+    def teardown(self) -> None:
+        if hasattr(self, "replay"):
+            self.replay.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class OnlineMachine(Machine):
     """The oracle: `stored` holds what is there by id, `opened` the writer's open trajectories by number."""
 
     def __init__(self) -> None:
@@ -89,10 +104,9 @@ class OnlineMachine(RuleBasedStateMachine):
         self.unknown: set[int] = set()  # open ones whose writer does not know that its part is gone
         self.batches: list[tuple[int, Batch]] = []
         self.count = self.next_id = self.num_batches = 0
-        self.folder = Path(tempfile.mkdtemp(dir=SHM))  # no disk is waited for
 
     @initialize(
-        kind=st.sampled_from(["uniform", "prioritized"]),
+        kind=st.sampled_from(["uniform", "uniform", "prioritized", "prioritized", "length"]),
         unit=st.sampled_from(["step", "trajectory"]),
         wants_late=st.booleans(),
     )
@@ -101,6 +115,7 @@ class OnlineMachine(RuleBasedStateMachine):
         table |= {"remove": "fifo", "writers": 1}
         fields = ("state", "action", *(["after"] if wants_late else []))
         first = {"initial": 1.0} if kind == "prioritized" else {}
+        unit = "trajectory" if kind == "length" else unit
         section = {
             "tables": {"main": table},
             "sampler": {"kind": kind, "unit": unit, **first},
@@ -256,6 +271,9 @@ class OnlineMachine(RuleBasedStateMachine):
             if self.kind == "uniform":
                 items = sum(held.steps for held in ready.values()) if self.by_step else len(ready)
                 assert batch.probability.tolist() == [1 / items] * BATCH
+            elif self.kind == "length":
+                total = sum(held.steps for held in ready.values())
+                assert batch.probability.tolist() == [ready[key].steps / total for key in samples[0]]
             self.batches = [*self.batches[-2:], (self.num_batches, batch.clone())]
             self.num_batches += 1
 
@@ -385,11 +403,136 @@ class OnlineMachine(RuleBasedStateMachine):
         free = control[Control.FREE_ROWS] + self.table.slots[self.table.extents.retired(), 5].sum()
         assert free + control[Control.ROWS_HELD] == self.table.spec.capacity_rows
 
-    def teardown(self) -> None:
-        if hasattr(self, "replay"):
-            self.replay.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
 
 TestOnline = OnlineMachine.TestCase
-TestOnline.settings = settings(max_examples=400 if LONG else 12, stateful_step_count=40, deadline=None)
+TestOnline.settings = settings(
+    max_examples=400 if os.environ.get("GEAR_LONG_TESTS") else 12, stateful_step_count=40
+)
+
+
+# ---- epochs ------------------------------------------------------------------------------------------
+
+CAPACITY_STEPS, NUM_SLOTS, EPOCH_BATCH = 30, 5, 6
+
+
+class EpochMachine(Machine):
+    """Epochs of a table from which nothing is evicted: `stored` has the steps of its trajectories by id.
+
+    The epoch under way consists of `items`: trajectories, and a step of each; 0 where they are whole.
+    """
+
+    unit = "step"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stored: dict[int, int] = {}
+        self.items: set[tuple[int, int]] = set()
+        self.visited: set[tuple[int, int]] = set()
+        self.epoch = -1
+        self.num_samples = self.next_id = 0
+
+    @initialize(seed=st.integers(0, 1000))
+    def make(self, seed: int) -> None:
+        table = {"capacity_steps": CAPACITY_STEPS, "capacity_trajectories": NUM_SLOTS}
+        sampler = {"kind": "epoch", "unit": self.unit}
+        section = {"tables": {"main": table}, "sampler": sampler, "fields": {"state": {}, "action": {}}}
+        section |= {"batch_size": EPOCH_BATCH, "seed": seed}
+        self.replay = Replay(section, schemas={"main": SCHEMA})
+        self.change([], [4, 7, 1, 5], 0)
+
+    @rule(
+        removed=st.lists(st.integers(0, 8), max_size=4),
+        lengths=st.lists(st.integers(1, 6) | st.integers(1, 35), max_size=4),
+        samples=st.integers(0, 4),
+    )
+    def change(self, removed: list[int], lengths: list[int], samples: int) -> None:
+        """Remove some of the latest trajectories, add others, sample."""
+        choice = [self.next_id - 1 - back for back in removed]
+        gone = {number for number in choice if number in self.stored}
+        assert self.replay.remove(choice) == len(gone)
+        for number in gone:
+            del self.stored[number]
+        for steps in lengths:
+            try:
+                assert self.replay.add(steps_of(self.next_id, 0, steps)) == self.next_id
+            except StoreFullError:
+                assert self.stored or steps + 1 > CAPACITY_STEPS + NUM_SLOTS
+                continue
+            self.stored[self.next_id] = steps
+            self.next_id += 1
+        for _ in range(samples):
+            self.sample()
+
+    @rule(how=st.sampled_from(["clear", "remove", *["not"] * 6]))
+    def empty(self, how: str) -> None:
+        if how == "remove":
+            self.replay.remove(sorted(self.stored))
+            self.stored.clear()
+        elif how == "clear":
+            self.replay.clear()
+            self.stored.clear()
+            self.items, self.visited = set(), set()
+
+    def sample(self) -> None:
+        if not self.stored:
+            with pytest.raises(StoreError, match="must hold at least one item"):
+                self.replay.sample()
+            self.items, self.visited = set(), set()  # the epoch has ended
+            return
+        batch, by_step = self.replay.sample(), self.unit == "step"
+        numbers = range(self.num_samples, self.num_samples + EPOCH_BATCH)
+        assert batch.sample_number.tolist() == list(numbers)
+        self.num_samples += EPOCH_BATCH
+        count = {number: steps if by_step else 1 for number, steps in self.stored.items()}
+        current = {(number, step) for number, steps in count.items() for step in range(steps)}
+        assert batch["state"].tolist() == (1000 * batch.trajectory_id + batch.anchor).tolist()
+        samples = (batch.trajectory_id, batch.anchor, batch.num_steps, batch.epoch)
+        for number, anchor, steps, epoch in zip(*(part.tolist() for part in samples), strict=True):
+            assert 0 <= anchor < steps == self.stored[number], "of no removed trajectory"
+            if epoch != self.epoch:
+                assert epoch > self.epoch
+                left = {item for item in self.items - self.visited if item[0] in self.stored}
+                assert not left, "an epoch ended before all that is there was visited"
+                self.epoch, self.items, self.visited = epoch, set(current), set()
+            item = (number, anchor if by_step else 0)
+            assert item in self.items
+            assert item not in self.visited, "visited twice in one epoch"
+            self.visited.add(item)
+
+    @precondition(lambda self: self.stored)
+    @rule()
+    def rewind(self) -> None:
+        """What was saved is continued with the same batches."""
+        state = self.replay.save(self.folder)
+        wanted = [self.replay.sample().clone() for _ in range(3)]
+        self.replay.load(self.folder, state)
+        for batch in wanted:
+            again = self.replay.sample()
+            assert torch.equal(again.host_records[:, [0, 4, 5, 6, 7]], batch.host_records[:, [0, 4, 5, 6, 7]])
+            assert torch.equal(again.epoch, batch.epoch)
+            assert all(torch.equal(again[name], batch[name]) for name in batch)
+        self.replay.load(self.folder, state)
+        shutil.rmtree(self.folder)
+
+    @invariant()
+    def counts(self) -> None:
+        assert len(self.replay) == len(self.stored)
+        assert self.replay.num_steps == sum(self.stored.values())
+
+    def teardown(self) -> None:
+        if hasattr(self, "replay"):
+            check_whole(self.replay.tables["main"], list(streams_of(self.replay).values()))
+        super().teardown()
+
+
+def epochs_of(unit: str) -> Any:
+    """Return the tests of one unit."""
+    made: Any = type(unit, (EpochMachine,), {"unit": unit}).TestCase
+    made.settings = settings(
+        max_examples=40 if os.environ.get("GEAR_LONG_TESTS") else 8, stateful_step_count=30
+    )
+    return made
+
+
+TestEpochOfSteps = epochs_of("step")
+TestEpochOfTrajectories = epochs_of("trajectory")
