@@ -25,7 +25,7 @@ def record(batch: Batch, names: Sequence[str] = SAMPLES) -> Arrays:
     tensors = {**{name: getattr(batch, name) for name in names}, **batch}
     tensors |= {f"mask.{name}": mask for name, mask in batch.mask.items()}
     return {
-        name: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()
+        name: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy().copy()
         for name, tensor in tensors.items()
     }
 

@@ -124,18 +124,14 @@ class DeviceStub(TorchDispatchMode):
         for tensor in there:
             name = op.__name__
             self.elements[name] = max(self.elements.get(name, 0), tensor.numel())
-        lost = [
-            tensor for tensor in every if tensor.device == DEVICE and not isinstance(tensor, DeviceTensor)
-        ]
-        if lost:
-            raise AssertionError(
-                f"{func} uses a list or numbers of Python as a tensor of the device: {_place()}"
-            )
+        if any(tensor.device == DEVICE and not isinstance(tensor, DeviceTensor) for tensor in every):
+            raise AssertionError(f"{func} uses a list or numbers as a tensor of the device: {_place()}")
         is_made_there = kwargs.get("device") == DEVICE
         if op in _COPIES:
             is_crossing = op is aten.copy_ and len({tensor.device for tensor in every}) > 1
             to = torch.device(kwargs.get("device") or every[0].device)
-            if (is_crossing or to != every[0].device) and not _does_not_wait(op, args, kwargs):
+            is_async = kwargs.get("non_blocking") or (op is aten.copy_ and len(args) > 2 and args[2])
+            if (is_crossing or to != every[0].device) and not is_async:
                 self.wait(func)
             is_made_there = is_made_there or (op is aten._to_copy and to == DEVICE)
             kwargs.pop("non_blocking", None)
@@ -180,10 +176,6 @@ def held(tensor: Tensor) -> Tensor:
     """Return the values of a tensor of the device."""
     assert isinstance(tensor, DeviceTensor)
     return tensor.held
-
-
-def _does_not_wait(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return bool(kwargs.get("non_blocking") or (op is aten.copy_ and len(args) > 2 and args[2]))
 
 
 def _wrapped(value: Any, known: dict[int, DeviceTensor]) -> Any:

@@ -105,19 +105,10 @@ def arguments_of(
         torch.ones(count, next(f.rows for f in fields if f.mask == i), dtype=torch.bool)
         for i in range(max((f.mask for f in fields), default=-1) + 1)
     ]
-    return (
-        outs,
-        masks,
-        torch.tensor([1, 2, 3]),
-        [f.column for f in fields],
-        [f.shift for f in fields],
-        [f.gain for f in fields],
-        resolutions,
-        n_steps,
-        [number for f in fields for number in f.spec],
-        [0.0 if isinstance(f.pad, str) else f.pad for f in fields],
-        threads,
-    )
+    parts = ([f.column for f in fields], [f.shift for f in fields], [f.gain for f in fields])
+    specs = [number for f in fields for number in f.spec]
+    pads = [0.0 if isinstance(f.pad, str) else f.pad for f in fields]
+    return outs, masks, torch.tensor([1, 2, 3]), *parts, resolutions, n_steps, specs, pads, threads
 
 
 def check(native: Ops, fields: list[Field], *rest: Any) -> list[Tensor]:

@@ -9,13 +9,10 @@ BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 
 
 def zero(stage: int, divisor: float | str, **options: Any) -> dict[str, Any]:
-    """Return a case of a DeepSpeed engine.
+    """Return a case of a DeepSpeed engine; a combination that is refused has a name of its error as divisor.
 
-    Args:
-        stage: Of ZeRO.
-        divisor: What it divides by; a name in the error of a combination that is refused.
-        **options: `section`, of the ZeRO section; `config`, of the DeepSpeed config; `sequence`, `tensor`,
-            ranks of a replica; `mesh`, as (replicas, sequence ranks); `error`, relative.
+    Options: `section`, of the ZeRO section; `config`, of the DeepSpeed config; `sequence`, `tensor`, ranks of
+    a replica; `mesh`, as (replicas, sequence ranks); `error`, relative.
     """
     return {"kind": "deepspeed", "zero": stage, "divisor": divisor, **options}
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from gear_support import prefix
+from store_support import check_whole
 
 from deepspeed_gear import Replay
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
@@ -98,8 +99,6 @@ def stored(replay: Replay) -> set[int]:
 
 def check_groups(replay: Replay) -> None:
     """Check that groups and what is derived from them agree with the slot table."""
-    from store_support import check_whole
-
     stream = train(replay)
     check_whole(stream.table, [stream])
     table, groups = stream.table, stream.table.groups
@@ -132,11 +131,7 @@ class Row:
 
 @dataclass
 class Model:
-    """The rules of groups, evaluated from scratch.
-
-    Args:
-        size, by_member, needs_reward, least_std, remember: Of the groups.
-    """
+    """The rules of groups, evaluated from scratch."""
 
     size: int
     by_member: bool = False

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from batch_records import record
 from gear_support import ROOT, load_script, prefix
 
 from deepspeed_gear import DeviceReplay, Replay
@@ -23,8 +24,11 @@ def hopper_data(folder: Path) -> Path:
     return path
 
 
-def replay_of(config: str, device: str, data: Path, **options: Any) -> Replay | DeviceReplay:
-    """Return the replay of a config of the repository, with the transform of its example."""
+def digests(config: str, device: str, data: Path, count: int, **options: Any) -> list[str]:
+    """Return a digest of each of the first batches: all fields, masks and what describes the samples.
+
+    They are those of a config of the repository, with the transform of its example.
+    """
     whole = json.loads((ROOT / "configs" / config).read_text())
     section = {**whole["gear"], "batch_size": whole["train_batch_size"], **options}
     section["shared_memory"] = {"prefix": prefix()}
@@ -32,24 +36,13 @@ def replay_of(config: str, device: str, data: Path, **options: Any) -> Replay | 
     (section if table is None else table)["data"]["path"] = str(data)
     replay = Replay(section, device=device) if table is None else DeviceReplay(section, device)
     replay.transform = load_script(ROOT / "examples" / "common.py").shorten_history
-    return replay
-
-
-def digests(config: str, device: str, data: Path, count: int, **options: Any) -> list[str]:
-    """Return a digest of each of the first batches: all fields, masks and what describes the samples."""
-    with replay_of(config, device, data, **options) as replay:
+    with replay:
         return [_digest(replay.sample(), device) for _ in range(count)]
 
 
 def _digest(batch: Any, device: str) -> str:
+    assert {batch[name].device.type for name in batch} == {torch.device(device).type}
     digest = hashlib.sha256()
-    fields = {
-        **{name: batch[name] for name in batch},
-        **{f"mask.{name}": batch.mask[name] for name in batch.mask},
-    }
-    for name, tensor in sorted(fields.items()):
-        assert tensor.device.type == torch.device(device).type, name
-        digest.update(name.encode() + tensor.cpu().contiguous().numpy().tobytes())
-    for name in WORDS:
-        digest.update(getattr(batch, name).cpu().contiguous().numpy().tobytes())
+    for name, array in sorted(record(batch, WORDS).items()):
+        digest.update(name.encode() + array.tobytes())
     return digest.hexdigest()

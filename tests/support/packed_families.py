@@ -54,12 +54,8 @@ CLASSES = {"qwen3_5_text": "Qwen3_5ForCausalLM"}
 
 
 def tiny(family: str, attention: str = "eager", **more: Any) -> Any:
-    """Return a model with random weights, in evaluation mode.
+    """Return a model of a `model_type` with random weights, in evaluation mode.
 
-    Args:
-        family: Its `model_type`.
-        attention: Its implementation.
-        more: Options of its config.
     Raises:
         ValueError: The model does not offer the attention.
     """
@@ -116,8 +112,7 @@ def difference(
 ) -> float:
     """Return how far logits of the pack are from those of each trajectory alone, relative to the largest.
 
-    Args:
-        wanted: What `alone` returned for the same weights; None: it is called.
+    `wanted` is what `alone` returned for the same weights; else it is called.
     """
     wanted, most = wanted or alone(model, micro), 0.0
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):

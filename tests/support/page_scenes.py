@@ -13,7 +13,7 @@ from gear_support import prefix
 from torch import nn
 
 import deepspeed_gear
-from deepspeed_gear import Batch, Column, DatasetWriter, Schema
+from deepspeed_gear import Batch, DatasetWriter, Schema
 
 COLUMNS = {  # of a table of CartPole
     "observation": {"dtype": "float32", "shape": [4], "role": "observation", "rows": "T+1"},
@@ -26,15 +26,9 @@ COLUMNS = {  # of a table of CartPole
 
 def write_hopper(path: str, trajectories: int = 40) -> None:
     """Write a data set with the columns of Hopper."""
-    schema = Schema(
-        [
-            Column("observation", "float32", (11,), "observation", "T+1"),
-            Column("action", "float32", (3,), "action"),
-            Column("reward", "float32", (), "reward"),
-            Column("terminated", "bool", (), "terminated"),
-            Column("truncated", "bool", (), "truncated"),
-        ]
-    )
+    observation = {**COLUMNS["observation"], "shape": [11]}
+    action = {"dtype": "float32", "shape": [3], "role": "action"}
+    schema = Schema.from_json({"columns": {**COLUMNS, "observation": observation, "action": action}})
     random = np.random.default_rng(0)
     with DatasetWriter(path, schema) as writer:
         for number in range(trajectories):

@@ -37,10 +37,7 @@ class Block:
     """A fenced block of a page, or Python in a comment.
 
     Attributes:
-        page: Path of the page.
         line: Of its first line of text, from 1.
-        language: As the fence has it.
-        text: Its lines.
         replaced: Texts that are replaced when it runs.
         file: The file that the page says it is; Python is then imported and not run.
         not_run: Why it is compiled only, or "".

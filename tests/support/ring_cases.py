@@ -153,11 +153,8 @@ def assert_rows(batch: Any, number: Tensor) -> None:
 
 
 def assert_same(got: Any, expected: Any) -> None:
-    assert torch.equal(got.trajectory_id, expected.trajectory_id)
-    assert torch.equal(got.anchor, expected.anchor)
-    assert torch.equal(got.sample_number, expected.sample_number)
-    assert torch.equal(got.is_weight, expected.is_weight)
-    assert torch.equal(got.probability, expected.probability)
+    for name in ("trajectory_id", "anchor", "sample_number", "is_weight", "probability"):
+        assert torch.equal(getattr(got, name), getattr(expected, name)), name
     assert set(got) == set(expected)
     for name in expected:
         assert torch.equal(got[name], expected[name]), name

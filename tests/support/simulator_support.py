@@ -70,13 +70,7 @@ def runs(child: int) -> bool:
 
 
 class Envs:
-    """Environments whose episode e of number n is `trajectory(n * 20 + e, length)`, as gymnasium steps them.
-
-    Args:
-        numbers: Of the environments.
-        autoreset: As gymnasium's.
-        length: (number, episode) -> steps.
-    """
+    """Environments whose episode e of number n is `trajectory(n * 20 + e, length(n, e))`, as gymnasium's."""
 
     def __init__(self, numbers: range, autoreset: str, length: Callable[[int, int], int]) -> None:
         self.numbers, self.mode, self.length = numbers, autoreset, length

@@ -9,22 +9,36 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from gear_support import ROOT, SCHEMA, SHM, prefix, trajectory
 from process_support import exit_status, in_child
+
+from deepspeed_gear import config
+from deepspeed_gear.ops import load_backend
+from deepspeed_gear.ops.records import Slot, SlotState, UpdateCount
+from deepspeed_gear.ops.reference.priorities import mass_, minima_build_
+from deepspeed_gear.replay import table_access
+from deepspeed_gear.sampling.batch_stream import BatchStream
+from deepspeed_gear.sampling.mass_rules import AnchorRule, MassRule, PriorityRule
+from deepspeed_gear.sampling.samplers import sampler_for
+from deepspeed_gear.sampling.samplers.base import NativeDraw, SamplerSpec
+from deepspeed_gear.sampling.samplers.ordered_samplers import EvaluationPass
+from deepspeed_gear.sampling.stream_spec import StreamSpec
+from deepspeed_gear.sampling.stream_state import StreamState, stream_regions
+from deepspeed_gear.sampling.sum_tree import TreeChanges
+from deepspeed_gear.store import process_bound
+from deepspeed_gear.store.memory_layout import RunIdentity
+from deepspeed_gear.store.records import NOTHING, Control
+from deepspeed_gear.store.retention import Retention
+from deepspeed_gear.store.table import Table
+from deepspeed_gear.store.table_spec import TableSpec, table_layout
 
 
 class StoreScene:
     """A table with streams, made without a Replay: this process is peer 0; others attach by `attach`.
 
-    Args:
-        specs: Streams, see `stream_spec`.
-        lengths: Of the trajectories that it holds at the beginning.
-        num_slots, num_rows, num_peers: Its sizes.
-        timeout_s: Of its lock and streams.
-        retention: How long trajectories stay, see `Retention`.
-        spare_rows: Rows besides `num_rows` through which extents are moved.
-        shard: Which part of the table it is; None: all of it.
-        group: Its groups, see `GroupSpec`; None: it has none.
+    `specs` are those of its streams, `lengths` those of the trajectories that it holds at the beginning. The
+    rest is of `TableSpec`; `spare_rows` come besides `num_rows`.
     """
 
     def __init__(
@@ -40,31 +54,11 @@ class StoreScene:
         shard: Any = None,
         group: Any = None,
     ) -> None:
-
-        from deepspeed_gear.ops import load_backend
-        from deepspeed_gear.sampling.batch_stream import BatchStream
-        from deepspeed_gear.sampling.stream_state import StreamState, stream_regions
-        from deepspeed_gear.store.memory_layout import RunIdentity
-        from deepspeed_gear.store.retention import Retention
-        from deepspeed_gear.store.table import Table
-        from deepspeed_gear.store.table_spec import TableSpec, table_layout
-
         self.ops, self.specs, self.timeout_s = load_backend("cpu"), list(specs), timeout_s
         self.name, self.run = f"{prefix()}-{os.urandom(4).hex()}", RunIdentity("0" * 32)
-        self.spec = TableSpec(
-            "main",
-            SCHEMA,
-            num_slots,
-            num_rows + spare_rows,
-            None,
-            True,
-            True,
-            num_peers,
-            shard,
-            retention=retention or Retention(),
-            spare_rows=spare_rows,
-            group=group,
-        )
+        sizes = (num_slots, num_rows + spare_rows, None, True, True, num_peers, shard)
+        rules: dict[str, Any] = {"retention": retention or Retention(), "group": group}
+        self.spec = TableSpec("main", SCHEMA, *sizes, spare_rows=spare_rows, **rules)
         extra = [region for spec in self.specs for region in stream_regions(spec, self.spec)]
         meaning = {spec.name: spec.describe() for spec in self.specs}
         self.layout = table_layout(self.spec, extra, meaning)
@@ -79,19 +73,12 @@ class StoreScene:
 
     def attach(self, peer: int, **changes: Any) -> tuple[Any, list[Any]]:
         """Attach to the store once more; return table and streams."""
-        from deepspeed_gear.sampling.batch_stream import BatchStream
-        from deepspeed_gear.sampling.stream_state import StreamState
-        from deepspeed_gear.store.table import Table
-
-        given = {"expected": self.layout, "run_id": self.run.id, "ops": self.ops}
-        given["timeout_s"] = self.timeout_s
+        given = {"expected": self.layout, "run_id": self.run.id, "ops": self.ops, "timeout_s": self.timeout_s}
         table = Table.attach(self.spec, self.name, peer=peer, **{**given, **changes})
         return table, [BatchStream(StreamState(spec, table)) for spec in self.specs]
 
     def add(self, num_steps: int, task: int | None = None) -> int:
         """Add the next trajectory; its number is its id, while nothing else adds, and its task by default."""
-        from deepspeed_gear.replay import table_access
-
         self.count += 1
         row = trajectory(self.count - 1, num_steps)
         given = {} if task is None else {"task": np.int64(task)}
@@ -119,8 +106,6 @@ def reserve(table: Any, num_steps: int) -> int:
 
 def priority_rule(alpha: Any = 0.6, beta: Any = 0.4, **options: Any) -> Any:
     """Return how priorities become masses; `alpha` and `beta` are numbers, or functions of the batch."""
-    from deepspeed_gear.sampling.mass_rules import PriorityRule
-
     schedules = [f if callable(f) else (lambda _, value=f: value) for f in (alpha, beta)]
     defaults = {"initial": None, "normalize": "batch", "lag": 0, "log_size": 256}
     return PriorityRule(*schedules, **{**defaults, **options})
@@ -129,19 +114,9 @@ def priority_rule(alpha: Any = 0.6, beta: Any = 0.4, **options: Any) -> Any:
 def stream_spec(kind: str = "random", unit: str = "trajectory", batch: int = 8, **options: Any) -> Any:
     """Return a stream over all anchors, or with the `anchors`, `by_length`, `where`, ... given.
 
-    Args:
-        kind: "random", "stratified", "epoch", "pass", or one of the config's that takes items in an order:
-            "top_k", "fifo", "lifo".
-        unit: Of the items.
-        batch: Samples of a global batch.
-        **options: Of the stream and its mass rule.
+    Kinds are "random", "stratified", "epoch", "pass", and those of the config that take items in an order:
+    "top_k", "fifo", "lifo".
     """
-    from deepspeed_gear import config
-    from deepspeed_gear.sampling.mass_rules import AnchorRule, MassRule
-    from deepspeed_gear.sampling.samplers import sampler_for
-    from deepspeed_gear.sampling.samplers.base import NativeDraw, SamplerSpec
-    from deepspeed_gear.sampling.samplers.ordered_samplers import EvaluationPass
-    from deepspeed_gear.sampling.stream_spec import StreamSpec
 
     rule = MassRule(
         unit,  # type: ignore[arg-type]
@@ -174,10 +149,6 @@ def stream_spec(kind: str = "random", unit: str = "trajectory", batch: int = 8, 
 
 def check_whole(table: Any, streams: Sequence[Any]) -> None:
     """Check that everything derived in a store agrees with its slot table; takes the lock."""
-    from deepspeed_gear.ops.records import Slot, SlotState
-    from deepspeed_gear.sampling.sum_tree import TreeChanges
-    from deepspeed_gear.store.records import NOTHING, Control
-
     with table.lock:
         slots, control = table.slots, table.control
         committed = np.nonzero(slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
@@ -216,12 +187,6 @@ def check_whole(table: Any, streams: Sequence[Any]) -> None:
 
 def check_priorities_whole(masses: Any) -> None:
     """Check that masses, minima and counts are those of the stored priorities. Wants the lock."""
-    import torch
-
-    from deepspeed_gear.ops.records import Slot, SlotState, UpdateCount
-    from deepspeed_gear.ops.reference.priorities import mass_, minima_build_
-    from deepspeed_gear.sampling.sum_tree import TreeChanges
-
     leaves, values = torch.empty(masses.num_items, dtype=torch.int64), torch.from_numpy(masses.values.copy())
     mass_(leaves, values, int(masses.words[TreeChanges.ALPHA]), masses.rule.most_bits)
     assert (leaves.numpy() == masses.leaves).all(), "a leaf is not the mass of its priority"
@@ -240,11 +205,7 @@ def check_priorities_whole(masses: Any) -> None:
 
 
 def killed_at(line: int, action: Callable[[], None]) -> bool:
-    """Run an action in a child that is killed before its line-th line in store, selection, writer or replay.
-
-    Returns:
-        Whether it came so far.
-    """
+    """Kill a child before its line-th line in store, selection, writer or replay; say if it came so far."""
     traced = tuple(str(ROOT / "deepspeed_gear" / part) for part in ("store", "sampling", "writer", "replay"))
 
     def run() -> None:
@@ -262,8 +223,6 @@ def killed_at(line: int, action: Callable[[], None]) -> bool:
 
         sys.settrace(trace)
         action()
-
-    from deepspeed_gear.store import process_bound
 
     bound = set(process_bound._living)
     process_bound._living.clear()  # the child dies in place of this process, with what this one has made
