@@ -283,13 +283,13 @@ def _finals(
     for odd in sorted(given.keys() - set(known)):
         rule = f"must be one of the columns of T+1 rows, {known}"
         raise DataError(f"{name}: final: column {odd}", rule)
-    cut = last[~terminated[last]]
+    truncated = last[~terminated[last]]
     finals = {}
     for column in states:
         where = f"{name}: final"
         if column.name not in given:
-            if len(cut):
-                rule = f"must have the state after step {cut[0]}, where an episode is truncated inside"
+            if len(truncated):
+                rule = f"must have the state after step {truncated[0]}, where an episode is truncated inside"
                 remedy = f"give final={{{column.name!r}: states after each step}}; those at ends are read"
                 raise DataError(f"{name}: column {column.name}", rule, None, remedy)
             continue

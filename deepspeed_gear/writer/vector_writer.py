@@ -293,7 +293,7 @@ class VectorWriter(ProcessBound):
         once = self._values_in(columns, envs, len(waits)) if self._once else {}
         done_by = self._pick(self._done_by, columns, "step")
         state = self._pick(self._state, columns, "step")
-        ended, cut = self._ended(columns, len(waits))
+        ended, truncated = self._ended(columns, len(waits))
         ended &= ~waits
         at = np.flatnonzero(ended)
         finals = self._finals(at, envs, final) if self.autoreset == "same_step" and len(at) else {}
@@ -314,7 +314,7 @@ class VectorWriter(ProcessBound):
             self._set_values(once, envs)
         self._next[envs] = following
         self._counts[StepCount.STEPS_TAKEN] += len(rows)
-        self._was_truncated[envs] = np.where(ended, cut, self._was_truncated[envs])
+        self._was_truncated[envs] = np.where(ended, truncated, self._was_truncated[envs])
         if self._version:
             begins = rows == self._staging.first[envs]
             if begins.any() or ended.any():
@@ -367,10 +367,11 @@ class VectorWriter(ProcessBound):
 
     def _check_states(self, envs: np.ndarray, last_rows: np.ndarray) -> None:
         """Compare the last states of truncated episodes, in these rows, with the first ones. [n] each."""
-        cut = self._was_truncated[envs]
-        if self._check.is_done or not cut.any():
+        truncated = self._was_truncated[envs]
+        if self._check.is_done or not truncated.any():
             return
-        rows = (last_rows[cut] - 1, last_rows[cut], self._staging.first[envs[cut]])
+        last = last_rows[truncated]
+        rows = last - 1, last, self._staging.first[envs[truncated]]
         flat = [self._staging.arrays[c.name].reshape(-1, *c.shape) for c in self._state]
         self._check.note_states(*([values[at] for values in flat] for at in rows))
         self._checks_resets[0] = not self._check.is_done
@@ -426,15 +427,15 @@ class VectorWriter(ProcessBound):
         """Return which environments' episodes end, and which are truncated. [n] each, bool, new arrays."""
         if self._names["terminated"] not in columns:
             raise DataError(f"column {self._names['terminated']}", "must be in every step")
-        ended, cut = np.zeros(num_envs, bool), np.zeros(num_envs, bool)
-        for role, flags in (("terminated", ended), ("truncated", cut)):
+        ended, truncated = np.zeros(num_envs, bool), np.zeros(num_envs, bool)
+        for role, flags in (("terminated", ended), ("truncated", truncated)):
             name = self._names[role]
             if name in columns:
                 given = arguments.array(f"column {name}", columns[name])
                 if given.shape != flags.shape:
                     raise DataError(f"column {name}", f"must have shape [{num_envs}]", list(given.shape))
                 flags |= cast(given, _FLAG, f"column {name}")
-        return ended | cut, cut
+        return ended | truncated, truncated
 
     def _rows_for(self, envs: np.ndarray, waits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return a step's rows: of action columns (-1 where an episode begins), and of state columns."""
