@@ -66,9 +66,8 @@ def test_death_while_groups_are_formed(kind: str) -> None:
         sampled(streams[0], 0)
         sampled(streams[0], 1)
 
-    whole = make()
-    wanted = [sampled(whole.streams[0], key) for key in range(3)]
-    whole.close()
+    with make() as whole:
+        wanted = [sampled(whole.streams[0], key) for key in range(3)]
     assert len(wanted[0]) == 4
     for scene in every_death(make, act, STRIDE):
         assert [sampled(scene.streams[0], key) for key in range(3)] == wanted

@@ -102,13 +102,9 @@ def write_token(path: Path) -> Path:
 
 
 class Proxy:
-    """Hands bytes on to a port, and ends all connections when so many have gone through both ways.
+    """Hands bytes on to a port, and ends all connections after so many bytes both ways, rising.
 
     Every second cut loses what the port says for a moment before it: what has arrived is not answered.
-
-    Args:
-        port: On this machine.
-        cuts: After how many bytes, rising.
     """
 
     def __init__(self, port: int, cuts: list[int]) -> None:

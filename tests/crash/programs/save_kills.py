@@ -30,8 +30,9 @@ import deepspeed
 import numpy as np
 import torch
 from deepspeed import comm as dist
+from engine_parts import Model
 from gear_support import SCHEMA, SHM, prefix, trajectory, wait_until
-from process_support import exit_status, free_port, in_child, kill
+from process_support import end_with, exit_status, free_port, in_child, kill
 
 import deepspeed_gear
 from deepspeed_gear import Replay
@@ -44,7 +45,7 @@ SECTION: dict[str, Any] = {
         "main": {"capacity_steps": 40_000, "capacity_trajectories": 4000, "max_length": 30, "remove": "fifo"}
     },
     "sampler": {"kind": "prioritized", "unit": "step"},
-    "fields": {"observation": {"offset": -3, "length": 4}, "code": {}},
+    "fields": {"observation": {"offset": -3, "length": 4}, "action": {}, "code": {}},
     "prefetch": 1,
     "timeout_s": 60.0,
 }
@@ -167,21 +168,10 @@ def kill_replays(options: argparse.Namespace) -> dict[str, int]:
 # ---- ranks ---------------------------------------------------------------------------------------
 
 
-class Model(torch.nn.Module):
-    """Any model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(12, 1)
-
-    def forward(self, batch: Any) -> torch.Tensor:
-        return self.layer(batch["observation"].flatten(1).float() / 1e4).square().mean()
-
-
 def train_for_ever(folder: Path, number: int, is_last: bool) -> None:
     """Load what is there, then train and save over one tag until this rank is killed."""
     deepspeed.init_distributed("gloo", verbose=False)
-    rank, model = dist.get_rank(), Model()
+    rank, model = dist.get_rank(), Model(12)
     gear = {**SECTION, "shared_memory": {"prefix": prefix()}}
     engine, *_ = deepspeed_gear.initialize(
         model=model,
@@ -301,9 +291,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0, help="the first of one for each launch; 0: free ones")
     options = parser.parse_args()
     os.environ.setdefault("GEAR_TEST_PREFIX", prefix())  # the same in all forks
-    found = kill_replays(options) if options.what == "replay" else kill_ranks(options)
-    print(json.dumps(found))
-    sys.exit(1 if found["lost"] else 0)
+    end_with(kill_replays(options) if options.what == "replay" else kill_ranks(options), "lost")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ warm-up; of the others the median of the last third is compared with that of the
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from process_support import command_options, end_with
 from torn import BATCH, COLUMNS, FIELDS, rows, start, wrong
 
 from deepspeed_gear import Replay, TrajectoryWriter
@@ -169,17 +169,7 @@ def run(seconds: float, tell: Callable[[str], None]) -> dict[str, Any]:
     return {**counts, "medians": found, "grown": grown(found), "left": left}
 
 
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seconds", type=float, default=1800.0)
-    options = parser.parse_args()
-    found = run(options.seconds, lambda text: print(text, file=sys.stderr, flush=True))
-    print(json.dumps(found))
-    sys.exit(1 if found["wrong"] or found["grown"] or found["left"] else 0)
-
-
 if __name__ == "__main__":
-    main()
+    seconds = command_options(__doc__, seconds=1800.0).seconds
+    found = run(seconds, lambda text: print(text, file=sys.stderr, flush=True))
+    end_with(found, "wrong", "grown", "left")

@@ -12,11 +12,8 @@ of JSON; exits with 1 after any other error than those that a kill explains.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
-import sys
 import tempfile
 import time
 import traceback
@@ -26,7 +23,7 @@ from typing import Any
 
 import torch
 from gear_support import prefix, shared_files, wait_until
-from process_support import in_child, kill
+from process_support import command_options, end_with, in_child, kill
 from torn import COLUMNS, FIELDS, rows, wrong
 
 from deepspeed_gear import Replay, TrajectoryWriter
@@ -202,21 +199,9 @@ def left_over(seconds: float) -> list[str]:
     return found
 
 
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+if __name__ == "__main__":
+    options = command_options(__doc__, minutes=20.0, seed=0)
     os.environ.setdefault("GEAR_TEST_PREFIX", prefix())  # the same in all forks
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="soaksaves") as folder:
         found = soak(60 * options.minutes, options.seed, Path(folder))
-    found |= {"minutes": options.minutes, "seed": options.seed, "left_in_shm": left_over(10.0)}
-    print(json.dumps(found))
-    sys.exit(1 if found["failures"] or found["left_in_shm"] else 0)
-
-
-if __name__ == "__main__":
-    main()
+    end_with(found | {**vars(options), "left_in_shm": left_over(10.0)}, "failures", "left_in_shm")

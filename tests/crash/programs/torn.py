@@ -6,14 +6,13 @@
 Two ranks sample, four processes write, every second one step by step; all extents are reused over and over;
 each row carries its step, the length and a checksum of its trajectory. With --kill the writers are killed
 with SIGKILL every 100 ms. With --stop so many times a writer is stopped with SIGSTOP for up to half of
-`timeout_s` and continued; all writers then still run at the end. At the end everything must be free, and no
-process may hold the lock. Prints a line of JSON.
+`timeout_s` and continued; all writers then still run at the end. It goes on until --least-added trajectories
+were added. At the end everything must be free, and no process may hold the lock. Prints a line of JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import signal
@@ -25,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from process_support import free_port
+from process_support import command_options, end_with, free_port
 
 from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
 from deepspeed_gear.store.memory_layout import HOLDER_OFFSET
@@ -250,21 +249,6 @@ def run(options: argparse.Namespace) -> dict[str, int]:
     return {**found, "added": results[0]["added"], **said}
 
 
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--least-added", type=int, default=0, help="go on until so many were added")
-    parser.add_argument("--kill", action="store_true")
-    parser.add_argument(
-        "--stop", type=int, default=0, help="how many times a writer is stopped and continued"
-    )
-    found = run(parser.parse_args())
-    print(json.dumps(found))
-    sys.exit(1 if found["wrong"] or found["lost_rows"] or found["used_slots"] else 0)
-
-
 if __name__ == "__main__":
-    main()
+    found = run(command_options(__doc__, "kill", seconds=60.0, least_added=0, stop=0))
+    end_with(found, "wrong", "lost_rows", "used_slots")
