@@ -357,9 +357,6 @@ class DeviceReplay(ReplayBase):
 
     # ---- state -----------------------------------------------------------------------------------
 
-    def _contents(self) -> str:  # nothing on a GPU: a `repr` must not wait for it, nor break a capture
-        return "" if self.device.type == "cuda" else super()._contents()
-
     @property
     def num_steps(self) -> int:
         """Number of stored steps of all tables. Waits for the device."""

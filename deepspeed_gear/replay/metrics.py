@@ -52,9 +52,9 @@ class Metrics:
         """Count an optimizer step of packed batches whose update was skipped."""
         self._num_skipped += 1
 
-    def trained_step(self, *sums: float) -> None:
-        """Count an optimizer step of packed batches; arguments in the order of `TRAINED`."""
-        for name, value in zip(self.trained, (1, *sums), strict=True):
+    def trained_step(self, **sums: float) -> None:
+        """Count an optimizer step of packed batches, with a value for each name of `TRAINED`."""
+        for name, value in {"steps": 1, **sums}.items():
             self.trained[name] += value
 
     def waited(self, seconds: float, epoch: int) -> None:

@@ -56,13 +56,14 @@ class ReplayBase(ProcessBound, ABC):
     def __repr__(self) -> str:
         kind, info = self.config.sampler.kind, self.batch_info
         sizes = f"batches of {info.micro}" + (f" of {info.global_batch}" if info.num_micro > 1 else "")
-        end = ", closed" if self._closed else self._contents()
+        if self._closed:
+            end = ", closed"
+        elif self.config.on_device and self.device.type == "cuda":
+            end = ""  # a `repr` must not wait for a GPU, nor break a capture
+        else:
+            end = f", {len(self):,} trajectories, {self.num_steps:,} steps"
         name = type(self).__name__
         return f"{name}({', '.join(self.config.sampled_tables)}: {kind}, {sizes}, on {self.device}{end})"
-
-    def _contents(self) -> str:
-        """Return what `repr` shows of the stores of this node."""
-        return f", {len(self):,} trajectories, {self.num_steps:,} steps"
 
     def __dir__(self) -> list[str]:
         """Return the public names: what completion shows."""

@@ -404,7 +404,11 @@ class TrainStep:
             yield data.pack(packs, number)
             self._rollout.check_open()  # the loop may be resumed after the batch has ended
         data.metrics.trained_step(
-            self.num_trajectories, self.num_tokens, len(packs), packs.fill_fraction, packs.imbalance
+            trajectories=self.num_trajectories,
+            tokens=self.num_tokens,
+            micro_batches=len(packs),
+            fill=packs.fill_fraction,
+            imbalance=packs.imbalance,
         )
         self._rollout.finish(self.number)
 
