@@ -8,8 +8,6 @@ from collections.abc import Collection, Iterable
 def public_names(names: Iterable[str], internal: Collection[str] = ()) -> list[str]:
     """Return the public ones of an object's names, sorted, for its `__dir__`.
 
-    Args:
-        names: All names, as of `super().__dir__()`.
-        internal: Names without an underscore that only other modules of this package use.
+    `internal` are names without an underscore that only other modules of this package use.
     """
     return sorted(name for name in names if not name.startswith("_") and name not in internal)

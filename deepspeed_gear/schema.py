@@ -281,9 +281,8 @@ class Schema:
             try:
                 columns.append(Column(**{**entry, "shape": tuple(entry.get("shape", ()))}))
             except (TypeError, AttributeError) as error:
-                raise SchemaError(
-                    "schema.columns", "must hold name, dtype, shape, role and rows", entry
-                ) from error
+                rule = "must hold name, dtype, shape, role and rows"
+                raise SchemaError("schema.columns", rule, entry) from error
         return cls(columns)
 
     @property

@@ -20,13 +20,10 @@ T = TypeVar("T")
 def wait_until(
     condition: Callable[[], T], timeout_s: float, pause_s: float, check: Callable[[], None] | None = None
 ) -> T:
-    """Call a condition until it is fulfilled; return what it has returned last.
+    """Call a condition until it returns neither None nor False; return what it has returned last.
 
-    Args:
-        condition: Returns None or False as long as it is not. It is called once at least, and once more after
-            the timeout.
-        timeout_s: Longest wait, in seconds.
-        check: Called before each pause; raises where the wait cannot end.
+    It is called once at least, and once more after the timeout; `check` before each pause, which raises where
+    the wait cannot end.
     """
     until = time.monotonic() + timeout_s
     while (found := condition()) is None or found is False:

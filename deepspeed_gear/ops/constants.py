@@ -17,10 +17,8 @@ MOST_TOTAL_BITS = 62  # the sum of all masses is below 2 to this
 def most_mass_bits(num_items: int) -> int:
     """Return log2 of the largest mass of an item, so that any masses of a table sum to less than 2^62.
 
-    With N below 2^b, 2N items (N is rounded up on each node) of mass 2^(61 - b) sum to less than 2^62.
-
-    Args:
-        num_items: Most items that the table ever holds, all nodes together.
+    With N items at most, all nodes together, below 2^b, 2N items (N is rounded up on each node) of mass
+    2^(61 - b) sum to less than 2^62.
     """
     return max(1, min(MOST_MASS_BITS, MOST_TOTAL_BITS - 1 - num_items.bit_length()))
 
@@ -37,13 +35,10 @@ FAN_OUT = 32
 
 
 def tree_levels(num_items: int) -> list[tuple[int, int]]:
-    """Lay out the tree of `num_items` masses.
+    """Return offset and width of every level of the tree of `num_items` masses, in words.
 
     Level 0 holds the masses, a node of level l + 1 is the sum of a group of `FAN_OUT` nodes of level l, the
     last level is one group. Every level is padded with zeros to whole groups.
-
-    Returns:
-        Offset and width of every level, in words.
     """
     levels: list[tuple[int, int]] = []
     nodes, offset = max(num_items, 1), 0
@@ -62,11 +57,7 @@ def tree_size(num_items: int) -> int:
 
 
 def minima_levels(num_items: int) -> list[tuple[int, int]]:
-    """Lay out the tree of minima: the levels >= 1 of the tree of sums, empty for one group of items.
-
-    Returns:
-        Offset and width of every level from 1 on, in words.
-    """
+    """Return offset and width of the levels of the tree of minima, in words: those >= 1 of the sums."""
     (_, leaves), *levels = tree_levels(num_items)
     return [(offset - leaves, width) for offset, width in levels]
 

@@ -253,14 +253,12 @@ def pack_(
     Args:
         outs: Every field's tensor: places [first, first + rows) of the pack. [rows, elements] in any shape.
         columns: Every field's column; ignored for a timestep. [rows, elements] in any shape.
-        shifts: As `gather_`, like the others below.
-        gains: [k * elements] or [1], or empty.
+        shifts, gains: As of `gather_`.
         resolutions: Of the trajectories; read are slot, first row and number of steps. [S, 8], int64.
         places: Where each begins in the pack. [S], int64.
         spec: Every field's GatherSpec, lowered: single steps, padded by a value.
         pad_values: Every field's padding, in units of its output.
-        first: The first place that is written.
-        rows: Places that are written.
+        first, rows: The first place that is written, and how many.
     Raises:
         ShapeError: A row that is read lies outside its column, or there is no conversion between two dtypes.
     """

@@ -55,15 +55,12 @@ def plan_packs_(
     the ranks. No pack is empty if there are as many trajectories as packs.
 
     Args:
-        micro: Gets the micro step of each trajectory, the costliest first. [n], int64.
-        rank: Gets the rank of each trajectory. [n], int64.
+        micro, rank: Get the micro step, the costliest first, and the rank of each trajectory. [n], int64.
         num_micro: Gets the number of packs of each rank. [1], int64.
         lengths: In [1, tokens]. [n], int64.
-        tokens: Of a pack at most.
-        linear: Cost of a token.
-        quadratic: Cost of each pair of tokens of a trajectory.
+        tokens, trajectories: Of a pack at most.
+        linear, quadratic: Cost of a token, and of each pair of tokens of a trajectory.
         width: Ranks.
-        trajectories: Of a pack at most.
     Raises:
         ShapeError: A length or an argument lies outside its range, or all costs together are 2^62 or more;
             nothing is written.

@@ -52,8 +52,7 @@ def n_step_(
     All are 0 of a record that is no sample.
 
     Args:
-        returns: [B], float32.
-        discount: [B], float32.
+        returns, discount: [B], float32.
         steps: [B], int64.
         reward: Any stored dtype. [rows].
         terminated: [rows], bool.

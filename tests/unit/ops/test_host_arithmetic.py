@@ -9,7 +9,7 @@ import struct
 import subprocess
 from collections.abc import Callable, Iterable
 from fractions import Fraction
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -184,12 +184,14 @@ def test_masses_are_the_rounded_exact_powers(ask: Ask) -> None:
 
 
 def test_masses_are_the_same_in_both(ask: Ask) -> None:
-    cases = [(case, most_bits) for case in priorities_and_exponents(200) for most_bits in (40, 25)]
-    both = [
-        torch.stack(mass_of(torch.tensor([bits]), alpha, most_bits), dim=1)[0].tolist()
-        for (bits, alpha), most_bits in cases
-    ]
-    assert ask(f"mass {bits} {alpha} {most_bits}" for (bits, alpha), most_bits in cases) == both
+    priorities: dict[int, list[int]] = {}  # by exponent
+    for bits, alpha in priorities_and_exponents(200):
+        priorities.setdefault(alpha, []).append(bits)
+    asked, expected = [], []
+    for most_bits, (alpha, some) in product((40, 25), priorities.items()):
+        asked += [f"mass {bits} {alpha} {most_bits}" for bits in some]
+        expected += torch.stack(mass_of(torch.tensor(some), alpha, most_bits), dim=1).tolist()
+    assert ask(asked) == expected
     assert ask(f"mass {b} {a} 40" for b in (0, 1 << 31) for a in (0, 1 << 61, 1 << 62)) == [[0, 0]] * 6
 
 
