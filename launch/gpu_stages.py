@@ -216,7 +216,7 @@ def stage_b(here: Machine) -> list[Wave]:
             "-k",
             "example",
             limit_s=200,
-            elsewhere="tests/unit/test_device_examples.py",
+            elsewhere="tests/unit/test_learning_examples.py",
             env={"GEAR_TEST_SHARD": f"{shard}/4"},
         )
         for shard in range(1, 5)

@@ -179,7 +179,7 @@ SHORT = ("--device", "cpu", "--steps", "240", "--random-steps", "205", "--envs",
     ids=["td3", "dqn compiled"],
 )
 def test_an_example_of_a_device_acts_and_learns(program: str, options: tuple[str, ...]) -> None:
-    """tests/unit/test_device_examples.py compares compiled and plain steps of all, without inductor."""
+    """tests/unit/test_learning_examples.py compares compiled and plain steps of all, without inductor."""
     buffer = "prioritized" if program == "td3" else "uniform"
     command = [str(EXAMPLES / f"{program}_device.py"), *SHORT, "--buffer", buffer, *options]
     run = run_warm(*command, env=environment(), cwd=ROOT)
