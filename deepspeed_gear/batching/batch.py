@@ -515,12 +515,9 @@ class OverwrittenBatch(Batch):
 
 
 def _refuse_overwritten() -> NoReturn:
-    raise StaleBatchError(
-        "the batch",
-        "must be used before later batches are written over its tensors",
-        None,
-        "keep batch.clone(): a batch lives until max(2, accumulation) newer ones were requested",
-    )
+    rule = "must be used before later batches are written over its tensors"
+    remedy = "keep batch.clone(): a batch lives until max(2, accumulation) newer ones were requested"
+    raise StaleBatchError("the batch", rule, None, remedy)
 
 
 class BatchLifetime:
@@ -615,10 +612,8 @@ def _index_of(key: torch.Tensor, num_samples: int) -> torch.Tensor:
     if key.is_floating_point():
         raise DataError("the samples", "must be a slice, a mask of bools, or integers", str(key.dtype))
     if key.dtype == torch.uint8 and key.shape == (num_samples,):
-        rule, given = (
-            "must be a mask of bools, or indices of int64",
-            f"{num_samples} of uint8, for a mask or indices",
-        )
+        rule = "must be a mask of bools, or indices of int64"
+        given = f"{num_samples} of uint8, for a mask or indices"
         raise DataError("the samples", rule, given, "convert them to bool or to int64")
     if key.dim() != 1:
         remedy = "write batch[i:i + 1] for one sample"

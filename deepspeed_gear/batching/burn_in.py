@@ -27,7 +27,7 @@ class BurnIn:
     def of(
         cls, steps: int, fields: Sequence[ResolvedField], needed: Sequence[ResolvedField]
     ) -> BurnIn | None:
-        """Return the burn-in of windows, of so many steps that only warm up; None where it is 0.
+        """Return the burn-in of windows whose first `steps` only warm up; None where these are 0.
 
         Args:
             fields: The fields of a batch: the earliest of their windows begins the sequence.

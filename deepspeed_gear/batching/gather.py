@@ -313,9 +313,8 @@ class Gatherer:
 
     def buffers(self, num_samples: int) -> Buffers:
         """Allocate the tensors of a batch, with the native call that gathers into them."""
-        buffers = self._named(
-            [torch.zeros(size, dtype=dtype, device=self._device) for size, dtype in self._sizes(num_samples)]
-        )
+        sizes = self._sizes(num_samples)
+        buffers = self._named([torch.zeros(size, dtype=dtype, device=self._device) for size, dtype in sizes])
         if self._ops.is_direct and self._fields:
             buffers.call = self._ops.native.GatherCall(
                 outs=buffers.outs,
@@ -429,11 +428,8 @@ def affine(
     assert field.column is not None
     at = f"gear.fields.{field.name}.normalize"
     if field.column.name not in statistics:
-        rule, remedy = (
-            "must be of a column with statistics",
-            "use a data set made by `gear ingest`, or leave it out",
-        )
-        raise ConfigError(at, rule, field.column.name, remedy)
+        remedy = "use a data set made by `gear ingest`, or leave it out"
+        raise ConfigError(at, "must be of a column with statistics", field.column.name, remedy)
     known = statistics[field.column.name]
     low, high = np.asarray(known.min), np.asarray(known.max)
     mean, spread = np.asarray(known.mean), np.asarray(known.std)
@@ -450,9 +446,8 @@ def affine(
     if len(wrong):
         element = tuple(wrong[0].tolist())
         rule = "must be of values with a spread from 1e-307 to 1e307 and above 2^-43 of their offset"
-        value = (
-            f"{known.min[element]} to {known.max[element]} in element {list(element)} of {field.column.name}"
-        )
+        place = f"in element {list(element)} of {field.column.name}"
+        value = f"{known.min[element]} to {known.max[element]} {place}"
         raise ConfigError(at, rule, value, "store the column less an offset or in other units, or use scale")
     elements = int(np.prod(shape, dtype=np.int64))
     repeats = max(1, min(field.collected_length or 1, PERIOD_ELEMENTS // elements)) if elements > 1 else 1

@@ -359,16 +359,14 @@ class MicroBatch(Mapping[str, torch.Tensor]):
         """
         if self._sources.fill is None:
             rule = "must be filled in micro batches of Rollout.forward"
-            raise FieldError(
-                f"columns {', '.join(columns)}", rule, None, "for example rollout.forward('old_logp')"
-            )
+            remedy = "for example rollout.forward('old_logp')"
+            raise FieldError(f"columns {', '.join(columns)}", rule, None, remedy)
         self._sources.fill(self, {name: self._flat(name, values) for name, values in columns.items()})
 
     def _flat(self, name: str, values: torch.Tensor) -> torch.Tensor:
         rows = self._loss.mask.numel()
         if not isinstance(values, torch.Tensor) or values.numel() != rows or values.dim() not in (1, 2):
             got = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
-            raise ShapeError(
-                name, f"must have shape [1, {rows}] or [{rows}]", got, "one value for each place"
-            )
+            rule = f"must have shape [1, {rows}] or [{rows}]"
+            raise ShapeError(name, rule, got, "one value for each place")
         return values.reshape(-1)

@@ -114,12 +114,9 @@ class PackedModel:
         given["position_ids"] = micro.position_ids
         if is_slice:  # flash attention gets the bounds of the whole pack
             if self.attention not in FLASH or self.family not in BY_POSITIONS:
-                remedy = (
-                    'use attn_implementation="flash_attention_2", or one of your own that is given by name'
-                )
-                self.refuse(
-                    "sequence ranks have a part of its places, from which no mask can be made", remedy
-                )
+                rule = "sequence ranks have a part of its places, from which no mask can be made"
+                own = "or one of your own that is given by name"
+                self.refuse(rule, f'use attn_implementation="flash_attention_2", {own}')
             return given | _flash_inputs(micro)
         self._check_positions(lengths, sequence.shape[1])
         if self.attention in FLASH:

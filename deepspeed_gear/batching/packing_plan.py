@@ -38,9 +38,8 @@ class PackBudget:
             if not least <= value <= most:
                 raise ConfigError(f"PackBudget.{name}", f"must be in [{least}, {most}]", value)
         if self.linear + self.quadratic == 0:
-            raise ConfigError(
-                "PackBudget", "must have a cost: linear and quadratic are 0", [0, 0], "use 1, 0"
-            )
+            rule = "must have a cost: linear and quadratic are 0"
+            raise ConfigError("PackBudget", rule, [0, 0], "use 1, 0")
 
     @property
     def most_trajectories(self) -> int:

@@ -98,19 +98,13 @@ def check(state: Mapping[str, Any], plan: Resolved) -> None:
     if state.get("format") != FORMAT:
         raise CheckpointError(at, f"must have format {FORMAT}", state.get("format"), ANOTHER)
     if entry(state, "data", dict, at) != fingerprint(plan):
-        raise CheckpointError(
-            at,
-            f"must be of the data that this run reads ({fingerprint(plan)})",
-            state["data"],
-            "use the data set that the checkpoint was trained on, or load without gear's state",
-        )
+        rule = f"must be of the data that this run reads ({fingerprint(plan)})"
+        remedy = "use the data set that the checkpoint was trained on, or load without gear's state"
+        raise CheckpointError(at, rule, state["data"], remedy)
     if entry(state, "options", str, at) != plan.config.resume_digest:
-        raise CheckpointError(
-            at,
-            "must be of the same seed, tables, sampler, fields and n_step",
-            None,
-            "use the gear section that is stored in the checkpoint's config",
-        )
+        rule = "must be of the same seed, tables, sampler, fields and n_step"
+        remedy = "use the gear section that is stored in the checkpoint's config"
+        raise CheckpointError(at, rule, None, remedy)
     passes, train = entry(state, "passes", dict, at), entry(state, "train", dict, at)
     for name in passes:
         entry(passes, name, int, f"{at}: passes")

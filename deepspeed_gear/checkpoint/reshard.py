@@ -150,9 +150,8 @@ def _merge_stream(contents: Sequence[Content], shards: Sequence[SavedShard], bef
     whole.update(_merge_selections(contents, before))
     if "counts" in contents[0]:
         counts = np.sum([content["counts"] for content in contents], axis=0)
-        counts[UpdateCount.HIGHEST_PRIORITY] = max(
-            int(content["counts"][UpdateCount.HIGHEST_PRIORITY]) for content in contents
-        )
+        highest = [int(content["counts"][UpdateCount.HIGHEST_PRIORITY]) for content in contents]
+        counts[UpdateCount.HIGHEST_PRIORITY] = max(highest)
         whole["counts"], whole["alpha"] = counts, contents[0]["alpha"]
         whole["log"] = _merge_logs([content["log"] for content in contents], shards, before)
     return whole
@@ -181,10 +180,9 @@ def _merge_selections(contents: Sequence[Content], before: np.ndarray) -> Conten
         {name: content[name][order] for name in SELECTION_NAMES}
         for content, order in zip(contents, orders, strict=True)
     ]
-    first = contents[0]
-    if any(
-        not np.array_equal(content["heads"][:, Head.KEY], first["heads"][:, Head.KEY]) for content in contents
-    ):
+    first, *others = contents
+    keys = first["heads"][:, Head.KEY]
+    if not all(np.array_equal(content["heads"][:, Head.KEY], keys) for content in others):
         return {name: first[name][:0] for name in SELECTION_NAMES}
     ring = np.zeros_like(first["ring"])
     drawn = np.arange(ring.shape[1]) < first["heads"][:, Head.COUNT, None]
@@ -256,13 +254,11 @@ def divide(
             for end, size in zip(ends, sizes, strict=True)
         ]
         if min(most) < starts[index + 1]:
-            raise StoreFullError(
-                f"table {name}",
-                f"must hold the {ends[0][-1]} trajectories and {ends[1][-1]} rows of the checkpoint "
-                f"in {len(room)} parts of whole {'trajectories' if numbers is None else 'groups'}",
-                f"{[one for one, _ in room]} slots and {[one for _, one in room]} rows",
-                "raise its capacity",
-            )
+            content = f"{ends[0][-1]} trajectories and {ends[1][-1]} rows of the checkpoint"
+            what = "trajectories" if numbers is None else "groups"
+            rule = f"must hold the {content} in {len(room)} parts of whole {what}"
+            given = f"{[one for one, _ in room]} slots and {[one for _, one in room]} rows"
+            raise StoreFullError(f"table {name}", rule, given, "raise its capacity")
         bounds.append(min(*most, max(int(wanted[index + 1]), starts[index + 1])))
     return ShardDivision.of(np.repeat(np.arange(len(room)), np.diff(bounds))[unit])
 

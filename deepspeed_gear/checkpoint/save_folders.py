@@ -284,10 +284,8 @@ def find(folder: Path, table: str, save: Mapping[str, Any]) -> Path:
     """
     files = save["tables"].get(table)
     if files is None:
-        remedy = "use the tables of the run that saved it"
-        raise CheckpointError(
-            "the gear state", f"must name a save of table {table}", list(save["tables"]), remedy
-        )
+        rule, remedy = f"must name a save of table {table}", "use the tables of the run that saved it"
+        raise CheckpointError("the gear state", rule, list(save["tables"]), remedy)
     for _ in range(_MOST_RENAMES):
         before = _changed_at(folder)
         try:
@@ -480,12 +478,9 @@ def _locked(folder: Path) -> int:
         fd = hold(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
         try:
             if not try_lock(fd, fcntl.F_WRLCK, 0, 1):
-                raise CheckpointError(
-                    str(folder),
-                    "must be saved into by one run at a time",
-                    os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process",
-                    "give each run a folder of its own, or end that one; any number may load from it",
-                )
+                owner = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
+                remedy = "give each run a folder of its own, or end that one; any number may load from it"
+                raise CheckpointError(str(folder), "must be saved into by one run at a time", owner, remedy)
             if _is_file(fd, path):
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode(), 0)

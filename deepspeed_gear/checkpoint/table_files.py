@@ -137,7 +137,7 @@ class SavedTable:
 
 
 def read_table(folder: Path, schema: Schema | None = None, save_id: str | None = None) -> SavedTable:
-    """Read a table of a checkpoint except its rows; check the files, the schema and the save, None: any."""
+    """Read a table of a checkpoint except its rows, and check its files; None: of any schema or save."""
     folders, manifests = find_shards(folder, save_id)
     shards = []
     for one, manifest in zip(folders, manifests, strict=True):
@@ -357,12 +357,9 @@ class TableLoader:
             raise CheckpointError(str(found.folders[0]), rule, len(chosen))
         rows = 0 if slots is None else int(slots[chosen, Slot.NUM_ROWS].sum())
         if slots is not None and (len(chosen) > len(table.slots) or rows > table.spec.capacity_rows):
-            raise StoreFullError(
-                f"table {table.spec.name}",
-                f"must hold the {len(chosen)} trajectories and {rows} rows of the checkpoint",
-                f"{len(table.slots)} and {table.spec.capacity_rows}",
-                "raise its capacity",
-            )
+            rule = f"must hold the {len(chosen)} trajectories and {rows} rows of the checkpoint"
+            room = f"{len(table.slots)} and {table.spec.capacity_rows}"
+            raise StoreFullError(f"table {table.spec.name}", rule, room, "raise its capacity")
         open_rows(found, division if name in self._spread else None, _index_of(table))
 
     def _divide(self, name: str, table: Table, found: SavedTable) -> ShardDivision:

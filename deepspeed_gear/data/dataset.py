@@ -78,15 +78,13 @@ class Dataset:
         self.columns: dict[str, NDArray[Any]] = {}
         for column in self.schema:
             rows = num_trajectories if column.rows == "1" else self.num_rows
-            self.columns[column.name] = self._map(
-                column_file(column), column.numpy_dtype, (rows, *column.shape)
-            )
+            shape = (rows, *column.shape)
+            self.columns[column.name] = self._map(column_file(column), column.numpy_dtype, shape)
         self.statistics = self._read_statistics()
         expected = fingerprint_of(self.schema, num_trajectories, self.num_rows, self._records, self.part)
         if expected != self.fingerprint:
-            raise DataError(
-                str(path / SCHEMA_FILE), "must match its own fingerprint", self.fingerprint, REMAKE
-            )
+            name = str(path / SCHEMA_FILE)
+            raise DataError(name, "must match its own fingerprint", self.fingerprint, REMAKE)
 
     @classmethod
     def open(cls, path: str | Path) -> Dataset:
@@ -166,13 +164,11 @@ class Dataset:
             raise DataError(str(path), rule, data.get("split"), REMAKE)
         try:
             entries = data["columns"]
-            return {
-                c.name: ColumnStatistics.from_json(entries[c.name], c) for c in self.schema if not c.is_opaque
-            }
+            numeric = [column for column in self.schema if not column.is_opaque]
+            return {c.name: ColumnStatistics.from_json(entries[c.name], c) for c in numeric}
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(
-                str(path), "must hold the statistics of every column", str(error), REMAKE
-            ) from error
+            rule = "must hold the statistics of every column"
+            raise DataError(str(path), rule, str(error), REMAKE) from error
 
     def verify(self) -> None:
         """Compare every byte with what was written.
@@ -261,17 +257,14 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> dict[str, FileRe
     if "format" not in manifest or "schema" not in manifest:
         raise DataError(name, "must describe a gear data set", None, "make one with gear ingest SOURCE DEST")
     if manifest["format"] != FORMAT:
-        remedy = (
-            "use the version of deepspeed_gear that wrote it, or make the data set again with gear ingest"
-        )
+        again = "or make the data set again with gear ingest"
+        remedy = f"use the version of deepspeed_gear that wrote it, {again}"
         raise DataError(f"{name}: format", f"must be {FORMAT}", manifest["format"], remedy)
     numbers = dict.fromkeys(("num_trajectories", "num_steps", "num_rows"), int)
     kinds = {**numbers, "split": dict, "source": dict, "fingerprint": str, "files": dict}
     check_types(f"{name}: ", manifest, kinds, REMAKE)
-    if manifest["num_trajectories"] < 1:
-        raise DataError(
-            f"{name}: num_trajectories", "must be at least 1", manifest["num_trajectories"], REMAKE
-        )
+    if (count := manifest["num_trajectories"]) < 1:
+        raise DataError(f"{name}: num_trajectories", "must be at least 1", count, REMAKE)
     return {
         file: FileRecord.from_json(f"{name}: files.{file}", entry)
         for file, entry in manifest["files"].items()

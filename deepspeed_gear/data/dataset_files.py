@@ -227,10 +227,8 @@ def check_file(path: Path, record: FileRecord, expected: int | None = None) -> N
         raise DataError(str(path), "must exist", None, "a file of the data set is missing")
     size = path.stat().st_size
     if size != expected or size != record.bytes:
-        remedy = (
-            f"the file is {'truncated' if size < expected else 'not the one that was written'}; copy it again"
-        )
-        raise DataError(str(path), f"must have {expected} bytes", size, remedy)
+        what = "truncated" if size < expected else "not the one that was written"
+        raise DataError(str(path), f"must have {expected} bytes", size, f"the file is {what}; copy it again")
     whole = path.name in (EXTENTS_FILE, STATS_FILE)
     if probe_digest(path, whole) != record.probe:
         raise DataError(str(path), "must hold the bytes that were written", None, REMAKE)

@@ -51,7 +51,7 @@ class MappedFiles:
             _compare(path, known)
 
     def check_at_times(self) -> None:
-        """Call `check`, unless that was done within the last `CHECK_EVERY_S` seconds: 0.1 us."""
+        """Call `check`, unless it was called within the last `CHECK_EVERY_S` seconds: that takes 0.1 us."""
         now = time.monotonic()
         if now - self._checked_at >= CHECK_EVERY_S:
             self._checked_at = now

@@ -122,10 +122,10 @@ def as_stored(value: Any, column: Column, table: str, num_rows: int | None = Non
             raise DataError(name, "must be an array", None, str(error)) from error
         are_bits = array.dtype == np.uint16
     if array.dtype.kind not in "biuf":
-        parts = (
-            f"name the columns {column.name}.<key> to store its parts" if isinstance(value, Mapping) else ""
-        )
-        raise DataError(name, f"must be convertible to {column.dtype}", str(array.dtype), parts)
+        rule, remedy = f"must be convertible to {column.dtype}", ""
+        if isinstance(value, Mapping):
+            remedy = f"name the columns {column.name}.<key> to store its parts"
+        raise DataError(name, rule, str(array.dtype), remedy)
     single = column.rows == "1" and num_rows is None
     rank = len(column.shape) + (0 if single else 1)
     wrong = array.ndim != rank or tuple(array.shape[array.ndim - len(column.shape) :]) != column.shape

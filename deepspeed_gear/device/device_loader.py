@@ -171,9 +171,7 @@ class DeviceLoader:
 
 
 # Names that other modules of this package use, and no program.
-INTERNAL = frozenset(
-    ("again", "buffers", "importance", "micro", "of_pass", "owner", "place", "records", "written")
-)
+INTERNAL = frozenset("again buffers importance micro of_pass owner place records written".split())
 
 
 class DeviceBatch(Batch):

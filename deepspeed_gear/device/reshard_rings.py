@@ -127,9 +127,8 @@ def _check(table: RingTable, content: Content, where: str) -> None:
                 rule = f"must hold trajectories of at most max_length ({table.most_steps}) steps"
                 raise CheckpointError(f"slots of {where}", rule, longest, "raise max_length of the table")
         if name not in ("opened", "minima") and (len(values) == 0) != (len(held) == 0):
-            raise CheckpointError(
-                f"{name} of {where}", "must be kept, or not, as in this config", len(values)
-            )
+            rule = "must be kept, or not, as in this config"
+            raise CheckpointError(f"{name} of {where}", rule, len(values))
 
 
 def _placed(table: RingTable, rows: np.ndarray, env: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -202,10 +202,8 @@ def _common_schema(readers: Sequence[Reader]) -> Schema:
     derived = (*_DERIVED, *((_SOURCE,) if len(readers) > 1 else ()))
     for column in derived:
         if column.name in names:
-            remedy = "leave it out with --columns"
-            raise DataError(
-                f"{first.path}: {column.name}", "must not have the name of a derived column", None, remedy
-            )
+            rule = "must not have the name of a derived column"
+            raise DataError(f"{first.path}: {column.name}", rule, None, "leave it out with --columns")
     return Schema([*first.columns, *derived])
 
 

@@ -155,9 +155,8 @@ class MinariReader(Reader):
                 values = np.array([int(value) % (1 << 64) for value in having], dtype=np.uint64)
                 self._values[name] = values.view(np.int64)
             elif having:
-                self.notes.append(
-                    f"{fact} is known for {len(having)} of {len(facts)} episodes only: left out"
-                )
+                known = f"{len(having)} of {len(facts)} episodes"
+                self.notes.append(f"{fact} is known for {known} only: left out")
         self.columns = (
             *(self._column(numbers[0], key, name) for key, name in self._keys.items()),
             *(Column(name, "int64", rows="1") for name in self._values),

@@ -35,12 +35,9 @@ class Expansion:
     def check(self, where: str, num_bytes: int, file_bytes: int) -> None:
         """Raise if the bytes of arrays, as declared or read so far, are too many for those of their files."""
         if num_bytes > max(FLOOR_BYTES, self.most * file_bytes):
-            raise DataError(
-                where,
-                f"must hold at most {self.most:g} bytes for each of the {file_bytes} bytes of its files",
-                num_bytes,
-                "if the source is to be trusted, raise --max-expansion, or max_expansion of open_source",
-            )
+            rule = f"must hold at most {self.most:g} bytes for each of the {file_bytes} bytes of its files"
+            remedy = "if the source is to be trusted, raise --max-expansion, or max_expansion of open_source"
+            raise DataError(where, rule, num_bytes, remedy)
 
 
 def check_source(path: Path, expansion: Expansion) -> None:
