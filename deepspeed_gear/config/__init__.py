@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from deepspeed_gear.config.describe_options import translate
 from deepspeed_gear.config.ds_config import batch_sizes as batch_sizes
 from deepspeed_gear.config.ds_config import refuse_batch_sizes as refuse_batch_sizes
-from deepspeed_gear.config.error_messages import translate
 from deepspeed_gear.config.field_checks import ResolvedField as ResolvedField
 from deepspeed_gear.config.field_checks import check_against as check_against
 from deepspeed_gear.config.model import GearConfig as GearConfig

@@ -1,17 +1,23 @@
-"""Descriptions of the values that an option admits: for error messages and for the option reference."""
+"""Descriptions of the values that an option admits: for the option reference, and for errors.
+
+`translate` makes of pydantic's errors one line that names the option, the rule, the value and the remedy.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from deepspeed_gear.config.types import Words
+from deepspeed_gear.arguments import parse_json
+from deepspeed_gear.config.types import Words, dotted
+from deepspeed_gear.errors import ConfigError, GearError, known_names, near_name
 
 _BOUNDS: dict[type, str] = {Ge: "ge", Gt: "gt", Le: "le", Lt: "lt"}
 
@@ -108,3 +114,132 @@ def _power(bound: Any) -> str:
     exponent = int(abs(bound)).bit_length() - 1
     sign = "-" if bound < 0 else ""
     return f"{sign}2^{exponent}" if exponent >= 20 and abs(bound) == 2**exponent else str(bound)
+
+
+# ---- pydantic's errors ------------------------------------------------------------------------------
+
+# Keys that users try and the options they mean; difflib finds misspelt ones, not synonyms.
+SYNONYMS = {
+    "dtype": "as",
+    "type": "kind",
+    "columns": "fields",
+    "window": "length",
+    "context": "length",
+    "dataset": "data",
+    "num_workers": "threads",
+    "train_batch_size": "batch_size",
+    "train_micro_batch_size_per_gpu": "micro_batch_size",
+}
+
+
+def _inside(annotation: Any, key: Any) -> tuple[Any, tuple[Any, ...]] | None:
+    """Return the annotation and metadata of the option under a key, or None if there is none."""
+    for member in alternatives(annotation):
+        model, (bare, _) = as_model(member), parts(member)
+        if model is not None and key in options(model):
+            info = options(model)[key]
+            return info.annotation, tuple(info.metadata)
+        if get_origin(bare) in (dict, list):
+            return get_args(bare)[-1], ()
+    return None
+
+
+def _locate(model: type[BaseModel], where: Sequence[Any]) -> tuple[Any, tuple[Any, ...], list[Any]]:
+    """Follow a pydantic location; members that name a branch of a union are not part of the option's name."""
+    annotation: Any = model
+    metadata: tuple[Any, ...] = ()
+    path: list[Any] = []
+    for key in where:
+        if key == "[key]":
+            continue
+        found = _inside(annotation, key)
+        if found is None:
+            continue
+        annotation, metadata = found
+        path.append(key)
+    return annotation, metadata, path
+
+
+def _unknown(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
+    *where, key = error["loc"]
+    annotation, _, path = _locate(model, where)
+    models = [model for model in map(as_model, alternatives(annotation)) if model is not None]
+    others = [model for model in models if kind_of(model) not in (None, *where)]
+    models = [model for model in models if model not in others] or models
+    known = [name for model in models for name in options(model)]
+    kinds = [kind_of(model) for model in others if key in options(model)]
+    if kinds:
+        remedy = f"it belongs to kind {' or '.join(map(repr, kinds))}"
+        return ConfigError(dotted("gear", *path, key), "is not an option of this kind", None, remedy)
+    wanted = SYNONYMS[key] if SYNONYMS.get(key) in known else str(key)
+    return ConfigError(dotted("gear", *path, key), "is not an option", None, known_names(wanted, known))
+
+
+def _one(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
+    cause = error.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return cause
+    if error["type"] == "extra_forbidden":
+        return _unknown(model, error)
+    annotation, metadata, path = _locate(model, error["loc"])
+    name, admitted = dotted("gear", *path), describe(annotation, metadata)
+    if isinstance(cause, GearError):  # of a schema
+        part = "" if name.endswith(f".{cause.name}") else f": {cause.name}"
+        return ConfigError(f"{name}{part}", cause.rule, cause.value, cause.remedy)
+    if error["type"] == "missing":
+        return ConfigError(name, "must be given", None, f"it is {admitted}")
+    if error["type"] == "union_tag_invalid":
+        kinds = [json.dumps(kind_of(m)) for m in map(as_model, alternatives(annotation)) if m is not None]
+        rule, kind = f"must be {', '.join(kinds[:-1])} or {kinds[-1]}", _short(error["input"].get("kind"))
+        return ConfigError(f"{name}.kind", rule, kind, _hint(kind, rule))
+    if error["type"] == "gear_conflict":
+        context = error["ctx"]
+        option = dotted("gear", *path, context["option"]) if context["option"] else name
+        rule = context["rule"].replace("{at}", name)
+        return ConfigError(option, rule, _short(context["value"]), context["remedy"])
+    value = _short(error["input"])
+    if value is None:
+        return ConfigError(name, f"must be {admitted}, got null", None, "leave it out for its default")
+    if value == "auto":
+        remedy = "'auto' is not defined for it: give a value, or leave the option out for its default"
+        return ConfigError(name, f"must be {admitted}", value, remedy)
+    if error["type"] == "gear":
+        rule, remedy = error["ctx"]["rule"], error["ctx"]["remedy"]
+        return ConfigError(name, rule, value, remedy or _hint(value, rule))
+    return ConfigError(name, f"must be {admitted}", value, _hint(value, admitted))
+
+
+def _short(value: Any) -> Any:
+    """Keep the message to one readable line, whatever was given."""
+    text = repr(value)
+    return value if len(text) <= 120 else f"{text[:117]}..."
+
+
+def _hint(value: Any, admitted: str) -> str:
+    """Return the remedy of a string: the admitted one that it resembles, or the number that it quotes."""
+    if not isinstance(value, str):
+        return ""
+    try:
+        return "" if isinstance(parse_json(value), str) else "write it without quotes"
+    except ValueError:
+        return near_name(value, re.findall(r'"([^"]+)"', admitted))
+
+
+def translate(model: type[BaseModel], error: ValidationError) -> ConfigError:
+    """Turn pydantic's list of errors into one error: the first, and the others after it.
+
+    Unknown keys come first: a misspelt key often is why another one is missing.
+    """
+    entries = error.errors(include_url=False)
+    entries.sort(key=lambda entry: entry["type"] != "extra_forbidden")
+    found: dict[str, ConfigError] = {}
+    for entry in entries:
+        one = _one(model, entry)
+        found.setdefault(one.name, one)
+    # An error of a union's branch that fits but for one option is more useful than one of other branches.
+    whole = {name for name in found if any(other.startswith((f"{name}.", f"{name}[")) for other in found)}
+    first, *rest = (one for name, one in found.items() if name not in whole)
+    if not rest:
+        return first
+    also = f"(also: {' | '.join(str(other) for other in rest)})"
+    return ConfigError(first.name, first.rule, first.value, f"{first.remedy} {also}".strip())

@@ -62,14 +62,14 @@ def dotted(*parts: object) -> str:
 
 
 def refuse(rule: str, remedy: str = "") -> PydanticCustomError:
-    """Return the error of a value check; `error_messages.translate` adds the option's name and the value."""
+    """Return the error of a value check; `translate` adds the name of the option and the value."""
     return PydanticCustomError("gear", "{rule}", {"rule": rule, "remedy": remedy})
 
 
 def conflict(rule: str, remedy: str = "", option: str = "", value: Any = None) -> PydanticCustomError:
     """Return the error of a model whose options contradict one another, or of one of them, `option`.
 
-    `error_messages.translate` puts the model's name in place of "{at}" in the rule.
+    `describe_options.translate` puts the model's name in place of "{at}" in the rule.
     """
     context = {"rule": rule, "remedy": remedy, "option": option, "value": value}
     message = f"{option} {rule}".strip().replace("{at}.", "")
