@@ -171,9 +171,7 @@ def read_columns(
     read = {
         column.name for field in fields for column in (field.column, field.hindsight) if column is not None
     }
-    read.update(options.where)
-    if options.weight_column is not None:
-        read.add(options.weight_column)
+    read.update((*options.where, *options.columns.values()))
     if group is not None:
         read.update((*group.needs, *group.where))
     return tuple(sorted(read))

@@ -77,6 +77,24 @@ def test_batches_hold_what_has_the_columns_that_they_read() -> None:
         assert set(found.sample()["advantage"].tolist()) == {5}
 
 
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        {"kind": "weighted", "weight": "score"},
+        {"kind": "recent", "within": {"column": "score", "distance": 100}},
+        {"kind": "uniform", "where": {"score": {"max": 100}}},
+    ],
+    ids=lambda sampler: sampler["kind"],
+)
+def test_columns_that_a_sampler_reads_are_waited_for(sampler: dict[str, Any]) -> None:
+    """One that is not filled holds 0, which is no weight, age or value."""
+    with replay(["which"], sampler) as found:
+        ids = [found.add(trajectory(number)) for number in range(3)]
+        assert not found.can_sample()
+        found.fill(ids[1], score=np.float32(7))
+        assert drawn(found) == {1}
+
+
 def test_wrong_fills_change_nothing() -> None:
     with replay() as found:
         number = found.add(trajectory(4))
