@@ -175,21 +175,6 @@ class Cluster:
         assert status == 0, f"exit status {status}:\n{launch.output()}"
         return launch.output()
 
-    def run_ranks(
-        self,
-        program: Path | str,
-        *arguments: str,
-        nodes: int = 2,
-        ranks: int = 1,
-        timeout_s: float = 120.0,
-    ) -> str:
-        """Run a program as `run` does, but without the launcher unless GEAR_LONG_TESTS=1: see `ranks_run`."""
-        if os.environ.get("GEAR_LONG_TESTS") == "1":
-            return self.run(program, *arguments, nodes=nodes, ranks=ranks, timeout_s=timeout_s)
-        results = NodeRanks(self, program, *arguments, nodes=nodes, ranks=ranks).wait(timeout_s)
-        assert all(status == 0 for status, _ in results), "\n".join(f"[{s}] {out}" for s, out in results)
-        return "".join(output for _, output in results)
-
     def call_ranks(
         self,
         function: Callable[..., Any],
@@ -198,10 +183,17 @@ class Cluster:
         ranks: int = 1,
         timeout_s: float = 120.0,
     ) -> list[Any]:
-        """Call a function of a test module on ranks, as `run_ranks`; return their results."""
+        """Call a function of a test module on the ranks of a gloo group; return their results.
 
-        def run(call: str) -> str:
-            return self.run_ranks(CALL, call, nodes=nodes, ranks=ranks, timeout_s=timeout_s)
+        Without the launcher unless GEAR_LONG_TESTS=1: see `call_with_engines`.
+        """
+
+        def run(call: str) -> None:
+            if os.environ.get("GEAR_LONG_TESTS") == "1":
+                self.run(CALL, call, nodes=nodes, ranks=ranks, timeout_s=timeout_s)
+                return
+            results = NodeRanks(self, CALL, call, nodes=nodes, ranks=ranks).wait(timeout_s)
+            assert all(status == 0 for status, _ in results), "\n".join(f"[{s}] {out}" for s, out in results)
 
         return results_of(run, nodes * ranks, function, *arguments)
 
