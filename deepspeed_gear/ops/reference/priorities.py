@@ -192,12 +192,13 @@ def prioritize_(
         updates = updates[updates[:, LogEntry.BATCH].argsort(stable=True)]
     bits = order_of(updates[:, PriorityUpdate.PRIORITY] & LOW_32)
     masses, is_clamped = mass_of(bits, alpha, most_bits)
-    counts[UpdateCount.HIGHEST_PRIORITY] = max([int(counts[UpdateCount.HIGHEST_PRIORITY]), *bits.tolist()])
+    highest = max([int(counts[UpdateCount.HIGHEST_PRIORITY]), *bits.tolist()])
     current = _is_current(slots, updates, rule, unit)
     item, bits = updates[current, PriorityUpdate.SLOT], bits[current]
     if unit == MassUnit.STEP:
         item = slots[item, Slot.FIRST_ROW] + updates[current, PriorityUpdate.ANCHOR]
     check_items(item, len(priorities))
+    counts[UpdateCount.HIGHEST_PRIORITY] = highest
     changed = torch.unique(item)
     num_before = (sums[changed] > 0).sum()
     tree_update_(sums, len(priorities), item, masses[current])
