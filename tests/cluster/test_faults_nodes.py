@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -14,8 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from cluster_support import Cluster, NodeRanks
-from gear_support import ROOT, config_of, lengths_of, prefix, shared_files, wait_until, write_dataset
+from gear_support import config_of, lengths_of, prefix, shared_files, wait_until, write_dataset
+from process_support import CALL, write_call
+from simulator_support import hold_names
+
+from deepspeed_gear import GearError, Replay
+from deepspeed_gear.batching.batch import Batch
+from deepspeed_gear.replay import BatchInfo
 
 FIELDS = {"observation": {"length": 2}, "action": {"length": 2}}
 NODES, RANKS, TIMEOUT_S = 2, 2, 4.0
@@ -23,14 +30,16 @@ LATE_S = 30.0  # timeout, beats and a stuck main thread's patience are 12.5; and
 
 
 class TrainingRanks(NodeRanks):
-    """Ranks of faults_nodes.py: RANKS on each of NODES."""
+    """Ranks that train until something happens: RANKS on each of NODES."""
 
-    def __init__(self, cluster: Cluster, folder: Path) -> None:
-        super().__init__(cluster, "faults_nodes.py", str(folder), nodes=NODES, ranks=RANKS)
+    def __init__(self, cluster: Cluster, folder: Path, section: dict[str, Any], **plan: Any) -> None:
+        super().__init__(
+            cluster, CALL, write_call(folder, trained, folder, section, plan), nodes=NODES, ranks=RANKS
+        )
 
     def pid(self, rank: int) -> int:
         """Return the process of a rank as this machine numbers it."""
-        for pid in self.cluster.pids(rank // RANKS, "faults_nodes"):
+        for pid in self.cluster.pids(rank // RANKS, CALL.name):
             if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 return pid
         raise AssertionError(f"rank {rank} does not run")
@@ -53,9 +62,7 @@ def train(cluster: Cluster, tmp_path: Path, data: Path) -> Iterator[Callable[...
 
     def start(plan: dict[str, int] | None = None, **options: Any) -> TrainingRanks:
         section = config_of(data, timeout_s=TIMEOUT_S, **options)
-        whole = {"refused": [], "section": section, **(plan or {})}
-        (tmp_path / "plan.json").write_text(json.dumps(whole))
-        ranks = TrainingRanks(cluster, tmp_path)
+        ranks = TrainingRanks(cluster, tmp_path, section, **(plan or {}))
         started.append(ranks)
         steps = [tmp_path / f"step-{rank}" for rank in range(NODES * RANKS)]
 
@@ -74,7 +81,7 @@ def train(cluster: Cluster, tmp_path: Path, data: Path) -> Iterator[Callable[...
 def check_clean(cluster: Cluster) -> None:
     """Check that nothing of the run is left on any node, and that `gear clean` finds nothing."""
     for node in range(NODES):
-        assert cluster.pids(node, "faults_nodes") == []
+        assert cluster.pids(node, CALL.name) == []
         assert shared_files(prefix(), cluster.shm(node)) == []
         found = cluster.exec(node, sys.executable, "-m", "deepspeed_gear.cli.main", "clean")
         assert "removed" not in found.lower() or "0" in found or "nothing" in found.lower(), found
@@ -193,10 +200,8 @@ def test_a_rank_may_go_on_when_the_others_have_ended(
     The next batch is prepared late there, so the other node has held its own early, and the thread of that
     node waits in a selection that this one does not come to.
     """
-    plan = {"refused": [], "section": config_of(data, timeout_s=TIMEOUT_S, prefetch=2)}
-    plan |= {"steps": 5, "lingers": lingers, "linger": 3 * TIMEOUT_S}
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    for status, output in TrainingRanks(cluster, tmp_path).wait(180.0):
+    section = config_of(data, timeout_s=TIMEOUT_S, prefetch=2)
+    for status, output in TrainingRanks(cluster, tmp_path, section, steps=5, lingers=lingers).wait(180.0):
         assert status == 0, output
         assert "error" not in output.lower(), output
     check_clean(cluster)
@@ -214,21 +219,17 @@ def test_what_differs_or_does_not_fit_is_refused_on_every_node(
         "gear.sampler": [right, right, right, {**right, "sampler": {"kind": "unheard"}}],
         "/dev/shm must have": [right] * 4,
     }
-    (tmp_path / "plan.json").write_text(json.dumps({"refused": [*attempts.values()], "section": None}))
     filler = cluster.shm(1) / "filler"
     try:
         for index, size in enumerate(["1G", *["100M"] * 10, *["10M"] * 10, *["1M"] * 10, *["100K"] * 10]):
             subprocess.run(["fallocate", "-l", size, f"{filler}{index}"], check=False, capture_output=True)
-        results = TrainingRanks(cluster, tmp_path).wait(180.0)
+        given = refused, [*attempts.values()]
+        results = cluster.call_ranks(*given, nodes=NODES, ranks=RANKS, timeout_s=180.0)
     finally:
         for path in cluster.shm(1).glob("filler*"):
             path.unlink()
-    for status, output in results:
-        assert status == 0, output
-        for attempt, text in enumerate(attempts):
-            said = [line for line in output.splitlines() if line.startswith(f"REFUSED {attempt}:")]
-            assert len(said) == 1, (text, output)
-            assert text in said[0], said
+    for said in results:
+        assert [text in error for text, error in zip(attempts, said, strict=True)] == [True] * 4, said
     check_clean(cluster)
 
 
@@ -236,9 +237,7 @@ def test_nodes_whose_processes_are_all_killed_keep_no_store(cluster: Cluster, tm
     """A table with writers, a board and a loader on each node, under DeepSpeed's launcher."""
     table = {"capacity_steps": 500, "remove": "fifo", "writers": 1}
     section = {"tables": {"main": table}, "batch_size": 4, "shared_memory": {"prefix": prefix()}}
-    program = ROOT / "tests" / "distributed" / "programs" / "faults_writers.py"
-    (tmp_path / "section.json").write_text(json.dumps(section))
-    launch = cluster.start(program, str(tmp_path))
+    launch = cluster.start(CALL, write_call(tmp_path, hold_names, tmp_path, section))
     for rank in range(2):
         wait_until((tmp_path / f"ready-{rank}").exists, f"the start of rank {rank}", 180.0)
     for node in range(2):
@@ -249,3 +248,69 @@ def test_nodes_whose_processes_are_all_killed_keep_no_store(cluster: Cluster, tm
         wait_until(lambda node=node: not shared_files(prefix(), cluster.shm(node)), "the reapers")  # type: ignore[misc]
         wait_until(lambda node=node: not cluster.pids(node, "reaper.py"), "their end")  # type: ignore[misc]
     launch.kill()
+
+
+# ---- on each rank, without DeepSpeed -----------------------------------------------------------------
+
+
+def refused(attempts: list[list[dict[str, Any]]]) -> list[str]:
+    """Return the errors of this rank's sections."""
+    found, info = [], BatchInfo(4, 1, dist.get_world_size())
+    for sections in attempts:
+        with pytest.raises(GearError) as error:
+            Replay(sections[dist.get_rank()], info=info)
+        found.append(str(error.value))
+    return found
+
+
+def observations(replay: Replay, packs: bool) -> Iterator[torch.Tensor]:
+    """Yield those of each micro batch, of packs or of windows."""
+    while packs:
+        for micro in replay.step():
+            yield micro["observation"]
+    while True:
+        yield replay.sample()["observation"]
+
+
+def trained(folder: Path, section: dict[str, Any], plan: dict[str, Any]) -> None:
+    """Train until something happens to a rank. Every rank writes FOLDER/step-RANK after its third step.
+
+    A plan may have `steps`; the rank that `lingers` behind them while its thread prepares the next batch
+    late; which rank `fails` at step 6 (`closes`: it closes its replay in the course of that), or `ends` then:
+    it closes its replay and lives on.
+    """
+    rank, num_prepared = dist.get_rank(), 0
+
+    def last_one_late(batch: Batch, keys: torch.Tensor) -> Batch:
+        """Take a second for the batch behind the last that is used."""
+        nonlocal num_prepared
+        num_prepared += 1
+        time.sleep(float(num_prepared == plan["steps"] + 1))
+        return batch
+
+    with Replay(section, info=BatchInfo(4, 1, dist.get_world_size())) as replay:
+        if rank == plan.get("lingers"):
+            replay.transform = last_one_late
+        step, taken = 0, observations(replay, "pack" in section)
+        while plan.get("steps") is None or step < plan["steps"]:
+            gradient = next(taken).sum()
+            dist.all_reduce(gradient)
+            assert torch.isfinite(gradient)
+            if "lingers" in plan or "ends" in plan:
+                time.sleep(0.2)  # so that batches wait
+            step += 1
+            if step == 3:
+                (folder / f"step-{rank}").touch()
+            if step == 6 and rank == plan.get("fails"):
+                try:
+                    raise ValueError("of this test")
+                finally:
+                    if plan["closes"]:
+                        replay.close()
+            if step == 6 and rank == plan.get("ends"):
+                replay.close()
+                time.sleep(60)
+        if rank == plan.get("lingers"):
+            time.sleep(3 * TIMEOUT_S)  # one call, as a long evaluation may be
+    dist.destroy_process_group()
+    sys.exit()  # no rank waits for the others
