@@ -39,7 +39,6 @@ class Actors(ProcessBound):
     Thread safety: one thread.
 
     Args:
-        jobs: One for each actor.
         run: Name or id of the run, for what a policy itself attaches to; None: this process's GEAR_RUN.
     """
 

@@ -53,7 +53,6 @@ class FailureDetector:
     Args:
         memory: A store of this node, whose locks show which processes are attached.
         store: A connection of its own to the rendezvous store, on node leaders; None elsewhere.
-        name: Of this run in the store.
         timeout_s: Longest time without a heartbeat of a rank or a node.
     """
 

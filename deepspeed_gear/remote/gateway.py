@@ -227,9 +227,7 @@ class Gateway:
     Args:
         writer: Attached to the table; the gateway is its only user.
         token: Required in every call.
-        host: Address to listen at.
         port: 0 takes a free one.
-        certificate: For TLS; None: without.
         insecure: Admits other addresses than loopback without TLS.
         max_message_bytes: Most bytes of the trajectories of one call.
     """

@@ -112,7 +112,6 @@ class Sender:
     Thread safety: any thread puts and flushes.
 
     Args:
-        line: Connection to the gateway.
         who: Gateway and client, in the header of every call.
         options: Sizes and delays; one trajectory fits into batch and buffer in any case.
         timeout_s: Longest time without any answer, and longest wait of `put` and `flush` while the gateway
