@@ -120,20 +120,6 @@ def test_trees_and_tensordicts() -> None:
     assert found[1]["gear", "anchor"] == 13
 
 
-def test_pytree_round_trip() -> None:
-    batch = make()
-    leaves, structure = pytree.tree_flatten(batch)
-    again = pytree.tree_unflatten(leaves, structure)
-    assert isinstance(again, Batch)
-    assert again == batch
-    assert all(again[name] is batch[name] for name in batch)
-    assert all(again.mask[name] is batch.mask[name] for name in batch.mask)
-    assert torch.equal(again.probability, batch.probability)
-    halved = pytree.tree_map(lambda t: t[:1], {"x": [batch]})["x"][0]
-    assert halved.num_samples == 1
-    assert halved["reward"].shape == (1,)
-
-
 # ---- parts ---------------------------------------------------------------------------------------
 
 PARTS: dict[str, tuple[Any, list[int]]] = {
@@ -194,10 +180,16 @@ def test_parts_take_everything_along(made: Callable[..., Batch], name: str) -> N
         assert torch.equal(tensor, wanted[of][chosen]), of
     again = pickle.loads(pickle.dumps(part.clone()))
     leaves, structure = pytree.tree_flatten(part)
-    for same in (again, pytree.tree_unflatten(leaves, structure), copy.copy(part), part[:], part.to("meta")):
+    rebuilt = pytree.tree_unflatten(leaves, structure)
+    assert isinstance(rebuilt, Batch)
+    assert all(rebuilt[name] is part[name] for name in part)
+    assert all(rebuilt.mask[name] is part.mask[name] for name in part.mask)
+    for same in (again, rebuilt, copy.copy(part), part[:], part.to("meta")):
         assert same.sample_index.shape == (len(chosen),)
         if same.device.type != "meta":
-            assert torch.equal(same.sample_index, wanted["sample_index"][chosen])
+            assert same == part
+            for of in ("sample_index", "probability"):
+                assert torch.equal(same.part(of), wanted[of][chosen])
     assert part.mask["observation.image"] is part.mask["observation.state"]
     if isinstance(key, slice):
         assert part["reward"].untyped_storage().data_ptr() == batch["reward"].untyped_storage().data_ptr()
@@ -330,9 +322,11 @@ def loss_of(batch: Batch) -> torch.Tensor:
     return ((batch["observation"] @ weight) ** 2).sum()
 
 
-def test_a_late_backward_raises(replay: Replay) -> None:
+def test_a_late_backward_raises_but_that_of_a_clone(replay: Replay) -> None:
     with replay:
-        in_time = loss_of(replay.sample())
+        batch = replay.sample()
+        kept, of_clone, wanted = batch.clone(), loss_of(batch.clone()), pickle.loads(pickle.dumps(batch))
+        in_time = loss_of(batch)
         replay.sample()
         in_time.backward()
         late = loss_of(replay.sample())
@@ -340,29 +334,8 @@ def test_a_late_backward_raises(replay: Replay) -> None:
             replay.sample()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             late.backward()
-
-
-def test_a_clone_is_kept(replay: Replay) -> None:
-    with replay:
-        batch = replay.sample()
-        kept, loss, wanted = batch.clone(), loss_of(batch.clone()), pickle.loads(pickle.dumps(batch))
-        for _ in range(5):
-            replay.sample()
-        loss.backward()
+        of_clone.backward()
         assert kept == wanted
-        with pytest.raises(StaleBatchError):
-            batch["observation"]
-
-
-def test_samples_that_were_taken_out_are_not_overwritten(replay: Replay) -> None:
-    with replay:
-        taken = []
-        for _ in range(6):
-            batch = replay.sample()
-            taken.append((batch.sample_number, batch.trajectory_id, batch.anchor, batch["code"].data_ptr()))
-        assert [n for number, *_ in taken for n in number.tolist()] == list(range(24))
-        assert len({tuple(ids.tolist() + anchor.tolist()) for _, ids, anchor, _ in taken}) == 6
-        assert taken[0][3] == taken[2][3]
 
 
 ACCESSES: dict[str, Callable[[Replay, Batch], Any]] = {
@@ -414,14 +387,18 @@ def test_how_long_a_batch_lives(accumulation: int, prefetch: int, depth: int) ->
     options = {"micro_batch_size": 2, "gradient_accumulation_steps": accumulation, "prefetch": prefetch}
     with Replay(config_of(**options), schemas={"main": SCHEMA}) as replay:
         replay.add(trajectory(0, 200))
-        batches, pointers = [], []
+        batches, pointers, taken = [], [], []
         for _ in range(12):
-            batches.append(replay.sample())
-            pointers.append(batches[-1]["code"].data_ptr())
+            batches.append(batch := replay.sample())
+            pointers.append(batch["code"].data_ptr())
+            taken.append((batch.sample_number, batch.anchor))
         is_over = [repr(batch) == "Batch(overwritten)" for batch in batches]
         assert is_over == [at < 12 - max(2, accumulation) for at in range(12)]
         assert len(set(pointers)) == depth
         assert pointers[depth] == pointers[0]
+        # What was taken out of a batch is not overwritten.
+        assert sorted(n for numbers, _ in taken for n in numbers.tolist()) == list(range(24))
+        assert len({tuple(anchors.tolist()) for _, anchors in taken}) == 12
 
 
 @pytest.mark.parametrize("way", ["auto", "staged", "direct"])
@@ -468,13 +445,6 @@ def test_what_a_transform_returns_lives_as_long_as_its_memory(replay: Replay, na
             assert (repr(batch) == "Batch(overwritten)") == ends
 
 
-def test_a_transform_must_return_a_batch(replay: Replay) -> None:
-    with replay:
-        replay.transform = lambda batch, keys: None  # type: ignore[assignment,return-value]
-        with pytest.raises(ConfigError, match="transform must return a Batch, got 'NoneType'"):
-            replay.sample()
-
-
 def test_a_transform_that_fails_overwrites_no_batch_unseen(replay: Replay) -> None:
     """It has used a ring entry whose batch nothing was returned for."""
     with replay:
@@ -491,6 +461,9 @@ def test_a_transform_that_fails_overwrites_no_batch_unseen(replay: Replay) -> No
         for batch, code in zip(batches, codes, strict=True):
             with pytest.raises(StaleBatchError):
                 assert batch["code"].equal(code)
+        replay.transform = lambda batch, keys: None  # type: ignore[assignment,return-value]
+        with pytest.raises(ConfigError, match="transform must return a Batch, got 'NoneType'"):
+            replay.sample()
 
 
 def test_batches_and_their_parts_pass_through_the_compiler(replay: Replay) -> None:
