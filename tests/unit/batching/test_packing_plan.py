@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -13,14 +11,6 @@ from deepspeed_gear.errors import ConfigError, DataError, GearError, ShapeError
 from deepspeed_gear.ops import load_backend
 
 OPS = load_backend("cpu").on_host()
-
-
-@pytest.mark.parametrize(("lengths", "num_micro"), [([], 0), ([3], 1), ([9, 9, 9], 1), ([9] * 9, 2)])
-def test_fewer_trajectories_than_packs(lengths: list[int], num_micro: int) -> None:
-    plan = plan_packs(torch.tensor(lengths, dtype=torch.int64), PackBudget(10), 8, OPS)
-    sizes = [[len(pack) for pack in plan.packs(rank)] for rank in range(8)]
-    assert [len(of_rank) for of_rank in sizes] == [num_micro] * 8
-    assert sorted(itertools.chain(*sizes), reverse=True)[: len(lengths)] == [1] * len(lengths)
 
 
 def test_lengths_may_be_a_view_and_padding_counts() -> None:
