@@ -87,15 +87,8 @@ def act_in_one(buffer: TransitionBuffer, env: Recorder, steps: int, resets: int 
             observation, _ = env.reset()
 
 
-@pytest.mark.parametrize("mode", ["next_step", "same_step", "disabled", "single"])
+@pytest.mark.parametrize("mode", ["next_step", "same_step", "disabled"])
 def test_sampled_transitions_are_those_of_the_environments(mode: str) -> None:
-    if mode == "single":
-        env = Recorder(0)
-        with buffer(n_envs=env) as held:
-            act_in_one(held, env, 300)
-            assert len(held) == 300
-            assert sampled(held, 10) == set(env.record)
-        return
     how = gymnasium.vector.AutoresetMode[mode.upper()]
     envs = gymnasium.vector.SyncVectorEnv([lambda i=i: Recorder(i) for i in range(3)], autoreset_mode=how)
     with buffer(n_envs=envs) as held:
@@ -117,8 +110,9 @@ def test_sampled_transitions_are_those_of_the_environments(mode: str) -> None:
 
 def test_a_reset_by_the_program_begins_a_trajectory_and_loses_nothing() -> None:
     env = Recorder(0)
-    with buffer(autoreset="disabled") as held:
+    with buffer(n_envs=env) as held:
         act_in_one(held, env, 200, resets=7)
+        assert len(held) == 200
         assert sampled(held, 10) == set(env.record)
         assert len(held.replay) > sum(1 for one in env.record if one[-1] or one[-2])
 
