@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from replay_support import filled, online
+from replay_support import filled
 
 from deepspeed_gear import Replay
 from deepspeed_gear.batching.gather import Gatherer
 from deepspeed_gear.config import NStepConfig, ResolvedField
-from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.records import Slot
 
 
@@ -115,8 +114,3 @@ def test_counters_count_rows_and_bytes(make: Any) -> None:
     assert taken["padding"] == pytest.approx(1 - real / (4 * 8 * 6))
     replay.sample()
     assert replay.take_metrics()["bytes"] == 8 * 5 * 8 + 8 * 8
-
-
-def test_normalising_needs_statistics() -> None:
-    with pytest.raises(ConfigError, match=r"code.normalize must not be given: column code has no statistics"):
-        online(fields={"code": {"normalize": "mean_std"}})

@@ -186,21 +186,6 @@ def test_a_selection_is_released_by_its_event() -> None:
         assert len(guards) == 3 - len(released)
 
 
-def test_drain_waits_for_every_event() -> None:
-    guards, released, event = DeferredRelease(), list[int](), HostEvent()
-    guards.hold(HostStream().record(), released.append, 4)
-    guards.hold(event, released.append, 5)
-    thread = threading.Thread(target=guards.drain)
-    thread.start()
-    thread.join(0.05)
-    assert thread.is_alive()
-    assert released == [4]
-    event.finish()
-    thread.join(20)
-    assert released == [4, 5]
-    assert len(guards) == 0
-
-
 # ---- calibration ---------------------------------------------------------------------------------
 
 TABLES = torch.device("meta")  # stands for cuda:1: tensors of it can be made and multiplied anywhere
