@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from gear_support import config_of, lengths_of, wait_until
-from replay_support import filled, late_updates_of, same, streams_of
+from replay_support import filled, late_updates_of, streams_of
 from store_support import check_whole
 
 from deepspeed_gear import Batch, Replay
@@ -310,23 +310,6 @@ def test_by_id_only_what_the_sampler_admits(replays: Any, unit: str) -> None:
     check_whole(replay.tables["main"], list(streams_of(replay).values()))
 
 
-def test_micro_batches_of_one_rank_are_in_the_order_of_samples(replays: Any) -> None:
-    """An item that is drawn twice keeps what was reported for the sample of the highest number."""
-    for accumulation in (1, 4):
-        sizes = {"gradient_accumulation_steps": accumulation, "micro_batch_size": 16 // accumulation}
-        replay = replays("trajectory", batch_size=16, **sizes)
-        wanted: dict[int, int] = {}  # sample numbers
-        for _ in range(accumulation):
-            batch = replay.sample().clone()
-            replay.update_priorities(batch, batch.sample_number + 1)
-            for number, sample in torch.stack([batch.trajectory_id, batch.sample_number], 1).tolist():
-                wanted[number] = max(wanted.get(number, -1), sample)
-        replay.sample()
-        ids = sorted(wanted)
-        assert replay.priorities(ids).tolist() == [wanted[number] + 1 for number in ids]
-        assert len(ids) < 16, "no item was drawn twice: the test shows nothing"
-
-
 # ---- priorities that a device computes later: no process waits but those who need them -------------
 
 
@@ -402,18 +385,6 @@ def device() -> Iterator[Device]:
     for timer in device.timers:
         timer.join()
     wait_until(lambda: not device.num_taken, "the memory of all values is given back", 10.0)
-
-
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_late_reports_give_the_batches_of_early_ones(data: Path, device: Device, prefetch: int) -> None:
-    with made(data, prefetch=prefetch) as early, made(data, device, prefetch=prefetch) as late:
-        for _ in range(12):
-            expected, batch = early.sample(), late.sample()
-            assert same(batch, expected)
-            early.update_priorities(expected, priorities(expected))
-            late.update_priorities(batch, there(priorities(batch)))
-            device.later(0.01, device.given[-1].finish)
-        device.finish()
 
 
 def test_neither_a_report_nor_the_batch_that_is_prepared_waits(data: Path, device: Device) -> None:
