@@ -111,16 +111,13 @@ def test_tables() -> None:
     assert parse({"tables": {"main": {"capacity_steps": 1}}}).sampled_tables == ("main",)
 
 
-def test_config_is_frozen() -> None:
+def test_config_is_frozen_and_defaults_are_not_shared() -> None:
     config = parse(OFFLINE)
     with pytest.raises(ValueError, match="frozen"):
         config.seed = 1
     with pytest.raises(ValueError, match="frozen"):
         config.sampler.kind = "epoch"
     assert parse({"data": "d"}).sampler == parse({"data": "e"}).sampler
-
-
-def test_defaults_are_not_shared() -> None:
     parse({"data": "d"}).fields["x"] = FieldConfig()
     assert parse({"data": "d"}).fields == {}
 
@@ -183,9 +180,9 @@ def test_awkward_values_are_kept_or_refused(option: str) -> None:
         check_kept_or_refused(option, value)
 
 
-def test_digest_is_of_what_ranks_share() -> None:
+def test_digests_are_of_what_ranks_share_and_of_what_the_samples_are() -> None:
     base = parse(OFFLINE)
-    for section in (
+    of_a_rank = [
         _with("threads", 4),
         _with("backend", "cpu"),
         _with("timeout_s", 1),
@@ -194,34 +191,25 @@ def test_digest_is_of_what_ranks_share() -> None:
         _with("data", "load", "memory"),
         _with("shared_memory", "huge_pages", False),
         {**{k: v for k, v in OFFLINE.items() if k != "data"}, "tables": {"main": {"data": OFFLINE["data"]}}},
-    ):
-        assert parse(section).digest == base.digest
-        assert difference(base, parse(section)) == []
-    for section in (
-        _with("seed", 1),
-        _with("data", "split", {"eval": 0.1}),
-        _with("data", "replicate", True),
-        _with("sampler", "unit", "trajectory"),
-        _with("fields", "action", "offset", -18),
-        _with("prefetch", 1),
-        _with("shared_memory", "prefix", "other"),
-        _with("batch_size", 64),
-    ):
-        assert parse(section).digest != base.digest
-        assert len(difference(base, parse(section))) == 1
-
-
-def test_resume_digest_is_of_what_the_samples_are() -> None:
-    base = parse(OFFLINE)
-    for section in (
+    ]
+    of_a_run = [
         _with("prefetch", 1),
         _with("batch_size", 64),
         _with("gradient_accumulation_steps", 4),
         _with("data", "replicate", True),
-    ):
-        assert parse(section).resume_digest == base.resume_digest
-    for section in (_with("seed", 1), _with("sampler", "unit", "trajectory"), _with("fields", "reward", {})):
-        assert parse(section).resume_digest != base.resume_digest
+        _with("shared_memory", "prefix", "other"),
+    ]
+    of_samples = [
+        _with("seed", 1),
+        _with("data", "split", {"eval": 0.1}),
+        _with("sampler", "unit", "trajectory"),
+        _with("fields", "action", "offset", -18),
+    ]
+    for section in [*of_a_rank, *of_a_run, *of_samples]:
+        config = parse(section)
+        assert (config.digest == base.digest) == (section in of_a_rank)
+        assert len(difference(base, config)) == (section not in of_a_rank)
+        assert (config.resume_digest == base.resume_digest) == (section not in of_samples)
 
 
 def test_difference_names_options_and_values() -> None:
@@ -239,23 +227,21 @@ def test_difference_names_options_and_values() -> None:
 
 
 def test_batch_sizes_without_an_engine() -> None:
-    assert batch_sizes(parse({"data": "d", "batch_size": 64}), 4) == (16, 64)
-    assert batch_sizes(parse({"data": "d", "batch_size": 64, "gradient_accumulation_steps": 2}), 4) == (8, 64)
-    assert batch_sizes(parse({"data": "d", "micro_batch_size": 8, "gradient_accumulation_steps": 2}), 4) == (
-        8,
-        64,
-    )
-    assert batch_sizes(parse({"data": "d", "micro_batch_size": 16, "batch_size": 64}), 4) == (16, 64)
-    with pytest.raises(
-        ConfigError, match=r"gear.batch_size must be given where there is no engine; or micro_batch_size"
+    for sizes, micro in (
+        ({"batch_size": 64}, 16),
+        ({"batch_size": 64, "gradient_accumulation_steps": 2}, 8),
+        ({"micro_batch_size": 8, "gradient_accumulation_steps": 2}, 8),
+        ({"micro_batch_size": 16, "batch_size": 64}, 16),
     ):
+        assert batch_sizes(parse({"data": "d", **sizes}), 4) == (micro, 64)
+    text = r"gear.batch_size must be given where there is no engine; or micro_batch_size"
+    with pytest.raises(ConfigError, match=text):
         batch_sizes(parse({"data": "d"}), 1)
     with pytest.raises(ConfigError) as caught:
         batch_sizes(parse({"data": "d", "batch_size": 64, "micro_batch_size": 16}), 3)
     assert str(caught.value) == (
-        "gear.batch_size must be micro_batch_size * gradient_accumulation_steps * ranks (16 * 1 * "
-        "3), got 64; "
-        "change one of them, or the number of ranks"
+        "gear.batch_size must be micro_batch_size * gradient_accumulation_steps * ranks (16 * 1 * 3), "
+        "got 64; change one of them, or the number of ranks"
     )
 
 
@@ -333,8 +319,6 @@ WRONG = refusals(
     main thread, at one place among those of training
 {"timeout_s": 604801}
     gear.timeout_s must be a finite number in (0, 604800], got 604801
-{"timeout_s": Infinity}
-    gear.timeout_s must be a finite number in (0, 604800], got inf
 {"fields": {"action": {"scale": 0}}}
     gear.fields.action.scale must not be 0, got 0.0; the field would hold zeros; leave it out
 {"fields": {"action": {"length": 0}}}
@@ -358,9 +342,6 @@ WRONG = refusals(
 {"tables": {"a.partial": {"data": "d"}}}
     gear.tables must not have a table whose name ends with .partial, .old, .older, position.json, got
     'a.partial'; give the table another name
-{"tables": {"position.json": {"data": "d"}}}
-    gear.tables must not have a table whose name ends with .partial, .old, .older, position.json, got
-    'position.json'; give the table another name
 {"tables": {"a": {"data": "d"}}, "sampler": {"kind": "mixture", "shares": {"a": 0.5, "b": 0.6}}}
     gear.sampler.shares must sum to 1, got {'a': 0.5, 'b': 0.6}
 {"tables": {"a": {"data": "d"}, "b": {"data": "e"}},
