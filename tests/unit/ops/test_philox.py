@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from store_support import StoreScene, priority_rule, stream_spec
+from store_support import priority_rule, stream_spec
 
 from deepspeed_gear.ops.philox import below, philox
 from deepspeed_gear.ops.records import RandomPurpose, Resolution
@@ -70,30 +70,20 @@ RULES = {
 }
 
 
-@pytest.fixture
-def scenes() -> Iterator[list[StoreScene]]:
-    made: list[StoreScene] = []
-    yield made
-    for scene in made:
-        scene.close()
-
-
 @pytest.mark.parametrize("anchors", ANCHORS)
 @pytest.mark.parametrize("rule", RULES)
-def test_samples_of_any_numbers_are_those_of_the_whole(
-    scenes: list[StoreScene], rule: str, anchors: str
-) -> None:
+def test_samples_of_any_numbers_are_those_of_the_whole(scenes: Any, rule: str, anchors: str) -> None:
     """A node resolves its own samples of a global batch: what they are does not depend on the others."""
     spec = stream_spec(**RULES[rule], anchors=ANCHORS[anchors], seed=2**40 + 5)
-    scenes.append(StoreScene([spec], LENGTHS))
-    (stream,) = scenes[0].streams
+    scene = scenes(spec, lengths=LENGTHS)
+    (stream,) = scene.streams
     masses, first, count = stream.masses, 2**32 - 40, 200
-    with scenes[0].table.lock:
+    with scene.table.lock:
         stream.state.ask(0)
         masses.apply(0)
         assert masses.total > 0
         coordinates = torch.empty(count, dtype=torch.int64)
-        scenes[0].ops.draw_(coordinates, spec.seed, spec.key, first, masses.total)
+        scene.ops.draw_(coordinates, spec.seed, spec.key, first, masses.total)
         whole = torch.empty(count, 8, dtype=torch.int64)
         masses.resolve(whole, coordinates, first)
         own = np.nonzero(np.random.default_rng(1).random(count) < 0.3)[0]
