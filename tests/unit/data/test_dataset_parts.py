@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gear_support import SCHEMA, run_command, write_dataset
+from gear_support import run_command, write_dataset
 
 from deepspeed_gear.cli import inspect, split
 from deepspeed_gear.data import dataset_writer
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import DatasetPart
-from deepspeed_gear.data.dataset_writer import DatasetWriter, write_parts
+from deepspeed_gear.data.dataset_writer import write_parts
 from deepspeed_gear.errors import ConfigError, DataError, show_bytes
 
 LENGTHS = [3, 1, 7, 2, 5, 4]
@@ -66,17 +66,6 @@ def test_a_part_knows_its_place(whole: Dataset, tmp_path: Path) -> None:
     assert only.part == DatasetPart(0, 1, 0, 6, 6, whole.num_rows, 22, 7, whole.fingerprint)
     assert only.fingerprint != whole.fingerprint
     assert str(parts[1].part) == f"part 1 of 3, trajectories 1 to 3 of 6 of {whole.fingerprint[:12]}"
-
-
-def test_equal_bytes_at_another_place_are_another_part(tmp_path: Path) -> None:
-    """Two trajectories of one step with the same values: only the place tells the parts apart."""
-    rows = {"T": (1,), "T+1": (2,), "1": ()}
-    with DatasetWriter(tmp_path / "set", SCHEMA) as writer:
-        for _ in range(2):
-            writer.add({c.name: np.zeros((*rows[c.rows], *c.shape), c.numpy_dtype) for c in SCHEMA})
-    a, b = write_parts(Dataset.open(tmp_path / "set"), tmp_path / "out", np.array([0, 1, 2]))
-    assert a.fingerprint != b.fingerprint
-    assert a.digest_of(SCHEMA["code"]) == b.digest_of(SCHEMA["code"])
 
 
 # ---- what is refused -----------------------------------------------------------------------------
