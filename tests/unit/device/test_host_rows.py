@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,30 +23,17 @@ SIZES = {
 }
 
 
-class Registers:
-    """The calls of a runtime, which may fail."""
+def runtime_of(error: int = 0, reads: bool = True) -> Any:
+    """The calls of a runtime, which may fail; `held` is what is registered."""
+    held: dict[int, int] = {}
 
-    def __init__(self, fails: bool = False, reads: bool = True) -> None:
-        self.fails, self.reads = fails, reads
-        self.held: dict[int, int] = {}
+    def register(begin: int, num_bytes: int) -> int:
+        held.update({} if error else {begin: num_bytes})
+        return error
 
-    def reads_host_addresses(self) -> bool:
-        return self.reads
-
-    def register(self, begin: int, num_bytes: int) -> int:
-        if not self.fails:
-            self.held[begin] = num_bytes
-        return 2 * self.fails
-
-    def unregister(self, begin: int) -> int:
-        del self.held[begin]
-        return 0
-
-    def clear_error(self) -> None:
-        pass
-
-    def text(self, error: int) -> str:
-        return f"error {error}"
+    calls = {"register": register, "unregister": lambda begin: int(held.pop(begin) == 0)}
+    calls |= {"reads_host_addresses": lambda: reads, "clear_error": lambda: None, "text": "error {}".format}
+    return SimpleNamespace(held=held, **calls)
 
 
 @pytest.mark.parametrize("num_envs", [None, 3])
@@ -74,7 +63,7 @@ def test_batches_are_those_of_rows_on_the_device(sampler: str, num_envs: int | N
 
 
 def test_all_columns_are_registered_and_begin_with_zeros() -> None:
-    runtime = Registers()
+    runtime = runtime_of()
     rows = HostRows(SIZES, CPU, "gear.tables.main", runtime)
     for name, (shape, dtype) in SIZES.items():
         column = rows.columns[name]
@@ -94,11 +83,11 @@ def test_all_columns_are_registered_and_begin_with_zeros() -> None:
 @pytest.mark.parametrize(
     ("runtime", "match"),
     [
-        (Registers(fails=True), r"main\.rows must be \"device\" here: column a .* failed: error 2"),
-        (Registers(reads=False), "column a cannot be used in place: the device does not read"),
+        (runtime_of(error=2), r"main\.rows must be \"device\" here: column a .* failed: error 2"),
+        (runtime_of(reads=False), "column a cannot be used in place: the device does not read"),
     ],
 )
-def test_memory_that_cannot_be_registered_is_an_error(runtime: Registers, match: str) -> None:
+def test_memory_that_cannot_be_registered_is_an_error(runtime: Any, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         HostRows(SIZES, CPU, "gear.tables.main", runtime)
     assert runtime.held == {}
