@@ -6,7 +6,7 @@ import pytest
 
 from deepspeed_gear.errors import StoreFullError
 from deepspeed_gear.store import memory_limits
-from deepspeed_gear.store.memory_limits import cgroup_folders, tightest
+from deepspeed_gear.store.memory_limits import MemoryLimit, cgroup_folders, tightest
 from deepspeed_gear.store.shared_memory import SharedMemory
 
 MIB = 1 << 20
@@ -17,6 +17,12 @@ V1_MOUNTS = (
     "31 25 0:28 / /sys/fs/cgroup/memory rw shared:9 master:1 - cgroup cgroup rw,memory\n"
 )
 UNLIMITED_V1 = "9223372036854771712\n"
+
+
+def tightest_of(files: dict[str, str]) -> MemoryLimit:
+    limit = tightest(files.get)
+    assert limit is not None
+    return limit
 
 
 def meminfo(mib: int) -> str:
@@ -35,14 +41,12 @@ def test_version_2_along_all_parents() -> None:
         "/sys/fs/cgroup/job/memory.current": f"{700 * MIB}\n",
         "/sys/fs/cgroup/job/memory.stat": f"anon 5\nactive_file {60 * MIB}\ninactive_file {40 * MIB}\n",
     }
-    limit = tightest(files.get)
-    assert limit is not None
+    limit = tightest_of(files)
     assert limit.name == "/sys/fs/cgroup/job/memory.max"
     assert limit.available == 400 * MIB
     assert limit.description == "limit 1000 MiB, used 700 MiB, of this 100 MiB page cache"
     files["/proc/meminfo"] = meminfo(399)
-    limit = tightest(files.get)
-    assert limit is not None
+    limit = tightest_of(files)
     assert (limit.name, limit.available) == ("/proc/meminfo: MemAvailable", 399 * MIB)
 
 
@@ -59,8 +63,7 @@ def test_version_1_counts_the_childrens_page_cache() -> None:
         f"{folder}/memory.limit_in_bytes": UNLIMITED_V1,
         f"{folder}/memory.usage_in_bytes": f"{300 * MIB}\n",
     }
-    limit = tightest(files.get)
-    assert limit is not None
+    limit = tightest_of(files)
     assert (limit.name, limit.available) == (f"{folder}/a/b/memory.limit_in_bytes", 730 * MIB + 9)
 
 
@@ -95,8 +98,7 @@ def test_missing_files_are_no_limit(missing: str) -> None:
         "/sys/fs/cgroup/memory.max": "10\n",
         "/sys/fs/cgroup/memory.current": "20\n",
     }
-    limit = tightest(files.get)
-    assert limit is not None
+    limit = tightest_of(files)
     assert limit.available == 0, "already above its limit"
     del files[f"/sys/fs/cgroup/{missing}"]
     assert tightest(files.get) is None
