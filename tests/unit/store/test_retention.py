@@ -6,9 +6,6 @@ import math
 
 import pytest
 
-from deepspeed_gear.config.table_options import EVICTION_POLICIES
-from deepspeed_gear.store.eviction import POLICIES, policy_class
-from deepspeed_gear.store.records import EvictionCode
 from deepspeed_gear.store.retention import RateLimiter
 
 ANY = math.inf
@@ -42,20 +39,3 @@ def test_what_may_be_inserted_and_sampled(rule: str) -> None:
     for may, calls in ((rate.may_insert, inserts), (rate.may_sample, samples)):
         assert [may(*call) for call in calls] == [call != calls[-1] for call in calls]
     assert RateLimiter.least_size("trajectory", 2).may_insert(2, 10**15, 0, 10**6)
-
-
-def test_a_queue_holds_what_was_not_drawn() -> None:
-    rate, inserted, sampled, order = RateLimiter.queue("trajectory", 3), 0, 0, ""
-    for wanted in "iiiisssssiis":
-        if wanted == "i" and rate.may_insert(1, inserted, sampled):
-            inserted, order = inserted + 1, order + "i"
-        elif wanted == "s" and rate.may_sample(1, inserted, sampled, 1):
-            sampled, order = sampled + 1, order + "s"
-    assert order == "iiisssiis"
-
-
-def test_codes_of_eviction_policies() -> None:
-    code = EvictionCode
-    codes = [code.NONE, code.OLDEST, code.NEWEST, code.BY_CALLER, code.BY_CALLER, code.BY_CALLER]
-    assert [policy_class(name).code for name in EVICTION_POLICIES] == codes
-    assert tuple(POLICIES) == EVICTION_POLICIES
