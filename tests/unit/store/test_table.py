@@ -12,18 +12,13 @@ import numpy as np
 import pytest
 import torch
 from gear_support import SHM, prefix, shared_files, trajectory
-from hypothesis import given
-from hypothesis import strategies as st
 from store_support import StoreScene
 
 from deepspeed_gear.data.trajectory_checks import check_trajectory
 from deepspeed_gear.errors import DataError, StoreError, StoreFullError
-from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.replay import table_access
 from deepspeed_gear.schema import DTYPES, Column, Schema
 from deepspeed_gear.store.memory_layout import HEADER, Layout
-from deepspeed_gear.store.row_allocator import distinct, is_among
-from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 
 @pytest.fixture
@@ -33,19 +28,7 @@ def scene(scenes: Any) -> Iterator[StoreScene]:
     assert shared_files(prefix()) == []
 
 
-# ---- the life of a slot --------------------------------------------------------------------------
-
-
-def test_rows_are_what_was_added_and_returns_to_go_are_derived(scene: StoreScene) -> None:
-    returns = {1: [1], 5: [15, 14, 12, 9, 5], 3: [6, 5, 3]}
-    for steps in returns:
-        scene.add(steps)
-    for number, (steps, wanted) in enumerate(returns.items()):
-        slot = int(scene.table.slots_of(np.array([number]))[0])
-        for name, rows in trajectory(number, steps).items():
-            assert np.array_equal(scene.table.rows(slot)[name], rows)
-        first = int(scene.table.slots[slot, Slot.FIRST_ROW])
-        assert scene.table.columns[RETURN_TO_GO][first : first + steps].tolist() == wanted
+# ---- the life of a slot; rows and returns to go: tests/property/test_moving.py -------------------
 
 
 @pytest.mark.parametrize(
@@ -169,10 +152,9 @@ def test_attach_refuses_another_layout(scene: StoreScene) -> None:
         scene.attach(1, expected=Layout.of([], {"table": "main"}))
 
 
-# ---- sets of slots, and what a first add imports -----------------------------------------------------
+# ---- what a first add imports ------------------------------------------------------------------------
 
 
-NUMBERS = st.lists(st.integers(-5, 5), max_size=20)
 ADD_UNTIL_FULL = """
 import sys
 import numpy as np
@@ -192,13 +174,6 @@ for remove in ("fifo", "uniform"):
             writer.add({"value": np.arange(20)})
 print("numpy.ma" in sys.modules)
 """
-
-
-@given(NUMBERS, NUMBERS)
-def test_sets_are_those_of_numpy(values: list[int], few: list[int]) -> None:
-    array = np.array(values, np.int64)
-    assert np.array_equal(distinct(array), np.unique(array))
-    assert np.array_equal(is_among(array, few), np.isin(array, few))
 
 
 def test_a_full_store_takes_trajectories_without_slow_imports() -> None:
