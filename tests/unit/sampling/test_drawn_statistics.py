@@ -58,12 +58,16 @@ def test_against_a_loop(sampler: dict[str, Any]) -> None:
             drawn.update(items_of(batch, by_step))
             if sampler.get("kind") in ("prioritized", "top_k"):
                 replay.update_priorities(batch, 0.25 + torch.rand(16) * 20)
-        found = replay.statistics()
+        found, newest = replay.statistics(), replay.take_metrics()
         last = batches[-streams_of(replay)["train"].spec.depth :]
         assert len(last) == 4
     assert found["effective_samples"] == pytest.approx(np.mean([effective(b) for b in last]), rel=1e-6)
     doubles = [1 - len(set(items_of(b, by_step))) / 16 for b in last]
     assert found["duplicates"] == pytest.approx(np.mean(doubles))
+    assert newest["effective_samples"] == pytest.approx(effective(batch), rel=1e-6)
+    assert newest["duplicates"] == pytest.approx(doubles[-1])
+    assert newest["age"] == pytest.approx(float(5 - batch.trajectory_id.double().mean()))
+    assert all(isinstance(value, float) for value in newest.values())
     table = found["drawn"]["main"]
     ages = 5 - torch.cat([b.trajectory_id for b in last])
     assert table["age"]["trajectories"] == {"mean": float(ages.double().mean()), "max": float(ages.max())}
@@ -93,18 +97,6 @@ def test_histogram_of_priorities() -> None:
             assert found["effective_samples"] is found["duplicates"] is None
             assert found["drawn"]["main"] == {"age": None, "priorities": None, "draws": None}
             assert "age" not in replay.take_metrics()
-
-
-def test_metrics_are_those_of_the_newest_batch() -> None:
-    with replay_of(sampler=STEPS) as replay:
-        for _ in range(3):
-            batch = replay.sample()
-            replay.update_priorities(batch, 0.1 + torch.rand(16))
-        taken = replay.take_metrics()
-        assert taken["effective_samples"] == pytest.approx(effective(batch), rel=1e-6)
-        assert taken["duplicates"] == pytest.approx(1 - len(set(items_of(batch, True))) / 16)
-        assert taken["age"] == pytest.approx(float(5 - batch.trajectory_id.double().mean()))
-        assert all(isinstance(value, float) for value in taken.values())
 
 
 def test_ages_in_global_batches() -> None:
