@@ -12,8 +12,8 @@ import os
 import resource
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -188,52 +188,6 @@ def test_huge_pages_change_nothing_but_speed(name: str, huge_pages: bool) -> Non
     memory.close()
 
 
-def test_liveness_ends_with_the_process(name: str) -> None:
-    memory = make(name)
-    assert memory.is_alive(0)
-    assert not memory.is_alive(1)
-
-    child = child_with(name, 1)
-    wait_until(lambda: memory.is_alive(1), "attaching")
-    kill(child)
-    assert not memory.is_alive(1)
-    memory.close()
-
-
-def test_a_forked_child_leaves_the_parents_place_alone(name: str) -> None:
-    memory = make(name)
-    other = SharedMemory.attach(name, 1)
-    assert exit_status(in_child(memory.close)) == 0
-    assert other.is_alive(0)
-    assert (SHM / name).exists()
-    other.close()
-    memory.close()
-
-
-def test_garbage_of_a_killed_process_is_removed(name: str) -> None:
-    path = SHM / name
-
-    child = child_with(name)
-    assert remove_garbage(prefix()) == []
-    assert path.exists(), "a living store was removed"
-    assert stores(prefix()) == [path]
-    kill(child)
-    assert path.exists()
-    assert remove_garbage(prefix() + "x") == []
-    assert remove_garbage(prefix()) == [path]
-    assert not path.exists()
-
-
-def test_garbage_is_kept_while_any_process_is_attached(name: str) -> None:
-    child = child_with(name)
-    other = SharedMemory.attach(name, 3)
-    kill(child)
-    assert remove_garbage(prefix()) == []
-    assert (SHM / name).exists()
-    other.close()
-    assert not (SHM / name).exists()
-
-
 def test_files_of_other_programs_are_not_ours(name: str) -> None:
     path = SHM / name
     path.write_bytes(b"somebody's data" * 500)
@@ -258,6 +212,7 @@ def test_racing_removals_remove_once() -> None:
     child = in_child(run)
     wait_until(lambda: len(shared_files(ours)) == len(names), "linking")
     kill(child)
+    assert remove_garbage(ours + "x") == []
     read, write = os.pipe()
 
     def remove() -> None:
@@ -296,10 +251,13 @@ def test_the_name_goes_however_the_process_ends(name: str, number: int) -> None:
 def test_the_name_stays_while_a_process_is_attached(name: str) -> None:
     rank = child_with(name, reaped=True)
     looking = SharedMemory.attach(name, 2)
+    assert looking.is_alive(0)
+    assert not looking.is_alive(1)
     writer = child_with(name, 1)
     wait_until(lambda: looking.is_alive(1), "attaching")
     kill(rank)
     assert not looking.is_alive(0)
+    assert remove_garbage(prefix()) == []
     SharedMemory.attach(name, 3).close()  # a waiting reaper hinders none
     looking.close()
     assert shared_files(prefix()) == [name]
@@ -313,11 +271,8 @@ def test_the_last_close_removes_the_name_itself(name: str) -> None:
         memory = make(name, reaped=True)
         view = memory.buffer[:1]
         others = [SharedMemory.attach(name, peer) for peer in range(1, 4)]
-        threads = [threading.Thread(target=one.close) for one in (memory, *others)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(SharedMemory.close, [memory, *others]))
         assert shared_files(prefix()) == []
         wait_until(lambda: not reapers(prefix()), "the end of the reaper")
         assert view[0] == MAGIC[0]
