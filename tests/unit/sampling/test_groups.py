@@ -410,17 +410,14 @@ def test_a_queue_of_groups() -> None:
 @pytest.mark.parametrize("kind", ["uniform", "fifo"])
 def test_groups_leave_whole_after_their_last_draw(kind: str) -> None:
     with Replay(section(GROUP, {"kind": kind}, batch={"groups": 3}, max_times_sampled=2)) as replay:
-        groups = add_groups(replay, range(6))
-        counts = dict.fromkeys(range(6), 0)
+        groups, draws = add_groups(replay, range(6)), list[list[int]]()
         for key in range(4):
-            for ids in trained(replay):
-                number = next(n for n, known in groups.items() if known == ids)
-                counts[number] += 1
-            gone = {one for number, count in counts.items() if count == 2 for one in groups[number]}
+            draws += trained(replay)
+            gone = {one for ids in groups.values() if draws.count(ids) == 2 for one in ids}
             assert stored(replay) == {one for ids in groups.values() for one in ids} - gone
             assert replay.missing_groups() == max(3 - (12 - 3 * (key + 1)), 0)
             check_groups(replay)
-        assert set(counts.values()) == {2}
+        assert all(draws.count(ids) == 2 for ids in groups.values())
 
 
 def test_old_groups_leave_whole() -> None:

@@ -23,7 +23,7 @@ from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.replay import table_access
 from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.records import Control, SlotRetention
-from deepspeed_gear.store.retention import RateLimiter, Retention
+from deepspeed_gear.store.retention import Retention
 from deepspeed_gear.writer.inserter import Inserter
 
 Make = Callable[..., StoreScene]
@@ -87,9 +87,7 @@ def test_who_goes_by_age(
 
 def test_anybody_goes_and_everybody_may(make: Make) -> None:
     gone: set[int] = set()
-    scene = make("uniform")
-    for _ in range(4):
-        add(scene, 4)
+    scene = make("uniform", lengths=[4] * 4)
     for number in range(4, 60):
         before = ids(scene)
         add(scene, 4)
@@ -124,10 +122,8 @@ def test_nan_goes_before_every_number(make: Make, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("unit", ["trajectory", "step"])
 def test_the_lowest_priority_goes_first(make: Make, unit: str) -> None:
     spec = stream_spec(unit=unit, priorities=priority_rule(initial=1.0))
-    scene = make("lowest_priority", [spec])
+    scene = make("lowest_priority", [spec], lengths=[4] * 4)
     stream = scene.streams[0]
-    for _ in range(4):
-        add(scene, 4)
     take(scene, 0)
     stream.release(0)
     slots = scene.table.slots_of(np.arange(4))
@@ -140,9 +136,7 @@ def test_the_lowest_priority_goes_first(make: Make, unit: str) -> None:
 
 
 def test_open_trajectories_stay(make: Make) -> None:
-    scene = make("uniform")
-    for _ in range(4):
-        add(scene, 4)
+    scene = make("uniform", lengths=[4] * 4)
     scene.table.views["retention"][scene.table.slots_of(np.array([0, 1, 3])), SlotRetention.OPEN] = 1
     add(scene, 4)
     assert ids(scene) == [0, 1, 3, 4]
@@ -152,8 +146,7 @@ def test_open_trajectories_stay(make: Make) -> None:
     ("removal", "options", "steps"), [("none", {}, 16), ("fifo", {}, 20), ("fifo", {"max_steps": 10}, 11)]
 )
 def test_what_cannot_fit_is_refused(make: Make, removal: str, options: dict[str, int], steps: int) -> None:
-    scene = make(removal, **options)
-    add(scene, 4)
+    scene = make(removal, lengths=[4], **options)
     with pytest.raises(StoreFullError, match=f"must have {steps + 1} free rows in a run, got"):
         add(scene, steps)
     assert removal != "none" or ids(scene) == [0]
@@ -163,11 +156,9 @@ def test_what_cannot_fit_is_refused(make: Make, removal: str, options: dict[str,
 # ---- who is waited for ---------------------------------------------------------------------------
 
 
-def full_and_drawn(make: Make, removal: str = "fifo") -> StoreScene:
+def full_and_drawn(make: Make) -> StoreScene:
     """Two trajectories fill the store, and the selection 0 has drawn both."""
-    scene = make(removal, [stream_spec(batch=32)])
-    for _ in range(2):
-        add(scene, 9)
+    scene = make("fifo", [stream_spec(batch=32)], lengths=[9, 9])
     drawn = scene.streams[0].get(0).resolutions[:, 0]
     assert set(drawn.tolist()) == {0, 1}
     return scene
@@ -202,21 +193,6 @@ def test_a_living_peer_is_waited_for_and_a_dead_one_is_not(make: Make) -> None:
     kill(child)
     add(scene, 9)
     assert ids(scene) == [1, 2]
-
-
-def test_writers_wait_as_the_rate_says(make: Make) -> None:
-    sizes = {"num_slots": 9, "num_rows": 60}
-    scene = make("fifo", [stream_spec(batch=2)], rate_limiter=RateLimiter.queue("trajectory", 2), **sizes)
-    by = inserter(scene)
-    for _ in range(2):
-        add(scene, 2, by)
-    with pytest.raises(NotReadyError, match=r"must be sampled from within 0\.05 s"):
-        add(scene, 2, by)
-    scene.streams[0].get(0)
-    for _ in range(2):
-        add(scene, 2, by)
-    with pytest.raises(NotReadyError):
-        add(scene, 2, by)
 
 
 # ---- both ways in --------------------------------------------------------------------------------
