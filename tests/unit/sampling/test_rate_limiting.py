@@ -23,7 +23,7 @@ from deepspeed_gear.cli.inspect_distribution import of_living
 from deepspeed_gear.context import Context
 from deepspeed_gear.errors import ConfigError, NotReadyError, StoreError
 from deepspeed_gear.ops.records import Slot
-from deepspeed_gear.sampling.rate_limiting import NodeRate, SelectionLimiter
+from deepspeed_gear.sampling.rate_limiting import NodeRate
 from deepspeed_gear.store.live_stores import living_stores
 from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.records import Control, Head, Peer, Position
@@ -325,10 +325,8 @@ def make(scenes: Any) -> Make:
     return of
 
 
-def joint(scene: StoreScene) -> SelectionLimiter:
-    found = scene.streams[0].state.joint_limiter
-    assert found is not None
-    return found
+def joint(scene: StoreScene) -> Any:
+    return scene.streams[0].state.joint_limiter
 
 
 def say(scenes: list[StoreScene]) -> np.ndarray:
