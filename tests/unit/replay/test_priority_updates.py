@@ -138,10 +138,11 @@ def test_reports_of_parts_are_those_of_the_whole(replays: Any, steps: bool) -> N
     parts.update_priorities(parts.sample()[:0], torch.ones(0))
 
 
-REDUCE: dict[str, Callable[[np.ndarray], float]] = {
-    "max": lambda v: v.max(),
-    "mean": lambda v: v.mean(),
-    "mix": lambda v: 0.9 * v.max() + 0.1 * v.mean(),
+REDUCE: dict[str, tuple[dict[str, Any], Callable[[np.ndarray], float]]] = {
+    "max": ({"reduce": "max"}, lambda v: v.max()),
+    "mean": ({"reduce": "mean"}, lambda v: v.mean()),
+    "mix": ({"reduce": "mix"}, lambda v: 0.9 * v.max() + 0.1 * v.mean()),
+    "eta": ({"eta": 0.25}, lambda v: 0.25 * v.max() + 0.75 * v.mean()),
 }
 
 
@@ -149,7 +150,8 @@ REDUCE: dict[str, Callable[[np.ndarray], float]] = {
 @pytest.mark.parametrize("given", [True, False])
 def test_steps_are_reduced_over_the_mask(replays: Any, how: str, given: bool) -> None:
     """The mask of the batch, or one that is given; what lies outside may be anything."""
-    replay = replays(sampler={"reduce": how}, fields=FIELDS if given else WINDOWS)
+    options, reduced = REDUCE[how]
+    replay = replays(sampler=options, fields=FIELDS if given else WINDOWS)
     batch = replay.sample().clone()
     chance = np.random.default_rng(0)
     mask = batch.mask["reward"].clone()
@@ -160,22 +162,13 @@ def test_steps_are_reduced_over_the_mask(replays: Any, how: str, given: bool) ->
     for bad, column in ((torch.nan, 0), (torch.inf, 2), (-1.0, 3)):
         values[:, column] = torch.where(mask[:, column], values[:, column], bad)
     found = after(replay, batch, values, mask if given else None)
-    wanted = torch.tensor([REDUCE[how](v[m].double().numpy()) for v, m in zip(values, mask, strict=True)])
+    wanted = torch.tensor([reduced(v[m].double().numpy()) for v, m in zip(values, mask, strict=True)])
     torch.testing.assert_close(found, last_of(batch, wanted, True), rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("eta", [None, 0.25])
-def test_without_a_mask_of_this_shape_every_step_counts(replays: Any, eta: float | None) -> None:
-    replay = replays(sampler={"reduce": "mean"} if eta is None else {"eta": eta})
-    batch = replay.sample().clone()
-    values = torch.arange(16.0).view(8, 2)
-    part = eta or 0.0  # of the maximum
-    wanted = part * values[:, 1] + (1 - part) * values.mean(1)
-    assert torch.equal(after(replay, batch, values), last_of(batch, wanted, True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_mean_of_half_precision_is_not_one(replays: Any, dtype: torch.dtype) -> None:
+    """Without a mask of this shape every step counts."""
     replay, values = replays(sampler={"reduce": "mean"}), torch.full((8, 60), 40_000.0, dtype=dtype)
     values[:, 0] = 39_936.0
     found = after(replay, replay.sample().clone(), values)
