@@ -35,19 +35,6 @@ def test_results_and_errors_come_in_order_and_no_further_ahead_than_the_depth(de
     prefetcher.stop()
 
 
-def test_stop_ends_the_thread_in_any_state() -> None:
-    before = threading.active_count()
-    full = Prefetcher(lambda i: i, 1)
-    time.sleep(0.05)
-    full.stop()
-    full.stop()
-    ended = threading.Event()
-    working = Prefetcher(lambda i: ended.wait(20), 1)
-    threading.Timer(0.1, ended.set).start()
-    working.stop()
-    assert threading.active_count() <= before + 1  # the timer
-
-
 def test_a_thread_may_stop_itself() -> None:
     box: list[Prefetcher[int]] = []
     ready = threading.Event()

@@ -118,7 +118,7 @@ def test_where(data: Path, condition: dict[str, Any], admitted: set[int], kind: 
 
 
 def test_after_close(data: Path) -> None:
-    replay = split(data)
+    replay = split(data, prefetch=2)
     batch, passing = replay.sample(), replay.iterator("eval")
     next(passing)
     kept = batch.clone()
