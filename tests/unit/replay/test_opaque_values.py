@@ -252,14 +252,3 @@ def test_tables_on_devices_refuse_them() -> None:
     tables = main(max_length=5, remove="fifo", placement="device")
     with pytest.raises(ConfigError, match="must not have a column of dtype bytes on devices, got 'raw'"):
         DeviceReplay(section({"which": {}}, **tables), "cpu", schemas={"main": SCHEMA})
-
-
-def test_the_schema_of_a_config() -> None:
-    columns = {"which": {"dtype": "int64"}, "raw": {"dtype": "bytes", "rows": "1", "max_bytes": 4}}
-    tables = main(schema={"columns": columns})
-    with Replay(section({"which": {}, "raw": {}}, **tables)) as replay:
-        replay.add({"which": [1], "raw": "abcd"})
-        assert replay.sample().opaque("raw") == [b"abcd"] * 16
-    del columns["raw"]["max_bytes"]
-    with pytest.raises(ConfigError, match="max_bytes must be an integer in"):
-        Replay(section({"which": {}}, **tables))
