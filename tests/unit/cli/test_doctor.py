@@ -50,15 +50,6 @@ def messages(reports: dict[str, dict[str, Any]], slots: dict[str, int] | None = 
     return [str(problem) for problem in problems_of(reports, slots)]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("doctor") / "set", lengths_of(12))
-
-
-def test_good_machines_have_no_problems() -> None:
-    assert messages(machines(), {"node0": 8, "node1": 8, "node2": 8}) == []
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -84,6 +75,7 @@ def test_each_problem_is_named(changes: dict[str, Any], message: str) -> None:
 
 
 def test_what_is_no_problem() -> None:
+    assert messages(machines(), {"node0": 8, "node1": 8, "node2": 8}) == []
     for changes in (
         {"address": "127.0.1.1", "gloo_interface": "eth0"},
         {"infiniband": ["mlx5_0"], "memlock_bytes": None},
@@ -163,13 +155,15 @@ def test_a_wrong_hostfile_is_refused(tmp_path: Path, text: str, message: str) ->
         fetch_hostfile(str(path))
 
 
-def test_a_missing_hostfile_and_wrong_options_are_refused(
+def test_a_missing_file_and_wrong_options_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", "--hostfile", str(tmp_path / "none")]) == 2
     assert "must be a readable hostfile" in capsys.readouterr().err
     assert main(["doctor", "--timeout", "0"]) == 2
     assert "--timeout must be positive, got 0" in capsys.readouterr().err
+    assert main(["doctor", "--data", str(tmp_path / "none")]) == 1
+    assert "problem: host here: " in capsys.readouterr().out
 
 
 def test_deepspeed_reads_every_line_of_the_example_of_variables(checkout: Path) -> None:
@@ -184,8 +178,8 @@ def test_an_answer_is_found_among_other_output() -> None:
         read_answer("a", "Welcome!\n")
 
 
-def test_this_machine(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    to = tmp_path / "found.json"
+def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, to = write_dataset(tmp_path / "set", lengths_of(12)), tmp_path / "found.json"
     status = main(["doctor", "--data", str(data), "--json", str(to)])
     shown = capsys.readouterr().out
     found = json.loads(to.read_text())
@@ -194,8 +188,3 @@ def test_this_machine(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert facts["native_error"] is None
     assert "registration: here: " in shown
     assert facts["data"] == examine(str(data))["data"]
-
-
-def test_a_missing_data_set_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--data", str(tmp_path / "none")]) == 1
-    assert "problem: host here: " in capsys.readouterr().out

@@ -172,9 +172,8 @@ def test_refuses_what_it_cannot_serve(tmp_path: Path) -> None:
         run_init(str(tmp_path / "none"))
     with DatasetWriter(tmp_path / "data", Schema([KINDS["discrete"][0], REWARD])) as writer:
         writer.add({"observation": np.zeros((2, 4), np.float32), "reward": np.zeros(2, np.float32)})
-    with pytest.raises(
-        DataError, match=r"must have a column of role action; it has observation \(observation\)"
-    ):
+    text = r"must have a column of role action; it has observation \(observation\)"
+    with pytest.raises(DataError, match=text):
         run_init(str(tmp_path / "data"), "--out", str(tmp_path))
     make_dataset(tmp_path / "good", "discrete")
     (tmp_path / "file").write_text("")

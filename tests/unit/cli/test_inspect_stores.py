@@ -121,12 +121,6 @@ def test_a_store_of_another_process(capsys: pytest.CaptureFixture[str]) -> None:
         run("--living", str(process.pid))
 
 
-def test_a_process_without_a_store(capsys: pytest.CaptureFixture[str]) -> None:
-    with subprocess.Popen(["sleep", "60"]) as process:
-        assert shown(capsys, "--living", str(process.pid)) == "no process of this user holds a store\n"
-        process.kill()
-
-
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_store_of_each_sampler(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Living, saved, in shards and damaged; what was evicted since the latest selection is not drawable."""
@@ -344,13 +338,17 @@ def test_summary() -> None:
     assert json.dumps(empty.summary(), allow_nan=False)
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="DEST or --living must be given; gear inspect"):
-        run()
-    with pytest.raises(ConfigError, match="DEST and --living must not both be given"):
-        run(str(tmp_path), "--living")
-    with pytest.raises(ConfigError, match="--verify must be of a data set"):
-        run("--living", "--verify")
+def test_what_is_refused_and_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert shown(capsys, "--living", str(process.pid)) == "no process of this user holds a store\n"
+        process.kill()
+    for arguments, text in (
+        ([], "DEST or --living must be given; gear inspect"),
+        ([str(tmp_path), "--living"], "DEST and --living must not both be given"),
+        (["--living", "--verify"], "--verify must be of a data set"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            run(*arguments)
     (tmp_path / "manifest.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"must have format 3"):
         run(str(tmp_path))

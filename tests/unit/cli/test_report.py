@@ -52,7 +52,11 @@ def test_the_report_shows_gear_beside_deepspeeds_ops(capsys: pytest.CaptureFixtu
     assert set(table) >= {"torch version", "CUDA toolkit", "CUDA of torch, device", "accelerator"}
 
 
-def test_the_report_says_why_the_op_cannot_be_built(tmp_path: Path) -> None:
+def test_the_report_builds_nothing_unless_asked_and_says_why_it_cannot(tmp_path: Path) -> None:
+    shown = run(*GEAR, "report", "--quiet", TORCH_EXTENSIONS_DIR=str(tmp_path))
+    assert shown.returncode == 0, shown.stderr
+    assert "is built on first use" in rows(shown.stdout)["gear"][1]
+    assert list(tmp_path.iterdir()) == []
     env = {"CXX": "/nowhere/c++", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     shown = run(*GEAR, "report", **env)
     assert shown.returncode == 0, shown.stderr
@@ -62,24 +66,25 @@ def test_the_report_says_why_the_op_cannot_be_built(tmp_path: Path) -> None:
     assert "or install a wheel that has the op" in rows(loading.stdout)["gear"][1]
 
 
-def test_the_report_builds_nothing_unless_asked(tmp_path: Path) -> None:
-    shown = run(*GEAR, "report", "--quiet", TORCH_EXTENSIONS_DIR=str(tmp_path))
-    assert shown.returncode == 0, shown.stderr
-    assert "is built on first use" in rows(shown.stdout)["gear"][1]
-    assert list(tmp_path.iterdir()) == []
-
-
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("report", "data/x must be a folder; run gear ingest"),
+        ("inspct x", "gear inspct is not a command; did you mean 'inspect'?"),
+        ("x", f"gear x is not a command; known are {', '.join(cli.COMMANDS)}"),
+        ("report --laod", "--laod is not an argument of gear report; did you mean '--load'?"),
+        ("report y", "y is not an argument of gear report; gear report --help lists them"),
+    ],
+)
 def test_an_error_is_one_line_and_status_2(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: str, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(_: object) -> int:
         raise DataError("data/x", "must be a folder", remedy="run gear ingest")
 
     monkeypatch.setattr("deepspeed_gear.cli.report.run", run)
-    assert cli.main(["report"]) == 2
-    captured = capsys.readouterr()
-    assert captured.err == "gear: error: data/x must be a folder; run gear ingest\n"
-    assert captured.out == ""
+    assert cli.main(arguments.split()) == 2
+    assert capsys.readouterr() == ("", f"gear: error: {text}\n")
 
 
 def test_help_lists_every_command_and_imports_none(run_python: Run) -> None:
@@ -100,22 +105,6 @@ def test_the_module_is_the_command() -> None:
     without = run("-m", "deepspeed_gear")
     assert without.returncode == 2
     assert without.stderr.startswith("usage: gear ")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ("inspct x", "gear inspct is not a command; did you mean 'inspect'?"),
-        ("x", f"gear x is not a command; known are {', '.join(cli.COMMANDS)}"),
-        ("report --laod", "--laod is not an argument of gear report; did you mean '--load'?"),
-        ("report y", "y is not an argument of gear report; gear report --help lists them"),
-    ],
-)
-def test_a_wrong_argument_is_one_line_and_status_2(
-    arguments: str, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(arguments.split()) == 2
-    assert capsys.readouterr().err == f"gear: error: {text}\n"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
