@@ -280,22 +280,17 @@ def test_growth_is_seen_where_the_log_of_changes_was_too_short(anchors: str) -> 
 # ---- refusals ------------------------------------------------------------------------------------
 
 
-def test_without_a_longest_trajectory() -> None:
+def test_what_cannot_be_published() -> None:
+    """Without a longest trajectory, with returns-to-go, without a value of the trajectory."""
     with replay(max_length=None) as found, found.writer().trajectory(task=0) as opened:
         with pytest.raises(DataError, match="must have max_length for steps of open trajectories"):
             append(opened, [0])
         opened.append(observation=np.zeros(2, np.float32))
-
-
-def test_where_returns_to_go_are_kept() -> None:
     schema = Schema([*SCHEMA, Column("reward", "float32", (), "reward")])
     with replay(schema=schema, fields={"return_to_go": {}}) as found:
         vector = begun(found, 1)
         with pytest.raises(DataError, match="must not keep returns-to-go"):
             vector.step(**vector_step(0, 1, [], reward=np.zeros(1, np.float32)), publish=True)
-
-
-def test_without_a_value_of_the_trajectory() -> None:
     with replay() as found:
         opened = found.writer().trajectory()
         append(opened, [0, 1], publish=False)

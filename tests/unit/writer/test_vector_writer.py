@@ -161,7 +161,7 @@ def test_a_field_that_needs_whole_episodes(fields: dict[str, Any], publish: bool
         source.close()
 
 
-def test_an_episode_of_the_limit_is_whole() -> None:
+def test_an_episode_of_the_limit_is_whole_and_other_fields_admit_parts() -> None:
     with limited({"return_to_go": {}, "timestep": {}}) as found:
         writer = found.vector_writer(2, "disabled")
         for at in range(LONGEST):
@@ -169,9 +169,6 @@ def test_an_episode_of_the_limit_is_whole() -> None:
         batch = found.sample()
         first = batch["return_to_go"] + batch["timestep"]
         assert set(first.tolist()) <= {float(LONGEST), 1.0}
-
-
-def test_other_fields_admit_parts() -> None:
     with limited({"reward": {}}) as found:
         writer = found.vector_writer(2, "disabled")
         for at in range(LONGEST + 2):
