@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from deepspeed_gear.errors import DataError, GearError, ShapeError
 SAMPLER = {"kind": "prioritized", "unit": "step"}
 ROOM = {"capacity_steps": 500, "capacity_trajectories": 60, "max_length": 50, "writers": 2}
 ON_DEVICE = {"capacity_steps": 50, "max_length": 9, "remove": "fifo", "placement": "device"}
+attach = partial(TrajectoryWriter.attach, wait_s=0.0)
 BOARD_MODULE = torch.nn.Linear(1, 1)
 ROWS = {name: np.stack([rows[0]] * 2) for name, rows in trajectory(0, 2).items() if name != "task"}
 
@@ -167,16 +169,13 @@ CALLS: dict[str, Call] = {
     "batch.map": (lambda s, bad: s.batch.map(bad), {"a class"}),
     "batch.part": (lambda s, bad: s.batch.part(bad), set()),
     "batch.learns": (lambda s, bad: s.batch.learns(bad), set()),
-    "attach": (
-        lambda s, bad: TrajectoryWriter.attach(bad, wait_s=0.0),
-        {"None", "a mapping", "a mapping of numbers"},
-    ),
-    "attach gear": (lambda s, bad: TrajectoryWriter.attach({"gear": bad}, wait_s=0.0), set()),
-    "attach tables": (lambda s, bad: TrajectoryWriter.attach({"tables": bad}, wait_s=0.0), set()),
-    "attach a table": (lambda s, bad: TrajectoryWriter.attach({"tables": {"a": bad}}, wait_s=0.0), set()),
-    "attach memory": (lambda s, bad: TrajectoryWriter.attach({"shared_memory": bad}, wait_s=0.0), set()),
-    "attach to": (lambda s, bad: TrajectoryWriter.attach(table=bad, wait_s=0.0), {"None"}),
-    "attach name": (lambda s, bad: TrajectoryWriter.attach(name=bad, wait_s=0.0), {"None"}),
+    "attach": (lambda s, bad: attach(bad), {"None", "a mapping", "a mapping of numbers"}),
+    "attach gear": (lambda s, bad: attach({"gear": bad}), set()),
+    "attach tables": (lambda s, bad: attach({"tables": bad}), set()),
+    "attach a table": (lambda s, bad: attach({"tables": {"a": bad}}), set()),
+    "attach memory": (lambda s, bad: attach({"shared_memory": bad}), set()),
+    "attach to": (lambda s, bad: attach(table=bad), {"None"}),
+    "attach name": (lambda s, bad: attach(name=bad), {"None"}),
     "writer.vector": (lambda s, bad: s.writer.vector_writer(bad), set()),
     "vector.reset mask": (lambda s, bad: s.vector.reset(bad, observation=ROWS["observation"]), {"None"}),
     "vector.reset": (lambda s, bad: s.vector.reset(observation=bad), set()),
