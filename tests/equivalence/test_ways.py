@@ -36,35 +36,32 @@ from deepspeed_gear.store.table import Table
 
 LENGTHS = (1, 2, 5, 40, 3, 11)
 SOURCES = (Source.STEPS, Source.STEPS_PLUS_ONE)
-SHAPES = {"a": (3,), "b": (), "c": (2, 2), "d": (5,), "final": (7,), "one": (3,)}
-DTYPES = {"a": "float32", "b": "int64", "c": "uint8", "d": "bfloat16", "final": "float16", "one": "float64"}
-TARGETS = {
-    "a": ("float32", "float64", "bfloat16"),
-    "b": ("int64",),
-    "c": ("uint8", "float32"),
-    "d": ("bfloat16", "float32"),
-    "final": ("float16", "engine"),
-    "one": ("float64",),
+COLUMNS = {  # dtype, shape, rows, and the dtypes of fields
+    "a": ("float32", (3,), "T", ("float32", "float64", "bfloat16")),
+    "b": ("int64", (), "T", ("int64",)),
+    "c": ("uint8", (2, 2), "T", ("uint8", "float32")),
+    "d": ("bfloat16", (5,), "T", ("bfloat16", "float32")),
+    "final": ("float16", (7,), "T+1", ("float16", "engine")),
+    "one": ("float64", (3,), "1", ("float64",)),
 }
-ROWS = {"final": "T+1", "one": "1"}
 SCHEMA = Schema(
     [
-        *(Column(name, DTYPES[name], shape, "other", ROWS.get(name, "T")) for name, shape in SHAPES.items()),
+        *(Column(name, dtype, shape, "other", rows) for name, (dtype, shape, rows, _) in COLUMNS.items()),
         Column("reward", "float32", (), "reward"),
         Column("terminated", "bool", (), "terminated"),
         Column("truncated", "bool", (), "truncated"),
     ]
 )
-NAMES = (*SHAPES, "reward", "terminated", "truncated", "derived/return_to_go")
+NAMES = (*SCHEMA.names, "derived/return_to_go")
 
 
 def trajectory(steps: int) -> dict[str, Any]:
     words = np.random.default_rng(steps)
     made: dict[str, Any] = {}
-    for name, shape in SHAPES.items():
-        rows = {"T+1": (steps + 1,), "1": ()}.get(ROWS.get(name, "T"), (steps,))
+    for name, (dtype, shape, kind, _) in COLUMNS.items():
+        rows = {"T+1": (steps + 1,), "1": ()}.get(kind, (steps,))
         values = words.integers(0, 200, (*rows, *shape))
-        made[name] = torch.from_numpy(values).bfloat16() if name == "d" else values.astype(DTYPES[name])
+        made[name] = torch.from_numpy(values).bfloat16() if name == "d" else values.astype(dtype)
     ends = np.arange(steps) == steps - 1
     made["reward"] = words.random(steps).astype(np.float32)
     return {**made, "terminated": ends & (steps % 2 == 0), "truncated": ends & (steps % 2 == 1)}
@@ -87,7 +84,7 @@ def table() -> Iterator[Table]:
 
 @st.composite
 def fields(draw: st.DrawFn, name: str, follows: bool) -> ResolvedField:
-    source = draw(st.sampled_from([*SHAPES, "timestep", "position", "return_to_go"]))
+    source = draw(st.sampled_from([*COLUMNS, "timestep", "position", "return_to_go"]))
     length = None if source == "one" else draw(st.none() | st.integers(1, 9))
     if source == "position" and length is None:
         length = 3
@@ -101,12 +98,12 @@ def fields(draw: st.DrawFn, name: str, follows: bool) -> ResolvedField:
         "part_first": 0 if part is None or length is None else draw(st.integers(0, length - part)),
     }
     common["pad_value"] = 3 if common["pad_kind"] == "value" else 0
-    if source not in SHAPES:
+    if source not in COLUMNS:
         dtype = "float32" if source == "return_to_go" else "int64"
         return ResolvedField(name, None, source, dtype=dtype, **common)
     if source == "one":
         common |= {"offset": 0, "pad_kind": "zero", "pad_value": 0}
-    target = draw(st.sampled_from(TARGETS[source]))
+    target = draw(st.sampled_from(COLUMNS[source][-1]))
     scale = draw(st.sampled_from([1.0, 0.5])) if target not in ("int64", "uint8") else 1.0
     return ResolvedField(name, SCHEMA[source], dtype=target, scale=scale, **common)
 
