@@ -23,6 +23,9 @@ TEXT = np.array([b"up", b"down"] * 4)
 LEAVE_OUT = "leave it out with --columns"
 NUMERIC = "must be numeric (bool, integer or float up to 64 bits), got"
 ALLOW_NAN = 'correct it, or set "allow_nan" of the column (gear ingest: --allow-nan)'
+AGAIN = "the data set is incomplete; download it again"
+TOO_FEW = f"must hold the 3 episodes that metadata.json counts, got 2; {AGAIN}"
+ARRAY, AS_MANY = "must be an array with a row per step", "must have 8 rows as observations has, got"
 DAMAGED = "the file is damaged or incomplete; copy it again"
 EMPTY = {key: np.zeros((0, 2)) for key in ("observations", "actions")}
 EMPTY |= {key: np.zeros(0) for key in ("rewards", "terminals", "timeouts")}
@@ -40,13 +43,10 @@ BROKEN_D4RL: list[tuple[dict[str, Any], str]] = [
         ": timeouts must be in the file, got ['actions', 'observations', 'rewards', 'terminals']; "
         "add an array of zeros if no episode ends by a time limit",
     ),
-    ({"actions": np.zeros((7, 3))}, ": actions must have 8 rows as observations has, got 7"),
+    ({"actions": np.zeros((7, 3))}, f": actions {AS_MANY} 7"),
     ({"rewards": np.zeros((8, 2))}, ": rewards must be one value per step, got [8, 2]"),
-    ({"actions": np.float32(1)}, ": actions must be an array with a row per step"),
-    (
-        {"observations": None, "observations__x": np.zeros((8, 2))},
-        ": observations must be an array with a row per step",
-    ),
+    ({"actions": np.float32(1)}, f": actions {ARRAY}"),
+    ({"observations": None, "observations__x": np.zeros((8, 2))}, f": observations {ARRAY}"),
     (
         {"next_observations": np.zeros((8, 1), np.float32)},
         ": next_observations must have the shape of observations, [8, 2], got [8, 1]",
@@ -55,10 +55,7 @@ BROKEN_D4RL: list[tuple[dict[str, Any], str]] = [
     ({"actions": TEXT}, f": actions {NUMERIC} '|S4'"),
     ({"infos__word": TEXT}, f": infos/word {NUMERIC} '|S4'; {LEAVE_OUT}"),
     ({"actions": np.zeros((8, 0))}, ": actions must have rows with at least one value, got [0]"),
-    (
-        {"infos__qpos": np.zeros((5, 2))},
-        f": infos/qpos must have 8 rows as observations has, got 5; {LEAVE_OUT}",
-    ),
+    ({"infos__qpos": np.zeros((5, 2))}, f": infos/qpos {AS_MANY} 5; {LEAVE_OUT}"),
     ({"actions": NAN}, f": episode 2: column action must be finite, got 'nan at step 2'; {ALLOW_NAN}"),
     (
         {"terminals": np.full(8, 2, np.uint8)},
@@ -211,14 +208,9 @@ def test_an_incomplete_minari_set_is_refused(tmp_path: Path, minari: Maker) -> N
     minari(folder)
     with h5py.File(folder / "main_data.hdf5", "a") as file:
         del file["episode_2"]
-    assert refused(folder, dest) == (
-        f"{folder} must hold the 3 episodes that metadata.json counts, got 2; "
-        "the data set is incomplete; download it again"
-    )
+    assert refused(folder, dest) == f"{folder} {TOO_FEW}"
     (folder / "main_data.hdf5").unlink()
-    assert refused(folder, dest) == (
-        f"{folder / 'main_data.hdf5'} must exist; the data set is incomplete; download it again"
-    )
+    assert refused(folder, dest) == f"{folder / 'main_data.hdf5'} must exist; {AGAIN}"
     minari(tmp_path / "empty", lengths=())
     assert refused(tmp_path / "empty", dest) == (
         f"{tmp_path / 'empty'} must hold at least one episode, got 0; the data set is empty"
@@ -251,10 +243,7 @@ def test_a_broken_arrow_set_is_refused(tmp_path: Path, minari: Maker) -> None:
     assert broken(lambda bad: relabel(bad, data_format="lance")) == (
         "/bad/metadata.json: data_format must be one of hdf5, arrow, parquet, got 'lance'"
     )
-    assert broken(lambda bad: shutil.rmtree(bad / "0")) == (
-        "/bad must hold the 3 episodes that metadata.json counts, got 2; "
-        "the data set is incomplete; download it again"
-    )
+    assert broken(lambda bad: shutil.rmtree(bad / "0")) == f"/bad {TOO_FEW}"
     error = broken(lambda bad: truncate(bad / "2" / "part-0.arrow"))
     assert error.startswith("/bad/2/part-0.arrow must be a readable arrow file, got ")
     space = '{"type": "Box", "dtype": "float64", "shape": [3], "low": [0, 0, 0], "high": [1, 1, 1]}'

@@ -45,8 +45,14 @@ def test_a_state_continues_with_the_batches_that_would_have_come() -> None:
         replay.add_(trajectories(6, 5))
         for _ in range(3):
             replay.update_priorities_(replay.sample(), torch.rand(32))
-        state = replay.export_table()
+        state, position = replay.export_table(), json.loads(json.dumps(replay.state_dict()))
         expected = [replay.sample().clone() for _ in range(3)]
+        replay.load_state_dict(position)  # and the content that is there
+        for batch in expected:
+            assert_same(replay.sample(), batch)
+        progress = replay.progress()
+        assert progress.num_samples == (3 + 3 + 3) * replay.batch_info.global_batch
+        assert progress.wait_share is None
         addresses = [tensor.data_ptr() for tensor in other.table.content.values()]
         other.import_table(state)
         for batch in expected:
@@ -61,22 +67,6 @@ def test_a_state_continues_with_the_batches_that_would_have_come() -> None:
         pytest.raises(CheckpointError, match="must be of a table of this size"),
     ):
         larger.import_table(state)
-
-
-def test_a_position_continues_with_the_content_that_is_there() -> None:
-    with DeviceReplay(online(), "cpu") as replay:
-        replay.add_(trajectories(6, 5))
-        for _ in range(3):
-            replay.sample()
-        position = json.loads(json.dumps(replay.state_dict()))
-        expected = [replay.sample().clone() for _ in range(2)]
-        replay.load_state_dict(position)
-        for batch in expected:
-            assert_same(replay.sample(), batch)
-        assert len(replay) == 6
-        progress = replay.progress()
-        assert progress.num_samples == (3 + 2 + 2) * replay.batch_info.global_batch
-        assert progress.wait_share is None
 
 
 def test_a_save_does_not_destroy_the_one_before(tmp_path: Path) -> None:
