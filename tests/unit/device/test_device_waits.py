@@ -60,9 +60,15 @@ def waits_of(section: dict[str, Any], first: int = 0) -> list[str]:
         batches = [replay.new_batch() for _ in range(replay.batch_info.accumulation)]
         added = [columns(first + turn) for turn in range(STEPS)]
         lengths = on_device(torch.tensor([4, 0, 1, 2, 3, 4, 4, 4]))
+        following = {"observation": added[0]["observation"][:, 1]}
+        row = {name: values[:, 0] for name, values in added[0].items()}
+        mask = on_device(torch.tensor([True, False] * (device_support.ENVS // 2)))
         stub.waits.clear()
         for turn in range(STEPS):
-            if not replay.config.resolved_tables["main"].data:
+            if replay.table.num_envs:
+                replay.end_steps_(mask)
+                replay.add_steps_(row, following, mask=mask if turn % 2 else None, autoreset="next_step")
+            elif not replay.config.resolved_tables["main"].data:
                 replay.add_(added[turn], lengths if turn % 2 else None)
                 replay.fill_(batches[0].trajectory_id, {"frame": batches[0]["late"]})
             for batch in batches:
@@ -125,19 +131,7 @@ def test_a_step(sampler: str, replica: int | None, accumulation: int, replicate:
 def test_a_step_of_environments(sampler: str) -> None:
     section = section_of(sampler)
     section["tables"]["main"] |= {"num_envs": device_support.ENVS}
-    with DeviceStub() as stub, DeviceReplay(section, DEVICE) as replay:
-        batch, added = replay.new_batch(), columns(0)
-        following = {"observation": added["observation"][:, 1]}
-        row = {name: values[:, 0] for name, values in added.items()}
-        mask = on_device(torch.tensor([True, False] * (device_support.ENVS // 2)))
-        stub.waits.clear()
-        for turn in range(STEPS):
-            replay.add_steps_(row, following, mask=mask if turn % 2 else None, autoreset="next_step")
-            replay.sample_(batch)
-            if replay.config.item_sampler.has_priorities:
-                replay.update_priorities_(batch, batch["reward"].abs())
-            replay.end_steps_(mask)
-        assert stub.waits == []
+    assert waits_of(section) == []
 
 
 @pytest.mark.parametrize(("adds", "accumulation"), [("steps", 1), ("mixture", 1), ("mixture", 2)])

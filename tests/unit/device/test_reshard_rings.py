@@ -77,6 +77,14 @@ def replays(count: int, made: dict[str, Any]) -> Iterator[list[DeviceReplay]]:
         yield [stack.enter_context(DeviceReplay(made, "cpu")) for _ in range(count)]
 
 
+def saved_of(count: int, made: dict[str, Any]) -> list[Content]:
+    """Fill the tables of replicas; return what each saves."""
+    with replays(count, made) as old:
+        for number, replay in enumerate(old):
+            fill(replay, 100 * number, 7 + number)
+        return [content_of(replay) for replay in old]
+
+
 def dealt_to(targets: list[DeviceReplay], saved: list[Content]) -> list[tuple[Content, int]]:
     count = len(targets)
     return [deal(replay.table, saved, number, count) for number, replay in enumerate(targets)]
@@ -91,14 +99,9 @@ def test_every_trajectory_is_held_once_with_its_priorities(
     sampler: str, num_envs: int | None, before: int, after: int
 ) -> None:
     torch.manual_seed(before)
-    with (
-        replays(before, section(sampler, num_envs)) as old,
-        replays(after, section(sampler, num_envs, 72 * before)) as new,
-    ):
-        for number, replay in enumerate(old):
-            fill(replay, 100 * number, 7 + number)
-        saved, by_row = [content_of(replay) for replay in old], old[0].table.items.by_row
-        found = dealt_to(new, saved)
+    saved = saved_of(before, section(sampler, num_envs))
+    with replays(after, section(sampler, num_envs, 72 * before)) as new:
+        found, by_row = dealt_to(new, saved), new[0].table.items.by_row
         assert [num_left_out for _, num_left_out in found] == [0] * after
         wanted = sorted(item for content in saved for item in items(content, by_row))
         assert sorted(item for content, _ in found for item in items(content, by_row)) == wanted
@@ -141,13 +144,8 @@ def check_goes_on(replay: DeviceReplay, content: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("num_envs", [None, ENVS])
 def test_the_oldest_are_left_out_where_a_table_is_too_small(num_envs: int | None) -> None:
-    with (
-        replays(3, section("prioritized", num_envs, 240)) as old,
-        replays(1, section("prioritized", num_envs, 72)) as new,
-    ):
-        for number, replay in enumerate(old):
-            fill(replay, 100 * number, 9)
-        saved = [content_of(replay) for replay in old]
+    saved = saved_of(3, section("prioritized", num_envs, 240))
+    with replays(1, section("prioritized", num_envs, 72)) as new:
         ((content, num_left_out),) = dealt_to(new, saved)
         stored = items(content, True)
         every = sorted(item for of in saved for item in items(of, True))
@@ -159,12 +157,10 @@ def test_the_oldest_are_left_out_where_a_table_is_too_small(num_envs: int | None
 
 def test_every_trajectory_keeps_how_often_it_was_drawn() -> None:
     made = online({"kind": "uniform"}, batch_size=4, table={"capacity_steps": 200, "max_times_sampled": 3})
-    with replays(3, made) as old, replays(2, made) as new:
-        for number, replay in enumerate(old):
-            fill(replay, 100 * number, 7 + number)
-        saved = [content_of(replay) for replay in old]
-        before = sorted(item for content in saved for item in items(content, False))
-        assert {item[2] for item in before} == {0, 1, 2}
+    saved = saved_of(3, made)
+    before = sorted(item for content in saved for item in items(content, False))
+    assert {item[2] for item in before} == {0, 1, 2}
+    with replays(2, made) as new:
         dealt = dealt_to(new, saved)
         assert sorted(item for content, _ in dealt for item in items(content, False)) == before
 
