@@ -350,22 +350,14 @@ def test_frames(native: Ops, target: torch.dtype) -> None:
     check(native, fields, resolutions)
 
 
-def guarded(count: int) -> tuple[Tensor, mmap.mmap]:
-    """Map bytes between pages that cannot be read."""
-    page = mmap.PAGESIZE
-    size = -(-count // page) * page
-    area = mmap.mmap(-1, size + 2 * page)
-    every = torch.frombuffer(area, dtype=torch.uint8)
-    libc = ctypes.CDLL(None, use_errno=True)
-    for start in (0, page + size):
-        assert libc.mprotect(ctypes.c_void_p(every.data_ptr() + start), ctypes.c_size_t(page), 0) == 0
-    return every[page : page + size], area
-
-
 @pytest.mark.parametrize("target", [torch.float64, torch.bfloat16])
 def test_nothing_is_read_around_the_column(kernels_on_host: Ops, target: torch.dtype) -> None:
     """In a process of its own, as the system ends one that does."""
-    memory, _ = guarded(1)
+    page, libc = mmap.PAGESIZE, ctypes.CDLL(None, use_errno=True)
+    every = torch.frombuffer(mmap.mmap(-1, 3 * page), dtype=torch.uint8)
+    for start in (0, 2 * page):  # pages around the column that cannot be read
+        assert libc.mprotect(ctypes.c_void_p(every.data_ptr() + start), ctypes.c_size_t(page), 0) == 0
+    memory = every[page : 2 * page]
     # Of each trajectory no step is read, and its rows would lie in front.
     nothing = torch.tensor([[0, 0, 0, -6, 1, 0, 0, 0]]).repeat(9, 1)
     child = os.fork()
