@@ -184,7 +184,7 @@ class Oracle:
         return middle, field["scale"] / np.where(known.max > known.min, spread, 1.0)
 
     def check(self, batch: Batch) -> None:
-        """Check every field and mask of a batch, bit for bit."""
+        """Check every field and mask of a batch, bit for bit, and what is of n steps."""
         samples = list(zip(batch.trajectory_id.tolist(), batch.anchor.tolist(), strict=True))
         for name, field in self.scene.options["fields"].items():
             target = batch[name].dtype
@@ -201,6 +201,7 @@ class Oracle:
                 if field.get("derived") == "position":
                     parts = list(torch.arange(len(wanted)))
                 assert torch.equal(found, torch.stack([p.to(target) for p in parts])), (name, field, i)
+        self.check_n_step(batch)
 
     def dtype(self, field: dict[str, Any]) -> torch.dtype:
         if "as" in field:
@@ -234,9 +235,7 @@ def test_fields(scene: Scene) -> None:
         for trajectory in scene.trajectories:
             replay.add(trajectory)
         for _ in range(2):
-            batch = replay.sample()
-            oracle.check(batch)
-            oracle.check_n_step(batch)
+            oracle.check(replay.sample())
 
 
 @settings(max_examples=40)
@@ -255,10 +254,7 @@ def test_normalised_fields_of_data_sets(scene: Scene, in_memory: bool, normalize
         data = {"path": f"{folder}/d", "load": "memory" if in_memory else "mmap"}
         section = {k: v for k, v in config_of(batch_size=BATCH, **scene.options).items() if k != "tables"}
         with Replay({**section, "data": data}) as replay:
-            batch = replay.sample()
-            oracle = Oracle(scene, replay.datasets["main"].statistics)
-            oracle.check(batch)
-            oracle.check_n_step(batch)
+            Oracle(scene, replay.datasets["main"].statistics).check(replay.sample())
 
 
 @pytest.mark.parametrize("anchors", ["fits", "start", "end", {"every": 3}])

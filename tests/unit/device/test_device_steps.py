@@ -75,6 +75,10 @@ class Episodes:
             self.resets = ended
         return columns, following, self.observation()
 
+    def add_to(self, replay: DeviceReplay) -> None:
+        columns, following, _ = self.step("same_step")
+        replay.add_steps_(columns, {"observation": following})
+
 
 def section(sampler: dict[str, Any], num_envs: int = ENVS, **options: Any) -> dict[str, Any]:
     table = {"capacity_steps": 4000, "max_length": LONGEST, "num_envs": num_envs} | options.pop("table", {})
@@ -142,8 +146,7 @@ def test_the_oldest_are_evicted_and_windows_stay_whole(sampler: str) -> None:
     with DeviceReplay(made, "cpu") as replay:
         seen: set[int] = set()
         for turn in range(150):
-            columns, following, _ = envs.step("same_step")
-            replay.add_steps_(columns, {"observation": following})
+            envs.add_to(replay)
             batch = replay.sample()
             number = batch["task"] * 100 + batch["observation"][:, 1, 0].long() % 100
             assert_rows(batch, number)
@@ -154,7 +157,7 @@ def test_the_oldest_are_evicted_and_windows_stay_whole(sampler: str) -> None:
         assert len(seen) > 60
         replay.clear()
         assert replay.num_steps == len(replay) == 0
-        replay.add_steps_(columns, {"observation": following})
+        envs.add_to(replay)
         assert replay.num_steps == len(replay) == ENVS
 
 
@@ -182,16 +185,14 @@ def test_after_a_load_trajectories_begin_anew(tmp_path: Path) -> None:
     envs, made = Episodes(), section(PRIORITIZED)
     with DeviceReplay(made, "cpu") as replay, DeviceReplay(made, "cpu") as other:
         for _ in range(9):
-            columns, following, _ = envs.step("same_step")
-            replay.add_steps_(columns, {"observation": following})
+            envs.add_to(replay)
         replay.update_priorities(replay.sample(), torch.rand(32))
         replay.save(tmp_path)
         other.load(tmp_path)
         assert_same(other.sample(), replay.sample())
         assert not other.table.opened[:, OpenTrajectory.NUM_STEPS].any()
         begun = len(other)
-        columns, following, _ = envs.step("same_step")
-        other.add_steps_(columns, {"observation": following})
+        envs.add_to(other)
         assert len(other) == begun + ENVS
 
 
