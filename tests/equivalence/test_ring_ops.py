@@ -350,11 +350,7 @@ def test_nodes_of_a_graph(
     ring.update(resolutions, torch.ones(count))
     assert tuple(map(len, (added, drawn, launched()))) == nodes
     ring.prioritized = False  # without weights there is nothing to do after all have been drawn
-    ring.ops.ring_select_(
-        *(ring.state, torch.zeros(1500, 8, dtype=torch.int64), torch.zeros(0)),
-        *(ring.slots, ring.sums, ring.minima, ring.row_slots, torch.tensor([ONE_Q62])),
-        *(ALL_ANCHORS, ring.shape, [1, 2, 1, 0, 0, Normalize.NONE], MassUnit.STEP),
-    )
+    ring.select(1500, [1, 2, 1, 0, 0, Normalize.NONE], [ONE_Q62])
     assert len(launched()) == 1
 
 
