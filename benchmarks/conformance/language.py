@@ -1,0 +1,39 @@
+"""Cases of language models: loss weights of packs, groups of responses."""
+
+from __future__ import annotations
+
+import numpy as np
+from peers.interface import System
+
+from conformance.check import case
+
+LENGTHS = np.array([40, 3, 17, 64, 9, 28, 5, 33])
+
+
+@case("inclusionAI/AReaL#1730", "1, 2 or 8 micro batches: every token has the same weight in the loss")
+def weights_for_any_number_of_micro_batches(system: System) -> None:
+    for tokens in (256, 128, 64):
+        found = system.token_weights(LENGTHS, tokens)
+        assert np.allclose(found, LENGTHS / LENGTHS.sum(), rtol=1e-5), (
+            f"packs of {tokens}: {found.round(4).tolist()}"
+        )
+
+
+@case("volcengine/verl#5072", "the mean is over all tokens, not of the means of micro batches")
+def the_mean_over_all_tokens(system: System) -> None:
+    found = system.token_weights(np.array([60, 4, 4, 4]), 64)
+    assert np.allclose(found / found.sum(), np.array([60, 4, 4, 4]) / 72, rtol=1e-5), (
+        f"weights {found.tolist()}"
+    )
+
+
+@case("huggingface/trl#6804", "a response's baseline is that of its own group")
+def advantages_by_group(system: System) -> None:
+    rewards, groups = np.array([1.0, 0.0, 5.0, 7.0, 1.0, 0.0]), np.array([0, 0, 1, 1, 2, 2])
+    found = system.advantages(rewards, groups)
+    assert np.allclose(found, [0.5, -0.5, -1.0, 1.0, 0.5, -0.5]), f"got {found.tolist()}"
+
+
+@case("NVIDIA-NeMo/RL#3238", "a group that lacks a member is not trained, and does not hold up the others")
+def a_member_that_never_comes(system: System) -> None:
+    assert system.incomplete_group(), "the batch has other groups"

@@ -1,0 +1,259 @@
+"""Cases of single transitions: the ends of episodes, n-step returns, capacity and saves."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from peers.interface import Moment, Steps, System
+
+from conformance.check import add_episode, case, draws, find, fits, prioritize, refuses
+
+LAST = 900.0  # the last observation of an episode; the next episode begins elsewhere
+
+
+def ended(system: System, how: str, **options: object) -> tuple[float, float, float]:
+    """Return what a buffer gives for the last step, number 2, of an episode that is followed by another."""
+    buffer = system.steps(Steps(capacity=64, **options))  # type: ignore[arg-type]
+    for number in range(3):
+        ends = {how: [True]} if number == 2 else {}
+        following = LAST if number == 2 else number + 1
+        buffer.add(Moment.of([number], [following], [1.0], **ends))
+    add_episode(buffer, 10, 8)
+    found = find(buffer, 2)
+    assert found is not None, "never drew the last step of an episode"
+    return found
+
+
+@case("vwxyzjn/cleanrl#460", "the last step of an episode is drawn")
+def the_last_step_is_drawn(system: System) -> None:
+    ended(system, "terminated")
+
+
+@case("DLR-RM/stable-baselines3#934", "the next observation of a truncated step is the episode's last one")
+def next_observation_at_a_truncation(system: System) -> None:
+    assert ended(system, "truncated")[2] == LAST, "the next observation is another episode's"
+
+
+@case("DLR-RM/stable-baselines3#633", "a truncated step bootstraps")
+def a_truncated_step_bootstraps(system: System) -> None:
+    assert ended(system, "truncated")[1] == 0.5, "the discount of a truncated step is 0"
+
+
+@case("Sutton and Barto 2018", "a terminated step does not bootstrap")
+def a_terminated_step_does_not(system: System) -> None:
+    assert ended(system, "terminated")[1] == 0.0, "the discount of a terminated step is not 0"
+
+
+@case(
+    "DLR-RM/stable-baselines3#47",
+    "inside an episode a 3-step return is r + g r' + g^2 r'', bootstrapped by g^3",
+)
+def n_step_inside(system: System) -> None:
+    buffer = system.steps(Steps(capacity=64, n_step=3))
+    for number in range(12):
+        buffer.add(Moment.of([number], reward=[1.0 + number], terminated=[number == 11]))
+    found = find(buffer, 4)
+    assert found is not None, "never drew the step"
+    assert np.allclose(found, (5 + 6 / 2 + 7 / 4, 0.125, 7.0), atol=1e-4), f"got {found}"
+
+
+def n_step_at_end(system: System, how: str) -> tuple[float, float, float]:
+    buffer = system.steps(Steps(capacity=64, n_step=3))
+    for number in range(5):
+        ends = {how: [True]} if number == 4 else {}
+        following = LAST if number == 4 else number + 1
+        buffer.add(Moment.of([number], [following], [1.0], **ends))
+    for number in range(20, 32):
+        buffer.add(Moment.of([number], reward=[100.0], terminated=[number == 31]))
+    found = find(buffer, 3)
+    assert found is not None, "never drew the last but one step of an episode"
+    return found
+
+
+@case("younggyoseo/FastTD3#6", "a 3-step return stops at a termination, with discount 0")
+def n_step_at_a_termination(system: System) -> None:
+    reward, discount, _ = n_step_at_end(system, "terminated")
+    assert (round(reward, 4), discount) == (1.5, 0.0), f"got return {reward}, discount {discount}"
+
+
+@case(
+    "younggyoseo/FastTD3#6", "a 3-step return stops at a truncation: g^2, and the episode's last observation"
+)
+def n_step_at_a_truncation(system: System) -> None:
+    found = n_step_at_end(system, "truncated")
+    assert np.allclose(found, (1.5, 0.25, LAST), atol=1e-4), f"got {found}"
+
+
+@case("younggyoseo/FastTD3#7", "in a full table no 3-step return goes from the newest step to the oldest")
+def n_step_in_a_full_table(system: System) -> None:
+    buffer = system.steps(Steps(capacity=32, n_step=3, batch=256))
+    for number in range(200):
+        buffer.add(Moment.of([number], reward=[float(number)]))
+    for _ in range(40):
+        sampled = buffer.sample()
+        steps = np.rint(np.log2(1 / sampled.discount)).astype(int)
+        first, weights = np.rint(sampled.obs), 0.5 ** np.arange(3)
+        wanted = [sum((f + k) * weights[k] for k in range(n)) for f, n in zip(first, steps, strict=True)]
+        good = np.isclose(sampled.reward, wanted, rtol=1e-4) & np.isclose(sampled.next_obs, first + steps)
+        assert good.all(), f"step {first[~good][0]}: return {sampled.reward[~good][0]}"
+
+
+@case("cpprb (several environments)", "3-step returns of environments that add in turn do not mix")
+def n_step_of_several_environments(system: System) -> None:
+    buffer = system.steps(Steps(capacity=256, num_envs=3, n_step=3, batch=256))
+    offsets = np.array([0.0, 100.0, 200.0])
+    for number in range(20):
+        buffer.add(Moment.of(offsets + number, reward=offsets + 1, terminated=np.full(3, number == 19)))
+    sampled = buffer.sample()
+    which = np.rint(sampled.obs) // 100
+    inside = np.isclose(sampled.discount, 0.125)
+    assert inside.any(), "no 3-step return inside an episode"
+    wanted = (which * 100 + 1) * 1.75
+    assert np.allclose(sampled.reward[inside], wanted[inside]), "a return has rewards of another environment"
+    assert (np.rint(sampled.next_obs)[inside] // 100 == which[inside]).all(), (
+        "a next observation is another's"
+    )
+
+
+@case("DLR-RM/stable-baselines3#1542", "hindsight goals are later states of the same episode")
+def hindsight_stays_in_the_episode(system: System) -> None:
+    episodes = [np.arange(100 * k, 100 * k + 8, dtype=np.float32) for k in range(6)]
+    found = system.goals(episodes, 256)
+    obs, goal = np.rint(found["obs"]), np.rint(found["goal"])
+    assert (obs // 100 == goal // 100).all(), "a goal is of another episode"
+    assert (goal >= obs).all(), "a goal lies before its step"
+
+
+# ---- capacity ------------------------------------------------------------------------------------
+
+
+@case("meta-pytorch/torchtune#2981", "one item and a batch of 16: 16 samples of it, or a clear refusal")
+def one_item(system: System) -> None:
+    buffer = system.steps(Steps(capacity=64, batch=16))
+    buffer.add(Moment.of([7], terminated=[True]))
+    sampled = buffer.sample()
+    assert len(sampled.obs) == 16, f"{len(sampled.obs)} samples"
+    assert (sampled.obs == 7).all(), f"samples of {set(sampled.obs.tolist())}"
+
+
+@case("ray-project/ray#4649", "a batch from an empty buffer is refused")
+def an_empty_buffer(system: System) -> None:
+    refuses("sampling from nothing", system.steps(Steps(capacity=64)).sample)
+
+
+@case(
+    "DLR-RM/stable-baselines3#40",
+    "a capacity of 10 for 3 environments holds the newest 9 or more transitions",
+)
+def capacity_and_environments(system: System) -> None:
+    buffer = system.steps(Steps(capacity=10, num_envs=3))
+    for number in range(40):
+        buffer.add(Moment.of([number, 100 + number, 200 + number], terminated=np.full(3, number % 2 == 1)))
+    found = set(np.rint(np.concatenate([buffer.sample().obs for _ in range(60)])).astype(int).tolist())
+    newest = {offset + number for offset in (0, 100, 200) for number in (37, 38, 39)}
+    assert newest <= found, f"does not hold {sorted(newest - found)}"
+
+
+@case("a ring", "a full buffer holds its newest items, and each of them is drawn")
+def a_full_buffer_holds_the_newest(system: System) -> None:
+    buffer = system.steps(Steps(capacity=32))
+    for number in range(100):
+        buffer.add(Moment.of([number], terminated=[number % 2 == 1]))
+    found = set(np.rint(np.concatenate([buffer.sample().obs for _ in range(60)])).astype(int).tolist())
+    assert set(range(68, 100)) <= found, f"lacks {sorted(set(range(68, 100)) - found)[:4]}"
+    assert min(found) >= 100 - 2 * 32, f"still holds {min(found)}"
+
+
+@case("instadeepai/flashbax#66", "a buffer that is exactly full holds every item")
+def exactly_full(system: System) -> None:
+    buffer = system.steps(Steps(capacity=32))
+    for number in range(32):
+        buffer.add(Moment.of([number], terminated=[number % 2 == 1]))
+    fits(draws(buffer, 32, 400), np.ones(32), "of an exactly full buffer")
+
+
+@case("a partly filled buffer", "only what was added is drawn, all of it equally often")
+def partly_filled(system: System) -> None:
+    buffer = system.steps(Steps(capacity=1000))
+    add_episode(buffer, 0, 10)
+    fits(draws(buffer, 10, 400), np.ones(10), "of a partly filled buffer")
+
+
+@case("google-deepmind/reverb (no seed)", "the same seed gives the same batches")
+def a_seed_gives_the_same_batches(system: System) -> None:
+    found = []
+    for _ in range(2):
+        buffer = system.steps(Steps(capacity=64, seed=3))
+        add_episode(buffer, 0, 40)
+        found.append(np.concatenate([buffer.sample().obs for _ in range(4)]))
+        buffer.close()
+    assert np.array_equal(*found), "two runs with one seed drew different items"
+
+
+# ---- saves ---------------------------------------------------------------------------------------
+
+
+@case("pytorch/rl#3056", "priorities are as before after a load")
+def priorities_after_a_load(system: System) -> None:
+    priorities, need = np.array([1.0, 2.0, 4.0, 8.0]), Steps(capacity=64, prioritized=True)
+    buffer = system.steps(need)
+    add_episode(buffer, 0, 4)
+    prioritize(buffer, priorities)
+    with tempfile.TemporaryDirectory() as folder:
+        buffer.save(Path(folder))
+        buffer.close()
+        other = system.steps(need)
+        other.load(Path(folder))
+    fits(draws(other, 4, 400), priorities, "after a load")
+
+
+@case("pytorch/rl#4089", "after a load the next batch is the one that would have come")
+def the_next_batch_after_a_load(system: System) -> None:
+    need = Steps(capacity=64, seed=5)
+    buffer = system.steps(need)
+    add_episode(buffer, 0, 40)
+    for _ in range(3):
+        buffer.sample()
+    with tempfile.TemporaryDirectory() as folder:
+        buffer.save(Path(folder))
+        wanted = buffer.sample().obs
+        buffer.close()
+        other = system.steps(need)
+        other.load(Path(folder))
+        assert np.array_equal(other.sample().obs, wanted), "another batch"
+
+
+@case("danijar/dreamerv3#103", "a load replaces what a buffer holds; loading twice adds nothing")
+def loading_twice(system: System) -> None:
+    need = Steps(capacity=64)
+    buffer = system.steps(need)
+    add_episode(buffer, 0, 6)
+    with tempfile.TemporaryDirectory() as folder:
+        buffer.save(Path(folder))
+        buffer.close()
+        other = system.steps(need)
+        add_episode(other, 20, 4)
+        other.load(Path(folder))
+        other.load(Path(folder))
+    assert len(other) == 6, f"holds {len(other)} items"
+    fits(draws(other, 24, 200)[:6], np.ones(6), "after two loads")
+
+
+@case("instadeepai/flashbax#66", "a full buffer that was loaded replaces its oldest item first")
+def adding_after_a_load(system: System) -> None:
+    need = Steps(capacity=16)
+    buffer = system.steps(need)
+    for number in range(20):
+        buffer.add(Moment.of([number], terminated=[True]))
+    with tempfile.TemporaryDirectory() as folder:
+        buffer.save(Path(folder))
+        buffer.close()
+        other = system.steps(need)
+        other.load(Path(folder))
+    for number in range(20, 80):
+        other.add(Moment.of([number], terminated=[True]))
+    found = set(np.rint(np.concatenate([other.sample().obs for _ in range(60)])).astype(int).tolist())
+    assert set(range(64, 80)) <= found, f"lacks {sorted(set(range(64, 80)) - found)[:4]}"
+    assert min(found) >= 80 - 2 * 16, f"still holds {min(found)}"
