@@ -1,0 +1,69 @@
+"""The conformance cases: they run against this project as a user's code, and can fail."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+SHOWN = [
+    "proportional",
+    "nan is refused",
+    "n step at a truncation",
+    "only windows that fit",
+    "hindsight stays in the episode",
+    "advantages by group",
+]
+
+
+@pytest.fixture
+def cases(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> ModuleType:
+    monkeypatch.syspath_prepend(str(checkout / "benchmarks"))
+    importlib.import_module("conformance.run")
+    return importlib.import_module("conformance.check")
+
+
+def test_this_project_is_right(run_python: Any, checkout: Path) -> None:
+    path = os.pathsep.join([str(checkout / "benchmarks"), str(checkout)])
+    done = run_python("-m", "conformance.run", "gear", *SHOWN, env={"PYTHONPATH": path})
+    found = [json.loads(line) for line in done.stdout.splitlines() if '"kind"' in line]
+    assert {one["case"]: one["kind"] for one in found} == dict.fromkeys(SHOWN, "right"), done.stderr
+
+
+def test_every_case_has_a_report_and_a_right_answer(cases: ModuleType) -> None:
+    assert len(cases.CASES) >= 50
+    for one in cases.CASES.values():
+        assert one.report
+        assert one.right
+
+
+def test_counts_of_other_draws_fail(cases: ModuleType) -> None:
+    cases.fits(np.array([260, 510, 230]), np.array([1, 2, 1]), "draws")
+    with pytest.raises(AssertionError, match="draws: drew"):
+        cases.fits(np.array([400, 400, 200]), np.array([1, 2, 1]), "draws")
+    with pytest.raises(AssertionError, match="probability 0"):
+        cases.fits(np.array([5, 1]), np.array([1, 0]), "draws")
+
+
+def test_a_refusal_needs_a_text(cases: ModuleType) -> None:
+    cases.refuses("an item", lambda: json.loads("{"))
+    with pytest.raises(AssertionError, match="an item: accepted"):
+        cases.refuses("an item", lambda: None)
+
+    def silent() -> None:
+        raise ValueError
+
+    with pytest.raises(AssertionError, match="without a text"):
+        cases.refuses("an item", silent)
+
+
+def test_adapters_stay_small(checkout: Path) -> None:
+    for path in (checkout / "benchmarks" / "peers").glob("*.py"):
+        if path.name != "interface.py":
+            assert len(path.read_text().splitlines()) <= 165, path
