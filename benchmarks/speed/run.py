@@ -1,0 +1,268 @@
+"""Time every system at the same work, in turns on one core; write results/peers.json and the docs' tables.
+
+    bash benchmarks/peers.sh [--quick] [--only TEXT] [SYSTEM...]       writes nothing unless all are measured
+
+Each system lives in an environment and a process of its own. For each kind of work all of them are filled,
+compare some batches with the data, and then take turns of a fraction of a second; a row is the median of a
+system's turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+from support.report import Disturbance, document, print_table, write_json
+from peers.environments import PEERS, ROOT, python_of
+
+from speed.table import write
+
+OWN = ("gear", "limit", "numpy_ring")  # they run in this project's environment
+TURNS, TURN_S = 7, 0.2
+LIMIT_S = 240.0  # of one order: a system that needs longer is left out
+STARTS = 3
+Row = dict[str, Any]
+
+
+class Work(NamedTuple):
+    """One kind of work: its name in the tables, what a child does, and with what."""
+
+    name: str
+    do: str
+    options: dict[str, Any]
+
+
+def plan(quick: bool) -> list[Work]:
+    """Return what is timed in turns."""
+    items, windows, num_frames, capacity = 1_000_000, 2_000_000, 20_000, 100_000
+    if quick:
+        items, windows, num_frames, capacity = 100_000, 200_000, 4_000, 20_000
+    found = [
+        Work(f"{'prioritized' if prioritized else 'uniform'} transitions, B = {batch:,}", "transitions",
+             {"count": items, "batch": batch, "prioritized": prioritized})
+        for prioritized in (False, True)
+        for batch in (256, 4096)
+    ]  # fmt: skip
+    found += [
+        Work(f"{'whole trajectories' if length == 1000 else f'windows of {length}'}, B = 128", "windows",
+             {"count": windows, "batch": 128, "length": length})
+        for length in (20, 100, 1000)
+    ]  # fmt: skip
+    found.append(
+        Work("4 stacked frames, B = 256", "frames", {"count": num_frames, "batch": 256, "length": 4})
+    )
+    found += [
+        Work(f"a step of {num_envs} environments" + ", and a batch of 256" * beside, "adding",
+             {"num_envs": num_envs, "capacity": capacity // 64 * 64, "beside": beside})
+        for beside in (False, True)
+        for num_envs in (1, 8, 64)
+    ]  # fmt: skip
+    found.append(Work("a whole trajectory of 1,000", "whole", {"capacity": capacity}))
+    return found
+
+
+class Child:
+    """A system's process."""
+
+    def __init__(self, name: str, python: Path | str, core: int) -> None:
+        path = [str(ROOT / "benchmarks"), *([str(ROOT)] if name in OWN else [])]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path),
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            "JAX_PLATFORMS": "cpu",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+        }
+        self._process = subprocess.Popen(
+            [str(python), "-m", "speed.child", name, str(core)],
+            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=None if "PEERS_VERBOSE" in os.environ else subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+
+    def order(self, do: str, seconds: float = LIMIT_S, **more: Any) -> Row:
+        """Have something done; return the answer, or what is in the way as "left out"."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            print(json.dumps({"do": do, **more}), file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            return {"left out": "its process ended"}
+        ready, _, _ = select.select([self._process.stdout], [], [], seconds)
+        if not ready:
+            self._process.kill()
+            return {"left out": f"took over {seconds:.0f} s"}
+        line = self._process.stdout.readline()
+        return dict(json.loads(line)) if line else {"left out": "its process ended"}
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def end(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class Systems:
+    """The processes of all systems; one that ended is started again for the next work."""
+
+    def __init__(self, pythons: dict[str, Path | str], core: int) -> None:
+        self._pythons, self._core = pythons, core
+        self._children: dict[str, Child] = {}
+
+    def __getitem__(self, name: str) -> Child:
+        if name not in self._children or not self._children[name].is_alive:
+            self._children[name] = Child(name, self._pythons[name], self._core)
+        return self._children[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pythons)
+
+    def start(self, name: str) -> Child:
+        """Return a process that has done nothing yet."""
+        if name in self._children:
+            self._children.pop(name).end()
+        return self[name]
+
+    def end(self) -> None:
+        for child in self._children.values():
+            child.end()
+
+
+def in_turns(systems: Systems, work: Work, turns: int, turn_s: float) -> Iterator[Row]:
+    """Time a kind of work; yield a row for each system."""
+    ready: list[str] = []
+    held: dict[str, int] = {}
+    for name in systems:
+        answer = systems[name].order(work.do, options=work.options)
+        if "left out" in answer:
+            yield {"work": work.name, "system": name, **answer}
+            systems[name].order("end")
+        else:
+            ready.append(name)
+            held[name] = answer["bytes"]
+    times: dict[str, list[Row]] = {name: [] for name in ready}
+    for _ in range(turns):
+        for name in ready:
+            times[name].append(systems[name].order("turn", seconds=LIMIT_S, options={}, turn_s=turn_s))
+    for name in ready:
+        systems[name].order("end")
+        failed = [answer["left out"] for answer in times[name] if "left out" in answer]
+        if failed:
+            yield {"work": work.name, "system": name, "left out": failed[0]}
+            continue
+        us = np.array([answer["us"] for answer in times[name]])
+        low, middle, high = np.percentile(us, (25, 50, 75))
+        row = {"work": work.name, "system": name, "us": round(float(middle), 2)}
+        row["quartiles"] = [round(float(low), 2), round(float(high), 2)]
+        if "gear" in times and not any("left out" in answer for answer in times["gear"]):
+            ours = np.array([answer["us"] for answer in times["gear"]])
+            row["x_gear"] = round(float(np.median(us / ours)), 3)
+        if work.do == "transitions":
+            row["bytes_per_transition"] = round(held[name] / work.options["count"], 1)
+        yield row
+
+
+def starts(systems: Systems, count: int) -> Iterator[Row]:
+    """Time from the start of a process until its first batch of 100,000 transitions."""
+    options = {"count": 100_000, "batch": 256, "prioritized": False}
+    for name in systems:
+        seconds = []
+        for _ in range(count):
+            begun = time.monotonic()
+            answer = systems.start(name).order("transitions", options=options)
+            seconds.append(time.monotonic() - begun)
+            systems[name].order("end")
+        row = {"work": "start of a process until its first batch", "system": name}
+        yield {**row, **answer} if "left out" in answer else {**row, "s": round(float(np.median(seconds)), 2)}
+
+
+def alone(systems: Systems, do: str, title: str, options: Row) -> Iterator[Row]:
+    """Have each system do something once, in a fresh process."""
+    for name in systems:
+        answer = systems.start(name).order(do, options=options)
+        systems.start(name)
+        yield {"work": title, "system": name, **answer}
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("systems", nargs="*", help="default: all that can be installed")
+    parser.add_argument("--quick", action="store_true", help="small sizes, few turns: at most 4 minutes")
+    parser.add_argument("--only", default="", help="kinds of work whose name contains this")
+    options = parser.parse_args()
+    disturbance, core = Disturbance(), max(os.sched_getaffinity(0))
+    wanted = options.systems or [*OWN, *(peer.module for peer in PEERS)]
+    pythons: dict[str, Path | str] = {name: sys.executable for name in OWN if name in wanted}
+    rows: list[Row] = []
+    for peer in PEERS:
+        if peer.module not in wanted:
+            continue
+        python = python_of(peer)
+        if isinstance(python, Path):
+            pythons[peer.module] = python
+        else:
+            rows.append({"work": "installation", "system": peer.module, "left out": python})
+    systems = Systems(pythons, core)
+
+    def take(found: Iterator[Row]) -> None:
+        for row in found:
+            rows.append(row)
+            print("peers:", json.dumps(row), file=sys.stderr, flush=True)
+
+    try:
+        versions = {name: systems[name].order("version").get("version") for name in systems}
+        turns, turn_s = (2, 0.05) if options.quick else (TURNS, TURN_S)
+        for work in plan(options.quick):
+            if options.only in work.name:
+                take(in_turns(systems, work, turns, turn_s))
+        if options.only in "start of a process until its first batch":
+            take(starts(systems, 1 if options.quick else STARTS))
+        with tempfile.TemporaryDirectory(prefix="peers-", dir=ROOT / "build") as folder:
+            count = 95_000 if options.quick else 9_500_000
+            title = f"save and restore {count * 105 / 1e9:.2g} GB of transitions"
+            if options.only in title:
+                take(alone(systems, "saved", title, {"count": count, "folder": folder}))
+        bits = 20 if options.quick else 25
+        title = f"never drawn of 2^{bits} equal items in 2^{bits} draws"
+        if options.only in title:
+            asked = {"count": 1 << bits, "batch": 1 << 15, "seconds": 90}
+            take(alone(systems, "never drawn", title, asked))
+    finally:
+        systems.end()
+    if not (options.quick or options.only or options.systems):
+        out = ROOT / "benchmarks" / "results" / "peers.json"
+        write_json(out, document(disturbance, rows, systems=versions))
+        write(out)
+    columns = sorted(
+        {key for row in rows for key in row}, key=lambda key: (key not in ("work", "system"), key)
+    )
+    print_table(columns, [[row.get(column) for column in columns] for row in rows])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""This project: Replay for transitions, windows and frames, TransitionBuffer for steps of environments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium.spaces import Box
+
+from deepspeed_gear import Replay, TransitionBuffer, __version__
+from speed import work
+from speed.work import Adding, Array, Batches, Rows
+
+COLUMNS = {
+    "observation": {"dtype": "float32", "shape": [work.OBSERVATION], "rows": "T+1"},
+    "action": {"dtype": "float32", "shape": [work.ACTION]},
+    "reward": {"dtype": "float32"},
+    "done": {"dtype": "bool", "role": "terminated"},
+}
+PRIORITIZED = {"kind": "prioritized", "unit": "step", "alpha": 0.6, "beta": 0.4}
+
+
+def version() -> str:
+    return __version__
+
+
+class GearBatches(Batches):
+    def __init__(self, columns: dict[str, Any], count: int, longest: int, **section: Any) -> None:
+        table = {"capacity_steps": count, "max_length": longest, "schema": {"columns": columns}}
+        self._fields = list(section.get("fields", columns))
+        self.replay = Replay({"tables": {"main": table}, **section})
+
+    def sample(self) -> Any:
+        return self.replay.sample()
+
+    def update(self, found: Any, priorities: Array) -> None:
+        self.replay.update_priorities(found, torch.from_numpy(priorities))
+
+    def rows(self, found: Any) -> Rows:
+        return {name: found[name].clone().numpy() for name in self._fields}
+
+    def save(self, folder: Path) -> None:
+        self.replay.save(folder / "replay")
+
+    def load(self, folder: Path) -> None:
+        self.replay.load(folder / "replay")
+
+    def close(self) -> None:
+        self.replay.close()
+
+
+def transitions(count: int, batch: int, prioritized: bool, fill: int | None = None) -> Batches:
+    fields = {
+        "observation": {},
+        "next_observation": {"column": "observation", "offset": 1},
+        "action": {},
+        "reward": {},
+        "done": {},
+    }
+    sampler = PRIORITIZED if prioritized else {"kind": "uniform", "unit": "step"}
+    made = GearBatches(COLUMNS, count, work.EPISODE, sampler=sampler, fields=fields, batch_size=batch)
+    for rows in work.trajectories((fill or count) // work.EPISODE):
+        last = work.observation(rows["reward"][-1:].astype(np.int64) + 1)
+        made.replay.add({**rows, "observation": np.concatenate([rows["observation"], last])})
+    return made
+
+
+def windows(count: int, batch: int, length: int) -> Batches:
+    columns = {**COLUMNS, "observation": {**COLUMNS["observation"], "rows": "T"}}
+    whole = length == work.EPISODE
+    sampler = {
+        "kind": "uniform",
+        "unit": "trajectory" if whole else "step",
+        "anchors": "start" if whole else "fits",
+    }
+    fields = {name: {"offset": 0 if whole else 1 - length, "length": length} for name in columns}
+    made = GearBatches(columns, count, work.EPISODE, sampler=sampler, fields=fields, batch_size=batch)
+    for rows in work.trajectories(count // work.EPISODE):
+        made.replay.add(rows)
+    return made
+
+
+def frames(count: int, batch: int, length: int) -> Batches:
+    columns = {"frame": {"dtype": "uint8", "shape": list(work.FRAME)}}
+    sampler = {"kind": "uniform", "unit": "step", "anchors": "fits"}
+    fields = {"frame": {"offset": 1 - length, "length": length}}
+    made = GearBatches(columns, count, 500, sampler=sampler, fields=fields, batch_size=batch)
+    for rows in work.frames(count // 500, 500):
+        made.replay.add(rows)
+    return made
+
+
+def numbered(count: int, batch: int) -> tuple[Callable[[], Array], Callable[[], None]]:
+    columns = {"number": {"dtype": "int32"}}
+    sampler = {**PRIORITIZED, "alpha": 1.0}
+    made = GearBatches(columns, count, 1 << 16, sampler=sampler, batch_size=batch)
+    for first in range(0, count, 1 << 16):
+        made.replay.add({"number": np.arange(first, min(first + (1 << 16), count), dtype=np.int32)})
+    return lambda: made.sample()["number"].flatten().numpy(), made.close
+
+
+class GearAdding(Adding):
+    def __init__(self, num_envs: int, capacity: int) -> None:
+        space, action = Box(-np.inf, np.inf, (work.OBSERVATION,)), Box(-1, 1, (work.ACTION,))
+        self._buffer = TransitionBuffer(
+            capacity, space, action, n_envs=num_envs, batch_size=256, autoreset="same_step"
+        )
+
+    def add(self, step: Rows) -> None:
+        self._buffer.add(
+            step["observation"],
+            step["next_observation"],
+            step["action"],
+            step["reward"],
+            step["terminated"],
+            step["truncated"],
+        )
+
+    def sample(self) -> Any:
+        return self._buffer.sample()
+
+    def held(self) -> int:
+        return len(self._buffer)
+
+    def close(self) -> None:
+        self._buffer.close()
+
+
+adding = GearAdding
+
+
+def whole(capacity: int) -> tuple[Callable[[Rows], Any], Callable[[], None]]:
+    columns = {**COLUMNS, "observation": {**COLUMNS["observation"], "rows": "T"}}
+    table = {
+        "capacity_steps": capacity,
+        "max_length": work.EPISODE,
+        "remove": "fifo",
+        "schema": {"columns": columns},
+    }
+    replay = Replay({"tables": {"main": table}, "batch_size": 1})
+    return replay.add, replay.close

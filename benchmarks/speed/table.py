@@ -1,0 +1,76 @@
+"""The tables of docs/comparison.md, from results/peers.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from peers.environments import PEERS, ROOT
+
+BEGIN, END = "<!-- the tables of results/peers.json -->\n", "<!-- end of the tables -->\n"
+NAMES = {
+    "gear": "deepspeed_gear",
+    "limit": "C loop",
+    "numpy_ring": "NumPy arrays",
+    **{peer.module: peer.name for peer in PEERS},
+}
+Row = dict[str, Any]
+
+
+def _lines(head: list[str], rows: list[list[str]]) -> Iterator[str]:
+    yield "| " + " | ".join(head) + " |\n"
+    yield "|" + "---|" * len(head) + "\n"
+    for row in rows:
+        yield "| " + " | ".join(row) + " |\n"
+
+
+def _cell(row: Row | None, text: str) -> str:
+    return "-" if row is None or "left out" in row else text.format(**row)
+
+
+def _matrix(rows: list[Row], systems: list[str], key: str, text: str) -> Iterator[str]:
+    """Yield a table with a row for each kind of work that has times under a key, a column for each system."""
+    kinds = list(dict.fromkeys(row["work"] for row in rows if key in row))
+    found = {(row["work"], row["system"]): row for row in rows if key in row}
+    body = [[kind, *(_cell(found.get((kind, one)), text) for one in systems)] for kind in kinds]
+    used = [any(row[1 + at] != "-" for row in body) for at in range(len(systems))]
+    head = ["", *(NAMES[one] for one, is_used in zip(systems, used, strict=True) if is_used)]
+    yield from _lines(head, [[row[0], *(c for c, u in zip(row[1:], used, strict=True) if u)] for row in body])
+
+
+def tables(content: Row) -> str:
+    """Return the tables of a result file."""
+    rows, machine = content["rows"], content["machine"]
+    systems = [one for one in NAMES if one in content["systems"]]
+    versions = ", ".join(
+        f"{NAMES[one]} {content['systems'][one]}" for one in systems if one not in ("gear", "limit")
+    )
+    texts = [
+        f"{machine['cpu']}, {machine['cores']} cores, one of them used; commit {content['commit'][:12]}; "
+        f"{content['command']}.\n{versions}.\n\n",
+        "Microseconds of one batch, or of one step that is added: median of the turns.\n\n",
+        *_matrix(rows, systems, "us", "{us:,.0f}"),
+        "\nBytes of memory that a filled process holds more, for each transition of 105 bytes.\n\n",
+        *_matrix(rows, systems, "bytes_per_transition", "{bytes_per_transition:.0f}"),
+        "\nSeconds from the start of a process until its first batch of 100,000 transitions.\n\n",
+        *_matrix(rows, systems, "s", "{s:.1f}"),
+        "\nSeconds to save and to restore, and the bytes that were written.\n\n",
+        *_matrix(rows, systems, "save_s", "{save_s:.2f}, {load_s:.2f}, {bytes:,}"),
+        "\nThe share of equal items that was never drawn in as many draws; 0.3679 is right.\n\n",
+        *_matrix(rows, systems, "never", "{never:.4f}"),
+    ]
+    out = [
+        f"- {NAMES[row['system']]}, {row['work']}: {row['left out']}\n"
+        for row in rows
+        if row.get("left out", "not offered") != "not offered"
+    ]
+    return "".join(texts) + ("\nLeft out:\n\n" + "".join(out) if out else "")
+
+
+def write(result: Path) -> None:
+    """Write the tables of a result file into the page."""
+    page = ROOT / "docs" / "comparison.md"
+    head, rest = page.read_text().split(BEGIN)
+    page.write_text(head + BEGIN + tables(json.loads(result.read_text())) + END + rest.split(END)[1])

@@ -1,0 +1,183 @@
+"""What every system is asked to do: the same data, made from numbers, so that any row can be checked.
+
+A system's file in `systems/` has a function for each kind of work that it offers, by the name of the kind,
+and `version()`. It runs in an environment of its own, so this file imports nothing but NumPy.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray
+Rows = dict[str, Array]
+
+OBSERVATION, ACTION = 11, 3
+EPISODE = 1000  # steps of a trajectory
+FRAME = (84, 84)
+LONGEST = 200  # steps of an episode whose steps are added one by one
+_DISTINCT = 4096  # rows of random values that the data repeats, so that a check can make any row again
+
+
+class NotOfferedError(Exception):
+    """The system has nothing of this kind, or needs hours for it."""
+
+
+class Batches:
+    """Content of a system that is sampled. What `sample` returns is up to the system."""
+
+    def sample(self) -> Any:
+        """Return a batch, as the system's user gets it."""
+        raise NotImplementedError
+
+    def update(self, found: Any, priorities: Array) -> None:
+        """Set the priorities of a batch. [B], float32."""
+        raise NotImplementedError
+
+    def rows(self, found: Any) -> Rows:
+        """Return a batch as NumPy arrays by column, to be checked. [B, ...] or [B, L, ...]."""
+        raise NotImplementedError
+
+    def save(self, folder: Path) -> None:
+        """Write what a new process needs."""
+        raise NotOfferedError
+
+    def load(self, folder: Path) -> None:
+        """Read it."""
+        raise NotOfferedError
+
+    def close(self) -> None:
+        """End it."""
+
+
+class Adding:
+    """A buffer of transitions that steps of N environments are added to, one by one."""
+
+    def add(self, step: Rows) -> None:
+        """Add a step: observation, next_observation, action, reward, terminated, truncated. [N, ...]."""
+        raise NotImplementedError
+
+    def sample(self) -> Any:
+        """Return a batch of 256."""
+        raise NotImplementedError
+
+    def held(self) -> int:
+        """Return the number of transitions that can be sampled."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End it."""
+
+
+def _table(width: int, seed: int) -> Array:
+    return np.random.default_rng(seed).standard_normal((_DISTINCT, width), np.float32)
+
+
+_OBSERVATIONS, _ACTIONS = _table(OBSERVATION, 0), _table(ACTION, 1)
+
+
+def observation(number: Array) -> Array:
+    """Return the observations of steps, of which the first element is the step's number. [n] -> [n, 11]."""
+    rows = _OBSERVATIONS[number % _DISTINCT]
+    rows[..., 0] = number  # exact in float32 below 2^24
+    return rows
+
+
+def steps(first: int, count: int) -> Rows:
+    """Return transitions by number: every EPISODE steps a trajectory ends. [count, ...] each, 105 B a row."""
+    number = np.arange(first, first + count)
+    return {
+        "observation": observation(number),
+        "next_observation": observation(number + 1),
+        "action": _ACTIONS[number % _DISTINCT],
+        "reward": number.astype(np.float32),
+        "done": number % EPISODE == EPISODE - 1,
+    }
+
+
+def trajectories(count: int) -> Iterator[Rows]:
+    """Yield trajectories of EPISODE steps, without next observations: 61 B a step."""
+    for number in range(count):
+        rows = steps(number * EPISODE, EPISODE)
+        del rows["next_observation"]
+        yield rows
+
+
+def frames(count: int, length: int) -> Iterator[Rows]:
+    """Yield trajectories of frames, in which every pixel is the frame's number modulo 251."""
+    for first in range(0, count * length, length):
+        number = np.arange(first, first + length)
+        yield {
+            "frame": np.broadcast_to((number % 251).astype(np.uint8)[:, None, None], (length, *FRAME)).copy()
+        }
+
+
+def environment_steps(num_envs: int) -> Iterator[Rows]:
+    """Yield steps of environments, which reset in the step that ends an episode: after LONGEST steps, at
+    different times. Within an episode every observation is the next one of the step before.
+    """
+    begun = np.arange(num_envs) * 17 % LONGEST
+    rows = [observation(np.arange(num_envs) + at) for at in range(5)]  # LONGEST is a multiple of 5
+    cycle: list[Rows] = []
+    for at in range(1, LONGEST + 1):
+        truncated = (begun + at) % LONGEST == 0
+        following = rows[at % 5].copy()
+        following[truncated] = observation(np.flatnonzero(truncated) + 1000)
+        cycle.append(
+            {
+                "observation": rows[(at - 1) % 5],
+                "next_observation": following,
+                "action": _ACTIONS[:num_envs].copy(),
+                "reward": np.ones(num_envs, np.float32),
+                "terminated": np.zeros(num_envs, bool),
+                "truncated": truncated,
+            }
+        )
+    return itertools.cycle(cycle)
+
+
+def fresh_priorities(batch: int, count: int = 64) -> Array:
+    """Return new priorities of some batches. [count, B], float32, in (0, 1]."""
+    return 1 - np.random.default_rng(2).random((count, batch), np.float32)
+
+
+def check(found: Rows, batch: int, length: int, num_steps: int) -> None:
+    """Raise unless a batch consists of rows that were added, each once in its place.
+
+    Args:
+        found: By column, [B, ...] for length 1, else [B, length, ...].
+        num_steps: Steps that were added.
+    """
+    lead = (batch,) if length == 1 else (batch, length)
+    if "frame" in found:
+        values = found["frame"].reshape(batch, length, -1)
+        first = values[:, :, 0].astype(np.int64)
+        assert (values == values[:, :, :1]).all(), "a frame has pixels of others"
+        assert (np.diff(first, axis=1) % 251 == 1).all(), "frames of a sample do not follow each other"
+        return
+    number = np.rint(found["reward"].reshape(lead)).astype(np.int64)
+    is_known = (number >= 0) & (number < num_steps)
+    assert is_known.all(), "steps that were never added"
+    if length > 1:
+        assert (np.diff(number, axis=1) == 1).all(), "steps of a window do not follow each other"
+    if "done" in found:
+        ends = found["done"].reshape(lead).astype(bool)
+        assert (ends == (number % EPISODE == EPISODE - 1)).all(), "wrong end flags"
+    expected = {
+        "observation": observation(number),
+        "next_observation": observation(number + 1),
+        "action": _ACTIONS[number % _DISTINCT],
+    }
+    for name in expected.keys() & found.keys():
+        given = found[name].reshape(*lead, -1)
+        if (
+            name == "next_observation"
+        ):  # of a last step, some systems have the row that follows: no fault here
+            keep = number % EPISODE != EPISODE - 1
+            assert (given[keep] == expected[name][keep]).all(), f"{name} of other steps"
+        else:
+            assert (given == expected[name]).all(), f"{name} of other steps"
