@@ -31,9 +31,9 @@ from peers.environments import PEERS, ROOT, python_of
 from speed.table import write
 
 OWN = ("gear", "limit", "numpy_ring")  # they run in this project's environment
-TURNS, TURN_S = 7, 0.2
+TURNS, TURN_S = 5, 0.2
 LIMIT_S = 240.0  # of one order: a system that needs longer is left out
-STARTS = 3
+STARTS = 2
 Row = dict[str, Any]
 
 
@@ -47,7 +47,7 @@ class Work(NamedTuple):
 
 def plan(quick: bool) -> list[Work]:
     """Return what is timed in turns."""
-    items, windows, num_frames, capacity = 1_000_000, 2_000_000, 20_000, 100_000
+    items, windows, num_frames, capacity = 1_000_000, 2_000_000, 20_000, 50_000
     if quick:
         items, windows, num_frames, capacity = 100_000, 200_000, 4_000, 20_000
     found = [
