@@ -36,7 +36,7 @@ class Sampled:
     def __init__(self, module: Any, kind: str, options: dict[str, Any]) -> None:
         before = resident()
         self.made: Batches = getattr(module, kind)(**options)
-        self.bytes = resident() - before
+        self.bytes = (resident() - before) / getattr(self.made, "count", options["count"])
         batch, length = options["batch"], options.get("length", 1)
         self.fresh = work.fresh_priorities(batch) if options.get("prioritized") else None
         self.turn = 0

@@ -153,7 +153,7 @@ class Systems:
 def in_turns(systems: Systems, work: Work, turns: int, turn_s: float) -> Iterator[Row]:
     """Time a kind of work; yield a row for each system."""
     ready: list[str] = []
-    held: dict[str, int] = {}
+    held: dict[str, float] = {}  # bytes for each item
     for name in systems:
         answer = systems[name].order(work.do, options=work.options)
         if "left out" in answer:
@@ -180,7 +180,7 @@ def in_turns(systems: Systems, work: Work, turns: int, turn_s: float) -> Iterato
             ours = np.array([answer["us"] for answer in times["gear"]])
             row["x_gear"] = round(float(np.median(us / ours)), 3)
         if work.do == "transitions":
-            row["bytes_per_transition"] = round(held[name] / work.options["count"], 1)
+            row["bytes_per_transition"] = round(held[name], 1)
         yield row
 
 

@@ -30,7 +30,7 @@ def _serve(capacity: int, prioritized: bool, folder: str | None = None) -> tuple
 
 class ReverbBatches(Batches):
     def __init__(self, capacity: int, batch: int, prioritized: bool = False) -> None:
-        self._batch, self._capacity = batch, capacity
+        self._batch, self.count = batch, capacity
         self._server, self._client = _serve(capacity, prioritized)
 
     def insert(self, parts: Any, length: int, period: int) -> None:

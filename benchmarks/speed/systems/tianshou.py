@@ -10,7 +10,9 @@ import numpy as np
 from tianshou.data import Batch, PrioritizedVectorReplayBuffer, VectorReplayBuffer
 
 from speed import work
-from speed.work import Adding, Array, Batches, Rows
+from speed.work import Adding, Array, Batches, NotOfferedError, Rows
+
+MOST_ITEMS = 200_000  # they are added by environment and step; more of them take minutes
 
 
 def version() -> str:
@@ -34,13 +36,16 @@ def _add(buffer: Any, rows: Rows, terminated: Array, truncated: Array, envs: Arr
 
 class TianshouBatches(Batches):
     def __init__(self, count: int, batch: int, prioritized: bool, fill: int | None = None) -> None:
-        num_envs = work.EPISODE  # filled from as many environments, as adding one by one takes minutes
+        if (fill or count) > 1_000_000:
+            raise NotOfferedError("takes minutes to fill")
+        self.count = count = min(count, MOST_ITEMS)
+        num_envs = 8
         if prioritized:
             self._buffer: Any = PrioritizedVectorReplayBuffer(count, num_envs, alpha=0.6, beta=0.4)
         else:
             self._buffer = VectorReplayBuffer(count, num_envs)
         self._batch, envs, never = batch, np.arange(num_envs), np.zeros(num_envs, bool)
-        for first in range(0, fill or count, num_envs):
+        for first in range(0, count if fill is None else fill, num_envs):
             rows = work.steps(first, num_envs)
             _add(self._buffer, rows, rows["done"], never, envs)
 
