@@ -16,6 +16,8 @@ NAMES = {
     "numpy_ring": "NumPy arrays",
     **{peer.module: peer.name for peer in PEERS},
 }
+FIRST = "uniform transitions, B = 256"
+FEWER = ("reverb", "tianshou")  # they hold fewer items
 Row = dict[str, Any]
 
 
@@ -43,17 +45,19 @@ def _matrix(rows: list[Row], systems: list[str], key: str, text: str) -> Iterato
 def tables(content: Row) -> str:
     """Return the tables of a result file."""
     rows, machine = content["rows"], content["machine"]
+    # Only the first content of a process: later ones are put where earlier ones were.
+    filled = [r for r in rows if r["work"] == FIRST and r["system"] not in FEWER]
     systems = [one for one in NAMES if one in content["systems"]]
     versions = ", ".join(
         f"{NAMES[one]} {content['systems'][one]}" for one in systems if one not in ("gear", "limit")
     )
     texts = [
         f"{machine['cpu']}, {machine['cores']} cores, one of them used; commit {content['commit'][:12]}; "
-        f"{content['command']}.\n{versions}.\n\n",
+        f"bash benchmarks/peers.sh.\n{versions}.\n\n",
         "Microseconds of one batch, or of one step that is added: median of the turns.\n\n",
         *_matrix(rows, systems, "us", "{us:,.0f}"),
-        "\nBytes of memory that a filled process holds more, for each transition of 105 bytes.\n\n",
-        *_matrix(rows, systems, "bytes_per_transition", "{bytes_per_transition:.0f}"),
+        "\nBytes of memory that a process holds more after 1,000,000 transitions of 105 bytes, for each.\n\n",
+        *_matrix(filled, systems, "bytes_per_transition", "{bytes_per_transition:.0f}"),
         "\nSeconds from the start of a process until its first batch of 100,000 transitions.\n\n",
         *_matrix(rows, systems, "s", "{s:.1f}"),
         "\nSeconds to save and to restore, and the bytes that were written.\n\n",
