@@ -361,7 +361,9 @@ class Gatherer:
             goal_step: Rows of the achieved goals of relabelled samples. [B], int64.
         Cost: every real row is read once and written once; no allocation.
         """
-        return self.gather_from([(self, records, goal_step)])
+        buffers = self._next()
+        self.fill(buffers, records, goal_step)
+        return dict(buffers.tensors), dict(buffers.mask)
 
     def gather_from(
         self, parts: Sequence[tuple[Gatherer, torch.Tensor, torch.Tensor | None]]
@@ -372,10 +374,6 @@ class Gatherer:
         goals, as in `gather`.
         """
         buffers, first = self._next(), 0
-        if len(parts) == 1:
-            _, records, goal_step = parts[0]
-            self.fill(buffers, records, goal_step)
-            return dict(buffers.tensors), dict(buffers.mask)
         if buffers.address:  # it fills whole batches only
             note_overwritten(buffers.all)
         for gatherer, records, goal_step in parts:

@@ -174,7 +174,8 @@ class BatchLoader:
         step, micro = divmod(index, info.accumulation)
         key, part = self._start + step, micro * info.data_world + self._data_rank
         if self._mixture is None:
-            shares, taken = None, [(self._streams[0], self._streams[0].take(key, part, info.num_micro))]
+            stream, shares = self._streams[0], None
+            taken = [(stream, stream.take(key, part, info.num_micro))]
         else:
             shares, chosen = self._mixture.shares(key), self._mixture.part(key, part, info.num_micro)
             taken = [(s, _chosen(s, key, which)) for s, which in zip(self._streams, chosen, strict=True)]
