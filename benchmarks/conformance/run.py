@@ -28,7 +28,7 @@ def verdict(system: System, name: str) -> tuple[str, str]:
         CASES[name].run(system)
     except NotOfferedError:
         return "not offered", ""
-    except NotImplementedError as error:
+    except NotImplementedError as error:  # of the system itself: it has no such thing
         return "not offered", str(error)
     except AssertionError as error:
         return "wrong", str(error)

@@ -6,6 +6,7 @@ write. It runs in an environment of its own, so this file imports nothing but Nu
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,16 +115,16 @@ class Moment:
         )
 
 
-class StepBuffer:
+class StepBuffer(ABC):
     """Single transitions of one system."""
 
+    @abstractmethod
     def add(self, moment: Moment) -> None:
         """Add a transition of every environment."""
-        raise NotImplementedError
 
+    @abstractmethod
     def sample(self) -> Sampled:
         """Return a batch."""
-        raise NotImplementedError
 
     def update(self, sampled: Sampled, priorities: Array) -> None:
         """Set the priorities of a batch. [B]."""
@@ -145,7 +146,7 @@ class StepBuffer:
         """Go on from a save; the buffer may hold something."""
         raise NotOfferedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (most need none)
         """End it."""
 
 
@@ -162,29 +163,29 @@ class Window:
     mask: Array
 
 
-class WindowBuffer:
+class WindowBuffer(ABC):
     """Trajectories of one system."""
 
+    @abstractmethod
     def add(self, obs: Array) -> None:
         """Add a trajectory, which terminates with its last step. [T], float32."""
-        raise NotImplementedError
 
+    @abstractmethod
     def sample(self) -> Window:
         """Return a batch."""
-        raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (most need none)
         """End it."""
 
 
-class System:
+class System(ABC):
     """A replay system. A method that it does not have raises NotOfferedError."""
 
     name = ""
 
+    @abstractmethod
     def version(self) -> str:
         """Return its version."""
-        raise NotImplementedError
 
     def steps(self, need: Steps) -> StepBuffer:
         """Return a buffer of transitions."""

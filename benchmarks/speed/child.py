@@ -199,7 +199,7 @@ class Child:
 
 
 def main() -> None:
-    """Answer orders from stdin; whatever libraries print goes to stderr."""
+    """Answer orders from stdin; what libraries print goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.sched_setaffinity(0, {int(sys.argv[2])})

@@ -7,6 +7,7 @@ and `version()`. It runs in an environment of its own, so this file imports noth
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,20 +28,20 @@ class NotOfferedError(Exception):
     """The system has nothing of this kind, or needs hours for it."""
 
 
-class Batches:
+class Batches(ABC):
     """Content of a system that is sampled. What `sample` returns is up to the system."""
 
+    @abstractmethod
     def sample(self) -> Any:
         """Return a batch, as the system's user gets it."""
-        raise NotImplementedError
 
     def update(self, found: Any, priorities: Array) -> None:
         """Set the priorities of a batch. [B], float32."""
-        raise NotImplementedError
+        raise NotOfferedError
 
+    @abstractmethod
     def rows(self, found: Any) -> Rows:
         """Return a batch as NumPy arrays by column, to be checked. [B, ...] or [B, L, ...]."""
-        raise NotImplementedError
 
     def save(self, folder: Path) -> None:
         """Write what a new process needs."""
@@ -50,26 +51,26 @@ class Batches:
         """Read it."""
         raise NotOfferedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (most need none)
         """End it."""
 
 
-class Adding:
+class Adding(ABC):
     """A buffer of transitions that steps of N environments are added to, one by one."""
 
+    @abstractmethod
     def add(self, step: Rows) -> None:
         """Add a step: observation, next_observation, action, reward, terminated, truncated. [N, ...]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def sample(self) -> Any:
         """Return a batch of 256."""
-        raise NotImplementedError
 
+    @abstractmethod
     def held(self) -> int:
         """Return the number of transitions that can be sampled."""
-        raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (most need none)
         """End it."""
 
 

@@ -184,7 +184,7 @@ class Run:
             batch = self.replay.sample()
             found.append(
                 self.joined(digests(batch, with_ids=not self.online))
-            )  # ids tell which node has added
+            )  # ids show which node has added
             if not self.reports:
                 continue
             values = ((batch["task"] * 2654435761 + batch.anchor * 40503) % 1000).float() / 100 + 0.01

@@ -275,14 +275,14 @@ def observations(replay: Replay, packs: bool) -> Iterator[torch.Tensor]:
 def trained(folder: Path, section: dict[str, Any], plan: dict[str, Any]) -> None:
     """Train until something happens to a rank. Every rank writes FOLDER/step-RANK after its third step.
 
-    A plan may have `steps`; the rank that `lingers` behind them while its thread prepares the next batch
+    A plan may have `steps`; the rank that `lingers` after them while its thread prepares the next batch
     late; which rank `fails` at step 6 (`closes`: it closes its replay in the course of that), or `ends` then:
     it closes its replay and lives on.
     """
     rank, num_prepared = dist.get_rank(), 0
 
     def last_one_late(batch: Batch, keys: torch.Tensor) -> Batch:
-        """Take a second for the batch behind the last that is used."""
+        """Take a second for the batch after the last that is used."""
         nonlocal num_prepared
         num_prepared += 1
         time.sleep(float(num_prepared == plan["steps"] + 1))

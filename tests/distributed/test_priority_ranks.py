@@ -149,7 +149,7 @@ def test_the_runs_show_something(ran: Ran) -> None:
 
 LENGTHS = [1 + 7 * number % 23 for number in range(24)]
 NAMES = (*SAMPLES, "probability", "is_weight", "epoch", "num_steps", "goal_step")
-CHANGES = 9  # the global batch behind which trajectories come and go
+CHANGES = 9  # the global batch after which trajectories come and go
 
 
 def run_cases(cases: dict[str, Any]) -> dict[str, Arrays]:
