@@ -185,6 +185,12 @@ class DeviceGatherer(Gatherer):
 
     # ---- a batch ---------------------------------------------------------------------------------
 
+    def gather(
+        self, records: torch.Tensor, goal_step: torch.Tensor | None = None
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Gather a batch of one table, as `gather_from` does: through the ring entry and pinned memory."""
+        return self.gather_from([(self, records, goal_step)])
+
     def gather_from(
         self, parts: Sequence[tuple[Gatherer, torch.Tensor, torch.Tensor | None]]
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
