@@ -12,9 +12,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,7 +34,7 @@ def resident() -> int:
 class Sampled:
     """Sampling, with an update of the priorities after each batch where there are any."""
 
-    def __init__(self, module: Any, kind: str, options: dict[str, Any]) -> None:
+    def __init__(self, kind: str, module: Any, options: dict[str, Any]) -> None:
         before = resident()
         self.made: Batches = getattr(module, kind)(**options)
         self.bytes = (resident() - before) / getattr(self.made, "count", options["count"])
@@ -162,6 +163,25 @@ def block(step: Callable[[], None], seconds: float) -> dict[str, Any]:
     return {"us": float(np.median(times)) / 1e3, "steps": len(times), "cpu_us": cpu / len(times) / 1e3}
 
 
+class Kind(NamedTuple):
+    """A kind of work: the function that a system's file has for it, and what makes a job or an answer of it.
+
+    A job has `bytes`, `close()`, and `step()` for turns or a `block(seconds)` of its own.
+    """
+
+    function: str
+    make: Callable[[Any, dict[str, Any]], Any]
+
+
+KINDS = {
+    **{kind: Kind(kind, partial(Sampled, kind)) for kind in ("transitions", "windows", "frames")},
+    "adding": Kind("adding", Stepped),
+    "whole": Kind("whole", Trajectories),
+    "saved": Kind("transitions", saved),
+    "never drawn": Kind("numbered", never_drawn),
+}
+
+
 class Child:
     """Carries out the orders of `run.py`."""
 
@@ -170,32 +190,24 @@ class Child:
         self.job: Any = None
 
     def answer(self, order: dict[str, Any]) -> dict[str, Any]:
-        kind, options = order["do"], order.get("options", {})
-        if kind == "version":
+        if order["do"] == "version":
             return {"version": self.module.version()}
-        if kind == "turn":
-            if hasattr(self.job.made if hasattr(self.job, "made") else self.job, "block"):
-                return dict(self.job.made.block(order["turn_s"]))
-            return block(self.job.step, order["turn_s"])
-        if kind == "end":
+        if order["do"] == "turn":
+            own = [one for one in (self.job, getattr(self.job, "made", None)) if hasattr(one, "block")]
+            return dict(own[0].block(order["turn_s"])) if own else block(self.job.step, order["turn_s"])
+        if order["do"] == "end":
             job, self.job = self.job, None
             if job is not None:
                 job.close()
             return {}
-        function = {"saved": "transitions", "never drawn": "numbered", "adding": "adding", "whole": "whole"}
-        if not hasattr(self.module, function.get(kind, kind)):
+        kind = KINDS[order["do"]]
+        if not hasattr(self.module, kind.function):
             raise NotOfferedError
-        if kind == "saved":
-            return saved(self.module, options)
-        if kind == "never drawn":
-            return never_drawn(self.module, options)
-        if kind == "adding":
-            self.job = Stepped(self.module, options)
-        elif kind == "whole":
-            self.job = Trajectories(self.module, options)
-        else:
-            self.job = Sampled(self.module, kind, options)
-        return {"bytes": self.job.bytes, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+        found = kind.make(self.module, order["options"])
+        if isinstance(found, dict):
+            return found
+        self.job = found
+        return {"bytes": found.bytes, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
 def main() -> None:
