@@ -41,6 +41,7 @@ class Sampled:
         batch, length = options["batch"], options.get("length", 1)
         self.fresh = work.fresh_priorities(batch) if options.get("prioritized") else None
         self.turn = 0
+        self.latest: Any = None
         for _ in range(CHECKED):
             found = self.made.sample()
             work.check(self.made.rows(found), batch, length, options["count"])
@@ -48,10 +49,10 @@ class Sampled:
                 self.made.update(found, self.fresh[0])
 
     def step(self) -> None:
-        found = self.made.sample()
+        self.latest = self.made.sample()  # a loop holds a batch until the next one is there
         if self.fresh is not None:
             self.turn += 1
-            self.made.update(found, self.fresh[self.turn % len(self.fresh)])
+            self.made.update(self.latest, self.fresh[self.turn % len(self.fresh)])
 
     def close(self) -> None:
         self.made.close()
@@ -64,7 +65,7 @@ class Stepped:
         self.beside = options.pop("beside")
         self.made: Adding = module.adding(**options)
         self.steps = work.environment_steps(options["num_envs"])
-        self.bytes = 0
+        self.bytes, self.latest = 0, None
         num_envs, capacity = options["num_envs"], options["capacity"]
         for _ in range(2 * work.LONGEST):
             self.made.add(next(self.steps))
@@ -77,7 +78,7 @@ class Stepped:
     def step(self) -> None:
         self.made.add(next(self.steps))
         if self.beside:
-            self.made.sample()
+            self.latest = self.made.sample()
 
     def close(self) -> None:
         self.made.close()

@@ -332,9 +332,19 @@ def test_shifts_and_gains(native: Ops, source: torch.dtype, target: torch.dtype)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 def test_row_sizes_and_odd_addresses(native: Ops, dtype: torch.dtype) -> None:
     window: dict[str, Any] = {"offset": -3, "length": 7, "pad": "edge", "mask": 0}
-    columns = [random_bits(dtype, NUM_ROWS, elements) for elements in (1, 2, 3, 11, 61, 7056)]
+    columns = [random_bits(dtype, NUM_ROWS, elements) for elements in (1, 2, 3, 11, 61, 7056, 7057)]
     columns.append(at_offset(random_bits(dtype, NUM_ROWS, 3), dtype.itemsize))
     check(native, [Field(column, **window) for column in columns], resolutions_of(33))
+
+
+@pytest.mark.parametrize("elements", [1, 3, 130])
+def test_batches_larger_than_a_cores_caches(native: Ops, elements: int) -> None:
+    """Long windows, most of which is padding by rows of any size."""
+    window: dict[str, Any] = {"length": 5000 // elements + 1, "pad": "edge"}
+    columns = [random_bits(torch.uint8, NUM_ROWS, elements) for _ in range(2)]
+    columns[1] = at_offset(columns[1], 1)
+    fields = [Field(column, offset=offset, **window) for column in columns for offset in (-30, -5)]
+    check(native, fields, resolutions_of(230))
 
 
 @pytest.mark.parametrize("target", [torch.float32, torch.bfloat16, torch.float64, torch.int32])

@@ -258,9 +258,21 @@ bool IsShort(const Field& field) {
          field.window.length * field.elements * field.to_bytes <= kMostBytes;
 }
 
+// Whether a field's runs are long and its batch larger than a core's own caches.
+bool IsStreamed(const Field& field, int64_t count) {
+  constexpr int64_t kLeastRun = 4096, kLeastBatch = 1 << 20;
+  const int64_t bytes = field.part.count * field.elements * field.to_bytes;
+  return IsCopy(field) && bytes >= kLeastRun && count * bytes >= kLeastBatch;
+}
+
 template <typename To, typename Rows>
 struct WindowsOf {
   static constexpr GatherFunction kFunction = &GatherRows<To, Rows>;
+};
+
+template <typename To, typename Rows>
+struct StreamsOf {
+  static constexpr GatherFunction kFunction = &GatherRows<To, StreamRows<To>>;
 };
 
 template <typename To, typename Rows>
@@ -268,8 +280,9 @@ struct StepsOf {
   static constexpr GatherFunction kFunction = &GatherSteps<To>;
 };
 
-GatherFunction FunctionFor(const Field& field) {
+GatherFunction FunctionFor(const Field& field, int64_t count) {
   if (IsComputed(field.source)) return &GatherComputed;
+  if (IsStreamed(field, count)) return CopyFunctionFor<StreamsOf, GatherFunction>(field);
   if (IsOneStep(field)) return CopyFunctionFor<StepsOf, GatherFunction>(field);
   return FunctionForTypes<WindowsOf, GatherFunction>(field);
 }
@@ -279,7 +292,7 @@ GatherFunction FunctionFor(const Field& field) {
 int64_t GatherShort(const Field& field, const Resolution* resolutions, const int64_t* n_steps,
                     int64_t begin, int64_t end, FirstRows* first_rows) {
   const int64_t* rows = first_rows->Of(field);
-  if (rows == nullptr) return FunctionFor(field)(field, resolutions, n_steps, begin, end);
+  if (rows == nullptr) return FunctionFor(field, end - begin)(field, resolutions, n_steps, begin, end);
   const int64_t length = field.window.length, row_bytes = field.elements * field.to_bytes;
   const int64_t count = end - begin;
   const auto copy = CopyOf(field, row_bytes, std::make_index_sequence<17>());
@@ -296,7 +309,9 @@ int64_t Gather(const Field* fields, int64_t num_fields, const Resolution* resolu
                const int64_t* n_steps, int64_t begin, int64_t end) {
   int64_t real = 0;
   for (const Field* field = fields; field < fields + num_fields; ++field)
-    if (!IsShort(*field)) real += FunctionFor(*field)(*field, resolutions, n_steps, begin, end);
+    if (!IsShort(*field))
+      real += FunctionFor(*field, end - begin)(*field, resolutions, n_steps, begin, end);
+  EndStreaming();
   for (int64_t first = begin; first < end; first += FirstRows::kMost) {
     const int64_t last = Min(first + FirstRows::kMost, end);
     FirstRows first_rows(resolutions, n_steps, first, last);

@@ -3,6 +3,9 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 #include "common/convert.h"
 #include "gather/gather.h"
@@ -36,11 +39,47 @@ void FillValue(To* to, int64_t count, double value) {
   for (int64_t i = 0; i < count; ++i) to[i] = x;
 }
 
+// Copies bytes past the caches where the machine can: a store that misses would first read its
+// line. EndStreaming comes before anyone reads them.
+inline void CopyStreaming(const char* from, char* to, int64_t bytes) {
+#if defined(__SSE2__)
+  constexpr int64_t kLine = 64, kUnit = sizeof(__m128i), kAhead = 1024;
+  const int64_t head = Min(-reinterpret_cast<intptr_t>(to) & (kLine - 1), bytes);
+  std::memcpy(to, from, static_cast<size_t>(head));
+  int64_t at = head;
+  for (; at + kLine <= bytes; at += kLine) {
+    __builtin_prefetch(from + Min(at + kAhead, bytes - 1));
+    __m128i line[kLine / kUnit];
+    std::memcpy(line, from + at, kLine);
+    for (int64_t i = 0; i < kLine / kUnit; ++i)
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to + at) + i, line[i]);
+  }
+  std::memcpy(to + at, from + at, static_cast<size_t>(bytes - at));
+#else
+  std::memcpy(to, from, static_cast<size_t>(bytes));
+#endif
+}
+
+inline void EndStreaming() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
 // Copies whole rows unchanged.
 template <typename Unit>
 struct CopyRows {
   static void Run(const void* from, void* to, int64_t rows, const Field& field) {
     std::memcpy(to, from, static_cast<size_t>(rows * field.elements * field.to_bytes));
+  }
+};
+
+// The same past the caches.
+template <typename Unit>
+struct StreamRows {
+  static void Run(const void* from, void* to, int64_t rows, const Field& field) {
+    CopyStreaming(static_cast<const char*>(from), static_cast<char*>(to),
+                  rows * field.elements * field.to_bytes);
   }
 };
 
