@@ -143,12 +143,12 @@ def partial_of(folder: Path, table: str) -> Path:
     return folder / f"{table}.partial"
 
 
-def complete(part: Path, manifest: Mapping[str, Any]) -> str:
+def complete(part: Path, manifest: Mapping[str, Any], digests: Mapping[str, str]) -> str:
     """Write the manifest of complete files, with their checksums, and fsync all; return its SHA-256.
 
-    `part` is the folder of a table or of a shard of it.
+    `part` is the folder of a table or of a shard of it; `digests` are the checksums that are known.
     """
-    files = {path.name: sha256(path) for path in sorted(part.iterdir())}
+    files = {path.name: digests.get(path.name) or sha256(path) for path in sorted(part.iterdir())}
     content = json.dumps({**manifest, "files": files}, indent=1).encode()
     (part / MANIFEST).write_bytes(content)
     for path in part.iterdir():

@@ -11,6 +11,8 @@ that of a table in one store. Shards are loaded into any number of nodes (`resha
 
 from __future__ import annotations
 
+import hashlib
+import io
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -46,6 +48,7 @@ from deepspeed_gear.store.table import Table
 
 T = TypeVar("T")
 FORMAT = 3
+_BLOCK_BYTES = 1 << 20
 
 
 # ---- saving --------------------------------------------------------------------------------------
@@ -73,9 +76,10 @@ def save_table(
     for stream in streams:
         is_saved[stream.state.skipped_slots] = True
     slots = np.nonzero(is_saved)[0]
+    digests: dict[str, str] = {}
     with nullcontext() if table.groups is None else table.groups.kept():
         if spec.dataset is None:
-            _save_rows(table, slots, to)
+            digests = _save_rows(table, slots, to)
             if shard is not None:  # priority updates and selections refer to slots of the store
                 np.save(to / "numbers.npy", slots)
         for stream in streams:
@@ -91,10 +95,11 @@ def save_table(
             "save": save_id,
             **({} if shard is None else {"shard": asdict(shard)}),
         }
-        return {name: save_folders.complete(to, manifest)}
+        return {name: save_folders.complete(to, manifest, digests)}
 
 
-def _save_rows(table: Table, slots: np.ndarray, folder: Path) -> None:
+def _save_rows(table: Table, slots: np.ndarray, folder: Path) -> dict[str, str]:
+    """Write slots, groups and rows; return the SHA-256 of the files of columns."""
     records = table.slots[slots]
     skipped = ~np.isin(records[:, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED))
     records[skipped, Slot.STATE] = SlotState.FREE
@@ -105,19 +110,35 @@ def _save_rows(table: Table, slots: np.ndarray, folder: Path) -> None:
         np.save(folder / "groups.npy", table.groups.export(slots))
         np.save(folder / "group_counts.npy", table.groups.counts)
         np.save(folder / "consumed_groups.npy", table.groups.consumed)
-    extents = records[in_rows(records)][:, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist()
+    extents = records[in_rows(records)][:, [Slot.FIRST_ROW, Slot.NUM_ROWS]]
+    ends, starts = extents.sum(1), extents[:, 0]
+    begins = np.append(True, starts[1:] != ends[:-1])[: len(extents)]  # a run of extents without gaps
+    runs = np.stack([starts[begins], ends[np.roll(begins, -1)]], 1).tolist()
+    digests = {}
     for column in table.spec.schema:
-        data, path = table.columns[column.name], folder / file_of(column.name)
-        shape = (int(records[:, Slot.NUM_ROWS].sum()), *column.shape)
-        if column.rows == "1" or shape[0] == 0:  # no bytes can be mapped
-            np.save(path, data[slots] if column.rows == "1" else np.empty(shape, column.numpy_dtype))
-            continue
-        out = np.lib.format.open_memmap(path, mode="w+", dtype=column.numpy_dtype, shape=shape)
-        at = 0
-        for first, count in extents:
-            out[at : at + count] = data[first : first + count]
-            at += count
-        out.flush()
+        data, name = table.columns[column.name], file_of(column.name)
+        parts = [data[slots]] if column.rows == "1" else [data[first:end] for first, end in runs]
+        digests[name] = _write_array(folder / name, column.numpy_dtype, column.shape, parts)
+    return digests
+
+
+def _write_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], parts: list[np.ndarray]) -> str:
+    """Write parts as one NumPy file, hashed block by block while they are cached; return its SHA-256."""
+    digest, header = hashlib.sha256(), io.BytesIO()
+    described = np.lib.format.dtype_to_descr(dtype)
+    rows = sum(len(part) for part in parts)
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": described, "fortran_order": False, "shape": (rows, *shape)}
+    )
+    with path.open("wb", buffering=0) as file:
+        for part in (np.frombuffer(header.getvalue(), np.uint8), *parts):
+            payload = memoryview(part.reshape(-1).view(np.uint8).data)
+            for at in range(0, len(payload), _BLOCK_BYTES):
+                block = payload[at : at + _BLOCK_BYTES]
+                digest.update(block)
+                while block:  # a raw file may take less than it is given
+                    block = block[file.write(block) or 0 :]
+    return digest.hexdigest()
 
 
 # ---- loading -------------------------------------------------------------------------------------

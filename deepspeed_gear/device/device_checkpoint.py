@@ -82,7 +82,7 @@ def save(plan: Resolved, tables: Tables, folder: Path, kept: save_folders.State 
             part.mkdir()
             torch.save(saved_content(plan, name, table), part / CONTENT)
             manifest = {"format": FORMAT, "save": save_id, "replicas": plan.info.data_world}
-            digest = save_folders.complete(part, manifest)
+            digest = save_folders.complete(part, manifest, {})
             written[name] = {f"{part.name}/{save_folders.MANIFEST}": digest}
         return written
 

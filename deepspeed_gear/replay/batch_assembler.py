@@ -61,6 +61,7 @@ class BatchAssembler:
         self._valid = torch.ones(info.micro, dtype=torch.bool)
         self._no_epoch = torch.zeros(info.micro, dtype=torch.int64)
         self._train, self._relabelling = train, relabelling
+        self._relabels = config.hindsight is not None
         self._burn_in = BurnIn.of(config.burn_in, plan.fields, needs.fields)
         #: To a device, by its kernels; None where the host gathers batches in place.
         self.transfer: DeviceTransfer | None = None
@@ -70,14 +71,14 @@ class BatchAssembler:
             own = config.transfer, config.backend
             self.transfer = DeviceTransfer(*own, needs, tables, device, info.micro, keep, self._options)
         self._stays_on_host = device.type == "cpu" and self.transfer is None and not relabelling.has_reward
-        self._collectors = {stream: self._gatherer(stream) for stream in train}
+        self._gatherers = {stream: self._gatherer(stream) for stream in train}
         specs = [stream.table.spec for stream in train]
         self._mapped = [s.dataset.files for s in specs if s.dataset is not None and not s.in_memory]
 
     @property
     def counters(self) -> torch.Tensor:
         """Totals of real rows, all rows and bytes gathered for the training stream. [3], int64."""
-        return torch.stack([self._collectors[stream].totals() for stream in self._train]).sum(0)
+        return torch.stack([self._gatherers[stream].totals() for stream in self._train]).sum(0)
 
     def assemble(
         self,
@@ -101,31 +102,37 @@ class BatchAssembler:
             files.check_at_times()
         if self.transfer is not None:
             self._releases.settle()
-        parts = []
-        for stream, own in taken:
-            if stream not in self._collectors:
-                self._collectors[stream] = self._gatherer(stream)
-            goals = self._relabelling.draw(stream.spec.key, own.records)
-            parts.append((self._collectors[stream], own.records, goals))
-        stream, own = taken[0]
-        gatherer, records, goals = parts[0]
-        valid, opaque = self._valid, self._opaque(taken) if self._needs.opaque else None
+        opaque = self._opaque(taken) if self._needs.opaque else None
         if shares is None:
+            ((stream, own),) = taken
+            gatherer, records = self._gatherers.get(stream) or self._added(stream), own.records
+            goals = self._relabelling.draw(stream.spec.key, records) if self._relabels else None
             tensors, mask = gatherer.gather(records, goals)
-            if pass_size is not None:
-                valid = records[:, Resolution.SAMPLE_NUMBER] < pass_size
-            unit, total = stream.state.has_unit_masses, own.head[Head.TOTAL]
-            epochs = self._no_epoch if own.epochs is None else own.epochs
-            rest = (goals, self._burn_in, own.origins, part, num_parts, opaque)
-            samples = BatchSamples(records, valid, unit, total, epochs, own.weights, None, None, *rest)
+            samples = BatchSamples(
+                records=records,
+                valid=self._valid if pass_size is None else records[:, Resolution.SAMPLE_NUMBER] < pass_size,
+                step_items=stream.state.has_unit_masses,
+                total=own.head[Head.TOTAL],
+                epoch=self._no_epoch if own.epochs is None else own.epochs,
+                is_weight=own.weights,
+                goal_step=goals,
+                burn_in=self._burn_in,
+                origin=own.origins,
+                first_index=part,
+                index_step=num_parts,
+                opaque=opaque,
+            )
         else:
-            tensors, mask = gatherer.gather_from(parts)
             every = [own for _, own in taken]
+            relabelled = [self._relabelling.draw(stream.spec.key, own.records) for stream, own in taken]
+            gatherers = [self._gatherers[stream] for stream, _ in taken]
+            gatherer, given = gatherers[0], [own.records for own in every]
+            tensors, mask = gatherer.gather_from(list(zip(gatherers, given, relabelled, strict=True)))
             is_spread = any(own.origins is not None for own in every)
             slots = [own.records[:, Resolution.SLOT] if own.origins is None else own.origins for own in every]
             samples = BatchSamples(
-                records=torch.cat([own.records for own in every]),
-                valid=valid,
+                records=torch.cat(given),
+                valid=self._valid,
                 step_items=False,
                 total=0,
                 epoch=torch.cat([own.epochs for own in every if own.epochs is not None]),
@@ -134,7 +141,7 @@ class BatchAssembler:
                 probability=torch.cat(
                     [_probability(*one) * share for one, share in zip(taken, shares, strict=True)]
                 ),
-                goal_step=self._relabelling.together([goals for _, _, goals in parts]),
+                goal_step=self._relabelling.together(relabelled),
                 burn_in=self._burn_in,
                 origin=torch.cat(slots) if is_spread else None,
                 first_index=part,
@@ -161,7 +168,7 @@ class BatchAssembler:
     def release(self, stream: BatchStream, key: int) -> None:
         """Release a selection that this rank has gathered, once the device has read its rows."""
         if self.transfer is not None:
-            gatherer = self._collectors[stream]
+            gatherer = self._gatherers[stream]
             if isinstance(gatherer, DeviceGatherer) and gatherer.reads_in_place:
                 self._releases.hold(self.transfer.lane.record(), stream.release, key)
                 return
@@ -209,6 +216,10 @@ class BatchAssembler:
             values = [read_opaque(stream.table, field.column, own.records) for stream, own in taken]
             found[field.name] = list(chain.from_iterable(values))
         return found
+
+    def _added(self, stream: BatchStream) -> Gatherer:
+        """Make the gatherer of a stream that is no training stream."""
+        return self._gatherers.setdefault(stream, self._gatherer(stream))
 
     def _gatherer(self, stream: BatchStream) -> Gatherer:
         info, ahead = self._info, self._config.prefetch * self._info.accumulation

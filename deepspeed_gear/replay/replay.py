@@ -93,7 +93,7 @@ class Replay(ReplayBase):
         self.schemas, self.fields = plan.schemas, plan.fields
         parts = self._parts = ReplayParts(plan, None if info is None else turns, engine_dtype, to)
         self.tables, self._place = parts.tables, plan.topology.place
-        self._inserters: dict[str, Inserter] = {}
+        self._inserters: dict[str | None, Inserter] = {}  # by the names that calls give; None: as `store`
         self._around = id(sys.exc_info()[1])  # an error that is handled around this replay does not end it
         self._dependents: weakref.WeakSet[Any] = weakref.WeakSet()
         self._writers: weakref.WeakSet[TrajectoryWriter] = weakref.WeakSet()
@@ -126,13 +126,16 @@ class Replay(ReplayBase):
         return list(self._parts.streams[table.spec.name].values())
 
     def _inserter(self, table: str | None) -> Inserter:
-        target = self.store(table)
-        name = target.spec.name
-        if name not in self._inserters:
-            max_length = self.config.resolved_tables[name].max_length
-            context, streams = self._parts.context, self._streams(target)
-            self._inserters[name] = table_access.inserter_of(target, streams, max_length, context)
-        return self._inserters[name]
+        self._check_open()
+        if table not in self._inserters:
+            target = self.store(table)
+            name = target.spec.name
+            if name not in self._inserters:
+                max_length = self.config.resolved_tables[name].max_length
+                context, streams = self._parts.context, self._streams(target)
+                self._inserters[name] = table_access.inserter_of(target, streams, max_length, context)
+            self._inserters[table] = self._inserters[name]
+        return self._inserters[table]
 
     def _set_transform(self, transform: Transform | None) -> None:
         super()._set_transform(transform)

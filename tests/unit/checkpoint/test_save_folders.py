@@ -98,7 +98,7 @@ def save(folder: Path, kept: State | None) -> State:
                 part.mkdir(exist_ok=True)
                 (part / "rows").write_text(save_id + table + name)
                 path = str(Path(name) / save_folders.MANIFEST)
-                tables.setdefault(table, {})[path] = save_folders.complete(part, {"save": save_id})
+                tables.setdefault(table, {})[path] = save_folders.complete(part, {"save": save_id}, {})
         return tables
 
     state = save_folders.write_save(
