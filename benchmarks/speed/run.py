@@ -87,6 +87,7 @@ class Child:
             "JAX_PLATFORMS": "cpu",
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # a package that pip installs has its byte code
         self._process = subprocess.Popen(
             [str(python), "-m", "speed.child", name, str(core)],
             env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
