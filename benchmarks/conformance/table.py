@@ -18,10 +18,17 @@ from support.report import Disturbance, document, write_json
 from peers.environments import PEERS, ROOT, python_of
 
 from conformance.check import CASES
-from conformance.run import CASE_S
+from conformance.run import CASE_S, LATE
 
 BEGIN, END = "<!-- the table of results/conformance.json -->\n", "<!-- end of the table -->\n"
-MARKS = {"right": "right", "wrong": "**wrong**", "refused": "refused", "not offered": "-", "absent": ""}
+MARKS = {
+    "right": "right",
+    "wrong": "**wrong**",
+    "refused": "refused",
+    "late": LATE,
+    "not offered": "-",
+    "absent": "",
+}
 
 
 def run_system(module: str, python: Path | str) -> dict[str, dict[str, Any]]:
@@ -43,13 +50,10 @@ def run_system(module: str, python: Path | str) -> dict[str, dict[str, Any]]:
         running = _read(process, found) or left[0]
         if running in found:
             continue
+        ended = process.poll()
         process.kill()
-        how = (
-            f"no answer in {CASE_S} s"
-            if process.wait() < 0
-            else f"the process ended with {process.returncode}"
-        )
-        found[running] = {"case": running, "kind": "wrong", "text": how}
+        how = ("late", LATE) if ended is None else ("wrong", f"the process ended with {ended}")
+        found[running] = {"case": running, "kind": how[0], "text": how[1]}
     return found
 
 
@@ -90,7 +94,7 @@ def report(name: str, version: str | None, cases: dict[str, dict[str, Any]]) -> 
     counts = Counter(one["kind"] for one in cases.values())
     print(f"{name} {version}: " + ", ".join(f"{count} {kind}" for kind, count in counts.items()), flush=True)
     for one in cases.values():
-        if one["kind"] in ("wrong", "refused"):
+        if one["kind"] in ("wrong", "refused", "late"):
             print(f"  {one['kind']}: {one['case']}: {one['text']}", flush=True)
     return [
         {"system": name, "version": version, "case": one["case"], "kind": one["kind"], "text": one["text"]}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Iterator
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import reverb
+import tensorflow as tf
 
 from peers.interface import (
     Array,
@@ -26,73 +27,104 @@ from peers.interface import (
 TABLE = "main"
 
 
-def _serve(capacity: int, alpha: float | None, folder: str | None = None) -> tuple[Any, Any]:
-    sampler = reverb.selectors.Uniform() if alpha is None else reverb.selectors.Prioritized(alpha)
-    table = reverb.Table(TABLE, sampler, reverb.selectors.Fifo(), capacity, reverb.rate_limiters.MinSize(1))
-    checkpointer = None if folder is None else reverb.checkpointers.DefaultCheckpointer(folder)
-    server = reverb.Server([table], port=None, checkpointer=checkpointer)
-    return server, reverb.Client(f"localhost:{server.port}")
+WAIT_MS = 1000  # an empty table makes a reader wait; here no longer than this
+
+
+class Reader:
+    """A table and its `TrajectoryDataset`; another iterator after each change, as iterators read ahead."""
+
+    def __init__(self, capacity: int, alpha: float | None, batch: int, shapes: list[list[int]]) -> None:
+        sampler = reverb.selectors.Uniform() if alpha is None else reverb.selectors.Prioritized(alpha)
+        limiter = reverb.rate_limiters.MinSize(1)
+        signature = tuple(tf.TensorSpec(shape, tf.float32) for shape in shapes)
+        table = reverb.Table(TABLE, sampler, reverb.selectors.Fifo(), capacity, limiter, signature=signature)
+        self.server = reverb.Server([table], port=None)
+        self.client = reverb.Client(f"localhost:{self.server.port}")
+        self._batches = reverb.TrajectoryDataset.from_table_signature(
+            self.client.server_address,
+            TABLE,
+            max_in_flight_samples_per_worker=batch,
+            num_workers_per_iterator=1,
+            rate_limiter_timeout_ms=WAIT_MS,
+        ).batch(batch)
+        self._iterator: Iterator[Any] | None = None
+
+    def next(self) -> Any:
+        """Return a batch of what is in the table now."""
+        if self._iterator is None:
+            self._iterator = iter(self._batches)
+        for found in self._iterator:
+            return found
+        self._iterator = None
+        raise TimeoutError(f"the table has had no item for {WAIT_MS} ms")
+
+    def changed(self) -> None:
+        self._iterator = None
+
+    def close(self) -> None:
+        self._iterator = None
+        self.server.stop()
 
 
 class ReverbSteps(StepBuffer):
     def __init__(self, need: Steps) -> None:
         if need.n_step > 1 or need.normalize == "table":
             raise NotOfferedError
-        self._need, self._alpha = need, need.alpha if need.prioritized else None
-        self._server, self._client = _serve(need.capacity, self._alpha)
+        self._need = need
+        self._reader = Reader(need.capacity, need.alpha if need.prioritized else None, need.batch, [[1]] * 4)
+        self._writer = self._reader.client.trajectory_writer(num_keep_alive_refs=1)
 
     def add(self, moment: Moment) -> None:
-        columns = (moment.obs, moment.next_obs, moment.reward, moment.terminated)
+        columns = (moment.obs, moment.next_obs, moment.reward, moment.terminated.astype(np.float32))
         for row in zip(*columns, strict=True):
-            self._client.insert(list(row), priorities={TABLE: 1.0})
+            self._writer.append(row)
+            self._writer.create_item(TABLE, 1.0, tuple(column[-1:] for column in self._writer.history))
+        self._writer.flush()
+        self._reader.changed()
 
     def sample(self) -> Sampled:
-        need = self._need
-        found = [sample[0] for sample in self._client.sample(TABLE, num_samples=need.batch)]
-        obs, next_obs, reward, terminated = (np.array([one.data[k] for one in found]) for k in range(4))
-        chance = np.array([one.info.probability * one.info.table_size for one in found])
-        weight = chance**-need.beta
-        keys = [one.info.key for one in found]
+        need, found = self._need, self._reader.next()
+        obs, next_obs, reward, terminated = (column.numpy()[:, 0] for column in found.data)
+        weight = (found.info.probability.numpy() * found.info.table_size.numpy()) ** -need.beta
+        keys = found.info.key.numpy().tolist()
         return Sampled(obs, next_obs, reward, need.gamma * (1 - terminated), weight / weight.max(), keys)
 
     def update(self, sampled: Sampled, priorities: Array) -> None:
         reported = dict(zip(sampled.handle, priorities.tolist(), strict=True))
-        self._client.mutate_priorities(TABLE, updates=reported)
+        self._reader.client.mutate_priorities(TABLE, updates=reported)
+        self._reader.changed()
 
     def __len__(self) -> int:
-        return int(self._client.server_info()[TABLE].current_size)
-
-    def save(self, folder: Path) -> None:
-        self.close()
-        raise NotOfferedError
+        return int(self._reader.client.server_info()[TABLE].current_size)
 
     def close(self) -> None:
-        self._server.stop()
+        self._writer.close()
+        self._reader.close()
 
 
 class ReverbWindows(WindowBuffer):
     def __init__(self, need: Windows) -> None:
         if not need.whole:
             raise NotOfferedError
-        self._need = need
-        self._server, self._client = _serve(need.capacity, None)
+        self._length = need.length
+        self._reader = Reader(need.capacity, None, need.batch, [[need.length]])
 
     def add(self, obs: Array) -> None:
-        length = self._need.length
-        with self._client.trajectory_writer(num_keep_alive_refs=length) as writer:
+        length = self._length
+        with self._reader.client.trajectory_writer(num_keep_alive_refs=length) as writer:
             for number, value in enumerate(obs):
-                writer.append({"obs": value})
+                writer.append((value,))
                 if number + 1 >= length:
-                    writer.create_item(TABLE, 1.0, {"obs": writer.history["obs"][-length:]})
+                    writer.create_item(TABLE, 1.0, (writer.history[0][-length:],))
             writer.end_episode()
+        self._reader.changed()
 
     def sample(self) -> Window:
-        found = self._client.sample(TABLE, num_samples=self._need.batch, emit_timesteps=False)
-        obs = np.stack([one.data[0] for one in found])
+        obs = self._reader.next().data[0].numpy()
         return Window(obs, np.ones(obs.shape, bool))
 
     def close(self) -> None:
-        self._server.stop()
+        self._reader.close()
 
 
 def _draw(port: int, batches: int, results: Any) -> None:
@@ -114,18 +146,19 @@ class Reverb(System):
         return ReverbWindows(need)
 
     def shared(self, priorities: Array, processes: int, batches: int) -> list[Array]:
-        server, client = _serve(len(priorities), 1.0)
+        reader = Reader(len(priorities), 1.0, 64, [[]])
         for number, priority in enumerate(priorities.tolist()):
-            client.insert([np.float32(number)], priorities={TABLE: priority})
-        context = multiprocessing.get_context("spawn")
+            reader.client.insert((np.float32(number),), priorities={TABLE: priority})
+        port, context = reader.server.port, multiprocessing.get_context("spawn")
         results: Any = context.Queue()
         workers = [
-            context.Process(target=_draw, args=(server.port, batches, results)) for _ in range(processes)
+            context.Process(target=_draw, args=(reader.server.port, batches, results))
+            for _ in range(processes)
         ]
         for worker in workers:
             worker.start()
         found = [results.get(timeout=100) for _ in workers]
-        server.stop()
+        reader.close()
         return found
 
 
