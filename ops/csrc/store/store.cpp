@@ -407,6 +407,15 @@ void WriteSteps(Store& store, int64_t slot, const Staged& staged, int64_t first,
 
 }  // namespace
 
+void PrefetchSteps(const Store& store, const Growing& growing) {
+  if (growing.slot < 0) return;
+  const int64_t row = store.slots[growing.slot].first_row + growing.published;
+  for (const ColumnOf& column : store.columns) {
+    if (column.rows != kPerTrajectory)
+      __builtin_prefetch(column.base + (row + column.rows) * column.row_bytes, 1);
+  }
+}
+
 bool Grow(Store& store, const Staged& staged, Growing& growing, int64_t most_steps) {
   const int64_t num_steps = staged.num_steps - growing.first, more = num_steps - growing.published;
   if (!Stands(store, growing)) return false;

@@ -178,6 +178,9 @@ struct Staged {
   int64_t env;  // row of its values per trajectory
 };
 
+// Starts the loads of the rows that a trajectory's next step is written to.
+void PrefetchSteps(const Store& store, const Growing& growing);
+
 // ---- with the lock held; the same in plain Python: deepspeed_gear/writer/partial_publish.py
 // Publishes the new steps of a trajectory that is published already. False, and nothing has
 // changed: its slot was evicted, it has more than `most_steps`, or the rate limiter holds it back.

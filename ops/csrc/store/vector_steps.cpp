@@ -183,9 +183,11 @@ Staged VectorSteps::StagedOf(int64_t env, int64_t num_steps) const {
 // Publishes the steps of all open trajectories, first of those that are published already, as
 // Python does. False: some are left.
 bool VectorSteps::PublishHeld() {
+  constexpr int64_t kAhead = 4;  // environments whose rows are requested before their turn
   bool left = false;
   for (const bool begins : {false, true}) {
     for (int64_t i = 0; i < num_envs; ++i) {
+      if (i + kAhead < num_envs) PrefetchSteps(*store, growing[i + kAhead]);
       const int64_t num_steps = waits[i] ? 0 : next[i] - first[i] - 1;
       Growing& one = growing[i];
       if (num_steps <= one.first || (one.slot < 0) != begins) continue;
