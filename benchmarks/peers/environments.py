@@ -20,6 +20,7 @@ class Peer(NamedTuple):
     packages: tuple[str, ...]
     needs_torch: bool = False
     newest: tuple[int, int] = (3, 99)
+    has_cases: bool = True  # of `conformance/`
 
 
 PEERS = (
@@ -29,6 +30,7 @@ PEERS = (
     Peer("flashbax", "flashbax", ("flashbax>=0.1.3", "jax")),
     Peer("sb3", "Stable-Baselines3", ("stable-baselines3>=2.7",), needs_torch=True),
     Peer("tianshou", "Tianshou", ("tianshou>=2",), needs_torch=True),
+    Peer("tq", "TransferQueue", ("TransferQueue>=0.1.11",), needs_torch=True, has_cases=False),
 )
 
 

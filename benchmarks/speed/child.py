@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from speed import work
+from speed.rollouts import RolloutJob
 from speed.work import Adding, Batches, NotOfferedError
 
 CHECKED = 5  # batches that are compared with the data before the first turn
@@ -178,6 +179,7 @@ KINDS = {
     **{kind: Kind(kind, partial(Sampled, kind)) for kind in ("transitions", "windows", "frames")},
     "adding": Kind("adding", Stepped),
     "whole": Kind("whole", Trajectories),
+    "rollouts": Kind("rollouts", RolloutJob),
     "saved": Kind("transitions", saved),
     "never drawn": Kind("numbered", never_drawn),
 }

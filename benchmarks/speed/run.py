@@ -28,6 +28,7 @@ import numpy as np
 from support.report import Disturbance, document, print_table, write_json
 from peers.environments import PEERS, ROOT, python_of
 
+from speed.rollouts import PARTS
 from speed.table import write
 
 OWN = ("gear", "limit", "numpy_ring")  # they run in this project's environment
@@ -65,12 +66,15 @@ def plan(quick: bool) -> list[Work]:
         Work("4 stacked frames, B = 256", "frames", {"count": num_frames, "batch": 256, "length": 4})
     )
     found += [
-        Work(f"a step of {num_envs} environments" + ", and a batch of 256" * beside, "adding",
-             {"num_envs": num_envs, "capacity": capacity // 64 * 64, "beside": beside})
+        Work(f"a step of {num_envs} environment{'s' * (num_envs > 1)}" + ", and a batch of 256" * beside,
+             "adding", {"num_envs": num_envs, "capacity": capacity // 64 * 64, "beside": beside})
         for beside in (False, True)
         for num_envs in (1, 8, 64)
     ]  # fmt: skip
     found.append(Work("a whole trajectory of 1,000", "whole", {"capacity": capacity}))
+    groups = 64 if quick else 1024
+    title = f"a step of {groups // 8} of {groups:,} groups of 8 responses"
+    found.append(Work(title, "rollouts", {"groups": groups, "step": groups // 8}))
     return found
 
 
@@ -180,6 +184,10 @@ def in_turns(systems: Systems, work: Work, turns: int, turn_s: float) -> Iterato
         if "gear" in times and not any("left out" in answer for answer in times["gear"]):
             ours = np.array([answer["us"] for answer in times["gear"]])
             row["x_gear"] = round(float(np.median(us / ours)), 3)
+        if work.do == "rollouts":
+            parts = {part: [answer["parts"][part] for answer in times[name]] for part in PARTS}
+            row["parts_ms"] = {part: round(1e3 * float(np.median(s)), 1) for part, s in parts.items()}
+            row["tokens_s"] = round(times[name][0]["tokens"] / middle * 1e6)
         if work.do == "transitions":
             row["bytes_per_transition"] = round(held[name], 1)
         yield row

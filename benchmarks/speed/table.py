@@ -1,4 +1,7 @@
-"""The tables of docs/comparison.md, from results/peers.json."""
+"""The tables of docs/comparison.md, from results/peers.json.
+
+PYTHONPATH=benchmarks python -m speed.table        writes them
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from peers.environments import PEERS, ROOT
+
+from speed.rollouts import PARTS
 
 BEGIN, END = "<!-- the tables of results/peers.json -->\n", "<!-- end of the tables -->\n"
 NAMES = {
@@ -42,6 +47,13 @@ def _matrix(rows: list[Row], systems: list[str], key: str, text: str) -> Iterato
     yield from _lines(head, [[row[0], *(c for c, u in zip(row[1:], used, strict=True) if u)] for row in body])
 
 
+def _rollouts(rows: list[Row], systems: list[str]) -> Iterator[str]:
+    if any("parts_ms" in row for row in rows):
+        yield "\nMilliseconds to add, select, pack, fill, and pack again with what was filled; tokens/s.\n\n"
+        parts = ", ".join(f"{{parts_ms[{part}]:,.0f}}" for part in PARTS)
+        yield from _matrix(rows, systems, "parts_ms", parts + "; {tokens_s:,}")
+
+
 def tables(content: Row) -> str:
     """Return the tables of a result file."""
     rows, machine = content["rows"], content["machine"]
@@ -55,11 +67,12 @@ def tables(content: Row) -> str:
         f"{machine['cpu']}, {machine['cores']} cores, one of them used; commit {content['commit'][:12]}; "
         f"bash benchmarks/peers.sh.\n{versions}.\n\n",
         "Microseconds of one batch, or of one step that is added: median of the turns.\n\n",
-        *_matrix(rows, systems, "us", "{us:,.0f}"),
+        *_matrix([row for row in rows if "parts_ms" not in row], systems, "us", "{us:,.0f}"),
         "\nBytes of memory that a process holds more after 1,000,000 transitions of 105 bytes, for each.\n\n",
         *_matrix(filled, systems, "bytes_per_transition", "{bytes_per_transition:.0f}"),
         "\nSeconds from the start of a process until its first batch of 100,000 transitions.\n\n",
         *_matrix(rows, systems, "s", "{s:.1f}"),
+        *_rollouts(rows, systems),
         "\nSeconds to save and to restore, and the bytes that were written.\n\n",
         *_matrix(rows, systems, "save_s", "{save_s:.2f}, {load_s:.2f}, {bytes:,}"),
         "\nThe share of equal items that was never drawn in as many draws; 0.3679 is right.\n\n",
@@ -75,6 +88,11 @@ def tables(content: Row) -> str:
 
 def write(result: Path) -> None:
     """Write the tables of a result file into the page."""
+    content = json.loads(result.read_text())
     page = ROOT / "docs" / "comparison.md"
     head, rest = page.read_text().split(BEGIN)
-    page.write_text(head + BEGIN + tables(json.loads(result.read_text())) + END + rest.split(END)[1])
+    page.write_text(head + BEGIN + tables(content) + END + rest.split(END)[1])
+
+
+if __name__ == "__main__":
+    write(ROOT / "benchmarks" / "results" / "peers.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 from pathlib import Path
 from types import ModuleType
@@ -57,3 +58,51 @@ def test_tables_have_a_column_for_each_system_that_was_timed(
     assert "|  | deepspeed_gear | TorchRL |" in text
     assert "| windows | 5 | 1,234 |" in text
     assert "- Reverb, windows: took over 240 s" in text
+
+
+def test_the_page_is_that_of_the_results(work: ModuleType, checkout: Path) -> None:
+    """`python -m speed.table` writes it anew."""
+    table = importlib.import_module("speed.table")
+    content = json.loads((checkout / "benchmarks" / "results" / "peers.json").read_text())
+    assert (
+        table.BEGIN + table.tables(content) + table.END in (checkout / "docs" / "comparison.md").read_text()
+    )
+
+
+@pytest.mark.parametrize("name", ["gear", "numpy_ring"])
+def test_rollouts_of_this_project_are_right(work: ModuleType, name: str) -> None:
+    """Building the job compares two steps with the data."""
+    rollouts = importlib.import_module("speed.rollouts")
+    job = rollouts.RolloutJob(importlib.import_module(f"speed.systems.{name}"), {"groups": 8, "step": 2})
+    answer = job.block(0)
+    job.close()
+    assert list(answer["parts"]) == list(rollouts.PARTS)
+    assert answer["us"] > 0
+
+
+def test_rollouts_of_other_tokens_are_found(work: ModuleType) -> None:
+    rollouts = importlib.import_module("speed.rollouts")
+    data = rollouts.Data(2)
+    step = [_micro(rollouts, data, responses) for responses in (range(8), range(8, 16))]
+    data.check(step, 2)
+    wrong = {
+        "not whole": [_micro(rollouts, data, responses) for responses in (range(7), range(8, 16))],
+        "come twice": [step[0], step[1]._replace(tokens=np.append(step[1].tokens, 5))],
+        "rewards of others": [step[0]._replace(reward=step[0].reward[::-1]), step[1]],
+        "loss mask of other": [step[0]._replace(loss_mask=~step[0].loss_mask), step[1]],
+        "values are lost": [step[0]._replace(of=step[0].of[:-1]), step[1]],
+        "filled values of other": [step[0]._replace(ref_logp=np.roll(step[0].ref_logp, 1)), step[1]],
+    }
+    for text, found in wrong.items():
+        with pytest.raises(AssertionError, match=text):
+            data.check(found, 2)
+
+
+def _micro(rollouts: ModuleType, data: Any, responses: range) -> Any:
+    """Return the micro batch of some responses."""
+    rows = [data.groups[at // 8][at % 8] for at in responses]
+    columns = {name: np.concatenate([row[name] for row in rows]) for name in ("tokens", "loss_mask", "logp")}
+    rewards = np.array([row["reward"] for row in rows])
+    of = columns["tokens"].astype(np.int64)
+    first = data.begins[responses.start : responses.stop]
+    return rollouts.Micro(of, first, rewards, of, columns["loss_mask"], columns["logp"], 2 * columns["logp"])

@@ -12,6 +12,7 @@ from gymnasium.spaces import Box
 
 from deepspeed_gear import Replay, TransitionBuffer, __version__
 from speed import work
+from speed.systems.gear_rollouts import GearRollouts
 from speed.work import Adding, Array, Batches, Rows
 
 COLUMNS = {
@@ -130,6 +131,7 @@ class GearAdding(Adding):
 
 
 adding = GearAdding
+rollouts = GearRollouts
 
 
 def whole(capacity: int) -> tuple[Callable[[Rows], Any], Callable[[], None]]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from speed import work
+from speed.systems.numpy_rollouts import NumpyRollouts
 from speed.work import Adding, Array, Batches, NotOfferedError, Rows
 
 
@@ -82,6 +83,7 @@ class NumpyAdding(Adding):
 
 
 adding = NumpyAdding
+rollouts = NumpyRollouts
 
 
 def whole(capacity: int) -> tuple[Callable[[Rows], None], Callable[[], None]]:
