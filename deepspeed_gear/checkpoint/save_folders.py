@@ -152,7 +152,8 @@ def complete(part: Path, manifest: Mapping[str, Any], digests: Mapping[str, str]
     content = json.dumps({**manifest, "files": files}, indent=1).encode()
     (part / MANIFEST).write_bytes(content)
     for path in part.iterdir():
-        _sync(path)
+        if path.stat().st_nlink == 1:  # else it is a file of a save that is complete
+            _sync(path)
     _sync(part)
     return hashlib.sha256(content).hexdigest()
 

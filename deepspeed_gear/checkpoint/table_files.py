@@ -5,18 +5,23 @@ of each stream the masses or priorities of its latest selection, the changes tha
 the unused selections. So a loaded run continues with the same batches as the saved one, also with prefetched
 selections and within an epoch.
 
+Rows are saved in segments: the trajectories that begin in one part of the store's rows. A segment whose
+trajectories are those of the latest save is linked to its files, so a save costs what has changed.
+
 The folder of a table that is spread over nodes has a folder per shard, shard-0 to shard-<S - 1>, each like
 that of a table in one store. Shards are loaded into any number of nodes (`reshard.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,11 +48,14 @@ from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.eviction import quiet
-from deepspeed_gear.store.records import Control, Head
+from deepspeed_gear.store.records import Control, Head, SlotRetention
 from deepspeed_gear.store.table import Table
 
 T = TypeVar("T")
-FORMAT = 3
+FORMAT = 4
+_MOST_SEGMENTS, _FEWEST_SEGMENTS = 256, 8  # of a table, over all its shards; of a shard
+_LEAST_SEGMENT_BYTES = 16 << 20
+_SEGMENT = "rows-"
 _BLOCK_BYTES = 1 << 20
 
 
@@ -55,7 +63,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 def save_table(
-    table: Table, streams: list[BatchStream], part: Path, batches: int, save_id: str
+    table: Table, streams: list[BatchStream], part: Path, batches: int, save_id: str, before: Path | None
 ) -> dict[str, str]:
     """Write the content of a store, a table or its shard of one, and of the streams that sample from it.
 
@@ -64,6 +72,7 @@ def save_table(
     Args:
         part: Folder of the table, between `save_folders.begin` and `save_folders.publish`.
         batches: Used global batches of the training stream.
+        before: Folder of the table in an earlier save, whose unchanged segments are linked.
     Returns:
         The SHA-256 of the manifest, by its path in `part`.
     """
@@ -72,14 +81,16 @@ def save_table(
         to = part / f"shard-{shard.index}"
         name = f"{to.name}/{name}"
         to.mkdir()
+        before = None if before is None else before / to.name
     is_saved = np.isin(table.slots[:, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED))
     for stream in streams:
         is_saved[stream.state.skipped_slots] = True
     slots = np.nonzero(is_saved)[0]
+    segments: dict[str, Any] = {}
     digests: dict[str, str] = {}
     with nullcontext() if table.groups is None else table.groups.kept():
         if spec.dataset is None:
-            digests = _save_rows(table, slots, to)
+            segments, digests = _save_rows(table, slots, to, before)
             if shard is not None:  # priority updates and selections refer to slots of the store
                 np.save(to / "numbers.npy", slots)
         for stream in streams:
@@ -94,32 +105,93 @@ def save_table(
             **{stream.spec.name: stream.spec.describe() for stream in streams if stream.spec.name == TRAIN},
             "save": save_id,
             **({} if shard is None else {"shard": asdict(shard)}),
+            "lineage": table.lineage,
+            "segments": segments,
         }
         return {name: save_folders.complete(to, manifest, digests)}
 
 
-def _save_rows(table: Table, slots: np.ndarray, folder: Path) -> dict[str, str]:
-    """Write slots, groups and rows; return the SHA-256 of the files of columns."""
-    records = table.slots[slots]
+def _save_rows(
+    table: Table, slots: np.ndarray, folder: Path, before: Path | None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Write slots, groups and rows; return the segments by name, and the SHA-256 of the files of columns."""
+    records, retention = table.slots[slots], table.views["retention"][slots]
     skipped = ~np.isin(records[:, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED))
     records[skipped, Slot.STATE] = SlotState.FREE
     records[skipped, Slot.NUM_STEPS : Slot.NUM_ROWS + 1] = 0
     np.save(folder / "slots.npy", records)
-    np.save(folder / "retention.npy", table.views["retention"][slots])
+    np.save(folder / "retention.npy", retention)
     if table.groups is not None:
         np.save(folder / "groups.npy", table.groups.export(slots))
         np.save(folder / "group_counts.npy", table.groups.counts)
         np.save(folder / "consumed_groups.npy", table.groups.consumed)
-    extents = records[in_rows(records)][:, [Slot.FIRST_ROW, Slot.NUM_ROWS]]
-    ends, starts = extents.sum(1), extents[:, 0]
-    begins = np.append(True, starts[1:] != ends[:-1])[: len(extents)]  # a run of extents without gaps
-    runs = np.stack([starts[begins], ends[np.roll(begins, -1)]], 1).tolist()
-    digests = {}
-    for column in table.spec.schema:
-        data, name = table.columns[column.name], file_of(column.name)
-        parts = [data[slots]] if column.rows == "1" else [data[first:end] for first, end in runs]
+    schema, known = table.spec.schema, _linkable(table, before)
+    segments, digests = dict[str, Any](), dict[str, str]()
+    for column in schema.trajectory_columns:
+        parts, name = [table.columns[column.name][slots]], file_of(column.name)
         digests[name] = _write_array(folder / name, column.numpy_dtype, column.shape, parts)
-    return digests
+    order = in_rows(records)
+    order = order[records[order, Slot.NUM_ROWS] > 0]
+    # What a trajectory's rows follow from: its id, how far it has grown, and which late columns are filled.
+    words = np.column_stack(
+        [
+            records[order][:, [Slot.ID, Slot.NUM_STEPS, Slot.NUM_ROWS]],
+            retention[order][:, [SlotRetention.PRESENT, SlotRetention.OPEN]],
+        ]
+    )
+    extents = records[order][:, [Slot.FIRST_ROW, Slot.NUM_ROWS]]
+    numbers, begins = np.unique(extents[:, 0] // _segment_rows(table), return_index=True)
+    for number, first, end in zip(numbers.tolist(), begins, [*begins[1:], len(order)], strict=True):
+        segment, own = f"{number:06d}", extents[first:end]
+        key = hashlib.sha256(words[first:end].astype("<i8").tobytes()).hexdigest()
+        segments[segment] = {"rows": int(own[:, 1].sum()), "trajectories": key}
+        names = [file_of(column.name, segment) for column in schema.step_columns]
+        if before is not None and known.get("segments", {}).get(segment) == segments[segment]:
+            digests.update(_link(before, folder, names, known["files"]))
+        runs = _runs(own)
+        for column, name in zip(schema.step_columns, names, strict=True):
+            if name not in digests:
+                parts = [table.columns[column.name][start:stop] for start, stop in runs]
+                digests[name] = _write_array(folder / name, column.numpy_dtype, column.shape, parts)
+    return segments, digests
+
+
+def _segment_rows(table: Table) -> int:
+    """Return the rows of a store in which the trajectories of one segment begin."""
+    shard, capacity = table.spec.shard, table.spec.capacity_rows
+    most = max(_FEWEST_SEGMENTS, _MOST_SEGMENTS // (1 if shard is None else shard.count))
+    return max(-(-capacity // most), _LEAST_SEGMENT_BYTES // max(1, table.spec.schema.row_bytes), 1)
+
+
+def _linkable(table: Table, before: Path | None) -> dict[str, Any]:
+    """Return the manifest of an earlier save of the same trajectories; {} if there is none."""
+    if before is None:
+        return {}
+    with contextlib.suppress(CheckpointError):
+        manifest = save_folders.read_versioned(before / save_folders.MANIFEST, FORMAT)
+        if manifest.get("lineage") == table.lineage:  # else an id may be that of another trajectory
+            return manifest
+    return {}
+
+
+def _link(before: Path, to: Path, names: Sequence[str], files: Mapping[str, str]) -> dict[str, str]:
+    """Link files of an earlier save, until the file system refuses; return their checksums."""
+    linked = {}
+    for name in names:
+        try:
+            os.link(before / name, to / name)
+        except OSError:  # no links, or too many
+            break
+        linked[name] = files[name]
+    return linked
+
+
+def _runs(extents: np.ndarray) -> list[list[int]]:
+    """Return first and end of rows without gaps: for extents [[0, 2], [2, 3], [9, 1]], [[0, 5], [9, 10]]."""
+    starts, ends = extents[:, 0], extents.sum(1)
+    begins = np.append(True, starts[1:] != ends[:-1])
+    found: list[list[int]] = np.stack([starts[begins], ends[np.roll(begins, -1)]], 1).tolist()
+    return found
 
 
 def _write_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], parts: list[np.ndarray]) -> str:
@@ -152,9 +224,9 @@ class SavedTable:
     manifests: list[dict[str, Any]]
     shards: list[SavedShard]
     whole: SavedShard
-    # Of each folder its columns by name, mapped by `open_rows`: a save that replaces the files meanwhile
-    # changes nothing.
-    columns: list[dict[str, np.ndarray]] = field(default_factory=list)
+    # Of each folder its columns by name, segment after segment, mapped by `open_rows`: a save that replaces
+    # the files meanwhile changes nothing.
+    columns: list[dict[str, list[np.ndarray]]] = field(default_factory=list)
 
 
 def read_table(folder: Path, schema: Schema | None = None, save_id: str | None = None) -> SavedTable:
@@ -170,7 +242,7 @@ def read_table(folder: Path, schema: Schema | None = None, save_id: str | None =
             kind, *rest = name.removesuffix(".npy").split(".")
             if kind == "stream":  # stream.<name>.<array>.npy
                 streams.setdefault(".".join(rest[:-1]), {})[rest[-1]] = _loaded(one / name, digest)
-            elif kind != "column":
+            elif kind != "column" and not kind.startswith(_SEGMENT):
                 others[kind] = _loaded(one / name, digest)
         groups = None
         if {"groups", "group_counts", "consumed_groups"} <= others.keys():
@@ -205,12 +277,15 @@ def _manifest_of(folder: Path, save_id: str | None, of_shard: bool) -> dict[str,
     """Read and check the manifest of a table, or of a shard."""
     path = folder / save_folders.MANIFEST
     manifest = save_folders.read_versioned(path, FORMAT)
-    kinds = {"save": str, "schema": dict, "next_id": int, "inserted": list, "files": dict}
+    kinds = {"save": str, "schema": dict, "next_id": int, "inserted": list, "files": dict, "segments": dict}
     for name, kind in {**kinds, "shard": dict}.items() if of_shard else kinds.items():
         save_folders.entry(manifest, name, kind, str(path))
     inserted = dict(zip(("trajectories", "steps"), manifest["inserted"], strict=False))
     for name in ("trajectories", "steps"):
         save_folders.entry(inserted, name, int, f"{path}: inserted")
+    for name in manifest["segments"]:
+        one = save_folders.entry(manifest["segments"], name, dict, f"{path}: segments")
+        save_folders.entry(one, "rows", int, f"{path}: segments.{name}")
     for name in ("index", "count") if of_shard else ():
         save_folders.entry(manifest["shard"], name, int, f"{path}: shard")
     if save_id is not None and manifest["save"] != save_id:
@@ -219,7 +294,7 @@ def _manifest_of(folder: Path, save_id: str | None, of_shard: bool) -> dict[str,
 
 
 def open_rows(found: SavedTable, division: ShardDivision | None = None, index: int = 0) -> None:
-    """Check the files of a table's rows, and map them; those that hold no rows of this run's shard unchecked.
+    """Check the files of a table's rows, and map them; not those that hold no rows of this run's shard.
 
     Without a division all files are checked.
     """
@@ -227,13 +302,29 @@ def open_rows(found: SavedTable, division: ShardDivision | None = None, index: i
     for folder, manifest, shard in zip(found.folders, found.manifests, found.shards, strict=True):
         owner = None if division is None else division.owner[before : before + shard.num_slots]
         before += shard.num_slots
-        checked = owner is None or bool((owner == index).any())
-        names = [name for name in manifest["files"] if name.startswith("column.")]
-        found.columns.append({n: _mapped(folder / n, manifest["files"][n], checked) for n in names})
+        is_read = owner is None or bool((owner == index).any())
+        at, files = str(folder / save_folders.MANIFEST), manifest["files"]
+        segments = {name: int(one["rows"]) for name, one in sorted(manifest["segments"].items())}
+        num_rows = 0 if shard.slots is None else int(shard.slots[:, Slot.NUM_ROWS].sum())
+        if min(segments.values(), default=0) < 0 or sum(segments.values()) != num_rows:
+            raise CheckpointError(at, f"must name segments of {num_rows} rows together", segments)
+        columns: dict[str, list[np.ndarray]] = {}
+        for column in () if shard.slots is None else Schema.from_json(manifest["schema"]):
+            sizes = {file_of(column.name): shard.num_slots}
+            if column.rows != "1":
+                sizes = {file_of(column.name, segment): rows for segment, rows in segments.items()}
+            columns[column.name] = [
+                _mapped(folder / name, save_folders.entry(files, name, str, at))
+                if is_read
+                else np.broadcast_to(np.zeros((), column.numpy_dtype), (rows, *column.shape))
+                for name, rows in sizes.items()
+            ]
+        found.columns.append(columns)
 
 
-def file_of(column: str) -> str:
-    return f"column.{column}.npy"
+def file_of(column: str, segment: str | None = None) -> str:
+    """Return the file of a column of one value per trajectory, or of a segment of its rows."""
+    return f"column.{column}.npy" if segment is None else f"{_SEGMENT}{segment}.{column}.npy"
 
 
 def _loaded(path: Path, digest: str) -> np.ndarray:
@@ -242,9 +333,9 @@ def _loaded(path: Path, digest: str) -> np.ndarray:
         return found
 
 
-def _mapped(path: Path, digest: str, checked: bool) -> np.ndarray:
+def _mapped(path: Path, digest: str) -> np.ndarray:
     try:
-        with save_folders.open_checked(path, digest) if checked else path.open("rb") as file:
+        with save_folders.open_checked(path, digest) as file:
             found: np.ndarray = np.load(save_folders.link_of(file), mmap_mode="r")
             return found
     except OSError as error:
@@ -267,7 +358,7 @@ def load_rows(table: Table, found: SavedTable, division: ShardDivision) -> None:
         [placed[order, Slot.FIRST_ROW], records[order, Slot.FIRST_ROW], records[order, Slot.NUM_ROWS]], axis=1
     )
     for column in table.spec.schema:
-        files = [columns[file_of(column.name)] for columns in found.columns]
+        files = list(chain.from_iterable(columns[column.name] for columns in found.columns))
         data = table.columns[column.name]
         if column.rows == "1":
             data[: len(chosen)] = np.concatenate(files)[chosen]

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_gear.checkpoint import save_folders
-from deepspeed_gear.checkpoint.table_files import SavedTable, file_of, open_rows, read_table
+from deepspeed_gear.checkpoint.table_files import SavedTable, open_rows, read_table
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.constants import MASS_BITS, ONE_Q62
@@ -237,7 +237,7 @@ def _saved_groups(found: SavedTable, committed: np.ndarray) -> dict[str, int | N
     leaders, incomplete = groups.records[committed, 0], None
     spec = found.manifests[0].get("group")  # missing in saves of earlier versions
     if spec is not None:
-        numbers = found.columns[0][file_of(spec["column"])]
+        numbers = found.columns[0][spec["column"]][0]
         incomplete = len(np.unique(numbers[committed][leaders == 0]))
     return {
         "complete": len(np.unique(leaders[leaders > 0])),

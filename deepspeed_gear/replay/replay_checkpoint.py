@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ class ReplayCheckpoint:
 
     def __init__(self, parts: ReplayParts, loader: BatchLoader | RolloutLoader, passes: Evaluation) -> None:
         self._parts, self._loader, self._passes = parts, loader, passes
+        self._latest: tuple[Path, State] | None = None  # the save made last, in any folder
 
     def state(self, save: State | None = None, columns: dict[str, str] | None = None) -> dict[str, Any]:
         """Return the position, equal on all ranks; see `Replay.state_dict`.
@@ -69,9 +71,13 @@ class ReplayCheckpoint:
             for name, table in tables.items():
                 streams = list(parts.streams.get(name, {}).values())
                 if plan.leads_first_shard or (plan.leads_shard and name in spread):
+                    part, before = save_folders.partial_of(folder, name), None
+                    if self._latest is not None:
+                        at, latest = self._latest
+                        with contextlib.suppress(CheckpointError):  # it was removed
+                            before = save_folders.find(at, name, latest["save"])
                     with table.lock:
-                        part = save_folders.partial_of(folder, name)
-                        written[name] = table_files.save_table(table, streams, part, used, save_id)
+                        written[name] = table_files.save_table(table, streams, part, used, save_id, before)
             return written
 
         def state(save: State) -> dict[str, Any]:
@@ -80,7 +86,9 @@ class ReplayCheckpoint:
             return self.state(save, file)
 
         names, is_first = list(tables), plan.leads_first_shard
-        return save_folders.write_save(exchange, folder, names, kept, is_first, write, state)
+        made = save_folders.write_save(exchange, folder, names, kept, is_first, write, state)
+        self._latest = folder, made
+        return made
 
     def load(self, state: State, folder: Path | None) -> None:
         """Continue at a state; an error is raised before anything has changed.

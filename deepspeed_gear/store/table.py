@@ -7,6 +7,7 @@ slot is written before it. The slot table is authoritative; free slots and free 
 from __future__ import annotations
 
 import os
+import secrets
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -71,6 +72,7 @@ class Table:
                 self.arrivals[name] = self._gathered[name] = views[f"arrival/{name}"]
         #: Called with the lock held after the death of its owner: they rebuild derived state.
         self.recoveries: list[Callable[[], None]] = []
+        self._token = secrets.token_hex(8)
         itself: Table = weakref.proxy(self)  # its parts must not keep it and its memory alive
         self.lock = StoreLock(memory, ops.native, timeout_s, lambda: itself._recover())
         if spec.dataset is None:
@@ -348,6 +350,11 @@ class Table:
         for slot in slots.tolist():
             self.extents.retire(slot)
         return slots
+
+    @property
+    def lineage(self) -> str:
+        """A name for as long as no id is given to another trajectory: until a checkpoint is loaded."""
+        return f"{self._token}.{self.control[Control.LOADS]}"
 
     # ---- derived state ---------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from deepspeed_gear.checkpoint import reshard, save_folders
 from deepspeed_gear.checkpoint.save_folders import MANIFEST
-from deepspeed_gear.checkpoint.table_files import read_table
+from deepspeed_gear.checkpoint.table_files import file_of, open_rows, read_table
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.schema import Schema
 
@@ -24,6 +24,7 @@ def into_shards(folder: Path, count: int, by_rows: bool) -> dict[str, Any]:
     """
     digests = {}
     found = read_table(folder)
+    open_rows(found)
     whole, manifest = found.whole, found.manifests[0]
     assert whole.slots is not None
     room = [(len(whole.slots), int(whole.slots[:, Slot.NUM_ROWS].sum()))] * count
@@ -40,9 +41,9 @@ def into_shards(folder: Path, count: int, by_rows: bool) -> dict[str, Any]:
             for first, n in records[order][:, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist()
         ]
         for column in Schema.from_json(manifest["schema"]):
-            data = np.load(folder / f"column.{column.name}.npy")
-            chosen_rows = chosen if column.rows == "1" else np.concatenate([np.empty(0, np.int64), *rows])
-            np.save(part / f"column.{column.name}.npy", data[chosen_rows])
+            data, is_single = np.concatenate(found.columns[0][column.name]), column.rows == "1"
+            chosen_rows = chosen if is_single else np.concatenate([np.empty(0, np.int64), *rows])
+            np.save(part / file_of(column.name, None if is_single else "000000"), data[chosen_rows])
         for name, content in whole.streams.items():
             by_step = len(content.get("priorities", content.get("draws", chosen))) > len(whole.slots)
             items = reshard.items_of(whole.slots, chosen) if by_step else None
@@ -50,7 +51,9 @@ def into_shards(folder: Path, count: int, by_rows: bool) -> dict[str, Any]:
                 np.save(part / f"stream.{name}.{key}.npy", array)
         next_id = reshard.next_id_of(whole.next_id, index, count)
         files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in part.glob("*.npy")}
+        segments = {"000000": {"rows": int(records[:, Slot.NUM_ROWS].sum())}}
         own = {"next_id": next_id, "shard": {"index": index, "count": count}, "files": files}
+        own["segments"] = segments
         content = json.dumps({**manifest, **own}).encode()
         (part / MANIFEST).write_bytes(content)
         digests[f"{part.name}/{MANIFEST}"] = hashlib.sha256(content).hexdigest()

@@ -119,8 +119,8 @@ def test_a_loader_gives_up_and_says_why(both: tuple[Replay, Replay], tmp_path: P
             loader.load(tmp_path)
     assert len(loader) == 0
     loader.load(tmp_path)
-    (tmp_path / "main" / "column.x.npy").write_bytes(b"damage")  # and no other save came
-    with pytest.raises(CheckpointError, match=r"column.x.npy must be as it was saved"):
+    (tmp_path / "main" / "rows-000000.x.npy").write_bytes(b"damage")  # and no other save came
+    with pytest.raises(CheckpointError, match=r"x.npy must be as it was saved"):
         loader.load(tmp_path)
 
 

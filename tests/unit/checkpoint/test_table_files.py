@@ -141,7 +141,7 @@ def edit(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "options", "text"),
     [
-        (lambda main: flip(main / "column.reward.npy"), {}, r"column\.reward\.npy must be as it was saved"),
+        (lambda main: flip(main / "rows-000000.reward.npy"), {}, r"reward\.npy must be as it was saved"),
         (lambda main: edit(main / "manifest.json"), {}, r"main/manifest\.json must be as it was saved"),
         (shutil.rmtree, {}, r"manifest\.json must be readable"),
         (None, {"capacity": 100}, "must hold the 20"),

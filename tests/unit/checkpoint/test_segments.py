@@ -1,0 +1,158 @@
+"""Saves that link the segments of rows which have not changed since the save before."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from deepspeed_gear import Column, Replay, Schema
+from deepspeed_gear.checkpoint import table_files
+from deepspeed_gear.ops.records import Slot, SlotState
+from deepspeed_gear.store.records import SlotRetention
+
+SCHEMA = Schema(
+    [
+        Column("observation", "float32", (2,), "observation", "T+1"),
+        Column("code", "int64"),
+        Column("truncated", "bool", role="truncated"),
+        Column("advantage", "float32", late=True),
+    ]
+)
+CAPACITY = 512  # rows: two of them begin a segment
+
+
+@pytest.fixture(autouse=True)
+def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_files, "_LEAST_SEGMENT_BYTES", 0)
+
+
+def make() -> Replay:
+    table = {"capacity_steps": CAPACITY, "capacity_trajectories": 80, "max_length": 9, "remove": "fifo"}
+    return Replay(
+        {"tables": {"main": table}, "fields": {"code": {}}, "batch_size": 8}, schemas={"main": SCHEMA}
+    )
+
+
+def trajectory(code: int, steps: int) -> dict[str, Any]:
+    codes = code * 10 + np.arange(steps + 1)
+    observation = np.stack([codes, -codes], axis=1).astype(np.float32)
+    return {"observation": observation, "code": codes[:-1], "truncated": np.zeros(steps, bool)}
+
+
+def rows_in(folder: Path) -> dict[str, int]:
+    """The inode of each file of rows."""
+    return {path.name: path.stat().st_ino for path in folder.glob("rows-*")}
+
+
+def num_linked(folder: Path) -> int:
+    return sum(path.stat().st_nlink > 1 for path in (folder / "main").glob("rows-*"))
+
+
+def ids_of(replay: Replay) -> list[int]:
+    slots = replay.tables["main"].slots
+    return sorted(slots[slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.ID].tolist())
+
+
+def stored(replay: Replay) -> dict[int, dict[str, bytes]]:
+    """What a load restores: a trajectory that was open has ended there, truncated."""
+    table, found = replay.tables["main"], {}
+    is_open = table.views["retention"][:, SlotRetention.OPEN] != 0
+    growing = table.slots[is_open, Slot.ID].tolist()
+    for number in ids_of(replay):
+        columns = {
+            name: torch.as_tensor(values).numpy().copy() for name, values in replay.read([number])[0].items()
+        }
+        columns["truncated"][-1:] |= number in growing
+        found[number] = {name: values.tobytes() for name, values in columns.items()}
+    return found
+
+
+def assert_loads(folder: Path, state: Any, expected: dict[int, dict[str, bytes]]) -> None:
+    with make() as other:
+        other.load(folder, state)
+        assert stored(other) == expected
+
+
+def test_what_has_not_changed_is_linked(tmp_path: Path) -> None:
+    with make() as replay:
+        for code in range(20):
+            replay.add(trajectory(code, 5))
+        before, held = replay.save(tmp_path), stored(replay)
+        replay.add(trajectory(20, 5))
+        replay.fill(3, advantage=np.ones(5, np.float32))
+        after, then = replay.save(tmp_path), stored(replay)
+        replay.save(tmp_path / "other")  # such as that of another tag
+        assert num_linked(tmp_path / "other") == len(rows_in(tmp_path / "other" / "main"))
+        old, new = rows_in(tmp_path / "main.old"), rows_in(tmp_path / "main")
+        written = {name for name, inode in new.items() if old.get(name) != inode}
+        assert len({name.split(".")[0] for name in written}) == 2, (
+            "a new segment, and that of the filled column"
+        )
+        assert len(written) == 2 * len(SCHEMA)
+        for state, expected in ((before, held), (after, then)):
+            assert_loads(tmp_path, state, expected)
+        # After a load ids are given again: the ids of a segment do not say what it holds.
+        replay.load(tmp_path, before)
+        replay.add(trajectory(70, 5))
+        again = replay.save(tmp_path)
+        assert num_linked(tmp_path) == 0
+        assert_loads(tmp_path, again, stored(replay))
+
+
+def test_a_file_system_without_links(tmp_path: Path) -> None:
+    with make() as replay:
+        replay.add(trajectory(0, 5))
+        replay.save(tmp_path)
+        refused = PermissionError(errno.EPERM, "Operation not permitted")
+        with patch.object(table_files.os, "link", side_effect=refused):
+            state = replay.save(tmp_path)
+        assert num_linked(tmp_path) == 0
+        assert_loads(tmp_path, state, stored(replay))
+
+
+def test_a_manifest_names_each_file(tmp_path: Path) -> None:
+    with make() as replay:
+        replay.add(trajectory(0, 5))
+        replay.save(tmp_path)
+    files = json.loads((tmp_path / "main" / "manifest.json").read_text())["files"]
+    assert {path.name for path in (tmp_path / "main").iterdir()} == {*files, "manifest.json"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_change_is_saved(seed: int, tmp_path: Path) -> None:
+    """Trajectories that are added, removed, filled late, grow and end: each save is what the table holds."""
+    random, linked, unfilled = np.random.default_rng(seed), 0, list[int]()
+    with make() as replay:
+        growing, steps, code = replay.writer().trajectory(), 0, 0
+        for turn in range(120):
+            kind = random.choice(["add", "add", "grow", "end", "fill", "remove", "save"])
+            if kind == "add":
+                code += 1
+                unfilled.append(replay.add(trajectory(code, int(random.integers(1, 9)))))
+            elif kind == "grow" and steps < 8:
+                growing.append(observation=[turn, -turn], code=turn, truncated=False, publish=True)
+                steps += 1
+            elif kind == "end" and steps > 1:
+                with growing:
+                    growing.append(observation=[turn, -turn])
+                growing, steps = replay.writer().trajectory(), 0
+            elif kind == "fill" and unfilled:
+                number = unfilled.pop(int(random.integers(len(unfilled))))
+                if number in ids_of(replay):
+                    length = len(replay.read([number])[0]["code"])
+                    replay.fill(number, advantage=np.full(length, turn, np.float32))
+            elif kind == "remove" and len(replay):
+                replay.remove(random.choice(ids_of(replay), 1).tolist())
+            elif kind == "save" and len(replay):
+                state = replay.save(tmp_path)
+                linked += num_linked(tmp_path)
+                assert_loads(tmp_path, state, stored(replay))
+        growing.discard()
+    assert linked > 50
