@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from speed import work
+from speed.derived import Derived, check_goals, check_returns
 from speed.rollouts import RolloutJob
 from speed.work import Adding, Batches, NotOfferedError
 
@@ -177,6 +178,8 @@ class Kind(NamedTuple):
 
 KINDS = {
     **{kind: Kind(kind, partial(Sampled, kind)) for kind in ("transitions", "windows", "frames")},
+    "n_step": Kind("n_step", partial(Derived, "n_step", check_returns)),
+    "hindsight": Kind("hindsight", partial(Derived, "hindsight", check_goals)),
     "adding": Kind("adding", Stepped),
     "whole": Kind("whole", Trajectories),
     "rollouts": Kind("rollouts", RolloutJob),
@@ -210,7 +213,8 @@ class Child:
         if isinstance(found, dict):
             return found
         self.job = found
-        return {"bytes": found.bytes, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {"bytes": found.bytes, "peak": peak, "notes": getattr(found, "notes", {})}
 
 
 def main() -> None:

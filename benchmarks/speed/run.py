@@ -66,6 +66,10 @@ def plan(quick: bool) -> list[Work]:
         Work("4 stacked frames, B = 256", "frames", {"count": num_frames, "batch": 256, "length": 4})
     )
     found += [
+        Work("3-step returns, B = 256", "n_step", {"count": items, "batch": 256}),
+        Work("goals by hindsight, B = 256", "hindsight", {"count": items // 10, "batch": 256}),
+    ]
+    found += [
         Work(f"a step of {num_envs} environment{'s' * (num_envs > 1)}" + ", and a batch of 256" * beside,
              "adding", {"num_envs": num_envs, "capacity": capacity // 64 * 64, "beside": beside})
         for beside in (False, True)
@@ -159,6 +163,7 @@ def in_turns(systems: Systems, work: Work, turns: int, turn_s: float) -> Iterato
     """Time a kind of work; yield a row for each system."""
     ready: list[str] = []
     held: dict[str, float] = {}  # bytes for each item
+    notes: dict[str, Row] = {}
     for name in systems:
         answer = systems[name].order(work.do, options=work.options)
         if "left out" in answer:
@@ -166,7 +171,7 @@ def in_turns(systems: Systems, work: Work, turns: int, turn_s: float) -> Iterato
             systems[name].order("end")
         else:
             ready.append(name)
-            held[name] = answer["bytes"]
+            held[name], notes[name] = answer["bytes"], answer.get("notes", {})
     times: dict[str, list[Row]] = {name: [] for name in ready}
     for _ in range(turns):
         for name in ready:
@@ -190,7 +195,7 @@ def in_turns(systems: Systems, work: Work, turns: int, turn_s: float) -> Iterato
             row["tokens_s"] = round(times[name][0]["tokens"] / middle * 1e6)
         if work.do == "transitions":
             row["bytes_per_transition"] = round(held[name], 1)
-        yield row
+        yield row | notes[name]
 
 
 def starts(systems: Systems, count: int) -> Iterator[Row]:

@@ -54,6 +54,13 @@ def _rollouts(rows: list[Row], systems: list[str]) -> Iterator[str]:
         yield from _matrix(rows, systems, "parts_ms", parts + "; {tokens_s:,}")
 
 
+def _notes(rows: list[Row]) -> Iterator[str]:
+    """Yield a line on returns at the ends of trajectories."""
+    wrong = [f"{NAMES[row['system']]} {row['wrong_ends']:.0%}" for row in rows if row.get("wrong_ends")]
+    if wrong:
+        yield f"\nWrong n-step returns among those that an end of a trajectory cuts: {', '.join(wrong)}.\n"
+
+
 def tables(content: Row) -> str:
     """Return the tables of a result file."""
     rows, machine = content["rows"], content["machine"]
@@ -68,6 +75,7 @@ def tables(content: Row) -> str:
         f"bash benchmarks/peers.sh.\n{versions}.\n\n",
         "Microseconds of one batch, or of one step that is added: median of the turns.\n\n",
         *_matrix([row for row in rows if "parts_ms" not in row], systems, "us", "{us:,.0f}"),
+        *_notes(rows),
         "\nBytes of memory that a process holds more after 1,000,000 transitions of 105 bytes, for each.\n\n",
         *_matrix(filled, systems, "bytes_per_transition", "{bytes_per_transition:.0f}"),
         "\nSeconds from the start of a process until its first batch of 100,000 transitions.\n\n",

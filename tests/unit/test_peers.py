@@ -28,6 +28,21 @@ def test_this_project_is_timed(run_python: Any, checkout: Path) -> None:
     assert "left out" not in done.stderr
 
 
+@pytest.mark.parametrize("system", ["gear", "numpy_ring"])
+def test_returns_and_goals_are_right(work: ModuleType, system: str) -> None:
+    derived = importlib.import_module("speed.derived")
+    module = importlib.import_module(f"speed.systems.{system}")
+    checks = {"n_step": derived.check_returns, "hindsight": derived.check_goals}
+    for kind, check in checks.items():
+        made = derived.Derived(kind, check, module, {"count": 10_000, "batch": 256})
+        assert made.notes.get("wrong_ends", 0) == 0
+        rows = made.made.rows(made.made.sample())
+        changed = "discount" if kind == "n_step" else "goal"
+        with pytest.raises(AssertionError, match=r"wrong returns|of other episodes"):
+            check({**rows, changed: np.roll(rows[changed], 1, 0) + 1}, 256, 10_000)
+        made.close()
+
+
 def test_rows_of_other_steps_are_found(work: ModuleType) -> None:
     rows = {name: values[100:356] for name, values in work.steps(0, 1000).items()}
     work.check(rows, 256, 1, 1000)

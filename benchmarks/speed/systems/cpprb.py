@@ -10,7 +10,7 @@ from typing import Any
 import cpprb
 import numpy as np
 
-from speed import work
+from speed import derived, work
 from speed.work import Adding, Array, Batches, Rows
 
 CHUNK = 100_000
@@ -20,7 +20,7 @@ def version() -> str:
     return version_of("cpprb")
 
 
-def _columns(rows: Rows) -> dict[str, Any]:
+def columns_of(rows: Rows) -> dict[str, Any]:
     return {name: {"shape": values.shape[1:] or 1, "dtype": values.dtype} for name, values in rows.items()}
 
 
@@ -48,7 +48,7 @@ class CpprbBatches(Batches):
 
 
 def transitions(count: int, batch: int, prioritized: bool, fill: int | None = None) -> Batches:
-    columns = _columns(work.steps(0, 1))
+    columns = columns_of(work.steps(0, 1))
     if prioritized:
         buffer: Any = cpprb.PrioritizedReplayBuffer(count, columns, alpha=0.6)
     else:
@@ -69,9 +69,56 @@ def frames(count: int, batch: int, length: int) -> Batches:
     return CpprbBatches(buffer, batch, name="frame")
 
 
+class CpprbReturns(CpprbBatches):
+    def rows(self, found: Any) -> Rows:
+        discount = derived.GAMMA**derived.N * (1 - found["done"])
+        return {**found, "return": found["reward"], "discount": discount}
+
+
+def n_step(count: int, batch: int) -> Batches:
+    window = {"size": derived.N, "gamma": derived.GAMMA, "rew": "reward", "next": "next_observation"}
+    buffer = cpprb.ReplayBuffer(count, columns_of(work.steps(0, 1)), Nstep=window)
+    for first in range(0, count, work.EPISODE):
+        buffer.add(**work.steps(first, work.EPISODE))
+        buffer.on_episode_end()
+    return CpprbReturns(buffer, batch)
+
+
+class CpprbGoals(CpprbBatches):
+    def rows(self, found: Any) -> Rows:
+        states = {name: found[name][:, : work.OBSERVATION] for name in ("observation", "next_observation")}
+        return {**states, "reward": found["rew"], "goal": found["goal"]}
+
+
+def hindsight(count: int, batch: int) -> Batches:
+    """Goals are drawn when an episode ends; a state holds what is achieved in it."""
+    width = work.OBSERVATION + derived.GOAL
+    columns = {name: {"shape": width} for name in ("observation", "next_observation")}
+    columns |= {"action": {"shape": work.ACTION}, "done": {}}
+    buffer = cpprb.HindsightReplayBuffer(
+        5 * count,
+        columns,
+        max_episode_len=derived.HORIZON,
+        reward_func=lambda following, _, goal: derived.reward(following[:, work.OBSERVATION :], goal),
+        goal_func=lambda state: state[:, work.OBSERVATION :],
+        goal_shape=(derived.GOAL,),
+        state="observation",
+        action="action",
+        next_state="next_observation",
+        additional_goals=4,
+        prioritized=False,
+    )
+    for rows in derived.episodes(count):
+        state = np.concatenate([rows["observation"], rows["achieved"]], 1)
+        steps = {"observation": state[:-1], "next_observation": state[1:]}
+        buffer.add(**steps, action=rows["action"], done=rows["done"])
+        buffer.on_episode_end(rows["pursued"])
+    return CpprbGoals(buffer, batch)
+
+
 class CpprbAdding(Adding):
     def __init__(self, num_envs: int, capacity: int) -> None:
-        self._buffer = cpprb.ReplayBuffer(capacity, _columns(next(work.environment_steps(num_envs))))
+        self._buffer = cpprb.ReplayBuffer(capacity, columns_of(next(work.environment_steps(num_envs))))
 
     def add(self, step: Rows) -> None:
         self._buffer.add(**step)
@@ -87,7 +134,7 @@ adding = CpprbAdding
 
 
 def whole(capacity: int) -> tuple[Callable[[Rows], Any], Callable[[], None]]:
-    buffer = cpprb.ReplayBuffer(capacity, _columns(next(work.trajectories(1))))
+    buffer = cpprb.ReplayBuffer(capacity, columns_of(next(work.trajectories(1))))
     return lambda rows: buffer.add(**rows), lambda: None
 
 

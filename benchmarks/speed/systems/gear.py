@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from gymnasium.spaces import Box
 
-from deepspeed_gear import Replay, TransitionBuffer, __version__
-from speed import work
+from deepspeed_gear import Batch, Replay, TransitionBuffer, __version__
+from speed import derived, work
 from speed.systems.gear_rollouts import GearRollouts
 from speed.work import Adding, Array, Batches, Rows
 
 COLUMNS = {
     "observation": {"dtype": "float32", "shape": [work.OBSERVATION], "rows": "T+1"},
     "action": {"dtype": "float32", "shape": [work.ACTION]},
-    "reward": {"dtype": "float32"},
+    "reward": {"dtype": "float32", "role": "reward"},
     "done": {"dtype": "bool", "role": "terminated"},
 }
 PRIORITIZED = {"kind": "prioritized", "unit": "step", "alpha": 0.6, "beta": 0.4}
@@ -31,7 +31,7 @@ def version() -> str:
 class GearBatches(Batches):
     def __init__(self, columns: dict[str, Any], count: int, longest: int, **section: Any) -> None:
         table = {"capacity_steps": count, "max_length": longest, "schema": {"columns": columns}}
-        self._fields = list(section.get("fields", columns))
+        self.names = {name: name for name in section.get("fields", columns)}  # in the data: in a batch
         self.replay = Replay({"tables": {"main": table}, **section})
 
     def sample(self) -> Any:
@@ -41,7 +41,7 @@ class GearBatches(Batches):
         self.replay.update_priorities(found, torch.from_numpy(priorities))
 
     def rows(self, found: Any) -> Rows:
-        return {name: found[name].clone().numpy() for name in self._fields}
+        return {name: found[own].clone().numpy() for name, own in self.names.items()}
 
     def save(self, folder: Path) -> None:
         self.replay.save(folder / "replay")
@@ -53,7 +53,8 @@ class GearBatches(Batches):
         self.replay.close()
 
 
-def transitions(count: int, batch: int, prioritized: bool, fill: int | None = None) -> Batches:
+def transition_options(prioritized: bool) -> dict[str, Any]:
+    """Return columns and section of single transitions."""
     fields = {
         "observation": {},
         "next_observation": {"column": "observation", "offset": 1},
@@ -62,10 +63,63 @@ def transitions(count: int, batch: int, prioritized: bool, fill: int | None = No
         "done": {},
     }
     sampler = PRIORITIZED if prioritized else {"kind": "uniform", "unit": "step"}
-    made = GearBatches(COLUMNS, count, work.EPISODE, sampler=sampler, fields=fields, batch_size=batch)
-    for rows in work.trajectories((fill or count) // work.EPISODE):
+    return {"columns": COLUMNS, "longest": work.EPISODE, "sampler": sampler, "fields": fields}
+
+
+def n_step(count: int, batch: int) -> Batches:
+    options = transition_options(False)
+    options["fields"]["next_observation"] = {"column": "observation", "offset": "n_step"}
+    options["n_step"] = {"n": derived.N, "gamma": derived.GAMMA}
+    made = GearBatches(count=count, batch_size=batch, **options)
+    made.names = {name: name for name in ("observation", "action", "discount", "next_observation")}
+    made.names["return"] = "return_n"
+    add_transitions(made.replay, count)
+    return made
+
+
+def goal_reward(batch: Batch) -> torch.Tensor:
+    """Return the rewards of relabelled samples, as the option `hindsight.reward` wants them."""
+    distance = (batch["next_achieved"] - batch["goal"]).norm(dim=-1)
+    return -(distance > 0.05).float()
+
+
+def hindsight(count: int, batch: int) -> Batches:
+    columns = {
+        "observation": COLUMNS["observation"],
+        "achieved": {"dtype": "float32", "shape": [derived.GOAL], "rows": "T+1"},
+        "pursued": {"dtype": "float32", "shape": [derived.GOAL], "rows": "1"},
+        "action": COLUMNS["action"],
+        "reward": COLUMNS["reward"],
+        "done": COLUMNS["done"],
+    }
+    fields = {
+        "observation": {},
+        "next_observation": {"column": "observation", "offset": 1},
+        "next_achieved": {"column": "achieved", "offset": 1},
+        "goal": {"column": "pursued", "hindsight": "achieved"},
+        "action": {},
+        "reward": {},
+        "done": {},
+    }
+    relabel = {"strategy": "future", "fraction": derived.RATIO, "reward": f"{__name__}:goal_reward"}
+    sampler = {"kind": "uniform", "unit": "step"}
+    made = GearBatches(
+        columns, count, derived.HORIZON, sampler=sampler, fields=fields, hindsight=relabel, batch_size=batch
+    )
+    for rows in derived.episodes(count):
+        made.replay.add({**rows, "reward": derived.reward(rows["achieved"][1:], rows["pursued"])})
+    return made
+
+
+def add_transitions(replay: Replay, count: int) -> None:
+    for rows in work.trajectories(count // work.EPISODE):
         last = work.observation(rows["reward"][-1:].astype(np.int64) + 1)
-        made.replay.add({**rows, "observation": np.concatenate([rows["observation"], last])})
+        replay.add({**rows, "observation": np.concatenate([rows["observation"], last])})
+
+
+def transitions(count: int, batch: int, prioritized: bool, fill: int | None = None) -> Batches:
+    made = GearBatches(count=count, batch_size=batch, **transition_options(prioritized))
+    add_transitions(made.replay, fill or count)
     return made
 
 

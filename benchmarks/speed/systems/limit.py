@@ -9,7 +9,7 @@ import torch
 from support.limit import CopyLimit
 from support.select_limit import SelectLimit
 
-from speed import work
+from speed import derived, work
 from speed.work import Array, Batches, Rows
 
 
@@ -45,14 +45,22 @@ class Loop(Batches):
         return {"us": us, "steps": len(wall), "cpu_us": us}
 
 
-def transitions(count: int, batch: int, prioritized: bool, fill: int | None = None) -> Batches:
-    rows = work.steps(0, count)
+def _loop(rows: Rows, batch: int, prioritized: bool) -> Batches:
     columns = [torch.from_numpy(values) for values in rows.values()]
-    random = np.random.default_rng(0)
+    random, count = np.random.default_rng(0), len(columns[0])
     masses = random.integers(1, 1 << 30, count) if prioritized else None
     fresh = random.integers(1, 1 << 30, (64, batch))
     outs = _outs(columns, batch)
     return Loop(list(rows), outs, SelectLimit(columns, outs, masses, fresh, count).run)
+
+
+def transitions(count: int, batch: int, prioritized: bool, fill: int | None = None) -> Batches:
+    return _loop(work.steps(0, count), batch, prioritized)
+
+
+def n_step(count: int, batch: int) -> Batches:
+    """Copy rows that hold their returns, as of systems that compute them once."""
+    return _loop(work.steps(0, count) | derived.returns(np.arange(count)), batch, False)
 
 
 def _copies(rows: Rows, length: int, batch: int, longest: int) -> Batches:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from speed import work
+from speed import derived, work
 from speed.systems.numpy_rollouts import NumpyRollouts
 from speed.work import Adding, Array, Batches, NotOfferedError, Rows
 
@@ -98,3 +98,43 @@ def whole(capacity: int) -> tuple[Callable[[Rows], None], Callable[[], None]]:
         at = (at + work.EPISODE) % capacity
 
     return add, lambda: None
+
+
+def n_step(count: int, batch: int) -> Batches:
+    """Add returns instead of rewards, as CleanRL's Rainbow does, from a window of the latest steps."""
+    rows, length = work.steps(0, count), work.EPISODE
+    rewards = rows.pop("reward").reshape(-1, length)
+    shifted = [np.pad(rewards[:, k:], ((0, 0), (0, k))) for k in range(derived.N)]
+    rows["return"] = sum(derived.GAMMA**k * values for k, values in enumerate(shifted)).reshape(-1)
+    last = np.minimum(np.arange(length) + derived.N, length)
+    ends = np.where(last == length, 0, derived.GAMMA ** (last - np.arange(length)))
+    rows["discount"] = np.tile(ends.astype(np.float32), len(rewards))
+    following = rows["next_observation"].reshape(-1, length, work.OBSERVATION)
+    rows["next_observation"] = following[:, last - 1].reshape(count, -1)
+    return NumpyBatches(rows, batch)
+
+
+class NumpyGoals(NumpyBatches):
+    """Arrays [episodes, steps, ...]; goals are drawn by index arithmetic, as in OpenAI Baselines."""
+
+    def sample(self) -> Any:
+        rows, count, steps = self._rows, self._count, derived.HORIZON
+        episode = np.random.randint(0, count, self._batch)
+        at = np.random.randint(0, steps, self._batch)
+        relabelled = np.random.rand(self._batch) < derived.RATIO
+        later = at + 1 + (np.random.rand(self._batch) * (steps - at)).astype(np.int64)
+        goal = rows["pursued"][episode]
+        goal[relabelled] = rows["achieved"][episode[relabelled], later[relabelled]]
+        return {
+            "observation": rows["observation"][episode, at],
+            "next_observation": rows["observation"][episode, at + 1],
+            "action": rows["action"][episode, at],
+            "reward": derived.reward(rows["achieved"][episode, at + 1], goal),
+            "done": rows["done"][episode, at],
+            "goal": goal,
+        }
+
+
+def hindsight(count: int, batch: int) -> Batches:
+    parts = list(derived.episodes(count))
+    return NumpyGoals({name: np.stack([rows[name] for rows in parts]) for name in parts[0]}, batch)

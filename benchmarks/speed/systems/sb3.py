@@ -6,13 +6,16 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 from gymnasium import spaces
-from stable_baselines3.common.buffers import ReplayBuffer
+from stable_baselines3 import HerReplayBuffer
+from stable_baselines3.common.buffers import NStepReplayBuffer, ReplayBuffer
 from stable_baselines3.common.save_util import load_from_pkl, save_to_pkl
+from stable_baselines3.common.vec_env import DummyVecEnv
 
-from speed import work
-from speed.work import Adding, Batches, NotOfferedError, Rows
+from speed import derived, work
+from speed.work import Adding, Array, Batches, NotOfferedError, Rows
 
 OBSERVATION, ACTION = spaces.Box(-np.inf, np.inf, (work.OBSERVATION,)), spaces.Box(-1, 1, (work.ACTION,))
 
@@ -86,3 +89,68 @@ class Sb3Adding(Adding):
 
 
 adding = Sb3Adding
+
+
+class Sb3Returns(Sb3Batches):
+    def __init__(self, count: int, batch: int) -> None:
+        num_envs = count // work.EPISODE  # each adds a trajectory
+        self._batch = batch
+        self._buffer = NStepReplayBuffer(
+            count, OBSERVATION, ACTION, n_envs=num_envs, n_steps=derived.N, gamma=derived.GAMMA
+        )
+        infos = [{"TimeLimit.truncated": False}] * num_envs
+        names = ("observation", "next_observation", "action", "reward", "done")
+        for step in derived.trajectory_steps(count, num_envs):
+            self._buffer.add(*(step[name] for name in names), infos)
+
+    def rows(self, found: Any) -> Rows:
+        discount = (found.discounts * (1 - found.dones)).numpy()
+        rows = super().rows(found)
+        return {**rows, "return": rows["reward"], "discount": discount}
+
+
+n_step = Sb3Returns
+
+
+class Task(gymnasium.Env[Any, Any]):
+    """The part of an environment that relabelling calls."""
+
+    observation_space = spaces.Dict(
+        {
+            "observation": OBSERVATION,
+            **{
+                name: spaces.Box(-np.inf, np.inf, (derived.GOAL,))
+                for name in ("achieved_goal", "desired_goal")
+            },
+        }
+    )
+    action_space = ACTION
+
+    def compute_reward(self, achieved: Array, wanted: Array, _: Any) -> Array:
+        return derived.reward(achieved, wanted)
+
+
+class Sb3Goals(Batches):
+    def __init__(self, count: int, batch: int) -> None:
+        num_envs = count // derived.HORIZON // 10
+        self._batch = batch
+        self._buffer = HerReplayBuffer(
+            count, Task.observation_space, ACTION, DummyVecEnv([Task]), n_envs=num_envs, n_sampled_goal=4
+        )
+        infos = [{"TimeLimit.truncated": False}] * num_envs
+        for now, following, rest in derived.goal_steps(count, num_envs):
+            self._buffer.add(now, following, rest["action"], rest["reward"], rest["done"], infos)
+
+    def sample(self) -> Any:
+        return self._buffer.sample(self._batch)
+
+    def rows(self, found: Any) -> Rows:
+        return {
+            "observation": found.observations["observation"].numpy(),
+            "next_observation": found.next_observations["observation"].numpy(),
+            "reward": found.rewards.numpy(),
+            "goal": found.observations["desired_goal"].numpy(),
+        }
+
+
+hindsight = Sb3Goals

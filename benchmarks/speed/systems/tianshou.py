@@ -7,9 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tianshou.data import Batch, PrioritizedVectorReplayBuffer, VectorReplayBuffer
+import torch
+from tianshou.algorithm import Algorithm
+from tianshou.data import (
+    Batch,
+    HERVectorReplayBuffer,
+    PrioritizedVectorReplayBuffer,
+    VectorReplayBuffer,
+)
 
-from speed import work
+from speed import derived, work
 from speed.work import Adding, Array, Batches, NotOfferedError, Rows
 
 MOST_ITEMS = 200_000  # they are added by environment and step; more of them take minutes
@@ -90,3 +97,67 @@ class TianshouAdding(Adding):
 
 
 adding = TianshouAdding
+
+
+class TianshouReturns(TianshouBatches):
+    def __init__(self, count: int, batch: int) -> None:
+        self._batch, self._value, num_envs = batch, 0.0, 10  # of whole trajectories
+        count = min(count, MOST_ITEMS)
+        self._buffer = VectorReplayBuffer(count, num_envs)
+        for rows in derived.trajectory_steps(count, num_envs):
+            _add(self._buffer, rows, rows["done"], np.zeros(num_envs, bool), np.arange(num_envs))
+
+    def _bootstrap(self, buffer: Any, at: Array) -> torch.Tensor:
+        """Return the values of the observations after the returns; a network's are read from them."""
+        self._following = buffer[at].obs_next
+        return torch.full((len(at), 1), self._value, dtype=torch.float64)
+
+    def sample(self) -> Any:
+        batch, index = self._buffer.sample(self._batch)
+        return self._returns(batch, index), index
+
+    def _returns(self, batch: Any, index: Array) -> Any:
+        return Algorithm.compute_nstep_return(
+            batch, self._buffer, index, self._bootstrap, derived.GAMMA, derived.N
+        )
+
+    def rows(self, found: Any) -> Rows:
+        batch, index = found
+        total = batch.returns.numpy().copy()
+        self._value = 1.0
+        discount = self._returns(Batch(batch, copy=True), index).returns.numpy() - total
+        self._value = 0.0
+        return {
+            "observation": batch.obs,
+            "return": total,
+            "discount": discount,
+            "next_observation": self._following,
+        }
+
+
+n_step = TianshouReturns
+
+
+class TianshouGoals(TianshouBatches):
+    def __init__(self, count: int, batch: int) -> None:
+        num_envs = 8
+        self._batch = batch
+        self._buffer = HERVectorReplayBuffer(
+            count, num_envs, compute_reward_fn=derived.reward, horizon=derived.HORIZON, future_k=5.0
+        )
+        for now, following, rest in derived.goal_steps(count, num_envs):
+            states = {"observation": Batch(now), "next_observation": Batch(following)}
+            never = np.zeros(num_envs, bool)
+            _add(self._buffer, {**rest, **states}, rest["done"], never, np.arange(num_envs))
+
+    def rows(self, found: Any) -> Rows:
+        batch = found[0]
+        return {
+            "observation": batch.obs.observation,
+            "next_observation": batch.obs_next.observation,
+            "reward": batch.rew,
+            "goal": batch.obs.desired_goal,
+        }
+
+
+hindsight = TianshouGoals

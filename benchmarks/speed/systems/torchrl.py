@@ -11,13 +11,15 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 from torchrl.data import (
+    HERReplayBuffer,
     LazyTensorStorage,
     SliceSampler,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from torchrl.envs.transforms import MultiStepTransform
 
-from speed import work
+from speed import derived, work
 from speed.work import Adding, Array, Batches, Rows
 
 CHUNK = 100_000
@@ -27,7 +29,7 @@ def version() -> str:
     return version_of("torchrl")
 
 
-def _dict(rows: Rows) -> TensorDict:
+def dict_of(rows: Rows) -> TensorDict:
     count = len(next(iter(rows.values())))
     return TensorDict({name: torch.from_numpy(values) for name, values in rows.items()}, [count])
 
@@ -44,7 +46,7 @@ class TorchrlBatches(Batches):
         self._buffer.update_tensordict_priority(found)
 
     def rows(self, found: Any) -> Rows:
-        names = ("observation", "next_observation", "action", "reward", "done", "frame")
+        names = ("observation", "next_observation", "action", "reward", "done", "frame", "number")
         return {
             name: found[name].reshape(*self._lead, *found[name].shape[1:]).numpy()
             for name in names
@@ -67,7 +69,7 @@ def transitions(count: int, batch: int, prioritized: bool, fill: int | None = No
     else:
         buffer = TensorDictReplayBuffer(**options)
     for first in range(0, fill or count, CHUNK):
-        buffer.extend(_dict(work.steps(first, min(CHUNK, (fill or count) - first))))
+        buffer.extend(dict_of(work.steps(first, min(CHUNK, (fill or count) - first))))
     return TorchrlBatches(buffer, batch)
 
 
@@ -78,7 +80,7 @@ def _slices(parts: Any, count: int, batch: int, length: int) -> Batches:
     )
     for number, rows in enumerate(parts):
         size = len(next(iter(rows.values())))
-        buffer.extend(_dict({**rows, "episode": np.full(size, number)}))
+        buffer.extend(dict_of({**rows, "episode": np.full(size, number)}))
     return TorchrlBatches(buffer, batch, length)
 
 
@@ -95,7 +97,7 @@ class TorchrlAdding(Adding):
         self._buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), batch_size=256)
 
     def add(self, step: Rows) -> None:
-        self._buffer.extend(_dict(step))
+        self._buffer.extend(dict_of(step))
 
     def sample(self) -> Any:
         return self._buffer.sample()
@@ -109,7 +111,7 @@ adding = TorchrlAdding
 
 def whole(capacity: int) -> tuple[Callable[[Rows], Any], Callable[[], None]]:
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), batch_size=256)
-    return lambda rows: buffer.extend(_dict(rows)), lambda: None
+    return lambda rows: buffer.extend(dict_of(rows)), lambda: None
 
 
 def numbered(count: int, batch: int) -> tuple[Callable[[], Array], Callable[[], None]]:
@@ -118,5 +120,79 @@ def numbered(count: int, batch: int) -> tuple[Callable[[], Array], Callable[[], 
     )
     for first in range(0, count, 1 << 20):
         numbers = np.arange(first, min(first + (1 << 20), count), dtype=np.int32)
-        buffer.extend(_dict({"number": numbers}))
+        buffer.extend(dict_of({"number": numbers}))
     return lambda: buffer.sample()["number"].numpy(), lambda: None
+
+
+class TorchrlReturns(TorchrlBatches):
+    def rows(self, found: Any) -> Rows:
+        following = found["next"]
+        discount = derived.GAMMA ** found["steps_to_next_obs"].flatten() * ~following["terminated"].flatten()
+        return {
+            "observation": found["observation"].numpy(),
+            "next_observation": following["observation"].numpy(),
+            "return": following["reward"].numpy(),
+            "discount": discount.numpy(),
+        }
+
+
+def n_step(count: int, batch: int) -> Batches:
+    transform = MultiStepTransform(n_steps=derived.N, gamma=derived.GAMMA)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(count), batch_size=batch, transform=transform)
+    for first in range(0, count, CHUNK):
+        rows = {name: torch.from_numpy(values) for name, values in work.steps(first, CHUNK).items()}
+        ends = rows["done"][:, None]
+        following = {
+            "observation": rows["next_observation"],
+            "reward": rows["reward"][:, None],
+            "done": ends,
+            "terminated": ends,
+            "truncated": torch.zeros_like(ends),
+        }
+        buffer.extend(
+            TensorDict(
+                {"observation": rows["observation"], "action": rows["action"], "next": following}, [CHUNK]
+            )
+        )
+    return TorchrlReturns(buffer, batch)
+
+
+class TorchrlGoals(TorchrlBatches):
+    def rows(self, found: Any) -> Rows:
+        return {
+            "observation": found["observation"].numpy(),
+            "next_observation": found["next", "observation"].numpy(),
+            "reward": found["next", "reward"].numpy(),
+            "goal": found["desired_goal"].numpy(),
+        }
+
+
+def goal_reward(rows: TensorDict) -> torch.Tensor:
+    distance = (rows["next", "achieved_goal"] - rows["desired_goal"]).norm(dim=-1, keepdim=True)
+    return -(distance > 0.05).float()
+
+
+def hindsight(count: int, batch: int) -> Batches:
+    buffer = HERReplayBuffer(
+        goal_reward,
+        her_ratio=derived.RATIO,
+        strategy="future",
+        achieved_goal_key=("next", "achieved_goal"),  # by default a goal may be the state's own
+        storage=LazyTensorStorage(count),
+        batch_size=batch,
+    )
+    for arrays in derived.episodes(count):
+        rows = {name: torch.from_numpy(values) for name, values in arrays.items()}
+        goals, ends = rows["pursued"].expand(derived.HORIZON, -1), rows["done"][:, None]
+        state = {"observation": rows["observation"], "achieved_goal": rows["achieved"]}
+        following = {name: values[1:] for name, values in state.items()}
+        following |= {
+            "desired_goal": goals,
+            "done": ends,
+            "terminated": ends,
+            "reward": -torch.ones(ends.shape),
+        }
+        steps = {name: values[:-1] for name, values in state.items()}
+        steps |= {"desired_goal": goals, "action": rows["action"], "next": following}
+        buffer.extend(TensorDict(steps, [derived.HORIZON]))
+    return TorchrlGoals(buffer, batch)
