@@ -56,18 +56,22 @@ def refuses(what: str, action: Callable[[], object]) -> None:
     assert text, f"{what}: an error without a text"
 
 
-def fits(counts: Array, shares: Array, what: str) -> None:
-    """Fail unless counts are those of independent draws with these probabilities."""
+def deviation(counts: Array, shares: Array) -> float:
+    """Return by how many standard deviations the chi-square statistic of counts is too large."""
     expected = shares / shares.sum() * counts.sum()
-    assert (counts[expected == 0] == 0).all(), f"{what}: drew what has probability 0"
     used = expected > 0
     statistic = ((counts - expected)[used] ** 2 / expected[used]).sum()
     freedom = max(int(used.sum()) - 1, 1)
     # Wilson and Hilferty 1931: the cube root of a chi-square quotient is nearly normal.
     spread = 2 / (9 * freedom)
-    deviation = ((statistic / freedom) ** (1 / 3) - (1 - spread)) / spread**0.5
+    return float(((statistic / freedom) ** (1 / 3) - (1 - spread)) / spread**0.5)
+
+
+def fits(counts: Array, shares: Array, what: str) -> None:
+    """Fail unless counts are those of independent draws with these probabilities."""
+    assert (counts[shares == 0] == 0).all(), f"{what}: drew what has probability 0"
     shown = np.round(counts / max(counts.sum(), 1), 4).tolist()
-    assert deviation < MOST_DEVIATION, (
+    assert deviation(counts, shares) < MOST_DEVIATION, (
         f"{what}: drew {shown}, not {np.round(shares / shares.sum(), 4).tolist()}"
     )
 

@@ -24,7 +24,7 @@ class Peer(NamedTuple):
 
 
 PEERS = (
-    Peer("torchrl", "TorchRL", ("torchrl>=0.14",)),  # its kernels need the torch that it names
+    Peer("torchrl", "TorchRL", ("torchrl>=0.14", "ray")),  # its kernels need the torch that it names
     Peer("reverb", "Reverb", ("dm-reverb[tensorflow]==0.14.0",), newest=(3, 11)),
     Peer("cpprb", "cpprb", ("cpprb>=11",)),
     Peer("flashbax", "flashbax", ("flashbax>=0.1.3", "jax")),

@@ -22,6 +22,7 @@ import numpy as np
 from speed import work
 from speed.derived import Derived, check_goals, check_returns
 from speed.rollouts import RolloutJob
+from speed.team import Team
 from speed.work import Adding, Batches, NotOfferedError
 
 CHECKED = 5  # batches that are compared with the data before the first turn
@@ -185,6 +186,7 @@ KINDS = {
     "rollouts": Kind("rollouts", RolloutJob),
     "saved": Kind("transitions", saved),
     "never drawn": Kind("numbered", never_drawn),
+    "trainers": Kind("share", Team),
 }
 
 
@@ -192,7 +194,7 @@ class Child:
     """Carries out the orders of `run.py`."""
 
     def __init__(self, name: str) -> None:
-        self.module = importlib.import_module(f"speed.systems.{name}")
+        self.module = importlib.import_module(f"speed.{name}" if "." in name else f"speed.systems.{name}")
         self.job: Any = None
 
     def answer(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -200,7 +202,11 @@ class Child:
             return {"version": self.module.version()}
         if order["do"] == "turn":
             own = [one for one in (self.job, getattr(self.job, "made", None)) if hasattr(one, "block")]
-            return dict(own[0].block(order["turn_s"])) if own else block(self.job.step, order["turn_s"])
+            if not own:
+                return block(self.job.step, order["turn_s"])
+            return dict(own[0].block(order["turn_s"], **order["options"]))
+        if order["do"] == "exact":
+            return dict(self.job.exact(**order["options"]))
         if order["do"] == "end":
             job, self.job = self.job, None
             if job is not None:

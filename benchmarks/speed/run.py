@@ -28,6 +28,7 @@ import numpy as np
 from support.report import Disturbance, document, print_table, write_json
 from peers.environments import PEERS, ROOT, python_of
 
+from speed import team
 from speed.rollouts import PARTS
 from speed.table import write
 
@@ -86,7 +87,7 @@ class Child:
     """A system's process."""
 
     def __init__(self, name: str, python: Path | str, core: int) -> None:
-        path = [str(ROOT / "benchmarks"), *([str(ROOT)] if name in OWN else [])]
+        path = [str(ROOT / "benchmarks"), *([str(ROOT)] if name.rpartition(".")[2] in OWN else [])]
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path),
@@ -254,6 +255,13 @@ def main() -> None:
         for work in plan(options.quick):
             if options.only in work.name:
                 take(in_turns(systems, work, turns, turn_s))
+        if options.only in team.WORK:
+            ways = team.ways(pythons, options.quick)
+            shared = Systems(ways, core)
+            try:
+                take(team.rows(shared, options.quick, turns, turn_s))
+            finally:
+                shared.end()
         if options.only in "start of a process until its first batch":
             take(starts(systems, 1 if options.quick else STARTS))
         with tempfile.TemporaryDirectory(prefix="peers-", dir=ROOT / "build") as folder:

@@ -61,6 +61,23 @@ def _notes(rows: list[Row]) -> Iterator[str]:
         yield f"\nWrong n-step returns among those that an end of a trajectory cuts: {', '.join(wrong)}.\n"
 
 
+def _trainers(rows: list[Row]) -> Iterator[str]:
+    """Yield the table of trainers on one buffer: a row for each way of sharing."""
+    found = [row for row in rows if "batches_s" in row]
+    cases = list(dict.fromkeys((row["trainers"], row["batch"]) for row in found))
+    head = [f"{trainers} trainers, B = {batch:,}" for trainers, batch in cases]
+    body = []
+    for system, way in dict.fromkeys((row["system"], row["way"]) for row in found):
+        own = {(row["trainers"], row["batch"]): row for row in found if row["way"] == way}
+        checked = [row for row in own.values() if "deviation" in row]
+        right = "yes" if all(row["exact"] for row in checked) else "**no**"
+        most, least = (f([row[key] for row in checked]) for f, key in ((max, "deviation"), (min, "seen")))
+        rates = [_cell(own.get(case), "{batches_s:,.0f}") for case in cases]
+        shown = [f"{right} ({most:+.1f})", f"{least:.0%}"] if checked else ["-", "-"]
+        body.append([f"{NAMES[system]}: {way}", *rates, *shown])
+    yield from _lines(["", *head, "exact (deviations)", "updates seen"], body)
+
+
 def tables(content: Row) -> str:
     """Return the tables of a result file."""
     rows, machine = content["rows"], content["machine"]
@@ -76,6 +93,8 @@ def tables(content: Row) -> str:
         "Microseconds of one batch, or of one step that is added: median of the turns.\n\n",
         *_matrix([row for row in rows if "parts_ms" not in row], systems, "us", "{us:,.0f}"),
         *_notes(rows),
+        "\nTrainers on one buffer, both cores: batches a second of all trainers together.\n\n",
+        *_trainers(rows),
         "\nBytes of memory that a process holds more after 1,000,000 transitions of 105 bytes, for each.\n\n",
         *_matrix(filled, systems, "bytes_per_transition", "{bytes_per_transition:.0f}"),
         "\nSeconds from the start of a process until its first batch of 100,000 transitions.\n\n",

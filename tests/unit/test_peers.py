@@ -28,6 +28,17 @@ def test_this_project_is_timed(run_python: Any, checkout: Path) -> None:
     assert "left out" not in done.stderr
 
 
+def test_trainers_of_this_project_share_one_distribution(run_python: Any, checkout: Path) -> None:
+    command = [str(checkout / "benchmarks" / "speed" / "run.py"), "--quick", "--only", "trainers on", "gear"]
+    environment = {"PYTHONPATH": os.pathsep.join([str(checkout / "benchmarks"), str(checkout)])}
+    done = run_python(*command, env=environment)
+    rows = [json.loads(line[7:]) for line in done.stderr.splitlines() if line.startswith("peers: {")]
+    assert [row.get("trainers") for row in rows] == [2, 4], done.stderr
+    for row in rows:
+        assert row["exact"]
+        assert row["seen"] > 0.9
+
+
 @pytest.mark.parametrize("system", ["gear", "numpy_ring"])
 def test_returns_and_goals_are_right(work: ModuleType, system: str) -> None:
     derived = importlib.import_module("speed.derived")

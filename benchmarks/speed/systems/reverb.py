@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import version as version_of
 from typing import Any
 
@@ -29,9 +29,14 @@ def _serve(capacity: int, prioritized: bool, folder: str | None = None) -> tuple
 
 
 class ReverbBatches(Batches):
-    def __init__(self, capacity: int, batch: int, prioritized: bool = False) -> None:
-        self._batch, self.count = batch, capacity
-        self._server, self._client = _serve(capacity, prioritized)
+    def __init__(self, capacity: int, batch: int, prioritized: bool = False, client: Any = None) -> None:
+        self._batch, self.count, self._table = batch, capacity, TABLE
+        self._server, self._client = (None, client) if client else _serve(capacity, prioritized)
+
+    def of(self, table: str, names: Iterable[str]) -> ReverbBatches:
+        """Take another table of the server, with these columns."""
+        self._table, self._names = table, sorted(names)
+        return self
 
     def insert(self, parts: Any, length: int, period: int) -> None:
         """Insert trajectories, and an item for every `period`-th window of so many steps."""
@@ -43,23 +48,24 @@ class ReverbBatches(Batches):
                     writer.append({name: values[at] for name, values in rows.items()})
                     if at + 1 >= length and (at + 1 - length) % period == 0:
                         window = {name: writer.history[name][-length:] for name in names}
-                        writer.create_item(TABLE, 1.0, window)
+                        writer.create_item(self._table, 1.0, window)
                 writer.end_episode()
         self._names = sorted(names)
 
     def sample(self) -> Any:
-        found = list(self._client.sample(TABLE, num_samples=self._batch, emit_timesteps=False))
+        found = list(self._client.sample(self._table, num_samples=self._batch, emit_timesteps=False))
         return found, [np.stack(rows) for rows in zip(*(one.data for one in found), strict=True)]
 
     def update(self, found: Any, priorities: Array) -> None:
         keys = [one.info.key for one in found[0]]
-        self._client.mutate_priorities(TABLE, updates=dict(zip(keys, priorities.tolist(), strict=True)))
+        self._client.mutate_priorities(self._table, updates=dict(zip(keys, priorities.tolist(), strict=True)))
 
     def rows(self, found: Any) -> Rows:
         return dict(zip(self._names, found[1], strict=True))
 
     def close(self) -> None:
-        self._server.stop()
+        if self._server is not None:
+            self._server.stop()
 
 
 def transitions(count: int, batch: int, prioritized: bool, fill: int | None = None) -> Batches:
