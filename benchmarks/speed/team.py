@@ -29,7 +29,7 @@ WAYS = {  # module in `trainers`: system, and what its user calls
     "torchrl_ray": ("torchrl", "RayReplayBuffer"),
     "reverb": ("reverb", "one server, a client each"),
 }
-QUICK = ("gear", "cpprb", "torchrl_rpc")  # the others take longer to start
+QUICK = ("gear", "cpprb")  # the others take longer to start
 WORK = "trainers on one buffer"
 MOST = 4  # trainers
 ITEMS = 1000  # of the table with known priorities
