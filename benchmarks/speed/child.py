@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import importlib
 import json
 import os
@@ -28,6 +30,12 @@ from speed.work import Adding, Batches, NotOfferedError
 CHECKED = 5  # batches that are compared with the data before the first turn
 
 
+def read_bytes() -> int:
+    """Return the bytes that this process has had read from disk."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["read_bytes"])
+
+
 def resident() -> int:
     """Return the bytes of memory that this process holds, shared memory included."""
     fields = Path("/proc/self/statm").read_text().split()
@@ -37,7 +45,7 @@ def resident() -> int:
 class Sampled:
     """Sampling, with an update of the priorities after each batch where there are any."""
 
-    def __init__(self, kind: str, module: Any, options: dict[str, Any]) -> None:
+    def __init__(self, kind: str, module: Any, options: dict[str, Any], checked: int = CHECKED) -> None:
         before = resident()
         self.made: Batches = getattr(module, kind)(**options)
         self.bytes = (resident() - before) / getattr(self.made, "count", options["count"])
@@ -45,7 +53,7 @@ class Sampled:
         self.fresh = work.fresh_priorities(batch) if options.get("prioritized") else None
         self.turn = 0
         self.latest: Any = None
-        for _ in range(CHECKED):
+        for _ in range(checked):
             found = self.made.sample()
             work.check(self.made.rows(found), batch, length, options["count"])
             if self.fresh is not None:
@@ -131,6 +139,40 @@ def saved(module: Any, options: dict[str, Any]) -> dict[str, Any]:
     return {"save_s": save_s, "load_s": load_s, "bytes": size}
 
 
+def written(module: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Write trajectories in the system's own format; return seconds, what makes the numbers included."""
+    folder = _own(module, options)
+    folder.mkdir()
+    begun = perf_counter_ns()
+    module.write(options["count"], folder)
+    seconds = (perf_counter_ns() - begun) / 1e9
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return {"write_s": round(seconds, 2), "bytes": size}
+
+
+def stored(module: Any, options: dict[str, Any]) -> Sampled:
+    """Open what was written."""
+    return Sampled("stored", module, {**options, "folder": _own(module, options)})
+
+
+def larger(module: Any, options: dict[str, Any]) -> Sampled:
+    """Open what was written, none of it in the page cache, as a member of the system's control group."""
+    gc.collect()  # a page that is mapped stays
+    for path in _own(module, options).rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file)
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    ctypes.CDLL(None).malloc_trim(0)  # what the process holds and does not use would be free of charge
+    (_own(module, {"folder": options.pop("group")}) / "cgroup.procs").write_text("0")
+    kind = "read" if hasattr(module, "read") else "stored"
+    return Sampled(kind, module, {**options, "folder": _own(module, options)}, checked=1)
+
+
+def _own(module: Any, options: dict[str, Any]) -> Path:
+    return Path(options["folder"], module.__name__.rpartition(".")[2])
+
+
 def never_drawn(module: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Draw as many samples as there are items of equal priority; return the share that was never drawn."""
     draw, close = module.numbered(options["count"], options["batch"])
@@ -161,7 +203,7 @@ def block(step: Callable[[], None], seconds: float) -> dict[str, Any]:
         step()
         now = perf_counter_ns()
         times.append(now - begun)
-        if now > until and len(times) >= 3:
+        if now > until and (len(times) >= 3 or now - begun > 1e9):
             break
     cpu = time.process_time_ns() - cpu
     return {"us": float(np.median(times)) / 1e3, "steps": len(times), "cpu_us": cpu / len(times) / 1e3}
@@ -185,6 +227,9 @@ KINDS = {
     "whole": Kind("whole", Trajectories),
     "rollouts": Kind("rollouts", RolloutJob),
     "saved": Kind("transitions", saved),
+    "written": Kind("write", written),
+    "stored": Kind("stored", stored),
+    "larger": Kind("stored", larger),
     "never drawn": Kind("numbered", never_drawn),
     "trainers": Kind("share", Team),
 }
@@ -202,9 +247,12 @@ class Child:
             return {"version": self.module.version()}
         if order["do"] == "turn":
             own = [one for one in (self.job, getattr(self.job, "made", None)) if hasattr(one, "block")]
-            if not own:
-                return block(self.job.step, order["turn_s"])
-            return dict(own[0].block(order["turn_s"], **order["options"]))
+            before = read_bytes()
+            if own:
+                found = own[0].block(order["turn_s"], **order["options"])
+            else:
+                found = block(self.job.step, order["turn_s"])
+            return {**found, "read_bytes": (read_bytes() - before) / found.get("steps", 1)}
         if order["do"] == "exact":
             return dict(self.job.exact(**order["options"]))
         if order["do"] == "end":

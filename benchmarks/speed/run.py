@@ -29,10 +29,14 @@ from support.report import Disturbance, document, print_table, write_json
 from peers.environments import PEERS, ROOT, python_of
 
 from speed import team
+from speed.memory_group import MemoryGroups
 from speed.rollouts import PARTS
 from speed.table import write
+from speed.work import EPISODE
 
 OWN = ("gear", "limit", "numpy_ring")  # they run in this project's environment
+READERS = ("gear", "limit", "numpy_ring", "torchrl", "datasets", "streaming")  # what reads files at random
+ONLY_READERS = ("datasets", "streaming")
 TURNS, TURN_S = 5, 0.2
 LIMIT_S = 240.0  # of one order: a system that needs longer is left out
 STARTS = 2
@@ -155,7 +159,14 @@ class Systems:
             self._children.pop(name).end()
         return self[name]
 
-    def end(self) -> None:
+    def part(self, names: list[str]) -> Systems:
+        """Return some of the systems, with the same processes."""
+        found = Systems({name: self._pythons[name] for name in names}, self._core)
+        found._children = self._children
+        return found
+
+    def close(self) -> None:
+        """End all processes."""
         for child in self._children.values():
             child.end()
 
@@ -194,6 +205,9 @@ def in_turns(systems: Systems, work: Work, turns: int, turn_s: float) -> Iterato
             parts = {part: [answer["parts"][part] for answer in times[name]] for part in PARTS}
             row["parts_ms"] = {part: round(1e3 * float(np.median(s)), 1) for part, s in parts.items()}
             row["tokens_s"] = round(times[name][0]["tokens"] / middle * 1e6)
+        if work.do == "larger":
+            row["batches_s"] = round(1e6 / float(middle), 2)
+            row["read_mb"] = round(float(np.median([one["read_bytes"] for one in times[name]])) / 1e6, 2)
         if work.do == "transitions":
             row["bytes_per_transition"] = round(held[name], 1)
         yield row | notes[name]
@@ -211,6 +225,42 @@ def starts(systems: Systems, count: int) -> Iterator[Row]:
             systems[name].order("end")
         row = {"work": "start of a process until its first batch", "system": name}
         yield {**row, **answer} if "left out" in answer else {**row, "s": round(float(np.median(seconds)), 2)}
+
+
+def on_disk(systems: Systems, quick: bool, only: str, turns: int, turn_s: float) -> Iterator[Row]:
+    """Write trajectories, then read windows: of files in the page cache, and of more data than memory."""
+    count, limit, batch = (500_000, 16, 8) if quick else (4_000_000, 48, 32)  # one batch may take seconds
+    size = f"{count * 61 / 1e9:.2g} GB"
+    writing = f"to disk: {size} of trajectories"
+    cached = {f"from disk: {steps:,} steps, B = 128": steps for steps in (20, EPISODE)}
+    larger = f"from disk, {size} and {limit} MB of memory: 20 steps, B = {batch}"
+    if not any(only in name for name in (writing, *cached, larger)):
+        return
+    with tempfile.TemporaryDirectory(prefix="peers-", dir=ROOT / "build") as folder:
+        asked = {"count": count, "folder": folder}
+        for name in systems:
+            yield {"work": writing, "system": name, **systems[name].order("written", options=asked)}
+        for title, length in cached.items():
+            options = {**asked, "batch": 128, "length": length}
+            yield from in_turns(systems, Work(title, "stored", options), turns, turn_s)
+        try:
+            groups = MemoryGroups(systems, limit << 20)
+        except OSError as error:
+            yield {"work": larger, "system": "gear", "left out": f"no control group: {error}"}
+            return
+        with contextlib.closing(groups), contextlib.closing(systems):
+            options = {**asked, "batch": batch, "length": 20, "group": str(groups.folder)}
+            for row in in_turns(systems, Work(larger, "larger", options), turns, turn_s):
+                if "left out" in row and groups.has_killed(row["system"]):
+                    row["left out"] = f"killed: needs more than {limit} MB"
+                yield {**row, "read_ahead": _read_ahead(Path(folder))}
+
+
+def _read_ahead(folder: Path) -> str:
+    """Return how much the kernel reads around a page of this folder's device that a map faults on."""
+    device = os.stat(folder).st_dev
+    path = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
+    return f"{path.read_text().strip()} KiB" if path.exists() else "an unknown amount"
 
 
 def alone(systems: Systems, do: str, title: str, options: Row) -> Iterator[Row]:
@@ -242,7 +292,9 @@ def main() -> None:
             pythons[peer.module] = python
         else:
             rows.append({"work": "installation", "system": peer.module, "left out": python})
-    systems = Systems(pythons, core)
+    everything = Systems(pythons, core)
+    systems = everything.part([name for name in pythons if name not in ONLY_READERS])
+    readers = everything.part([name for name in READERS if name in pythons])
 
     def take(found: Iterator[Row]) -> None:
         for row in found:
@@ -250,7 +302,7 @@ def main() -> None:
             print("peers:", json.dumps(row), file=sys.stderr, flush=True)
 
     try:
-        versions = {name: systems[name].order("version").get("version") for name in systems}
+        versions = {name: everything[name].order("version").get("version") for name in everything}
         turns, turn_s = (2, 0.05) if options.quick else (TURNS, TURN_S)
         for work in plan(options.quick):
             if options.only in work.name:
@@ -262,6 +314,7 @@ def main() -> None:
                 take(team.rows(shared, options.quick, turns, turn_s))
             finally:
                 shared.end()
+        take(on_disk(readers, options.quick, options.only, turns, turn_s))
         if options.only in "start of a process until its first batch":
             take(starts(systems, 1 if options.quick else STARTS))
         with tempfile.TemporaryDirectory(prefix="peers-", dir=ROOT / "build") as folder:
@@ -275,7 +328,7 @@ def main() -> None:
             asked = {"count": 1 << bits, "batch": 1 << 15, "seconds": 90}
             take(alone(systems, "never drawn", title, asked))
     finally:
-        systems.end()
+        everything.close()
     if not (options.quick or options.only or options.systems):
         out = ROOT / "benchmarks" / "results" / "peers.json"
         write_json(out, document(disturbance, rows, systems=versions))

@@ -63,7 +63,7 @@ def _notes(rows: list[Row]) -> Iterator[str]:
 
 def _trainers(rows: list[Row]) -> Iterator[str]:
     """Yield the table of trainers on one buffer: a row for each way of sharing."""
-    found = [row for row in rows if "batches_s" in row]
+    found = [row for row in rows if "way" in row]
     cases = list(dict.fromkeys((row["trainers"], row["batch"]) for row in found))
     head = [f"{trainers} trainers, B = {batch:,}" for trainers, batch in cases]
     body = []
@@ -76,6 +76,18 @@ def _trainers(rows: list[Row]) -> Iterator[str]:
         shown = [f"{right} ({most:+.1f})", f"{least:.0%}"] if checked else ["-", "-"]
         body.append([f"{NAMES[system]}: {way}", *rates, *shown])
     yield from _lines(["", *head, "exact (deviations)", "updates seen"], body)
+
+
+def _on_disk(rows: list[Row], systems: list[str]) -> Iterator[str]:
+    if any("write_s" in row for row in rows):
+        yield "\nSeconds to write trajectories in the system's own format, and the bytes of the files.\n\n"
+        yield from _matrix(rows, systems, "write_s", "{write_s:.1f}, {bytes:,}")
+    larger = [row for row in rows if "read_mb" in row]
+    if larger:
+        ahead = larger[0]["read_ahead"]
+        yield "\nData larger than memory: batches a second, and MB that one batch had read from disk "
+        yield f"(the device reads {ahead} ahead).\n\n"
+        yield from _matrix(larger, systems, "batches_s", "{batches_s:.3g}, {read_mb:,.3g}")
 
 
 def tables(content: Row) -> str:
@@ -91,7 +103,7 @@ def tables(content: Row) -> str:
         f"{machine['cpu']}, {machine['cores']} cores, one of them used; commit {content['commit'][:12]}; "
         f"bash benchmarks/peers.sh.\n{versions}.\n\n",
         "Microseconds of one batch, or of one step that is added: median of the turns.\n\n",
-        *_matrix([row for row in rows if "parts_ms" not in row], systems, "us", "{us:,.0f}"),
+        *_matrix([r for r in rows if not {"parts_ms", "batches_s"} & r.keys()], systems, "us", "{us:,.0f}"),
         *_notes(rows),
         "\nTrainers on one buffer, both cores: batches a second of all trainers together.\n\n",
         *_trainers(rows),
@@ -100,6 +112,7 @@ def tables(content: Row) -> str:
         "\nSeconds from the start of a process until its first batch of 100,000 transitions.\n\n",
         *_matrix(rows, systems, "s", "{s:.1f}"),
         *_rollouts(rows, systems),
+        *_on_disk(rows, systems),
         "\nSeconds to save and to restore, and the bytes that were written.\n\n",
         *_matrix(rows, systems, "save_s", "{save_s:.2f}, {load_s:.2f}, {bytes:,}"),
         "\nThe share of equal items that was never drawn in as many draws; 0.3679 is right.\n\n",

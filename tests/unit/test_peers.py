@@ -54,6 +54,18 @@ def test_returns_and_goals_are_right(work: ModuleType, system: str) -> None:
         made.close()
 
 
+def test_files_are_read_with_less_memory_than_data(run_python: Any, checkout: Path) -> None:
+    command = [str(checkout / "benchmarks" / "speed" / "run.py"), "--quick", "--only", "from disk"]
+    environment = {"PYTHONPATH": os.pathsep.join([str(checkout / "benchmarks"), str(checkout)])}
+    done = run_python(*command, "gear", "limit", env=environment)
+    rows = [json.loads(line[len("peers: ") :]) for line in done.stderr.splitlines() if "peers: " in line]
+    assert [row["work"].partition(":")[0][:9] for row in rows].count("from disk") == len(rows) - 2
+    for row in rows:
+        if "left out" in row:  # no root, or no controller
+            assert row["left out"].startswith("no control group"), row
+    assert all(row["read_mb"] > 0.01 for row in rows if "batches_s" in row)
+
+
 def test_rows_of_other_steps_are_found(work: ModuleType) -> None:
     rows = {name: values[100:356] for name, values in work.steps(0, 1000).items()}
     work.check(rows, 256, 1, 1000)

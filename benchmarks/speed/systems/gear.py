@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from gymnasium.spaces import Box
 
-from deepspeed_gear import Batch, Replay, TransitionBuffer, __version__
+from deepspeed_gear import Batch, Column, DatasetWriter, Replay, Schema, TransitionBuffer, __version__
 from speed import derived, work
 from speed.systems.gear_rollouts import GearRollouts
 from speed.work import Adding, Array, Batches, Rows
@@ -31,8 +31,11 @@ def version() -> str:
 class GearBatches(Batches):
     def __init__(self, columns: dict[str, Any], count: int, longest: int, **section: Any) -> None:
         table = {"capacity_steps": count, "max_length": longest, "schema": {"columns": columns}}
-        self.names = {name: name for name in section.get("fields", columns)}  # in the data: in a batch
-        self.replay = Replay({"tables": {"main": table}, **section})
+        self._open({"tables": {"main": table}, **section}, section.get("fields", columns))
+
+    def _open(self, section: dict[str, Any], fields: Iterable[str]) -> None:
+        self.names = {name: name for name in fields}  # in the data: in a batch
+        self.replay = Replay(section)
 
     def sample(self) -> Any:
         return self.replay.sample()
@@ -125,17 +128,44 @@ def transitions(count: int, batch: int, prioritized: bool, fill: int | None = No
 
 def windows(count: int, batch: int, length: int) -> Batches:
     columns = {**COLUMNS, "observation": {**COLUMNS["observation"], "rows": "T"}}
+    made = GearBatches(columns, count, work.EPISODE, **_of_windows(length, batch))
+    for rows in work.trajectories(count // work.EPISODE):
+        made.replay.add(rows)
+    return made
+
+
+def _of_windows(length: int, batch: int) -> dict[str, Any]:
     whole = length == work.EPISODE
     sampler = {
         "kind": "uniform",
         "unit": "trajectory" if whole else "step",
         "anchors": "start" if whole else "fits",
     }
-    fields = {name: {"offset": 0 if whole else 1 - length, "length": length} for name in columns}
-    made = GearBatches(columns, count, work.EPISODE, sampler=sampler, fields=fields, batch_size=batch)
-    for rows in work.trajectories(count // work.EPISODE):
-        made.replay.add(rows)
-    return made
+    fields = {name: {"offset": 0 if whole else 1 - length, "length": length} for name in COLUMNS}
+    return {"sampler": sampler, "fields": fields, "batch_size": batch}
+
+
+def write(count: int, folder: Path) -> None:
+    columns = [
+        Column("observation", "float32", (work.OBSERVATION,)),
+        Column("action", "float32", (work.ACTION,)),
+        Column("reward", "float32"),
+        Column("done", "bool", role="terminated"),
+    ]
+    with DatasetWriter(folder / "data", Schema(columns)) as writer:
+        for rows in work.trajectories(count // work.EPISODE):
+            writer.add(rows)
+
+
+class GearStored(GearBatches):
+    """A data set on disk, which is mapped: it may be larger than memory."""
+
+    def __init__(self, count: int, batch: int, length: int, folder: Path) -> None:
+        section = {"data": str(folder / "data"), **_of_windows(length, batch)}
+        self._open(section, section["fields"])
+
+
+stored = GearStored
 
 
 def frames(count: int, batch: int, length: int) -> Batches:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,20 +65,76 @@ def n_step(count: int, batch: int) -> Batches:
     return _loop(work.steps(0, count) | derived.returns(np.arange(count)), batch, False)
 
 
-def _copies(rows: Rows, length: int, batch: int, longest: int) -> Batches:
+def _copies(rows: Rows, length: int, batch: int, longest: int, kind: type[Loop] = Loop) -> Batches:
     columns = [torch.from_numpy(values) for values in rows.values()]
     count, random = len(columns[0]), np.random.default_rng(0)
     outs = _outs(columns, batch, length)
     limit = CopyLimit(columns, outs, length)
     draws = random.integers(0, count // longest, (4096, batch)) * longest
     draws += random.integers(0, longest - length + 1, draws.shape)
-    return Loop(list(rows), outs, lambda n: limit.run(np.ascontiguousarray(np.resize(draws, (n, batch)))))
+    return kind(list(rows), outs, lambda n: limit.run(np.ascontiguousarray(np.resize(draws, (n, batch)))))
 
 
 def windows(count: int, batch: int, length: int) -> Batches:
     rows = work.steps(0, count)
     del rows["next_observation"]
     return _copies(rows, length, batch, work.EPISODE)
+
+
+def _row() -> np.dtype[Any]:
+    rows = next(work.trajectories(1))
+    return np.dtype([(name, values.dtype, values.shape[1:]) for name, values in rows.items()])
+
+
+def write(count: int, folder: Path) -> None:
+    row = _row()
+    with open(folder / "rows", "wb") as file:
+        for rows in work.trajectories(count // work.EPISODE):
+            packed = np.empty(work.EPISODE, row)
+            for name, values in rows.items():
+                packed[name] = values
+            file.write(packed.tobytes())
+
+
+def _unpack(packed: Array, batch: int, length: int) -> Rows:
+    values = packed.view(_row()).reshape(batch, length)
+    return {name: values[name] for name in values.dtype.names or ()}
+
+
+class Packed(Loop):
+    """Rows of all columns, mapped."""
+
+    def rows(self, found: Any) -> Rows:
+        return _unpack(found[0].numpy().reshape(-1), *found[0].shape[:2])
+
+
+class Reads(Batches):
+    """One read after another, of rows of all columns."""
+
+    def __init__(self, count: int, batch: int, length: int, folder: Path) -> None:
+        self._file = os.open(folder / "rows", os.O_RDONLY)
+        self._random, self._width = np.random.default_rng(0), _row().itemsize
+        self._count, self._batch, self._length = count // work.EPISODE, batch, length
+
+    def sample(self) -> Any:
+        first = self._random.integers(self._count, size=self._batch) * work.EPISODE
+        first += self._random.integers(work.EPISODE - self._length + 1, size=self._batch)
+        size = self._width * self._length
+        return [os.pread(self._file, size, self._width * at) for at in first.tolist()]
+
+    def rows(self, found: Any) -> Rows:
+        return _unpack(np.frombuffer(b"".join(found), np.uint8), self._batch, self._length)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def stored(count: int, batch: int, length: int, folder: Path) -> Batches:
+    rows = np.memmap(folder / "rows", np.uint8, mode="r+").reshape(count, -1)
+    return _copies({"rows": rows}, length, batch, work.EPISODE, Packed)
+
+
+read = Reads
 
 
 def frames(count: int, batch: int, length: int) -> Batches:

@@ -55,6 +55,25 @@ def windows(count: int, batch: int, length: int) -> Batches:
     return NumpyBatches(rows, batch, length, work.EPISODE)
 
 
+def write(count: int, folder: Path) -> None:
+    columns = {
+        name: np.lib.format.open_memmap(
+            folder / f"{name}.npy", mode="w+", dtype=values.dtype, shape=(count, *values.shape[1:])
+        )
+        for name, values in next(work.trajectories(1)).items()
+    }
+    for number, rows in enumerate(work.trajectories(count // work.EPISODE)):
+        for name, values in rows.items():
+            columns[name][number * work.EPISODE : (number + 1) * work.EPISODE] = values
+    for values in columns.values():
+        values.flush()
+
+
+def stored(count: int, batch: int, length: int, folder: Path) -> Batches:
+    rows = {path.stem: np.load(path, mmap_mode="r") for path in sorted(folder.glob("*.npy"))}
+    return NumpyBatches(rows, batch, length, work.EPISODE)
+
+
 def frames(count: int, batch: int, length: int) -> Batches:
     parts = [rows["frame"] for rows in work.frames(count // 500, 500)]
     return NumpyBatches({"frame": np.concatenate(parts)}, batch, length, 500)

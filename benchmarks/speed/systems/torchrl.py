@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import (
     HERReplayBuffer,
+    LazyMemmapStorage,
     LazyTensorStorage,
     SliceSampler,
     TensorDictPrioritizedReplayBuffer,
@@ -74,18 +75,41 @@ def transitions(count: int, batch: int, prioritized: bool, fill: int | None = No
 
 
 def _slices(parts: Any, count: int, batch: int, length: int) -> Batches:
+    buffer = _sliced(LazyTensorStorage(count), batch, length)
+    _extend(buffer, parts)
+    return TorchrlBatches(buffer, batch, length)
+
+
+def _sliced(storage: Any, batch: int, length: int) -> Any:
     sampler = SliceSampler(slice_len=length, traj_key="episode", strict_length=True, cache_values=True)
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(count), sampler=sampler, batch_size=batch * length
-    )
+    return TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=batch * length)
+
+
+def _extend(buffer: Any, parts: Any) -> None:
     for number, rows in enumerate(parts):
         size = len(next(iter(rows.values())))
         buffer.extend(dict_of({**rows, "episode": np.full(size, number)}))
-    return TorchrlBatches(buffer, batch, length)
 
 
 def windows(count: int, batch: int, length: int) -> Batches:
     return _slices(work.trajectories(count // work.EPISODE), count, batch, length)
+
+
+def _mapped(count: int, batch: int, length: int, folder: Path) -> Any:
+    storage = LazyMemmapStorage(count, scratch_dir=folder / "storage", existsok=True)
+    return _sliced(storage, batch, length)
+
+
+def write(count: int, folder: Path) -> None:
+    buffer = _mapped(count, 1, 1, folder)  # the sampler is not used
+    _extend(buffer, work.trajectories(count // work.EPISODE))
+    buffer.dumps(folder)
+
+
+def stored(count: int, batch: int, length: int, folder: Path) -> Batches:
+    buffer = _mapped(count, batch, length, folder)
+    buffer.storage.loads(folder / "storage")
+    return TorchrlBatches(buffer, batch, length)
 
 
 def frames(count: int, batch: int, length: int) -> Batches:
