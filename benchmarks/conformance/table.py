@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support.report import Disturbance, document, write_json
 from peers.environments import PEERS, ROOT, python_of
+from speed import summary
 
 from conformance.check import CASES
 from conformance.run import CASE_S, LATE
@@ -125,6 +126,7 @@ def main() -> None:
     order = list(known.values())
     rows = sorted(before, key=lambda row: order.index(row["system"]))
     write_json(out, document(disturbance, rows, not_installed=absent))
+    summary.write()
     page = ROOT / "docs" / "comparison.md"
     head, rest = page.read_text().split(BEGIN)
     page.write_text(head + BEGIN + table(rows) + END + rest.split(END)[1])

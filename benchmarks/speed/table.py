@@ -1,6 +1,6 @@
 """The tables of docs/comparison.md, from results/peers.json.
 
-PYTHONPATH=benchmarks python -m speed.table        writes them
+PYTHONPATH=benchmarks python -m speed.table        writes them, the figures and the README's table
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from peers.environments import PEERS, ROOT
 
+from speed import figures, summary
 from speed.rollouts import PARTS
 
 BEGIN, END = "<!-- the tables of results/peers.json -->\n", "<!-- end of the tables -->\n"
@@ -127,8 +128,11 @@ def tables(content: Row) -> str:
 
 
 def write(result: Path) -> None:
-    """Write the tables of a result file into the page."""
+    """Write the tables and figures of a result file into the page, and the README's table."""
     content = json.loads(result.read_text())
+    for name, svg in figures.figures(content["rows"], NAMES):
+        (ROOT / "docs" / "figures" / name).write_text(svg)
+    summary.write()
     page = ROOT / "docs" / "comparison.md"
     head, rest = page.read_text().split(BEGIN)
     page.write_text(head + BEGIN + tables(content) + END + rest.split(END)[1])

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -98,13 +99,33 @@ def test_tables_have_a_column_for_each_system_that_was_timed(
     assert "- Reverb, windows: took over 240 s" in text
 
 
-def test_the_page_is_that_of_the_results(work: ModuleType, checkout: Path) -> None:
-    """`python -m speed.table` writes it anew."""
-    table = importlib.import_module("speed.table")
+def test_the_page_the_figures_and_the_readme_are_those_of_the_results(
+    work: ModuleType, checkout: Path
+) -> None:
+    """`python -m speed.table` writes them anew."""
+    table, figures, summary = (importlib.import_module(f"speed.{x}") for x in ("table", "figures", "summary"))
     content = json.loads((checkout / "benchmarks" / "results" / "peers.json").read_text())
     assert (
         table.BEGIN + table.tables(content) + table.END in (checkout / "docs" / "comparison.md").read_text()
     )
+    assert summary.BEGIN + summary.committed() + summary.END in (checkout / "README.md").read_text()
+    for name, svg in figures.figures(content["rows"], table.NAMES):
+        assert (checkout / "docs" / "figures" / name).read_text() == svg
+
+
+def test_figures_leave_out_what_was_not_timed(work: ModuleType) -> None:
+    figures = importlib.import_module("speed.figures")
+    rows = [
+        {"work": "windows, B = 128", "system": "limit", "us": 10.0},
+        {"work": "windows, B = 128", "system": "gear", "us": 20.0},
+        {"work": "windows, B = 128", "system": "cpprb", "left out": "not offered"},
+        {"work": "a step of 1 environment", "system": "gear", "us": 2.0},
+        {"work": "a step of 64 environments", "system": "gear", "us": 20.0},
+    ]
+    for _, svg in figures.figures(rows, {"gear": "deepspeed_gear", "limit": "C loop", "cpprb": "cpprb"}):
+        ElementTree.fromstring(svg)
+        assert "deepspeed_gear" in svg
+        assert "cpprb" not in svg
 
 
 @pytest.mark.parametrize("name", ["gear", "numpy_ring"])

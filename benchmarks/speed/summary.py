@@ -1,0 +1,63 @@
+"""The README's table, from results/peers.json and results/conformance.json."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from peers.environments import PEERS, ROOT
+
+BEGIN, END = "<!-- the table of benchmarks/results -->\n", "<!-- end of the table -->\n"
+RESULTS = ROOT / "benchmarks" / "results"
+SHOWN = (
+    "uniform transitions, B = 256",
+    "prioritized transitions, B = 256",
+    "windows of 20, B = 128",
+    "whole trajectories, B = 128",
+    "4 stacked frames, B = 256",
+    "a step of 64 environments",
+    "a step of 128 of 1,024 groups of 8 responses",
+)
+Row = dict[str, Any]
+
+
+def table(peers: Row, cases: list[Row]) -> str:
+    """Return the table: times of this project, the C loop, and the fastest two of the others."""
+    rows, cpu, count = peers["rows"], peers["machine"]["cpu"], len(peers["systems"]) - 1  # less the C loop
+    names = {peer.module: peer.name for peer in PEERS} | {"numpy_ring": "NumPy arrays"}
+    text = f"{count} systems do the same work in turns, on one core ({cpu}).\n\n"
+    text += (
+        "| us of a batch or a step | gear | C loop | fastest of the others | next |\n|---|---|---|---|---|\n"
+    )
+    for kind in SHOWN:
+        us = {row["system"]: row["us"] for row in rows if row["work"] == kind and "us" in row}
+        others = sorted((us[one], names[one]) for one in names if one in us)
+        cells = [f"{us[one]:,.0f}" if one in us else "-" for one in ("gear", "limit")]
+        cells += [f"{name} {time:,.0f}" for time, name in others[:2]]
+        if "gear" in us:
+            text += "| " + " | ".join([kind, *cells, *["-"] * (4 - len(cells))]) + " |\n"
+    kinds = Counter((case["system"], case["kind"]) for case in cases)
+    counts = [
+        f"{name} {kinds[name, 'right']} of {sum(kinds[name, one] for one in ('right', 'wrong', 'refused'))}"
+        for name in dict.fromkeys(case["system"] for case in cases)
+    ]
+    return (
+        text
+        + "\nCases of public bug reports that are right, of those that a system offers: "
+        + (", ".join(counts) + ".\n")
+    )
+
+
+def committed() -> str:
+    """Return the table of the results that lie in the checkout."""
+    peers, cases = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("peers", "conformance"))
+    return table(peers, cases["rows"])
+
+
+def write() -> None:
+    """Write the table into the README."""
+    page = Path(ROOT / "README.md")
+    head, rest = page.read_text().split(BEGIN)
+    page.write_text(head + BEGIN + committed() + END + rest.split(END)[1])
