@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from support.nodes import FIRST_ADDRESS
+from support.nodes import address
 from support.transitions import ALPHA, BETA, fresh_priorities
 from support.workloads import Workload, workload
 from torch.distributed import rpc
@@ -196,7 +196,7 @@ class Client:
     def __init__(self, load: Workload, batch: int) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         options = rpc.TensorPipeRpcBackendOptions(
-            init_method=f"tcp://{FIRST_ADDRESS}:{_RPC_PORT}", _transports=["uv"]
+            init_method=f"tcp://{address(0)}:{_RPC_PORT}", _transports=["uv"]
         )
         rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world, rpc_backend_options=options)
         alone = dist.new_group([0], backend="gloo")

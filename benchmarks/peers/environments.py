@@ -25,7 +25,7 @@ class Peer(NamedTuple):
 
 PEERS = (
     Peer("torchrl", "TorchRL", ("torchrl>=0.14", "ray")),  # its kernels need the torch that it names
-    Peer("reverb", "Reverb", ("dm-reverb[tensorflow]==0.14.0",), newest=(3, 11)),
+    Peer("reverb", "Reverb", ("dm-reverb[tensorflow]==0.14.0",), needs_torch=True, newest=(3, 11)),
     Peer("cpprb", "cpprb", ("cpprb>=11",)),
     Peer("flashbax", "flashbax", ("flashbax>=0.1.3", "jax")),
     Peer("sb3", "Stable-Baselines3", ("stable-baselines3>=2.7",), needs_torch=True),

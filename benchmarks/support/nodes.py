@@ -20,8 +20,13 @@ if __name__ == "__main__":
 from support import ROOT
 
 SCRIPT = ROOT / "tests" / "cluster" / "cluster.sh"
-INTERFACE, FIRST_ADDRESS, PORT = "eth0", "10.77.0.1", 29500
+INTERFACE, PORT = "eth0", 29500
 _POLL_S = 0.05
+
+
+def address(node: int) -> str:
+    """Return the address of a node."""
+    return f"10.77.0.{node + 1}"
 
 
 def why_no_nodes() -> str | None:
@@ -55,6 +60,20 @@ class Nodes:
         if found.returncode:
             raise RuntimeError(found.stderr.strip())
 
+    def open(self, rank: int, *command: str | Path, **options: Any) -> subprocess.Popen[Any]:
+        """Start a program in a node; the options are those of Popen, `env` is added to the environment.
+
+        Its children, in the node, end with the node at the latest.
+        """
+        environment = {**self._environment, **options.pop("env", {})}
+        return subprocess.Popen([SCRIPT, "exec", str(rank), *command], env=environment, **options)
+
+    def limit_rate(self, rate: str) -> None:
+        """Limit what each node sends, as "10gbit", with a queue of 20 ms."""
+        for rank in range(self.count):
+            limit = ["root", "tbf", "rate", rate, "burst", "2mb", "latency", "20ms"]
+            self.script("exec", str(rank), "tc", "qdisc", "replace", "dev", INTERFACE, *limit)
+
     def run(
         self, function: str, *arguments: Any, count: int | None = None, limit_s: float = 600.0
     ) -> list[Any]:
@@ -76,16 +95,10 @@ class Nodes:
         call = json.dumps([function, arguments])
         processes = []
         for rank, out in enumerate(outs):
-            command = [str(SCRIPT), "exec", str(rank), sys.executable, str(Path(__file__).resolve())]
+            command = [sys.executable, Path(__file__).resolve(), call, out]
             with out.with_suffix(".log").open("wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [*command, call, str(out)],
-                        env=self._environment | self._of_rank(rank, count),
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+                streams = {"stdout": log, "stderr": subprocess.STDOUT}
+                processes.append(self.open(rank, *command, env=self.of_rank(rank, count), **streams))
         try:
             until = time.monotonic() + limit_s
             while any(process.poll() is None for process in processes):
@@ -96,7 +109,7 @@ class Nodes:
         finally:
             for process in processes:
                 if process.poll() is None:
-                    process.kill()  # its child, in the node, dies with the node at the latest
+                    process.kill()
                 process.wait()
         for rank, process in enumerate(processes):
             if process.returncode:
@@ -104,13 +117,14 @@ class Nodes:
                 raise RuntimeError(f"{function}: node {rank} ended with {process.returncode}:\n{text}")
         return [json.loads(out.read_text()) for out in outs]
 
-    def _of_rank(self, rank: int, count: int) -> dict[str, str]:
+    def of_rank(self, rank: int, count: int, port: int | None = None) -> dict[str, str]:
+        """Return the environment of a rank: its group's master listens on node 0."""
         return {
             "RANK": str(rank),
             "LOCAL_RANK": "0",
             "WORLD_SIZE": str(count),
-            "MASTER_ADDR": FIRST_ADDRESS,
-            "MASTER_PORT": str(PORT + self._num_runs),  # the one before it may be in TIME_WAIT
+            "MASTER_ADDR": address(0),
+            "MASTER_PORT": str(port or PORT + self._num_runs),  # the one before it may be in TIME_WAIT
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "TP_SOCKET_IFNAME": INTERFACE,
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")]),
