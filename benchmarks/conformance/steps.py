@@ -47,6 +47,26 @@ def a_terminated_step_does_not(system: System) -> None:
 
 
 @case(
+    "vwxyzjn/cleanrl#499",
+    "environments that reset in the step after an episode's end: that step is no transition",
+)
+def the_step_that_resets_is_left_out(system: System) -> None:
+    buffer = system.vector_steps(Steps(capacity=64), "next_step")
+    for first, how in ((0, "terminated"), (100, "truncated"), (200, "terminated")):
+        for number in range(first, first + 3):
+            buffer.add(Moment.of([number], reward=[1.0], **{how: [number == first + 2]}))
+        buffer.add(
+            Moment.of([first + 3], [first + 100])
+        )  # resets: the last observation, and the next first one
+    seen = set()
+    for _ in range(40):
+        sampled = buffer.sample()
+        assert (sampled.next_obs == sampled.obs + 1).all(), "a next observation is another episode's"
+        seen.update(np.rint(sampled.obs).astype(int).tolist())
+    assert seen == {0, 1, 2, 100, 101, 102, 200, 201, 202}, f"drew the steps {sorted(seen)}"
+
+
+@case(
     "DLR-RM/stable-baselines3#47",
     "inside an episode a 3-step return is r + g r' + g^2 r'', bootstrapped by g^3",
 )
@@ -154,6 +174,23 @@ def capacity_and_environments(system: System) -> None:
     found = set(np.rint(np.concatenate([buffer.sample().obs for _ in range(60)])).astype(int).tolist())
     newest = {offset + number for offset in (0, 100, 200) for number in (37, 38, 39)}
     assert newest <= found, f"does not hold {sorted(newest - found)}"
+
+
+@case(
+    "ray-project/ray#60773",
+    "16 environments add episodes to a full prioritized buffer: no error, and only new steps are drawn",
+)
+def many_environments_in_a_full_buffer(system: System) -> None:
+    buffer, rng = system.steps(Steps(capacity=256, num_envs=16, prioritized=True)), np.random.default_rng(0)
+    offsets = 1000.0 * np.arange(16)
+    for number in range(80):
+        ends = (number + np.arange(16)) % 7 == 6
+        buffer.add(Moment.of(offsets + number, terminated=ends))
+        sampled = buffer.sample()
+        steps = np.rint(sampled.obs) % 1000
+        assert (number - steps < 32).all(), f"step {number}: drew step {steps.min()} from a buffer of 16"
+        assert (sampled.next_obs == sampled.obs + 1).all(), f"step {number}: steps are mixed"
+        buffer.update(sampled, rng.uniform(1, 5, len(steps)))
 
 
 @case("a ring", "a full buffer holds its newest items, and each of them is drawn")

@@ -107,13 +107,13 @@ def main() -> None:
     """Run the systems that the arguments name, or all; the rows of others stay."""
     disturbance, out = Disturbance(), ROOT / "benchmarks" / "results" / "conformance.json"
     before = json.loads(out.read_text())["rows"] if out.exists() else []
-    known = {"gear": "deepspeed_gear", **{peer.module: peer.name for peer in PEERS if peer.has_cases}}
+    peers = {peer.module: peer for peer in PEERS if peer.has_cases}
+    known = {"gear": "deepspeed_gear", **{module: peer.name for module, peer in peers.items()}}
     absent, wanted = {}, sys.argv[1:] or list(known)
     for module in wanted:
         if module not in known:
             sys.exit(f"{module}: must be one of {', '.join(known)}")
-        peer = next((peer for peer in PEERS if peer.module == module), None)
-        python = Path(sys.executable) if peer is None else python_of(peer)
+        python = python_of(peers[module]) if module in peers else Path(sys.executable)
         name = known[module]
         before = [row for row in before if row["system"] != name]
         if isinstance(python, str):

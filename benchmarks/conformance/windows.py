@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 from peers.interface import System, WindowBuffer, Windows
 
@@ -100,3 +102,19 @@ def longer_than_the_buffer(system: System) -> None:
         return
     found = firsts(buffer, 20)
     assert found.min() >= 22, f"drew a window at {found.min()} of 40 steps, in a buffer of 16"
+
+
+@case(
+    "pytorch/rl#2669",
+    "the time of a batch does not grow with the capacity: 1,000 times, at most 4 times as long",
+)
+def time_without_capacity(system: System) -> None:
+    buffers = [filled(system, [50] * 20, Windows(capacity, 4)) for capacity in (5000, 5_000_000)]
+    least = [np.inf, np.inf]
+    for _ in range(12):
+        for number, buffer in enumerate(buffers):
+            begin = time.perf_counter()
+            for _ in range(5):
+                buffer.sample()
+            least[number] = min(least[number], time.perf_counter() - begin)
+    assert least[1] < 4 * least[0], f"{least[1] / least[0]:.1f} times as long"

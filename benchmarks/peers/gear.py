@@ -17,7 +17,7 @@ STEP = {"observation": {"dtype": "float32"}, "terminated": {"dtype": "bool", "ro
 
 
 class GearSteps(StepBuffer):
-    def __init__(self, need: Steps) -> None:
+    def __init__(self, need: Steps, autoreset: Any = "disabled") -> None:
         space, action = gymnasium.spaces.Box(-np.inf, np.inf, (1,)), gymnasium.spaces.Discrete(2)
         options: dict[str, Any] = {"batch_size": need.batch, "seed": need.seed}
         if need.prioritized:
@@ -34,7 +34,7 @@ class GearSteps(StepBuffer):
         self._need, self._action = need, np.zeros(need.num_envs, np.int64)
         table = {"max_length": 8} if need.capacity < 1000 else None
         self._buffer = TransitionBuffer(
-            need.capacity, space, action, n_envs=need.num_envs, autoreset="disabled", table=table, **options
+            need.capacity, space, action, n_envs=need.num_envs, autoreset=autoreset, table=table, **options
         )
 
     def add(self, moment: Moment) -> None:
@@ -106,6 +106,9 @@ class Gear(System):
     def steps(self, need: Steps) -> StepBuffer:
         return GearSteps(need)
 
+    def vector_steps(self, need: Steps, autoreset: str) -> StepBuffer:
+        return GearSteps(need, autoreset)
+
     def windows(self, need: Windows) -> WindowBuffer:
         return GearWindows(need)
 
@@ -126,6 +129,8 @@ class Gear(System):
 
     epoch = staticmethod(gear_ranks.epoch)
     shared = staticmethod(gear_ranks.shared)
+    restart = staticmethod(gear_ranks.restart)
+    packs = staticmethod(gear_ranks.packs)
     token_weights = staticmethod(gear_language.token_weights)
     advantages = staticmethod(gear_language.advantages)
     incomplete_group = staticmethod(gear_language.incomplete_group)

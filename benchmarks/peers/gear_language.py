@@ -16,7 +16,8 @@ COLUMNS = {
 }
 
 
-def _section(tokens: int, count: int, **table: Any) -> dict[str, Any]:
+def section(tokens: int, count: int, **table: Any) -> dict[str, Any]:
+    """Return the options of a rollout of so many trajectories or groups."""
     unit, size = ("group", "groups") if "group" in table else ("trajectory", "trajectories")
     main = {
         "capacity_steps": 4000,
@@ -32,16 +33,17 @@ def _section(tokens: int, count: int, **table: Any) -> dict[str, Any]:
     }
 
 
-def _add(replay: Replay, number: int, length: int, reward: float = 0.0, prompt: int = 0) -> None:
+def add(replay: Replay, number: int, length: int, reward: float = 0.0, prompt: int = 0) -> None:
+    """Add a response."""
     replay.add({"number": np.full(length, number), "reward": np.float32(reward), "prompt": np.int64(prompt)})
 
 
 def token_weights(lengths: Array, tokens: int) -> Array:
     """As `System.token_weights`."""
     found = np.zeros(len(lengths))
-    with Replay(_section(tokens, len(lengths))) as replay:
+    with Replay(section(tokens, len(lengths))) as replay:
         for number, length in enumerate(lengths.tolist()):
-            _add(replay, number, length)
+            add(replay, number, length)
         for step in replay.rollout():
             for micro in step:
                 np.add.at(found, micro["number"].flatten().numpy(), micro.weight.flatten().numpy())
@@ -50,9 +52,9 @@ def token_weights(lengths: Array, tokens: int) -> Array:
 
 def advantages(rewards: Array, groups: Array) -> Array:
     """As `System.advantages`."""
-    with Replay(_section(64, len(rewards))) as replay:
+    with Replay(section(64, len(rewards))) as replay:
         for number, (reward, prompt) in enumerate(zip(rewards.tolist(), groups.tolist(), strict=True)):
-            _add(replay, number, 4, reward, prompt)
+            add(replay, number, 4, reward, prompt)
         rollout = replay.rollout()
         found = rollout.advantages("dr_grpo", group="prompt")
         order = np.argsort(rollout.trajectory_id.numpy())
@@ -61,10 +63,10 @@ def advantages(rewards: Array, groups: Array) -> Array:
 
 def incomplete_group() -> bool:
     """As `System.incomplete_group`."""
-    with Replay(_section(64, 2, group={"column": "prompt", "size": 2})) as replay:
+    with Replay(section(64, 2, group={"column": "prompt", "size": 2})) as replay:
         for prompt in range(3):
             for member in range(2):
                 if (prompt, member) != (1, 1):
-                    _add(replay, prompt, 4, prompt=prompt)
+                    add(replay, prompt, 4, prompt=prompt)
         prompts = replay.rollout().values("prompt")
         return sorted(prompts.tolist()) == [0, 0, 2, 2]

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -178,10 +178,25 @@ class WindowBuffer(ABC):
         """End it."""
 
 
+class Pack(NamedTuple):
+    """Several sequences in one row of N tokens.
+
+    Args:
+        number: The sequence that each token is of; -1 for padding. [N].
+        position: The position of each token that the model gets. [N].
+        bounds: First token of each sequence (padding is one), and N: `cu_seqlens` of a flash attention.
+    """
+
+    number: Array
+    position: Array
+    bounds: Array
+
+
 class System(ABC):
     """A replay system. A method that it does not have raises NotOfferedError."""
 
     name = ""
+    forks = True  # whether the workers of a DataLoader may have a copy of a buffer
 
     @abstractmethod
     def version(self) -> str:
@@ -195,12 +210,23 @@ class System(ABC):
         """Return a buffer of trajectories."""
         raise NotOfferedError
 
+    def vector_steps(self, need: Steps, autoreset: str) -> StepBuffer:
+        """Return a buffer of what environments with this autoreset mode of gymnasium return, as it comes."""
+        raise NotOfferedError
+
     def goals(self, episodes: list[Array], batch: int) -> Mapping[str, Array]:
         """Return hindsight samples of episodes: `obs` and the `goal` of each. [B]."""
         raise NotOfferedError
 
-    def epoch(self, count: int, batch: int, ranks: int, used: int) -> list[list[int]]:
-        """Return the items that each rank gets in an epoch of `count`, resumed after `used` batches."""
+    def epoch(self, count: int, batch: int, ranks: int, used: int, workers: int = 0) -> list[list[int]]:
+        """Return the items that each rank gets in an epoch of `count`, resumed after `used` batches.
+
+        With `workers` through a DataLoader that has as many.
+        """
+        raise NotOfferedError
+
+    def restart(self) -> list[list[int]]:
+        """Begin an epoch of 10 items on two ranks, kill both, and return an epoch of a restart at once."""
         raise NotOfferedError
 
     def shared(self, priorities: Array, processes: int, batches: int) -> list[Array]:
@@ -209,6 +235,10 @@ class System(ABC):
 
     def token_weights(self, lengths: Array, tokens: int) -> Array:
         """Return the sum of each trajectory's loss weights where packs hold so many tokens. [n]."""
+        raise NotOfferedError
+
+    def packs(self, lengths: Array, tokens: int, ranks: int = 1) -> list[list[Pack]]:
+        """Return the packs that each rank gets of sequences with these lengths."""
         raise NotOfferedError
 
     def advantages(self, rewards: Array, groups: Array) -> Array:

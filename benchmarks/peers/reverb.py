@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
+import shutil
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import reverb
-import tensorflow as tf
 
 from peers.interface import (
     Array,
@@ -23,47 +23,7 @@ from peers.interface import (
     WindowBuffer,
     Windows,
 )
-
-TABLE = "main"
-
-
-WAIT_MS = 1000  # an empty table makes a reader wait; here no longer than this
-
-
-class Reader:
-    """A table and its `TrajectoryDataset`; another iterator after each change, as iterators read ahead."""
-
-    def __init__(self, capacity: int, alpha: float | None, batch: int, shapes: list[list[int]]) -> None:
-        sampler = reverb.selectors.Uniform() if alpha is None else reverb.selectors.Prioritized(alpha)
-        limiter = reverb.rate_limiters.MinSize(1)
-        signature = tuple(tf.TensorSpec(shape, tf.float32) for shape in shapes)
-        table = reverb.Table(TABLE, sampler, reverb.selectors.Fifo(), capacity, limiter, signature=signature)
-        self.server = reverb.Server([table], port=None)
-        self.client = reverb.Client(f"localhost:{self.server.port}")
-        self._batches = reverb.TrajectoryDataset.from_table_signature(
-            self.client.server_address,
-            TABLE,
-            max_in_flight_samples_per_worker=batch,
-            num_workers_per_iterator=1,
-            rate_limiter_timeout_ms=WAIT_MS,
-        ).batch(batch)
-        self._iterator: Iterator[Any] | None = None
-
-    def next(self) -> Any:
-        """Return a batch of what is in the table now."""
-        if self._iterator is None:
-            self._iterator = iter(self._batches)
-        for found in self._iterator:
-            return found
-        self._iterator = None
-        raise TimeoutError(f"the table has had no item for {WAIT_MS} ms")
-
-    def changed(self) -> None:
-        self._iterator = None
-
-    def close(self) -> None:
-        self._iterator = None
-        self.server.stop()
+from peers.reverb_reader import TABLE, Reader
 
 
 class ReverbSteps(StepBuffer):
@@ -71,7 +31,12 @@ class ReverbSteps(StepBuffer):
         if need.n_step > 1 or need.normalize == "table":
             raise NotOfferedError
         self._need = need
-        self._reader = Reader(need.capacity, need.alpha if need.prioritized else None, need.batch, [[1]] * 4)
+        self._open()
+
+    def _open(self, folder: Path | None = None) -> None:
+        need = self._need
+        alpha = need.alpha if need.prioritized else None
+        self._reader = Reader(need.capacity, alpha, need.batch, [[1]] * 4, folder)
         self._writer = self._reader.client.trajectory_writer(num_keep_alive_refs=1)
 
     def add(self, moment: Moment) -> None:
@@ -96,6 +61,16 @@ class ReverbSteps(StepBuffer):
 
     def __len__(self) -> int:
         return int(self._reader.client.server_info()[TABLE].current_size)
+
+    def save(self, folder: Path) -> None:
+        made = self._reader.client.checkpoint()
+        if self._reader.folder != folder:  # the server's own folder: it goes on with the one of the save
+            shutil.copytree(made, folder / Path(made).name)
+            self.load(folder)
+
+    def load(self, folder: Path) -> None:
+        self.close()
+        self._open(folder)
 
     def close(self) -> None:
         self._writer.close()
@@ -135,6 +110,7 @@ def _draw(port: int, batches: int, results: Any) -> None:
 
 class Reverb(System):
     name = "Reverb"
+    forks = False  # a worker makes a client of its own
 
     def version(self) -> str:
         return version("dm-reverb")
@@ -151,10 +127,7 @@ class Reverb(System):
             reader.client.insert((np.float32(number),), priorities={TABLE: priority})
         _port, context = reader.server.port, multiprocessing.get_context("spawn")
         results: Any = context.Queue()
-        workers = [
-            context.Process(target=_draw, args=(reader.server.port, batches, results))
-            for _ in range(processes)
-        ]
+        workers = [context.Process(target=_draw, args=(port, batches, results)) for _ in range(processes)]
         for worker in workers:
             worker.start()
         found = [results.get(timeout=100) for _ in workers]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,8 @@ SHOWN = [
     "only windows that fit",
     "hindsight stays in the episode",
     "advantages by group",
+    "the step that resets is left out",
+    "many environments in a full buffer",
 ]
 
 
@@ -37,7 +40,7 @@ def test_this_project_is_right(run_python: Any, checkout: Path) -> None:
 
 
 def test_every_case_has_a_report_and_a_right_answer(cases: ModuleType) -> None:
-    assert len(cases.CASES) >= 50
+    assert len(cases.CASES) >= 60
     for one in cases.CASES.values():
         assert one.report
         assert one.right
@@ -61,6 +64,28 @@ def test_a_refusal_needs_a_text(cases: ModuleType) -> None:
 
     with pytest.raises(AssertionError, match="without a text"):
         cases.refuses("an item", silent)
+
+
+def test_a_case_without_an_answer_is_late(cases: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = importlib.import_module("conformance.run")
+
+    def slow(_: object) -> None:
+        cases.refusal(lambda: time.sleep(20))
+
+    monkeypatch.setitem(cases.CASES, "slow", cases.Case("slow", "a report", "an answer", slow))
+    monkeypatch.setattr(run, "CASE_S", 1)
+    assert run.verdict(None, "slow") == ("late", run.LATE)
+
+
+def test_sequences_that_are_not_apart_in_a_pack_fail(cases: ModuleType) -> None:
+    language = importlib.import_module("conformance.language")
+    made = importlib.import_module("peers.interface").Pack
+    number, position, bounds = np.repeat([1, 6], [3, 5]), np.r_[0:3, 0:5], np.array([0, 3, 8])
+    assert language.check_packs([made(number, position, bounds)]) == [1, 6]
+    with pytest.raises(AssertionError, match="attend to each other"):
+        language.check_packs([made(number, position, np.array([0, 8]))])
+    with pytest.raises(AssertionError, match="positions"):
+        language.check_packs([made(number, np.arange(8), bounds)])
 
 
 def test_adapters_stay_small(checkout: Path) -> None:
