@@ -125,7 +125,7 @@ class Reverb(System):
         reader = Reader(len(priorities), 1.0, 64, [[]])
         for number, priority in enumerate(priorities.tolist()):
             reader.client.insert((np.float32(number),), priorities={TABLE: priority})
-        _port, context = reader.server.port, multiprocessing.get_context("spawn")
+        port, context = reader.server.port, multiprocessing.get_context("spawn")
         results: Any = context.Queue()
         workers = [context.Process(target=_draw, args=(port, batches, results)) for _ in range(processes)]
         for worker in workers:

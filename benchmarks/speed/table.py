@@ -88,7 +88,7 @@ def _on_disk(rows: list[Row], systems: list[str]) -> Iterator[str]:
         ahead = larger[0]["read_ahead"]
         yield "\nData larger than memory: batches a second, and MB that one batch had read from disk "
         yield f"(the device reads {ahead} ahead).\n\n"
-        yield from _matrix(larger, systems, "batches_s", "{batches_s:.3g}, {read_mb:,.3g}")
+        yield from _matrix(larger, systems, "batches_s", "{batches_s:,.3g}, {read_mb:,.1f}")
 
 
 def tables(content: Row) -> str:

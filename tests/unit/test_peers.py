@@ -89,6 +89,14 @@ def test_tables_have_a_column_for_each_system_that_was_timed(
         {"work": "windows", "system": "gear", "us": 5.0},
         {"work": "windows", "system": "torchrl", "us": 1234.5},
         {"work": "windows", "system": "cpprb", "left out": "not offered"},
+        {
+            "work": "disk",
+            "system": "gear",
+            "us": 4e5,
+            "batches_s": 2.5,
+            "read_mb": 1234.5,
+            "read_ahead": "1 B",
+        },
         {"work": "windows", "system": "reverb", "left out": "took over 240 s"},
     ]
     systems = {"gear": "1", "torchrl": "2", "cpprb": "3", "reverb": "4"}
@@ -96,6 +104,8 @@ def test_tables_have_a_column_for_each_system_that_was_timed(
     text = table.tables({"rows": rows, "machine": machine, "commit": "c", "command": "x", "systems": systems})
     assert "|  | deepspeed_gear | TorchRL |" in text
     assert "| windows | 5 | 1,234 |" in text
+    assert "(the device reads 1 B ahead)" in text
+    assert "| disk | 2.5, 1,234.5 |" in text
     assert "- Reverb, windows: took over 240 s" in text
 
 
