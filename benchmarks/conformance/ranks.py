@@ -81,10 +81,11 @@ SAVED = Steps(capacity=1 << 15, num_envs=1 << 8)
 
 
 def _save_again_and_again(module: str, folder: str, answers: Any) -> None:
-    buffer: StepBuffer = importlib.import_module(module).SYSTEM.steps(SAVED)
-    for first in range(0, SAVED.capacity, SAVED.num_envs):
-        buffer.add(Moment.of(np.arange(first, first + SAVED.num_envs), terminated=np.ones(SAVED.num_envs)))
     try:
+        buffer: StepBuffer = importlib.import_module(module).SYSTEM.steps(SAVED)
+        for first in range(0, SAVED.capacity, SAVED.num_envs):
+            ends = np.ones(SAVED.num_envs, bool)
+            buffer.add(Moment.of(np.arange(first, first + SAVED.num_envs), terminated=ends))
         buffer.save(Path(folder))
     except NotOfferedError:
         answers.send(False)

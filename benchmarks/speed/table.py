@@ -64,7 +64,10 @@ def _notes(rows: list[Row]) -> Iterator[str]:
 
 def _trainers(rows: list[Row]) -> Iterator[str]:
     """Yield the table of trainers on one buffer: a row for each way of sharing."""
-    found = [row for row in rows if "way" in row]
+    found = [row for row in rows if "trainers" in row]
+    if not found:
+        return
+    yield "\nTrainers on one buffer, both cores: batches a second of all trainers together.\n\n"
     cases = list(dict.fromkeys((row["trainers"], row["batch"]) for row in found))
     head = [f"{trainers} trainers, B = {batch:,}" for trainers, batch in cases]
     body = []
@@ -106,7 +109,6 @@ def tables(content: Row) -> str:
         "Microseconds of one batch, or of one step that is added: median of the turns.\n\n",
         *_matrix([r for r in rows if not {"parts_ms", "batches_s"} & r.keys()], systems, "us", "{us:,.0f}"),
         *_notes(rows),
-        "\nTrainers on one buffer, both cores: batches a second of all trainers together.\n\n",
         *_trainers(rows),
         "\nBytes of memory that a process holds more after 1,000,000 transitions of 105 bytes, for each.\n\n",
         *_matrix(filled, systems, "bytes_per_transition", "{bytes_per_transition:.0f}"),
