@@ -16,7 +16,9 @@ from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.public_names import public_names
 
 PADDING = -1  # the sequence of places that belong to no trajectory
-INTERNAL = frozenset({"host_source", "reported"})  # used by other modules of this package, and by no program
+INTERNAL = frozenset(
+    {"host_source", "pack_shape", "reported"}
+)  # used by other modules of this package, and by no program
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class MicroBatch(Mapping[str, torch.Tensor]):
         token: str | None,
         device: torch.device,
     ) -> None:
-        self._tensors, self._shape, self._loss, self._sources = tensors, shape, loss, sources
+        self._tensors, self.pack_shape, self._loss, self._sources = tensors, shape, loss, sources
         self._device, self._token = device, token
         self.targets = targets
 
@@ -153,8 +155,8 @@ class MicroBatch(Mapping[str, torch.Tensor]):
     def __repr__(self) -> str:
         names = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in self._tensors.items())
         return (
-            f"MicroBatch({self.num_trajectories} trajectories, {self.num_tokens} of {self._shape.rows} places"
-            f": {names})"
+            f"MicroBatch({self.num_trajectories} trajectories, "
+            f"{self.num_tokens} of {self.pack_shape.rows} places: {names})"
         )
 
     def __dir__(self) -> list[str]:
@@ -206,37 +208,37 @@ class MicroBatch(Mapping[str, torch.Tensor]):
 
     @property
     def num_trajectories(self) -> int:
-        return len(self._shape.lengths)
+        return len(self.pack_shape.lengths)
 
     @property
     def num_tokens(self) -> int:
         """Places of trajectories in the whole pack, padding excluded."""
-        return self._shape.num_tokens
+        return self.pack_shape.num_tokens
 
     @property
     def lengths(self) -> torch.Tensor:
         """Steps of each trajectory. [S], int64, in host memory."""
-        return torch.from_numpy(self._shape.lengths)
+        return torch.from_numpy(self.pack_shape.lengths)
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
         """Where each sequence of the whole pack begins, padding being one of its own, and N. int32."""
-        return torch.from_numpy(self._shape.bounds).to(self._device)
+        return torch.from_numpy(self.pack_shape.bounds).to(self._device)
 
     @property
     def max_seqlen(self) -> int:
         """Places of the longest sequence of the whole pack, padding being one of its own."""
-        return int(np.diff(self._shape.bounds).max())
+        return int(np.diff(self.pack_shape.bounds).max())
 
     @property
     def position_ids(self) -> torch.Tensor:
         """The place of each token in its sequence. [1, N], int64."""
-        return torch.from_numpy(self._shape.positions()).to(self._device)[None]
+        return torch.from_numpy(self.pack_shape.positions()).to(self._device)[None]
 
     @property
     def sequence(self) -> torch.Tensor:
         """Which of the trajectories each place belongs to, -1 for padding. [1, N], int64."""
-        return torch.from_numpy(self._shape.owners()).to(self._device)[None]
+        return torch.from_numpy(self.pack_shape.owners()).to(self._device)[None]
 
     @property
     def block_mask(self) -> torch.Tensor:
@@ -244,7 +246,7 @@ class MicroBatch(Mapping[str, torch.Tensor]):
 
         Of a whole pack; N * N bytes, for models without kernels for packed sequences.
         """
-        whole = PackShape(self._shape.lengths, self._shape.rows, 0, self._shape.rows)
+        whole = PackShape(self.pack_shape.lengths, self.pack_shape.rows, 0, self.pack_shape.rows)
         owner = torch.from_numpy(whole.owners()).to(self._device)
         return ((owner[:, None] == owner[None, :]).tril())[None, None]
 
@@ -269,7 +271,7 @@ class MicroBatch(Mapping[str, torch.Tensor]):
         inputs = {"input_ids": self._tensors[self._token], "use_cache": False}
         if isinstance(model, str):
             return inputs | named_inputs(model, self)
-        is_slice = self._shape.end - self._shape.first < self._shape.rows
+        is_slice = self.pack_shape.end - self.pack_shape.first < self.pack_shape.rows
         return inputs | PackedModel(model).inputs(self, is_slice)
 
     # ---- loss ------------------------------------------------------------------------------------
@@ -337,7 +339,7 @@ class MicroBatch(Mapping[str, torch.Tensor]):
         if how not in ("mean", "sum"):
             raise ConfigError("how", "must be mean or sum", how)
         kept, mask = self._kept(values), self._loss.mask
-        owner = torch.from_numpy(self._shape.owners()).to(kept.device)
+        owner = torch.from_numpy(self.pack_shape.owners()).to(kept.device)
         owner = torch.where(owner == PADDING, self.num_trajectories, owner)
         sums = kept.new_zeros(self.num_trajectories + 1).index_add(0, owner, kept)
         counts = kept.new_zeros(self.num_trajectories + 1).index_add(0, owner, mask.float())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ class Dataset:
         self.lengths = np.ascontiguousarray(extents[:, 1])
         self._check_extents(int(manifest["num_steps"]))
         self.columns: dict[str, NDArray[Any]] = {}
+        self._is_random = False
         for column in self.schema:
             rows = num_trajectories if column.rows == "1" else self.num_rows
             shape = (rows, *column.shape)
@@ -123,6 +125,19 @@ class Dataset:
         self.files.add(path, array)
         return array
 
+    def read_at_random(self) -> None:
+        """Have the kernel read only the pages that are asked for, and none ahead of them.
+
+        For data that do not fit into memory: what was read ahead would be dropped before it is used.
+        """
+        self._is_random = True
+        self._advise(mmap.MADV_RANDOM)
+
+    def _advise(self, option: int) -> None:
+        for array in self.columns.values():
+            mapped: mmap.mmap = array._mmap  # type: ignore[attr-defined]
+            mapped.madvise(option)
+
     def _check_extents(self, num_steps: int) -> None:
         ends = self.first_rows + self.lengths + int(self.schema.has_final_row)
         consistent = (
@@ -153,7 +168,11 @@ class Dataset:
             )
             rule = "must be a whole data set to compute the statistics of another split"
             raise DataError(str(self.path), rule, str(self.part), remedy)
-        return compute_statistics(self.schema, self.columns, self.first_rows, self.lengths, split)
+        self._advise(mmap.MADV_NORMAL)
+        found = compute_statistics(self.schema, self.columns, self.first_rows, self.lengths, split)
+        if self._is_random:
+            self._advise(mmap.MADV_RANDOM)
+        return found
 
     def _read_statistics(self) -> dict[str, ColumnStatistics]:
         path = self.path / STATS_FILE

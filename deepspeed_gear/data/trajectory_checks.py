@@ -14,10 +14,11 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data import opaque_rows
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.errors import DataError, known_names
-from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.schema import DTYPES, Column, Schema
 
 CORRECT = "correct it, or give the column a dtype that holds it"
 ENDS_LAST = "must be set at the last step of a trajectory only"
+_PLAIN = frozenset(DTYPES) - {"bfloat16"}  # dtypes that NumPy has
 SPLIT = "add each episode, or all with split_by_flags=True (gear ingest: --split-by-flags)"
 
 
@@ -103,6 +104,12 @@ def as_stored(value: Any, column: Column, table: str, num_rows: int | None = Non
         table: Name of its table, for error texts.
         num_rows: Number of rows in place of that of `column.rows`; None: that of `column.rows`.
     """
+    single = column.rows == "1" and num_rows is None
+    rank = len(column.shape) + (0 if single else 1)
+    if type(value) is np.ndarray and value.dtype == column.numpy_dtype and column.dtype in _PLAIN:
+        fits = value.ndim == rank and value.shape[rank - len(column.shape) :] == column.shape
+        if fits and (num_rows is None or len(value) == num_rows):
+            return value  # as most are
     name = f"{table}: column {column.name}"
     if column.is_opaque and num_rows is not None:
         return opaque_rows.encode_rows(value, column, name, num_rows)
@@ -126,8 +133,6 @@ def as_stored(value: Any, column: Column, table: str, num_rows: int | None = Non
         if isinstance(value, Mapping):
             remedy = f"name the columns {column.name}.<key> to store its parts"
         raise DataError(name, rule, str(array.dtype), remedy)
-    single = column.rows == "1" and num_rows is None
-    rank = len(column.shape) + (0 if single else 1)
     wrong = array.ndim != rank or tuple(array.shape[array.ndim - len(column.shape) :]) != column.shape
     if wrong or (num_rows is not None and len(array) != num_rows):
         lead = column.rows if num_rows is None else num_rows

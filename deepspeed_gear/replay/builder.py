@@ -6,7 +6,9 @@ assembler. Each part gets the earlier ones as arguments.
 
 from __future__ import annotations
 
+import logging
 import secrets
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -22,7 +24,7 @@ from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.distributed.node_channel import NodeChannel
 from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.distributed.sharded_selection import agree_on_quotas
-from deepspeed_gear.errors import LostNodeError, PeerError
+from deepspeed_gear.errors import LostNodeError, PeerError, show_bytes
 from deepspeed_gear.replay.batch_assembler import BatchAssembler
 from deepspeed_gear.replay.node_exchange import NodeExchange
 from deepspeed_gear.replay.priority_updates import AsyncPriorityUpdates
@@ -32,12 +34,14 @@ from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.stream_state import StreamState, stream_regions
 from deepspeed_gear.store.live_stores import new_run_name
 from deepspeed_gear.store.memory_layout import Region, RunIdentity
+from deepspeed_gear.store.memory_limits import read_file, tightest
 from deepspeed_gear.store.records import Peer
 from deepspeed_gear.store.shared_memory import remove_garbage
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec, table_layout
 from deepspeed_gear.store.writer_options import digest
 
+LOG = logging.getLogger("deepspeed_gear")
 NUM_ANSWERS = 64  # of can_sample() in the ring: the most that a rank may be ahead of the slowest
 
 
@@ -229,11 +233,25 @@ def _open_stores(plan: Resolved) -> tuple[dict[str, Table], dict[str, dict[str, 
         for resolved in plan.tables.values():
             assert resolved.store is not None
             open_store(resolved.store, list(resolved.streams.values()), resolved.writing)
+        _advise(tables.values())
     except BaseException:
         for table in tables.values():
             table.close()
         raise
     return tables, states
+
+
+def _advise(tables: Iterable[Table]) -> None:
+    """Read mapped data at random if they do not fit into the memory that is left to this process."""
+    mapped = [table for table in tables if table.spec.dataset is not None and not table.spec.in_memory]
+    num_bytes, limit = sum(a.nbytes for t in mapped for a in t.columns.values()), tightest(read_file)
+    if limit is None or num_bytes <= limit.available:
+        return
+    for table in mapped:
+        assert table.spec.dataset is not None
+        table.spec.dataset.read_at_random()
+    left = f"{show_bytes(limit.available)} are left ({limit.name})"
+    LOG.info("gear: %s of data are read page by page: %s", show_bytes(num_bytes), left)
 
 
 def _start_detector(plan: Resolved, table: Table) -> FailureDetector | None:

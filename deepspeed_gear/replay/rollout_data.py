@@ -14,7 +14,7 @@ import torch
 
 from deepspeed_gear.batching.gather import PackGatherer, flags_of, read_opaque
 from deepspeed_gear.batching.loss_weights import loss_weights
-from deepspeed_gear.batching.micro_batch import PADDING, MicroBatch, PackLoss, PackShape, PackSources
+from deepspeed_gear.batching.micro_batch import MicroBatch, PackLoss, PackShape, PackSources
 from deepspeed_gear.batching.packing_plan import PackBudget, plan_packs
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.pack_options import LossConfig, PackConfig, room
@@ -424,11 +424,12 @@ class RolloutData:
 
     def write(self, column: torch.Tensor, micro: MicroBatch, values: torch.Tensor) -> None:
         """Write values of this rank's places of a pack, [rows of this rank], to a column, [num_tokens]."""
-        owners, positions = micro.sequence[0].cpu(), micro.position_ids[0].cpu()
-        is_real = owners != PADDING
-        starts = torch.from_numpy(self.starts)[micro.index]
-        to = starts[owners[is_real]] + positions[is_real]
-        column[to] = values.detach().to("cpu", torch.float32)[is_real]
+        shape, given = micro.pack_shape, values.detach().to("cpu", torch.float32)
+        begins = np.maximum(shape.first - shape.starts, 0)  # this rank's first place of each trajectory
+        to, at = self.starts[micro.index.numpy()] + begins, 0
+        for start, size in zip(to.tolist(), shape.sizes.tolist(), strict=False):  # padding is the last size
+            column[start : start + size] = given[at : at + size]
+            at += size
 
 
 def item_numbers(sample_numbers: np.ndarray, tables: np.ndarray | None = None) -> np.ndarray:

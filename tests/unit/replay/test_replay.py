@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from warm_python import run_warm
 
 from deepspeed_gear import Replay
 from deepspeed_gear.errors import ConfigError, DataError, StoreError, StoreFullError
+from deepspeed_gear.replay import builder
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Progress, ProgressMeter
+from deepspeed_gear.store.memory_limits import MemoryLimit
 
 
 def test_a_config_is_a_mapping_or_a_file(data: Path, tmp_path: Path) -> None:
@@ -36,6 +39,20 @@ def test_a_config_is_a_mapping_or_a_file(data: Path, tmp_path: Path) -> None:
         with Replay(config) as replay:
             found.append(replay.sample().clone())
     assert all(same(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("left", [1, 1 << 40])
+def test_data_larger_than_memory_are_read_page_by_page(
+    data: Path, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builder, "tightest", lambda read: MemoryLimit("memory.max", left, "of a test"))
+    with Replay(config_of(data, batch_size=2)) as replay:
+        dataset = replay.tables["main"].spec.dataset
+        assert dataset is not None
+        dataset.statistics_for({"test": 0.5})  # one pass, in order
+        maps = Path("/proc/self/smaps").read_text().split("VmFlags:")
+        flags = {before.rpartition(".npy")[0][-6:]: after.split() for before, after in pairwise(maps)}
+        assert ("rr" in flags["reward"]) == (left == 1)
 
 
 @pytest.mark.parametrize(
