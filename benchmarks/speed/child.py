@@ -245,6 +245,8 @@ class Child:
     def answer(self, order: dict[str, Any]) -> dict[str, Any]:
         if order["do"] == "version":
             return {"version": self.module.version()}
+        if order["do"] == "offers":
+            return {"offers": hasattr(self.module, KINDS[order["kind"]].function)}
         if order["do"] == "turn":
             own = [one for one in (self.job, getattr(self.job, "made", None)) if hasattr(one, "block")]
             before = read_bytes()

@@ -53,9 +53,9 @@ class Work(NamedTuple):
 
 def plan(quick: bool) -> list[Work]:
     """Return what is timed in turns."""
-    items, windows, num_frames, capacity = 1_000_000, 2_000_000, 20_000, 50_000
+    items, windows, num_frames, capacity = 1_000_000, 2_000_000, 20_000, 20_000
     if quick:
-        items, windows, num_frames, capacity = 100_000, 200_000, 4_000, 20_000
+        items, windows, num_frames, capacity = 100_000, 200_000, 4_000, 6_400
     found = [
         Work(f"{'prioritized' if prioritized else 'uniform'} transitions, B = {batch:,}", "transitions",
              {"count": items, "batch": batch, "prioritized": prioritized})
@@ -81,7 +81,7 @@ def plan(quick: bool) -> list[Work]:
         for num_envs in (1, 8, 64)
     ]  # fmt: skip
     found.append(Work("a whole trajectory of 1,000", "whole", {"capacity": capacity}))
-    groups = 64 if quick else 1024
+    groups = 64 if quick else 512
     title = f"a step of {groups // 8} of {groups:,} groups of 8 responses"
     found.append(Work(title, "rollouts", {"groups": groups, "step": groups // 8}))
     return found
@@ -155,9 +155,13 @@ class Systems:
 
     def start(self, name: str) -> Child:
         """Return a process that has done nothing yet."""
+        self.stop(name)
+        return self[name]
+
+    def stop(self, name: str) -> None:
+        """End a process; the next work starts another."""
         if name in self._children:
             self._children.pop(name).end()
-        return self[name]
 
     def part(self, names: list[str]) -> Systems:
         """Return some of the systems, with the same processes."""
@@ -218,6 +222,8 @@ def starts(systems: Systems, count: int) -> Iterator[Row]:
     options = {"count": 100_000, "batch": 256, "prioritized": False}
     for name in systems:
         seconds = []
+        if not systems[name].order("offers", kind="transitions").get("offers"):
+            continue
         for _ in range(count):
             begun = time.monotonic()
             answer = systems.start(name).order("transitions", options=options)
@@ -266,8 +272,12 @@ def _read_ahead(folder: Path) -> str:
 def alone(systems: Systems, do: str, title: str, options: Row) -> Iterator[Row]:
     """Have each system do something once, in a fresh process."""
     for name in systems:
-        answer = systems.start(name).order(do, options=options)
-        systems.start(name)
+        offered = systems[name].order("offers", kind=do)
+        if offered.get("offers"):
+            answer = systems.start(name).order(do, options=options)
+            systems.stop(name)
+        else:
+            answer = {"left out": offered.get("left out", "not offered")}
         yield {"work": title, "system": name, **answer}
 
 
@@ -313,7 +323,7 @@ def main() -> None:
             try:
                 take(team.rows(shared, options.quick, turns, turn_s))
             finally:
-                shared.end()
+                shared.close()
         take(on_disk(readers, options.quick, options.only, turns, turn_s))
         if options.only in "start of a process until its first batch":
             take(starts(systems, 1 if options.quick else STARTS))

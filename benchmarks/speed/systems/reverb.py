@@ -13,7 +13,7 @@ from speed import work
 from speed.work import Adding, Array, Batches, Rows
 
 TABLE = "main"
-MOST_ITEMS = 50_000  # single steps or windows as items; more of them take minutes to insert
+MOST_ITEMS = 20_000  # single steps or windows as items; more of them take minutes to insert
 
 
 def version() -> str:
@@ -76,7 +76,7 @@ def transitions(count: int, batch: int, prioritized: bool, fill: int | None = No
 
 
 def windows(count: int, batch: int, length: int) -> Batches:
-    count = min(count, MOST_ITEMS if length < work.EPISODE else 4 * MOST_ITEMS)
+    count = min(count, MOST_ITEMS if length < work.EPISODE else 10 * MOST_ITEMS)
     made = ReverbBatches(count, batch)
     made.insert(work.trajectories(count // work.EPISODE), length, 1)
     return made
