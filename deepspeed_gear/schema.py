@@ -8,7 +8,6 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -122,7 +121,7 @@ class Column:
         _check(f"{name}: shape", shape in ((), stored), f"must be left out {of}", shape, remedy)
         object.__setattr__(self, "shape", stored)
 
-    @cached_property
+    @property
     def is_opaque(self) -> bool:
         """Whether its values are byte strings or JSON, which batches hold as a list if at all."""
         return self.dtype in OPAQUE
@@ -132,7 +131,7 @@ class Column:
         """Dtype of a stored element."""
         return torch.uint8 if self.is_opaque else DTYPES[self.dtype]
 
-    @cached_property
+    @property
     def numpy_dtype(self) -> np.dtype[Any]:
         """NumPy's view of the stored bytes; bfloat16 as uint16, opaque values as uint8."""
         if self.is_opaque:
@@ -143,7 +142,7 @@ class Column:
     def num_elements(self) -> int:
         return math.prod(self.shape)
 
-    @cached_property
+    @property
     def row_bytes(self) -> int:
         return self.num_elements * self.numpy_dtype.itemsize
 
@@ -157,7 +156,7 @@ class Column:
         named = self.role == "observation" and self.name.split(".")[0] == "next_observation"
         return self.rows == "T" and (named or self.role == "next_observation")
 
-    @cached_property
+    @property
     def must_be_finite(self) -> bool:
         """Whether NaN and infinities are refused."""
         return self.is_floating and not self.allow_nan
@@ -194,19 +193,19 @@ class Schema:
                     of_dtype = (f"{rule} of {', '.join(dtypes)}", column.dtype) if dtypes else (rule,)
                     raise SchemaError(f"column {column.name}", *of_dtype)
 
-    @cached_property
+    @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._by_name)
 
-    @cached_property
+    @property
     def step_columns(self) -> tuple[Column, ...]:
         return tuple(c for c in self.columns if c.rows != "1")
 
-    @cached_property
+    @property
     def trajectory_columns(self) -> tuple[Column, ...]:
         return tuple(c for c in self.columns if c.rows == "1")
 
-    @cached_property
+    @property
     def late_columns(self) -> tuple[Column, ...]:
         return tuple(c for c in self.columns if c.late)
 
@@ -215,12 +214,12 @@ class Schema:
         requested = set(names)
         return sum(1 << index for index, c in enumerate(self.late_columns) if c.name in requested)
 
-    @cached_property
+    @property
     def has_final_row(self) -> bool:
         """Whether an extent of T steps holds T+1 rows."""
         return any(c.rows == "T+1" for c in self.columns)
 
-    @cached_property
+    @property
     def row_bytes(self) -> int:
         """Payload of one step in bytes, all step columns together."""
         return sum(c.row_bytes for c in self.step_columns)

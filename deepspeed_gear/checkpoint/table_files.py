@@ -141,7 +141,8 @@ def _save_rows(
     )
     extents = records[order][:, [Slot.FIRST_ROW, Slot.NUM_ROWS]]
     numbers, begins = np.unique(extents[:, 0] // _segment_rows(table), return_index=True)
-    for number, first, end in zip(numbers.tolist(), begins, [*begins[1:], len(order)], strict=True):
+    ends = np.append(begins[1:], len(order))  # one more than segments where there are none
+    for number, first, end in zip(numbers.tolist(), begins, ends, strict=False):
         segment, own = f"{number:06d}", extents[first:end]
         key = hashlib.sha256(words[first:end].astype("<i8").tobytes()).hexdigest()
         segments[segment] = {"rows": int(own[:, 1].sum()), "trajectories": key}

@@ -127,15 +127,17 @@ class Replay(ReplayBase):
 
     def _inserter(self, table: str | None) -> Inserter:
         self._check_open()
-        if table not in self._inserters:
-            target = self.store(table)
-            name = target.spec.name
-            if name not in self._inserters:
-                max_length = self.config.resolved_tables[name].max_length
-                context, streams = self._parts.context, self._streams(target)
-                self._inserters[name] = table_access.inserter_of(target, streams, max_length, context)
-            self._inserters[table] = self._inserters[name]
-        return self._inserters[table]
+        known = self._inserters.get(table) if table is None or isinstance(table, str) else None
+        if known is not None:
+            return known
+        target = self.store(table)
+        name = target.spec.name
+        if name not in self._inserters:
+            max_length = self.config.resolved_tables[name].max_length
+            context, streams = self._parts.context, self._streams(target)
+            self._inserters[name] = table_access.inserter_of(target, streams, max_length, context)
+        self._inserters[table] = self._inserters[name]
+        return self._inserters[name]
 
     def _set_transform(self, transform: Transform | None) -> None:
         super()._set_transform(transform)
