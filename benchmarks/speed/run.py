@@ -287,7 +287,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("systems", nargs="*", help="default: all that can be installed")
-    parser.add_argument("--quick", action="store_true", help="small sizes, few turns: at most 4 minutes")
+    parser.add_argument("--quick", action="store_true", help="small sizes, few turns: several minutes")
     parser.add_argument("--only", default="", help="kinds of work whose name contains this")
     options = parser.parse_args()
     disturbance, core = Disturbance(), max(os.sched_getaffinity(0))
