@@ -27,7 +27,11 @@ from deepspeed_gear.schema import Column, Schema
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing's from Python 3.11 on
 
-READERS: dict[str, type[Reader]] = {reader.format: reader for reader in (D4rlReader, MinariReader)}
+_CLASSES: tuple[type[Reader], ...] = (  # in the order in which "auto" asks them
+    D4rlReader,
+    MinariReader,
+)
+READERS = {reader.format: reader for reader in _CLASSES}
 _DERIVED = (
     Column("return", "float64", role="return", rows="1"),
     Column("length", "int64", role="length", rows="1"),
@@ -58,7 +62,7 @@ def open_source(
     if format == "auto":
         kind = next((reader for reader in READERS.values() if reader.recognises(path)), None)
         if kind is None:
-            remedy = f"known are {', '.join(READERS)}; see docs/how-to/data-sets.md for what each looks like"
+            remedy = f"known are {', '.join(READERS)}; docs/how-to/formats.md has what each looks like"
             raise DataError(str(path), "must have a known layout", _content(path), remedy)
     else:
         kind = _reader_class(format)

@@ -100,7 +100,7 @@ def test_a_pattern_must_match(tmp_path: Path, d4rl: Maker) -> None:
 
 
 def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
-    known = "known are d4rl, minari; see docs/how-to/data-sets.md for what each looks like"
+    known = "known are d4rl, minari; docs/how-to/formats.md has what each looks like"
     missing, text, folder, other = (tmp_path / name for name in ("missing", "text", "folder", "other.hdf5"))
     text.write_text("hello")
     folder.mkdir()
