@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 import pytest
 
-from deepspeed_gear.data.ingest import ingest
+from deepspeed_gear.data.ingest import READERS, ingest
 from deepspeed_gear.errors import DataError
 
 Maker = Callable[..., Any]
@@ -100,7 +100,7 @@ def test_a_pattern_must_match(tmp_path: Path, d4rl: Maker) -> None:
 
 
 def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
-    known = "known are d4rl, minari; docs/how-to/formats.md has what each looks like"
+    known = f"known are {', '.join(READERS)}; docs/how-to/formats.md has what each looks like"
     missing, text, folder, other = (tmp_path / name for name in ("missing", "text", "folder", "other.hdf5"))
     text.write_text("hello")
     folder.mkdir()
