@@ -24,7 +24,7 @@ from deepspeed_gear.data.opaque_rows import decode
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.gather_spec import GatherSpec, lower
-from deepspeed_gear.ops.records import Align, Pad, Resolution, Source
+from deepspeed_gear.ops.records import Align, Follows, Pad, Resolution, Source
 from deepspeed_gear.ops.reference.convert import convert
 from deepspeed_gear.schema import DTYPES, Column, Schema
 from deepspeed_gear.store.table import Table
@@ -115,11 +115,16 @@ class FieldGroup:
 
     Args:
         which: Their indices among all fields.
-        specs: Of all fields; in the group's own, masks are numbered within the group.
+        specs: Of all fields, or by index; in the group's own, masks are numbered within the group.
         rows: Of these fields.
     """
 
-    def __init__(self, which: list[int], specs: Sequence[GatherSpec], rows: Sequence[FieldRows]) -> None:
+    def __init__(
+        self,
+        which: list[int],
+        specs: Sequence[GatherSpec] | Mapping[int, GatherSpec],
+        rows: Sequence[FieldRows],
+    ) -> None:
         self.which = which
         self.masks = [specs[i].mask for i in which if specs[i].mask >= 0]  # that they write
         numbers = {-1: -1} | {mask: number for number, mask in enumerate(self.masks)}
@@ -151,6 +156,31 @@ class FieldGroup:
         given = records, steps, self.spec, self.pads, threads
         ops.gather_(outs, masks, counters, *converted, *given, order)
 
+    def call(
+        self,
+        native: Any,
+        buffers: Buffers,
+        counters: torch.Tensor,
+        threads: int,
+        overwritten: list[torch.Tensor],
+    ) -> Any:
+        """Return the native GatherCall into these tensors of all fields, which does what `run` does.
+
+        It increments the versions of the tensors in `overwritten`.
+        """
+        return native.GatherCall(
+            outs=[buffers.outs[i] for i in self.which],
+            masks=[buffers.masks[i] for i in self.masks],
+            counters=counters,
+            columns=self.columns,
+            shifts=self.shifts,
+            gains=self.gains,
+            spec=self.spec,
+            pad_values=self.pads,
+            threads=threads,
+            overwritten=overwritten,
+        )
+
 
 @dataclass
 class Buffers:
@@ -164,8 +194,8 @@ class Buffers:
     mask: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     all: list[torch.Tensor] = dataclasses.field(default_factory=list)
     lifetime: BatchLifetime | None = None  # of its current values
-    call: Any = None  # the native GatherCall into them
-    address: int = 0  # of the call; 0: the op is called
+    calls: list[Any] = dataclasses.field(default_factory=list)  # native GatherCalls into them: fields, goals
+    addresses: list[int] = dataclasses.field(default_factory=list)  # of the calls; empty: ops are called
 
     @cached_property
     def storages(self) -> frozenset[int]:
@@ -178,40 +208,6 @@ class Buffers:
             [t[first:end] for t in tensors] for tensors in (self.outs, self.masks, self.n_step)
         )
         return Buffers(outs, masks, n_step)
-
-
-class GoalRows:
-    """Gathers the drawn rows of all goals of a batch in one call of `gather_`. Not thread-safe."""
-
-    def __init__(self, fields: Sequence[tuple[int, int, FieldRows]], num_samples: int) -> None:
-        # Of each relabelled field its index, that of its mask, which no other field shares, and the rows of
-        # its achieved goals.
-        self._fields = fields
-        rows = [rows for _, _, rows in fields]
-        # One step at the anchor, moved by the vector of steps; no mask.
-        specs = [GatherSpec(row.source, after_n_step=1, elements=row.elements) for row in rows]
-        self._group = FieldGroup(list(range(len(rows))), specs, rows)
-        self._rows = [torch.zeros(num_samples, *row.shape, dtype=row.dtype) for row in rows]
-
-    def fill(
-        self,
-        ops: Ops,
-        buffers: Buffers,
-        counters: torch.Tensor,
-        records: torch.Tensor,
-        goal_step: torch.Tensor,
-        threads: int,
-    ) -> None:
-        """Overwrite the goals of relabelled samples by the rows that `HindsightRelabelling` has drawn."""
-        chosen = (goal_step >= 0).nonzero().view(-1)
-        if not len(chosen):
-            return
-        some = records[chosen]
-        drawn = Buffers([tensor[: len(chosen)] for tensor in self._rows])
-        self._group.run(ops, drawn, counters, some, goal_step[chosen] - some[:, Resolution.ANCHOR], threads)
-        for (out, mask, _), values in zip(self._fields, drawn.outs, strict=True):
-            buffers.outs[out].index_copy_(0, chosen, values)
-            buffers.masks[mask].index_fill_(0, chosen, True)
 
 
 def n_step_columns(table: Rows) -> list[str | None]:
@@ -267,7 +263,8 @@ class Gatherer:
         self._mask_of: dict[str, int] = {}
         # Fields of equal windows share the mask that the first of them writes.
         windows: dict[tuple[object, ...], int] = {}
-        goals = []
+        goals: dict[int, GatherSpec] = {}
+        goal_rows: list[FieldRows] = []
         for number, (field, rows) in enumerate(zip(self._fields, self._rows, strict=True)):
             own = field.name if field.hindsight is not None else None  # a relabelled goal is always real
             part = field.collected_length
@@ -297,8 +294,10 @@ class Gatherer:
                 if field.mask_only:
                     achieved = achieved.reshape(len(achieved), -1)[:, :0]
                 source = SOURCES[field.hindsight.rows]
-                goals.append((number, mask, replace(rows, source=source, column=achieved, pad=0.0)))
-        self._goals = GoalRows(goals, num_samples) if goals else None
+                goal_rows.append(replace(rows, source=source, column=achieved, pad=0.0))
+                goals[number] = GatherSpec(source, follows=Follows.GOAL, elements=rows.elements, mask=mask)
+        #: The goals of relabelled samples.
+        self._goals = FieldGroup(list(goals), goals, goal_rows) if goals else None
         self._all = self._here = FieldGroup(list(range(len(self._fields))), self._specs, self._rows)
         self._divide(num_samples)
         self.ring = [self.buffers(num_samples) for _ in range(depth)]
@@ -316,19 +315,11 @@ class Gatherer:
         sizes = self._sizes(num_samples)
         buffers = self._named([torch.zeros(size, dtype=dtype, device=self._device) for size, dtype in sizes])
         if self._ops.is_direct and self._fields:
-            buffers.call = self._ops.native.GatherCall(
-                outs=buffers.outs,
-                masks=buffers.masks,
-                counters=self.counters,
-                columns=self._all.columns,
-                shifts=self._all.shifts,
-                gains=self._all.gains,
-                spec=self._all.spec,
-                pad_values=self._all.pads,
-                threads=self._threads,
-                overwritten=buffers.all,
-            )
-            buffers.address = buffers.call.address
+            groups = [self._all] if self._goals is None else [self._all, self._goals]
+            into = self._ops.native, buffers, self.counters, self._threads
+            noted = [buffers.all, []]  # the first call increments the versions of all
+            buffers.calls = [group.call(*into, some) for group, some in zip(groups, noted, strict=False)]
+            buffers.addresses = [call.address for call in buffers.calls]
         return buffers
 
     def _sizes(self, num_samples: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -374,7 +365,7 @@ class Gatherer:
         goals, as in `gather`.
         """
         buffers, first = self._next(), 0
-        if buffers.address:  # it fills whole batches only
+        if buffers.addresses:  # they fill whole batches only
             note_overwritten(buffers.all)
         for gatherer, records, goal_step in parts:
             end = first + len(records)
@@ -389,7 +380,7 @@ class Gatherer:
         if buffers.lifetime is not None:
             buffers.lifetime.end()
             buffers.lifetime = None
-        if not buffers.address:
+        if not buffers.addresses:
             note_overwritten(buffers.all)
         return buffers
 
@@ -402,12 +393,16 @@ class Gatherer:
         """Gather the samples that records describe into a batch of the ring: only the ops."""
         n_step = self._n_step_here
         steps = None if n_step is None else n_step.fill(self._ops, buffers.n_step, records)
-        if buffers.address:
-            self._gather_into(buffers.address, records, steps)
+        if buffers.addresses:
+            self._gather_into(buffers.addresses[0], records, steps)
         else:
             self._here.run(self._ops, buffers, self.counters, records, steps, self._threads)
-        if self._goals is not None and goal_step is not None:
-            self._goals.fill(self._ops, buffers, self.counters, records, goal_step, self._threads)
+        if self._goals is None or goal_step is None:
+            return
+        if buffers.addresses:
+            self._gather_into(buffers.addresses[1], records, goal_step)
+        else:
+            self._goals.run(self._ops, buffers, self.counters, records, goal_step, self._threads)
 
 
 def affine(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 
-from deepspeed_gear.ops.records import Align, Pad
+from deepspeed_gear.ops.records import Align, Follows, Pad
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class GatherSpec:
     offset: int = 0  # of the window's first step, relative to the anchor
     length: int = 1  # of the window, in steps
     align: int = Align.IN_PLACE
-    after_n_step: int = 0  # 1: the op's vector of steps is added to the offset
+    follows: int = Follows.ANCHOR
     pad: int = Pad.VALUE
     elements: int = 1  # of a row
     mask: int = -1  # index of the mask that it writes; -1: another field writes it, or none

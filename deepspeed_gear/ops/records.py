@@ -121,6 +121,16 @@ class Source:
     POSITION: Final = 4
 
 
+class Follows:
+    """What a window is placed after, besides the anchor. Header: gather/gather.h."""
+
+    ANCHOR: Final = 0
+    N_STEP: Final = 1  # the steps of the n-step return
+    GOAL: Final = (
+        2  # in place of the anchor, the step of its goal; of a sample without one nothing is written
+    )
+
+
 class Align:
     """Alignment of a window's real steps. Header: common/window.h."""
 

@@ -30,7 +30,7 @@ def fields_of_some_sizes() -> list[Field]:
     return [
         Field(random_bits(torch.uint8, ROWS, 7056), offset=-8, length=16, mask=0, dtype=torch.bfloat16),
         Field(random_bits(torch.float32, ROWS, 1000), offset=-3, length=10, pad="edge"),
-        Field(random_bits(torch.float32, ROWS, 3), offset=-3, length=10, after_n_step=1, mask=1),
+        Field(random_bits(torch.float32, ROWS, 3), offset=-3, length=10, follows=1, mask=1),
         Field(NONE, Source.TIMESTEP, -3, 10, dtype=torch.int64),
     ]
 

@@ -29,7 +29,7 @@ from op_wrappers import powers_of, scaling
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.records import Align, Resolution, Source
+from deepspeed_gear.ops.records import Align, Follows, Resolution, Source
 from deepspeed_gear.ops.reference.convert import is_allowed
 from deepspeed_gear.schema import DTYPES
 
@@ -75,7 +75,7 @@ def divided_windows(draw: st.DrawFn) -> tuple[dict[str, Any], int]:
         "offset": draw(st.integers(-14, 14) | st.sampled_from([-60, -32, 60])),
         "length": parts * draw(st.integers(1, 8)),
         "align": draw(st.sampled_from(ALIGNS)),
-        "after_n_step": draw(st.integers(0, 1)),
+        "follows": draw(st.integers(0, 1)),
         "pad": draw(st.sampled_from([0.0, -0.0, 3.0, "edge"])),
     }
     return window, parts
@@ -137,7 +137,7 @@ def test_windows_and_their_parts(
     wanted = []
     for sample, n in zip(samples, steps, strict=True):
         number, anchor = sample or (0, 0)
-        first = anchor + window["offset"] + window["after_n_step"] * n
+        first = anchor + window["offset"] + window["follows"] * n
         rows = table.lengths[number] + (source == Source.STEPS_PLUS_ONE) if sample else 0
         wanted.append(real_places(first, length, rows, window["align"]) if sample else [False] * length)
     assert mask.tolist() == wanted
@@ -174,10 +174,10 @@ def test_many_fields_at_once(native: Ops, count: int, threads: int) -> None:
         Field(random_bits(torch.bool, NUM_ROWS), **window, mask=1),
         Field(random_bits(torch.int16, NUM_ROWS), **window, mask=1, align=Align.IN_PLACE),
         Field(random_bits(torch.float64, len(LENGTHS), 4), Source.TRAJECTORY, mask=2),
-        Field(observation, Source.STEPS_PLUS_ONE, after_n_step=1, mask=3),
-        Field(observation, Source.STEPS, after_n_step=1, offset=-2, length=6, align=Align.RIGHT, pad="edge"),
+        Field(observation, Source.STEPS_PLUS_ONE, follows=1, mask=3),
+        Field(observation, Source.STEPS, follows=1, offset=-2, length=6, align=Align.RIGHT, pad="edge"),
         *(Field(source=Source.TIMESTEP, offset=-4, align=a, **computed) for a in ALIGNS),
-        *(Field(source=Source.POSITION, offset=-60, align=a, after_n_step=1, **computed) for a in ALIGNS),
+        *(Field(source=Source.POSITION, offset=-60, align=a, follows=1, **computed) for a in ALIGNS),
     ]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -187,6 +187,28 @@ def test_many_fields_at_once(native: Ops, count: int, threads: int) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.8, 1.0])
+def test_goals_are_written_where_there_are_any(cpu: Ops, share: float) -> None:
+    """Short and long rows, converted and not; a sample without a goal, or that is none, stays as it is."""
+    torch.manual_seed(int(10 * share))
+    resolutions = resolutions_of(600)
+    goals = (torch.rand(600) * (resolutions[:, 4] + 1)).long()
+    goals[torch.rand(600) >= share] = -1
+    resolutions[17, :7], goals[17] = torch.tensor(NO_SAMPLE), -1
+    column, follows = random_bits(torch.float32, NUM_ROWS, 3), Follows.GOAL
+    fields = [
+        Field(column, Source.STEPS_PLUS_ONE, follows=follows, mask=0),
+        Field(random_bits(torch.uint8, NUM_ROWS, 700), Source.STEPS_PLUS_ONE, follows=follows, mask=1),
+        Field(column, Source.STEPS_PLUS_ONE, follows=follows, mask=2, dtype=torch.float16),
+    ]
+    out, *_ = check(cpu, fields, resolutions, goals)
+    assert (out[goals < 0] == 1).all()
+    rows = resolutions[:, 3] + goals
+    assert same_bits(out[goals >= 0, 0], column[rows[goals >= 0]])
+    with pytest.raises(REFUSED, match="call of their own"):
+        gather(cpu, [*fields, Field(column)], resolutions, goals)
+
+
 @pytest.mark.parametrize("count", [0, 1, 33, 300])
 def test_order_changes_nothing(cpu: Ops, native: Ops, count: int) -> None:
     torch.manual_seed(count)
@@ -194,9 +216,9 @@ def test_order_changes_nothing(cpu: Ops, native: Ops, count: int) -> None:
     column = random_bits(torch.float32, NUM_ROWS, 5)
     fields = [
         Field(column, offset=-2, length=7, pad="edge", mask=0),
-        Field(column, Source.STEPS_PLUS_ONE, after_n_step=1, mask=1, dtype=torch.float16),
+        Field(column, Source.STEPS_PLUS_ONE, follows=1, mask=1, dtype=torch.float16),
         Field(random_bits(torch.uint8, len(LENGTHS), 3), Source.TRAJECTORY),
-        Field(NONE, Source.TIMESTEP, -3, 5, dtype=torch.int64, after_n_step=1),
+        Field(NONE, Source.TIMESTEP, -3, 5, dtype=torch.int64, follows=1),
         Field(NONE, Source.POSITION, 0, 5, dtype=torch.int64),
     ]
     expected = gather(model_of(native), fields, resolutions, n_steps)
@@ -238,7 +260,7 @@ def test_blocks_of_whole_windows(native: Ops, length: int, padded: list[int]) ->
     fields = [Field(column, offset=1 - length, length=length, mask=0) for column in columns]
     other = random_bits(torch.float32, NUM_ROWS, 11)
     fields.append(Field(other, Source.STEPS_PLUS_ONE, 2 - length, length, mask=1))
-    fields.append(Field(other, Source.STEPS_PLUS_ONE, 1 - length, length, after_n_step=1, mask=2, pad=3.0))
+    fields.append(Field(other, Source.STEPS_PLUS_ONE, 1 - length, length, follows=1, mask=2, pad=3.0))
     check(native, fields, resolutions, n_steps)
 
 
@@ -398,7 +420,7 @@ def record(anchor: int, first_row: int, num_steps: int = STEPS) -> Tensor:
 def steps_of(field: Field, anchor: int, n_step: int = 0) -> list[int]:
     """Return the steps that a window reads, by definition: the real ones, at an edge the nearest."""
     held = STEPS + (field.source == Source.STEPS_PLUS_ONE)
-    first = anchor + field.offset + (n_step if field.after_n_step else 0)
+    first = anchor + field.offset + (n_step if field.follows else 0)
     every = range(first, first + field.length)
     if field.pad == "edge":
         return sorted({min(max(step, 0), held - 1) for step in every})
@@ -431,7 +453,7 @@ def test_a_column_of_the_steps_that_are_read(native: Ops, source: int, align: in
 @pytest.mark.parametrize("source", [Source.STEPS, Source.STEPS_PLUS_ONE])
 def test_one_row_too_few_is_refused(on_host: Ops, source: int, pad: float | str) -> None:
     for (offset, length), anchor, follows in CASES:
-        field = Field(COLUMN, source, offset, length, after_n_step=follows, pad=pad, mask=0)
+        field = Field(COLUMN, source, offset, length, follows=follows, pad=pad, mask=0)
         if steps := steps_of(field, anchor, 2):
             field.column = COLUMN[steps[0] : steps[-1] + 1].clone()
             for first_row in (-steps[0] - 1, -steps[0] + 1, -(1 << 63), (1 << 63) - 1):
@@ -569,7 +591,8 @@ PARTS = [(5, -1, 2), (5, 2, 0), (5, 4, 2), (5, 5, 1), (5, 0, 6), (5, (1 << 63) -
         (Field(torch.zeros(50, dtype=torch.int8), pad=128.0, offset=-1), "whole number"),
         (Field(torch.zeros(50, dtype=torch.int64), pad=0.5, offset=-1), "whole number"),
         (Field(torch.zeros(50, dtype=torch.bool), pad=2.0, offset=-1), "whole number"),
-        (Field(torch.zeros(50, 2), after_n_step=1), "n_steps"),
+        (Field(torch.zeros(50, 2), follows=Follows.N_STEP), "n_steps"),
+        (Field(torch.zeros(50, 2), follows=Follows.GOAL), "n_steps"),
         (Field(torch.zeros(50, 2), Source.TRAJECTORY, first=1, count=1), "first and count must be a part"),
         *(
             (Field(torch.zeros(50, 2), length=n, first=first, count=count), "first and count must be a part")

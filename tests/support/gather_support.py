@@ -53,7 +53,7 @@ class Field:
     offset: int = 0
     length: int = 1
     align: int = Align.IN_PLACE
-    after_n_step: int = 0
+    follows: int = 0
     pad: float | str = 0.0
     mask: int = -1
     dtype: torch.dtype | None = None
@@ -73,7 +73,7 @@ class Field:
     @property
     def spec(self) -> list[int]:
         pad = Pad.EDGE if self.pad == "edge" else Pad.VALUE
-        numbers = [self.source, self.offset, self.length, self.align, self.after_n_step, pad]
+        numbers = [self.source, self.offset, self.length, self.align, self.follows, pad]
         return [*numbers, self.elements, self.mask, self.first, self.rows]
 
     def out(self, count: int) -> Tensor:

@@ -270,7 +270,7 @@ class DeviceGatherer(Gatherer):
         """Assign each field of the copy engine a place in scratch memory, which later batches reuse."""
         by_window: dict[GatherSpec, list[int]] = {}
         for i in which:  # fields that read the same steps of a sample
-            window = replace(self._specs[i], after_n_step=0, pad=0, elements=1, mask=-1)
+            window = replace(self._specs[i], follows=0, pad=0, elements=1, mask=-1)
             by_window.setdefault(window, []).append(i)
         columns = [self._there(i) for i in which]
         rows = [num_samples * self._specs[i].part_count for i in which]

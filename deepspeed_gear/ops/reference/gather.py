@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from deepspeed_gear.errors import ShapeError
 from deepspeed_gear.ops.constants import MOST_STEPS
-from deepspeed_gear.ops.gather_spec import GatherSpec, raised
-from deepspeed_gear.ops.records import Align, Pad, Resolution, Source
+from deepspeed_gear.ops.gather_spec import GatherSpec, lower, raised
+from deepspeed_gear.ops.records import Align, Follows, Pad, Resolution, Source
 from deepspeed_gear.ops.reference.convert import convert, narrow
 
 
@@ -127,7 +128,8 @@ def gather_(
         shifts: Every field's shift, repeated any number of times; empty without. [k * elements] or [1].
         gains: As shifts; both or none.
         resolutions: [B, 8], int64.
-        n_steps: What a field with `after_n_step` adds to its offset. [B], int64.
+        n_steps: What fields that follow n-step returns add to their offset; or where the fields follow goals,
+            all of them, the step of each sample's goal, below 0 for none. [B], int64.
         spec: Every field's GatherSpec, lowered.
         pad_values: Every field's padding, in units of its output.
         threads: Not used here. Threads of the host; on a GPU, above 1: the most blocks of a (short) launch.
@@ -137,6 +139,10 @@ def gather_(
             conversion between two dtypes, or an index is missing in the order.
     """
     fields, reads, slots = raised(spec), [], []
+    if any(field.follows == Follows.GOAL for field in fields):
+        given = outs, masks, counters, columns, shifts, gains, resolutions, n_steps
+        _gather_goals(*given, fields, pad_values)
+        return
     for field, column in zip(fields, columns, strict=True):
         _check_field(field, n_steps)
         held = column.numel() // field.elements
@@ -178,6 +184,33 @@ def gather_(
         counters[2] += out.numel() * out.element_size()
 
 
+def _gather_goals(
+    outs: Sequence[Tensor],
+    masks: Sequence[Tensor],
+    counters: Tensor,
+    columns: Sequence[Tensor],
+    shifts: Sequence[Tensor],
+    gains: Sequence[Tensor],
+    resolutions: Tensor,
+    goals: Tensor | None,
+    fields: Sequence[GatherSpec],
+    pad_values: Sequence[float],
+) -> None:
+    """Gather the rows of goals, and write those of the samples that have one."""
+    if goals is None:
+        raise ShapeError("n_steps", "must be the steps of goals for fields that follow them")
+    if any(field.follows != Follows.GOAL for field in fields):
+        raise ShapeError("goals", "must be gathered in a call of their own")
+    chosen = (goals >= 0).nonzero().view(-1)
+    some = resolutions[chosen]
+    rows, real = ([tensor[chosen] for tensor in tensors] for tensors in (outs, masks))
+    spec = lower(replace(field, follows=Follows.N_STEP) for field in fields)
+    steps = goals[chosen] - some[:, Resolution.ANCHOR]
+    gather_(rows, real, counters, columns, shifts, gains, some, steps, spec, pad_values, 1)
+    for target, values in zip([*outs, *masks], [*rows, *real], strict=True):
+        target[chosen] = values
+
+
 def _check_field(field: GatherSpec, n_steps: Tensor | None) -> None:
     if not 1 <= field.length <= MOST_STEPS:
         raise ShapeError("length", f"must be in [1, {MOST_STEPS}]", field.length)
@@ -189,7 +222,7 @@ def _check_field(field: GatherSpec, n_steps: Tensor | None) -> None:
         raise ShapeError("offset", f"must be in [-{MOST_STEPS}, {MOST_STEPS}]", field.offset)
     if field.source == Source.TRAJECTORY and field.length != 1:
         raise ShapeError("length", "must be 1 for a column of one row per trajectory", field.length)
-    if field.after_n_step and n_steps is None:
+    if field.follows and n_steps is None:
         raise ShapeError("n_steps", "must be given for a field that follows it")
 
 
@@ -202,7 +235,7 @@ def _rows_of(field: GatherSpec, resolutions: Tensor, n_steps: Tensor | None) -> 
     if field.source == Source.TRAJECTORY:
         return resolutions[:, Resolution.SLOT, None], is_sample[:, None]
     offset: Tensor | int = field.offset
-    if field.after_n_step and n_steps is not None:
+    if field.follows and n_steps is not None:
         offset = offset + n_steps
     rows = resolutions[:, Resolution.NUM_STEPS] + is_sample * (field.source == Source.STEPS_PLUS_ONE)
     span = bounds(offset, field.length, field.align, resolutions[:, Resolution.ANCHOR], rows)
@@ -290,7 +323,7 @@ def pack_(
 
 
 def _check_packed(field: GatherSpec, column: Tensor, resolutions: Tensor, places: Tensor) -> None:
-    single = field.length == 1 and field.pad == Pad.VALUE and not field.after_n_step
+    single = field.length == 1 and field.pad == Pad.VALUE and not field.follows
     if not single or field.source == Source.POSITION:
         raise ShapeError("a packed field", "must be of single steps, padded by a value", field)
     first, steps = resolutions[:, Resolution.FIRST_ROW], resolutions[:, Resolution.NUM_STEPS]

@@ -33,6 +33,7 @@ inline const char* CheckField(const cpu::Field& field) {
     return "length must be in [1, 2^40]";
   if (field.window.offset < -kMostSteps || field.window.offset > kMostSteps)
     return "offset must be in [-2^40, 2^40]";
+  if (field.follows < cpu::kAnchor || field.follows > cpu::kGoal) return "unknown word follows";
   if (field.part.first < 0 || field.part.count < 1 ||
       field.part.first > field.window.length - field.part.count)
     return "first and count must be a part of the window: 0 <= first < first + count <= length";
@@ -48,7 +49,7 @@ inline const char* CheckField(const cpu::Field& field) {
              : "no conversion between these dtypes";
 }
 
-// Words of a field's spec: source, offset, length, align, after_n_step, pad, elements, index of the
+// Words of a field's spec: source, offset, length, align, follows, pad, elements, index of the
 // mask, first and count of the part.
 inline constexpr int64_t kFieldInts = 10;
 
@@ -58,7 +59,7 @@ inline cpu::Field FieldOf(const int64_t* spec, double pad_value, const at::Tenso
   cpu::Field field{};
   field.source = spec[0];
   field.window = {spec[1], spec[2], spec[3]};
-  field.after_n_step = spec[4];
+  field.follows = spec[4];
   field.pad = spec[5];
   field.elements = spec[6];
   field.part = {spec[8], spec[9]};
@@ -144,7 +145,7 @@ void CheckRows(const Resolution* resolutions, int64_t count, int64_t rows, int64
 inline bool ReadsInside(const cpu::Field& field, int64_t rows, const Resolution& r,
                         const int64_t* n_step) {
   Window window = field.window;
-  if (field.after_n_step) {
+  if (field.follows) {
     if (*n_step < -kMostSteps || *n_step > kMostSteps) return false;
     window.offset += *n_step;
   }
@@ -185,6 +186,13 @@ inline void CheckOrder(const int64_t* samples, int64_t count) {
   }
 }
 
+inline void CountRows(const FieldList& fields, int64_t count, int64_t* counters) {
+  for (const cpu::Field& field : fields) {
+    counters[1] += count * field.part.count;
+    counters[2] += count * field.part.count * field.elements * field.to_bytes;
+  }
+}
+
 // Gathers by threads of its own: torch's pool would need OpenMP's runtime of the same torch build.
 inline void GatherInThreads(const FieldList& fields, const Resolution* records,
                             const int64_t* n_steps, int64_t count, int64_t threads,
@@ -202,10 +210,28 @@ inline void GatherInThreads(const FieldList& fields, const Resolution* records,
   work(0, std::min(part, count));
   for (std::thread& other : others) other.join();
   counters[0] += real.load(std::memory_order_relaxed);
-  for (const cpu::Field& field : fields) {
-    counters[1] += count * field.part.count;
-    counters[2] += count * field.part.count * field.elements * field.to_bytes;
-  }
+  CountRows(fields, count, counters);
+}
+
+// Gathers the rows of goals into the batch: of each run of samples that have one.
+inline void GatherGoals(const FieldList& fields, const int64_t* held, const Resolution* records,
+                        const int64_t* goals, int64_t count, int64_t* counters) {
+  c10::SmallVector<int64_t, 1024> steps(static_cast<size_t>(count));  // from the anchor
+  for (int64_t i = 0; i < count; ++i) steps[i] = goals[i] < 0 ? 0 : goals[i] - records[i].anchor;
+  const auto for_each_run = [&](const auto& visit) {
+    for (int64_t first = 0, end; first < count; first = end + 1) {
+      for (end = first; end < count && goals[end] >= 0;) ++end;
+      if (end > first) visit(first, end);
+    }
+  };
+  for_each_run([&](int64_t first, int64_t end) {
+    CheckWindows(fields, held, records + first, end - first, steps.data() + first);
+  });
+  for_each_run([&](int64_t first, int64_t end) {
+    counters[0] += cpu::Gather(fields.data(), static_cast<int64_t>(fields.size()), records,
+                               steps.data(), first, end);
+    CountRows(fields, end - first, counters);
+  });
 }
 
 inline void Gather(at::TensorList outs, at::TensorList masks, at::Tensor& counters,
@@ -222,8 +248,11 @@ inline void Gather(at::TensorList outs, at::TensorList masks, at::Tensor& counte
   const Device device(counters, "every tensor", outs, masks, resolutions, n_steps, order);
   const FieldList fields = FieldsOf(outs, &masks, columns, shifts, gains, spec, pad_values, count);
   c10::SmallVector<int64_t, 16> held;  // rows of each column
+  const bool goals = !fields.empty() && fields[0].follows == cpu::kGoal;
   for (size_t f = 0; f < fields.size(); ++f) {
-    TORCH_CHECK(!fields[f].after_n_step || n_steps.has_value(),
+    TORCH_CHECK((fields[f].follows == cpu::kGoal) == goals && (Device::kIsHost || !goals),
+                "gear: goals are gathered on the host, in a call of their own");
+    TORCH_CHECK(!fields[f].follows || n_steps.has_value(),
                 "gear: n_steps must be given for a field that follows it");
     if (fields[f].column != nullptr) device.Check("every column", columns[f]);
     if (fields[f].gain != nullptr) device.Check("shift and gain", shifts[f]);
@@ -232,6 +261,7 @@ inline void Gather(at::TensorList outs, at::TensorList masks, at::Tensor& counte
   }
   if constexpr (Device::kIsHost) {
     if (samples != nullptr) CheckOrder(samples, count);
+    if (goals) return GatherGoals(fields, held.data(), records, offsets, count, counter);
     CheckWindows(fields, held.data(), records, count, offsets);
     if (count > 0) GatherInThreads(fields, records, offsets, count, threads, counter);
   } else {

@@ -233,7 +233,7 @@ inline void Pack(at::TensorList outs, at::TensorList columns, at::TensorList shi
               "gear: first and rows must be in [0, 2^40]");
   const FieldList fields = FieldsOf(outs, nullptr, columns, shifts, gains, spec, pad_values, rows);
   for (const cpu::Field& field : fields)
-    TORCH_CHECK(field.window.length == 1 && field.pad == kPadValue && !field.after_n_step &&
+    TORCH_CHECK(field.window.length == 1 && field.pad == kPadValue && !field.follows &&
                     field.source != cpu::kPosition,
                 "gear: a packed field must be of single steps, padded by a value");
   for (int64_t i = 0; i < count; ++i) {

@@ -49,7 +49,7 @@ __device__ int SampleAt(const Batch& batch, int k) {
 
 __device__ Window WindowOf(const Batch& batch, const Field& field, int64_t sample) {
   Window window = field.window;
-  if (field.after_n_step) window.offset += batch.n_steps[sample];
+  if (field.follows) window.offset += batch.n_steps[sample];
   return window;
 }
 

@@ -55,7 +55,7 @@ int64_t GatherRows(const Field& field, const Resolution* resolutions, const int6
       continue;
     }
     Window window = field.window;
-    if (field.after_n_step) window.offset += n_steps[i];
+    if (field.follows) window.offset += n_steps[i];
     const int64_t held = r.num_steps + (field.source == kStepRowsPlusOne ? 1 : 0);
     Span span = Bounds(window, r.anchor, held);
     if (!is_whole) span = Cut(span, field.part);
@@ -120,7 +120,7 @@ int64_t GatherSteps(const Field& field, const Resolution* resolutions, const int
       PadSample<To>(field, i);
       continue;
     }
-    const int64_t step = r.anchor + field.window.offset + (field.after_n_step ? n_steps[i] : 0);
+    const int64_t step = r.anchor + field.window.offset + (field.follows ? n_steps[i] : 0);
     const int64_t nearest = Clamp<int64_t>(step, 0, r.num_steps + more - 1);
     const bool is_real = step == nearest;
     char* out = static_cast<char*>(field.out) + i * row_bytes;
@@ -148,7 +148,7 @@ class FirstRows {
   const int64_t* Of(const Field& field) {
     const int64_t more = field.source == kStepRowsPlusOne ? 1 : 0;
     const int64_t offset = field.window.offset, length = field.window.length;
-    const bool follows = field.after_n_step != 0;
+    const bool follows = field.follows != 0;
     if (length == length_ && offset == offset_ && more == more_ && follows == follows_)
       return are_real_ ? rows_ : nullptr;
     are_real_ = true;
@@ -217,7 +217,7 @@ int64_t GatherComputed(const Field& field, const Resolution* resolutions, const 
   int64_t real = 0;
   for (int64_t i = begin; i < end; ++i) {
     Window window = field.window;
-    if (field.after_n_step) window.offset += n_steps[i];
+    if (field.follows) window.offset += n_steps[i];
     const Resolution& r = resolutions[i];
     Span span = Bounds(window, r.anchor, r.num_steps);
     if (!is_whole) span = Cut(span, field.part);

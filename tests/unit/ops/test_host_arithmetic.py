@@ -331,6 +331,9 @@ def test_python_repeats_the_headers_numbers() -> None:
     }
     expected["kByLength"] = expected.pop("kLength")
     expected |= {
+        "kAnchor": records.Follows.ANCHOR,
+        "kNStep": records.Follows.N_STEP,
+        "kGoal": records.Follows.GOAL,
         "kStepRows": records.Source.STEPS,
         "kStepRowsPlusOne": records.Source.STEPS_PLUS_ONE,
         "kTrajectoryRow": records.Source.TRAJECTORY,
