@@ -7,6 +7,17 @@ from pathlib import Path
 
 from deepspeed_gear.errors import ConfigError, show_bytes
 
+_PAIRS = {  # options that are repeated: form, example, help
+    "split": (
+        "NAME=SHARE",
+        "eval=0.05",
+        "hold out a share of the trajectories; statistics are those of the rest",
+    ),
+    "rename": ("OLD=NEW", "state=observation", "name of a column in the data set"),
+    "dtype": ("COLUMN=DTYPE", "observation=float32", "stored dtype of a column"),
+    "role": ("COLUMN=ROLE", "score=reward", "role of a column"),
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `gear ingest`."""
@@ -17,17 +28,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--format", default="auto", help="auto (by the content, default), d4rl, minari or module:Class"
     )
     parser.add_argument(
-        "--split",
-        action="append",
-        default=[],
-        metavar="NAME=SHARE",
-        help="hold out a share of the trajectories, e.g. eval=0.05; statistics are those of the rest",
-    )
-    parser.add_argument(
         "--columns",
         action="append",
         metavar="PATTERN[,PATTERN]",
         help="optional columns to keep, e.g. infos.qpos,observation.*; '' for none; default: all",
+    )
+    for option, (form, example, text) in _PAIRS.items():
+        help = f"{text}, e.g. {example}"
+        parser.add_argument(f"--{option}", action="append", default=[], metavar=form, help=help)
+    parser.add_argument(
+        "--reward",
+        metavar="RULE",
+        help="rewards of a source without any: none, last=1.0 (at the last step, 0 before) or each=-1",
     )
     parser.add_argument("--allow-nan", action="store_true", help="allow NaN and infinities, and record it")
     parser.add_argument(
@@ -52,24 +64,23 @@ def run(args: argparse.Namespace) -> int:
     from deepspeed_gear.data.ingest import ingest, open_source
 
     check_destination(Path(args.dest), args.overwrite)
-    split: dict[str, float] = {}
-    for option in args.split:
-        name, _, share = option.partition("=")
-        try:
-            value = float(share)
-        except ValueError:
-            raise ConfigError("--split", "must be NAME=SHARE", option, "for example eval=0.05") from None
-        if name in split:
-            raise ConfigError("--split", "must name every part once", option)
-        split[name] = value
     columns = None
     if args.columns is not None:
         patterns = (pattern.strip() for option in args.columns for pattern in option.split(","))
         columns = [pattern for pattern in patterns if pattern]
+    shares = _pairs(args, "split")
+    try:
+        split = {name: float(share) for name, share in shares.items()}
+    except ValueError as error:
+        raise ConfigError("--split", "must be NAME=SHARE", str(error), "for example eval=0.05") from None
     dataset = ingest(
         [open_source(path, args.format, columns, args.max_expansion) for path in args.source],
         args.dest,
         split=split,
+        rename=_pairs(args, "rename"),
+        dtype=_pairs(args, "dtype"),
+        role=_pairs(args, "role"),
+        reward=args.reward,
         allow_nan=args.allow_nan,
         overwrite=args.overwrite,
         progress=not args.quiet,
@@ -78,3 +89,17 @@ def run(args: argparse.Namespace) -> int:
     size = show_bytes(dataset.num_bytes)
     print(f"{dataset.path}: {len(dataset):,} trajectories, {dataset.num_steps:,} steps, {size}")
     return 0
+
+
+def _pairs(args: argparse.Namespace, option: str) -> dict[str, str]:
+    """Return the values of a repeated option, by name."""
+    form, example, _ = _PAIRS[option]
+    found: dict[str, str] = {}
+    for pair in getattr(args, option):
+        name, _, value = pair.partition("=")
+        if not name or not value:
+            raise ConfigError(f"--{option}", f"must be {form}", pair, f"for example {example}")
+        if name in found:
+            raise ConfigError(f"--{option}", "must give every name once", pair)
+        found[name] = value
+    return found

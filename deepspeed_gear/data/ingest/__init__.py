@@ -17,6 +17,7 @@ from deepspeed_gear.config.schedules import imported
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import SCHEMA_FILE
 from deepspeed_gear.data.dataset_writer import DatasetWriter, check_destination
+from deepspeed_gear.data.ingest.column_options import OutputColumns
 from deepspeed_gear.data.ingest.d4rl import D4rlReader
 from deepspeed_gear.data.ingest.minari import MinariReader
 from deepspeed_gear.data.ingest.reader import ColumnSelection, Reader
@@ -32,10 +33,6 @@ _CLASSES: tuple[type[Reader], ...] = (  # in the order in which "auto" asks them
     MinariReader,
 )
 READERS = {reader.format: reader for reader in _CLASSES}
-_DERIVED = (
-    Column("return", "float64", role="return", rows="1"),
-    Column("length", "int64", role="length", rows="1"),
-)
 _SOURCE = Column("source", "int64", rows="1")
 
 
@@ -106,15 +103,25 @@ def _content(path: Path) -> str:
         return f"HDF5 with {', '.join(sorted(file)[:8]) or 'nothing'}"
 
 
-class Repairs(TypedDict, total=False):
-    """What is done with sources that would be refused.
+class Options(TypedDict, total=False):
+    """What is done with the columns of all sources, and with sources that would be refused.
 
     Args:
+        dtype: Stored dtype by column or shell pattern: {"observation": "float32"}. Values must fit.
+        rename: New name by the reader's. `dtype` and `role` use the new names, `columns` the reader's.
+        role: Role by column or shell pattern: {"score": "reward"}.
+        reward: Rule of sources without a column of role reward: "none" (no such column, no returns),
+            "last=1.0" (that value at the last step, 0 before) or "each=-1" (at every step). It must be given
+            unless the source has rewards, or tokens.
         allow_nan: Allow NaN and infinities in every floating column, and record it in the schema.
         split_by_flags: Divide episodes after each step with an end flag; as `DatasetWriter.add`. An episode
             that is truncated inside is refused where it has columns of T+1 rows: its last state is unknown.
     """
 
+    dtype: Mapping[str, str]
+    rename: Mapping[str, str]
+    role: Mapping[str, str]
+    reward: str | None
     allow_nan: bool
     split_by_flags: bool
 
@@ -128,7 +135,7 @@ def ingest(
     columns: Sequence[str] | None = None,
     overwrite: bool = False,
     progress: bool = False,
-    **repairs: Unpack[Repairs],
+    **options: Unpack[Options],
 ) -> Dataset:
     """Turn one or more sources into a data set.
 
@@ -145,14 +152,14 @@ def ingest(
         columns: Patterns of optional columns to keep; None keeps all.
         overwrite: Replace a data set at `dest`.
         progress: Show a bar and notes on stderr.
-        **repairs: What is done with sources that would be refused: see `Repairs`.
+        **options: What is done with columns, and with sources that would be refused: see `Options`.
     Raises:
         DataError: A source is malformed or differs from the first, or `dest` cannot be written; `dest` is
             not made.
     Cost: two passes over the sources' observations, one over the rest; memory for one episode and a few
         blocks.
     """
-    for name in repairs.keys() - Repairs.__annotations__.keys():
+    for name in options.keys() - Options.__annotations__.keys():
         raise TypeError(f"ingest() got an unexpected keyword argument '{name}'")
     if not sources:
         raise DataError("sources", "must name at least one file or folder")
@@ -160,55 +167,55 @@ def ingest(
     with ExitStack() as stack:
         opened = (s if isinstance(s, Reader) else open_source(s, format, columns) for s in sources)
         readers = [stack.enter_context(reader) for reader in opened]
-        schema = _common_schema(readers)
-        if repairs.get("allow_nan"):
+        changes: dict[str, Any] = {
+            name: options.get(name) for name in ("dtype", "rename", "role", "reward") if name in options
+        }
+        outputs = [OutputColumns(reader, **changes) for reader in readers]
+        schema = _common_schema(outputs)
+        if options.get("allow_nan"):
             schema = schema.allowing_nan()
         if progress:
             for reader in readers:
                 for note in reader.notes:
                     print(f"{reader.path}: {note}", file=sys.stderr)
-        source = {"sources": [{**reader.description, "notes": reader.notes} for reader in readers]}
+        source: dict[str, Any] = {
+            "sources": [{**reader.description, "notes": reader.notes} for reader in readers]
+        }
+        if changed := {name: value for name, value in changes.items() if value}:
+            source["options"] = changed
         total = sum(reader.num_steps for reader in readers)
         shown = tqdm(total=total, desc="ingest", unit="step", unit_scale=True, disable=not progress)
         bar = stack.enter_context(shown)
         with DatasetWriter(dest, schema, split=split, overwrite=overwrite, source=source) as writer:
-            for number, reader in enumerate(readers):
-                for episode, given in reader.episodes():
-                    arrays, name = dict(given), f"{reader.path}: {episode}"
-                    if "reward" not in arrays:
-                        rule = "must have the column reward, of a row per step"
-                        raise DataError(name, rule, sorted(arrays))
-                    arrays["return"] = np.asarray(arrays["reward"].astype(np.float64).sum())
-                    arrays["length"] = np.asarray(len(arrays["reward"]), dtype=np.int64)
+            for number, output in enumerate(outputs):
+                for name, arrays, length in output.episodes():
                     if "source" in schema:
                         arrays["source"] = np.asarray(number, dtype=np.int64)
-                    if repairs.get("split_by_flags"):
+                    if options.get("split_by_flags"):
                         writer.add(arrays, name, split_by_flags=True)
                     else:
                         writer.add(arrays, name)
-                    bar.update(len(arrays["reward"]))
+                    bar.update(length)
             return writer.close()
 
 
-def _common_schema(readers: Sequence[Reader]) -> Schema:
+def _common_schema(outputs: Sequence[OutputColumns]) -> Schema:
     """Return the schema of all sources; raise DataError for a column in which two differ."""
-    first = readers[0]
-    for other in readers[1:]:
+    first, *others = outputs
+    for other in others:
         for name in dict.fromkeys([c.name for c in (*first.columns, *other.columns)]):
             here, there = (
-                next((c for c in reader.columns if c.name == name), None) for reader in (first, other)
+                next((c for c in output.columns if c.name == name), None) for output in (first, other)
             )
             if here != there:
-                rule = f"must be as in {first.path}, {_describe(here)}"
+                rule = f"must be as in {first.reader.path}, {_describe(here)}"
                 remedy = "choose the common columns with --columns, or make a data set of each"
-                raise DataError(f"{other.path}: column {name}", rule, _describe(there), remedy)
-    names = [c.name for c in first.columns]
-    derived = (*_DERIVED, *((_SOURCE,) if len(readers) > 1 else ()))
-    for column in derived:
-        if column.name in names:
-            rule = "must not have the name of a derived column"
-            raise DataError(f"{first.path}: {column.name}", rule, None, "leave it out with --columns")
-    return Schema([*first.columns, *derived])
+                raise DataError(f"{other.reader.path}: column {name}", rule, _describe(there), remedy)
+    if others and any(c.name == _SOURCE.name for c in first.columns):
+        rule = "must not have the name of a derived column"
+        remedy = "leave it out with --columns, or give it another name with --rename"
+        raise DataError(f"{first.reader.path}: {_SOURCE.name}", rule, None, remedy)
+    return Schema([*first.columns, *((_SOURCE,) if others else ())])
 
 
 def _describe(column: Column | None) -> str:

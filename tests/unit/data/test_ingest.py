@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ from gear_support import run_command
 from process_support import exit_status, in_child
 
 from deepspeed_gear.cli import ingest as command
+from deepspeed_gear.cli import init as init_command
+from deepspeed_gear.cli import inspect as inspect_command
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_writer import DatasetWriter
 from deepspeed_gear.data.ingest import READERS, ingest, open_source
-from deepspeed_gear.data.ingest.reader import RowReader
-from deepspeed_gear.errors import ConfigError, DataError
+from deepspeed_gear.data.ingest.reader import Reader, RowReader
+from deepspeed_gear.errors import ConfigError, DataError, SchemaError
 from deepspeed_gear.schema import Column
 
 Maker = Callable[..., Any]
@@ -228,7 +230,7 @@ def test_command_line(tmp_path: Path, d4rl: Maker, capsys: pytest.CaptureFixture
     ("options", "text"),
     [
         (["--split", "eval"], "--split must be NAME=SHARE, got 'eval'; for example eval=0.05"),
-        (["--split", "a=0.1", "--split", "a=0.2"], "--split must name every part once, got 'a=0.2'"),
+        (["--split", "a=0.1", "--split", "a=0.2"], "--split must give every name once, got 'a=0.2'"),
         (["--split", "a=1.0"], "split.a must name a held-out part (not train) and its share in (0, 1)"),
         (["--split", "a=0.5", "--split", "b=0.5"], "split must leave a share for training, got {'a': 0.5,"),
     ],
@@ -277,3 +279,111 @@ def test_the_example_data(tmp_path: Path) -> None:
     assert returns[20:].mean() == pytest.approx(1578.99, abs=0.01)
     assert dataset.columns["terminated"].sum() == 42
     assert dataset.columns["truncated"].sum() == 25
+
+
+@pytest.mark.parametrize(
+    ("options", "columns"),
+    [
+        ({"reward": "last=2.5"}, [0.0, 0.0, 2.5]),
+        ({"reward": "each=-1"}, [-1.0, -1.0, -1.0]),
+        ({"role": {"infos.sc?re": "reward"}}, [1.0, 2.0, 4.0]),
+        ({"reward": "none"}, None),
+    ],
+)
+def test_rewards_of_a_source_without_any(
+    tmp_path: Path, options: dict[str, Any], columns: list[float] | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are a rule's or a named column's, in any dtype; without a rule nothing is made."""
+    with pytest.raises(
+        DataError, match=r"--reward must be given, as the source has no rewards: none .*score"
+    ):
+        ingest([tmp_path], tmp_path / "out", format=f"{__name__}:Demonstrations")
+    assert not (tmp_path / "out").exists()
+    options = {**options, "rename": {"state": "observation"}, "dtype": {"observation": "float16"}}
+    dataset = ingest([tmp_path], tmp_path / "out", format=f"{__name__}:Demonstrations", **options)
+    assert dataset.source["options"] == options
+    assert dataset.schema["observation"] == Column("observation", "float16", (1,), "observation", "T+1")
+    assert dataset.lengths.tolist() == dataset.columns["length"].tolist() == [3, 3]
+    reward = dataset.schema.role("reward")
+    if columns is None:
+        assert reward is None
+        assert "return" not in dataset.schema
+    else:
+        assert reward is not None
+        assert dataset.columns[reward.name].tolist() == [*columns, 0.0] * 2  # a row of T+1
+        assert dataset.columns["return"].tolist() == [sum(columns)] * 2
+    run_command(inspect_command, str(tmp_path / "out"))
+    assert ("return " in capsys.readouterr().out.split("columns")[0]) == (columns is not None)
+    assert run_command(init_command, str(tmp_path / "out"), "--out", str(tmp_path)) == 0
+
+
+class Demonstrations(Reader):
+    """Two episodes of three steps without rewards and end flags."""
+
+    format = "demonstrations"
+
+    @classmethod
+    def recognises(cls, path: Path) -> bool:
+        return False
+
+    def open(self) -> None:
+        self.columns = (
+            Column("state", "float64", (1,), "observation", "T+1"),
+            Column("action", "float32", (2,), "action"),
+            Column("infos.score", "float32"),
+        )
+
+    def episodes(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for number in range(2):
+            yield (
+                f"episode {number}",
+                {
+                    "state": np.arange(4.0)[:, None],
+                    "action": np.ones((3, 2), np.float32),
+                    "infos.score": np.array([1, 2, 4], np.float32),
+                },
+            )
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            ["--dtype", "observatio=float32"],
+            "--dtype must name a column of the source, got 'observatio'; did you",
+        ),
+        (
+            ["--role", "x=reward"],
+            "--role must name a column of the source, got 'x'; known are observation, act",
+        ),
+        (
+            ["--rename", "rewards=r"],
+            "--rename must name a column of the source, got 'rewards'; did you mean 'rew",
+        ),
+        (
+            ["--rename", "action=reward"],
+            "reward must not have the name of another column, or of a derived one",
+        ),
+        (
+            ["--rename", "action=length"],
+            "length must not have the name of another column, or of a derived one",
+        ),
+        (["--dtype", "action=float"], "column action: dtype must be one of bool"),
+        (["--dtype", "action=bool"], "column action must hold values that bool can hold"),
+        (["--role", "action=reward"], "schema must have at most one reward column"),
+        (["--role", "reward"], "--role must be COLUMN=ROLE, got 'reward'; for example score=reward"),
+        (
+            ["--reward", "last=1"],
+            "--reward must be for a source without rewards, got 'last=1'; the source has",
+        ),
+        (["--role", "reward=other", "--reward", "last"], "--reward must be none (no column), last=VALUE (of"),
+        (["--role", "reward=other", "--reward", "each=inf"], "--reward must be none (no column), last=VALUE"),
+        (["--role", "reward=other", "--reward", "each=1"], "reward must not have the name of another column"),
+    ],
+)
+def test_wrong_column_options_are_refused(tmp_path: Path, d4rl: Maker, options: list[str], text: str) -> None:
+    d4rl(tmp_path / "a.hdf5")
+    with pytest.raises((ConfigError, DataError, SchemaError)) as caught:
+        run_command(command, str(tmp_path / "a.hdf5"), str(tmp_path / "out"), *options)
+    assert text in str(caught.value)
+    assert os.listdir(tmp_path) == ["a.hdf5"]

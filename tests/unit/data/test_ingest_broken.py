@@ -66,7 +66,11 @@ BROKEN_D4RL: list[tuple[dict[str, Any], str]] = [
         {"infos__id": np.full(8, 2**63, np.uint64)},
         f": infos/id, episode 0 must hold values that int64 can hold, got 9223372036854775808; {LEAVE_OUT}",
     ),
-    ({"length": np.zeros(8)}, f": length must not have the name of a derived column; {LEAVE_OUT}"),
+    (
+        {"length": np.zeros(8)},
+        f": length must not have the name of another column, or of a derived one; {LEAVE_OUT}, or give it "
+        "another name with --rename",
+    ),
     (
         {"infos__a b": np.zeros(8), "infos__a_b": np.zeros(8)},
         f": column infos.a_b must come from one key only; {LEAVE_OUT}",

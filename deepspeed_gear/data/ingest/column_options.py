@@ -1,0 +1,127 @@
+"""Options of ingest that change a reader's columns: names, dtypes, roles, and the rule of missing rewards."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from deepspeed_gear.data.ingest.reader import Reader
+from deepspeed_gear.data.trajectory_checks import as_numbers, as_stored
+from deepspeed_gear.errors import ConfigError, DataError, known_names
+from deepspeed_gear.schema import Column
+
+RETURN = Column("return", "float64", role="return", rows="1")
+LENGTH = Column("length", "int64", role="length", rows="1")
+_REWARD = Column("reward", "float64", role="reward")
+_RULES = "none (no column), last=VALUE (of the last step, 0 before) or each=VALUE"
+
+
+class OutputColumns:
+    """A reader's columns and episodes as they are written: with the options, and the derived columns.
+
+    A data set has the columns `reward` and `return` only where the source has rewards, or a rule makes them.
+    A source without rewards needs a rule, as zeros would be taken for rewards; tokens need none.
+
+    Attributes:
+        reader: The source.
+        columns: The columns of the data set, without `source`.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        dtype: Mapping[str, str] | None = None,
+        rename: Mapping[str, str] | None = None,
+        role: Mapping[str, str] | None = None,
+        reward: str | None = None,
+    ) -> None:
+        """Apply the options to a reader's columns.
+
+        Args:
+            reader: An open source.
+            dtype: Stored dtype by column or shell pattern, by the new names.
+            rename: New name by the reader's name.
+            role: Role by column or shell pattern, by the new names.
+            reward: Rule of a source without rewards: "none", "last=1.0" or "each=-1".
+        Raises:
+            ConfigError: The rule is malformed.
+            DataError: An option names no column, two columns get one name, or the rule is missing, or given
+                for a source with rewards.
+        """
+        self.reader, self._names = reader, dict(rename or {})
+        self._check_names("--rename", self._names, [column.name for column in reader.columns])
+        columns = [replace(c, name=self._names.get(c.name, c.name)) for c in reader.columns]
+        columns = self._changed(columns, "role", role)
+        self._at, self._value = self._rule(columns, reward)
+        if self._at in ("last", "each"):
+            columns.append(_REWARD)
+        columns = self._changed(columns, "dtype", dtype)
+        self._reward = next((column for column in columns if column.role == "reward"), None)
+        self.columns = (*columns, *(() if self._reward is None else (RETURN,)), LENGTH)
+        for name, count in Counter(column.name for column in self.columns).items():
+            if count > 1:
+                rule = "must not have the name of another column, or of a derived one"
+                remedy = "leave it out with --columns, or give it another name with --rename"
+                raise DataError(f"{reader.path}: {name}", rule, None, remedy)
+
+    def _check_names(self, option: str, patterns: Mapping[str, str], names: list[str]) -> None:
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                rule = "must name a column of the source"
+                raise DataError(f"{self.reader.path}: {option}", rule, pattern, known_names(pattern, names))
+
+    def _changed(self, columns: list[Column], what: str, values: Mapping[str, str] | None) -> list[Column]:
+        """Return the columns with the values of one option; the last pattern that matches counts."""
+        self._check_names(f"--{what}", values or {}, [column.name for column in columns])
+        for pattern, value in (values or {}).items():
+            change: dict[str, Any] = {what: value}
+            columns = [replace(c, **change) if fnmatchcase(c.name, pattern) else c for c in columns]
+        return columns
+
+    def _rule(self, columns: list[Column], rule: str | None) -> tuple[str, float]:
+        """Return where the rule sets rewards, "" without one, and their value."""
+        at, _, text = (rule or "").partition("=")
+        try:
+            value = float(text or 0)
+        except ValueError:
+            value = math.nan
+        is_known = (at in ("last", "each") and text) or rule == "none"
+        if rule is not None and not (is_known and math.isfinite(value)):
+            raise ConfigError("--reward", f"must be {_RULES}", rule)
+        given = next((column.name for column in columns if column.role == "reward"), None)
+        where = f"{self.reader.path}: --reward"
+        if given is not None and rule is not None:
+            remedy = f"the source has rewards, its column {given}: leave --reward out"
+            raise DataError(where, "must be for a source without rewards", rule, remedy)
+        if given is None and rule is None and not any(column.role == "token" for column in columns):
+            names = ", ".join(column.name for column in columns)
+            remedy = f"or name one of its columns with --role COLUMN=reward: {names}"
+            raise DataError(where, f"must be given, as the source has no rewards: {_RULES}", None, remedy)
+        return at, value
+
+    def episodes(self) -> Iterator[tuple[str, dict[str, Any], int]]:
+        """Yield the name for errors of each episode, its columns, and its number of steps."""
+        first = next(column for column in self.reader.columns if column.rows != "1")
+        for episode, given in self.reader.episodes():
+            name = f"{self.reader.path}: {episode}"
+            if first.name not in given:
+                raise DataError(f"{name}: column {first.name}", "must be in every trajectory")
+            length = len(given[first.name]) - int(first.rows == "T+1")
+            arrays: dict[str, Any] = {self._names.get(key, key): rows for key, rows in given.items()}
+            if self._at in ("last", "each"):
+                arrays[_REWARD.name] = np.full(max(length, 0), self._value)
+                arrays[_REWARD.name][: -1 if self._at == "last" else 0] = 0
+            if self._reward is not None:
+                if self._reward.name not in arrays:
+                    raise DataError(f"{name}: column {self._reward.name}", "must be in every trajectory")
+                rewards = as_stored(arrays[self._reward.name], self._reward, name)
+                arrays[self._reward.name] = rewards
+                arrays["return"] = np.asarray(as_numbers(rewards, self._reward).astype(np.float64).sum())
+            arrays["length"] = np.asarray(length, dtype=np.int64)
+            yield name, arrays, length
