@@ -41,6 +41,7 @@ def open_source(
     format: str = "auto",
     columns: Sequence[str] | None = None,
     max_expansion: float = MAX_EXPANSION,
+    **options: Any,
 ) -> Reader:
     """Check a source, and open it in the given format, or in the one that its content shows.
 
@@ -48,6 +49,7 @@ def open_source(
         format: A key of `READERS`, "module:Class" of a user's reader, or "auto".
         columns: Patterns of optional columns to keep; None keeps all.
         max_expansion: Most bytes of its arrays for each byte of its files, above 256 MiB.
+        **options: Those of the format, `Reader.takes`; one that is None is not given.
     """
     path = arguments.folder("source", path)
     select, expansion = ColumnSelection(columns), Expansion(max_expansion)
@@ -63,8 +65,15 @@ def open_source(
             raise DataError(str(path), "must have a known layout", _content(path), remedy)
     else:
         kind = _reader_class(format)
+    given = {name: value for name, value in options.items() if value is not None}
+    for name in given.keys() - set(kind.takes):
+        having = [reader.format for reader in READERS.values() if name in reader.takes]
+        if not having:
+            raise TypeError(f"open_source() got an unexpected keyword argument '{name}'")
+        option = f"--{name.replace('_', '-')}"
+        raise DataError(f"{path}: {option}", f"must be for the format {' or '.join(having)}", kind.format)
     with ExitStack() as failed:
-        reader = failed.enter_context(kind(path, select, expansion))
+        reader = failed.enter_context(kind(path, select, expansion, given))
         reader.open()
         select.check_used(path)
         for name, count in Counter(column.name for column in reader.columns).items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -32,6 +32,8 @@ class Reader(ABC):
 
     Attributes:
         format: Name of the format, for `--format`.
+        takes: Names of the options that this format alone has, as keywords of `open_source`.
+        options: Those that are given, by name.
         path: The source.
         select: Tells whether an optional column is kept, by its name.
         expansion: Bound of what the files may decompress to.
@@ -43,9 +45,17 @@ class Reader(ABC):
     """
 
     format: ClassVar[str]
+    takes: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, path: Path, select: ColumnSelection, expansion: Expansion) -> None:
+    def __init__(
+        self,
+        path: Path,
+        select: ColumnSelection,
+        expansion: Expansion,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         self.path, self.select, self.expansion = path, select, expansion
+        self.options = dict(options or {})
         self.files = ExitStack()
         self.columns: tuple[Column, ...] = ()
         self.num_steps = 0
