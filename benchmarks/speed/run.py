@@ -344,7 +344,7 @@ def main() -> None:
         everything.close()
     if not (options.quick or options.only or options.systems):
         out = ROOT / "benchmarks" / "results" / "peers.json"
-        write_json(out, document(disturbance, rows, systems=versions))
+        write_json(out, document(disturbance, rows, command="bash benchmarks/peers.sh", systems=versions))
         write(out)
     columns = sorted(
         {key for row in rows for key in row}, key=lambda key: (key not in ("work", "system"), key)
