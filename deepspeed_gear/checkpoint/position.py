@@ -90,17 +90,26 @@ def state_of(
     }
 
 
-def check(state: Mapping[str, Any], plan: Resolved) -> None:
-    """Check that a state is complete, belongs to this data and selects the same samples."""
+def check(state: Mapping[str, Any], plan: Resolved, may_grow: bool = False) -> None:
+    """Check that a state is complete, belongs to this data and selects the same samples.
+
+    With `may_grow` the state may also be of a data set that this run's has grown from.
+    """
     at = "the gear state"
     if not isinstance(state, Mapping):
         raise CheckpointError(at, "must be a mapping", type(state).__name__, "pass a state from `save`")
     if state.get("format") != FORMAT:
         raise CheckpointError(at, f"must have format {FORMAT}", state.get("format"), ANOTHER)
-    if entry(state, "data", dict, at) != fingerprint(plan):
-        rule = f"must be of the data that this run reads ({fingerprint(plan)})"
+    now, data = fingerprint(plan), entry(state, "data", dict, at)
+    is_known = data.keys() == now.keys() and all(
+        data[name] in (dataset.versions if may_grow else (now[name],))
+        for name, dataset in plan.datasets.items()
+    )
+    if not is_known:
+        rule = f"must be of the data that this run reads ({now})"
+        rule += " or of what they have grown from by gear ingest --append" if may_grow else ""
         remedy = "use the data set that the checkpoint was trained on, or load without gear's state"
-        raise CheckpointError(at, rule, state["data"], remedy)
+        raise CheckpointError(at, rule, data, remedy)
     if entry(state, "options", str, at) != plan.config.resume_digest:
         rule = "must be of the same seed, tables, sampler, fields and n_step"
         remedy = "use the gear section that is stored in the checkpoint's config"

@@ -16,7 +16,6 @@ save that the state names. docs/design/0007-checkpoints.md has the kill points.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import hashlib
@@ -34,6 +33,7 @@ from typing import Any, BinaryIO, TypeVar
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.errors import CheckpointError
+from deepspeed_gear.file_system import exchange_names, sync
 from deepspeed_gear.liveness import hold, release
 from deepspeed_gear.store.shared_memory import try_lock
 
@@ -44,7 +44,6 @@ _MOST_COUNT = 1 << 62  # of integers in a save, all of which count something
 _POSITION_FORMAT = 1
 _NAMES = ("", ".old", ".partial", ".older")
 _MOST_RENAMES = 5  # of a table's folders while one is looked up
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _BLOCK = 1 << 22
 T = TypeVar("T")
 State = Mapping[str, Any]
@@ -135,7 +134,7 @@ def begin(folder: Path, tables: Sequence[str], kept: State | None) -> None:
         else:
             _remove(partial)
         partial.mkdir()
-    _sync(folder)
+    sync(folder)
 
 
 def partial_of(folder: Path, table: str) -> Path:
@@ -153,8 +152,8 @@ def complete(part: Path, manifest: Mapping[str, Any], digests: Mapping[str, str]
     (part / MANIFEST).write_bytes(content)
     for path in part.iterdir():
         if path.stat().st_nlink == 1:  # else it is a file of a save that is complete
-            _sync(path)
-    _sync(part)
+            sync(path)
+    sync(part)
     return hashlib.sha256(content).hexdigest()
 
 
@@ -162,19 +161,19 @@ def publish(folder: Path, tables: Sequence[str]) -> None:
     """Rename complete saves to their names; the ones before them become `.old`. Called by one process."""
     for table in tables:
         final, old, partial, older = _versions(folder, table)
-        _sync(partial)
+        sync(partial)
         if final.exists():
             if old.exists():
                 _remove(older)
                 os.rename(old, older)
-            if _exchange(partial, final):
+            if exchange_names(partial, final):
                 os.rename(partial, old)
             else:
                 os.rename(final, old)
                 os.rename(partial, final)
         else:
             os.rename(partial, final)
-    _sync(folder)
+    sync(folder)
 
 
 def write_position(folder: Path, state: State) -> None:
@@ -186,9 +185,9 @@ def write_checked(path: Path, version: int, name: str, content: Mapping[str, Any
     partial = path.with_name(path.name + ".partial")
     written = {"format": version, "sha256": digest_of(content), name: content}
     partial.write_text(json.dumps(written, indent=1))
-    _sync(partial)
+    sync(partial)
     os.replace(partial, path)
-    _sync(path.parent)
+    sync(path.parent)
 
 
 def write_save(
@@ -228,40 +227,17 @@ def write_save(
     return state
 
 
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names atomically; return False, and change nothing, where the system has no such call."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is None:
-        return False
-    names = os.fsencode(one), os.fsencode(other)
-    if renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
-        return False
-    raise OSError(code, os.strerror(code), str(other))
-
-
 def make(folder: Path) -> None:
     """Create a folder and its missing parents, and fsync their names."""
     if not folder.is_dir():
         make(folder.parent)
         folder.mkdir(exist_ok=True)
-        _sync(folder.parent)
+        sync(folder.parent)
 
 
 def _remove(path: Path) -> None:
     if path.exists():
         shutil.rmtree(path)
-
-
-def _sync(path: Path) -> None:
-    """Fsync a file, or the names in a folder."""
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 # ---- finding -------------------------------------------------------------------------------------

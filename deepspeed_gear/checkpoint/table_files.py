@@ -449,7 +449,7 @@ class TableLoader:
                 for one in folders.values():  # so that every rank reports what is missing
                     find_shards(one, save["id"])
                 for name, table in self._tables.items():
-                    self._read(name, table, folders[name], save["id"])
+                    self._read(name, table, folders[name], save["id"], state["data"].get(name, ""))
                 return
             except CheckpointError:
                 before, folders = folders, find()
@@ -457,17 +457,24 @@ class TableLoader:
                     raise
                 # A save of another process has renamed them meanwhile, once: after that it removes them.
 
-    def _read(self, name: str, table: Table, folder: Path, save_id: str) -> None:
-        found = self._found[name] = read_table(folder, table.spec.schema, save_id)
+    def _read(self, name: str, table: Table, folder: Path, save_id: str, data: str) -> None:
+        """Read and check a table; `data` is the fingerprint of its data set when it was saved, if it has one.
+
+        Trajectories that the data set has got since then come last on every node, and get their first masses
+        from `StreamState.restore`.
+        """
+        dataset = table.spec.dataset
+        schema = table.spec.schema if dataset is None else None  # it may have got a column
+        found = self._found[name] = read_table(folder, schema, save_id)
         slots, groups = found.whole.slots, table.groups
         if groups is not None and slots is not None and found.whole.groups is None:
             rule, remedy = "must hold the groups of its trajectories", "it is of a table without groups"
             raise CheckpointError(str(found.folders[0]), rule, None, remedy)
         division = self._divisions[name] = self._divide(name, table, found)
         chosen = division.chosen(_index_of(table))
-        if slots is None and len(chosen) != len(table.slots):
-            rule = f"must have the {len(table.slots)} trajectories of the data set"
-            raise CheckpointError(str(found.folders[0]), rule, len(chosen))
+        if dataset is not None and found.whole.num_slots != dataset.versions[data]:
+            rule = f"must have the {dataset.versions[data]} trajectories of the data set"
+            raise CheckpointError(str(found.folders[0]), rule, found.whole.num_slots)
         rows = 0 if slots is None else int(slots[chosen, Slot.NUM_ROWS].sum())
         if slots is not None and (len(chosen) > len(table.slots) or rows > table.spec.capacity_rows):
             rule = f"must hold the {len(chosen)} trajectories and {rows} rows of the checkpoint"
@@ -481,7 +488,8 @@ class TableLoader:
             return ShardDivision.of(np.zeros(whole.num_slots, np.int64))
         if whole.slots is None:
             bounds = self._plan.placement.bounds[name]  # first id of each shard, and the number of ids
-            return ShardDivision.of(np.repeat(np.arange(len(bounds) - 1), np.diff(bounds)))
+            owner = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+            return ShardDivision.of(owner[: whole.num_slots])
         numbers, room = None, [sizes[name] for sizes in self._room]
         if table.groups is not None and whole.groups is not None:
             file = file_of(table.groups.spec.column)

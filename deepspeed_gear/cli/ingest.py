@@ -54,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most bytes of arrays for each byte of a source's files, above 256 MiB (default 100)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace a data set at DEST")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--overwrite", action="store_true", help="replace a data set at DEST")
+    place.add_argument("--append", action="store_true", help="add to the data set at DEST")
     parser.add_argument("--quiet", action="store_true", help="no progress bar and no notes")
 
 
@@ -63,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     from deepspeed_gear.data.dataset_writer import check_destination
     from deepspeed_gear.data.ingest import ingest, open_source
 
-    check_destination(Path(args.dest), args.overwrite)
+    check_destination(Path(args.dest), args.overwrite or args.append)
     columns = None
     if args.columns is not None:
         patterns = (pattern.strip() for option in args.columns for pattern in option.split(","))
@@ -76,13 +78,14 @@ def run(args: argparse.Namespace) -> int:
     dataset = ingest(
         [open_source(path, args.format, columns, args.max_expansion) for path in args.source],
         args.dest,
-        split=split,
+        split=split or None,
         rename=_pairs(args, "rename"),
         dtype=_pairs(args, "dtype"),
         role=_pairs(args, "role"),
         reward=args.reward,
         allow_nan=args.allow_nan,
         overwrite=args.overwrite,
+        append=args.append,
         progress=not args.quiet,
         split_by_flags=args.split_by_flags,
     )

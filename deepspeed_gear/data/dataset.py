@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.utils.data
 from numpy.typing import NDArray
 
 import deepspeed_gear.arguments as arguments
@@ -34,8 +37,11 @@ from deepspeed_gear.errors import DataError, SchemaError
 from deepspeed_gear.schema import Column, Schema
 
 
-class Dataset:
+class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
     """A data set on disk: read-only and memory-mapped, so it may be larger than memory.
+
+    It is a map-style data set of PyTorch: item i is trajectory i, as tensors. `trajectory` and `columns` are
+    NumPy's views of the same bytes. It is pickled as its path and fingerprint, and opened again.
 
     Safe to share between threads; each process opens its own, and the pages are shared by the kernel.
 
@@ -52,11 +58,13 @@ class Dataset:
         columns: The stored columns by name; bfloat16 as uint16. [num_rows or n, *shape].
         statistics: By column, over the training split only, of the whole; opaque columns have none.
         files: The mapped files, to detect changes of them.
+        versions: Trajectories of the whole by fingerprint: of each data set that it has grown from, the
+            oldest first, and of itself. Each is the first trajectories of the next.
     """
 
     def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
         """Map a folder whose manifest has been read; use `open`."""
-        self.path, self.files = path, MappedFiles()
+        self.path, self.files = path, MappedFiles(path)
         self._records = _check_manifest(path, manifest)
         self.fingerprint: str = manifest["fingerprint"]
         self.split: dict[str, float] = dict(manifest["split"])
@@ -83,6 +91,8 @@ class Dataset:
             shape = (rows, *column.shape)
             self.columns[column.name] = self._map(column_file(column), column.numpy_dtype, shape)
         self.statistics = self._read_statistics()
+        grown_from = dict(manifest.get("grown_from", {}))
+        self.versions: dict[str, int] = {**grown_from, self.whole_fingerprint: self.num_trajectories_of_whole}
         expected = fingerprint_of(self.schema, num_trajectories, self.num_rows, self._records, self.part)
         if expected != self.fingerprint:
             name = str(path / SCHEMA_FILE)
@@ -105,7 +115,13 @@ class Dataset:
             if path.with_name(path.name + ".partial").is_dir():
                 remedy = "its ingest did not finish; run it again"
             raise DataError(str(path), "must be the folder of a data set", None, remedy)
-        return cls(path, read_json(path / SCHEMA_FILE))
+        while True:
+            folder = os.stat(path)
+            try:
+                return cls(path, read_json(path / SCHEMA_FILE))
+            except DataError:
+                if not path.exists() or os.path.samestat(folder, os.stat(path)):
+                    raise  # else it has grown meanwhile: its files are others
 
     def _record(self, name: str) -> FileRecord:
         if name not in self._records:
@@ -263,11 +279,38 @@ class Dataset:
             result[column.name] = decode(rows, column, name) if column.is_opaque else rows
         return result
 
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        """Return copies of one trajectory's columns as tensors of their dtypes; opaque values decoded.
+
+        Args:
+            i: As of `trajectory`; negative from the end.
+        Returns:
+            By column [T, *shape], [T+1, *shape] or, with one value per trajectory, [*shape].
+        Raises:
+            IndexError: There is no such trajectory.
+        """
+        arrays = self.trajectory(range(len(self))[i])
+        return {
+            c.name: arrays[c.name] if c.is_opaque else torch.tensor(arrays[c.name]).view(c.torch_dtype)
+            for c in self.schema
+        }
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopened, (self.path, self.fingerprint)
+
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __repr__(self) -> str:
         return f"Dataset({str(self.path)!r}, {len(self)} trajectories, {self.num_steps} steps)"
+
+
+def _reopened(path: Path, fingerprint: str) -> Dataset:
+    dataset = Dataset.open(path)
+    if dataset.fingerprint != fingerprint:
+        rule, remedy = f"must still have the fingerprint {fingerprint}", "open it again in this process too"
+        raise DataError(str(path), rule, dataset.fingerprint, remedy)
+    return dataset
 
 
 def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> dict[str, FileRecord]:
@@ -281,6 +324,7 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> dict[str, FileRe
         raise DataError(f"{name}: format", f"must be {FORMAT}", manifest["format"], remedy)
     numbers = dict.fromkeys(("num_trajectories", "num_steps", "num_rows"), int)
     kinds = {**numbers, "split": dict, "source": dict, "fingerprint": str, "files": dict}
+    kinds |= {"grown_from": dict} if "grown_from" in manifest else {}
     check_types(f"{name}: ", manifest, kinds, REMAKE)
     if (count := manifest["num_trajectories"]) < 1:
         raise DataError(f"{name}: num_trajectories", "must be at least 1", count, REMAKE)

@@ -37,9 +37,11 @@ from deepspeed_gear.data.dataset_statistics import check_split, compute_statisti
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory, split_episodes
 from deepspeed_gear.errors import DataError
+from deepspeed_gear.file_system import exchange_names, sync
 from deepspeed_gear.liveness import hold, release
-from deepspeed_gear.schema import Schema
+from deepspeed_gear.schema import Column, Schema
 
+SOURCE = Column("source", "int64", rows="1")  # the ordinal of a trajectory's source, where there are several
 _LOCK_FILE, _PARTIAL = ".gear-partial", ".partial"
 _REPLACED = ".replaced"
 _BLOCK_BYTES = 4 * 1024 * 1024
@@ -48,10 +50,10 @@ _BLOCK_BYTES = 4 * 1024 * 1024
 class DatasetWriter:
     """Write a data set by streaming: no more than one trajectory is held in memory.
 
-    Everything goes to DEST.partial, which becomes DEST in one rename when it is complete. A writer that is
-    killed leaves a DEST.partial that the next one to the same place replaces; one that fails removes it. As
-    a context manager it closes at the end of the block and discards on an exception. Not thread-safe; a
-    lock excludes a second writer.
+    Everything goes to DEST.partial, which becomes DEST in one rename when it is complete, in exchange for a
+    DEST that is replaced or appended to. A writer that is killed leaves a DEST.partial that the next one to
+    the same place replaces; one that fails removes it. As a context manager it closes at the end of the block
+    and discards on an exception. Not thread-safe; a lock excludes a second writer.
     """
 
     def __init__(
@@ -61,42 +63,55 @@ class DatasetWriter:
         *,
         split: Mapping[str, float] | None = None,
         overwrite: bool = False,
+        append: bool = False,
         source: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start a data set.
+        """Start a data set, or one with the trajectories of another and more.
 
         Args:
             dest: The folder to make.
             schema: The columns of every trajectory.
-            split: Share of each held-out part by name; the statistics are those of the rest.
+            split: Share of each held-out part by name; the statistics are those of the rest. None: no part,
+                or the parts of the data set that is appended to.
             overwrite: Replace a data set that is there; anything else is never replaced.
-            source: A JSON-able description of the source of the data.
+            append: Begin with the trajectories of the data set at `dest`, and take its place. It must have
+                this schema; a column `SOURCE` that it lacks is 0 in them.
+            source: A JSON-able description of the source of the data; its `sources` are listed after those
+                that are appended to.
         Raises:
             ConfigError: The split is malformed.
-            DataError: `dest` exists, or cannot be written.
+            DataError: `dest` exists, cannot be appended to, or cannot be written.
+        Cost: with `append`, reads and writes the bytes that are there once, a few MiB at a time.
         """
         arguments.one_of("schema", schema, Schema, "a Schema")
         self.dest, self.schema = Path(os.path.abspath(arguments.folder("dest", dest))), schema
         self._split = check_split({} if split is None else arguments.mapping("split", split))
         self._source = dict(source or {})
-        self._overwrite = overwrite
+        self._overwrite = overwrite or append
+        self._grown_from: dict[str, int] = {}
+        #: Sources of the data set that is appended to.
+        self.num_sources_before = 0
         self._lengths = packed("q")
         self._num_rows = 0
         self._files: dict[str, ArrayFile] = {}
         self._part: DatasetPart | None = None
         self._statistics: dict[str, Any] | None = None  # those of the whole, where this is a part
         self._closed = False
-        check_destination(self.dest, overwrite)
         self._partial = self.dest.with_name(self.dest.name + _PARTIAL)
         try:
-            self._lock = _claim(self._partial)
+            self._lock = _claim(self.dest, self._partial)
         except OSError as error:
             raise unwritable(self.dest, error) from error
         with self._failing():
+            check_destination(self.dest, self._overwrite)
             (self._partial / "columns").mkdir()
             for column in schema:
                 path = self._partial / column_file(column)
                 self._files[column.name] = ArrayFile(path, column.numpy_dtype, column.shape)
+            if append:
+                known = Dataset.open(self.dest)
+                self._split = known.split if split is None else self._split
+                self._begin_with(known)
 
     @overload
     def add(
@@ -159,15 +174,39 @@ class DatasetWriter:
     def copy_part(self, whole: Dataset, part: DatasetPart, digests: Mapping[str, Any]) -> None:
         """Make this a part of a data set by copying its rows, which are added to the digests of columns."""
         self._part, self._statistics = part, read_json(whole.path / STATS_FILE)
-        first, end = whole.row_of(part.first), whole.row_of(part.end)
+        self._grown_from = {name: n for name, n in whole.versions.items() if name != whole.fingerprint}
+        self._copy(whole, part.first, part.end, digests)
+
+    def _begin_with(self, known: Dataset) -> None:
+        """Copy all trajectories of a data set, and list its sources first."""
+        columns = [column for column in self.schema if column != SOURCE or column in known.schema.columns]
+        if known.part is not None:
+            remedy = "append to the whole, and split it again"
+            raise DataError(f"{known.path}: part", "must not be appended to", str(known.part), remedy)
+        if known.schema.columns != tuple(columns):
+            rule, remedy = f"must be that of what is appended, {self.schema}", "make a data set of its own"
+            raise DataError(f"{known.path}: schema", rule, str(known.schema), remedy)
+        digests = {column.name: hashlib.sha256() for column in known.schema}
+        self._copy(known, 0, len(known), digests)
+        check_copied(known, digests)
+        if len(columns) < len(self.schema):
+            self._files[SOURCE.name].append(np.zeros(len(known), SOURCE.numpy_dtype))
+        self._grown_from = known.versions
+        before, own = (of if "sources" in of else {"sources": [of]} for of in (known.source, self._source))
+        self._source = {**before, **own, "sources": [*before["sources"], *own["sources"]]}
+        self.num_sources_before = len(before["sources"])
+
+    def _copy(self, whole: Dataset, begin: int, stop: int, digests: Mapping[str, Any]) -> None:
+        """Copy trajectories [begin, stop) of a data set, which are added to the digests of columns."""
+        first, end = whole.row_of(begin), whole.row_of(stop)
         for column in whole.schema:
-            low, high = (part.first, part.end) if column.rows == "1" else (first, end)
+            low, high = (begin, stop) if column.rows == "1" else (first, end)
             rows = max(1, _BLOCK_BYTES // max(1, column.row_bytes))
             for at in range(low, high, rows):
                 block = whole.columns[column.name][at : min(at + rows, high)]
                 self._files[column.name].append(block)
                 digests[column.name].update(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
-        self._lengths.extend(whole.lengths[part.first : part.end].tolist())
+        self._lengths.extend(whole.lengths[begin:stop].tolist())
         self._num_rows = end - first
 
     def close(self) -> Dataset:
@@ -229,17 +268,32 @@ class DatasetWriter:
             "schema": self.schema.to_json(),
             "files": {name: asdict(record) for name, record in records.items()},
             **({} if self._part is None else {"part": self._part.to_json()}),
+            **({} if not self._grown_from else {"grown_from": self._grown_from}),
         }
         write_json(self._partial / SCHEMA_FILE, manifest)
 
     def _publish(self) -> None:
-        """Move the complete folder into place, in exchange for an old one, which is then removed."""
+        """Move the complete folder into place, in exchange for an old one, which is then removed.
+
+        A process that is killed leaves the old one or the new one at `dest`, also where the machine fails.
+        Only where the file system cannot exchange names is there a moment without either: the next writer
+        to `dest` then moves the old one back.
+        """
         check_destination(self.dest, self._overwrite)
-        if self.dest.exists():
-            self.dest.rename(self._partial / _REPLACED)
-        self._partial.rename(self.dest)
+        for folder in (self._partial / "columns", self._partial):
+            sync(folder)
+        # What is DEST.partial after the exchange is removed here, or by the next writer.
+        replaced = _lock(self.dest) if self.dest.exists() else None
+        if replaced is None or not exchange_names(self._partial, self.dest):
+            if replaced is not None:
+                self.dest.rename(self._partial / _REPLACED)
+            self._partial.rename(self.dest)
+        sync(self.dest.parent)
         self._closed = True
-        shutil.rmtree(self.dest / _REPLACED, ignore_errors=True)
+        if replaced is not None:
+            for folder in (self._partial, self.dest / _REPLACED):
+                shutil.rmtree(folder, ignore_errors=True)
+            release(replaced)
         (self.dest / _LOCK_FILE).unlink()
         release(self._lock)
 
@@ -268,27 +322,35 @@ def check_destination(dest: Path, overwrite: bool) -> None:
     if not dest.exists() and not dest.is_symlink():
         return
     if not overwrite:
-        remedy = "choose another DEST or overwrite it (--overwrite)"
+        remedy = "choose another DEST, overwrite it (--overwrite) or append to it (--append)"
         raise DataError(str(dest), "must not exist yet", None, remedy)
     empty = dest.is_dir() and not dest.is_symlink() and not any(dest.iterdir())
     if not empty and (dest.is_symlink() or not (dest / SCHEMA_FILE).is_file()):
         raise DataError(str(dest), "must be a gear data set to be overwritten", None, "choose another DEST")
 
 
-def _claim(partial: Path) -> int:
+def _lock(folder: Path) -> int:
+    """Lock a folder that is written or removed; return the lock's descriptor."""
+    lock = hold(os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        release(lock)
+        rule = "must not be written by two at once"
+        raise DataError(str(folder), rule, None, "wait for the other ingest") from None
+    return lock
+
+
+def _claim(dest: Path, partial: Path) -> int:
     """Make an empty DEST.partial that this process holds a lock on, and return the lock's descriptor."""
     foreign = partial.exists() and not (partial.is_dir() and not any(partial.iterdir()))
     if foreign and not (partial / _LOCK_FILE).is_file():
         rule = "must not exist, or be what an interrupted ingest left"
         raise DataError(str(partial), rule, None, "move it away")
     partial.mkdir(parents=True, exist_ok=True)
-    lock = hold(os.open(partial / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        release(lock)
-        rule = "must not be written by two at once"
-        raise DataError(str(partial), rule, None, "wait for the other ingest") from None
+    lock = _lock(partial)
+    if (partial / _REPLACED).exists() and not dest.exists():
+        (partial / _REPLACED).rename(dest)
     for entry in partial.iterdir():
         if entry.name == _LOCK_FILE:
             continue
@@ -297,6 +359,14 @@ def _claim(partial: Path) -> int:
         else:
             entry.unlink()
     return lock
+
+
+def check_copied(dataset: Dataset, digests: Mapping[str, Any]) -> None:
+    """Raise DataError unless the copied bytes of each column are those that were written."""
+    for column in dataset.schema:
+        if digests[column.name].hexdigest() != dataset.digest_of(column):
+            rule = "must hold the bytes that were written"
+            raise DataError(f"{dataset.path}: column {column.name}", rule, None, REMAKE)
 
 
 def unwritable(dest: Path, error: OSError) -> DataError:
@@ -347,10 +417,8 @@ def write_parts(
             writer = DatasetWriter(path, dataset.schema, split=split, overwrite=overwrite, source=source)
             with writer:
                 writer.copy_part(dataset, part, digests)
-                for column in dataset.schema if part.index == part.count - 1 else ():
-                    if digests[column.name].hexdigest() != dataset.digest_of(column):
-                        rule = "must hold the bytes that were written"
-                        raise DataError(f"{dataset.path}: column {column.name}", rule, None, REMAKE)
+                if part.index == part.count - 1:
+                    check_copied(dataset, digests)
                 parts.append(writer.close())
     except BaseException:
         for written in parts:  # together with older parts they could pass for a complete set

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -22,33 +23,52 @@ _REMEDY = (
 
 
 class MappedFiles:
-    """Identities of files as they were before they were mapped, and their maps.
+    """Identities of a folder's files as they were before they were mapped, and their maps.
 
     A change of a file shows in its map or not, and a truncated file ends the process with SIGBUS, so a file
     whose device, inode, size or modification time has changed is a DataError that names it and what has
-    changed. Any thread may check.
+    changed. Where the folder as a whole is another one, as after `gear ingest --append`, the mapped files are
+    checked through descriptors: they exist as long as they are mapped. Any thread may check.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         self._identities: dict[Path, _Identity] = {}
         self._maps: dict[Path, np.memmap] = {}
         self._checked_at = time.monotonic()
+        self._folder, opened = folder, os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        # Descriptors of the folder and its files: none of their inodes is used again.
+        self._opened: dict[Path, int] = {folder: opened}
+        weakref.finalize(self, _close, self._opened)
 
     def record(self, path: Path) -> None:
         """Record a file's identity before it is checked and mapped."""
         if not path.is_file():
             raise DataError(str(path), "must exist", None, "a file of the data set is missing")
-        self._identities[path] = _identity(path)
+        self._opened[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._identities[path] = _identity(path, path)
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether the folder as a whole is another one than that of the mapped files."""
+        return self._folder.exists() and not os.path.samestat(
+            os.stat(self._folder), os.fstat(self._opened[self._folder])
+        )
 
     def add(self, path: Path, array: np.memmap) -> None:
         """Add the map of a recorded file, unless the file has changed since."""
-        _compare(path, self._identities[path])
+        _compare(path, self._identities[path], path)
         self._maps[path] = array
 
     def check(self) -> None:
         """Compare all files with their recorded identities. Cost: one `stat` a file."""
-        for path, known in self._identities.items():
-            _compare(path, known)
+        try:
+            for path, known in self._identities.items():
+                _compare(path, known, path)
+        except DataError:
+            if not self.is_replaced:
+                raise
+            for path, known in self._identities.items():
+                _compare(path, known, self._opened[path])
 
     def check_at_times(self) -> None:
         """Call `check`, unless it was called within the last `CHECK_EVERY_S` seconds: that takes 0.1 us."""
@@ -70,16 +90,21 @@ class MappedFiles:
             weakref.finalize(memory, native.map_guard_remove, entry).atexit = False
 
 
-def _compare(path: Path, known: _Identity) -> None:
-    pairs = zip(_ATTRIBUTES, known, _identity(path), strict=True)
+def _close(opened: Mapping[Path, int]) -> None:
+    for descriptor in opened.values():
+        os.close(descriptor)
+
+
+def _compare(path: Path, known: _Identity, file: Path | int) -> None:
+    pairs = zip(_ATTRIBUTES, known, _identity(path, file), strict=True)
     changed = [f"{what} {before} -> {after}" for what, before, after in pairs if before != after]
     if changed:
         raise DataError(str(path), "must not change while it is mapped", ", ".join(changed), _REMEDY)
 
 
-def _identity(path: Path) -> _Identity:
+def _identity(path: Path, file: Path | int) -> _Identity:
     try:
-        status = os.stat(path)
+        status = os.stat(file)
     except OSError as error:
         raise DataError(str(path), "must exist while it is used", error.strerror, _REMEDY) from error
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -101,7 +101,7 @@ class ReplayCheckpoint:
         plan, exchange = parts.plan, parts.plan.exchange
 
         def check() -> None:
-            position.check(state, plan)
+            position.check(state, plan, may_grow=True)
             loader.check(state.get("rollout"))
 
         def read_columns() -> Mapping[str, torch.Tensor]:

@@ -300,8 +300,11 @@ class StreamState:
 
         Unused selections are kept if the global batch has the same size as before and the ring is large
         enough. Where several nodes hold the table, the caller writes them to the ring: `keep_selections`.
+        Trajectories of a data set that come after `slots` are new: the next selection adds them.
         """
         self.masses.restore(slots, content)
+        if self.table.spec.dataset is not None:
+            self.masses.queue_from(len(slots))
         if self.counts is not None:
             self.counts.restore(slots, content)
         if self.walked is not None:

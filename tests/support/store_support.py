@@ -204,9 +204,11 @@ def check_priorities_whole(masses: Any) -> None:
     assert not masses.values[~admitted].any(), "an item that is gone has a priority"
 
 
-def killed_at(line: int, action: Callable[[], None]) -> bool:
-    """Kill a child before its line-th line in store, selection, writer or replay; say if it came so far."""
-    traced = tuple(str(ROOT / "deepspeed_gear" / part) for part in ("store", "sampling", "writer", "replay"))
+def killed_at(
+    line: int, action: Callable[[], None], parts: Sequence[str] = ("store", "sampling", "writer", "replay")
+) -> bool:
+    """Kill a child before its line-th line in these parts of the package; say if it came so far."""
+    traced = tuple(str(ROOT / "deepspeed_gear" / part) for part in parts)
 
     def run() -> None:
         left = line

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -16,7 +17,7 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.config.schedules import imported
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import SCHEMA_FILE
-from deepspeed_gear.data.dataset_writer import DatasetWriter, check_destination
+from deepspeed_gear.data.dataset_writer import SOURCE, DatasetWriter, check_destination
 from deepspeed_gear.data.ingest.column_options import OutputColumns
 from deepspeed_gear.data.ingest.d4rl import D4rlReader
 from deepspeed_gear.data.ingest.minari import MinariReader
@@ -33,7 +34,6 @@ _CLASSES: tuple[type[Reader], ...] = (  # in the order in which "auto" asks them
     MinariReader,
 )
 READERS = {reader.format: reader for reader in _CLASSES}
-_SOURCE = Column("source", "int64", rows="1")
 
 
 def open_source(
@@ -143,6 +143,7 @@ def ingest(
     split: Mapping[str, float] | None = None,
     columns: Sequence[str] | None = None,
     overwrite: bool = False,
+    append: bool = False,
     progress: bool = False,
     **options: Unpack[Options],
 ) -> Dataset:
@@ -160,19 +161,22 @@ def ingest(
         split: Share of each held-out part by name; the statistics are those of the rest.
         columns: Patterns of optional columns to keep; None keeps all.
         overwrite: Replace a data set at `dest`.
+        append: Add to the data set at `dest`, as if these sources had been ingested after its own: the result
+            has the same columns, statistics and fingerprint. It takes the place of the old one in one rename.
         progress: Show a bar and notes on stderr.
         **options: What is done with columns, and with sources that would be refused: see `Options`.
     Raises:
         DataError: A source is malformed or differs from the first, or `dest` cannot be written; `dest` is
-            not made.
+            not made, or not changed.
     Cost: two passes over the sources' observations, one over the rest; memory for one episode and a few
-        blocks.
+        blocks. With `append` also a copy of what is there, and the statistics of all.
     """
     for name in options.keys() - Options.__annotations__.keys():
         raise TypeError(f"ingest() got an unexpected keyword argument '{name}'")
     if not sources:
         raise DataError("sources", "must name at least one file or folder")
-    check_destination(Path(dest), overwrite)
+    check_destination(Path(dest), overwrite or append)
+    known = Dataset.open(dest) if append else None
     with ExitStack() as stack:
         opened = (s if isinstance(s, Reader) else open_source(s, format, columns) for s in sources)
         readers = [stack.enter_context(reader) for reader in opened]
@@ -180,8 +184,8 @@ def ingest(
             name: options.get(name) for name in ("dtype", "rename", "role", "reward") if name in options
         }
         outputs = [OutputColumns(reader, **changes) for reader in readers]
-        schema = _common_schema(outputs)
-        if options.get("allow_nan"):
+        schema = _common_schema(outputs, known)
+        if options.get("allow_nan") or (known is not None and any(c.allow_nan for c in known.schema)):
             schema = schema.allowing_nan()
         if progress:
             for reader in readers:
@@ -195,8 +199,9 @@ def ingest(
         total = sum(reader.num_steps for reader in readers)
         shown = tqdm(total=total, desc="ingest", unit="step", unit_scale=True, disable=not progress)
         bar = stack.enter_context(shown)
-        with DatasetWriter(dest, schema, split=split, overwrite=overwrite, source=source) as writer:
-            for number, output in enumerate(outputs):
+        made = DatasetWriter(dest, schema, split=split, overwrite=overwrite, append=append, source=source)
+        with made as writer:
+            for number, output in enumerate(outputs, writer.num_sources_before):
                 for name, arrays, length in output.episodes():
                     if "source" in schema:
                         arrays["source"] = np.asarray(number, dtype=np.int64)
@@ -208,23 +213,26 @@ def ingest(
             return writer.close()
 
 
-def _common_schema(outputs: Sequence[OutputColumns]) -> Schema:
+def _common_schema(outputs: Sequence[OutputColumns], known: Dataset | None) -> Schema:
     """Return the schema of all sources; raise DataError for a column in which two differ."""
     first, *others = outputs
-    for other in others:
-        for name in dict.fromkeys([c.name for c in (*first.columns, *other.columns)]):
-            here, there = (
-                next((c for c in output.columns if c.name == name), None) for output in (first, other)
-            )
-            if here != there:
-                rule = f"must be as in {first.reader.path}, {_describe(here)}"
+    pairs = [(first.reader.path, first.columns, other) for other in others]
+    if known is not None:
+        pairs.append((known.path, tuple(c for c in known.schema if c != SOURCE), first))
+    for path, columns, other in pairs:
+        here, there = ({c.name: replace(c, allow_nan=False) for c in of} for of in (columns, other.columns))
+        for name in {**here, **there}:
+            if here.get(name) != there.get(name):
+                rule = f"must be as in {path}, {_describe(here.get(name))}"
                 remedy = "choose the common columns with --columns, or make a data set of each"
-                raise DataError(f"{other.reader.path}: column {name}", rule, _describe(there), remedy)
-    if others and any(c.name == _SOURCE.name for c in first.columns):
+                found = _describe(there.get(name))
+                raise DataError(f"{other.reader.path}: column {name}", rule, found, remedy)
+    has_several = known is not None or len(outputs) > 1
+    if has_several and any(c.name == SOURCE.name for c in first.columns):
         rule = "must not have the name of a derived column"
         remedy = "leave it out with --columns, or give it another name with --rename"
-        raise DataError(f"{first.reader.path}: {_SOURCE.name}", rule, None, remedy)
-    return Schema([*first.columns, *((_SOURCE,) if others else ())])
+        raise DataError(f"{first.reader.path}: {SOURCE.name}", rule, None, remedy)
+    return Schema([*first.columns, *((SOURCE,) if has_several else ())])
 
 
 def _describe(column: Column | None) -> str:
