@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -27,6 +28,7 @@ from deepspeed_gear.errors import (
     show_bytes,
 )
 from deepspeed_gear.ops import stale_locks
+from deepspeed_gear.store.memory_limits import ENLARGE_SHM, read_file, tightest
 from deepspeed_gear.timeouts import check_timeout
 
 Facts = Mapping[str, Any]
@@ -42,9 +44,9 @@ _HERE = "here"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `gear doctor`."""
     parser.description = (
-        "Check versions, native op, shared memory and limits of this machine; with --hostfile of all its "
-        "hosts, over ssh, and whether each two of them reach each other. The exit status is 1 if there is "
-        "a problem."
+        "Show devices, driver, shared memory and limits of this machine, and check them, versions and native "
+        "op; with --hostfile of all its hosts, over ssh, and whether each two of them reach each other. The "
+        "exit status is 1 if there is a problem."
     )
     parser.add_argument("--hostfile", metavar="F", help="check the hosts of this file, as DeepSpeed reads it")
     parser.add_argument(
@@ -86,12 +88,10 @@ def run(options: argparse.Namespace) -> int:
     if len(reports) > 1 and not options.no_network:
         print("gear: connecting each two hosts", file=sys.stderr, flush=True)
         problems += ssh_hosts.unreachable(list(reports), options.timeout)
-    for host, facts in reports.items():
-        text = f"none can be registered, batches are staged: {facts['not_registered']}"
-        if not facts["not_registered"]:
-            size = show_bytes(facts["shm_bytes"])
-            text = f"all of {size} may be registered, up to gear.transfer.register_bytes"
-        print(f"registration: {host}: {text}")
+    shown = ([(name, text, host) for name, text in summary(facts).items()] for host, facts in reports.items())
+    for lines in zip(*shown, strict=True):  # hosts with equal texts share a line
+        for same in grouped(lines, lambda line: line[1]):
+            print(f"{same[0][0]}: {', '.join(host for _, _, host in same)}: {same[0][1]}")
     for problem in problems:
         print(f"problem: {problem}")
     print(f"{len(problems)} problem{'' if len(problems) == 1 else 's'}")
@@ -153,6 +153,12 @@ def examine(data: str | None = None) -> dict[str, Any]:
         not_registered = why_impossible()
     except (GearError, RuntimeError) as error:
         not_registered = str(error)
+    no_device = ""
+    try:
+        torch.cuda.current_device()
+    except (AssertionError, RuntimeError) as error:
+        no_device = str(error).splitlines()[0]
+    memory = tightest(read_file)
     boot_id, infiniband = Path("/proc/sys/kernel/random/boot_id"), Path("/sys/class/infiniband")
     facts: dict[str, Any] = {
         "hostname": socket.gethostname(),
@@ -161,11 +167,15 @@ def examine(data: str | None = None) -> dict[str, Any]:
         "gloo_interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
         "shm_bytes": shm.total,
         "shm_free_bytes": shm.free,
+        "memory_bytes": memory.available if memory else None,  # within the limits of a container or job
+        "cpus": len(os.sched_getaffinity(0)),
         "memlock_bytes": locked,
         "open_files": open_files,
         "infiniband": sorted(os.listdir(infiniband)) if infiniband.exists() else [],
         "versions": versions,
+        "driver": driver_version(read_file("/proc/driver/nvidia/version") or ""),  # of the host
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "no_device": no_device,  # why CUDA cannot be used; "": it can
         "native_error": native_error,
         "native_sources": CpuOp().source_digest()[:16],
         "not_registered": not_registered,  # why CUDA cannot read shared memory in place; "": it can
@@ -182,6 +192,33 @@ def examine(data: str | None = None) -> dict[str, Any]:
         except GearError as error:
             facts["data"] = {"error": error_to_json(error)}
     return facts
+
+
+def driver_version(text: str) -> str:
+    """Return the version of "... Kernel Module for x86_64  580.65.06  Release"; "" where there is none."""
+    match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", text)
+    return match[1] if match else ""
+
+
+def summary(facts: Facts) -> dict[str, str]:
+    """Return devices, driver, memory and limits of a machine, as lines of `gear doctor`: name -> text."""
+    gpus = [f"{len(same)} x {same[0]}" for same in grouped(facts["gpus"], str)]
+    devices = ", ".join(gpus) or f"none ({facts['no_device']})"
+    shm_free, shm = show_bytes(facts["shm_free_bytes"]), show_bytes(facts["shm_bytes"])
+    open_files = facts["open_files"] or "unlimited"
+    memory, locked = (
+        none if facts[name] is None else show_bytes(facts[name])
+        for name, none in (("memory_bytes", "unknown"), ("memlock_bytes", "unlimited"))
+    )
+    registration = f"none can be registered, batches are staged: {facts['not_registered']}"
+    if not facts["not_registered"]:
+        registration = f"all of {shm} may be registered, up to gear.transfer.register_bytes"
+    return {
+        "devices": f"{devices}; driver {facts['driver'] or 'none'}; torch {facts['versions']['torch']}",
+        "shared memory": f"{shm_free} of {shm} free in {SHM}; available memory {memory}",
+        "limits": f"open files {open_files}; locked memory {locked}; CPUs {facts['cpus']}",
+        "registration": registration,
+    }
 
 
 # ---- problems ------------------------------------------------------------------------------------
@@ -207,7 +244,15 @@ def _alone(host: str, facts: Facts, slots: int, has_peers: bool) -> Iterator[Gea
             f"host {host}: /dev/shm",
             f"must have {show_bytes(MIN_SHM_BYTES)} free",
             f"{show_bytes(facts['shm_free_bytes'])} of {show_bytes(facts['shm_bytes'])}",
-            "run gear clean; else enlarge it: mount -o remount,size=50% /dev/shm, or docker run --shm-size",
+            f"run gear clean; else {ENLARGE_SHM}",
+        )
+    if facts["driver"] and facts["no_device"] and facts["versions"]["CUDA of torch"] != "none":
+        yield GearError(
+            f"host {host}: torch {facts['versions']['torch']}",
+            f"must see a device where there is a driver ({facts['driver']})",
+            facts["no_device"],
+            "try nvidia-smi; start a container with its GPUs (docker run --gpus all), correct "
+            "CUDA_VISIBLE_DEVICES, or install a driver that has torch's release of CUDA",
         )
     if facts["open_files"] is not None and facts["open_files"] < MIN_OPEN_FILES:
         yield GearError(

@@ -25,7 +25,7 @@ from typing import Any
 from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError, StoreGoneError, show_bytes
 from deepspeed_gear.liveness import hold, release
 from deepspeed_gear.store.memory_layout import MAGIC
-from deepspeed_gear.store.memory_limits import check_available
+from deepspeed_gear.store.memory_limits import ENLARGE_SHM, check_available
 from deepspeed_gear.store.reaper import FLOCK, WHOLE, Start, unlink_same
 from deepspeed_gear.timeouts import wait_until
 
@@ -120,7 +120,7 @@ class SharedMemory:
                     str(SHM),
                     f"must have {show_bytes(num_bytes)} free",
                     f"{show_bytes(space.f_bavail * space.f_frsize)} ({error.strerror})",
-                    "lower the table's capacity, use load: mmap, enlarge /dev/shm, or run `gear clean`",
+                    f"lower the table's capacity, use load: mmap, run `gear clean`, or {ENLARGE_SHM}",
                 ) from error
             raise StoreError(str(SHM), f"must provide {show_bytes(num_bytes)}", error.strerror) from error
         except BaseException:

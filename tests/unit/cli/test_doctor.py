@@ -15,7 +15,7 @@ from deepspeed.launcher.runner import fetch_hostfile
 from gear_support import lengths_of, wait_until, write_dataset
 
 from deepspeed_gear.cli import ssh_hosts
-from deepspeed_gear.cli.doctor import examine, problems_of, read_answer
+from deepspeed_gear.cli.doctor import driver_version, examine, problems_of, read_answer, summary
 from deepspeed_gear.cli.main import main
 from deepspeed_gear.cli.ssh_hosts import read_hostfile
 from deepspeed_gear.errors import ConfigError, DataError, GearError, PeerError, error_to_json
@@ -29,9 +29,13 @@ GOOD: dict[str, Any] = {
     "shm_free_bytes": 31 << 30,
     "memlock_bytes": 8 << 20,
     "open_files": 1024,
+    "memory_bytes": 1 << 40,
+    "cpus": 64,
     "infiniband": [],
+    "driver": "580.65.06",
     "gpus": ["H200"] * 8,
-    "versions": {"python": "3.11.7", "torch": "2.13.0"},
+    "no_device": "",
+    "versions": {"python": "3.11.7", "torch": "2.13.0", "CUDA of torch": "13.0"},
     "native_error": None,
     "native_sources": "abc",
     "not_registered": "",
@@ -54,6 +58,7 @@ def messages(reports: dict[str, dict[str, Any]], slots: dict[str, int] | None = 
     ("changes", "message"),
     [
         ({"shm_free_bytes": 64 << 20}, "host node1: /dev/shm must have 1 GiB free, got '64 MiB of 32 GiB'"),
+        ({"gpus": [], "no_device": "old"}, "must see a device where there is a driver (580.65.06)"),
         ({"open_files": 256}, "host node1: the limit of open files must be at least 1024, got 256"),
         ({"stale_locks": [error_to_json(GearError("/x/lock", "must be held", None, "rm it"))]},
          "host node1: /x/lock must be held; rm it"),
@@ -61,9 +66,9 @@ def messages(reports: dict[str, dict[str, Any]], slots: dict[str, int] | None = 
         ({"address": "127.0.1.1"}, "host node1: its own name, node1, must not resolve to a loopback address"),
         ({"hostname": "node0"}, "hosts node0, node1 must be different machines"),
         ({"native_sources": "xyz"}, "got 'abc on node0, node2; xyz on node1'"),
-        ({"versions": {"python": "3.11.7", "torch": "2.4.0"}},
+        ({"versions": GOOD["versions"] | {"torch": "2.4.0"}},
          "torch must be the same on all hosts, got '2.13.0 on node0, node2; 2.4.0 on node1'"),
-        ({"versions": {"python": "3.11.7"}}, "got '2.13.0 on node0, node2; none on node1'"),
+        ({"versions": GOOD["versions"] | {"torch": "none"}}, "got '2.13.0 on node0, node2; none on node1'"),
         ({"native_error": error_to_json(GearError("the op", "must compile", None, "install g++"))},
          "host node1: the op must compile; install g++"),
     ],
@@ -80,6 +85,7 @@ def test_what_is_no_problem() -> None:
         {"address": "127.0.1.1", "gloo_interface": "eth0"},
         {"infiniband": ["mlx5_0"], "memlock_bytes": None},
         {"open_files": None},
+        {"gpus": [], "no_device": "hidden", "driver": ""},  # a machine, or a container, for the CPU
     ):
         assert messages(machines(**changes)) == [], changes
     assert messages({"here": {**GOOD, "hostname": "here", "address": "127.0.1.1"}}) == []  # it has no peers
@@ -89,6 +95,30 @@ def test_slots_are_compared_with_gpus() -> None:
     wanted = "slots of node0 must be at most its 8 GPUs, got 9; correct the hostfile"
     assert messages(machines(), {"node0": 9}) == [wanted]
     assert messages(machines(2, gpus=[]), {"node1": 9}) == []
+
+
+def test_the_summary_has_devices_memory_and_limits() -> None:
+    lines = summary({**GOOD, "gpus": ["H200", "H200", "L4"], "memlock_bytes": None})
+    assert lines["devices"] == "2 x H200, 1 x L4; driver 580.65.06; torch 2.13.0"
+    assert lines["shared memory"] == "31 GiB of 32 GiB free in /dev/shm; available memory 1 TiB"
+    assert lines["limits"] == "open files 1024; locked memory unlimited; CPUs 64"
+    nothing = {"gpus": [], "driver": "", "no_device": "no driver", "open_files": None, "memory_bytes": None}
+    lines = summary({**GOOD, **nothing})
+    assert lines["devices"] == "none (no driver); driver none; torch 2.13.0"
+    assert lines["shared memory"].endswith("available memory unknown")
+    assert lines["limits"] == "open files unlimited; locked memory 8 MiB; CPUs 64"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Thu Oct 19 18:56:32\nGCC version: 12",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs@host)\n",
+    ],
+)
+def test_the_driver_is_found(text: str) -> None:
+    assert driver_version(text) == "580.65.06"
+    assert driver_version("") == ""
 
 
 def test_data_sets_are_compared() -> None:
@@ -186,5 +216,6 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     facts = found["hosts"]["here"]
     assert status == bool(found["problems"])
     assert facts["native_error"] is None
-    assert "registration: here: " in shown
+    assert [line.partition(": here: ")[0] for line in shown.splitlines()[:4]] == list(summary(facts))
+    assert f"; torch {torch.__version__}\n" in shown
     assert facts["data"] == examine(str(data))["data"]

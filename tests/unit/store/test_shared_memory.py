@@ -171,7 +171,8 @@ def test_full_memory_is_an_error_that_takes_nothing(excess: int) -> None:
     status = os.statvfs(SHM)
     size = status.f_blocks * status.f_frsize + excess  # more than all, whatever others give back meanwhile
     files = open_files()
-    with pytest.raises(StoreFullError, match=r"must have [\d.]+ \w+ free, got '[\d.]+ \w+ \(No space"):
+    rule = r"must have [\d.]+ \w+ free, got '[\d.]+ \w+ \(No space.*; docker run --shm-size; Kubernetes: "
+    with pytest.raises(StoreFullError, match=rule):
         SharedMemory.create(size)
     assert open_files() == files
     after = os.statvfs(SHM)
